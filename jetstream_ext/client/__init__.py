@@ -1,0 +1,1 @@
+"""The asyncio shell: thin classes that carry bytes between nats-py's connection and the machines in `protocol`."""

@@ -1,0 +1,378 @@
+"""The one door to nats-py's internals; every other module goes through it.
+
+Three things nats-py cannot do through its public face, and how they are done here on the user's own connection
+(so that TLS, authentication, reconnects and limits stay nats-py's):
+
+* **Reading in bulk.** `Connection` stands in front of the connection's parser: `Parser.parse` of this one instance is
+  replaced, which is where nats-py's read loop hands over what came from the socket. Frames of our subscriptions are
+  cut out as bytes; everything else reaches nats-py's parser untouched and in order.
+* **Writing in bulk.** A window's commands are appended to nats-py's own write buffer in one piece, under its limits.
+* **Hearing at once that the connection is gone**: the end of nats-py's reader task.
+
+If a future nats-py has other internals, `PublicConnection` does the same work through public subscriptions and
+`publish`, more slowly, and says so once in a warning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.js import JetStreamContext
+from nats.js.kv import KeyValue
+from nats.js.manager import JetStreamManager
+
+from jetstream_ext.protocol import frames
+from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.frames import Frame
+
+# States of nats-py's parser (nats.protocol.parser).
+_AWAITING_CONTROL_LINE = 1
+_MAX_CONTROL_LINE = 4096
+
+
+class Sink(Protocol):
+    """Who takes the frames of one subscription. Both methods are called on the loop and must not block or raise."""
+
+    def frames(self, frames: list[Frame]) -> None:
+        """Take delivered messages, in order."""
+
+    def disconnected(self) -> None:
+        """Learn that the connection is gone: what was sent may be lost, what was asked may go unanswered."""
+
+
+class Inbox:
+    """A subscription on an inbox of its own, delivering to a `Sink`. Close it with `close`."""
+
+    def __init__(self, connection: Connection | PublicConnection, subject: str, sink: Sink) -> None:
+        self.subject = subject
+        self.sink = sink
+        self.subscription: Subscription | None = None
+        self._connection = connection
+
+    async def close(self) -> None:
+        """Drop the subscription; safe to call twice, on a closed connection, and while being cancelled."""
+        subscription, self.subscription = self.subscription, None
+        if subscription is not None:
+            self._connection._drop(subscription, self.sink)  # local state first: a cancellation cannot leak it
+            try:
+                await subscription.unsubscribe()
+            except (nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError):
+                pass  # the subscription went with the connection
+            except nats.errors.BadSubscriptionError:
+                pass  # nats-py dropped it first
+
+
+class _Base:
+    """What both roads share: everything that nats-py offers in public."""
+
+    def __init__(self, nc: Client) -> None:
+        self.nc = nc
+
+    @property
+    def usable(self) -> bool:
+        """Whether what is written now can reach the server it is meant for."""
+        return bool(self.nc.is_connected) and not self.nc.is_draining_pubs
+
+    @property
+    def max_payload(self) -> int:
+        return int(self.nc.max_payload)
+
+    @property
+    def server_version(self) -> str:
+        info = getattr(self.nc, "_server_info", None) or {}
+        return str(info.get("version", ""))
+
+    @property
+    def api_level(self) -> int | None:
+        """The connected server's JetStream API level, from its greeting (None: a server before 2.12)."""
+        info = getattr(self.nc, "_server_info", None) or {}
+        level = info.get("api_lvl")
+        return level if isinstance(level, int) else None
+
+    def check_usable(self) -> None:
+        if self.nc.is_closed:
+            raise nats.errors.ConnectionClosedError
+        if self.nc.is_draining_pubs:
+            raise nats.errors.ConnectionDrainingError
+        if not self.nc.is_connected:
+            raise nats.errors.ConnectionReconnectingError
+
+    def _drop(self, subscription: Subscription, sink: Sink) -> None:
+        raise AssertionError("implemented by both roads")
+
+
+class Connection(_Base):
+    """The fast road: nats-py's parser and write buffer, directly."""
+
+    _TOMBSTONES = 64
+
+    def __init__(self, nc: Client) -> None:
+        super().__init__(nc)
+        self._parser = nc._ps
+        self._parse = nc._ps.parse
+        self._sinks: dict[bytes, Sink | None] = {}
+        self._graves: deque[bytes] = deque()
+        self._buffer: bytearray = nc._ps.buf
+        self._needed = 0
+        self._watched: asyncio.Task[Any] | None = None
+
+    # -- subscriptions ------------------------------------------------------------------------------------------
+
+    async def inbox(self, sink: Sink, *, token: str | None = None, tail: str = "") -> Inbox:
+        """Subscribe `sink` to a new inbox (``<inbox>[.<token>]``, with `tail` for the subscription only)."""
+        subject = self.nc.new_inbox()
+        if token is not None:
+            subject = f"{subject}.{token}"
+        inbox = Inbox(self, subject, sink)
+        self._watch()
+        try:
+            subscription = await self.nc.subscribe(subject + tail)
+        except BaseException:
+            # nats-py registers a subscription before it sends it, so a cancellation in between would leak it.
+            for sid, known in list(self.nc._subs.items()):
+                if known.subject == subject + tail:
+                    self.nc._remove_sub(sid)
+            raise
+        self._sinks[b"%d" % subscription._id] = sink
+        inbox.subscription = subscription
+        return inbox
+
+    def _drop(self, subscription: Subscription, sink: Sink) -> None:
+        # Late frames of a reply that was left early are thrown away here, not parsed by nats-py one by one.
+        sid = b"%d" % subscription._id
+        self._sinks[sid] = None
+        self._graves.append(sid)
+        if len(self._graves) > self._TOMBSTONES:
+            self._sinks.pop(self._graves.popleft(), None)
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    async def write(self, data: bytes, messages: int, payload_bytes: int) -> None:
+        """Append encoded commands to nats-py's buffer in one piece.
+
+        The bytes are in the buffer before the first suspension: a cancelled call has written everything. It
+        suspends only while the buffer is over nats-py's own limit, until the socket took it.
+
+        Raises:
+            ConnectionClosedError, ConnectionDrainingError, ConnectionReconnectingError: Nothing was written.
+        """
+        self.check_usable()
+        nc = self.nc
+        nc._pending.append(data)
+        nc._pending_data_size += len(data)
+        nc.stats["out_msgs"] += messages
+        nc.stats["out_bytes"] += payload_bytes
+        if nc._pending_data_size > nc._max_pending_size > 0:
+            await nc._flush_pending(force_flush=True)
+        elif nc._flush_queue.empty():
+            await nc._flush_pending()
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        task = self.nc._reading_task
+        if task is not None and task is not self._watched:
+            self._watched = task
+            task.add_done_callback(self._reader_ended)
+
+    def _reader_ended(self, task: asyncio.Task[Any]) -> None:
+        if task is self._watched:
+            self._watched = None
+        for sink in list(self._sinks.values()):
+            if sink is not None:
+                sink.disconnected()
+
+    async def parse(self, data: bytes = b"") -> None:
+        """Stand in for `Parser.parse`: cut out the frames of our subscriptions, pass on the rest."""
+        parser = self._parser
+        buffer = parser.buf
+        if buffer is not self._buffer:  # the parser was reset: a new connection
+            self._buffer = buffer
+            self._needed = 0
+        if not self._sinks:
+            await self._parse(data)
+            return
+        if parser.state != _AWAITING_CONTROL_LINE:
+            # nats-py is inside a message that is not ours; let it have the rest of it.
+            rest = parser.needed + 2 - len(buffer)
+            head, data = data[:rest], data[rest:]
+            await self._parse(head)
+            if not data or parser.buf is not buffer:
+                return
+        elif buffer:
+            buffer.extend(data)
+            if len(buffer) < self._needed:
+                return  # a large message of ours is still coming in; do not look at it again until it is whole
+            data = bytes(buffer)
+            buffer.clear()
+        self._needed = 0
+        await self._cut(data, buffer)
+
+    async def _cut(self, data: bytes, buffer: bytearray) -> None:
+        parser = self._parser
+        sinks = self._sinks
+        pos, size = 0, len(data)
+        sink: Sink | None = None
+        batch: list[Frame] = []
+        while pos < size:
+            eol = data.find(b"\r\n", pos)
+            if eol < 0:
+                if size - pos > _MAX_CONTROL_LINE:
+                    eol = size - 2  # not a control line that we know; nats-py decides
+                    foreign, end = True, size
+                else:
+                    break
+            else:
+                foreign = True
+                end = eol + 2
+                kind = data[pos : pos + 4]
+                if kind == b"HMSG" or kind == b"MSG ":
+                    words = data[pos:eol].split()
+                    try:
+                        total = int(words[-1])
+                        sid = words[2]
+                        header_size = int(words[-2]) if kind == b"HMSG" else 0
+                    except (ValueError, IndexError):
+                        end = size  # malformed: nats-py says so in its own way
+                    else:
+                        end = eol + 4 + total
+                        foreign = sid not in sinks
+            if foreign:
+                if batch:
+                    self._deliver(sink, batch)
+                    batch = []
+                await self._parse(data[pos:end])
+                if parser.buf is not buffer:
+                    return  # the parser was reset meanwhile: the rest belongs to a connection that is gone
+                pos = end
+                continue
+            if end > size:
+                self._needed = end - pos
+                break
+            start = eol + 2
+            body = start + header_size
+            target = sinks[sid]
+            if target is not sink:
+                if batch:
+                    self._deliver(sink, batch)
+                    batch = []
+                sink = target
+            batch.append((words[1], data[start:body], data[body : end - 2]))
+            pos = end
+        if pos < size:
+            buffer.extend(memoryview(data)[pos:])
+        if batch:
+            self._deliver(sink, batch)
+
+    def _deliver(self, sink: Sink | None, batch: list[Frame]) -> None:
+        stats = self.nc.stats
+        stats["in_msgs"] += len(batch)
+        stats["in_bytes"] += sum(len(frame[2]) for frame in batch)
+        if sink is not None:
+            sink.frames(batch)
+
+
+class PublicConnection(_Base):
+    """The slow road, with nothing but nats-py's public methods."""
+
+    async def inbox(self, sink: Sink, *, token: str | None = None, tail: str = "") -> Inbox:
+        subject = self.nc.new_inbox()
+        if token is not None:
+            subject = f"{subject}.{token}"
+        inbox = Inbox(self, subject, sink)
+
+        async def deliver(msg: Msg) -> None:
+            sink.frames([(msg.subject.encode(), _header_block(msg.headers), msg.data)])
+
+        inbox.subscription = await self.nc.subscribe(subject + tail, cb=deliver)
+        return inbox
+
+    async def write(self, data: bytes, messages: int, payload_bytes: int) -> None:
+        self.check_usable()
+        for command in frames.parse_pubs(data):
+            headers = dict(h.parse_lines(command.header)) if command.header else None
+            await self.nc.publish(command.subject, command.payload, reply=command.reply, headers=headers)
+
+    def _drop(self, subscription: Subscription, sink: Sink) -> None:
+        pass
+
+
+def _header_block(headers: dict[str, str] | None) -> bytes:
+    """Return the bytes that nats-py parsed into `headers`, as nearly as can be told."""
+    if not headers:
+        return b""
+    lines = dict(headers)
+    first = h.VERSION
+    if h.SEQUENCE not in lines and "Status" in lines:
+        # Where nats-py found both a status line and headers it leaves the headers in the description as well.
+        text = lines.pop("Description", "").split("\n")[0].strip()
+        first += f" {lines.pop('Status')} {text}".rstrip().encode()
+    return b"\r\n".join([first, *(f"{name}: {value}".encode() for name, value in lines.items()), b"", b""])
+
+
+_REASON = (
+    "this version of nats-py has other internals than jetstream_ext knows (2.16 to 2.x); "
+    "it works through nats-py's public interface instead, several times slower"
+)
+
+
+def connection_of(nc: Client) -> Connection | PublicConnection:
+    """Return the door to `nc`; the same one for every caller."""
+    parser = getattr(nc, "_ps", None)
+    known = getattr(getattr(parser, "parse", None), "__self__", None)
+    if isinstance(known, Connection):
+        return known
+    if not _internals_known(nc):
+        warnings.warn(_REASON, RuntimeWarning, stacklevel=3)
+        return PublicConnection(nc)
+    connection = Connection(nc)
+    nc._ps.parse = connection.parse  # type: ignore[method-assign]
+    return connection
+
+
+def _internals_known(nc: Client) -> bool:
+    parser = getattr(nc, "_ps", None)
+    return (
+        isinstance(getattr(parser, "buf", None), bytearray)
+        and isinstance(getattr(parser, "state", None), int)
+        and isinstance(getattr(parser, "needed", None), int)
+        and asyncio.iscoroutinefunction(getattr(parser, "parse", None))
+        and isinstance(getattr(nc, "_pending", None), list)
+        and isinstance(getattr(nc, "_pending_data_size", None), int)
+        and isinstance(getattr(nc, "_max_pending_size", None), int)
+        and isinstance(getattr(nc, "_subs", None), dict)
+        and isinstance(getattr(nc, "stats", None), dict)
+        and isinstance(getattr(nc, "_reading_task", None), asyncio.Task)
+        and asyncio.iscoroutinefunction(getattr(nc, "_flush_pending", None))
+        and hasattr(getattr(nc, "_flush_queue", None), "empty")
+        and callable(getattr(nc, "_remove_sub", None))
+    )
+
+
+class JetStream:
+    """What this library needs of a caller's JetStream context: its connection, prefix and default timeout."""
+
+    def __init__(self, js: JetStreamContext | JetStreamManager) -> None:
+        if not isinstance(js, JetStreamManager):
+            raise TypeError(f"expected a nats-py JetStream context (nc.jetstream()), not {type(js).__name__}")
+        self.context = js
+        self.prefix: str = js._prefix
+        self.timeout = float(js._timeout)
+        self.nc: Client = js._nc
+
+    @property
+    def connection(self) -> Connection | PublicConnection:
+        return connection_of(self.nc)
+
+
+def bucket_of(kv: KeyValue) -> tuple[JetStreamContext, str, str]:
+    """Return a bucket's JetStream context, its stream, and the subject prefix of its keys."""
+    return kv._js, kv._stream, kv._pre

@@ -1,0 +1,540 @@
+"""Direct Get for nats-py users: single messages, batches, last-by-subject and whole ranges (ADR-31)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from datetime import datetime
+from types import TracebackType
+
+import nats.errors
+from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
+from typing_extensions import Self
+
+from jetstream_ext.client.connection import Inbox, JetStream
+from jetstream_ext.errors import JetStreamExtError, MessagesLostError, RequestTimeoutError
+from jetstream_ext.protocol import direct as wire
+from jetstream_ext.protocol import frames
+from jetstream_ext.protocol.direct import Block, EndOfBatch, ReplyDecoder, Request
+from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.options import rfc3339
+from jetstream_ext.protocol.plans import Ask, MultiLast, OneBatch, Plan, Scan
+from jetstream_ext.types import StoredMsg
+
+# How long to wait before asking another replica again for what the leader has and this one had not.
+_LAG_PAUSE = 0.05
+
+
+class DirectGet:
+    """Read stored messages from any replica of a stream, without a consumer.
+
+    Answers come from whichever replica (or mirror) is free: they can lag behind a publish that was just acknowledged.
+    Needs ``allow_direct`` on the stream. Batches, times and `multi_last` need nats-server 2.11; `get` and `get_last`
+    work on 2.10.
+
+    Args:
+        js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
+        stream: The stream's name.
+        timeout: Seconds without any answer before a read gives up; None is the context's own.
+
+    Raises:
+        BadSubjectError: The name cannot be a stream's.
+    """
+
+    def __init__(self, js: JetStreamContext, stream: str, *, timeout: float | None = None) -> None:
+        frames.check_name(stream, "stream name")
+        self._js = JetStream(js)
+        self._stream = stream
+        self._timeout = self._js.timeout if timeout is None else _positive("timeout", timeout)
+
+    def __repr__(self) -> str:
+        return f"<DirectGet stream={self._stream!r}>"
+
+    # -- single messages ----------------------------------------------------------------------------------------
+
+    async def get(self, seq: int) -> StoredMsg:
+        """Return the message with stream sequence `seq`.
+
+        Raises:
+            MessageNotFoundError: The answering replica has none.
+            DirectGetDisabledError: No ``allow_direct``, or no such stream.
+            RequestTimeoutError: No answer within `timeout` seconds.
+
+        Cancellation: Safe; nothing is left behind.
+        """
+        return await self._single(Request(seq=_sequence("seq", seq)))
+
+    async def get_last(self, subject: str) -> StoredMsg:
+        """Return the last message on `subject` (a filter may have wildcards).
+
+        The request goes to ``$JS.API.DIRECT.GET.<stream>.<subject>`` with an empty payload, so permissions on that
+        subject alone are enough.
+
+        Raises:
+            MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
+
+        Cancellation: Safe; nothing is left behind.
+        """
+        frames.check_filter(subject)
+        return await self._single(None, subject)
+
+    async def get_next(self, subject: str, *, seq: int = 1) -> StoredMsg:
+        """Return the first message on `subject` (a filter may have wildcards) with a sequence of at least `seq`.
+
+        Raises:
+            MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
+
+        Cancellation: Safe; nothing is left behind.
+        """
+        frames.check_filter(subject)
+        return await self._single(Request(seq=_sequence("seq", seq), next_by_subj=subject))
+
+    async def get_at(self, when: datetime, *, subject: str | None = None) -> StoredMsg:
+        """Return the first message stored at or after `when`, an aware datetime (nats-server 2.11).
+
+        Raises:
+            ValueError: `when` is naive.
+            MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
+            UnsupportedFeatureError: The server is older than 2.11.
+
+        Cancellation: Safe; nothing is left behind.
+        """
+        rfc3339(when, "when")
+        if subject is not None:
+            frames.check_filter(subject)
+        # As a batch of one: a server that does not know start_time would answer a single get with another message.
+        found = await self._read(OneBatch(Request(start_time=when, next_by_subj=subject, batch=1))).to_list()
+        if not found:
+            raise wire.status_error(self._stream, b"NATS/1.0 404 Message Not Found\r\n\r\n")
+        return found[0]
+
+    async def _single(self, request: Request | None, subject: str | None = None) -> StoredMsg:
+        api = f"{self._js.prefix}.DIRECT.GET.{self._stream}"
+        target = api if subject is None else f"{api}.{subject}"
+        payload = b"" if request is None else request.encode()
+        retried = False
+        while True:
+            reply = _Reply(self._stream)
+            try:
+                await reply.send(self._js, target, payload)
+                received = await reply.take(self._timeout)
+                return wire.decode_single(self._stream, received[0])
+            except (MessagesLostError, nats.errors.ConnectionReconnectingError):
+                if retried:
+                    raise
+                retried = True
+            finally:
+                await reply.close()
+            await _reconnected(self._js, self._timeout)
+
+    # -- many messages ------------------------------------------------------------------------------------------
+
+    def batch(
+        self,
+        batch: int,
+        *,
+        subject: str | None = None,
+        seq: int | None = None,
+        start_time: datetime | None = None,
+        max_bytes: int = wire.DEFAULT_MAX_BYTES,
+    ) -> MessageBatch:
+        """Read up to `batch` messages with one request.
+
+        Args:
+            batch: How many messages at most, from 1.
+            subject: Filter, wildcards allowed; None is every subject.
+            seq: The first stream sequence to look at (default 1).
+            start_time: Start at the first message stored at or after this aware datetime instead.
+            max_bytes: Stop after the message that brings subjects, headers and payloads to this many bytes.
+
+        Raises:
+            ValueError: A number is out of range, `start_time` is naive, or both starts are given.
+
+        Requires: nats-server 2.11. While iterating: the errors of `scan`.
+        """
+        start = _start(seq, start_time)
+        if subject is not None:
+            frames.check_filter(subject)
+        request = Request(
+            seq=start,
+            start_time=start_time,
+            next_by_subj=subject,
+            batch=_count("batch", batch),
+            max_bytes=_count("max_bytes", max_bytes),
+        )
+        return self._read(OneBatch(request))
+
+    def multi_last(
+        self,
+        subjects: Sequence[str],
+        *,
+        up_to_seq: int | None = None,
+        up_to_time: datetime | None = None,
+        batch: int | None = None,
+        max_bytes: int = wire.DEFAULT_MAX_BYTES,
+    ) -> MessageBatch:
+        """Read the last message of every subject that matches one of `subjects`, all as of one sequence.
+
+        Without `batch` it pages to the end at that one sequence. Between pages a subject that is overwritten and
+        whose old message the stream does not keep (``max_msgs_per_subject`` 1) drops out of the answer: ADR-31 makes
+        the point in time exact only where history still holds it.
+
+        Args:
+            subjects: Subjects and filters; together they may match 1024 subjects (a server's default).
+            up_to_seq: The point in time as a stream sequence; None is now.
+            up_to_time: The point in time as an aware datetime (exclusive) instead.
+            batch: Return at most this many, with one request.
+            max_bytes: Bytes per page.
+
+        Raises:
+            ValueError: No subjects, a number out of range, a naive datetime, or both points in time.
+            TooManySubjectsError: While iterating: the filters match too many subjects.
+
+        Requires: nats-server 2.11.
+        """
+        if isinstance(subjects, str) or not subjects:
+            raise ValueError("subjects must be a sequence of at least one subject")
+        for subject in subjects:
+            frames.check_filter(subject)
+        if up_to_seq is not None and up_to_time is not None:
+            raise ValueError("give up_to_seq or up_to_time, not both")
+        if up_to_time is not None:
+            rfc3339(up_to_time, "up_to_time")
+        request = Request(
+            multi_last=tuple(subjects),
+            up_to_seq=None if up_to_seq is None else _sequence("up_to_seq", up_to_seq),
+            up_to_time=up_to_time,
+            batch=None if batch is None else _count("batch", batch),
+            max_bytes=_count("max_bytes", max_bytes),
+        )
+        return self._read(MultiLast(request))
+
+    def scan(
+        self,
+        *,
+        subject: str | None = None,
+        seq: int | None = None,
+        start_time: datetime | None = None,
+        up_to_seq: int | None = None,
+        batch: int | None = None,
+        max_bytes: int = wire.DEFAULT_MAX_BYTES,
+        prefetch: int = 2,
+        confirm: bool = False,
+    ) -> MessageBatch:
+        """Read a whole range of the stream, with as many requests as it takes.
+
+        Without `up_to_seq` it ends where the answering replica has no more. Memory is bounded by
+        ``prefetch × max_bytes``, whatever the stream's size.
+
+        Args:
+            subject: Filter, wildcards allowed; None is every subject.
+            seq: First stream sequence (default 1).
+            start_time: Start at the first message stored at or after this aware datetime instead.
+            up_to_seq: Last stream sequence, inclusive.
+            batch: Messages per request; None lets requests follow the size of the messages.
+            max_bytes: Bytes per request.
+            prefetch: Requests in flight at most, 1 to 4.
+            confirm: Prove at the stream's leader that the range is complete. Replicas and mirrors may lag, and a
+                short answer from one looks like the end of the stream. Without `up_to_seq` the end is then what the
+                leader holds when the read starts. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+
+        Raises:
+            ValueError: A number is out of range, `start_time` is naive, or both starts are given.
+            DirectGetDisabledError: While iterating: no ``allow_direct``, or no such stream.
+            UnsupportedFeatureError: While iterating: the server is older than 2.11.
+            MessagesLostError: While iterating: messages were lost on their way, twice at the same place.
+            RequestTimeoutError: While iterating: no answer within the timeout, twice at the same place.
+
+        Requires: nats-server 2.11.
+        """
+        start = _start(seq, start_time)
+        if subject is not None:
+            frames.check_filter(subject)
+        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or not 1 <= prefetch <= 4:
+            raise ValueError(f"prefetch must be 1 to 4, not {prefetch!r}")
+        plan = Scan(
+            subject=subject,
+            seq=start or 1,
+            start_time=start_time,
+            up_to_seq=None if up_to_seq is None else _sequence("up_to_seq", up_to_seq),
+            batch=None if batch is None else _count("batch", batch),
+            max_bytes=_count("max_bytes", max_bytes),
+            prefetch=prefetch,
+        )
+        blocks = read_confirmed(self._js, self._stream, plan, self._timeout) if confirm else None
+        return self._read(plan, blocks)
+
+    def _read(self, plan: Plan, blocks: AsyncGenerator[Block, None] | None = None) -> MessageBatch:
+        if blocks is None:
+            blocks = read_blocks(self._js, self._stream, plan, self._timeout)
+        return MessageBatch(plan, blocks)
+
+
+class MessageBatch:
+    """The messages of one read: iterate it, use it as an async context manager, or take `to_list`.
+
+    The first request goes out on first use. Leave early with ``break`` and then `aclose` (or the end of the
+    ``async with`` block): nothing stays behind.
+
+    Cancellation: A cancelled read is over and has cleaned up; it cannot be continued.
+    """
+
+    def __init__(self, plan: Plan, blocks: AsyncGenerator[Block, None]) -> None:
+        self._plan = plan
+        self._blocks = blocks
+        self._ready: Iterator[StoredMsg] = iter(())
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    @property
+    def num_pending(self) -> int | None:
+        """How many matching messages follow what was read; None before the end."""
+        return self._end.num_pending if self._end else None
+
+    @property
+    def last_seq(self) -> int | None:
+        """The stream sequence of the last message (0: none was found); None before the end."""
+        return self._end.last_seq if self._end else None
+
+    @property
+    def up_to_seq(self) -> int | None:
+        """The sequence at which a `multi_last` is consistent; None before the end and for other reads."""
+        return self._end.up_to_seq if self._end else None
+
+    @property
+    def _end(self) -> EndOfBatch | None:
+        return self._plan.end if self._plan.done else None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StoredMsg:
+        for message in self._ready:
+            return message
+        while True:
+            block = await self._next_block()
+            if block is None:
+                raise StopAsyncIteration
+            self._ready = block.messages()
+            for message in self._ready:
+                return message
+
+    async def to_list(self) -> list[StoredMsg]:
+        """Return all remaining messages.
+
+        Raises:
+            JetStreamExtError: Whatever ended the read early; see the call that made this batch.
+
+        Cancellation: The read is over; nothing is left behind.
+        """
+        messages = list(self._ready)
+        while (block := await self._next_block()) is not None:
+            messages.extend(block.messages())
+        return messages
+
+    async def _next_block(self) -> Block | None:
+        if self._failure is not None:
+            raise JetStreamExtError(f"this read ended early and cannot be continued: {self._failure!r}")
+        if self._closed:
+            return None
+        try:
+            return await anext(self._blocks)
+        except StopAsyncIteration:
+            return None
+        except BaseException as failure:
+            self._failure = failure
+            raise
+
+    async def aclose(self) -> None:
+        """End the read; safe to call at any time and more than once."""
+        self._closed = True
+        self._ready = iter(())
+        await self._blocks.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class _Reply:
+    """One request on the wire: the sink of its reply, and the decoder."""
+
+    def __init__(self, stream: str) -> None:
+        self.decoder = ReplyDecoder(stream)
+        self._stream = stream
+        self._inbox: Inbox | None = None
+        self._received: list[Frame] = []
+        self._gone = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def send(self, js: JetStream, subject: str, payload: bytes) -> None:
+        connection = js.connection
+        connection.check_usable()
+        self._inbox = await connection.inbox(self)
+        command = frames.pub(subject.encode(), self._inbox.subject.encode(), b"", payload)
+        await connection.write(command, 1, len(payload))
+
+    def frames(self, frames: list[Frame]) -> None:
+        if self._received:
+            self._received += frames
+        else:
+            self._received = frames
+        self._wake()
+
+    def disconnected(self) -> None:
+        self._gone = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self, timeout: float) -> list[Frame]:
+        """Return what has come, at least one frame."""
+        if not self._received and not self._gone:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._waiter
+            except TimeoutError:
+                raise RequestTimeoutError(
+                    f"stream {self._stream!r}: no answer to a direct get within {timeout:g} s"
+                ) from None
+            finally:
+                self._waiter = None
+        received, self._received = self._received, []
+        if not received:
+            raise MessagesLostError(
+                f"stream {self._stream!r}: the connection was lost while a direct get was being answered",
+                expected=self.decoder.last_seq,
+            )
+        return received
+
+    async def close(self) -> None:
+        if self._inbox is not None:
+            await self._inbox.close()
+
+
+async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) -> AsyncGenerator[Block, None]:
+    """Drive `plan`: yield its rows as they come, retrying once from the last good row wherever that is stateless."""
+    subject = f"{js.prefix}.DIRECT.GET.{stream}"
+    replies: dict[Ask, _Reply] = {}
+    retried = False
+    try:
+        while not plan.done:
+            failure: JetStreamExtError | nats.errors.Error | None = None
+            try:
+                while (ask := plan.next_request()) is not None:
+                    reply = replies[ask] = _Reply(stream)
+                    await reply.send(js, subject, ask.request.encode())
+                oldest = plan.oldest
+                assert oldest is not None
+                reply = replies[oldest]
+                received = await reply.take(timeout)
+            except (MessagesLostError, RequestTimeoutError, nats.errors.ConnectionReconnectingError) as error:
+                failure = error
+            else:
+                decoder = reply.decoder
+                block = decoder.feed(received)
+                if block.seqs:
+                    block = plan.accept(oldest, block, decoder.size, int(block.pendings[-1]))
+                    if block.seqs:
+                        retried = False
+                        yield block
+                        if plan.done:
+                            break
+                failure = decoder.broken
+                if decoder.end is not None:
+                    for void in [oldest, *plan.finish(oldest, decoder.end)]:
+                        await replies.pop(void).close()
+            if failure is not None:
+                voids = plan.retry()
+                if retried or voids is None:
+                    raise failure
+                retried = True
+                for void in voids:
+                    await replies.pop(void).close()
+                await _reconnected(js, timeout)
+    finally:
+        for reply in replies.values():
+            await reply.close()
+
+
+async def read_confirmed(js: JetStream, stream: str, plan: Scan, timeout: float) -> AsyncGenerator[Block, None]:
+    """Drive a range read and prove its end at the stream's leader; replicas that lag are asked again."""
+    loop = asyncio.get_running_loop()
+    if plan.up_to_seq is None:
+        plan.up_to_seq = (await js.context.stream_info(stream)).state.last_seq
+    deadline = loop.time() + timeout
+    while True:
+        async for block in read_blocks(js, stream, plan, timeout):
+            deadline = loop.time() + timeout
+            yield block
+        if plan.position >= plan.up_to_seq:
+            return
+        missing = await next_at_leader(js, stream, plan.position + 1, plan.subject)
+        if missing is None or missing > plan.up_to_seq:
+            return
+        if loop.time() >= deadline:
+            raise RequestTimeoutError(
+                f"stream {stream!r}: the leader has sequence {missing}, but no replica that answers direct gets "
+                f"delivered it within {timeout:g} s"
+            )
+        await asyncio.sleep(_LAG_PAUSE)
+        plan.reopen()
+
+
+async def next_at_leader(js: JetStream, stream: str, seq: int, subject: str | None = None) -> int | None:
+    """Return the first sequence from `seq` on that the stream's leader holds (on `subject`), or None."""
+    try:
+        found = await js.context.get_msg(stream, seq=seq, subject=subject or ">", next=True)
+    except NotFoundError as error:
+        if error.err_code == 10037:  # no message found; anything else is not an answer to the question
+            return None
+        raise
+    return found.seq
+
+
+async def _reconnected(js: JetStream, timeout: float) -> None:
+    # nats-py tells only its user's own callback when it is back, so look, for no longer than the read may wait.
+    connection = js.connection
+    try:
+        async with asyncio.timeout(timeout):
+            while not connection.usable:
+                if connection.nc.is_closed:
+                    raise nats.errors.ConnectionClosedError
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise RequestTimeoutError(f"the connection was lost and not back within {timeout:g} s") from None
+
+
+def _positive(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError(f"{name} must be a number of seconds over 0, not {value!r}")
+    return float(value)
+
+
+def _count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer from 1 up, not {value!r}")
+    return value
+
+
+def _sequence(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 64:
+        raise ValueError(f"{name} must be a stream sequence from 1 up, not {value!r}")
+    return value
+
+
+def _start(seq: int | None, start_time: datetime | None) -> int | None:
+    if start_time is None:
+        return 1 if seq is None else _sequence("seq", seq)
+    if seq is not None:
+        raise ValueError("give seq or start_time, not both")
+    rfc3339(start_time, "start_time")
+    return None

@@ -1,0 +1,442 @@
+"""What can go wrong, as one tree rooted in `nats.errors.Error`.
+
+::
+
+    JetStreamExtError
+    ├─ UnsupportedFeatureError      the server is too old
+    ├─ DirectGetDisabledError       no ``allow_direct``, or no such stream
+    ├─ MessageNotFoundError         a single get found nothing
+    ├─ BadRequestError              the server refused a direct-get request
+    ├─ TooManySubjectsError         ``multi_last`` matched too many subjects
+    ├─ ResponseError                a reply that breaks the protocol
+    ├─ MessagesLostError            a hole in a direct-get reply
+    ├─ RequestTimeoutError          no answer in time
+    ├─ StreamConfigMismatchError    a stream exists with another configuration
+    ├─ HistoryUnavailableError      the past that was asked for is gone
+    ├─ BadSubjectError, BadHeaderError, MaxPayloadError   refused here, before anything was sent
+    ├─ BatchError                   a batch that cannot go on; knows what was stored
+    │  ├─ BatchClosedError          used after its end
+    │  ├─ EmptyBatchError           there is nothing to commit
+    │  ├─ BatchAbandonedError       the server or the connection gave the batch up
+    │  ├─ BatchGapError             messages of a fast batch were lost
+    │  ├─ BatchOutcomeUnknownError  the answer was lost; the messages may be stored
+    │  └─ NoStreamError             no stream listens on the subject
+    └─ ServerError                  the server's own refusal: one class per error code
+
+A server's refusal of a batch is its `ServerError` class and a `BatchError` at once, so that both
+``except WrongLastSequenceError`` and ``except BatchError`` see it and ``.outcome`` is always there.
+All of them can be pickled (Spark carries them from executor to driver), hashed, and built with no argument.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import nats.errors
+import nats.js.errors
+
+if TYPE_CHECKING:
+    from jetstream_ext.types import BatchAck
+
+Outcome = Literal["not_stored", "partial", "stored", "unknown"]
+
+
+class JetStreamExtError(nats.errors.Error):
+    """Root of every error this library raises on its own account."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message or type(self).__name__
+
+
+class UnsupportedFeatureError(JetStreamExtError):
+    """The connected server does not know the feature.
+
+    Attributes:
+        feature: What was asked for, in the words of the documentation.
+        required_api_level: The JetStream API level that has it (`None`: it predates levels).
+        server_version: The version of the connected server, where known.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        feature: str = "",
+        required_api_level: int | None = None,
+        server_version: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.feature = feature
+        self.required_api_level = required_api_level
+        self.server_version = server_version
+
+
+class DirectGetDisabledError(JetStreamExtError):
+    """Nobody answers direct gets for the stream: it lacks ``allow_direct``, or it does not exist."""
+
+    def __init__(self, message: str = "", *, stream: str = "") -> None:
+        super().__init__(message)
+        self.stream = stream
+
+
+class MessageNotFoundError(JetStreamExtError, nats.js.errors.NotFoundError):
+    """A single get found no message. A replica may lag: ask with ``min_seq`` when that matters."""
+
+    def __init__(self, message: str = "", *, stream: str = "", code: int = 404) -> None:
+        JetStreamExtError.__init__(self, message)
+        _fill_api_error(self, code=code, err_code=None, description=message, stream=stream)
+
+    __hash__ = BaseException.__hash__
+    __eq__ = object.__eq__
+    __str__ = JetStreamExtError.__str__
+
+
+class BadRequestError(JetStreamExtError, nats.js.errors.BadRequestError):
+    """The server refused a direct-get request (status 408) and said why in ``description``."""
+
+    def __init__(self, message: str = "", *, description: str = "", stream: str = "", code: int = 408) -> None:
+        JetStreamExtError.__init__(self, message or description)
+        _fill_api_error(self, code=code, err_code=None, description=description or message, stream=stream)
+
+    __hash__ = BaseException.__hash__
+    __eq__ = object.__eq__
+    __str__ = JetStreamExtError.__str__
+
+
+class TooManySubjectsError(JetStreamExtError):
+    """A ``multi_last`` matched more subjects than the server answers at once (status 413; 1024 by default)."""
+
+
+class ResponseError(JetStreamExtError):
+    """A reply broke the protocol. ``frame`` holds (a bounded part of) its bytes."""
+
+    def __init__(self, message: str = "", *, frame: bytes = b"") -> None:
+        super().__init__(message)
+        self.frame = frame[:1024]
+
+
+class MessagesLostError(JetStreamExtError):
+    """A direct-get reply had a hole: messages were dropped between the server and here.
+
+    Attributes:
+        expected: The stream sequence the reply should have continued from.
+        got: The stream sequence it named instead.
+    """
+
+    def __init__(self, message: str = "", *, expected: int | None = None, got: int | None = None) -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.got = got
+
+
+class RequestTimeoutError(JetStreamExtError, nats.errors.TimeoutError):
+    """No answer came in time."""
+
+    __str__ = JetStreamExtError.__str__
+
+
+class StreamConfigMismatchError(JetStreamExtError):
+    """A stream exists with another configuration. ``diff`` maps each field to (wanted, found)."""
+
+    def __init__(self, message: str = "", *, diff: dict[str, tuple[Any, Any]] | None = None) -> None:
+        super().__init__(message)
+        self.diff = dict(diff or {})
+
+
+class HistoryUnavailableError(JetStreamExtError):
+    """The past that was asked for is no longer held. ``keys`` names what cannot be known."""
+
+    def __init__(self, message: str = "", *, keys: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.keys = tuple(keys)
+
+
+class BadSubjectError(JetStreamExtError, nats.errors.BadSubjectError, ValueError):
+    """A subject (or stream name) that may not be published to; nothing was sent."""
+
+    __str__ = JetStreamExtError.__str__
+
+
+class BadHeaderError(JetStreamExtError, nats.errors.BadHeaderError, ValueError):
+    """A header that would break the message apart, or that the library sets itself; nothing was sent."""
+
+    __str__ = JetStreamExtError.__str__
+
+
+class MaxPayloadError(JetStreamExtError, nats.errors.MaxPayloadError, ValueError):
+    """A message (with its headers) is larger than the server's ``max_payload``; nothing was sent."""
+
+    __str__ = JetStreamExtError.__str__
+
+
+class BatchError(JetStreamExtError):
+    """A batch cannot go on.
+
+    Attributes:
+        batch_id: The batch.
+        sent: How many of its messages were handed to the connection.
+        acked: The highest batch sequence the server acknowledged.
+        outcome: ``"not_stored"``, ``"partial"``, ``"stored"`` or ``"unknown"``.
+        ack: The server's final word on the batch, where there was one.
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        batch_id: str = "",
+        sent: int = 0,
+        acked: int = 0,
+        outcome: Outcome = "unknown",
+        ack: BatchAck | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.batch_id = batch_id
+        self.sent = sent
+        self.acked = acked
+        self.outcome: Outcome = outcome
+        self.ack = ack
+
+
+class BatchClosedError(BatchError):
+    """The batch was used after its end."""
+
+
+class EmptyBatchError(BatchError):
+    """There is nothing to commit."""
+
+
+class BatchAbandonedError(BatchError):
+    """The batch was given up: the connection was lost, or the server forgot it."""
+
+
+class BatchGapError(BatchError):
+    """Messages of a fast batch never reached the stream.
+
+    Attributes:
+        first_lost: The first batch sequence that was lost.
+        last_lost: The last one.
+    """
+
+    def __init__(self, message: str = "", *, first_lost: int = 0, last_lost: int = 0, **batch: Any) -> None:
+        super().__init__(message, **batch)
+        self.first_lost = first_lost
+        self.last_lost = last_lost
+
+
+class BatchOutcomeUnknownError(BatchError):
+    """The answer was lost: the messages may or may not be stored. Never treat it as a failure."""
+
+
+class NoStreamError(BatchError, nats.js.errors.NoStreamResponseError):
+    """No stream listens on the subject, or its leader is away (status 503)."""
+
+    __str__ = JetStreamExtError.__str__
+
+
+class ServerError(JetStreamExtError, nats.js.errors.APIError):
+    """The server refused, with an error code of its own.
+
+    Attributes:
+        code: The HTTP-like status (400, 412, 429, 500, 503 …).
+        err_code: The server's own number for the error.
+        description: The server's text.
+        retryable: Whether the same call may succeed later, unchanged.
+    """
+
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        code: int | None = None,
+        err_code: int | None = None,
+        description: str = "",
+        **batch: Any,
+    ) -> None:
+        # Cooperative: a leaf that is a BatchError too takes the batch's fields on the way up.
+        super().__init__(message or description, **batch)
+        _fill_api_error(self, code=code, err_code=err_code, description=description or message, stream=None)
+
+    __hash__ = BaseException.__hash__
+    __eq__ = object.__eq__
+
+    def __str__(self) -> str:
+        text = JetStreamExtError.__str__(self)
+        return f"{text} (error {self.err_code})" if self.err_code else text
+
+
+def _fill_api_error(
+    error: nats.js.errors.APIError,
+    *,
+    code: int | None,
+    err_code: int | None,
+    description: str,
+    stream: str | None,
+) -> None:
+    # nats-py's constructor would replace the exception's args; its fields are all a handler reads.
+    error.code = code
+    error.err_code = err_code
+    error.description = description
+    error.stream = stream
+    error.seq = None
+
+
+class BatchServerError(ServerError, BatchError):
+    """A refusal of a batch whose code has no class of its own here."""
+
+
+class WrongLastSequenceError(BatchServerError):
+    """10071, 10164: the stream or the subject moved on since the expected sequence."""
+
+
+class StreamMismatchError(BatchServerError):
+    """10060: the subject belongs to another stream than expected."""
+
+
+class MessageTooLargeError(BatchServerError):
+    """10054: the message is larger than the stream's ``max_msg_size``."""
+
+
+class MessageTTLInvalidError(BatchServerError):
+    """10165: the time to live cannot be parsed, or is under a second."""
+
+
+class MessageTTLDisabledError(BatchServerError):
+    """10166: the stream lacks ``allow_msg_ttl``."""
+
+
+class TooManyRequestsError(BatchServerError):
+    """10167: the stream's ingest queue is full; the message was dropped."""
+
+    retryable = True
+
+
+class AtomicPublishDisabledError(BatchServerError):
+    """10174: the stream lacks ``allow_atomic``."""
+
+
+class AtomicPublishMissingSequenceError(BatchServerError):
+    """10175: a batch message came without a valid sequence."""
+
+
+class AtomicPublishIncompleteError(BatchServerError):
+    """10176: the batch has a hole, or the server no longer knows it."""
+
+
+class AtomicPublishUnsupportedHeaderError(BatchServerError):
+    """10177: a header that may not be used inside an atomic batch."""
+
+
+class AtomicPublishInvalidBatchIDError(BatchServerError):
+    """10179: the batch id is too long."""
+
+
+class RequiredApiLevelError(BatchServerError):
+    """10185: the server is older than the API level that the request asks for."""
+
+
+class AtomicPublishMirrorError(BatchServerError):
+    """10198: a mirror cannot take atomic batches."""
+
+
+class AtomicPublishTooLargeError(BatchServerError):
+    """10199: the batch has more messages than the server allows (1000 by default)."""
+
+
+class AtomicPublishInvalidCommitError(BatchServerError):
+    """10200: the server does not know this way to commit."""
+
+
+class AtomicPublishDuplicateMessageIDError(BatchServerError):
+    """10201: a message id is in the stream's duplicate window, or twice in the batch."""
+
+
+class ConsumerInvalidResetError(ServerError, nats.js.errors.ConsumerInvalidResetError):
+    """10204: the consumer's deliver policy forbids this reset."""
+
+    __hash__ = BaseException.__hash__
+    __eq__ = object.__eq__
+    __str__ = ServerError.__str__
+
+
+class FastPublishDisabledError(BatchServerError):
+    """10205: the stream lacks ``allow_batched``."""
+
+
+class FastPublishInvalidPatternError(BatchServerError):
+    """10206: the reply subject of a fast-ingest message is malformed."""
+
+
+class FastPublishInvalidBatchIDError(BatchServerError):
+    """10207: the batch id is too long."""
+
+
+class FastPublishUnknownBatchError(BatchServerError):
+    """10208: the server does not know the batch (any more)."""
+
+
+class FastPublishMirrorError(BatchServerError):
+    """10209: a mirror cannot take fast ingest."""
+
+
+class AtomicPublishTooManyInflightError(BatchServerError):
+    """10210: too many atomic batches are open on the stream or the server."""
+
+    retryable = True
+
+
+class FastPublishTooManyInflightError(BatchServerError):
+    """10211: too many fast batches are open on the stream or the server."""
+
+    retryable = True
+
+
+#: Every error code the library knows by name. Codes of the ADR drafts (10203-10206 for fast ingest) mean other
+#: things on released servers and are deliberately absent.
+SERVER_ERRORS: dict[int, type[ServerError]] = {
+    10054: MessageTooLargeError,
+    10060: StreamMismatchError,
+    10071: WrongLastSequenceError,
+    10164: WrongLastSequenceError,
+    10165: MessageTTLInvalidError,
+    10166: MessageTTLDisabledError,
+    10167: TooManyRequestsError,
+    10174: AtomicPublishDisabledError,
+    10175: AtomicPublishMissingSequenceError,
+    10176: AtomicPublishIncompleteError,
+    10177: AtomicPublishUnsupportedHeaderError,
+    10179: AtomicPublishInvalidBatchIDError,
+    10185: RequiredApiLevelError,
+    10198: AtomicPublishMirrorError,
+    10199: AtomicPublishTooLargeError,
+    10200: AtomicPublishInvalidCommitError,
+    10201: AtomicPublishDuplicateMessageIDError,
+    10204: ConsumerInvalidResetError,
+    10205: FastPublishDisabledError,
+    10206: FastPublishInvalidPatternError,
+    10207: FastPublishInvalidBatchIDError,
+    10208: FastPublishUnknownBatchError,
+    10209: FastPublishMirrorError,
+    10210: AtomicPublishTooManyInflightError,
+    10211: FastPublishTooManyInflightError,
+}
+
+
+def server_error(
+    *, code: int | None = None, err_code: int | None = None, description: str = "", message: str = ""
+) -> ServerError:
+    """Build the error for a server's refusal; an unknown code gives a plain `ServerError`."""
+    cls = SERVER_ERRORS.get(err_code or 0, ServerError)
+    return cls(message, code=code, err_code=err_code, description=description)
+
+
+def batch_refusal(error: ServerError, message: str, **batch: Any) -> BatchServerError:
+    """Return `error` as a `BatchError` too, with what is known of the batch (the keywords of `BatchError`)."""
+    cls = type(error) if isinstance(error, BatchServerError) else BatchServerError
+    return cls(message, code=error.code, err_code=error.err_code, description=error.description or "", **batch)

@@ -1,0 +1,1 @@
+"""Sans-IO machines: bytes in, bytes and decisions out. No sockets, clocks, loops or randomness; `now` is an argument."""

@@ -1,0 +1,352 @@
+"""Direct Get on the wire (ADR-31): requests out, replies in.
+
+A reply to a batch request is a run of messages and one end-of-batch frame (EOB). Every message names the sequence of
+the message before it in the same reply (``Nats-Last-Sequence``, 0 on the first), and the EOB names the last one sent:
+together they prove that nothing was dropped on the way. Servers send the reply without flow control, so a slow
+consumer *is* cut, and the chain is the only witness.
+
+What tells the frames apart, on every server from 2.10 on:
+
+* EOB: inline status 204 *without* ``Nats-Sequence``. A stored message can carry a status line of its own (servers
+  before 2.12.8 return it) and an empty payload is an ordinary message; both have ``Nats-Sequence``.
+* a message: ``Nats-Sequence``. The server's headers come last, so the last of each name counts.
+* refusals: status 404, 408, 412, 413, 500, 503.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final
+
+import orjson
+
+from jetstream_ext.errors import (
+    BadRequestError,
+    DirectGetDisabledError,
+    JetStreamExtError,
+    MessageNotFoundError,
+    MessagesLostError,
+    RequiredApiLevelError,
+    ResponseError,
+    ServerError,
+    TooManySubjectsError,
+    UnsupportedFeatureError,
+)
+from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.options import rfc3339
+from jetstream_ext.types import StoredMsg
+
+DEFAULT_MAX_BYTES: Final = 8 * 1024 * 1024
+"""How many bytes one reply may carry. The server's own default (64 MiB) is also where it cuts slow consumers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One direct-get request; fields that are None are left out."""
+
+    seq: int | None = None
+    next_by_subj: str | None = None
+    start_time: datetime | None = None
+    multi_last: tuple[str, ...] | None = None
+    up_to_seq: int | None = None
+    up_to_time: datetime | None = None
+    batch: int | None = None
+    max_bytes: int | None = None
+
+    def encode(self) -> bytes:
+        """Return the request's JSON."""
+        body: dict[str, Any] = {}
+        for name in ("seq", "next_by_subj", "multi_last", "up_to_seq", "batch", "max_bytes"):
+            value = getattr(self, name)
+            if value is not None:
+                body[name] = value
+        for name in ("start_time", "up_to_time"):
+            when = getattr(self, name)
+            if when is not None:
+                body[name] = rfc3339(when, name)
+        return orjson.dumps(body)
+
+
+@dataclass(slots=True)
+class Block:
+    """Some consecutive messages of one reply, as columns of equal length."""
+
+    stream: str = ""
+    seqs: list[int] = field(default_factory=list)
+    subjects: list[bytes] = field(default_factory=list)
+    times: list[bytes] = field(default_factory=list)
+    """RFC 3339 in UTC, as sent."""
+    datas: list[bytes] = field(default_factory=list)
+    headers: list[bytes] = field(default_factory=list)
+    """The stored header block without the server's lines, or nothing."""
+    pendings: list[bytes] = field(default_factory=list)
+    last_seqs: list[bytes] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    def keep(self, start: int, stop: int) -> None:
+        """Keep rows ``start … stop - 1``."""
+        columns: tuple[list[Any], ...] = (
+            self.seqs,
+            self.subjects,
+            self.times,
+            self.datas,
+            self.headers,
+            self.pendings,
+            self.last_seqs,
+        )
+        for column in columns:
+            del column[stop:]
+            del column[:start]
+
+    def messages(self) -> Iterator[StoredMsg]:
+        """Yield the rows as messages."""
+        stream = self.stream
+        for seq, subject, time, data, headers, pending, last in zip(
+            self.seqs,
+            self.subjects,
+            self.times,
+            self.datas,
+            self.headers,
+            self.pendings,
+            self.last_seqs,
+            strict=True,
+        ):
+            yield StoredMsg(
+                stream=stream,
+                subject=subject.decode("utf-8", "replace"),
+                seq=seq,
+                data=data,
+                headers=headers,
+                time_ns=time,
+                num_pending=pending,
+                last_seq=last,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfBatch:
+    """What the end of a reply said."""
+
+    num_pending: int
+    """Matching messages beyond this reply."""
+    last_seq: int
+    """The last sequence in this reply (0: none)."""
+    up_to_seq: int | None = None
+    """`multi_last` only: the sequence the answer is consistent at."""
+    found: bool = True
+    """False: the server answered 404 instead."""
+
+
+class ReplyDecoder:
+    """Decodes the reply to one batch request and checks that it is whole.
+
+    Feed it frames in the order they came. It is finished when `end` is set, or `broken`: then what was returned so
+    far is good, and the rest has to be asked for again from `last_seq` on.
+
+    Args:
+        stream: The stream that was asked, for errors.
+    """
+
+    def __init__(self, stream: str) -> None:
+        self.end: EndOfBatch | None = None
+        self.broken: MessagesLostError | None = None
+        self.last_seq = 0
+        self.count = 0
+        self.size = 0
+        """Bytes of subjects, stored headers and payloads so far: what `max_bytes` counts."""
+        self._asked = stream
+        self._prev = b"0"
+        self._responder = b""
+        self._stream = ""
+
+    def feed(self, frames: Iterable[Frame]) -> Block:
+        """Decode more of the reply.
+
+        Raises:
+            UnsupportedFeatureError: The server knows no batches.
+            DirectGetDisabledError, BadRequestError, TooManySubjectsError, ServerError: The server refused.
+            ResponseError: A frame is no direct-get reply.
+        """
+        block = Block()
+        seqs, subjects, times, datas = block.seqs, block.subjects, block.times, block.datas
+        headers, pendings, last_seqs = block.headers, block.pendings, block.last_seqs
+        prev, last_seq, size = self._prev, self.last_seq, self.size
+        for frame in frames:
+            header = frame[1]
+            # What servers append, in this order; anything else takes the general road below.
+            lines = header.rsplit(b"\r\n", 8)
+            if (
+                len(lines) == 9
+                and lines[6][:20] == b"Nats-Last-Sequence: "
+                and lines[5][:18] == b"Nats-Num-Pending: "
+                and lines[4][:17] == b"Nats-Time-Stamp: "
+                and lines[3][:15] == b"Nats-Sequence: "
+                and lines[2][:14] == b"Nats-Subject: "
+                and lines[1][:13] == b"Nats-Stream: "
+            ):
+                stored, responder, subject, raw_seq = lines[0], lines[1][13:], lines[2][14:], lines[3][15:]
+                time, pending, last = lines[4][17:], lines[5][18:], lines[6][20:]
+            else:
+                self._prev, self.last_seq, self.size = prev, last_seq, size
+                general = self._general(header)
+                if general is None:
+                    break
+                stored, responder, subject, raw_seq, time, pending, last = general
+            if last != prev:
+                self.last_seq = last_seq
+                self.broken = self._lost(last)
+                break
+            try:
+                seq = int(raw_seq)
+            except ValueError:
+                raise ResponseError("a direct-get reply has a sequence that is no number", frame=header) from None
+            if seq <= last_seq:
+                raise ResponseError(f"a direct-get reply goes from sequence {last_seq} to {seq}", frame=header)
+            if responder != self._responder:
+                self._respond(responder, header)
+            prev, last_seq = raw_seq, seq
+            payload = frame[2]
+            if len(stored) > 8:
+                size += len(stored)
+            else:
+                stored = b""
+            size += len(subject) + len(payload)
+            seqs.append(seq)
+            subjects.append(subject)
+            times.append(time)
+            datas.append(payload)
+            headers.append(stored)
+            pendings.append(pending)
+            last_seqs.append(last)
+        self._prev, self.last_seq, self.size = prev, last_seq, size
+        self.count += len(seqs)
+        block.stream = self._stream
+        return block
+
+    def _respond(self, responder: bytes, header: bytes) -> None:
+        if self._responder:
+            raise ResponseError("one direct-get reply came from two streams", frame=header)
+        self._responder = responder
+        self._stream = responder.decode("utf-8", "replace")
+
+    def _lost(self, last: bytes) -> MessagesLostError:
+        got = int(last) if last.isdigit() else None
+        return MessagesLostError(
+            f"stream {self._asked!r}: messages after sequence {self.last_seq} were lost on their way here "
+            f"(the reply goes on after {got}): a slow consumer or a dropped connection",
+            expected=self.last_seq,
+            got=got,
+        )
+
+    def _general(self, header: bytes) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes] | None:
+        """Take a frame that is not laid out like a message: None is the end of the reply."""
+        values = h.last_values(header)
+        if h.SEQUENCE not in values:
+            self._finish(header, values)
+            return None
+        if h.NUM_PENDING not in values or h.LAST_SEQUENCE not in values:
+            raise UnsupportedFeatureError(
+                f"stream {self._asked!r}: the server answered a batch request with a single message; "
+                "batched direct get needs nats-server 2.11 or newer",
+                feature="batched direct get",
+                required_api_level=1,
+            )
+        wanted = (h.STREAM, h.SUBJECT, h.SEQUENCE, h.TIME_STAMP, h.NUM_PENDING, h.LAST_SEQUENCE)
+        try:
+            stream, subject, seq, time, pending, last = (values[name].encode() for name in wanted)
+        except KeyError as missing:
+            raise ResponseError(f"a direct-get reply lacks the header {missing}", frame=header) from None
+        return header.rstrip(b"\r\n"), stream, subject, seq, time, pending, last
+
+    def _finish(self, header: bytes, values: dict[str, str]) -> None:
+        status = h.parse_status(header) if header else None
+        if status is None:
+            raise ResponseError("a direct-get reply has neither a sequence nor a status", frame=header)
+        code, _ = status
+        if code == 404:
+            self.end = EndOfBatch(num_pending=0, last_seq=0, found=False)
+            return
+        if code != 204:
+            raise status_error(self._asked, header)
+        try:
+            up_to = values.get(h.UP_TO_SEQUENCE)
+            self.end = EndOfBatch(
+                num_pending=int(values[h.NUM_PENDING]),
+                last_seq=int(values[h.LAST_SEQUENCE]),
+                up_to_seq=None if up_to is None else int(up_to),
+            )
+        except (KeyError, ValueError):
+            raise ResponseError("an end-of-batch frame lacks its numbers", frame=header) from None
+        # An empty page of multi_last repeats the cursor of the request, so there only messages can contradict it.
+        if self.last_seq and self.end.last_seq != self.last_seq:
+            self.broken = self._lost(str(self.end.last_seq).encode())
+            self.end = None
+
+
+def status_error(stream: str, header: bytes) -> JetStreamExtError:
+    """Return the error for a refused direct get."""
+    status = h.parse_status(header)
+    assert status is not None
+    code, text = status
+    if code == 404:
+        return MessageNotFoundError(f"stream {stream!r}: no message found ({text})", stream=stream)
+    if code == 408:
+        return BadRequestError(
+            f"stream {stream!r}: the server refused the direct get: {text}", description=text, stream=stream
+        )
+    if code == 412:
+        return RequiredApiLevelError(
+            f"stream {stream!r}: the server is older than the API level the request needs",
+            code=412,
+            err_code=10185,
+            description=text,
+            outcome="not_stored",
+        )
+    if code == 413:
+        return TooManySubjectsError(
+            f"stream {stream!r}: the filters match more subjects than the server answers at once ({text}); "
+            "ask for fewer at a time"
+        )
+    if code == 503:
+        return DirectGetDisabledError(
+            f"nobody answers direct gets for stream {stream!r}: "
+            "it does not exist, lacks allow_direct, or has no server that can answer now",
+            stream=stream,
+        )
+    if code == 500:
+        return ServerError(f"stream {stream!r}: the server failed: {text}", code=500, description=text)
+    return ResponseError(f"stream {stream!r}: unexpected status {code} {text}", frame=header)
+
+
+def decode_single(stream: str, frame: Frame) -> StoredMsg:
+    """Decode the reply to a request without a batch.
+
+    Raises:
+        MessageNotFoundError: There is none.
+        DirectGetDisabledError, BadRequestError, ServerError: The server refused.
+        ResponseError: The frame is no direct-get reply.
+    """
+    _, header, payload = frame
+    if not header:
+        raise ResponseError("a direct-get reply has no headers", frame=payload)
+    values = h.last_values(header)
+    if h.SEQUENCE not in values:
+        if h.parse_status(header) is None:
+            raise ResponseError("a direct-get reply has neither a sequence nor a status", frame=header)
+        raise status_error(stream, header)
+    try:
+        return StoredMsg(
+            stream=values[h.STREAM],
+            subject=values[h.SUBJECT],
+            seq=int(values[h.SEQUENCE]),
+            data=payload,
+            headers=header,
+            time_ns=values[h.TIME_STAMP].encode(),
+        )
+    except (KeyError, ValueError) as error:
+        raise ResponseError(f"a direct-get reply has a missing or malformed header: {error}", frame=header) from None

@@ -1,0 +1,130 @@
+"""Message headers on the wire: a status line, then ``Name: value`` lines, then an empty line.
+
+A direct-get reply carries the stored headers first and the server's own after them, so of two lines with one name
+the *last* is the server's: a publisher can store ``Nats-Sequence: 77`` and must not mislead a reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Final
+
+from jetstream_ext.errors import BadHeaderError, ResponseError
+
+VERSION: Final = b"NATS/1.0"
+CRLF: Final = b"\r\n"
+
+STREAM: Final = "Nats-Stream"
+SUBJECT: Final = "Nats-Subject"
+SEQUENCE: Final = "Nats-Sequence"
+TIME_STAMP: Final = "Nats-Time-Stamp"
+NUM_PENDING: Final = "Nats-Num-Pending"
+LAST_SEQUENCE: Final = "Nats-Last-Sequence"
+UP_TO_SEQUENCE: Final = "Nats-UpTo-Sequence"
+
+#: What a server adds to a direct-get reply; never part of a stored message's headers.
+REPLY_HEADERS: Final = frozenset({STREAM, SUBJECT, SEQUENCE, TIME_STAMP, NUM_PENDING, LAST_SEQUENCE, UP_TO_SEQUENCE})
+
+MSG_ID: Final = "Nats-Msg-Id"
+MSG_TTL: Final = "Nats-TTL"
+EXPECTED_STREAM: Final = "Nats-Expected-Stream"
+EXPECTED_LAST_SEQ: Final = "Nats-Expected-Last-Sequence"
+EXPECTED_LAST_SUBJECT_SEQ: Final = "Nats-Expected-Last-Subject-Sequence"
+EXPECTED_LAST_SUBJECT: Final = "Nats-Expected-Last-Subject-Sequence-Subject"
+EXPECTED_LAST_MSG_ID: Final = "Nats-Expected-Last-Msg-Id"
+BATCH_ID: Final = "Nats-Batch-Id"
+BATCH_SEQUENCE: Final = "Nats-Batch-Sequence"
+BATCH_COMMIT: Final = "Nats-Batch-Commit"
+
+# RFC 9110 token characters: what nats-py and the server accept in a header name.
+_NAME_CHARS: Final = frozenset("!#$%&'*+-.^_`|~0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
+
+
+def check_header(name: str, value: str) -> None:
+    """Refuse a header that could end its line early or that the server would drop.
+
+    Raises:
+        BadHeaderError: The name is empty or has a character outside RFC 9110's tokens; the value has CR, LF or NUL.
+        TypeError: One of them is not a string.
+    """
+    if not isinstance(name, str) or not isinstance(value, str):
+        raise TypeError(f"header {name!r}: name and value must be str, not {type(name).__name__}, {type(value).__name__}")
+    if not name or not _NAME_CHARS.issuperset(name):
+        raise BadHeaderError(f"header name {name!r} is empty or has characters that are not allowed in a header name")
+    if "\r" in value or "\n" in value or "\0" in value:
+        raise BadHeaderError(f"the value of header {name!r} has a line break or a NUL character")
+
+
+def encode(items: Iterable[tuple[str, str]]) -> bytes:
+    """Encode a header block; every pair is checked."""
+    lines = [VERSION]
+    for name, value in items:
+        check_header(name, value)
+        lines.append(f"{name}: {value}".encode())
+    lines.append(b"")
+    lines.append(b"")
+    return CRLF.join(lines)
+
+
+def encode_mapping(headers: Mapping[str, str] | None) -> bytes:
+    """Encode a caller's headers, or nothing at all where there are none."""
+    return encode(headers.items()) if headers else b""
+
+
+def parse_status(block: bytes) -> tuple[int, str] | None:
+    """Return the inline status ``(code, text)`` of a header block, or None where it has none.
+
+    Raises:
+        ResponseError: The block is no header block.
+    """
+    line = block[: block.find(CRLF)]
+    if not line.startswith(VERSION):
+        raise ResponseError("a header block does not begin with NATS/1.0", frame=block)
+    code, _, text = line[len(VERSION) :].strip().partition(b" ")
+    if not code:
+        return None
+    if not code.isdigit():
+        raise ResponseError("a header block has a status that is not a number", frame=block)
+    return int(code), text.decode("utf-8", "replace")
+
+
+def parse_lines(block: bytes) -> list[tuple[str, str]]:
+    """Return the ``(name, value)`` pairs of a header block in order; lines without a colon are skipped."""
+    pairs: list[tuple[str, str]] = []
+    for line in block.split(CRLF)[1:]:
+        name, colon, value = line.partition(b":")
+        if colon:
+            pairs.append((name.strip().decode("utf-8", "replace"), value.strip().decode("utf-8", "replace")))
+    return pairs
+
+
+def last_values(block: bytes) -> dict[str, str]:
+    """Return the headers of a block, the last of each name."""
+    return dict(parse_lines(block))
+
+
+def decode_stored(block: bytes) -> dict[str, str]:
+    """Return a stored message's own headers: the block's, without what the server adds to a reply."""
+    return {name: value for name, value in parse_lines(block) if name not in REPLY_HEADERS}
+
+
+def parse_time_ns(value: bytes) -> int:
+    """Return nanoseconds since the epoch of an RFC 3339 time in UTC with 0 to 9 fraction digits.
+
+    Raises:
+        ResponseError: It is no such time.
+    """
+    text = value.decode("ascii", "replace")
+    try:
+        if not text.endswith("Z"):
+            raise ValueError
+        seconds, _, fraction = text[:-1].partition(".")
+        if len(fraction) > 9 or (fraction and not fraction.isdigit()):
+            raise ValueError
+        whole = datetime.fromisoformat(seconds).replace(tzinfo=UTC)
+        days = (whole - datetime(1970, 1, 1, tzinfo=UTC)).days
+        second = whole.hour * 3600 + whole.minute * 60 + whole.second
+        return (days * 86400 + second) * 1_000_000_000 + int(fraction.ljust(9, "0"))
+    except ValueError:
+        raise ResponseError(f"the server sent a time that is not RFC 3339: {text[:64]!r}", frame=value) from None

@@ -1,0 +1,101 @@
+"""The publish options that every batch shares, as headers. One reading of each rule, for every publisher."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+
+from jetstream_ext.errors import BadHeaderError
+from jetstream_ext.protocol import headers as h
+from jetstream_ext.types import NEVER, TTL, BatchMessage
+
+_BATCH_ID_CHARS = frozenset("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_-")
+
+
+def ttl_value(ttl: TTL) -> str:
+    """Return the ``Nats-TTL`` text for `ttl`: whole seconds, or ``never`` (ADR-43).
+
+    Raises:
+        ValueError: Under one second, or a fraction of a second: servers refuse or truncate those.
+        TypeError: Not a number, timedelta or `NEVER`.
+    """
+    if ttl is NEVER:
+        return "never"
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float | timedelta):
+        raise TypeError(f"a TTL is seconds, a timedelta or NEVER, not {type(ttl).__name__}")
+    if isinstance(ttl, timedelta):
+        seconds, rest = divmod(ttl, timedelta(seconds=1))
+        whole = not rest
+    else:
+        if isinstance(ttl, float) and not math.isfinite(ttl):
+            raise ValueError("a TTL must be finite; use NEVER for no expiry")
+        seconds, whole = int(ttl), ttl == int(ttl)
+    if seconds < 1 or not whole:
+        raise ValueError(f"a TTL must be whole seconds from 1 up, not {ttl!r} (servers truncate or refuse the rest)")
+    return str(seconds)
+
+
+def _sequence(name: str, value: int) -> str:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}")
+    if not 0 <= value < 1 << 64:
+        raise ValueError(f"{name} must be a stream sequence from 0 to 2**64-1, not {value}")
+    return str(value)
+
+
+def message_headers(message: BatchMessage) -> list[tuple[str, str]]:
+    """Return the headers of a message: the caller's, then those of its options.
+
+    Raises:
+        BadHeaderError: A header is set both by hand and by an option.
+        ValueError: An option is out of range.
+    """
+    own: Mapping[str, str] = message.headers or {}
+    pairs: list[tuple[str, str]] = list(own.items())
+    options: list[tuple[str, str]] = []
+    if message.msg_id is not None:
+        if not message.msg_id:
+            raise ValueError("msg_id must not be empty")
+        options.append((h.MSG_ID, message.msg_id))
+    if message.msg_ttl is not None:
+        options.append((h.MSG_TTL, ttl_value(message.msg_ttl)))
+    if message.stream is not None:
+        options.append((h.EXPECTED_STREAM, message.stream))
+    if message.expected_last_seq is not None:
+        options.append((h.EXPECTED_LAST_SEQ, _sequence("expected_last_seq", message.expected_last_seq)))
+    if message.expected_last_subject_seq is not None:
+        value = _sequence("expected_last_subject_seq", message.expected_last_subject_seq)
+        options.append((h.EXPECTED_LAST_SUBJECT_SEQ, value))
+    if message.expected_last_subject is not None:
+        if message.expected_last_subject_seq is None and h.EXPECTED_LAST_SUBJECT_SEQ not in own:
+            raise ValueError("expected_last_subject needs expected_last_subject_seq with it")
+        options.append((h.EXPECTED_LAST_SUBJECT, message.expected_last_subject))
+    for name, _ in options:
+        if name in own:
+            raise BadHeaderError(f"header {name!r} is set both in headers and by an option")
+    return pairs + options
+
+
+def check_batch_id(batch_id: str) -> str:
+    """Return `batch_id` if a server takes it in both kinds of batch.
+
+    Raises:
+        ValueError: Empty, over 64 characters, or with characters outside ``[A-Za-z0-9_-]``.
+    """
+    if not 1 <= len(batch_id) <= 64 or not _BATCH_ID_CHARS.issuperset(batch_id):
+        raise ValueError(f"a batch id is 1 to 64 characters of [A-Za-z0-9_-], not {batch_id!r}")
+    return batch_id
+
+
+def rfc3339(when: datetime, name: str) -> str:
+    """Return `when` as servers take times in requests.
+
+    Raises:
+        ValueError: `when` has no time zone.
+    """
+    if not isinstance(when, datetime):
+        raise TypeError(f"{name} must be a datetime, not {type(when).__name__}")
+    if when.tzinfo is None or when.utcoffset() is None:
+        raise ValueError(f"{name} must be timezone-aware (a naive datetime says no instant): {when!r}")
+    return when.isoformat()

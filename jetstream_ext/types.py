@@ -1,0 +1,248 @@
+"""The values that go in and come out: frozen, slotted, picklable, and hashable where their fields are."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Final, final
+
+from jetstream_ext.errors import ServerError
+from jetstream_ext.protocol import headers as _headers
+
+
+class _Never(enum.Enum):
+    NEVER = "never"
+
+    def __repr__(self) -> str:
+        return "NEVER"
+
+
+NEVER: Final = _Never.NEVER
+"""A time to live without end (``Nats-TTL: never``)."""
+
+TTL = int | float | timedelta | _Never
+"""A time to live: whole seconds from 1, a `timedelta` of whole seconds, or `NEVER`."""
+
+
+class GapMode(str, enum.Enum):
+    """What a fast batch does when messages are lost on their way to the stream."""
+
+    OK = "ok"
+    """Report the gap and go on."""
+    FAIL = "fail"
+    """End the batch."""
+
+
+class EndReason(str, enum.Enum):
+    """Why a fast batch ended."""
+
+    COMMITTED = "committed"
+    GAP = "gap"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    DISCARDED = "discarded"
+    DISCONNECTED = "disconnected"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMessage:
+    """One message of a batch, with the options of `AtomicBatch.add` and `FastPublisher.add`.
+
+    Args:
+        subject: Where it is stored; no wildcards, spaces or control characters.
+        payload: Its bytes; empty is an ordinary message.
+        headers: Names and values; copied when sent, never changed.
+        msg_ttl: Time to live: whole seconds, a timedelta, or `NEVER` (ADR-43; server 2.11, stream ``allow_msg_ttl``).
+        msg_id: ``Nats-Msg-Id`` for the stream's duplicate window.
+        stream: ``Nats-Expected-Stream``.
+        expected_last_seq: ``Nats-Expected-Last-Sequence``.
+        expected_last_subject_seq: ``Nats-Expected-Last-Subject-Sequence``.
+        expected_last_subject: ``Nats-Expected-Last-Subject-Sequence-Subject``; goes with the one before.
+    """
+
+    subject: str
+    payload: bytes = b""
+    headers: Mapping[str, str] | None = None
+    msg_ttl: TTL | None = None
+    msg_id: str | None = None
+    stream: str | None = None
+    expected_last_seq: int | None = None
+    expected_last_subject_seq: int | None = None
+    expected_last_subject: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAck:
+    """The server's final word on a batch.
+
+    Attributes:
+        stream: The stream that stored it.
+        seq: Stream sequence of its last stored message (0: none).
+        batch_id: The batch.
+        batch_size: For an atomic batch the messages stored; for a fast one the highest *batch sequence* that the
+            server moved to, which counts lost, refused and duplicate messages too (ADR-50).
+        domain: The JetStream domain, where there is one.
+        val: The counter's value on counter streams (ADR-49).
+    """
+
+    stream: str
+    seq: int
+    batch_id: str | None = None
+    batch_size: int | None = None
+    domain: str | None = None
+    val: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FastPubAck:
+    """Where a fast batch stands: ``batch_seq`` was just sent, everything to ``ack_seq`` is acknowledged."""
+
+    batch_seq: int
+    ack_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFlowAck:
+    """Everything up to batch sequence ``seq`` is dealt with; the next ack comes ``msgs`` messages later."""
+
+    seq: int
+    msgs: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFlowGap:
+    """Batch sequences ``first_lost … seq - 1`` never reached the stream; ``seq`` did."""
+
+    first_lost: int
+    seq: int
+
+    @property
+    def last_lost(self) -> int:
+        """The last lost batch sequence."""
+        return max(self.first_lost, self.seq - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFlowError:
+    """The message with batch sequence ``seq`` was refused."""
+
+    seq: int
+    error: ServerError
+
+
+@final
+class StoredMsg:
+    """A message as the stream holds it.
+
+    Headers and times are decoded when they are first asked for: a bulk read that only wants payloads does not pay
+    for them.
+
+    Attributes:
+        stream: The stream that answered (a mirror answers with its own name).
+        subject: Its subject.
+        seq: Its stream sequence.
+        data: Its payload; empty for markers and empty messages.
+        headers: The stored headers, without those the server adds to a reply.
+        time: When it was stored (aware, UTC, microseconds).
+        time_ns: The same in nanoseconds since the epoch.
+        num_pending: How many matching messages follow it, where the reply said so.
+        last_seq: The sequence of the message before it in the same reply, where the reply said so.
+    """
+
+    __slots__ = ("_data", "_headers", "_last_seq", "_num_pending", "_seq", "_stream", "_subject", "_time")
+
+    def __init__(
+        self,
+        *,
+        stream: str,
+        subject: str,
+        seq: int,
+        data: bytes = b"",
+        headers: Mapping[str, str] | bytes | None = None,
+        time_ns: int | bytes = 0,
+        num_pending: int | bytes | None = None,
+        last_seq: int | bytes | None = None,
+    ) -> None:
+        # The decoder hands over the raw bytes of a reply; they are parsed on first use.
+        self._stream = stream
+        self._subject = subject
+        self._seq = seq
+        self._data = data
+        self._headers = headers
+        self._time = time_ns
+        self._num_pending = num_pending
+        self._last_seq = last_seq
+
+    @property
+    def stream(self) -> str:  # noqa: D102 - documented in the class
+        return self._stream
+
+    @property
+    def subject(self) -> str:  # noqa: D102
+        return self._subject
+
+    @property
+    def seq(self) -> int:  # noqa: D102
+        return self._seq
+
+    @property
+    def data(self) -> bytes:  # noqa: D102
+        return self._data
+
+    @property
+    def headers(self) -> dict[str, str]:  # noqa: D102
+        raw = self._headers
+        if not raw:
+            return {}
+        return _headers.decode_stored(raw) if isinstance(raw, bytes) else dict(raw)
+
+    @property
+    def time_ns(self) -> int:  # noqa: D102
+        raw = self._time
+        return _headers.parse_time_ns(raw) if isinstance(raw, bytes) else raw
+
+    @property
+    def time(self) -> datetime:  # noqa: D102
+        return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=self.time_ns // 1000)
+
+    @property
+    def num_pending(self) -> int | None:  # noqa: D102
+        raw = self._num_pending
+        return int(raw) if isinstance(raw, bytes) else raw
+
+    @property
+    def last_seq(self) -> int | None:  # noqa: D102
+        raw = self._last_seq
+        return int(raw) if isinstance(raw, bytes) else raw
+
+    def _fields(self) -> dict[str, object]:
+        return {
+            "stream": self._stream,
+            "subject": self._subject,
+            "seq": self._seq,
+            "data": self._data,
+            "headers": self.headers,
+            "time_ns": self.time_ns,
+            "num_pending": self.num_pending,
+            "last_seq": self.last_seq,
+        }
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StoredMsg):
+            return NotImplemented
+        return self._fields() == other._fields()
+
+    def __hash__(self) -> int:
+        return hash((self._stream, self._seq, self._subject, self._data))
+
+    def __repr__(self) -> str:
+        return f"StoredMsg({', '.join(f'{name}={value!r}' for name, value in self._fields().items())})"
+
+    def __reduce__(self) -> tuple[object, tuple[dict[str, object]]]:
+        return _restore_stored_msg, (self._fields(),)
+
+
+def _restore_stored_msg(fields: dict[str, object]) -> StoredMsg:
+    return StoredMsg(**fields)  # type: ignore[arg-type]
