@@ -1,0 +1,75 @@
+"""Check for the Java that Spark runs on, before Spark fails without saying so.
+
+Standard library only: the noxfile loads this file where the package's dependencies are not installed.
+"""
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["MINIMUM_JAVA", "Java", "JavaError", "require_java"]
+
+MINIMUM_JAVA = 17
+"""The oldest major version of Java that Spark 4 runs on."""
+
+_ADVICE = f"""\
+Spark 4 runs on Java {MINIMUM_JAVA} or newer ({MINIMUM_JAVA} and 21 are the ones it is tested with). To install it:
+    Debian, Ubuntu   sudo apt install openjdk-17-jre-headless
+    macOS            brew install --cask temurin@21
+    Windows          winget install EclipseAdoptium.Temurin.21.JDK
+then open a new terminal, or set JAVA_HOME to its folder."""
+
+_TIMEOUT = 30.0
+
+
+class JavaError(Exception):
+    """Say that Spark cannot run with the Java that is here, and how to get one it can run with."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Java:
+    """A Java that Spark can run with: the path of its launcher, and its major version, such as 17."""
+
+    path: str
+    major: int
+
+
+def require_java() -> Java:
+    """Return the Java that Spark would use: the one in `JAVA_HOME` if that is set, else the one on `PATH`.
+
+    Returns:
+        The launcher and its major version, `MINIMUM_JAVA` or newer.
+
+    Raises:
+        JavaError: There is none, it does not run, or it is too old; the text says how to install one.
+    """
+    path = _find()
+    try:
+        done = subprocess.run([path, "-version"], capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise JavaError(f"{path} does not run: {error}.\n{_ADVICE}") from error
+    answer = done.stderr + done.stdout
+    # Before Java 9 the major version was the second number: 1.8.0 is Java 8.
+    version = re.search(r'version "(?:1\.)?(\d+)', answer)
+    if done.returncode or version is None:
+        # macOS has a launcher that only tells people to install Java.
+        raise JavaError(f"{path} is not a working Java; it answers:\n{answer.strip()}\n{_ADVICE}")
+    major = int(version[1])
+    if major < MINIMUM_JAVA:
+        raise JavaError(f"{path} is Java {major}.\n{_ADVICE}")
+    return Java(path, major)
+
+
+def _find() -> str:
+    if home := os.environ.get("JAVA_HOME"):
+        path = Path(home) / "bin" / ("java.exe" if sys.platform == "win32" else "java")
+        if not path.is_file():
+            raise JavaError(f"JAVA_HOME is {home}, but there is no {path}.\n{_ADVICE}")
+        return str(path)
+    if (found := shutil.which("java")) is None:
+        raise JavaError(f"there is no Java: JAVA_HOME is not set, and java is not on PATH.\n{_ADVICE}")
+    return found
