@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 import nats.errors
@@ -57,17 +57,11 @@ class Inbox:
         self.subscription: Subscription | None = None
         self._connection = connection
 
-    async def close(self) -> None:
-        """Drop the subscription; safe to call twice, on a closed connection, and while being cancelled."""
+    def close(self) -> None:
+        """Drop the subscription; safe to call twice and on a closed connection. Never suspends."""
         subscription, self.subscription = self.subscription, None
         if subscription is not None:
-            self._connection._drop(subscription, self.sink)  # local state first: a cancellation cannot leak it
-            try:
-                await subscription.unsubscribe()
-            except (nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError):
-                pass  # the subscription went with the connection
-            except nats.errors.BadSubscriptionError:
-                pass  # nats-py dropped it first
+            self._connection.drop(subscription)
 
 
 class _Base:
@@ -105,9 +99,6 @@ class _Base:
         if not self.nc.is_connected:
             raise nats.errors.ConnectionReconnectingError
 
-    def _drop(self, subscription: Subscription, sink: Sink) -> None:
-        raise AssertionError("implemented by both roads")
-
 
 class Connection(_Base):
     """The fast road: nats-py's parser and write buffer, directly."""
@@ -126,11 +117,9 @@ class Connection(_Base):
 
     # -- subscriptions ------------------------------------------------------------------------------------------
 
-    async def inbox(self, sink: Sink, *, token: str | None = None, tail: str = "") -> Inbox:
-        """Subscribe `sink` to a new inbox (``<inbox>[.<token>]``, with `tail` for the subscription only)."""
+    async def inbox(self, sink: Sink, *, tail: str = "") -> Inbox:
+        """Subscribe `sink` to a new inbox; `tail` is added to what is subscribed."""
         subject = self.nc.new_inbox()
-        if token is not None:
-            subject = f"{subject}.{token}"
         inbox = Inbox(self, subject, sink)
         self._watch()
         try:
@@ -145,9 +134,17 @@ class Connection(_Base):
         inbox.subscription = subscription
         return inbox
 
-    def _drop(self, subscription: Subscription, sink: Sink) -> None:
-        # Late frames of a reply that was left early are thrown away here, not parsed by nats-py one by one.
+    def drop(self, subscription: Subscription) -> None:
+        """Unsubscribe without suspending, so that no cancellation can come in between."""
         sid = b"%d" % subscription._id
+        nc = self.nc
+        if self.nc._subs.get(subscription._id) is subscription:
+            nc._remove_sub(subscription._id)
+            subscription._closed = True
+            subscription._stop_processing()
+            if self.usable:
+                self._append(b"UNSUB %b\r\n" % sid)
+        # Late frames of a reply that was left early are thrown away here, not parsed by nats-py one by one.
         self._sinks[sid] = None
         self._graves.append(sid)
         if len(self._graves) > self._TOMBSTONES:
@@ -155,25 +152,33 @@ class Connection(_Base):
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    async def write(self, data: bytes, messages: int, payload_bytes: int) -> None:
+    def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
         """Append encoded commands to nats-py's buffer in one piece.
-
-        The bytes are in the buffer before the first suspension: a cancelled call has written everything. It
-        suspends only while the buffer is over nats-py's own limit, until the socket took it.
 
         Raises:
             ConnectionClosedError, ConnectionDrainingError, ConnectionReconnectingError: Nothing was written.
         """
         self.check_usable()
+        self._append(data)
+        self.nc.stats["out_msgs"] += messages
+        self.nc.stats["out_bytes"] += payload_bytes
+
+    def _append(self, data: bytes) -> None:
         nc = self.nc
         nc._pending.append(data)
         nc._pending_data_size += len(data)
-        nc.stats["out_msgs"] += messages
-        nc.stats["out_bytes"] += payload_bytes
-        if nc._pending_data_size > nc._max_pending_size > 0:
-            await nc._flush_pending(force_flush=True)
-        elif nc._flush_queue.empty():
-            await nc._flush_pending()
+        queue = nc._flush_queue
+        if queue.empty():  # nats-py's flusher takes all that is pending; one call is enough
+            queue.put_nowait(asyncio.get_running_loop().create_future())
+
+    async def write(self, data: bytes, messages: int, payload_bytes: int) -> None:
+        """Write as `write_nowait` does, then wait while the buffer is over nats-py's own limit.
+
+        The bytes are in the buffer before the first suspension: a cancelled call has written everything.
+        """
+        self.write_nowait(data, messages, payload_bytes)
+        if self.nc._pending_data_size > self.nc._max_pending_size > 0:
+            await self.nc._flush_pending(force_flush=True)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -283,10 +288,12 @@ class Connection(_Base):
 class PublicConnection(_Base):
     """The slow road, with nothing but nats-py's public methods."""
 
-    async def inbox(self, sink: Sink, *, token: str | None = None, tail: str = "") -> Inbox:
+    def __init__(self, nc: Client) -> None:
+        super().__init__(nc)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def inbox(self, sink: Sink, *, tail: str = "") -> Inbox:
         subject = self.nc.new_inbox()
-        if token is not None:
-            subject = f"{subject}.{token}"
         inbox = Inbox(self, subject, sink)
 
         async def deliver(msg: Msg) -> None:
@@ -295,14 +302,38 @@ class PublicConnection(_Base):
         inbox.subscription = await self.nc.subscribe(subject + tail, cb=deliver)
         return inbox
 
+    def drop(self, subscription: Subscription) -> None:
+        async def unsubscribe() -> None:
+            try:
+                await subscription.unsubscribe()
+            except (
+                nats.errors.ConnectionClosedError,
+                nats.errors.ConnectionDrainingError,
+                nats.errors.BadSubscriptionError,
+            ):
+                pass  # the subscription went with the connection
+
+        self._spawn(unsubscribe())
+
+    def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
+        self.check_usable()
+        self._spawn(self._publish(data))
+
     async def write(self, data: bytes, messages: int, payload_bytes: int) -> None:
         self.check_usable()
+        task = self._spawn(self._publish(data))
+        await asyncio.shield(task)
+
+    async def _publish(self, data: bytes) -> None:
         for command in frames.parse_pubs(data):
             headers = dict(h.parse_lines(command.header)) if command.header else None
             await self.nc.publish(command.subject, command.payload, reply=command.reply, headers=headers)
 
-    def _drop(self, subscription: Subscription, sink: Sink) -> None:
-        pass
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
 
 def _header_block(headers: dict[str, str] | None) -> bytes:

@@ -125,7 +125,7 @@ class DirectGet:
                     raise
                 retried = True
             finally:
-                await reply.close()
+                reply.close()
             await _reconnected(self._js, self._timeout)
 
     # -- many messages ------------------------------------------------------------------------------------------
@@ -415,9 +415,9 @@ class _Reply:
             )
         return received
 
-    async def close(self) -> None:
+    def close(self) -> None:
         if self._inbox is not None:
-            await self._inbox.close()
+            self._inbox.close()
 
 
 async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) -> AsyncGenerator[Block, None]:
@@ -451,18 +451,18 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
                 failure = decoder.broken
                 if decoder.end is not None:
                     for void in [oldest, *plan.finish(oldest, decoder.end)]:
-                        await replies.pop(void).close()
+                        replies.pop(void).close()
             if failure is not None:
                 voids = plan.retry()
                 if retried or voids is None:
                     raise failure
                 retried = True
                 for void in voids:
-                    await replies.pop(void).close()
+                    replies.pop(void).close()
                 await _reconnected(js, timeout)
     finally:
         for reply in replies.values():
-            await reply.close()
+            reply.close()
 
 
 async def read_confirmed(js: JetStream, stream: str, plan: Scan, timeout: float) -> AsyncGenerator[Block, None]:

@@ -269,6 +269,10 @@ class ReplyDecoder:
             raise ResponseError("a direct-get reply has neither a sequence nor a status", frame=header)
         code, _ = status
         if code == 404:
+            if self.last_seq:
+                # multi_last: a message that was there when the answer was put together is gone; ask again.
+                self.broken = self._lost(b"")
+                return
             self.end = EndOfBatch(num_pending=0, last_seq=0, found=False)
             return
         if code != 204:

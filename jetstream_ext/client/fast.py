@@ -1,0 +1,550 @@
+"""Fast ingest for nats-py users: the shell around `protocol.fast.FastBatch` (ADR-50)."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from types import TracebackType
+
+import nats.errors
+from nats.js import JetStreamContext
+from nats.nuid import NUID
+from typing_extensions import Self
+
+from jetstream_ext.client.connection import Inbox, JetStream
+from jetstream_ext.errors import BatchClosedError
+from jetstream_ext.protocol.fast import (
+    Ended,
+    Entry,
+    Event,
+    FastBatch,
+    State,
+    UnknownReply,
+    check_flow,
+    check_outstanding,
+)
+from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.options import check_batch_id
+from jetstream_ext.types import (
+    TTL,
+    BatchAck,
+    BatchFlowAck,
+    BatchFlowError,
+    BatchFlowGap,
+    BatchMessage,
+    EndReason,
+    FastPubAck,
+    GapMode,
+)
+
+_log = logging.getLogger("jetstream_ext")
+
+GapHandler = Callable[[BatchFlowGap], Awaitable[None] | None]
+ErrorHandler = Callable[[BatchFlowError], Awaitable[None] | None]
+FlowHandler = Callable[[BatchFlowAck], Awaitable[None] | None]
+
+
+class FastPublisher:
+    """Publish into a stream as fast as it safely goes, with acknowledgements for whole runs of messages.
+
+    One instance is one batch (ADR-50, fast ingest). Messages are stored as they come, in order, and the server says
+    how many may be on their way: the window is ``flow × max_outstanding_acks`` messages. Use it as an async context
+    manager: a clean exit ends the batch and leaves its final ack in `ack`; an exception (and a cancellation) leaves
+    what was sent as it is. Without ``async with``, end it by `commit`, `commit_eob` or `discard`.
+
+    Args:
+        js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
+        flow: Messages per acknowledgement to ask for, 1 to 65535; servers grant at most 500, shared by the
+            publishers of a stream.
+        max_outstanding_acks: Acknowledgements' worth of messages in the window, 1 to 3.
+        gap: What happens when messages are lost on their way: `GapMode.FAIL` ends the batch, `GapMode.OK` reports it
+            and goes on.
+        batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None makes one.
+        ack_timeout: Seconds without any sign of the server that a wait may last; None is the context's timeout.
+        stall_ping: Seconds of waiting after which the server is asked where it is.
+        keepalive: Seconds without traffic after which an idle batch is kept alive (the server drops it after 10);
+            0 is never.
+        on_gap: Called with every `BatchFlowGap`.
+        on_error: Called with every `BatchFlowError`: a message that was refused while the batch goes on.
+        on_flow: Called with every `BatchFlowAck`.
+
+    The handlers may be plain or coroutine functions. They run on the loop after the batch's state is updated, and what
+    they raise goes to the loop's exception handler.
+
+    Requires: nats-server 2.14 and ``allow_batched`` on the stream.
+    """
+
+    def __init__(
+        self,
+        js: JetStreamContext,
+        *,
+        flow: int = 100,
+        max_outstanding_acks: int = 2,
+        gap: GapMode = GapMode.FAIL,
+        batch_id: str | None = None,
+        ack_timeout: float | None = None,
+        stall_ping: float = 1.0,
+        keepalive: float | None = 5.0,
+        on_gap: GapHandler | None = None,
+        on_error: ErrorHandler | None = None,
+        on_flow: FlowHandler | None = None,
+    ) -> None:
+        self._js = JetStream(js)
+        self._flow = check_flow(flow)
+        self._outstanding = check_outstanding(max_outstanding_acks)
+        self._gap = GapMode(gap)
+        self._batch_id = check_batch_id(NUID().next().decode() if batch_id is None else batch_id)
+        self._ack_timeout = self._js.timeout if ack_timeout is None else float(ack_timeout)
+        self._stall_ping = float(stall_ping)
+        self._keepalive = float(keepalive or 0.0)
+        if self._ack_timeout <= 0 or self._stall_ping <= 0 or self._keepalive < 0:
+            raise ValueError("ack_timeout and stall_ping must be over 0 seconds, keepalive 0 or more")
+        self._handlers = {BatchFlowGap: on_gap, BatchFlowError: on_error, BatchFlowAck: on_flow}
+        self._machine: FastBatch | None = None
+        self._inbox: Inbox | None = None
+        self._opening = asyncio.Lock()
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._stalled = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._callbacks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<FastPublisher batch_id={self._batch_id!r} sent={self.batch_seq} acked={self.ack_seq}>"
+
+    # -- what is known ------------------------------------------------------------------------------------------
+
+    @property
+    def batch_id(self) -> str:
+        """The batch's id."""
+        return self._batch_id
+
+    @property
+    def batch_seq(self) -> int:
+        """The batch sequence of the newest message sent."""
+        return self._machine.sent if self._machine else 0
+
+    @property
+    def ack_seq(self) -> int:
+        """The highest batch sequence that the server acknowledged."""
+        return self._machine.acked if self._machine else 0
+
+    @property
+    def flow(self) -> int:
+        """Messages per acknowledgement, as the server last set it."""
+        return self._machine.flow if self._machine else self._flow
+
+    @property
+    def ack(self) -> BatchAck | None:
+        """The server's final word, also on a batch that it ended itself; None until then.
+
+        Its ``batch_size`` is the highest batch sequence, not the number of messages stored.
+        """
+        return self._machine.ack if self._machine else None
+
+    @property
+    def gaps(self) -> list[BatchFlowGap]:
+        """The newest gap reports (at most 1000 are kept; `gap_count` counts all)."""
+        return list(self._machine.gaps) if self._machine else []
+
+    @property
+    def gap_count(self) -> int:
+        """How many gaps were reported."""
+        return self._machine.gap_count if self._machine else 0
+
+    @property
+    def errors(self) -> list[BatchFlowError]:
+        """The newest refused messages (at most 1000 are kept; `error_count` counts all)."""
+        return list(self._machine.errors) if self._machine else []
+
+    @property
+    def error_count(self) -> int:
+        """How many messages were refused."""
+        return self._machine.error_count if self._machine else 0
+
+    @property
+    def end_reason(self) -> EndReason | None:
+        """Why the batch ended; None while it is open. Known without another call, also while idle."""
+        if self._machine is not None:
+            return self._machine.end_reason
+        return EndReason.DISCARDED if self._closed else None
+
+    # -- publishing ---------------------------------------------------------------------------------------------
+
+    async def add(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        *,
+        headers: Mapping[str, str] | None = None,
+        msg_ttl: TTL | None = None,
+        msg_id: str | None = None,
+        stream: str | None = None,
+        expected_last_seq: int | None = None,
+        expected_last_subject_seq: int | None = None,
+        expected_last_subject: str | None = None,
+    ) -> FastPubAck:
+        """Publish one message; return when the window has room again.
+
+        The options are those of `BatchMessage`. Everything is checked before the message takes a sequence: a refused
+        call changes nothing. The first call waits for the server's first reply.
+
+        Raises:
+            BatchError: The batch has ended; the error says why, what is stored, and holds the server's final ack.
+            UnsupportedFeatureError: The server is older than 2.14; it stored this one message as an ordinary one.
+            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message was refused here.
+
+        Cancellation: The message is on the wire and counted; the batch stays usable.
+        """
+        return await self._add(
+            BatchMessage(
+                subject,
+                payload,
+                headers,
+                msg_ttl,
+                msg_id,
+                stream,
+                expected_last_seq,
+                expected_last_subject_seq,
+                expected_last_subject,
+            )
+        )
+
+    async def _add(self, message: BatchMessage) -> FastPubAck:
+        machine = await self._ready()
+        command = machine.add(message, self._now())
+        seq = machine.sent
+        await self._write(command, 1, len(message.payload))
+        if machine.room < 0 or machine.state is State.STARTING:
+            # In STARTING there is no room at all until the first reply is in.
+            await self._wait(lambda: machine.room >= 0 and machine.state is not State.STARTING)
+        return FastPubAck(seq, machine.acked)
+
+    async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> FastPubAck:
+        """Publish many messages, a window's worth per write: the fast road.
+
+        Args:
+            messages: ``(subject, payload)``, ``(subject, payload, headers)`` or `BatchMessage`, from an iterable or
+                an async iterable. It is consumed as the window allows, so it may be endless.
+
+        Returns:
+            Where the batch stands when all are sent and at most a window of them is unacknowledged.
+
+        Raises:
+            BatchError, UnsupportedFeatureError: As for `add`.
+            Exception: What `messages` raises, and the refusal of one of them, after everything before it was sent;
+                the batch stays usable.
+
+        Cancellation: What was taken from `messages` is on the wire and counted; the batch stays usable.
+        """
+        machine = await self._ready()
+        if isinstance(messages, AsyncIterable):
+            # One write each: nats-py's buffer joins them, and a slow source is not held back by a block.
+            async for entry in messages:
+                await self._add(entry if isinstance(entry, BatchMessage) else BatchMessage(*entry))
+            return FastPubAck(machine.sent, machine.acked)
+        entries = iter(messages)
+        stopped: BaseException | None = None
+        while stopped is None:
+            if machine.room <= 0:
+                await self._wait(lambda: machine.room > 0)
+            await self._ready()
+            data, count, size, stopped = machine.add_many(entries, machine.room, self._now())
+            if count:
+                await self._write(data, count, size)
+        if not isinstance(stopped, StopIteration):
+            raise stopped
+        if machine.state is State.STARTING:
+            await self._wait(lambda: machine.state is not State.STARTING)
+        return FastPubAck(machine.sent, machine.acked)
+
+    async def flush(self) -> None:
+        """Wait until the server has dealt with everything sent so far.
+
+        Servers acknowledge every `flow` messages; that the last ones arrived in order is proved by a ping. On a
+        replicated stream only the final ack of the batch proves that those last ones are stored.
+
+        Raises:
+            BatchError: The batch ended first.
+
+        Cancellation: The batch stays usable.
+        """
+        machine = self._machine
+        if machine is None or machine.state is State.NEW:
+            return
+        await self._ready()
+        sent = machine.sent
+        if not machine.settled:
+            await self._write(machine.ping(self._now()), 1, 0)
+            await self._wait(lambda: max(machine.acked, machine.received) >= sent)
+
+    async def ping(self) -> FastPubAck:
+        """Ask the server where it is; return its answer.
+
+        Raises:
+            EmptyBatchError: Nothing was sent yet.
+            BatchError: The batch has ended.
+
+        Cancellation: The batch stays usable.
+        """
+        machine = await self._ready()
+        before = machine.pongs
+        await self._write(machine.ping(self._now()), 1, 0)
+        await self._wait(lambda: machine.pongs > before)
+        return FastPubAck(machine.sent, machine.acked)
+
+    # -- ending -------------------------------------------------------------------------------------------------
+
+    async def commit(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        *,
+        headers: Mapping[str, str] | None = None,
+        msg_ttl: TTL | None = None,
+        msg_id: str | None = None,
+        stream: str | None = None,
+        expected_last_seq: int | None = None,
+        expected_last_subject_seq: int | None = None,
+        expected_last_subject: str | None = None,
+    ) -> BatchAck:
+        """Publish a last message, end the batch and return the server's final ack.
+
+        Raises:
+            BatchOutcomeUnknownError: The ack did not come; the messages may be stored.
+            BatchError: The batch had ended.
+            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message was refused here.
+
+        Cancellation: Once the commit is on the wire the batch ends on the server all the same.
+        """
+        await self.add(
+            subject,
+            payload,
+            headers=headers,
+            msg_ttl=msg_ttl,
+            msg_id=msg_id,
+            stream=stream,
+            expected_last_seq=expected_last_seq,
+            expected_last_subject_seq=expected_last_subject_seq,
+            expected_last_subject=expected_last_subject,
+        )
+        return await self.commit_eob()
+
+    async def commit_eob(self) -> BatchAck:
+        """End the batch without another message and return the server's final ack.
+
+        Raises:
+            EmptyBatchError: Nothing was sent.
+            BatchOutcomeUnknownError: The ack did not come; the messages may be stored.
+            BatchError: The batch had ended.
+
+        Cancellation: Once the commit is on the wire the batch ends on the server all the same.
+        """
+        machine = await self._ready()
+        try:
+            command = machine.commit(self._now())
+            await self._write(command, 1, 0)
+            await self._wait(lambda: machine.end_reason is EndReason.COMMITTED)
+        except asyncio.CancelledError:
+            self._happened(machine.discard())
+            raise
+        assert machine.ack is not None
+        return machine.ack
+
+    async def discard(self) -> None:
+        """End the batch here. What was sent stays stored; the server forgets the batch by itself.
+
+        Cancellation: The batch is over all the same.
+        """
+        self._closed = True
+        if self._machine is not None:
+            self._happened(self._machine.discard())
+
+    async def wait_closed(self) -> EndReason:
+        """Wait until the batch ends, for whatever reason, and return it.
+
+        Cancellation: The batch goes on.
+        """
+        machine = self._machine or await self._open()
+        while machine.end_reason is None:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
+        return machine.end_reason
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        machine = self._machine
+        if kind is not None or machine is None or machine.state is State.NEW:
+            await self.discard()
+        elif machine.state is not State.ENDED:
+            await self.commit_eob()
+        elif machine.error is not None:
+            machine.check_open()
+
+    # -- the shell ----------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _open(self) -> FastBatch:
+        async with self._opening:
+            if self._machine is not None:
+                return self._machine
+            if self._closed:
+                raise BatchClosedError(
+                    f"batch {self._batch_id} has ended (discarded)", batch_id=self._batch_id, outcome="not_stored"
+                )
+            connection = self._js.connection
+            connection.check_usable()
+            self._inbox = await connection.inbox(self, tail=f".{self._batch_id}.>")
+            self._machine = FastBatch(
+                batch_id=self._batch_id,
+                inbox=self._inbox.subject,
+                flow=self._flow,
+                max_outstanding_acks=self._outstanding,
+                gap=self._gap,
+                max_payload=connection.max_payload,
+                ack_timeout=self._ack_timeout,
+                stall_ping=self._stall_ping,
+                keepalive=self._keepalive,
+            )
+            return self._machine
+
+    async def _ready(self) -> FastBatch:
+        """Return the machine when it can take a message, or raise what ended it, with the server's final ack."""
+        machine = self._machine or await self._open()
+        if machine.state is State.STARTING:
+            await self._wait(lambda: machine.state is not State.STARTING)
+        while machine.state is State.DRAINING:
+            await self._event(machine)
+        machine.check_open()
+        self._js.connection.check_usable()
+        return machine
+
+    async def _write(self, data: bytes, messages: int, size: int) -> None:
+        try:
+            await self._js.connection.write(data, messages, size)
+        except nats.errors.Error:
+            # The bytes have their sequences and did not leave: without them the batch cannot go on.
+            assert self._machine is not None
+            self._happened(self._machine.disconnected())
+            self._machine.check_open()
+            raise
+        self._arm()
+
+    async def _wait(self, done: Callable[[], bool]) -> None:
+        """Wait for `done`, as long as the machine's timers allow and the batch lives."""
+        machine = self._machine
+        assert machine is not None
+        while not done():
+            if machine.state is State.ENDED:
+                machine.check_open()
+            await self._event(machine)
+
+    async def _event(self, machine: FastBatch) -> None:
+        """Wait until something happens; meanwhile the machine's stall timers run."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        self._stalled += 1
+        machine.waiting(self._now())
+        self._arm()
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+            self._stalled -= 1
+            if not self._stalled:
+                machine.not_waiting()
+
+    def frames(self, frames: list[Frame]) -> None:
+        """Take what the server sent (called by the connection)."""
+        machine = self._machine
+        if machine is None:
+            return
+        events, out = machine.receive(frames, self._now())
+        self._happened(events, out)
+
+    def disconnected(self) -> None:
+        """Take the loss of the connection (called by the connection)."""
+        if self._machine is not None:
+            self._happened(self._machine.disconnected())
+
+    def _timer_fired(self) -> None:
+        self._timer = None
+        assert self._machine is not None
+        events, out = self._machine.handle_timer(self._now())
+        self._happened(events, out)
+
+    def _happened(self, events: list[Event], out: bytes = b"") -> None:
+        if out:
+            try:
+                self._js.connection.write_nowait(out, 1, 0)
+            except nats.errors.Error:
+                pass  # the connection reports its loss itself
+        for event in events:
+            if isinstance(event, UnknownReply):
+                _log.warning("batch %s: ignored a reply of an unknown type: %r", self._batch_id, event.payload)
+            elif isinstance(event, Ended):
+                self._close()
+            else:
+                self._call(event)
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._arm()
+
+    def _call(self, event: Event) -> None:
+        handler = self._handlers.get(type(event))  # type: ignore[call-overload]
+        if handler is None:
+            return
+        try:
+            result = handler(event)
+        except Exception as error:
+            self._handler_failed(error)
+        else:
+            if inspect.isawaitable(result):
+                self._spawn(self._finish_handler(result))
+
+    async def _finish_handler(self, result: Awaitable[None]) -> None:
+        try:
+            await result
+        except Exception as error:
+            self._handler_failed(error)
+
+    def _handler_failed(self, error: Exception) -> None:
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": f"a handler of batch {self._batch_id} failed", "exception": error}
+        )
+
+    def _spawn(self, coroutine: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._callbacks.add(task)  # type: ignore[arg-type]
+        task.add_done_callback(self._callbacks.discard)  # type: ignore[arg-type]
+
+    def _arm(self) -> None:
+        machine = self._machine
+        due = machine.next_timer() if machine is not None else None
+        if self._timer is not None:
+            if due is not None and self._timer.when() <= due:
+                return  # it fires early, finds nothing due and is armed anew: cheaper than moving it for every message
+            self._timer.cancel()
+            self._timer = None
+        if due is not None:
+            self._timer = asyncio.get_running_loop().call_at(due, self._timer_fired)
+
+    def _close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._inbox is not None:
+            self._inbox.close()
