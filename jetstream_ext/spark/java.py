@@ -21,7 +21,7 @@ Spark 4 runs on Java {MINIMUM_JAVA} or newer ({MINIMUM_JAVA} and 21 are the ones
     Debian, Ubuntu   sudo apt install openjdk-17-jre-headless
     macOS            brew install --cask temurin@21
     Windows          winget install EclipseAdoptium.Temurin.21.JDK
-then open a new terminal, or set JAVA_HOME to its folder."""
+then open a new terminal, or set JAVA_HOME to its folder"""
 
 _TIMEOUT = 30.0
 
