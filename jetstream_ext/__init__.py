@@ -1,5 +1,6 @@
 """Everything modern NATS JetStream can do, for nats-py users."""
 
+from jetstream_ext.client.atomic import AtomicBatch, publish_atomic
 from jetstream_ext.client.direct import DirectGet, MessageBatch
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.types import (
@@ -19,6 +20,7 @@ from jetstream_ext.types import (
 __all__ = [
     "NEVER",
     "TTL",
+    "AtomicBatch",
     "BatchAck",
     "BatchFlowAck",
     "BatchFlowError",
@@ -31,4 +33,5 @@ __all__ = [
     "GapMode",
     "MessageBatch",
     "StoredMsg",
+    "publish_atomic",
 ]

@@ -26,7 +26,7 @@ TTL = int | float | timedelta | _Never
 """A time to live: whole seconds from 1, a `timedelta` of whole seconds, or `NEVER`."""
 
 
-class GapMode(str, enum.Enum):
+class GapMode(enum.StrEnum):
     """What a fast batch does when messages are lost on their way to the stream."""
 
     OK = "ok"
@@ -35,7 +35,7 @@ class GapMode(str, enum.Enum):
     """End the batch."""
 
 
-class EndReason(str, enum.Enum):
+class EndReason(enum.StrEnum):
     """Why a fast batch ended."""
 
     COMMITTED = "committed"

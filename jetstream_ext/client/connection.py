@@ -18,8 +18,9 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections import deque
-from collections.abc import Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
 
 import nats.errors
 from nats.aio.client import Client
@@ -38,14 +39,14 @@ _AWAITING_CONTROL_LINE = 1
 _MAX_CONTROL_LINE = 4096
 
 
-class Sink(Protocol):
-    """Who takes the frames of one subscription. Both methods are called on the loop and must not block or raise."""
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """Who takes what comes to one subscription. Both are called on the loop and must not block or raise."""
 
-    def frames(self, frames: list[Frame]) -> None:
-        """Take delivered messages, in order."""
-
-    def disconnected(self) -> None:
-        """Learn that the connection is gone: what was sent may be lost, what was asked may go unanswered."""
+    frames: Callable[[list[Frame]], None]
+    """Take delivered messages, in order."""
+    disconnected: Callable[[], None]
+    """Learn that the connection is gone: what was sent may be lost, what was asked may go unanswered."""
 
 
 class Inbox:
@@ -76,11 +77,18 @@ class _Base:
         return bool(self.nc.is_connected) and not self.nc.is_draining_pubs
 
     @property
+    def closed(self) -> bool:
+        """Whether the connection is gone for good."""
+        return bool(self.nc.is_closed)
+
+    @property
     def max_payload(self) -> int:
+        """The server's limit for headers and payload together, in bytes."""
         return int(self.nc.max_payload)
 
     @property
     def server_version(self) -> str:
+        """The connected server's version, from its greeting."""
         info = getattr(self.nc, "_server_info", None) or {}
         return str(info.get("version", ""))
 
@@ -92,6 +100,7 @@ class _Base:
         return level if isinstance(level, int) else None
 
     def check_usable(self) -> None:
+        """Raise nats-py's own error unless what is written now can reach the server."""
         if self.nc.is_closed:
             raise nats.errors.ConnectionClosedError
         if self.nc.is_draining_pubs:
@@ -168,6 +177,7 @@ class Connection(_Base):
         nc._pending.append(data)
         nc._pending_data_size += len(data)
         queue = nc._flush_queue
+        assert queue is not None
         if queue.empty():  # nats-py's flusher takes all that is pending; one call is enough
             queue.put_nowait(asyncio.get_running_loop().create_future())
 
@@ -293,6 +303,7 @@ class PublicConnection(_Base):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def inbox(self, sink: Sink, *, tail: str = "") -> Inbox:
+        """As `Connection.inbox`."""
         subject = self.nc.new_inbox()
         inbox = Inbox(self, subject, sink)
 
@@ -303,6 +314,8 @@ class PublicConnection(_Base):
         return inbox
 
     def drop(self, subscription: Subscription) -> None:
+        """As `Connection.drop`, in the background."""
+
         async def unsubscribe() -> None:
             try:
                 await subscription.unsubscribe()
@@ -316,10 +329,12 @@ class PublicConnection(_Base):
         self._spawn(unsubscribe())
 
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
+        """As `Connection.write_nowait`, in the background."""
         self.check_usable()
         self._spawn(self._publish(data))
 
     async def write(self, data: bytes, messages: int, payload_bytes: int) -> None:
+        """As `Connection.write`."""
         self.check_usable()
         task = self._spawn(self._publish(data))
         await asyncio.shield(task)
@@ -401,6 +416,7 @@ class JetStream:
 
     @property
     def connection(self) -> Connection | PublicConnection:
+        """The door to its connection."""
         return connection_of(self.nc)
 
 

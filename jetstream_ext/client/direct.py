@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from datetime import datetime
 from types import TracebackType
+from typing import Self
 
 import nats.errors
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
-from typing_extensions import Self
 
-from jetstream_ext.client.connection import Inbox, JetStream
+from jetstream_ext.client.connection import Inbox, JetStream, Sink
 from jetstream_ext.errors import JetStreamExtError, MessagesLostError, RequestTimeoutError
 from jetstream_ext.protocol import direct as wire
 from jetstream_ext.protocol import frames
@@ -225,7 +225,7 @@ class DirectGet:
         """Read a whole range of the stream, with as many requests as it takes.
 
         Without `up_to_seq` it ends where the answering replica has no more. Memory is bounded by
-        ``prefetch × max_bytes``, whatever the stream's size.
+        `prefetch` times `max_bytes`, whatever the stream's size.
 
         Args:
             subject: Filter, wildcards allowed; None is every subject.
@@ -375,18 +375,18 @@ class _Reply:
     async def send(self, js: JetStream, subject: str, payload: bytes) -> None:
         connection = js.connection
         connection.check_usable()
-        self._inbox = await connection.inbox(self)
+        self._inbox = await connection.inbox(Sink(self._frames, self._disconnected))
         command = frames.pub(subject.encode(), self._inbox.subject.encode(), b"", payload)
         await connection.write(command, 1, len(payload))
 
-    def frames(self, frames: list[Frame]) -> None:
+    def _frames(self, frames: list[Frame]) -> None:
         if self._received:
             self._received += frames
         else:
             self._received = frames
         self._wake()
 
-    def disconnected(self) -> None:
+    def _disconnected(self) -> None:
         self._gone = True
         self._wake()
 
@@ -506,7 +506,7 @@ async def _reconnected(js: JetStream, timeout: float) -> None:
     try:
         async with asyncio.timeout(timeout):
             while not connection.usable:
-                if connection.nc.is_closed:
+                if connection.closed:
                     raise nats.errors.ConnectionClosedError
                 await asyncio.sleep(0.02)
     except TimeoutError:

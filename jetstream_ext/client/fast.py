@@ -7,13 +7,13 @@ import inspect
 import logging
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
+from typing import Self
 
 import nats.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
-from typing_extensions import Self
 
-from jetstream_ext.client.connection import Inbox, JetStream
+from jetstream_ext.client.connection import Inbox, JetStream, Sink
 from jetstream_ext.errors import BatchClosedError
 from jetstream_ext.protocol.fast import (
     Ended,
@@ -50,7 +50,7 @@ class FastPublisher:
     """Publish into a stream as fast as it safely goes, with acknowledgements for whole runs of messages.
 
     One instance is one batch (ADR-50, fast ingest). Messages are stored as they come, in order, and the server says
-    how many may be on their way: the window is ``flow × max_outstanding_acks`` messages. Use it as an async context
+    how many may be on their way: the window is `flow` times `max_outstanding_acks` messages. Use it as an async context
     manager: a clean exit ends the batch and leaves its final ack in `ack`; an exception (and a cancellation) leaves
     what was sent as it is. Without ``async with``, end it by `commit`, `commit_eob` or `discard`.
 
@@ -101,7 +101,7 @@ class FastPublisher:
         self._keepalive = float(keepalive or 0.0)
         if self._ack_timeout <= 0 or self._stall_ping <= 0 or self._keepalive < 0:
             raise ValueError("ack_timeout and stall_ping must be over 0 seconds, keepalive 0 or more")
-        self._handlers = {BatchFlowGap: on_gap, BatchFlowError: on_error, BatchFlowAck: on_flow}
+        self._on_gap, self._on_error, self._on_flow = on_gap, on_error, on_flow
         self._machine: FastBatch | None = None
         self._inbox: Inbox | None = None
         self._opening = asyncio.Lock()
@@ -406,7 +406,7 @@ class FastPublisher:
                 )
             connection = self._js.connection
             connection.check_usable()
-            self._inbox = await connection.inbox(self, tail=f".{self._batch_id}.>")
+            self._inbox = await connection.inbox(Sink(self._frames, self._disconnected), tail=f".{self._batch_id}.>")
             self._machine = FastBatch(
                 batch_id=self._batch_id,
                 inbox=self._inbox.subject,
@@ -466,7 +466,7 @@ class FastPublisher:
             if not self._stalled:
                 machine.not_waiting()
 
-    def frames(self, frames: list[Frame]) -> None:
+    def _frames(self, frames: list[Frame]) -> None:
         """Take what the server sent (called by the connection)."""
         machine = self._machine
         if machine is None:
@@ -474,7 +474,7 @@ class FastPublisher:
         events, out = machine.receive(frames, self._now())
         self._happened(events, out)
 
-    def disconnected(self) -> None:
+    def _disconnected(self) -> None:
         """Take the loss of the connection (called by the connection)."""
         if self._machine is not None:
             self._happened(self._machine.disconnected())
@@ -504,16 +504,21 @@ class FastPublisher:
         self._arm()
 
     def _call(self, event: Event) -> None:
-        handler = self._handlers.get(type(event))  # type: ignore[call-overload]
-        if handler is None:
-            return
         try:
-            result = handler(event)
+            result: Awaitable[None] | None = None
+            if isinstance(event, BatchFlowAck):
+                result = self._on_flow(event) if self._on_flow else None
+            elif isinstance(event, BatchFlowGap):
+                result = self._on_gap(event) if self._on_gap else None
+            elif isinstance(event, BatchFlowError):
+                result = self._on_error(event) if self._on_error else None
         except Exception as error:
             self._handler_failed(error)
         else:
             if inspect.isawaitable(result):
-                self._spawn(self._finish_handler(result))
+                task = asyncio.get_running_loop().create_task(self._finish_handler(result))
+                self._callbacks.add(task)
+                task.add_done_callback(self._callbacks.discard)
 
     async def _finish_handler(self, result: Awaitable[None]) -> None:
         try:
@@ -525,11 +530,6 @@ class FastPublisher:
         asyncio.get_running_loop().call_exception_handler(
             {"message": f"a handler of batch {self._batch_id} failed", "exception": error}
         )
-
-    def _spawn(self, coroutine: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(coroutine)
-        self._callbacks.add(task)  # type: ignore[arg-type]
-        task.add_done_callback(self._callbacks.discard)  # type: ignore[arg-type]
 
     def _arm(self) -> None:
         machine = self._machine

@@ -10,7 +10,7 @@
 
 * Every message carries a reply subject ``<inbox>.<id>.<flow>.<gap>.<seq>.<op>.$FI``. The server answers on the reply
   subject of the message that made it answer, so those tokens say which message an answer is about.
-* The window: at most ``flow × max_outstanding_acks`` messages are unacknowledged, `flow` being what the server last
+* The window: at most `flow` times `max_outstanding_acks` messages are unacknowledged, `flow` being what the server last
   set (it raises and lowers it). Acks are cumulative; one that is older than what we know changes nothing; a gap report
   never moves the window.
 * DRAINING: the batch is dead on the server but its final ack, the only record of what was stored, is still to come.
@@ -49,8 +49,9 @@ from jetstream_ext.errors import (
     server_error,
 )
 from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.acks import parse_batch_ack, parse_refusal
 from jetstream_ext.protocol.frames import Frame, SubjectCache, check_size, pub
-from jetstream_ext.protocol.options import check_batch_id, message_headers
+from jetstream_ext.protocol.options import check_batch_id, message_headers, payload_bytes
 from jetstream_ext.types import (
     BatchAck,
     BatchFlowAck,
@@ -201,7 +202,9 @@ class FastBatch:
         subject, header, payload = self._encode(message)
         return self._take(subject, header, payload, now)
 
-    def add_many(self, entries: Iterator[Entry], limit: int, now: float) -> tuple[bytes, int, int, BaseException | None]:
+    def add_many(
+        self, entries: Iterator[Entry], limit: int, now: float
+    ) -> tuple[bytes, int, int, BaseException | None]:
         """Take up to `limit` messages from `entries`; return their bytes, count, payload bytes, and what stopped it.
 
         What `entries` raises, and the refusal of a message, comes back as the last value: the messages before it are
@@ -246,11 +249,7 @@ class FastBatch:
         subject = self._subjects.encode(message.subject)
         pairs = message_headers(message)
         header = h.encode(pairs) if pairs else b""
-        payload = message.payload
-        if not isinstance(payload, bytes):
-            if not isinstance(payload, bytearray | memoryview):
-                raise TypeError(f"a payload must be bytes, not {type(payload).__name__}")
-            payload = bytes(payload)
+        payload = payload_bytes(message.payload)
         check_size(header, payload, self._max_payload)
         return subject, header, payload
 
@@ -405,12 +404,12 @@ class FastBatch:
         if kind == "gap":
             return self._gap(BatchFlowGap(_number(reply, "last_seq"), _number(reply, "seq")), now, events)
         if kind == "err":
-            return self._message_refused(_number(reply, "seq"), _refusal(reply.get("error"), payload), events)
+            return self._message_refused(_number(reply, "seq"), parse_refusal(reply.get("error"), payload), events)
         if kind is not None:
             events.append(UnknownReply(payload[:1024]))
             return b""
         if reply.get("error") is not None:
-            return self._plain_error(seq, op, _refusal(reply["error"], payload), now, events)
+            return self._plain_error(seq, op, parse_refusal(reply["error"], payload), now, events)
         if "batch" in reply:
             self._final(reply, payload, events)
             return b""
@@ -547,7 +546,7 @@ class FastBatch:
         """Take the untyped control frame of the ADR's draft: ack, gap and error in one."""
         last, seq = _number(reply, "last_seq", 0), _number(reply, "seq", 0)
         if reply.get("error"):
-            self._message_refused(seq, _refusal(reply["error"], b""), events)
+            self._message_refused(seq, parse_refusal(reply["error"], b""), events)
         elif last and seq > last + 1 and not reply.get("ack_msgs"):
             self._gap(BatchFlowGap(last + 1, seq), now, events)
         else:
@@ -667,48 +666,6 @@ def check_outstanding(value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 3:
         raise ValueError(f"max_outstanding_acks must be 1 to 3, not {value!r}")
     return value
-
-
-def parse_batch_ack(reply: dict[str, Any]) -> BatchAck:
-    """Return the final ack in a server's reply; both kinds of batch end with one.
-
-    Raises:
-        ValueError, TypeError: A field is missing or not of its kind.
-    """
-    stream, seq = reply.get("stream"), reply.get("seq")
-    batch, count = reply.get("batch"), reply.get("count", 0)
-    if not isinstance(stream, str) or not isinstance(seq, int) or not isinstance(batch, str):
-        raise ValueError("a batch ack needs stream, seq and batch")
-    if not isinstance(count, int) or seq < 0 or count < 0:
-        raise ValueError("a batch ack has a negative or malformed number")
-    domain, val = reply.get("domain"), reply.get("val")
-    return BatchAck(
-        stream=stream,
-        seq=seq,
-        batch_id=batch,
-        batch_size=count,
-        domain=None if domain is None else str(domain),
-        val=None if val is None else str(val),
-    )
-
-
-def parse_refusal(error: object, payload: bytes = b"") -> ServerError:
-    """Return the error in a server's reply.
-
-    Raises:
-        ResponseError: It is malformed.
-    """
-    if not isinstance(error, dict):
-        raise ResponseError("a reply's error is not an object", frame=payload)
-    code, err_code = error.get("code"), error.get("err_code")
-    return server_error(
-        code=code if isinstance(code, int) else None,
-        err_code=err_code if isinstance(err_code, int) else None,
-        description=str(error.get("description", ""))[:1024],
-    )
-
-
-_refusal = parse_refusal
 
 
 def _number(reply: dict[str, Any], name: str, default: int | None = None) -> int:

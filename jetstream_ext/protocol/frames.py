@@ -59,10 +59,10 @@ def check_filter(subject: str) -> None:
 
 
 def check_name(name: str, what: str) -> None:
-    """Refuse a stream or bucket name that would become other tokens of an API subject.
+    r"""Refuse a stream or bucket name that would become other tokens of an API subject.
 
     Raises:
-        BadSubjectError: Empty, or with ``.``, ``*``, ``>``, ``/``, ``\\``, white space or control characters.
+        BadSubjectError: Empty, or with ``.``, ``*``, ``>``, ``/``, ``\``, white space or control characters.
     """
     if not isinstance(name, str):
         raise TypeError(f"{what} must be str, not {type(name).__name__}")
@@ -78,7 +78,9 @@ def check_size(header: bytes, payload: bytes, max_payload: int) -> None:
     """
     size = len(header) + len(payload)
     if size > max_payload:
-        raise MaxPayloadError(f"a message of {size} bytes (headers included) is over the server's limit of {max_payload}")
+        raise MaxPayloadError(
+            f"a message of {size} bytes (headers included) is over the server's limit of {max_payload}"
+        )
 
 
 def pub(subject: bytes, reply: bytes, header: bytes, payload: bytes) -> bytes:

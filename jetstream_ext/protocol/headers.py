@@ -49,7 +49,9 @@ def check_header(name: str, value: str) -> None:
         TypeError: One of them is not a string.
     """
     if not isinstance(name, str) or not isinstance(value, str):
-        raise TypeError(f"header {name!r}: name and value must be str, not {type(name).__name__}, {type(value).__name__}")
+        raise TypeError(
+            f"header {name!r}: name and value must be str, not {type(name).__name__}, {type(value).__name__}"
+        )
     if not name or not _NAME_CHARS.issuperset(name):
         raise BadHeaderError(f"header name {name!r} is empty or has characters that are not allowed in a header name")
     if "\r" in value or "\n" in value or "\0" in value:

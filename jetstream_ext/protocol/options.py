@@ -77,6 +77,19 @@ def message_headers(message: BatchMessage) -> list[tuple[str, str]]:
     return pairs + options
 
 
+def payload_bytes(payload: object) -> bytes:
+    """Return a message's payload as bytes; text has no encoding of its own and is refused.
+
+    Raises:
+        TypeError: Not bytes, bytearray or memoryview.
+    """
+    if isinstance(payload, bytes):
+        return payload
+    if not isinstance(payload, bytearray | memoryview):
+        raise TypeError(f"a payload must be bytes, not {type(payload).__name__}")
+    return bytes(payload)
+
+
 def check_batch_id(batch_id: str) -> str:
     """Return `batch_id` if a server takes it in both kinds of batch.
 

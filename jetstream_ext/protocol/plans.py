@@ -211,7 +211,6 @@ class Scan:
         ceiling = MAX_BATCH if span <= 1.1 * ask.rows else MAX_BATCH_GAPPY
         self._batch = max(1, min(fits, ask.count * 4, ceiling))
 
-
     def reopen(self) -> None:
         """Go on behind the cursor after all: the range was found to hold more."""
         self.done = False
