@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Final, final
+from typing import Final, TypedDict, final
 
 from jetstream_ext.errors import ServerError
 from jetstream_ext.protocol import headers as _headers
@@ -44,6 +44,18 @@ class EndReason(enum.StrEnum):
     TIMEOUT = "timeout"
     DISCARDED = "discarded"
     DISCONNECTED = "disconnected"
+
+
+class PublishOptions(TypedDict, total=False):
+    """The keywords that every publishing call takes; `BatchMessage` says what they are."""
+
+    headers: Mapping[str, str] | None
+    msg_ttl: TTL | None
+    msg_id: str | None
+    stream: str | None
+    expected_last_seq: int | None
+    expected_last_subject_seq: int | None
+    expected_last_subject: str | None
 
 
 @dataclass(frozen=True, slots=True)

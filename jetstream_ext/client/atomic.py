@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Iterable, Mapping
+from collections.abc import AsyncIterable, Iterable
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Literal, Self, Unpack
 
 from nats.js import JetStreamContext
 from nats.nuid import NUID
@@ -16,7 +16,7 @@ from jetstream_ext.errors import BatchClosedError, EmptyBatchError, UnsupportedF
 from jetstream_ext.protocol.atomic import ATOMIC_LEVEL, AtomicBatchMachine, State, Step
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_batch_id
-from jetstream_ext.types import TTL, BatchAck, BatchMessage
+from jetstream_ext.types import BatchAck, BatchMessage, PublishOptions
 
 BatchState = Literal["open", "committed", "discarded", "failed", "unknown"]
 
@@ -102,31 +102,20 @@ class AtomicBatch:
         subject: str,
         payload: bytes = b"",
         *,
-        headers: Mapping[str, str] | None = None,
-        msg_ttl: TTL | None = None,
-        msg_id: str | None = None,
-        stream: str | None = None,
-        expected_last_seq: int | None = None,
-        expected_last_subject_seq: int | None = None,
-        expected_last_subject: str | None = None,
         ack: bool | None = None,
+        **options: Unpack[PublishOptions],
     ) -> None:
         """Add one message; it is stored when the batch is committed.
 
         Everything that can be checked here is, before the message takes a sequence: a refused call changes nothing.
-        The options are those of `BatchMessage`; expectations are checked by the server at commit.
+        Expectations are checked by the server, at commit.
 
         Args:
             subject: Where it will be stored.
             payload: Its bytes.
-            headers: Names and values; copied, never changed.
-            msg_ttl: Time to live.
-            msg_id: Id for the stream's duplicate window (2.12.1).
-            stream: The stream that must own the subject.
-            expected_last_seq: The stream's last sequence; on the first message only.
-            expected_last_subject_seq: The subject's last sequence; not on a subject written earlier in the batch.
-            expected_last_subject: Check that of another subject (a filter may have wildcards) instead.
             ack: Wait for the server's reply to this message, or do not; None follows `ack_first` and `ack_every`.
+            options: As for `BatchMessage`. `expected_last_seq` may be on the first message only, and
+                `expected_last_subject_seq` not on a subject written earlier in the batch. `msg_id` needs 2.12.1.
 
         Raises:
             BatchError: The server refused, or the batch had ended.
@@ -135,17 +124,7 @@ class AtomicBatch:
 
         Cancellation: The message is on the wire and part of the batch; the batch stays usable.
         """
-        message = BatchMessage(
-            subject,
-            payload,
-            headers,
-            msg_ttl,
-            msg_id,
-            stream,
-            expected_last_seq,
-            expected_last_subject_seq,
-            expected_last_subject,
-        )
+        message = BatchMessage(subject, payload, **options)
         await self.add_message(message, ack=ack)
 
     async def add_message(self, message: BatchMessage, *, ack: bool | None = None) -> None:
@@ -161,14 +140,7 @@ class AtomicBatch:
         self,
         subject: str,
         payload: bytes = b"",
-        *,
-        headers: Mapping[str, str] | None = None,
-        msg_ttl: TTL | None = None,
-        msg_id: str | None = None,
-        stream: str | None = None,
-        expected_last_seq: int | None = None,
-        expected_last_subject_seq: int | None = None,
-        expected_last_subject: str | None = None,
+        **options: Unpack[PublishOptions],
     ) -> BatchAck:
         """Add a last message, commit, and return the server's ack.
 
@@ -179,17 +151,7 @@ class AtomicBatch:
 
         Cancellation: The commit is on the wire; `state` is ``"unknown"``.
         """
-        message = BatchMessage(
-            subject,
-            payload,
-            headers,
-            msg_ttl,
-            msg_id,
-            stream,
-            expected_last_seq,
-            expected_last_subject_seq,
-            expected_last_subject,
-        )
+        message = BatchMessage(subject, payload, **options)
         return await self._commit(message)
 
     async def commit_eob(self) -> BatchAck:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from datetime import datetime
 from types import TracebackType
@@ -10,20 +9,16 @@ from typing import Self
 
 import nats.errors
 from nats.js import JetStreamContext
-from nats.js.errors import NotFoundError
 
-from jetstream_ext.client.connection import Inbox, JetStream, Sink
-from jetstream_ext.errors import JetStreamExtError, MessagesLostError, RequestTimeoutError
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.replies import Reply, read_blocks, read_confirmed, reconnected
+from jetstream_ext.errors import JetStreamExtError, MessagesLostError
 from jetstream_ext.protocol import direct as wire
 from jetstream_ext.protocol import frames
-from jetstream_ext.protocol.direct import Block, EndOfBatch, ReplyDecoder, Request
-from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
 from jetstream_ext.protocol.options import rfc3339
-from jetstream_ext.protocol.plans import Ask, MultiLast, OneBatch, Plan, Scan
+from jetstream_ext.protocol.plans import MultiLast, OneBatch, Plan, Scan
 from jetstream_ext.types import StoredMsg
-
-# How long to wait before asking another replica again for what the leader has and this one had not.
-_LAG_PAUSE = 0.05
 
 
 class DirectGet:
@@ -115,7 +110,7 @@ class DirectGet:
         payload = b"" if request is None else request.encode()
         retried = False
         while True:
-            reply = _Reply(self._stream)
+            reply = Reply(self._stream)
             try:
                 await reply.send(self._js, target, payload)
                 received = await reply.take(self._timeout)
@@ -126,7 +121,7 @@ class DirectGet:
                 retried = True
             finally:
                 reply.close()
-            await _reconnected(self._js, self._timeout)
+            await reconnected(self._js, self._timeout)
 
     # -- many messages ------------------------------------------------------------------------------------------
 
@@ -359,158 +354,6 @@ class MessageBatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
-
-
-class _Reply:
-    """One request on the wire: the sink of its reply, and the decoder."""
-
-    def __init__(self, stream: str) -> None:
-        self.decoder = ReplyDecoder(stream)
-        self._stream = stream
-        self._inbox: Inbox | None = None
-        self._received: list[Frame] = []
-        self._gone = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def send(self, js: JetStream, subject: str, payload: bytes) -> None:
-        connection = js.connection
-        connection.check_usable()
-        self._inbox = await connection.inbox(Sink(self._frames, self._disconnected))
-        command = frames.pub(subject.encode(), self._inbox.subject.encode(), b"", payload)
-        await connection.write(command, 1, len(payload))
-
-    def _frames(self, frames: list[Frame]) -> None:
-        if self._received:
-            self._received += frames
-        else:
-            self._received = frames
-        self._wake()
-
-    def _disconnected(self) -> None:
-        self._gone = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self, timeout: float) -> list[Frame]:
-        """Return what has come, at least one frame."""
-        if not self._received and not self._gone:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._waiter
-            except TimeoutError:
-                raise RequestTimeoutError(
-                    f"stream {self._stream!r}: no answer to a direct get within {timeout:g} s"
-                ) from None
-            finally:
-                self._waiter = None
-        received, self._received = self._received, []
-        if not received:
-            raise MessagesLostError(
-                f"stream {self._stream!r}: the connection was lost while a direct get was being answered",
-                expected=self.decoder.last_seq,
-            )
-        return received
-
-    def close(self) -> None:
-        if self._inbox is not None:
-            self._inbox.close()
-
-
-async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) -> AsyncGenerator[Block, None]:
-    """Drive `plan`: yield its rows as they come, retrying once from the last good row wherever that is stateless."""
-    subject = f"{js.prefix}.DIRECT.GET.{stream}"
-    replies: dict[Ask, _Reply] = {}
-    retried = False
-    try:
-        while not plan.done:
-            failure: JetStreamExtError | nats.errors.Error | None = None
-            try:
-                while (ask := plan.next_request()) is not None:
-                    reply = replies[ask] = _Reply(stream)
-                    await reply.send(js, subject, ask.request.encode())
-                oldest = plan.oldest
-                assert oldest is not None
-                reply = replies[oldest]
-                received = await reply.take(timeout)
-            except (MessagesLostError, RequestTimeoutError, nats.errors.ConnectionReconnectingError) as error:
-                failure = error
-            else:
-                decoder = reply.decoder
-                block = decoder.feed(received)
-                if block.seqs:
-                    block = plan.accept(oldest, block, decoder.size, int(block.pendings[-1]))
-                    if block.seqs:
-                        retried = False
-                        yield block
-                        if plan.done:
-                            break
-                failure = decoder.broken
-                if decoder.end is not None:
-                    for void in [oldest, *plan.finish(oldest, decoder.end)]:
-                        replies.pop(void).close()
-            if failure is not None:
-                voids = plan.retry()
-                if retried or voids is None:
-                    raise failure
-                retried = True
-                for void in voids:
-                    replies.pop(void).close()
-                await _reconnected(js, timeout)
-    finally:
-        for reply in replies.values():
-            reply.close()
-
-
-async def read_confirmed(js: JetStream, stream: str, plan: Scan, timeout: float) -> AsyncGenerator[Block, None]:
-    """Drive a range read and prove its end at the stream's leader; replicas that lag are asked again."""
-    loop = asyncio.get_running_loop()
-    if plan.up_to_seq is None:
-        plan.up_to_seq = (await js.context.stream_info(stream)).state.last_seq
-    deadline = loop.time() + timeout
-    while True:
-        async for block in read_blocks(js, stream, plan, timeout):
-            deadline = loop.time() + timeout
-            yield block
-        if plan.position >= plan.up_to_seq:
-            return
-        missing = await next_at_leader(js, stream, plan.position + 1, plan.subject)
-        if missing is None or missing > plan.up_to_seq:
-            return
-        if loop.time() >= deadline:
-            raise RequestTimeoutError(
-                f"stream {stream!r}: the leader has sequence {missing}, but no replica that answers direct gets "
-                f"delivered it within {timeout:g} s"
-            )
-        await asyncio.sleep(_LAG_PAUSE)
-        plan.reopen()
-
-
-async def next_at_leader(js: JetStream, stream: str, seq: int, subject: str | None = None) -> int | None:
-    """Return the first sequence from `seq` on that the stream's leader holds (on `subject`), or None."""
-    try:
-        found = await js.context.get_msg(stream, seq=seq, subject=subject or ">", next=True)
-    except NotFoundError as error:
-        if error.err_code == 10037:  # no message found; anything else is not an answer to the question
-            return None
-        raise
-    return found.seq
-
-
-async def _reconnected(js: JetStream, timeout: float) -> None:
-    # nats-py tells only its user's own callback when it is back, so look, for no longer than the read may wait.
-    connection = js.connection
-    try:
-        async with asyncio.timeout(timeout):
-            while not connection.usable:
-                if connection.closed:
-                    raise nats.errors.ConnectionClosedError
-                await asyncio.sleep(0.02)
-    except TimeoutError:
-        raise RequestTimeoutError(f"the connection was lost and not back within {timeout:g} s") from None
 
 
 def _positive(name: str, value: float) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack
 
 import nats.errors
 from nats.js import JetStreamContext
@@ -21,14 +21,13 @@ from jetstream_ext.protocol.fast import (
     Event,
     FastBatch,
     State,
-    UnknownReply,
     check_flow,
     check_outstanding,
 )
+from jetstream_ext.protocol.fast_replies import UnknownReply
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_batch_id
 from jetstream_ext.types import (
-    TTL,
     BatchAck,
     BatchFlowAck,
     BatchFlowError,
@@ -37,6 +36,7 @@ from jetstream_ext.types import (
     EndReason,
     FastPubAck,
     GapMode,
+    PublishOptions,
 )
 
 _log = logging.getLogger("jetstream_ext")
@@ -177,14 +177,7 @@ class FastPublisher:
         self,
         subject: str,
         payload: bytes = b"",
-        *,
-        headers: Mapping[str, str] | None = None,
-        msg_ttl: TTL | None = None,
-        msg_id: str | None = None,
-        stream: str | None = None,
-        expected_last_seq: int | None = None,
-        expected_last_subject_seq: int | None = None,
-        expected_last_subject: str | None = None,
+        **options: Unpack[PublishOptions],
     ) -> FastPubAck:
         """Publish one message; return when the window has room again.
 
@@ -198,19 +191,7 @@ class FastPublisher:
 
         Cancellation: The message is on the wire and counted; the batch stays usable.
         """
-        return await self._add(
-            BatchMessage(
-                subject,
-                payload,
-                headers,
-                msg_ttl,
-                msg_id,
-                stream,
-                expected_last_seq,
-                expected_last_subject_seq,
-                expected_last_subject,
-            )
-        )
+        return await self._add(BatchMessage(subject, payload, **options))
 
     async def _add(self, message: BatchMessage) -> FastPubAck:
         machine = await self._ready()
@@ -301,14 +282,7 @@ class FastPublisher:
         self,
         subject: str,
         payload: bytes = b"",
-        *,
-        headers: Mapping[str, str] | None = None,
-        msg_ttl: TTL | None = None,
-        msg_id: str | None = None,
-        stream: str | None = None,
-        expected_last_seq: int | None = None,
-        expected_last_subject_seq: int | None = None,
-        expected_last_subject: str | None = None,
+        **options: Unpack[PublishOptions],
     ) -> BatchAck:
         """Publish a last message, end the batch and return the server's final ack.
 
@@ -319,17 +293,7 @@ class FastPublisher:
 
         Cancellation: Once the commit is on the wire the batch ends on the server all the same.
         """
-        await self.add(
-            subject,
-            payload,
-            headers=headers,
-            msg_ttl=msg_ttl,
-            msg_id=msg_id,
-            stream=stream,
-            expected_last_seq=expected_last_seq,
-            expected_last_subject_seq=expected_last_subject_seq,
-            expected_last_subject=expected_last_subject,
-        )
+        await self.add(subject, payload, **options)
         return await self.commit_eob()
 
     async def commit_eob(self) -> BatchAck:

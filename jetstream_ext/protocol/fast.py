@@ -30,8 +30,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-import orjson
-
 from jetstream_ext.errors import (
     BatchAbandonedError,
     BatchClosedError,
@@ -46,10 +44,10 @@ from jetstream_ext.errors import (
     ServerError,
     UnsupportedFeatureError,
     batch_refusal,
-    server_error,
 )
+from jetstream_ext.protocol import fast_replies as replies
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.acks import parse_batch_ack, parse_refusal
+from jetstream_ext.protocol.fast_replies import APPEND, COMMIT_EOB, PING, START
 from jetstream_ext.protocol.frames import Frame, SubjectCache, check_size, pub
 from jetstream_ext.protocol.options import check_batch_id, message_headers, payload_bytes
 from jetstream_ext.types import (
@@ -61,8 +59,6 @@ from jetstream_ext.types import (
     EndReason,
     GapMode,
 )
-
-_START, _APPEND, _COMMIT_EOB, _PING = b"0", b"1", b"3", b"4"
 
 # Error codes after which the server still has the batch: only the message they answer is missing.
 _STILL_OPEN: Final = frozenset({10054, 10167})
@@ -96,14 +92,7 @@ class Pong:
     seq: int
 
 
-@dataclass(frozen=True, slots=True)
-class UnknownReply:
-    """A reply of a type that this version does not know; it was ignored."""
-
-    payload: bytes
-
-
-Event = BatchFlowAck | BatchFlowGap | BatchFlowError | Pong | UnknownReply | Ended
+Event = BatchFlowAck | BatchFlowGap | BatchFlowError | Pong | replies.UnknownReply | Ended
 Entry = tuple[str, bytes] | tuple[str, bytes, Any] | BatchMessage
 """What the bulk road takes: ``(subject, payload)``, ``(subject, payload, headers)`` or a `BatchMessage`."""
 
@@ -164,7 +153,7 @@ class FastBatch:
 
         self._max_payload = max_payload
         self._reply = f"{inbox}.{batch_id}.{flow}.{self.gap.value}.".encode()
-        self._append_tail = b"." + _APPEND + b".$FI"
+        self._append_tail = b"." + APPEND + b".$FI"
         self._subjects = SubjectCache()
         self._first_subject = b""
         self._waiting_since: float | None = None  # of the newest sign of life while somebody waits
@@ -255,11 +244,11 @@ class FastBatch:
 
     def _take(self, subject: bytes, header: bytes, payload: bytes, now: float) -> bytes:
         self.sent += 1
-        op = _APPEND
+        op = APPEND
         if self.state is State.NEW:
             self.state = State.STARTING
             self._first_subject = subject
-            op = _START
+            op = START
         self._wrote_at = now
         return pub(subject, self._reply_to(self.sent, op), header, payload)
 
@@ -282,7 +271,7 @@ class FastBatch:
         self._pinged_at = self._wrote_at = now
         if self._unanswered_since is None:
             self._unanswered_since = now
-        return pub(self._first_subject, self._reply_to(max(1, self.sent), _PING), b"", b"")
+        return pub(self._first_subject, self._reply_to(max(1, self.sent), PING), b"", b"")
 
     def commit(self, now: float) -> bytes:
         """Return the bytes that end the batch; a message to store goes before it by `add`.
@@ -298,7 +287,7 @@ class FastBatch:
         self._waiting_since = now
         self._wrote_at = now
         # The marker takes a sequence of its own but does not count as a message.
-        return pub(self._first_subject, self._reply_to(self.sent + 1, _COMMIT_EOB), b"", b"")
+        return pub(self._first_subject, self._reply_to(self.sent + 1, COMMIT_EOB), b"", b"")
 
     def discard(self) -> list[Event]:
         """End the batch here; the server forgets it after its idle time. What was sent stays stored."""
@@ -364,77 +353,52 @@ class FastBatch:
         """Take what the server sent; return what happened, and bytes to send in turn (usually none)."""
         events: list[Event] = []
         out = b""
-        for subject, header, payload in frames:
+        for frame in frames:
             if self.state is State.ENDED:
                 break
             self._unanswered_since = None
             if self._waiting_since is not None:
                 self._waiting_since = now
             try:
-                out += self._frame(subject, header, payload, now, events)
+                out += self._frame(frame, now, events)
             except ResponseError as error:
                 events += self._end(EndReason.ERROR, self._as_batch_error(error))
         return events, out
 
-    def _frame(self, subject: bytes, header: bytes, payload: bytes, now: float, events: list[Event]) -> bytes:
-        seq, op = self._about(subject)
-        if header:
-            status = h.parse_status(header)
-            if status is not None and not payload:
-                code, text = status
-                description = "no stream listens on the subject" if code == 503 else text
-                return self._message_lost(seq, op, server_error(code=code, description=description), now, events)
-        try:
-            reply = orjson.loads(payload)
-        except orjson.JSONDecodeError:
-            raise ResponseError("a fast-ingest reply is not JSON", frame=payload) from None
-        if not isinstance(reply, dict):
-            raise ResponseError("a fast-ingest reply is not a JSON object", frame=payload)
-        kind = reply.get("type")
-        if kind is None and ("ack_msgs" in reply or "last_seq" in reply):
-            self._draft(reply, now, events)
-            return b""
-        if kind == "ack":
-            self._flow_ack(_number(reply, "seq"), _number(reply, "msgs"), events)
-            if op == _PING:
-                self.received = max(self.received, min(seq, self.sent))
+    def _frame(self, frame: Frame, now: float, events: list[Event]) -> bytes:
+        reply = replies.decode(frame)
+        said = reply.said
+        if isinstance(said, BatchFlowAck):
+            self._flow_ack(said, events)
+            if reply.op == PING:
+                self.received = max(self.received, min(reply.seq, self.sent))
                 self.pongs += 1
-                events.append(Pong(seq))
-            return b""
-        if kind == "gap":
-            return self._gap(BatchFlowGap(_number(reply, "last_seq"), _number(reply, "seq")), now, events)
-        if kind == "err":
-            return self._message_refused(_number(reply, "seq"), parse_refusal(reply.get("error"), payload), events)
-        if kind is not None:
-            events.append(UnknownReply(payload[:1024]))
-            return b""
-        if reply.get("error") is not None:
-            return self._plain_error(seq, op, parse_refusal(reply["error"], payload), now, events)
-        if "batch" in reply:
-            self._final(reply, payload, events)
-            return b""
-        if "stream" in reply and "seq" in reply:
+                events.append(Pong(reply.seq))
+        elif isinstance(said, BatchFlowGap):
+            self._gap(said, now, events)
+        elif isinstance(said, BatchFlowError):
+            self._message_refused(said, now, events)
+        elif isinstance(said, BatchAck):
+            self._final(said, events)
+        elif isinstance(said, replies.Refusal):
+            return self._plain_error(reply, said.error, now, events)
+        elif isinstance(said, replies.OrdinaryAck):
             events += self._end(EndReason.ERROR, self._unsupported())
-            return b""
-        raise ResponseError("a fast-ingest reply is of no known kind", frame=payload)
+        else:
+            events.append(said)
+        return b""
 
-    def _about(self, subject: bytes) -> tuple[int, bytes]:
-        words = subject.rsplit(b".", 3)
-        if len(words) != 4 or not words[1].isdigit():
-            raise ResponseError("a reply came to a subject that is no fast-ingest reply subject", frame=subject)
-        return int(words[1]), words[2]
-
-    def _flow_ack(self, seq: int, msgs: int, events: list[Event]) -> None:
+    def _flow_ack(self, ack: BatchFlowAck, events: list[Event]) -> None:
         if self.state is State.STARTING:
             self.state = State.OPEN
-        if seq > self.sent + 1:  # the marker that commits has a sequence too
-            raise ResponseError(f"the server acknowledged {seq} of {self.sent} messages", frame=b"%d" % seq)
-        if seq >= self.acked:
-            self.acked = min(seq, self.sent)
-            self.flow = max(1, msgs)
-            events.append(BatchFlowAck(seq, msgs))
+        if ack.seq > self.sent + 1:  # the marker that commits has a sequence too
+            raise ResponseError(f"the server acknowledged {ack.seq} of {self.sent} messages")
+        if ack.seq >= self.acked:
+            self.acked = min(ack.seq, self.sent)
+            self.flow = max(1, ack.msgs)
+            events.append(ack)
 
-    def _gap(self, gap: BatchFlowGap, now: float, events: list[Event]) -> bytes:
+    def _gap(self, gap: BatchFlowGap, now: float, events: list[Event]) -> None:
         self.gaps.append(gap)
         self.gap_count += 1
         events.append(gap)
@@ -449,25 +413,25 @@ class FastBatch:
                 ),
                 now,
             )
-        return b""
 
-    def _message_refused(self, seq: int, error: ServerError, events: list[Event]) -> bytes:
+    def _message_refused(self, report: BatchFlowError, now: float, events: list[Event]) -> None:
         if self.state is State.STARTING:
             self.state = State.OPEN
-        report = BatchFlowError(seq, error)
+        self._report(report, events)
+        if self.gap is GapMode.FAIL and self.state is not State.DRAINING:
+            # The server ends the batch by itself; its final ack follows.
+            self._drain(self._refused(report.error, report.seq, "partial"), now)
+
+    def _report(self, report: BatchFlowError, events: list[Event]) -> None:
         self.errors.append(report)
         self.error_count += 1
         events.append(report)
-        if self.gap is GapMode.FAIL and self.state is not State.DRAINING:
-            # The server ends the batch by itself; its final ack follows.
-            self._drain(self._refused(error, seq, "partial"), self._wrote_at)
-        return b""
 
-    def _plain_error(self, seq: int, op: bytes, error: ServerError, now: float, events: list[Event]) -> bytes:
-        if error.err_code in _STILL_OPEN:
-            return self._message_lost(seq, op, error, now, events)
+    def _plain_error(self, reply: replies.Reply, error: ServerError, now: float, events: list[Event]) -> bytes:
+        if error.err_code in _STILL_OPEN or error.err_code is None:
+            return self._message_lost(reply, error, now, events)
         outcome: Outcome = "unknown"
-        if self.state is State.STARTING or (seq == 1 and op == _START):
+        if self.state is State.STARTING or (reply.seq == 1 and reply.op == START):
             outcome = "not_stored"
         if self.state is State.DRAINING:
             events += self._end(self._drain_reason(), self._cause)
@@ -479,11 +443,11 @@ class FastBatch:
                 **self._facts("unknown"),
             )
         else:
-            failure = self._refused(error, seq, outcome)
+            failure = self._refused(error, reply.seq, outcome)
         events += self._end(EndReason.ERROR, failure)
         return b""
 
-    def _message_lost(self, seq: int, op: bytes, error: ServerError, now: float, events: list[Event]) -> bytes:
+    def _message_lost(self, reply: replies.Reply, error: ServerError, now: float, events: list[Event]) -> bytes:
         """Take a refusal after which the server still has the batch, without this one message."""
         if self.state is State.STARTING:
             failure: JetStreamExtError
@@ -494,12 +458,12 @@ class FastBatch:
                     **self._facts("not_stored"),
                 )
             else:
-                failure = self._refused(error, seq, "not_stored")
+                failure = self._refused(error, reply.seq, "not_stored")
             events += self._end(EndReason.ERROR, failure)
             return b""
-        if op == _PING:
+        if reply.op == PING:
             return b""  # not an answer to a message; the next ping, or the deadline, decides
-        if op == _COMMIT_EOB:
+        if reply.op == COMMIT_EOB:
             failure = BatchOutcomeUnknownError(
                 f"batch {self.batch_id}: the end of the batch was refused ({error}); "
                 f"messages up to {self.acked} are acknowledged, up to {self.sent} were sent",
@@ -507,24 +471,17 @@ class FastBatch:
             )
             events += self._end(EndReason.ERROR, failure)
             return b""
-        report = BatchFlowError(seq, error)
-        self.errors.append(report)
-        self.error_count += 1
-        events.append(report)
+        self._report(BatchFlowError(reply.seq, error), events)
         if self.gap is GapMode.OK or self.state is not State.OPEN:
             return b""
         # In fail mode the hole ends the batch as soon as the server sees what comes after it: make it see now, so
         # that the final ack says what is stored.
-        self._drain(self._refused(error, seq, "partial"), now)
+        self._drain(self._refused(error, reply.seq, "partial"), now)
         return self._ping(now)
 
-    def _final(self, reply: dict[str, Any], payload: bytes, events: list[Event]) -> None:
-        try:
-            ack = parse_batch_ack(reply)
-        except (TypeError, ValueError):
-            raise ResponseError("the final ack of a batch is malformed", frame=payload) from None
+    def _final(self, ack: BatchAck, events: list[Event]) -> None:
         if ack.batch_id != self.batch_id:
-            raise ResponseError(f"the final ack names batch {ack.batch_id!r}, not {self.batch_id!r}", frame=payload)
+            raise ResponseError(f"the final ack names batch {ack.batch_id!r}, not {self.batch_id!r}")
         self.ack = ack
         count = ack.batch_size or 0
         self.acked = max(self.acked, min(count, self.sent))
@@ -541,16 +498,6 @@ class FastBatch:
                 **self._facts("partial"),
             ),
         )
-
-    def _draft(self, reply: dict[str, Any], now: float, events: list[Event]) -> None:
-        """Take the untyped control frame of the ADR's draft: ack, gap and error in one."""
-        last, seq = _number(reply, "last_seq", 0), _number(reply, "seq", 0)
-        if reply.get("error"):
-            self._message_refused(seq, parse_refusal(reply["error"], b""), events)
-        elif last and seq > last + 1 and not reply.get("ack_msgs"):
-            self._gap(BatchFlowGap(last + 1, seq), now, events)
-        else:
-            self._flow_ack(max(last, seq), _number(reply, "ack_msgs", self.flow), events)
 
     # -- ending -------------------------------------------------------------------------------------------------
 
@@ -665,11 +612,4 @@ def check_outstanding(value: int) -> int:
     """Return `max_outstanding_acks`, or raise ValueError unless it is 1 to 3."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 3:
         raise ValueError(f"max_outstanding_acks must be 1 to 3, not {value!r}")
-    return value
-
-
-def _number(reply: dict[str, Any], name: str, default: int | None = None) -> int:
-    value = reply.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ResponseError(f"a fast-ingest reply has no valid {name!r}", frame=orjson.dumps(reply))
     return value
