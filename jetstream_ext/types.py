@@ -144,6 +144,9 @@ class BatchFlowError:
     error: ServerError
 
 
+_new = object.__new__
+
+
 @final
 class StoredMsg:
     """A message as the stream holds it.
@@ -163,7 +166,7 @@ class StoredMsg:
         last_seq: The sequence of the message before it in the same reply, where the reply said so.
     """
 
-    __slots__ = ("_data", "_headers", "_last_seq", "_num_pending", "_seq", "_stream", "_subject", "_time")
+    __slots__ = ("_data", "_headers", "_last_seq", "_num_pending", "_row", "_seq", "_stream", "_subject", "_time_ns")
 
     def __init__(
         self,
@@ -172,20 +175,30 @@ class StoredMsg:
         subject: str,
         seq: int,
         data: bytes = b"",
-        headers: Mapping[str, str] | bytes | None = None,
-        time_ns: int | bytes = 0,
-        num_pending: int | bytes | None = None,
-        last_seq: int | bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        time_ns: int = 0,
+        num_pending: int | None = None,
+        last_seq: int | None = None,
     ) -> None:
-        # The decoder hands over the raw bytes of a reply; they are parsed on first use.
+        self._row: list[bytes] | None = None
         self._stream = stream
         self._subject = subject
         self._seq = seq
         self._data = data
-        self._headers = headers
-        self._time = time_ns
+        self._headers = dict(headers or {})
+        self._time_ns = time_ns
         self._num_pending = num_pending
         self._last_seq = last_seq
+
+    @classmethod
+    def from_wire(cls, stream: str, seq: int, row: list[bytes], data: bytes) -> StoredMsg:
+        """Make a message of a decoded reply's row (see `protocol.direct`); its other fields are decoded on first use."""
+        self = _new(cls)
+        self._stream = stream
+        self._seq = seq
+        self._row = row
+        self._data = data
+        return self
 
     @property
     def stream(self) -> str:  # noqa: D102 - documented in the class
@@ -193,7 +206,8 @@ class StoredMsg:
 
     @property
     def subject(self) -> str:  # noqa: D102
-        return self._subject
+        row = self._row
+        return self._subject if row is None else row[0].decode("utf-8", "replace")
 
     @property
     def seq(self) -> int:  # noqa: D102
@@ -205,15 +219,13 @@ class StoredMsg:
 
     @property
     def headers(self) -> dict[str, str]:  # noqa: D102
-        raw = self._headers
-        if not raw:
-            return {}
-        return _headers.decode_stored(raw) if isinstance(raw, bytes) else dict(raw)
+        row = self._row
+        return dict(self._headers) if row is None else _headers.decode_stored(row[5])
 
     @property
     def time_ns(self) -> int:  # noqa: D102
-        raw = self._time
-        return _headers.parse_time_ns(raw) if isinstance(raw, bytes) else raw
+        row = self._row
+        return self._time_ns if row is None else _headers.parse_time_ns(_headers.line_value(row[2]))
 
     @property
     def time(self) -> datetime:  # noqa: D102
@@ -221,18 +233,18 @@ class StoredMsg:
 
     @property
     def num_pending(self) -> int | None:  # noqa: D102
-        raw = self._num_pending
-        return int(raw) if isinstance(raw, bytes) else raw
+        row = self._row
+        return self._num_pending if row is None else _headers.line_number(row[3])
 
     @property
     def last_seq(self) -> int | None:  # noqa: D102
-        raw = self._last_seq
-        return int(raw) if isinstance(raw, bytes) else raw
+        row = self._row
+        return self._last_seq if row is None else _headers.line_number(row[4])
 
     def _fields(self) -> dict[str, object]:
         return {
             "stream": self._stream,
-            "subject": self._subject,
+            "subject": self.subject,
             "seq": self._seq,
             "data": self._data,
             "headers": self.headers,
@@ -247,7 +259,7 @@ class StoredMsg:
         return self._fields() == other._fields()
 
     def __hash__(self) -> int:
-        return hash((self._stream, self._seq, self._subject, self._data))
+        return hash((self._stream, self._seq, self._data))
 
     def __repr__(self) -> str:
         return f"StoredMsg({', '.join(f'{name}={value!r}' for name, value in self._fields().items())})"

@@ -311,7 +311,7 @@ class MessageBatch:
             block = await self._next_block()
             if block is None:
                 raise StopAsyncIteration
-            self._ready = block.messages()
+            self._ready = iter(block.messages())
             for message in self._ready:
                 return message
 

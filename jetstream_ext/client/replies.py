@@ -106,7 +106,7 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
                 decoder = reply.decoder
                 block = decoder.feed(received)
                 if block.seqs:
-                    block = plan.accept(oldest, block, decoder.size, int(block.pendings[-1]))
+                    block = plan.accept(oldest, block, decoder.size, block.pending(-1))
                     if block.seqs:
                         retried = False
                         yield block

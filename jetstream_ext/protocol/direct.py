@@ -15,9 +15,11 @@ What tells the frames apart, on every server from 2.10 on:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import repeat
+from operator import ge
 from typing import Any, Final
 
 import orjson
@@ -70,62 +72,64 @@ class Request:
         return orjson.dumps(body)
 
 
+Row = list[bytes]
+"""A message's header lines as `ROW_*` name them: what one split of the block gives, looked into only when asked."""
+
+ROW_SUBJECT: Final = 0
+ROW_SEQUENCE: Final = 1
+ROW_TIME: Final = 2
+ROW_PENDING: Final = 3
+ROW_LAST: Final = 4
+ROW_STORED: Final = 5
+"""The stored header block without the server's lines, or a mere line break."""
+
+_NO_HEADERS: Final = b"\r\n"
+_SEQUENCE: Final = b"Nats-Sequence: "
+_TIME: Final = b"Nats-Time-Stamp: "
+_PENDING: Final = b"Nats-Num-Pending: "
+_LAST: Final = b"Nats-Last-Sequence: "
+
+
 @dataclass(slots=True)
 class Block:
     """Some consecutive messages of one reply, as columns of equal length."""
 
     stream: str = ""
     seqs: list[int] = field(default_factory=list)
-    subjects: list[bytes] = field(default_factory=list)
-    times: list[bytes] = field(default_factory=list)
-    """RFC 3339 in UTC, as sent."""
+    rows: list[Row] = field(default_factory=list)
     datas: list[bytes] = field(default_factory=list)
-    headers: list[bytes] = field(default_factory=list)
-    """The stored header block without the server's lines, or nothing."""
-    pendings: list[bytes] = field(default_factory=list)
-    last_seqs: list[bytes] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.seqs)
 
     def keep(self, start: int, stop: int) -> None:
         """Keep rows ``start … stop - 1``."""
-        columns: tuple[list[Any], ...] = (
-            self.seqs,
-            self.subjects,
-            self.times,
-            self.datas,
-            self.headers,
-            self.pendings,
-            self.last_seqs,
-        )
-        for column in columns:
-            del column[stop:]
-            del column[:start]
+        self.seqs = self.seqs[start:stop]
+        self.rows = self.rows[start:stop]
+        self.datas = self.datas[start:stop]
 
-    def messages(self) -> Iterator[StoredMsg]:
-        """Yield the rows as messages."""
-        stream = self.stream
-        for seq, subject, time, data, headers, pending, last in zip(
-            self.seqs,
-            self.subjects,
-            self.times,
-            self.datas,
-            self.headers,
-            self.pendings,
-            self.last_seqs,
-            strict=True,
-        ):
-            yield StoredMsg(
-                stream=stream,
-                subject=subject.decode("utf-8", "replace"),
-                seq=seq,
-                data=data,
-                headers=headers,
-                time_ns=time,
-                num_pending=pending,
-                last_seq=last,
-            )
+    @property
+    def subjects(self) -> list[bytes]:
+        """The subjects."""
+        return [row[ROW_SUBJECT] for row in self.rows]
+
+    @property
+    def times(self) -> list[bytes]:
+        """When the messages were stored: RFC 3339 in UTC, as sent."""
+        return [row[ROW_TIME][17:] for row in self.rows]
+
+    @property
+    def headers(self) -> list[bytes]:
+        """The stored header blocks without the server's lines, or nothing."""
+        return [b"" if row[ROW_STORED] == _NO_HEADERS else row[ROW_STORED] for row in self.rows]
+
+    def pending(self, index: int) -> int:
+        """How many matching messages follow row `index`."""
+        return int(self.rows[index][ROW_PENDING][18:])
+
+    def messages(self) -> list[StoredMsg]:
+        """Return the rows as messages."""
+        return list(map(StoredMsg.from_wire, repeat(self.stream), self.seqs, self.rows, self.datas))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,7 @@ class ReplyDecoder:
         self._asked = stream
         self._prev = b"0"
         self._responder = b""
+        self._prefix = b""
         self._stream = ""
 
     def feed(self, frames: Iterable[Frame]) -> Block:
@@ -172,79 +177,69 @@ class ReplyDecoder:
             DirectGetDisabledError, BadRequestError, TooManySubjectsError, ServerError: The server refused.
             ResponseError: A frame is no direct-get reply.
         """
-        block = Block()
-        seqs, subjects, times, datas = block.seqs, block.subjects, block.times, block.datas
-        headers, pendings, last_seqs = block.headers, block.pendings, block.last_seqs
-        prev, last_seq, size = self._prev, self.last_seq, self.size
-        for frame in frames:
-            header = frame[1]
-            # What servers append, in this order; anything else takes the general road below.
-            lines = header.rsplit(b"\r\n", 8)
-            if (
-                len(lines) == 9
-                and lines[6][:20] == b"Nats-Last-Sequence: "
-                and lines[5][:18] == b"Nats-Num-Pending: "
-                and lines[4][:17] == b"Nats-Time-Stamp: "
-                and lines[3][:15] == b"Nats-Sequence: "
-                and lines[2][:14] == b"Nats-Subject: "
-                and lines[1][:13] == b"Nats-Stream: "
-            ):
-                stored, responder, subject, raw_seq = lines[0], lines[1][13:], lines[2][14:], lines[3][15:]
-                time, pending, last = lines[4][17:], lines[5][18:], lines[6][20:]
-            else:
-                self._prev, self.last_seq, self.size = prev, last_seq, size
+        rows: list[Row] = []
+        raws: list[bytes] = []
+        datas: list[bytes] = []
+        prev, prefix, skip = self._prev, self._prefix, len(self._prefix)
+        for _, header, payload in frames:
+            # Nearly every message: no stored headers, then the server's six lines in their order. One split cuts
+            # them; a message with stored headers that imitate this has lines left over at the end.
+            row = header[skip:].split(b"\r\n", 5) if skip and header.startswith(prefix) else []
+            if len(row) != 6 or row[5] != b"\r\n" or row[1][:15] != _SEQUENCE or row[4][:20] != _LAST:
                 general = self._general(header)
                 if general is None:
                     break
-                stored, responder, subject, raw_seq, time, pending, last = general
-            if last != prev:
-                self.last_seq = last_seq
-                self.broken = self._lost(last)
+                row = general
+                prefix, skip = self._prefix, len(self._prefix)
+            if row[4][20:] != prev:
+                self.broken = self._lost(row[4][20:], prev)
                 break
-            try:
-                seq = int(raw_seq)
-            except ValueError:
-                raise ResponseError("a direct-get reply has a sequence that is no number", frame=header) from None
-            if seq <= last_seq:
-                raise ResponseError(f"a direct-get reply goes from sequence {last_seq} to {seq}", frame=header)
-            if responder != self._responder:
-                self._respond(responder, header)
-            prev, last_seq = raw_seq, seq
-            payload = frame[2]
-            if len(stored) > 8:
-                size += len(stored)
-            else:
-                stored = b""
-            size += len(subject) + len(payload)
-            seqs.append(seq)
-            subjects.append(subject)
-            times.append(time)
+            prev = row[1][15:]
+            raws.append(prev)
+            rows.append(row)
             datas.append(payload)
-            headers.append(stored)
-            pendings.append(pending)
-            last_seqs.append(last)
-        self._prev, self.last_seq, self.size = prev, last_seq, size
+        self._prev = prev
+        if not rows:
+            self._check_end()
+            return Block(self._stream)
+        try:
+            seqs = list(map(int, raws))
+        except ValueError:
+            raise ResponseError("a direct-get reply has a sequence that is no number", frame=raws[0]) from None
+        if seqs[0] <= self.last_seq or any(map(ge, seqs, seqs[1:])):
+            raise ResponseError(f"a direct-get reply does not go upwards from sequence {self.last_seq}")
+        self.last_seq = seqs[-1]
         self.count += len(seqs)
-        block.stream = self._stream
-        return block
+        self.size += sum(map(len, datas)) + sum([len(row[0]) for row in rows])
+        self._check_end()
+        return Block(self._stream, seqs, rows, datas)
 
-    def _respond(self, responder: bytes, header: bytes) -> None:
-        if self._responder:
-            raise ResponseError("one direct-get reply came from two streams", frame=header)
-        self._responder = responder
-        self._stream = responder.decode("utf-8", "replace")
-
-    def _lost(self, last: bytes) -> MessagesLostError:
+    def _lost(self, last: bytes, prev: bytes) -> MessagesLostError:
         got = int(last) if last.isdigit() else None
+        expected = int(prev) if prev.isdigit() else None
         return MessagesLostError(
-            f"stream {self._asked!r}: messages after sequence {self.last_seq} were lost on their way here "
+            f"stream {self._asked!r}: messages after sequence {expected} were lost on their way here "
             f"(the reply goes on after {got}): a slow consumer or a dropped connection",
-            expected=self.last_seq,
+            expected=expected,
             got=got,
         )
 
-    def _general(self, header: bytes) -> tuple[bytes, bytes, bytes, bytes, bytes, bytes, bytes] | None:
-        """Take a frame that is not laid out like a message: None is the end of the reply."""
+    def _general(self, header: bytes) -> Row | None:
+        """Take a frame that is not laid out like most: None is the end of the reply."""
+        # What servers append, in this order, after whatever was stored.
+        lines = header.rsplit(b"\r\n", 8)
+        if (
+            len(lines) == 9
+            and lines[1][:13] == b"Nats-Stream: "
+            and lines[2][:14] == b"Nats-Subject: "
+            and lines[3][:15] == _SEQUENCE
+            and lines[4][:17] == _TIME
+            and lines[5][:18] == _PENDING
+            and lines[6][:20] == _LAST
+        ):
+            self._respond(lines[1][13:], header)
+            stored = lines[0] if len(lines[0]) > len(h.VERSION) else _NO_HEADERS
+            return [lines[2][14:], *lines[3:7], stored]
         values = h.last_values(header)
         if h.SEQUENCE not in values:
             self._finish(header, values)
@@ -261,7 +256,17 @@ class ReplyDecoder:
             stream, subject, seq, time, pending, last = (values[name].encode() for name in wanted)
         except KeyError as missing:
             raise ResponseError(f"a direct-get reply lacks the header {missing}", frame=header) from None
-        return header.rstrip(b"\r\n"), stream, subject, seq, time, pending, last
+        self._respond(stream, header)
+        return [subject, _SEQUENCE + seq, _TIME + time, _PENDING + pending, _LAST + last, header.rstrip(b"\r\n")]
+
+    def _respond(self, responder: bytes, header: bytes) -> None:
+        if responder == self._responder:
+            return
+        if self._responder:
+            raise ResponseError("one direct-get reply came from two streams", frame=header)
+        self._responder = responder
+        self._stream = responder.decode("utf-8", "replace")
+        self._prefix = b"NATS/1.0\r\nNats-Stream: %b\r\nNats-Subject: " % responder
 
     def _finish(self, header: bytes, values: dict[str, str]) -> None:
         status = h.parse_status(header) if header else None
@@ -269,9 +274,9 @@ class ReplyDecoder:
             raise ResponseError("a direct-get reply has neither a sequence nor a status", frame=header)
         code, _ = status
         if code == 404:
-            if self.last_seq:
+            if self._responder:
                 # multi_last: a message that was there when the answer was put together is gone; ask again.
-                self.broken = self._lost(b"")
+                self.broken = self._lost(b"", self._prev)
                 return
             self.end = EndOfBatch(num_pending=0, last_seq=0, found=False)
             return
@@ -286,9 +291,11 @@ class ReplyDecoder:
             )
         except (KeyError, ValueError):
             raise ResponseError("an end-of-batch frame lacks its numbers", frame=header) from None
-        # An empty page of multi_last repeats the cursor of the request, so there only messages can contradict it.
-        if self.last_seq and self.end.last_seq != self.last_seq:
-            self.broken = self._lost(str(self.end.last_seq).encode())
+
+    def _check_end(self) -> None:
+        # An empty page of multi_last repeats the request's cursor: only messages can contradict an end.
+        if self.end is not None and self._responder and self.end.last_seq != self.last_seq:
+            self.broken = self._lost(b"%d" % self.end.last_seq, self._prev)
             self.end = None
 
 
@@ -349,8 +356,8 @@ def decode_single(stream: str, frame: Frame) -> StoredMsg:
             subject=values[h.SUBJECT],
             seq=int(values[h.SEQUENCE]),
             data=payload,
-            headers=header,
-            time_ns=values[h.TIME_STAMP].encode(),
+            headers=h.decode_stored(header),
+            time_ns=h.parse_time_ns(values[h.TIME_STAMP].encode()),
         )
     except (KeyError, ValueError) as error:
         raise ResponseError(f"a direct-get reply has a missing or malformed header: {error}", frame=header) from None

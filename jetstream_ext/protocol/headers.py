@@ -106,6 +106,23 @@ def last_values(block: bytes) -> dict[str, str]:
     return dict(parse_lines(block))
 
 
+def line_value(line: bytes) -> bytes:
+    """Return the value of one header line."""
+    return line.partition(b": ")[2]
+
+
+def line_number(line: bytes) -> int:
+    """Return the number in one header line.
+
+    Raises:
+        ResponseError: It is none.
+    """
+    try:
+        return int(line_value(line))
+    except ValueError:
+        raise ResponseError("a header of the server is not a number", frame=line) from None
+
+
 def decode_stored(block: bytes) -> dict[str, str]:
     """Return a stored message's own headers: the block's, without what the server adds to a reply."""
     return {name: value for name, value in parse_lines(block) if name not in REPLY_HEADERS}

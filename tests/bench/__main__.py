@@ -1,0 +1,202 @@
+"""What this library costs and gains: one table, measured in one run.
+
+    python tests/bench [--messages 200000] [--rounds 5] [--size 128]
+
+Every round runs every case once, in turn, so that a machine that slows down slows them all; the table has medians.
+The figures drift with the machine; the ratios are the result.
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import nats
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import bare
+
+import jetstream_ext as jsx
+from jetstream_ext.testing import NatsServer
+
+SUBJECTS = [f"bench.{i}" for i in range(10)]
+FLOW, OUTSTANDING = 100, 2
+Case = Callable[[], Awaitable[int]]
+
+
+class Bench:
+    """The cases; each returns how many messages it moved."""
+
+    def __init__(self, nc: Client, url: str, messages: int, size: int) -> None:
+        self.nc = nc
+        self.js: JetStreamContext = nc.jetstream(publish_async_max_pending=4000)
+        self.url = url
+        self.messages = messages
+        self.payload = b"x" * size
+        self.bare = bare.Bare(url)
+        raw = [subject.encode() for subject in SUBJECTS]
+        self.batch = 0
+        self.commands = lambda batch: list(bare.frames(raw, self.payload, messages, batch, FLOW))
+
+    async def setup(self) -> None:
+        await self.js.add_stream(name="READ", subjects=["read.>"], allow_direct=True, allow_batched=True)
+        async with jsx.FastPublisher(self.js) as publisher:
+            await publisher.add_many((f"read.{i % 10}", self.payload) for i in range(self.messages))
+        await self.fresh()
+
+    async def fresh(self) -> None:
+        """Give every publishing case an empty stream."""
+        try:
+            await self.js.delete_stream("BENCH")
+        except nats.js.errors.NotFoundError:
+            pass
+        await self.js.add_stream(name="BENCH", subjects=["bench.>"], allow_batched=True)
+
+    # -- publishing
+
+    async def js_publish(self) -> int:
+        count = max(1, self.messages // 50)
+        for i in range(count):
+            await self.js.publish(SUBJECTS[i % 10], self.payload)
+        return count
+
+    async def publish_async(self) -> int:
+        count = max(1, self.messages // 10)
+        for i in range(count):
+            await self.js.publish_async(SUBJECTS[i % 10], self.payload)
+        await self.js.publish_async_completed()
+        return count
+
+    async def add(self) -> int:
+        count = self.messages // 2
+        async with jsx.FastPublisher(self.js, flow=FLOW, max_outstanding_acks=OUTSTANDING) as publisher:
+            for i in range(count):
+                await publisher.add(SUBJECTS[i % 10], self.payload)
+        assert publisher.ack is not None
+        return publisher.ack.batch_size or 0
+
+    async def add_many(self) -> int:
+        payload = self.payload
+        async with jsx.FastPublisher(self.js, flow=FLOW, max_outstanding_acks=OUTSTANDING) as publisher:
+            await publisher.add_many((SUBJECTS[i % 10], payload) for i in range(self.messages))
+        assert publisher.ack is not None
+        return publisher.ack.batch_size or 0
+
+    def prepare_bare(self) -> Case:
+        self.batch += 1
+        first, blocks, end = bare.joined(self.commands(b"bare%d" % self.batch), FLOW)
+
+        async def run() -> int:
+            return bare.publish(self.bare, first, blocks, end, FLOW, OUTSTANDING)
+
+        return run
+
+    # -- reading
+
+    async def get_msg(self) -> int:
+        count = max(1, self.messages // 50)
+        for seq in range(1, count + 1):
+            await self.js.get_msg("READ", seq, direct=True)
+        return count
+
+    async def hand_written(self) -> int:
+        """What a nats-py user writes today: a subscription, a request, messages until the end of the batch."""
+        read, seq, count = 0, 1, self.messages // 2
+        inbox = self.nc.new_inbox()
+        subscription = await self.nc.subscribe(inbox)
+        while read < count:
+            request = b'{"seq":%d,"batch":1000,"max_bytes":8388608}' % seq
+            await self.nc.publish("$JS.API.DIRECT.GET.READ", request, reply=inbox)
+            while True:
+                message = await subscription.next_msg(timeout=5)
+                headers = message.headers or {}
+                if headers.get("Status") == "204":
+                    break
+                seq = int(headers["Nats-Sequence"]) + 1
+                read += 1
+        await subscription.unsubscribe()
+        return read
+
+    async def scan(self) -> int:
+        count = 0
+        async with jsx.DirectGet(self.js, "READ").scan() as messages:
+            async for _ in messages:
+                count += 1
+        return count
+
+    async def bare_read(self) -> int:
+        return bare.read(self.bare, "READ", self.messages, 16_000, 8 << 20)
+
+
+async def measure(url: str, messages: int, size: int, rounds: int, console: Console) -> None:
+    nc = await nats.connect(url)
+    bench = Bench(nc, url, messages, size)
+    await bench.setup()
+    publishing: dict[str, Callable[[], Case]] = {
+        "js.publish": lambda: bench.js_publish,
+        "js.publish_async": lambda: bench.publish_async,
+        "FastPublisher.add": lambda: bench.add,
+        "FastPublisher.add_many": lambda: bench.add_many,
+        "bare socket, joined frames": bench.prepare_bare,
+    }
+    reading: dict[str, Callable[[], Case]] = {
+        "js.get_msg(direct=True)": lambda: bench.get_msg,
+        "batched get by hand over nats-py": lambda: bench.hand_written,
+        "DirectGet.scan": lambda: bench.scan,
+        "bare socket, frames counted": lambda: bench.bare_read,
+    }
+    rates: dict[str, list[float]] = {name: [] for name in [*publishing, *reading]}
+    for round_number in range(rounds + 1):  # the first warms up
+        for name, prepare in [*publishing.items(), *reading.items()]:
+            if name in publishing:
+                await bench.fresh()
+            run = prepare()
+            await asyncio.sleep(0.05)  # let the server finish what the last case left it
+            start = time.perf_counter()
+            count = await run()
+            elapsed = time.perf_counter() - start
+            if round_number:
+                rates[name].append(count / elapsed)
+        console.print(f"round {round_number} of {rounds} done", style="dim")
+    await nc.close()
+    bench.bare.close()
+    for title, cases, baseline, limit in (
+        ("publish", publishing, "js.publish_async", "bare socket, joined frames"),
+        ("read", reading, "batched get by hand over nats-py", "bare socket, frames counted"),
+    ):
+        table = Table(title=f"{title}: {messages:,} messages of {size} bytes, medians of {rounds} rounds")
+        table.add_column("case")
+        table.add_column("messages/s", justify="right")
+        table.add_column("min … max", justify="right")
+        table.add_column(f"× {baseline}", justify="right")
+        table.add_column("of the limit", justify="right")
+        base, top = statistics.median(rates[baseline]), statistics.median(rates[limit])
+        for name in cases:
+            rate = statistics.median(rates[name])
+            spread = f"{min(rates[name]):,.0f} … {max(rates[name]):,.0f}"
+            table.add_row(name, f"{rate:,.0f}", spread, f"{rate / base:.1f}", f"{rate / top:.2f}")
+        console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--messages", type=int, default=200_000)
+    parser.add_argument("--size", type=int, default=128, help="payload bytes")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with NatsServer() as server:
+        console = Console(width=110)
+        console.print(f"nats-server {server.version}, nats-py {nats.__version__ if hasattr(nats, '__version__') else ''}")
+        asyncio.run(measure(server.url, options.messages, options.size, options.rounds, console))
+
+
+if __name__ == "__main__":
+    main()
