@@ -20,7 +20,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import nats.errors
 from nats.aio.client import Client
@@ -232,58 +232,52 @@ class Connection(_Base):
         await self._cut(data, buffer)
 
     async def _cut(self, data: bytes, buffer: bytearray) -> None:
-        parser = self._parser
-        sinks = self._sinks
+        parser, sinks = self._parser, self._sinks
         pos, size = 0, len(data)
         sink: Sink | None = None
         batch: list[Frame] = []
+        # Frames of one subscription come in runs with one subject and few sizes: recognise the beginning of the line
+        # that the last one had, and remember what its numbers mean.
+        lead, lead_size, subject = b"HMSG ?", 6, b""
+        sizes: dict[bytes, tuple[int, int]] = {}
         while pos < size:
             eol = data.find(b"\r\n", pos)
             if eol < 0:
-                if size - pos > _MAX_CONTROL_LINE:
-                    eol = size - 2  # not a control line that we know; nats-py decides
-                    foreign, end = True, size
-                else:
+                if size - pos <= _MAX_CONTROL_LINE:
                     break
+                eol = size - 2  # longer than any control line of a message; nats-py decides
+            start = eol + 2
+            if data.startswith(lead, pos) and (known := sizes.get(data[pos + lead_size : eol])) is not None:
+                header_size, total = known
             else:
-                foreign = True
-                end = eol + 2
-                kind = data[pos : pos + 4]
-                if kind == b"HMSG" or kind == b"MSG ":
-                    words = data[pos:eol].split()
-                    try:
-                        total = int(words[-1])
-                        sid = words[2]
-                        header_size = int(words[-2]) if kind == b"HMSG" else 0
-                    except (ValueError, IndexError):
-                        end = size  # malformed: nats-py says so in its own way
-                    else:
-                        end = eol + 4 + total
-                        foreign = sid not in sinks
-            if foreign:
-                if batch:
-                    self._deliver(sink, batch)
-                    batch = []
-                await self._parse(data[pos:end])
-                if parser.buf is not buffer:
-                    return  # the parser was reset meanwhile: the rest belongs to a connection that is gone
-                pos = end
-                continue
+                line = _message_line(data[pos:eol])
+                if line is None or line.sid not in sinks:
+                    end = start if line is None else start + line.total + 2
+                    if batch:
+                        self._deliver(sink, batch)
+                        batch = []
+                    await self._parse(data[pos:end])
+                    if parser.buf is not buffer:
+                        return  # the parser was reset meanwhile: the rest belongs to a connection that is gone
+                    pos = end
+                    continue
+                header_size, total = line.header_size, line.total
+                if line.lead != lead:
+                    if batch:
+                        self._deliver(sink, batch)
+                        batch = []
+                    lead, lead_size, subject, sink = line.lead, len(line.lead), line.subject, sinks[line.sid]
+                    sizes.clear()
+                sizes[data[pos + lead_size : eol]] = header_size, total
+            end = start + total + 2
             if end > size:
                 self._needed = end - pos
                 break
-            start = eol + 2
             body = start + header_size
-            target = sinks[sid]
-            if target is not sink:
-                if batch:
-                    self._deliver(sink, batch)
-                    batch = []
-                sink = target
-            batch.append((words[1], data[start:body], data[body : end - 2]))
+            batch.append((subject, data[start:body], data[body : end - 2]))
             pos = end
         if pos < size:
-            buffer.extend(memoryview(data)[pos:])
+            buffer += memoryview(data)[pos:]
         if batch:
             self._deliver(sink, batch)
 
@@ -293,6 +287,29 @@ class Connection(_Base):
         stats["in_bytes"] += sum(len(frame[2]) for frame in batch)
         if sink is not None:
             sink.frames(batch)
+
+
+class _MessageLine(NamedTuple):
+    """The control line of a delivered message."""
+
+    lead: bytes
+    """What all deliveries of this subject to this subscription begin with."""
+    subject: bytes
+    sid: bytes
+    header_size: int
+    total: int
+
+
+def _message_line(line: bytes) -> _MessageLine | None:
+    """Read ``MSG <subject> <sid> [reply] <size>`` or ``HMSG … <header size> <size>``; None is anything else."""
+    words = line.split(b" ")
+    numbers = {b"MSG": 1, b"HMSG": 2}.get(words[0])
+    if numbers is None or not 3 <= len(words) - numbers <= 4 or not all(map(bytes.isdigit, words[-numbers:])):
+        return None  # not a message, or not as servers write it: nats-py says what it is
+    total = int(words[-1])
+    header_size = int(words[-2]) if numbers == 2 else 0
+    lead = b" ".join(words[:-numbers]) + b" "
+    return _MessageLine(lead, words[1], words[2], min(header_size, total), total)
 
 
 class PublicConnection(_Base):
