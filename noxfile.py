@@ -63,9 +63,9 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure this library against plain nats-py; arguments after `--` go to the command."""
-    session.install("-e", ".[server,cli]", *group("bench"))
-    session.run("python", "-m", "jetstream_ext.cli", "bench", *session.posargs)
+    """Measure this library against plain nats-py and bare sockets; arguments after `--` go to the script."""
+    session.install("-e", ".[server]", *group("bench"))
+    session.run("python", "tests/bench", *session.posargs)
 
 
 @nox.session

@@ -13,7 +13,7 @@ import nats.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
-from jetstream_ext.client.connection import Inbox, JetStream, Sink
+from jetstream_ext.client.connection import Connection, Inbox, JetStream, PublicConnection, Sink
 from jetstream_ext.errors import BatchClosedError
 from jetstream_ext.protocol.fast import (
     Ended,
@@ -103,6 +103,7 @@ class FastPublisher:
             raise ValueError("ack_timeout and stall_ping must be over 0 seconds, keepalive 0 or more")
         self._on_gap, self._on_error, self._on_flow = on_gap, on_error, on_flow
         self._machine: FastBatch | None = None
+        self._connection: Connection | PublicConnection | None = None
         self._inbox: Inbox | None = None
         self._opening = asyncio.Lock()
         self._waiters: set[asyncio.Future[None]] = set()
@@ -191,13 +192,19 @@ class FastPublisher:
 
         Cancellation: The message is on the wire and counted; the batch stays usable.
         """
-        return await self._add(BatchMessage(subject, payload, **options))
-
-    async def _add(self, message: BatchMessage) -> FastPubAck:
+        if options:
+            return await self.add_message(BatchMessage(subject, payload, **options))
         machine = await self._ready()
-        command = machine.add(message, self._now())
+        return await self._sent(machine, machine.add_plain(subject, payload, self._now()), len(payload))
+
+    async def add_message(self, message: BatchMessage) -> FastPubAck:
+        """Publish one `BatchMessage`; otherwise as `add`."""
+        machine = await self._ready()
+        return await self._sent(machine, machine.add(message, self._now()), len(message.payload))
+
+    async def _sent(self, machine: FastBatch, command: bytes, size: int) -> FastPubAck:
         seq = machine.sent
-        await self._write(command, 1, len(message.payload))
+        await self._write(command, 1, size)
         if machine.room < 0 or machine.state is State.STARTING:
             # In STARTING there is no room at all until the first reply is in.
             await self._wait(lambda: machine.room >= 0 and machine.state is not State.STARTING)
@@ -224,14 +231,15 @@ class FastPublisher:
         if isinstance(messages, AsyncIterable):
             # One write each: nats-py's buffer joins them, and a slow source is not held back by a block.
             async for entry in messages:
-                await self._add(entry if isinstance(entry, BatchMessage) else BatchMessage(*entry))
+                await self.add_message(entry if isinstance(entry, BatchMessage) else BatchMessage(*entry))
             return FastPubAck(machine.sent, machine.acked)
         entries = iter(messages)
         stopped: BaseException | None = None
         while stopped is None:
+            await self._ready()
             if machine.room <= 0:
                 await self._wait(lambda: machine.room > 0)
-            await self._ready()
+                continue
             data, count, size, stopped = machine.add_many(entries, machine.room, self._now())
             if count:
                 await self._write(data, count, size)
@@ -370,6 +378,7 @@ class FastPublisher:
                 )
             connection = self._js.connection
             connection.check_usable()
+            self._connection = connection
             self._inbox = await connection.inbox(Sink(self._frames, self._disconnected), tail=f".{self._batch_id}.>")
             self._machine = FastBatch(
                 batch_id=self._batch_id,
@@ -391,20 +400,24 @@ class FastPublisher:
             await self._wait(lambda: machine.state is not State.STARTING)
         while machine.state is State.DRAINING:
             await self._event(machine)
-        machine.check_open()
-        self._js.connection.check_usable()
+        if machine.state is not State.OPEN:
+            machine.check_open()
+        assert self._connection is not None
+        self._connection.check_usable()
         return machine
 
     async def _write(self, data: bytes, messages: int, size: int) -> None:
+        assert self._connection is not None
         try:
-            await self._js.connection.write(data, messages, size)
+            await self._connection.write(data, messages, size)
         except nats.errors.Error:
             # The bytes have their sequences and did not leave: without them the batch cannot go on.
             assert self._machine is not None
             self._happened(self._machine.disconnected())
             self._machine.check_open()
             raise
-        self._arm()
+        if self._timer is None:
+            self._arm()  # a timer that is set already comes early enough: writing only moves what is due
 
     async def _wait(self, done: Callable[[], bool]) -> None:
         """Wait for `done`, as long as the machine's timers allow and the batch lives."""
@@ -451,8 +464,9 @@ class FastPublisher:
 
     def _happened(self, events: list[Event], out: bytes = b"") -> None:
         if out:
+            assert self._connection is not None
             try:
-                self._js.connection.write_nowait(out, 1, 0)
+                self._connection.write_nowait(out, 1, 0)
             except nats.errors.Error:
                 pass  # the connection reports its loss itself
         for event in events:
