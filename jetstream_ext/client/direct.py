@@ -289,7 +289,7 @@ class MessageBatch:
 
     @property
     def last_seq(self) -> int | None:
-        """The stream sequence of the last message (0: none was found); None before the end."""
+        """The stream sequence of the last message (0 if none was found); None before the end."""
         return self._end.last_seq if self._end else None
 
     @property

@@ -137,7 +137,7 @@ class NatsServer(Lifecycle):
 
     @property
     def url(self) -> str:
-        """The URL for `nats.connect`, such as `nats://127.0.0.1:41037`."""
+        """The URL for `nats.connect`."""
         return self.endpoints["nats"][0]
 
     @property
@@ -147,7 +147,7 @@ class NatsServer(Lifecycle):
 
     @property
     def endpoints(self) -> Mapping[str, Sequence[str]]:
-        """The URLs by kind of service, as the server reports them: `nats`, `monitoring`, `cluster`, `websocket`."""
+        """The URLs by kind of service, as the server reports them (`nats`, `monitoring`, `cluster`, `websocket`)."""
         return self._started.endpoints
 
     @property

@@ -1,0 +1,32 @@
+"""Sphinx configuration. `python -m nox -s docs` builds; every warning is an error."""
+
+from importlib.metadata import version as _version
+
+project = "jetstream-ext"
+author = "the jetstream-ext authors"
+copyright = "2026, the jetstream-ext authors"
+release = version = _version("jetstream-ext")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "markdown"}
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "jetstream-ext"
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+default_role = "code"
+nitpicky = True
+# Other projects' names; there is no network while the documentation is built, so nothing to link them to.
+nitpick_ignore_regex = [
+    (r"py:.*", r"(nats|asyncio|pyspark|pyarrow|collections|typing|datetime|enum|types|os|pathlib)\..*"),
+    (r"py:.*", r"(JetStreamContext|KeyValue|TracebackType|StreamInfo|datetime|timedelta|Mapping|Iterable|AsyncIterable)"),
+    (r"py:class", r"(Outcome|Entry|BatchState|GapHandler|ErrorHandler|FlowHandler|Self|Unpack|PublishOptions|TTL|_Never)"),
+    (r"py:class", r"jetstream_ext\..*\.(Entry|Plan|Block|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|_Never)"),
+]
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_custom_sections = [("Requires", "notes_style"), ("Cancellation", "notes_style")]
