@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from types import TracebackType
 from typing import Self
@@ -11,8 +12,9 @@ import nats.errors
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.connection import JetStream
-from jetstream_ext.client.replies import Reply, read_blocks, read_confirmed, reconnected
-from jetstream_ext.errors import JetStreamExtError, MessagesLostError
+from jetstream_ext.client.leader import get_at_leader, wait_for_leader
+from jetstream_ext.client.replies import Reply, read_blocks, read_proved, reconnected
+from jetstream_ext.errors import JetStreamExtError, MessageNotFoundError, MessagesLostError
 from jetstream_ext.protocol import direct as wire
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
@@ -48,45 +50,64 @@ class DirectGet:
 
     # -- single messages ----------------------------------------------------------------------------------------
 
-    async def get(self, seq: int) -> StoredMsg:
+    async def get(self, seq: int, *, min_seq: int | None = None) -> StoredMsg:
         """Return the message with stream sequence `seq`.
 
+        Args:
+            seq: The stream sequence, from 1.
+            min_seq: Do not take "there is none" from a replica that may lag: the answer holds for a stream that has
+                this sequence. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+
         Raises:
-            MessageNotFoundError: The answering replica has none.
+            MessageNotFoundError: There is none (without `min_seq`: the answering replica has none).
             DirectGetDisabledError: No ``allow_direct``, or no such stream.
-            RequestTimeoutError: No answer within `timeout` seconds.
+            RequestTimeoutError: No answer, or nobody has `min_seq`, within `timeout` seconds.
 
         Cancellation: Safe; nothing is left behind.
         """
-        return await self._single(Request(seq=_sequence("seq", seq)))
+        return await self._single(Request(seq=_sequence("seq", seq)), min_seq=min_seq)
 
-    async def get_last(self, subject: str) -> StoredMsg:
+    async def get_last(self, subject: str, *, min_seq: int | None = None) -> StoredMsg:
         """Return the last message on `subject` (a filter may have wildcards).
 
         The request goes to ``$JS.API.DIRECT.GET.<stream>.<subject>`` with an empty payload, so permissions on that
         subject alone are enough.
 
+        Args:
+            subject: The subject or filter.
+            min_seq: Read your own write: the answer comes from a stream that has this sequence. As for `get`.
+
         Raises:
             MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
 
         Cancellation: Safe; nothing is left behind.
         """
         frames.check_filter(subject)
-        return await self._single(None, subject)
+        return await self._single(Request(last_by_subj=subject), subject, min_seq=min_seq)
 
-    async def get_next(self, subject: str, *, seq: int = 1) -> StoredMsg:
+    async def get_next(self, subject: str, *, seq: int = 1, min_seq: int | None = None) -> StoredMsg:
         """Return the first message on `subject` (a filter may have wildcards) with a sequence of at least `seq`.
 
+        Args:
+            subject: The subject or filter.
+            seq: The first stream sequence to look at.
+            min_seq: As for `get`.
+
         Raises:
             MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
 
         Cancellation: Safe; nothing is left behind.
         """
         frames.check_filter(subject)
-        return await self._single(Request(seq=_sequence("seq", seq), next_by_subj=subject))
+        return await self._single(Request(seq=_sequence("seq", seq), next_by_subj=subject), min_seq=min_seq)
 
-    async def get_at(self, when: datetime, *, subject: str | None = None) -> StoredMsg:
+    async def get_at(self, when: datetime, *, subject: str | None = None, min_seq: int | None = None) -> StoredMsg:
         """Return the first message stored at or after `when`, an aware datetime (nats-server 2.11).
+
+        Args:
+            when: The time.
+            subject: A subject or filter; None is every subject.
+            min_seq: As for `get`.
 
         Raises:
             ValueError: `when` is naive.
@@ -98,16 +119,37 @@ class DirectGet:
         rfc3339(when, "when")
         if subject is not None:
             frames.check_filter(subject)
-        # As a batch of one: a server that does not know start_time would answer a single get with another message.
-        found = await self._read(OneBatch(Request(start_time=when, next_by_subj=subject, batch=1))).to_list()
-        if not found:
-            raise wire.status_error(self._stream, b"NATS/1.0 404 Message Not Found\r\n\r\n")
-        return found[0]
+        return await self._single(Request(start_time=when, next_by_subj=subject), min_seq=min_seq)
 
-    async def _single(self, request: Request | None, subject: str | None = None) -> StoredMsg:
+    async def _single(self, request: Request, subject: str | None = None, *, min_seq: int | None) -> StoredMsg:
+        missing: MessageNotFoundError | None = None
+        try:
+            found = await self._ask(request, subject)
+        except MessageNotFoundError as error:
+            missing = error
+        else:
+            # A message by its sequence is what it is; any other answer proves itself only from min_seq on.
+            if min_seq is None or found.seq >= min_seq or (request.seq is not None and request.next_by_subj is None):
+                return found
+        if min_seq is None:
+            assert missing is not None
+            raise missing
+        await wait_for_leader(self._js, self._stream, _sequence("min_seq", min_seq), self._timeout)
+        truth = await get_at_leader(self._js, self._stream, request.body(), self._timeout)
+        if truth is None:
+            raise wire.status_error(self._stream, b"NATS/1.0 404 Message Not Found\r\n\r\n")
+        return truth
+
+    async def _ask(self, request: Request, subject: str | None) -> StoredMsg:
+        if request.start_time is not None:
+            # As a batch of one: a server that does not know start_time would answer a single get with another message.
+            found = await self._read(OneBatch(replace(request, batch=1))).to_list()
+            if not found:
+                raise wire.status_error(self._stream, b"NATS/1.0 404 Message Not Found\r\n\r\n")
+            return found[0]
         api = f"{self._js.prefix}.DIRECT.GET.{self._stream}"
         target = api if subject is None else f"{api}.{subject}"
-        payload = b"" if request is None else request.encode()
+        payload = request.encode() if subject is None else b""
         retried = False
         while True:
             reply = Reply(self._stream)
@@ -216,6 +258,7 @@ class DirectGet:
         max_bytes: int = wire.DEFAULT_MAX_BYTES,
         prefetch: int = 2,
         confirm: bool = False,
+        min_seq: int | None = None,
     ) -> MessageBatch:
         """Read a whole range of the stream, with as many requests as it takes.
 
@@ -233,6 +276,8 @@ class DirectGet:
             confirm: Prove at the stream's leader that the range is complete. Replicas and mirrors may lag, and a
                 short answer from one looks like the end of the stream. Without `up_to_seq` the end is then what the
                 leader holds when the read starts. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+            min_seq: Read your own writes: wait (within the timeout) until the leader has this sequence, and prove the
+                range up to it.
 
         Raises:
             ValueError: A number is out of range, `start_time` is naive, or both starts are given.
@@ -257,13 +302,15 @@ class DirectGet:
             max_bytes=_count("max_bytes", max_bytes),
             prefetch=prefetch,
         )
-        blocks = read_confirmed(self._js, self._stream, plan, self._timeout) if confirm else None
-        return self._read(plan, blocks)
-
-    def _read(self, plan: Plan, blocks: AsyncGenerator[Block, None] | None = None) -> MessageBatch:
-        if blocks is None:
-            blocks = read_blocks(self._js, self._stream, plan, self._timeout)
+        if min_seq is not None:
+            _sequence("min_seq", min_seq)
+        if not confirm and min_seq is None:
+            return self._read(plan)
+        blocks = read_proved(self._js, self._stream, plan, self._timeout, confirm=confirm, min_seq=min_seq)
         return MessageBatch(plan, blocks)
+
+    def _read(self, plan: Plan) -> MessageBatch:
+        return MessageBatch(plan, read_blocks(self._js, self._stream, plan, self._timeout))
 
 
 class MessageBatch:

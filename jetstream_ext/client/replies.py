@@ -6,17 +6,14 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 import nats.errors
-from nats.js.errors import NotFoundError
 
 from jetstream_ext.client.connection import Inbox, JetStream, Sink
+from jetstream_ext.client.leader import LAG_PAUSE, get_at_leader, wait_for_leader
 from jetstream_ext.errors import JetStreamExtError, MessagesLostError, RequestTimeoutError
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.direct import Block, ReplyDecoder
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.plans import Ask, Plan, Scan
-
-# How long to wait before asking another replica again for what the leader has and this one had not.
-_LAG_PAUSE = 0.05
 
 
 class Reply:
@@ -129,39 +126,45 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
             reply.close()
 
 
-async def read_confirmed(js: JetStream, stream: str, plan: Scan, timeout: float) -> AsyncGenerator[Block, None]:
-    """Drive a range read and prove its end at the stream's leader; replicas that lag are asked again."""
+async def read_proved(
+    js: JetStream, stream: str, plan: Scan, timeout: float, *, confirm: bool, min_seq: int | None
+) -> AsyncGenerator[Block, None]:
+    """Drive a range read and prove its end at the stream's leader; replicas that lag are asked again.
+
+    Args:
+        js: The context.
+        stream: The stream.
+        plan: The range.
+        timeout: Seconds without progress that replicas may take to catch up.
+        confirm: Prove the whole range.
+        min_seq: Prove it up to this sequence, at least.
+    """
     loop = asyncio.get_running_loop()
-    if plan.up_to_seq is None:
+    if min_seq is not None:
+        await wait_for_leader(js, stream, min_seq, timeout)
+    if confirm and plan.up_to_seq is None:
         plan.up_to_seq = (await js.context.stream_info(stream)).state.last_seq
+    proved = plan.up_to_seq if confirm else min_seq
+    assert proved is not None
+    if plan.up_to_seq is not None:
+        proved = min(proved, plan.up_to_seq)
     deadline = loop.time() + timeout
     while True:
         async for block in read_blocks(js, stream, plan, timeout):
             deadline = loop.time() + timeout
             yield block
-        if plan.position >= plan.up_to_seq:
+        if plan.position >= proved:
             return
-        missing = await next_at_leader(js, stream, plan.position + 1, plan.subject)
-        if missing is None or missing > plan.up_to_seq:
+        missing = await get_at_leader(js, stream, plan.rest().body(), timeout)
+        if missing is None or missing.seq > proved:
             return
         if loop.time() >= deadline:
             raise RequestTimeoutError(
-                f"stream {stream!r}: the leader has sequence {missing}, but no replica that answers direct gets "
+                f"stream {stream!r}: the leader has sequence {missing.seq}, but no replica that answers direct gets "
                 f"delivered it within {timeout:g} s"
             )
-        await asyncio.sleep(_LAG_PAUSE)
+        await asyncio.sleep(LAG_PAUSE)
         plan.reopen()
-
-
-async def next_at_leader(js: JetStream, stream: str, seq: int, subject: str | None = None) -> int | None:
-    """Return the first sequence from `seq` on that the stream's leader holds (on `subject`), or None."""
-    try:
-        found = await js.context.get_msg(stream, seq=seq, subject=subject or ">", next=True)
-    except NotFoundError as error:
-        if error.err_code == 10037:  # no message found; anything else is not an answer to the question
-            return None
-        raise
-    return found.seq
 
 
 async def reconnected(js: JetStream, timeout: float) -> None:

@@ -52,6 +52,7 @@ class Request:
     seq: int | None = None
     next_by_subj: str | None = None
     start_time: datetime | None = None
+    last_by_subj: str | None = None
     multi_last: tuple[str, ...] | None = None
     up_to_seq: int | None = None
     up_to_time: datetime | None = None
@@ -60,8 +61,12 @@ class Request:
 
     def encode(self) -> bytes:
         """Return the request's JSON."""
+        return orjson.dumps(self.body())
+
+    def body(self) -> dict[str, Any]:
+        """Return the request's fields."""
         body: dict[str, Any] = {}
-        for name in ("seq", "next_by_subj", "multi_last", "up_to_seq", "batch", "max_bytes"):
+        for name in ("seq", "next_by_subj", "last_by_subj", "multi_last", "up_to_seq", "batch", "max_bytes"):
             value = getattr(self, name)
             if value is not None:
                 body[name] = value
@@ -69,7 +74,7 @@ class Request:
             when = getattr(self, name)
             if when is not None:
                 body[name] = rfc3339(when, name)
-        return orjson.dumps(body)
+        return body
 
 
 Row = list[bytes]
@@ -306,6 +311,14 @@ def status_error(stream: str, header: bytes) -> JetStreamExtError:
     code, text = status
     if code == 404:
         return MessageNotFoundError(f"stream {stream!r}: no message found ({text})", stream=stream)
+    if code == 408 and text == "Empty Request":
+        # No request of ours is empty: the server dropped the fields that it does not know.
+        return UnsupportedFeatureError(
+            f"stream {stream!r}: the server does not know batches, times and multi_last in direct gets; "
+            "they need nats-server 2.11 or newer",
+            feature="batched direct get",
+            required_api_level=1,
+        )
     if code == 408:
         return BadRequestError(
             f"stream {stream!r}: the server refused the direct get: {text}", description=text, stream=stream

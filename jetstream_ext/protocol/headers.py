@@ -128,6 +128,17 @@ def decode_stored(block: bytes) -> dict[str, str]:
     return {name: value for name, value in parse_lines(block) if name not in REPLY_HEADERS}
 
 
+def to_utc(text: str) -> bytes:
+    """Return an RFC 3339 time with any offset in UTC, fraction digits kept."""
+    if text.endswith("Z"):
+        return text.encode()
+    # STREAM.MSG.GET answers in the zone that the server runs in.
+    sign = max(text.rfind("+"), text.rfind("-"))
+    seconds, _, fraction = text[:sign].partition(".")
+    when = datetime.fromisoformat(seconds + text[sign:]).astimezone(UTC).replace(tzinfo=None)
+    return f"{when.isoformat()}{'.' if fraction else ''}{fraction}Z".encode()
+
+
 def parse_time_ns(value: bytes) -> int:
     """Return nanoseconds since the epoch of an RFC 3339 time in UTC with 0 to 9 fraction digits.
 

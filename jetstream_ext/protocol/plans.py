@@ -100,7 +100,7 @@ class Scan:
         self.done = up_to_seq is not None and up_to_seq < seq and start_time is None
         self.end: EndOfBatch | None = EndOfBatch(0, 0, found=False) if self.done else None
         self.subject = subject
-        self._start_time = start_time
+        self.start_time = start_time
         self.up_to_seq = up_to_seq
         self._fixed = batch
         self._batch = batch or FIRST_BATCH
@@ -132,7 +132,7 @@ class Scan:
         count = self._batch
         if self.up_to_seq is not None:
             count = max(1, min(count, self.up_to_seq - start + 1))
-        by_time = self._start_time  # only until the first row has shown where that is
+        by_time = self.start_time  # only until the first row has shown where that is
         request = Request(
             seq=None if by_time else start,
             start_time=by_time,
@@ -175,7 +175,7 @@ class Scan:
             self.end = EndOfBatch(after, self.position)
         if start or stop < len(seqs):
             block.keep(start, stop)
-        self._start_time = None
+        self.start_time = None
         return block
 
     def finish(self, ask: Ask, end: EndOfBatch) -> list[Ask]:
@@ -210,6 +210,12 @@ class Scan:
         fits = int(self._max_bytes * 0.75 / max(1.0, ask.size / ask.rows))
         ceiling = MAX_BATCH if span <= 1.1 * ask.rows else MAX_BATCH_GAPPY
         self._batch = max(1, min(fits, ask.count * 4, ceiling))
+
+    def rest(self) -> Request:
+        """Return the single get that finds the next message of the range, if there is one."""
+        if self.start_time is not None:
+            return Request(start_time=self.start_time, next_by_subj=self.subject)
+        return Request(seq=self.position + 1, next_by_subj=self.subject or ">")
 
     def reopen(self) -> None:
         """Go on behind the cursor after all: the range was found to hold more."""

@@ -1,0 +1,73 @@
+"""Asking the leader of a stream: what it answers is the truth, where a replica may lag."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from typing import Any
+
+import nats.errors
+import nats.js.errors
+import orjson
+
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.errors import RequestTimeoutError, ResponseError
+from jetstream_ext.protocol import headers as h
+from jetstream_ext.types import StoredMsg
+
+_NO_MESSAGE = 10037
+
+# How long to wait before looking again whether a leader or a replica has caught up.
+LAG_PAUSE = 0.05
+
+
+async def get_at_leader(js: JetStream, stream: str, request: dict[str, Any], timeout: float) -> StoredMsg | None:
+    """Return the message that a ``STREAM.MSG.GET`` request finds, or None.
+
+    Raises:
+        RequestTimeoutError: No answer within `timeout` seconds.
+        nats.js.errors.APIError: The server refused (no such stream, for one).
+        ResponseError: The answer is malformed.
+    """
+    try:
+        msg = await js.nc.request(f"{js.prefix}.STREAM.MSG.GET.{stream}", orjson.dumps(request), timeout=timeout)
+    except nats.errors.NoRespondersError:
+        raise nats.js.errors.ServiceUnavailableError(
+            code=503, description=f"JetStream does not answer for stream {stream!r}"
+        ) from None
+    except nats.errors.TimeoutError:
+        raise RequestTimeoutError(f"stream {stream!r}: its leader did not answer within {timeout:g} s") from None
+    try:
+        reply = orjson.loads(msg.data)
+        error = reply.get("error")
+        if error is not None:
+            if error.get("err_code") == _NO_MESSAGE:
+                return None
+            nats.js.errors.APIError.from_error(error)
+        found = reply["message"]
+        block = base64.b64decode(found["hdrs"]) if found.get("hdrs") else b""
+        return StoredMsg(
+            stream=stream,
+            subject=str(found["subject"]),
+            seq=int(found["seq"]),
+            data=base64.b64decode(found.get("data") or ""),
+            headers=h.decode_stored(block),
+            time_ns=h.parse_time_ns(h.to_utc(str(found["time"]))),
+        )
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError, binascii.Error):
+        raise ResponseError(f"stream {stream!r}: its leader's answer is malformed", frame=msg.data) from None
+
+
+async def wait_for_leader(js: JetStream, stream: str, seq: int, timeout: float) -> None:
+    """Wait until the leader's last sequence is at least `seq`.
+
+    Raises:
+        RequestTimeoutError: It was not within `timeout` seconds.
+    """
+    try:
+        async with asyncio.timeout(timeout):
+            while (await js.context.stream_info(stream)).state.last_seq < seq:  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(LAG_PAUSE)
+    except TimeoutError:
+        raise RequestTimeoutError(f"stream {stream!r} did not reach sequence {seq} within {timeout:g} s") from None
