@@ -46,10 +46,19 @@ class JetStreamExtError(nats.errors.Error):
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message)
+        # nats-py's constructors do not pass the text on; without it a repr, and so a log line, would be empty.
+        self.args = (message,) if message else ()
         self.message = message
 
     def __str__(self) -> str:
         return self.message or type(self).__name__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception's own pickling forgets the cause.
+        state = dict(self.__dict__)
+        if self.__cause__ is not None:
+            state["__cause__"] = self.__cause__
+        return type(self), self.args, state
 
 
 class UnsupportedFeatureError(JetStreamExtError):

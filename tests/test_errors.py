@@ -1,0 +1,240 @@
+"""The error tree of the contract: what each is, what it carries, and that it survives pickling."""
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import nats.errors
+import nats.js.errors
+import pytest
+
+from jetstream_ext import errors
+from jetstream_ext.errors import BatchError, BatchServerError, JetStreamExtError, ServerError
+from jetstream_ext.types import BatchAck
+
+CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, JetStreamExtError)]
+
+# Every name of the contract, with all that a handler may catch it by.
+TREE: dict[str, tuple[type[BaseException], ...]] = {
+    "JetStreamExtError": (nats.errors.Error,),
+    "UnsupportedFeatureError": (JetStreamExtError,),
+    "DirectGetDisabledError": (JetStreamExtError,),
+    "MessageNotFoundError": (JetStreamExtError, nats.js.errors.NotFoundError, nats.js.errors.APIError),
+    "BadRequestError": (JetStreamExtError, nats.js.errors.BadRequestError),
+    "TooManySubjectsError": (JetStreamExtError,),
+    "ResponseError": (JetStreamExtError,),
+    "MessagesLostError": (JetStreamExtError,),
+    "RequestTimeoutError": (JetStreamExtError, nats.errors.TimeoutError, TimeoutError),
+    "StreamConfigMismatchError": (JetStreamExtError,),
+    "HistoryUnavailableError": (JetStreamExtError,),
+    "BadSubjectError": (JetStreamExtError, nats.errors.BadSubjectError, ValueError),
+    "BadHeaderError": (JetStreamExtError, nats.errors.BadHeaderError, ValueError),
+    "MaxPayloadError": (JetStreamExtError, nats.errors.MaxPayloadError, ValueError),
+    "BatchError": (JetStreamExtError,),
+    "BatchClosedError": (BatchError,),
+    "EmptyBatchError": (BatchError,),
+    "BatchAbandonedError": (BatchError,),
+    "BatchGapError": (BatchError,),
+    "BatchOutcomeUnknownError": (BatchError,),
+    "NoStreamError": (BatchError, nats.js.errors.NoStreamResponseError),
+    "ServerError": (JetStreamExtError, nats.js.errors.APIError),
+    "BatchServerError": (ServerError, BatchError),
+    "ConsumerInvalidResetError": (ServerError, nats.js.errors.ConsumerInvalidResetError),
+}
+
+CODES = {
+    "MessageTooLargeError": {10054},
+    "StreamMismatchError": {10060},
+    "WrongLastSequenceError": {10071, 10164},
+    "MessageTTLInvalidError": {10165},
+    "MessageTTLDisabledError": {10166},
+    "TooManyRequestsError": {10167},
+    "AtomicPublishDisabledError": {10174},
+    "AtomicPublishMissingSequenceError": {10175},
+    "AtomicPublishIncompleteError": {10176},
+    "AtomicPublishUnsupportedHeaderError": {10177},
+    "AtomicPublishInvalidBatchIDError": {10179},
+    "RequiredApiLevelError": {10185},
+    "AtomicPublishMirrorError": {10198},
+    "AtomicPublishTooLargeError": {10199},
+    "AtomicPublishInvalidCommitError": {10200},
+    "AtomicPublishDuplicateMessageIDError": {10201},
+    "ConsumerInvalidResetError": {10204},
+    "FastPublishDisabledError": {10205},
+    "FastPublishInvalidPatternError": {10206},
+    "FastPublishInvalidBatchIDError": {10207},
+    "FastPublishUnknownBatchError": {10208},
+    "FastPublishMirrorError": {10209},
+    "AtomicPublishTooManyInflightError": {10210},
+    "FastPublishTooManyInflightError": {10211},
+}
+RETRYABLE = {"TooManyRequestsError", "AtomicPublishTooManyInflightError", "FastPublishTooManyInflightError"}
+
+BATCH = {
+    "batch_id": "b1",
+    "sent": 7,
+    "acked": 5,
+    "outcome": "partial",
+    "ack": BatchAck("S", 12, "b1", 5, "hub", "3"),
+}
+SERVER = {"code": 400, "err_code": 10071, "description": "wrong last sequence: 9"}
+
+
+def arguments(cls: type[JetStreamExtError]) -> dict[str, Any]:
+    """A telling value for every argument of a class."""
+    known: dict[str, Any] = {
+        "feature": "atomic batch",
+        "required_api_level": 2,
+        "server_version": "2.11.0",
+        "stream": "S",
+        "frame": b"NATS/1.0 999\r\n\r\n",
+        "expected": 4,
+        "got": 6,
+        "diff": {"max_msgs": (1, 2)},
+        "keys": ("a", "b"),
+        "first_lost": 3,
+        "last_lost": 4,
+        **SERVER,
+        **BATCH,
+    }
+    wanted: set[str] = set()
+    for base in cls.__mro__:
+        if base.__module__ == errors.__name__ and "__init__" in vars(base):
+            wanted |= set(inspect.signature(base.__init__).parameters)
+    return {"message": "it broke", **{name: value for name, value in known.items() if name in wanted}}
+
+
+def state(error: JetStreamExtError) -> dict[str, Any]:
+    return {**vars(error), "str": str(error), "type": type(error), "args": error.args}
+
+
+@pytest.mark.parametrize("name", sorted(TREE))
+def test_bases(name: str) -> None:
+    for base in TREE[name]:
+        assert issubclass(getattr(errors, name), base)
+
+
+def test_the_tree_has_these_classes_and_no_others() -> None:
+    assert {cls.__name__ for cls in CLASSES} == set(TREE) | set(CODES)
+
+
+@pytest.mark.parametrize("name", sorted(CODES))
+def test_each_server_code_has_its_class(name: str) -> None:
+    cls = getattr(errors, name)
+    assert {code for code, known in errors.SERVER_ERRORS.items() if known is cls} == CODES[name]
+    assert issubclass(cls, ServerError)
+    assert issubclass(cls, BatchError) is (name != "ConsumerInvalidResetError")
+    assert cls.retryable is (name in RETRYABLE)
+    for code in CODES[name]:
+        error = errors.server_error(code=400, err_code=code, description="why")
+        assert type(error) is cls
+        assert (error.code, error.err_code, error.description) == (400, code, "why")
+        assert str(code) in (cls.__doc__ or ""), "the docstring names the code"
+
+
+@pytest.mark.parametrize("code", [None, 0, 10003, 10203, 99999])
+def test_an_unknown_code_is_a_plain_server_error(code: int | None) -> None:
+    error = errors.server_error(code=500, err_code=code, description="who knows")
+    assert type(error) is ServerError
+    assert not error.retryable
+    assert "who knows" in str(error)
+
+
+def test_the_codes_of_the_drafts_are_not_taken_for_fast_ingest() -> None:
+    assert 10203 not in errors.SERVER_ERRORS
+    assert errors.SERVER_ERRORS[10204] is errors.ConsumerInvalidResetError
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+class TestEveryClass:
+    def test_needs_no_arguments(self, cls: type[JetStreamExtError]) -> None:
+        error = cls()
+        assert str(error) == cls.__name__
+        assert state(pickle.loads(pickle.dumps(error))) == state(error)
+
+    def test_keeps_what_it_is_given(self, cls: type[JetStreamExtError]) -> None:
+        given = arguments(cls)
+        error = cls(**given)
+        for name, value in given.items():
+            assert getattr(error, name) == value
+
+    def test_survives_pickling_with_everything(self, cls: type[JetStreamExtError]) -> None:
+        error = cls(**arguments(cls))
+        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+            assert state(pickle.loads(pickle.dumps(error, protocol))) == state(error)
+
+    def test_survives_pickling_with_its_cause(self, cls: type[JetStreamExtError]) -> None:
+        with pytest.raises(cls) as caught:
+            raise cls(**arguments(cls)) from errors.ResponseError("below", frame=b"x")
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert state(again) == state(caught.value)
+        assert type(again.__cause__) is errors.ResponseError
+        assert (str(again.__cause__), again.__cause__.frame) == ("below", b"x")
+        assert again.__suppress_context__
+
+    def test_without_a_cause_pickling_makes_none_up(self, cls: type[JetStreamExtError]) -> None:
+        again = pickle.loads(pickle.dumps(cls("x")))
+        assert again.__cause__ is None
+        assert not again.__suppress_context__
+
+    def test_is_hashable_and_equal_to_itself_alone(self, cls: type[JetStreamExtError]) -> None:
+        one, other = cls("same"), cls("same")
+        assert len({one, other}) == 2
+        assert one == one
+        assert one != other
+
+    def test_can_be_copied_to_be_raised_twice(self, cls: type[JetStreamExtError]) -> None:
+        error = cls(**arguments(cls))
+        again = copy.copy(error)
+        assert again is not error
+        assert state(again) == state(error)
+
+    def test_says_what_happened(self, cls: type[JetStreamExtError]) -> None:
+        error = cls(**arguments(cls))
+        assert "it broke" in str(error)
+        assert "it broke" in repr(error)
+        assert cls.__name__ in repr(error)
+        assert cls.__doc__
+
+    def test_is_caught_as_nats_py_s(self, cls: type[JetStreamExtError]) -> None:
+        with pytest.raises(nats.errors.Error):
+            raise cls
+
+
+def test_the_text_of_a_server_error_names_its_code() -> None:
+    assert str(ServerError(description="wrong", err_code=10071)) == "wrong (error 10071)"
+    assert "wrong" in repr(ServerError(description="wrong", err_code=10071))
+
+
+@pytest.mark.parametrize("code", sorted(errors.SERVER_ERRORS))
+def test_a_refused_batch_is_the_server_s_class_and_a_batch_error(code: int) -> None:
+    error = errors.server_error(code=429, err_code=code, description="no")
+    refusal = errors.batch_refusal(error, "batch b1: no", **BATCH)
+    assert isinstance(refusal, BatchError)
+    assert isinstance(refusal, ServerError)
+    if code != 10204:
+        assert type(refusal) is type(error)
+    for name, value in BATCH.items():
+        assert getattr(refusal, name) == value
+    assert (refusal.code, refusal.err_code, refusal.description) == (429, code, "no")
+    assert refusal.retryable is error.retryable or code == 10204
+    assert state(pickle.loads(pickle.dumps(refusal))) == state(refusal)
+
+
+def test_a_refused_batch_with_an_unknown_code_is_both_too() -> None:
+    refusal = errors.batch_refusal(errors.server_error(code=500, err_code=10052, description="?"), "no", **BATCH)
+    assert type(refusal) is BatchServerError
+    assert refusal.outcome == "partial"
+
+
+def test_a_frame_is_kept_in_part_only() -> None:
+    assert len(errors.ResponseError("x", frame=bytes(5000)).frame) == 1024
+
+
+def test_values_are_copied_in() -> None:
+    diff: dict[str, tuple[Any, Any]] = {"a": (1, 2)}
+    error = errors.StreamConfigMismatchError("x", diff=diff)
+    diff.clear()
+    assert error.diff == {"a": (1, 2)}
+    assert errors.HistoryUnavailableError(keys=["a"]).keys == ("a",)  # type: ignore[arg-type]
