@@ -80,13 +80,13 @@ def parse_status(block: bytes) -> tuple[int, str] | None:
     Raises:
         ResponseError: The block is no header block.
     """
-    line = block[: block.find(CRLF)]
+    line = block.partition(CRLF)[0]
     if not line.startswith(VERSION):
         raise ResponseError("a header block does not begin with NATS/1.0", frame=block)
     code, _, text = line[len(VERSION) :].strip().partition(b" ")
     if not code:
         return None
-    if not code.isdigit():
+    if not code.isdigit() or len(code) > 9:
         raise ResponseError("a header block has a status that is not a number", frame=block)
     return int(code), text.decode("utf-8", "replace")
 
@@ -150,7 +150,7 @@ def parse_time_ns(value: bytes) -> int:
         if not text.endswith("Z"):
             raise ValueError
         seconds, _, fraction = text[:-1].partition(".")
-        if len(fraction) > 9 or (fraction and not fraction.isdigit()):
+        if len(seconds) != 19 or len(fraction) > 9 or (fraction and not fraction.isdigit()):
             raise ValueError
         whole = datetime.fromisoformat(seconds).replace(tzinfo=UTC)
         days = (whole - datetime(1970, 1, 1, tzinfo=UTC)).days

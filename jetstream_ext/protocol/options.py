@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from jetstream_ext.errors import BadHeaderError
 from jetstream_ext.protocol import headers as h
@@ -17,7 +17,7 @@ def ttl_value(ttl: TTL) -> str:
     """Return the ``Nats-TTL`` text for `ttl`: whole seconds, or ``never`` (ADR-43).
 
     Raises:
-        ValueError: Under one second, or a fraction of a second: servers refuse or truncate those.
+        ValueError: Under one second, a fraction of a second, or 2**63 and more: servers refuse or truncate those.
         TypeError: Not a number, timedelta or `NEVER`.
     """
     if ttl is NEVER:
@@ -31,7 +31,7 @@ def ttl_value(ttl: TTL) -> str:
         if isinstance(ttl, float) and not math.isfinite(ttl):
             raise ValueError("a TTL must be finite; use NEVER for no expiry")
         seconds, whole = int(ttl), ttl == int(ttl)
-    if seconds < 1 or not whole:
+    if not 1 <= seconds < 1 << 63 or not whole:
         raise ValueError(f"a TTL must be whole seconds from 1 up, not {ttl!r} (servers truncate or refuse the rest)")
     return str(seconds)
 
@@ -105,10 +105,14 @@ def rfc3339(when: datetime, name: str) -> str:
     """Return `when` as servers take times in requests.
 
     Raises:
-        ValueError: `when` has no time zone.
+        ValueError: `when` has no time zone, or is outside the years 1 to 9999 in UTC.
+        TypeError: Not a datetime.
     """
     if not isinstance(when, datetime):
         raise TypeError(f"{name} must be a datetime, not {type(when).__name__}")
     if when.tzinfo is None or when.utcoffset() is None:
         raise ValueError(f"{name} must be timezone-aware (a naive datetime says no instant): {when!r}")
-    return when.isoformat()
+    try:
+        return when.astimezone(UTC).isoformat()  # an offset can have seconds, which RFC 3339 has no room for
+    except OverflowError:
+        raise ValueError(f"{name} is outside the years 1 to 9999 in UTC: {when!r}") from None

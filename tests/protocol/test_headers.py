@@ -1,0 +1,168 @@
+"""Header blocks: what goes out is what comes in, and nothing can break out of its line."""
+
+import string
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nats.aio.client import Client
+
+from jetstream_ext.errors import BadHeaderError, ResponseError
+from jetstream_ext.protocol import headers as h
+
+TOKEN = "!#$%&'*+-.^_`|~" + string.digits + string.ascii_letters
+names = st.text(TOKEN, min_size=1, max_size=20)
+values = st.text(st.characters(exclude_characters="\r\n\0", exclude_categories=["Cs"]), max_size=40)
+
+
+def test_encodes_as_on_the_wire() -> None:
+    assert h.encode([("X-U", "v5"), ("Y", "")]) == b"NATS/1.0\r\nX-U: v5\r\nY: \r\n\r\n"
+
+
+@pytest.mark.parametrize("headers", [None, {}])
+def test_no_headers_are_no_block(headers: dict[str, str] | None) -> None:
+    assert h.encode_mapping(headers) == b""
+
+
+def test_a_mapping_is_encoded_in_its_order() -> None:
+    assert h.encode_mapping({"b": "1", "a": "2"}) == b"NATS/1.0\r\nb: 1\r\na: 2\r\n\r\n"
+
+
+@given(st.dictionaries(names, values, min_size=1))
+def test_what_is_encoded_is_decoded(headers: dict[str, str]) -> None:
+    block = h.encode_mapping(headers)
+    # White space around a value is not part of it, for servers and other clients alike.
+    assert h.parse_lines(block) == [(name, value.encode().strip().decode()) for name, value in headers.items()]
+    assert block.count(b"\r\n") == len(headers) + 2
+    assert h.parse_status(block) is None
+
+
+@given(st.dictionaries(names, values, min_size=1))
+def test_nats_py_reads_the_same(headers: dict[str, str]) -> None:
+    block = h.encode_mapping(headers)
+    assert Client._parse_header_lines(block[len(b"NATS/1.0\r\n") :]) == h.last_values(block)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("", "v"),
+        ("a b", "v"),
+        ("a:", "v"),
+        ("a\r\nNats-Msg-Id", "v"),
+        ("ä", "v"),
+        ("a\0", "v"),
+        ("K", "v\r\nNats-Msg-Id: 1"),
+        ("K", "v\n"),
+        ("K", "\r"),
+        ("K", "a\0b"),
+    ],
+)
+def test_what_could_break_out_of_its_line_is_refused(name: str, value: str) -> None:
+    with pytest.raises(BadHeaderError) as caught:
+        h.check_header(name, value)
+    assert repr(name) in str(caught.value)
+    with pytest.raises(BadHeaderError):
+        h.encode([("fine", "fine"), (name, value)])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(b"K", "v"), ("K", b"v"), ("K", 1), ("K", None), (None, "v"), ("K", ["v"])]
+)
+def test_only_text_is_taken(name: object, value: object) -> None:
+    with pytest.raises(TypeError, match="must be str"):
+        h.check_header(name, value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("block", "status"),
+    [
+        (b"NATS/1.0\r\n\r\n", None),
+        (b"NATS/1.0\r\nStatus: 204\r\n\r\n", None),
+        (b"NATS/1.0 503\r\n\r\n", (503, "")),
+        (b"NATS/1.0 503\r\nNats-Subject: $JS.API.DIRECT.GET.ND\r\n\r\n", (503, "")),
+        (b"NATS/1.0 404 Message Not Found\r\n\r\n", (404, "Message Not Found")),
+        (b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 7\r\n\r\n", (204, "EOB")),
+        (b"NATS/1.0 503", (503, "")),  # cut short: still the code it begins with
+        (b"NATS/1.0 408 \xff\r\n\r\n", (408, "\ufffd")),
+    ],
+)
+def test_status(block: bytes, status: tuple[int, str] | None) -> None:
+    assert h.parse_status(block) == status
+
+
+@pytest.mark.parametrize("block", [b"", b"HTTP/1.1 200\r\n\r\n", b"NATS/1.0 abc\r\n\r\n", b"NATS/1.0 -1\r\n\r\n"])
+def test_what_is_no_status_is_refused_with_its_bytes(block: bytes) -> None:
+    with pytest.raises(ResponseError) as caught:
+        h.parse_status(block)
+    assert caught.value.frame == block
+
+
+@given(st.binary(max_size=200) | st.binary(max_size=100).map(lambda tail: b"NATS/1.0 " + tail))
+def test_any_bytes_are_a_status_none_or_a_response_error(block: bytes) -> None:
+    try:
+        h.parse_status(block)
+    except ResponseError:
+        pass
+    h.parse_lines(block)
+    h.decode_stored(block)
+
+
+def test_a_status_of_absurd_length_is_a_response_error() -> None:
+    # int() itself refuses texts of more than 4300 digits, with a ValueError that nobody expects.
+    with pytest.raises(ResponseError):
+        h.parse_status(b"NATS/1.0 " + b"1" * 5000 + b"\r\n\r\n")
+
+
+def test_of_two_lines_with_one_name_the_last_counts() -> None:
+    block = b"NATS/1.0\r\nNats-Sequence: 77\r\nX: 1\r\nNats-Sequence: 5\r\nX: 2\r\n\r\n"
+    assert h.last_values(block) == {"Nats-Sequence": "5", "X": "2"}
+
+
+def test_stored_headers_are_without_the_server_s_own() -> None:
+    lines = "".join(f"{name}: 1\r\n" for name in h.REPLY_HEADERS)
+    block = f"NATS/1.0\r\nX: 1\r\n{lines}Nats-Msg-Id: 2\r\nNats-Batch-Id: 3\r\n\r\n".encode()
+    assert h.decode_stored(block) == {"X": "1", "Nats-Msg-Id": "2", "Nats-Batch-Id": "3"}
+    assert h.decode_stored(b"\r\n") == {}
+    assert h.decode_stored(b"") == {}
+
+
+def test_lines_without_a_colon_are_skipped_and_values_may_have_colons() -> None:
+    assert h.parse_lines(b"NATS/1.0\r\nnonsense\r\nTime: 12:30:00\r\nNo:space\r\n\r\n") == [
+        ("Time", "12:30:00"),
+        ("No", "space"),
+    ]
+
+
+@pytest.mark.parametrize(("line", "number"), [(b"Nats-Num-Pending: 8", 8), (b"X: 0", 0)])
+def test_the_number_of_a_line(line: bytes, number: int) -> None:
+    assert h.line_number(line) == number
+
+
+@pytest.mark.parametrize("line", [b"X: a", b"X: ", b"X"])
+def test_a_line_without_a_number_is_a_response_error(line: bytes) -> None:
+    with pytest.raises(ResponseError):
+        h.line_number(line)
+
+
+@given(st.integers(-62_135_596_800, 253_402_300_799), st.integers(0, 999_999_999), st.integers(0, 9))
+def test_times_are_exact(second: int, ns: int, digits: int) -> None:
+    fraction = f"{ns:09d}"[:digits]
+    whole = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=second)
+    text = whole.isoformat()[:-6] + (f".{fraction}" if fraction else "") + "Z"
+    assert h.parse_time_ns(text.encode()) == second * 1_000_000_000 + int(fraction.ljust(9, "0"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"", b"Z", b"2026-11-20T21:23:31", b"2026-11-20T21:23:31+01:00", b"2026-11-20T21:23:31+01:00Z",
+        b"2026-11-20Z", b"2026-11-20T21:23:31.Z1", b"2026-11-20T21:23:31.1234567890Z", b"2026-13-20T21:23:31Z",
+        b"2026-11-20T21:23:31.12aZ", b"\xff", b"20261120T212331Z",
+    ],
+)  # fmt: skip
+def test_what_is_no_utc_time_is_refused(text: bytes) -> None:
+    with pytest.raises(ResponseError, match="not RFC 3339") as caught:
+        h.parse_time_ns(text)
+    assert caught.value.frame == text
