@@ -191,6 +191,7 @@ class ReplyDecoder:
             # them; a message with stored headers that imitate this has lines left over at the end.
             row = header[skip:].split(b"\r\n", 5) if skip and header.startswith(prefix) else []
             if len(row) != 6 or row[5] != b"\r\n" or row[1][:15] != _SEQUENCE or row[4][:20] != _LAST:
+                self._prev = prev
                 general = self._general(header)
                 if general is None:
                     break
@@ -215,7 +216,7 @@ class ReplyDecoder:
             raise ResponseError(f"a direct-get reply does not go upwards from sequence {self.last_seq}")
         self.last_seq = seqs[-1]
         self.count += len(seqs)
-        self.size += sum(map(len, datas)) + sum([len(row[0]) for row in rows])
+        self.size += sum(map(len, datas)) + sum([len(row[ROW_SUBJECT]) + len(row[ROW_STORED]) for row in rows])
         self._check_end()
         return Block(self._stream, seqs, rows, datas)
 
@@ -298,8 +299,8 @@ class ReplyDecoder:
             raise ResponseError("an end-of-batch frame lacks its numbers", frame=header) from None
 
     def _check_end(self) -> None:
-        # An empty page of multi_last repeats the request's cursor: only messages can contradict an end.
-        if self.end is not None and self._responder and self.end.last_seq != self.last_seq:
+        # An empty page says 0: an end that names a message which did not come lost them all.
+        if self.end is not None and self.end.last_seq != self.last_seq:
             self.broken = self._lost(b"%d" % self.end.last_seq, self._prev)
             self.end = None
 
