@@ -1,0 +1,118 @@
+"""Commands out: as nats-py would write them; subjects and names that would not survive the wire are refused."""
+
+import string
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nats.protocol import command
+
+from jetstream_ext.errors import BadSubjectError, MaxPayloadError
+from jetstream_ext.protocol import frames
+from jetstream_ext.protocol import headers as h
+
+subjects = st.text(string.ascii_letters + string.digits + "-_$äß", min_size=1, max_size=12)
+payloads = st.binary(max_size=60) | st.just(b"PUB a 1\r\nx\r\n")
+
+
+@pytest.mark.parametrize(
+    ("parts", "data"),
+    [
+        ((b"a.b", b"", b"", b""), b"PUB a.b 0\r\n\r\n"),
+        ((b"a.b", b"", b"", b"xyz"), b"PUB a.b 3\r\nxyz\r\n"),
+        ((b"a.b", b"_INBOX.1", b"", b"xyz"), b"PUB a.b _INBOX.1 3\r\nxyz\r\n"),
+        ((b"a", b"", b"NATS/1.0\r\nX: 1\r\n\r\n", b""), b"HPUB a 18 18\r\nNATS/1.0\r\nX: 1\r\n\r\n\r\n"),
+        ((b"a", b"r", b"NATS/1.0\r\nX: 1\r\n\r\n", b"z"), b"HPUB a r 18 19\r\nNATS/1.0\r\nX: 1\r\n\r\nz\r\n"),
+    ],
+)
+def test_pub(parts: tuple[bytes, bytes, bytes, bytes], data: bytes) -> None:
+    assert frames.pub(*parts) == data
+
+
+@given(subjects, subjects | st.just(""), payloads)
+def test_pub_is_nats_py_s(subject: str, reply: str, payload: bytes) -> None:
+    ours = frames.pub(subject.encode(), reply.encode(), b"", payload)
+    assert ours.split() == command.pub_cmd(subject, reply, payload).split()
+    block = h.encode([("X", "1")])
+    ours = frames.pub(subject.encode(), reply.encode(), block, payload)
+    assert ours.split() == command.hpub_cmd(subject, reply, block, payload).split()
+
+
+@given(st.lists(st.tuples(subjects, subjects | st.just(""), st.just(b"") | st.just(h.encode([("X", "1")])), payloads)))
+def test_what_pub_writes_parse_pubs_reads(commands: list[tuple[str, str, bytes, bytes]]) -> None:
+    data = b"".join(frames.pub(s.encode(), r.encode(), head, payload) for s, r, head, payload in commands)
+    assert list(frames.parse_pubs(data)) == [frames.Command(*parts) for parts in commands]
+
+
+BAD_EVERYWHERE = ["", " ", "a b", "a\tb", "a\r\nb", "a\0", "a\x7f", ".", "a.", ".a", "a..b"]
+
+
+@pytest.mark.parametrize("subject", ["a", "a.b.c", "$KV.bucket.key", "ä.ß", "a*.b", "a.b>", "_INBOX.x", "a=/b"])
+def test_subjects_that_messages_can_be_stored_under(subject: str) -> None:
+    frames.check_subject(subject)
+    assert frames.SubjectCache().encode(subject) == subject.encode()
+
+
+@pytest.mark.parametrize("subject", [*BAD_EVERYWHERE, "*", "a.*", "a.>", ">", "a.*.b"])
+def test_subjects_that_they_cannot_be_stored_under(subject: str) -> None:
+    with pytest.raises(BadSubjectError) as caught:
+        frames.check_subject(subject)
+    assert repr(subject) in str(caught.value)
+
+
+@pytest.mark.parametrize("subject", ["a", "*", ">", "a.*.c", "a.>", "*.*.>"])
+def test_filters(subject: str) -> None:
+    frames.check_filter(subject)
+
+
+@pytest.mark.parametrize("subject", [*BAD_EVERYWHERE, "a.>.b", ">.a"])
+def test_bad_filters(subject: str) -> None:
+    with pytest.raises(BadSubjectError):
+        frames.check_filter(subject)
+
+
+@pytest.mark.parametrize("name", ["S", "KV_bucket", "a-b", "ä", "$x"])
+def test_names(name: str) -> None:
+    frames.check_name(name, "stream name")
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "a b", "*", ">", "a/b", "a\\b", "a\r\n", "a>", "\x7f"])
+def test_bad_names(name: str) -> None:
+    with pytest.raises(BadSubjectError, match="stream name"):
+        frames.check_name(name, "stream name")
+
+
+@pytest.mark.parametrize(
+    "check", [frames.check_subject, frames.check_filter, lambda name: frames.check_name(name, "x")]
+)
+@pytest.mark.parametrize("value", [None, b"a", 5])
+def test_only_text_is_a_subject_or_name(check: Callable[[object], None], value: object) -> None:
+    with pytest.raises(TypeError, match="must be str"):
+        check(value)
+
+
+def test_size_counts_headers_and_is_allowed_to_reach_the_limit() -> None:
+    frames.check_size(b"123", b"45", 5)
+    with pytest.raises(MaxPayloadError, match="6 bytes"):
+        frames.check_size(b"123", b"456", 5)
+
+
+class TestSubjectCache:
+    def test_stays_bounded_and_right(self) -> None:
+        cache = frames.SubjectCache()
+        for i in range(20_000):
+            assert cache.encode(f"s.{i}") == b"s.%d" % i
+        assert len(cache._known) <= cache._LIMIT
+        assert cache.encode("s.1") == b"s.1"
+
+    def test_does_not_remember_what_it_refused(self) -> None:
+        cache = frames.SubjectCache()
+        for _ in range(2):
+            with pytest.raises(BadSubjectError):
+                cache.encode("a b")
+
+    @pytest.mark.parametrize("subject", [None, b"a", 5, ["a"]])
+    def test_takes_text_only(self, subject: object) -> None:
+        with pytest.raises(TypeError):
+            frames.SubjectCache().encode(subject)  # type: ignore[arg-type]

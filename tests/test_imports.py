@@ -1,0 +1,180 @@
+"""Who may import what, and what `import jetstream_ext` offers."""
+
+import ast
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jetstream_ext
+
+PACKAGE = Path(jetstream_ext.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+PROTOCOL = sorted((PACKAGE / "protocol").rglob("*.py"))
+
+IMPURE = {"asyncio", "socket", "time", "random", "secrets", "uuid", "nats", "pyspark", "threading", "os"}
+SPARK = {"pyspark", "pyarrow", "pandas"}
+OWN = {"self", "cls", "other"}
+DOOR = PACKAGE / "client" / "connection.py"
+
+# The names of the contract that exist so far; a new one is added here and in the documentation.
+DOCUMENTED = {
+    "AtomicBatch",
+    "BatchAck",
+    "BatchFlowAck",
+    "BatchFlowError",
+    "BatchFlowGap",
+    "BatchMessage",
+    "DirectGet",
+    "EndReason",
+    "FastPubAck",
+    "FastPublisher",
+    "GapMode",
+    "MessageBatch",
+    "NEVER",
+    "StoredMsg",
+    "TTL",
+    "publish_atomic",
+}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules that a file imports anywhere in it, as absolute names."""
+    package = ("jetstream_ext", *path.relative_to(PACKAGE).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield module
+            for alias in node.names:
+                yield f"{module}.{alias.name}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
+            yield ast.literal_eval(node.args[0]) if isinstance(node.args[0], ast.Constant) else "?"
+
+
+def tops(path: Path) -> set[str]:
+    return {module.partition(".")[0] for module in imported(path)}
+
+
+@pytest.mark.parametrize("path", PROTOCOL, ids=name_of)
+def test_the_machines_know_no_io_clock_or_randomness(path: Path) -> None:
+    assert tops(path).isdisjoint(IMPURE)
+
+
+@pytest.mark.parametrize("path", PROTOCOL, ids=name_of)
+def test_the_machines_know_no_shell(path: Path) -> None:
+    ours = {module for module in imported(path) if module.startswith("jetstream_ext.")}
+    allowed = ("jetstream_ext.protocol", "jetstream_ext.errors", "jetstream_ext.types")
+    assert not {module for module in ours if not module.startswith(allowed)}
+
+
+def test_values_and_errors_know_no_shell() -> None:
+    for name in ("types.py", "errors.py"):
+        ours = {module.split(".")[1] for module in imported(PACKAGE / name) if module.startswith("jetstream_ext.")}
+        assert ours <= {"types", "errors", "protocol"}, name
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if "spark" not in path.parts], ids=name_of)
+def test_spark_and_arrow_are_imported_under_spark_only(path: Path) -> None:
+    assert tops(path).isdisjoint(SPARK)
+    if path.name != "cli.py":
+        assert not [module for module in imported(path) if module.startswith("jetstream_ext.spark")]
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if "testing" not in path.parts], ids=name_of)
+def test_the_library_does_not_import_its_testing_kit(path: Path) -> None:
+    if path.name != "cli.py":
+        assert not [module for module in imported(path) if module.startswith("jetstream_ext.testing")]
+
+
+def private_accesses(source: str) -> Iterator[str]:
+    """Accesses to a private attribute of something that is not the class's own instance (or `other` in `__eq__`)."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            if not (isinstance(node.value, ast.Name) and node.value.id in OWN):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            name = node.args[1]
+            if not isinstance(name, ast.Constant) or not isinstance(name.value, str):
+                continue
+            of = ast.unparse(node.args[0])
+            if name.value.startswith("_") and not name.value.endswith("__") and of not in OWN:
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [("nc._ps", 1), ("self._nc._ps", 1), ("getattr(nc, '_ps')", 1), ("self._x, cls._y, x.__class__, x.y", 0)],
+)
+def test_the_search_for_private_attributes_finds_them(source: str, count: int) -> None:
+    assert len(list(private_accesses(source))) == count
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path != DOOR], ids=name_of)
+def test_only_the_door_touches_private_attributes_of_others(path: Path) -> None:
+    assert list(private_accesses(path.read_text(encoding="utf-8"))) == []
+
+
+def test_the_door_is_where_nats_py_s_internals_are_used() -> None:
+    assert len(list(private_accesses(DOOR.read_text(encoding="utf-8")))) > 5
+
+
+def test_import_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, jetstream_ext, jetstream_ext.errors\n"
+        "heavy = {'pyspark', 'pyarrow', 'pandas', 'numpy', 'rich', 'click', 'hypothesis', 'pytest'}\n"
+        "ours = {name for name in sys.modules if name.startswith(('jetstream_ext.spark', 'jetstream_ext.testing'))}\n"
+        "print(sorted(heavy & set(sys.modules)) + sorted(ours))\n"
+    )
+    # Its own interpreter: the tests have loaded all of these themselves.
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_the_exported_names_are_the_documented_ones() -> None:
+    assert set(jetstream_ext.__all__) == DOCUMENTED
+    assert len(jetstream_ext.__all__) == len(DOCUMENTED)
+
+
+@pytest.mark.parametrize("name", sorted(DOCUMENTED))
+def test_every_exported_name_exists(name: str) -> None:
+    assert getattr(jetstream_ext, name) is not None
+
+
+def test_nothing_else_is_exported_by_accident() -> None:
+    public = {
+        name
+        for name, value in vars(jetstream_ext).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert public == DOCUMENTED
+    modules = {name for name, value in vars(jetstream_ext).items() if isinstance(value, types.ModuleType)}
+    inside = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir()}
+    assert modules <= inside, "a foreign module became an attribute of the package"
+
+
+def test_star_import_gives_exactly_all() -> None:
+    space: dict[str, object] = {}
+    exec("from jetstream_ext import *", space)
+    space.pop("__builtins__")
+    assert set(space) == DOCUMENTED
+
+
+def test_public_classes_say_what_they_are() -> None:
+    for name in DOCUMENTED - {"NEVER", "TTL"}:
+        thing = getattr(jetstream_ext, name)
+        assert thing.__doc__
+        assert thing.__module__.startswith("jetstream_ext.")
+        assert thing.__name__ == name
