@@ -185,7 +185,9 @@ CASES = {
     "no responders": Case([raw(b"NATS/1.0 503\r\nNats-Subject: $JS.API.DIRECT.GET.D\r\n\r\n")], error=errors.DirectGetDisabledError),
     "no responders, before 2.12": Case([raw(b"NATS/1.0 503\r\n\r\n")], error=errors.DirectGetDisabledError),
     "bad request": Case([raw(b"NATS/1.0 408 Bad Request\r\n\r\n")], error=errors.BadRequestError),
-    "empty request": Case([raw(b"NATS/1.0 408 Empty Request\r\n\r\n")], error=errors.BadRequestError),
+    "2.10: all fields of the request were unknown": Case(
+        [raw(b"NATS/1.0 408 Empty Request\r\n\r\n")], error=errors.UnsupportedFeatureError
+    ),
     "too many results": Case([raw(b"NATS/1.0 413 Too Many Results\r\n\r\n")], error=errors.TooManySubjectsError),
     "api level": Case([raw(b"NATS/1.0 412 Required Api Level\r\n\r\n")], error=errors.RequiredApiLevelError),
     "server failure": Case([raw(b"NATS/1.0 500 disk on fire\r\n\r\n")], error=errors.ServerError),
@@ -390,6 +392,7 @@ def test_any_frames_decode_or_raise_our_errors(frames: list[Frame]) -> None:
     ("request_", "body"),
     [
         (Request(seq=5), {"seq": 5}),
+        (Request(last_by_subj="orders.*"), {"last_by_subj": "orders.*"}),
         (Request(seq=100, next_by_subj="orders.*"), {"seq": 100, "next_by_subj": "orders.*"}),
         (Request(seq=1, batch=500, max_bytes=1000), {"seq": 1, "batch": 500, "max_bytes": 1000}),
         (
@@ -441,7 +444,8 @@ def test_a_single_message_with_a_stored_status_is_a_message() -> None:
     ("block", "error"),
     [
         (b"NATS/1.0 404 Message Not Found\r\n\r\n", errors.MessageNotFoundError),
-        (b"NATS/1.0 408 Empty Request\r\n\r\n", errors.BadRequestError),
+        (b"NATS/1.0 408 Empty Request\r\n\r\n", errors.UnsupportedFeatureError),
+        (b"NATS/1.0 408 Malformed Request\r\n\r\n", errors.BadRequestError),
         (b"NATS/1.0 412 Required Api Level\r\n\r\n", errors.RequiredApiLevelError),
         (b"NATS/1.0 413 Too Many Results\r\n\r\n", errors.TooManySubjectsError),
         (b"NATS/1.0 500 broken\r\n\r\n", errors.ServerError),

@@ -166,3 +166,18 @@ def test_what_is_no_utc_time_is_refused(text: bytes) -> None:
     with pytest.raises(ResponseError, match="not RFC 3339") as caught:
         h.parse_time_ns(text)
     assert caught.value.frame == text
+
+
+@pytest.mark.parametrize(
+    ("text", "utc"),
+    [
+        ("2026-11-20T21:23:31Z", b"2026-11-20T21:23:31Z"),
+        ("2026-11-20T21:23:31.000000001Z", b"2026-11-20T21:23:31.000000001Z"),
+        ("2026-11-20T22:23:31.123456789+01:00", b"2026-11-20T21:23:31.123456789Z"),
+        ("2026-11-20T16:23:31-05:00", b"2026-11-20T21:23:31Z"),
+        ("2027-01-01T00:30:00.5+05:30", b"2026-12-31T19:00:00.5Z"),
+    ],
+)
+def test_a_leader_s_time_in_its_own_zone_becomes_utc(text: str, utc: bytes) -> None:
+    assert h.to_utc(text) == utc
+    assert h.parse_time_ns(h.to_utc(text)) == h.parse_time_ns(utc)
