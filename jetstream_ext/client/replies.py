@@ -115,6 +115,8 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
                         replies.pop(void).close()
             if failure is not None:
                 voids = plan.retry()
+                if finished():
+                    break
                 if retried or voids is None:
                     raise failure
                 retried = True

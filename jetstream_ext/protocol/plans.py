@@ -172,7 +172,7 @@ class Scan:
             self.read = True
         if self.done:
             after = pending + len(seqs) - stop
-            self.end = EndOfBatch(after, self.position)
+            self.end = EndOfBatch(after, self.position if self.read else 0)
         if start or stop < len(seqs):
             block.keep(start, stop)
         self.start_time = None
@@ -221,6 +221,7 @@ class Scan:
         """Go on behind the cursor after all: the range was found to hold more."""
         self.done = False
         self._dense = False
+        self._asks.clear()  # the range can have ended in the middle of a reply
 
 
 class OneBatch:
@@ -233,6 +234,7 @@ class OneBatch:
         self._request = request
         self._left: int = request.batch
         self._last = 0
+        self._pending = 0
         self._asks: list[Ask] = []
 
     @property
@@ -255,6 +257,7 @@ class OneBatch:
         if block.seqs:
             self._left -= len(block.seqs)
             self._last = block.seqs[-1]
+            self._pending = pending
         return block
 
     def finish(self, ask: Ask, end: EndOfBatch) -> list[Ask]:
@@ -266,12 +269,13 @@ class OneBatch:
         return []
 
     def retry(self) -> list[Ask] | None:
-        """Ask for the rest."""
+        """Ask for the rest, if there can be one."""
         void = list(self._asks)
         self._asks.clear()
         if self._left <= 0:
-            # Everything came but the EOB; what it would have said has to be asked for with one more message.
-            self._left = 1
+            # Everything came but the EOB, and the last message said the same.
+            self.end = EndOfBatch(self._pending, self._last)
+            self.done = True
         return void
 
 
@@ -325,11 +329,15 @@ class MultiLast:
         self._asks.clear()
         if self._pinned is None:
             self._pinned = end.up_to_seq
-        pending = self._pending if ask.rows else 0
-        self.end = EndOfBatch(pending, self._last, self._pinned, found=bool(self._rows))
-        capped = self._request.batch is not None and self._rows >= self._request.batch
-        self.done = capped or pending == 0 or not ask.rows
+        if not ask.rows:
+            self._pending = 0
+        self.end = EndOfBatch(self._pending, self._last, self._pinned, found=bool(self._rows))
+        self.done = self._capped or self._pending == 0
         return []
+
+    @property
+    def _capped(self) -> bool:
+        return self._request.batch is not None and self._rows >= self._request.batch
 
     def retry(self) -> list[Ask] | None:
         """Ask for the rest at the pinned point; impossible once rows came and the point is not known yet."""
@@ -337,4 +345,7 @@ class MultiLast:
             return None
         void = list(self._asks)
         self._asks.clear()
+        if self._capped:
+            self.end = EndOfBatch(self._pending, self._last, self._pinned)
+            self.done = True
         return void

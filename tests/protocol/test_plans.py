@@ -1,0 +1,403 @@
+"""The plans, driven against a model of a server: every message once and in order, whatever the replies look like."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jetstream_ext.protocol import plans
+from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
+from jetstream_ext.protocol.plans import Ask, MultiLast, OneBatch, Plan, Scan
+
+NOT_FOUND = EndOfBatch(0, 0, found=False)
+NO_LOSS: list[int | None] = []
+
+
+@dataclass
+class Reply:
+    seqs: list[int]
+    pendings: list[int]
+    end: EndOfBatch
+
+
+@dataclass
+class Model:
+    """A stream on a server: sequence to (subject, size). It answers as servers do."""
+
+    messages: dict[int, tuple[str, int]]
+    last_seq: int = 0
+    old: bool = False
+    """2.11: the end of a cut multi_last page says one too few, and a batch's messages count themselves."""
+    requests: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.last_seq = max([self.last_seq, *self.messages])
+
+    def answer(self, request: Request) -> Reply:
+        self.requests.append(request)
+        assert request.batch is None or request.batch >= 1, "0 and less mean something else to a server"
+        if request.multi_last is not None:
+            return self._multi_last(request)
+        assert (request.seq is None) != (request.start_time is None)
+        first = request.seq or int(request.start_time.timestamp())  # type: ignore[union-attr]
+        wanted = request.next_by_subj
+        found = [s for s in sorted(self.messages) if s >= first and wanted in (None, self.messages[s][0])]
+        taken = self._cut(found, request)
+        if not taken:
+            return Reply([], [], NOT_FOUND)
+        pendings = [len(found) - i - (0 if self.old else 1) for i in range(len(taken))]
+        return Reply(taken, pendings, EndOfBatch(len(found) - len(taken), taken[-1]))
+
+    def _multi_last(self, request: Request) -> Reply:
+        up_to = self.last_seq if request.up_to_seq is None else request.up_to_seq
+        lasts: dict[str, int] = {}
+        for seq in sorted(self.messages):
+            subject = self.messages[seq][0]
+            if seq <= up_to and (">" in request.multi_last or subject in request.multi_last):  # type: ignore[operator]
+                lasts[subject] = seq
+        if not lasts:
+            return Reply([], [], NOT_FOUND)
+        found = sorted(seq for seq in lasts.values() if seq >= (request.seq or 0))
+        taken = self._cut(found, request)
+        left = len(found) - len(taken)
+        said = max(0, left - 1) if self.old else left
+        pendings = [len(found) - i - 1 for i in range(len(taken))]
+        return Reply(taken, pendings, EndOfBatch(said, taken[-1] if taken else 0, up_to))
+
+    def _cut(self, found: list[int], request: Request) -> list[int]:
+        taken, size = [], 0
+        for seq in found[: request.batch]:
+            taken.append(seq)
+            size += self.messages[seq][1]
+            if request.max_bytes is not None and size >= request.max_bytes:
+                break
+        return taken
+
+
+class Driver:
+    """What the shell does, without a network: requests are answered when sent, replies read oldest first."""
+
+    def __init__(self, plan: Plan, model: Model, losses: list[int | None] | None = None, piece: int = 3) -> None:
+        self.plan = plan
+        self.model = model
+        self.losses = list(losses or [])
+        self.piece = piece
+        self.replies: dict[Ask, Reply] = {}
+        self.delivered: list[int] = []
+        self.in_flight = 0
+        self.gave_up = False
+
+    def run(self, between: Callable[[], None] = lambda: None) -> list[int]:
+        for _ in range(1000):
+            if self.plan.done or self.gave_up:
+                assert self.gave_up or self.plan.next_request() is None
+                return self.delivered
+            while (ask := self.plan.next_request()) is not None:
+                self.replies[ask] = self.model.answer(ask.request)
+            self.in_flight = max(self.in_flight, len(self.replies))
+            between()
+            assert self.plan.oldest is not None
+            self._read(self.plan.oldest)
+        pytest.fail("the plan does not end")
+
+    def _read(self, ask: Ask) -> None:
+        reply = self.replies[ask]
+        lost = self.losses.pop(0) if self.losses else None
+        arrived = len(reply.seqs) if lost is None else min(lost, len(reply.seqs))
+        size = 0
+        for start in range(0, arrived, self.piece):
+            seqs = reply.seqs[start : min(start + self.piece, arrived)]
+            size += sum(self.model.messages.get(seq, ("", 1))[1] for seq in seqs)
+            block = Block("S", list(seqs), [[b"%d" % seq] for seq in seqs], [b"%d" % seq for seq in seqs])
+            block = self.plan.accept(ask, block, size, reply.pendings[start + len(seqs) - 1])
+            assert block.seqs == [int(data) for data in block.datas] == [int(row[0]) for row in block.rows]
+            self.delivered += block.seqs
+            if self.plan.done:
+                return
+        if lost is None:
+            for void in [ask, *self.plan.finish(ask, reply.end)]:
+                del self.replies[void]
+            return
+        voids = self.plan.retry()
+        if voids is None:
+            self.gave_up = True
+            return
+        for void in voids:
+            del self.replies[void]
+        assert self.replies == {}, "nothing stays in flight over a retry"
+
+
+def small(plan: Callable[[], Scan]) -> Scan:
+    """A scan that begins with small requests, so that small streams take many."""
+    with mock.patch.object(plans, "FIRST_BATCH", 3):
+        return plan()
+
+
+streams = st.dictionaries(st.integers(1, 120), st.tuples(st.sampled_from("ab"), st.integers(1, 40)), max_size=60)
+dense = st.integers(0, 60).map(lambda n: dict.fromkeys(range(1, n + 1), ("a", 10)))
+losses = st.lists(st.none() | st.integers(0, 10), max_size=8)
+maybe = st.none() | st.integers(1, 130)
+
+
+class TestScan:
+    @given(
+        messages=streams | dense, subject=st.sampled_from([None, "a", "b"]), seq=st.integers(1, 130), up_to=maybe,
+        batch=st.none() | st.integers(1, 20), max_bytes=st.integers(1, 400), prefetch=st.integers(1, 4),
+        lost=losses, piece=st.integers(1, 7), old=st.booleans(), by_time=st.booleans(),
+    )  # fmt: skip
+    def test_any_range_of_any_stream(
+        self, messages: dict[int, tuple[str, int]], subject: str | None, seq: int, up_to: int | None,
+        batch: int | None, max_bytes: int, prefetch: int, lost: list[int | None], piece: int, old: bool, by_time: bool,
+    ) -> None:  # fmt: skip
+        # By time: the model's clock ticks once per sequence.
+        start = datetime.fromtimestamp(seq, UTC) if by_time else None
+        plan = small(lambda: Scan(
+            subject=subject, seq=1 if by_time else seq, start_time=start, up_to_seq=up_to, batch=batch,
+            max_bytes=max_bytes, prefetch=prefetch,
+        ))  # fmt: skip
+        driver = Driver(plan, Model(messages, old=old), lost, piece)
+        expected = [s for s in sorted(messages) if seq <= s <= (up_to or 999) and subject in (None, messages[s][0])]
+        assert driver.run() == expected
+        assert plan.end is not None
+        assert plan.end.last_seq == (expected[-1] if expected else 0)
+        assert driver.in_flight <= prefetch
+        if not old:
+            after = [s for s in messages if s > (up_to or 999) and s >= seq and subject in (None, messages[s][0])]
+            # Beyond a range nothing more is asked, so what is known of it may be nothing.
+            assert plan.end.num_pending in (0, len(after))
+
+    @given(
+        messages=streams | dense, doomed=st.lists(st.integers(1, 120), max_size=20), prefetch=st.integers(1, 4),
+        batch=st.none() | st.integers(1, 20), max_bytes=st.integers(10, 400), new=st.integers(0, 5),
+    )  # fmt: skip
+    def test_while_messages_come_and_go(
+        self, messages: dict[int, tuple[str, int]], doomed: list[int], prefetch: int, batch: int | None,
+        max_bytes: int, new: int,
+    ) -> None:  # fmt: skip
+        model = Model(dict(messages))
+        plan = small(lambda: Scan(batch=batch, max_bytes=max_bytes, prefetch=prefetch))
+        left = list(doomed)
+        coming = iter(range(200, 200 + new))
+
+        def change() -> None:
+            if left:
+                model.messages.pop(left.pop(), None)
+            if (seq := next(coming, None)) is not None:
+                model.messages[seq] = ("a", 5)
+
+        delivered = Driver(plan, model).run(change)
+        assert delivered == sorted(set(delivered))
+        stayed = {seq for seq in messages if seq not in doomed}
+        assert stayed <= set(delivered) <= set(messages) | set(range(200, 200 + new))
+
+    def test_sends_guesses_ahead_on_a_dense_stream_and_throws_none_away(self) -> None:
+        model = Model(dict.fromkeys(range(1, 101), ("a", 10)))
+        plan = Scan(batch=10, max_bytes=1 << 20, prefetch=3)
+        driver = Driver(plan, model)
+        assert driver.run() == list(range(1, 101))
+        assert driver.in_flight == 3
+        assert [request.seq for request in model.requests] == list(range(1, 101, 10))
+
+    def test_does_not_guess_where_sequences_are_missing_or_filtered(self) -> None:
+        for subject, step in ((None, 2), ("a", 1)):
+            driver = Driver(
+                Scan(subject=subject, batch=5, max_bytes=1 << 20, prefetch=4),
+                Model(dict.fromkeys(range(1, 61, step), ("a", 1))),
+            )
+            driver.run()
+            assert driver.in_flight == 1
+
+    def test_a_guess_after_a_cut_reply_is_void(self) -> None:
+        model = Model(dict.fromkeys(range(1, 31), ("a", 10)))
+        model.messages |= dict.fromkeys(range(15, 18), ("a", 100))
+        driver = Driver(Scan(batch=5, max_bytes=100, prefetch=2), model)
+        assert driver.run() == list(range(1, 31))
+        starts = [request.seq for request in model.requests]
+        assert len(starts) > 6, "some were asked again"
+
+    def test_requests_follow_the_size_of_the_messages(self) -> None:
+        big = Driver(Scan(max_bytes=1000, prefetch=1), Model(dict.fromkeys(range(1, 100), ("a", 100))))
+        big.run()
+        assert big.model.requests[0].batch == plans.FIRST_BATCH
+        assert {request.batch for request in big.model.requests[1:]} == {7}, "three quarters of the bytes"
+        tiny = Driver(Scan(max_bytes=1 << 20, prefetch=1), Model(dict.fromkeys(range(1, 6001), ("a", 1))))
+        tiny.run()
+        assert [request.batch for request in tiny.model.requests] == [1000, 4000, 16000]
+
+    def test_a_message_over_max_bytes_still_comes(self) -> None:
+        driver = Driver(Scan(max_bytes=10, prefetch=2), Model(dict.fromkeys(range(1, 9), ("a", 1000))))
+        assert driver.run() == list(range(1, 9))
+
+    @pytest.mark.parametrize(("seq", "up_to"), [(5, 4), (2, 1), (1, 0)])
+    def test_an_empty_range_asks_nothing(self, seq: int, up_to: int) -> None:
+        plan = Scan(seq=seq, up_to_seq=up_to, max_bytes=10)
+        assert (plan.done, plan.end, plan.next_request()) == (True, NOT_FOUND, None)
+
+    @pytest.mark.parametrize("messages", [{}, {9: ("a", 1)}])
+    def test_a_range_without_messages_has_no_last_sequence(self, messages: dict[int, tuple[str, int]]) -> None:
+        plan = Scan(seq=5, up_to_seq=7, max_bytes=10)
+        assert Driver(plan, Model(messages)).run() == []
+        assert plan.end is not None
+        assert plan.end.last_seq == 0
+        assert plan.end.num_pending == len(messages)
+
+    def test_a_range_that_ends_in_a_hole_can_be_reopened(self) -> None:
+        # A partial replica shows 11, the leader says that 10 is there: ask again, of whoever answers.
+        partial, whole = Model({8: ("a", 1), 11: ("a", 1)}), Model({8: ("a", 1), 10: ("a", 1), 11: ("a", 1)})
+        plan = Scan(seq=8, up_to_seq=10, batch=2, max_bytes=100, prefetch=2)
+        assert Driver(plan, partial).run() == [8]
+        assert plan.rest() == Request(seq=9, next_by_subj=">")
+        plan.reopen()
+        assert Driver(plan, whole).run() == [10]
+        assert plan.end is not None
+        assert plan.end.last_seq == 10
+
+    def test_what_is_left_of_a_range_by_time(self) -> None:
+        when = datetime.fromtimestamp(5, UTC)
+        plan = Scan(start_time=when, subject="a", max_bytes=100)
+        assert plan.rest() == Request(start_time=when, next_by_subj="a")
+        Driver(plan, Model({6: ("a", 1)})).run()
+        assert plan.rest() == Request(seq=7, next_by_subj="a")
+
+
+class TestOneBatch:
+    @given(
+        messages=streams, subject=st.sampled_from([None, "a"]), seq=st.integers(1, 130), batch=st.integers(1, 20),
+        max_bytes=st.integers(1, 400), lost=losses, piece=st.integers(1, 7), old=st.booleans(),
+    )  # fmt: skip
+    def test_any_batch_of_any_stream(
+        self, messages: dict[int, tuple[str, int]], subject: str | None, seq: int, batch: int, max_bytes: int,
+        lost: list[int | None], piece: int, old: bool,
+    ) -> None:  # fmt: skip
+        plan = OneBatch(Request(seq=seq, next_by_subj=subject, batch=batch, max_bytes=max_bytes))
+        delivered = Driver(plan, Model(messages, old=old), lost, piece).run()
+        matching = [s for s in sorted(messages) if s >= seq and subject in (None, messages[s][0])]
+        assert delivered == matching[: len(delivered)]
+        assert len(delivered) <= batch, "never more than was asked for"
+        size = sum(messages[s][1] for s in delivered)
+        assert len(delivered) == min(batch, len(matching)) or size >= max_bytes
+        assert plan.end is not None
+        assert plan.end.last_seq == (delivered[-1] if delivered else 0)
+        assert plan.end.found is bool(delivered)
+        if not old and not any(loss is not None for loss in lost):
+            assert plan.end.num_pending == len(matching) - len(delivered)
+
+    def test_sends_one_request(self) -> None:
+        model = Model(dict.fromkeys(range(1, 31), ("a", 10)))
+        assert Driver(OneBatch(Request(seq=3, batch=5, max_bytes=35)), model).run() == [3, 4, 5, 6]
+        assert len(model.requests) == 1
+
+    def test_a_lost_end_is_not_paid_with_another_message(self) -> None:
+        model = Model(dict.fromkeys(range(1, 31), ("a", 1)))
+        plan = OneBatch(Request(seq=1, batch=5, max_bytes=100))
+        assert Driver(plan, model, [5]).run() == [1, 2, 3, 4, 5]
+        assert plan.end == EndOfBatch(25, 5)
+
+    def test_by_time_goes_on_by_sequence(self) -> None:
+        model = Model(dict.fromkeys(range(1, 31), ("a", 1)))
+        plan = OneBatch(Request(start_time=datetime.fromtimestamp(4, UTC), batch=6, max_bytes=100))
+        assert Driver(plan, model, [2]).run() == [4, 5, 6, 7, 8, 9]
+        assert (model.requests[1].seq, model.requests[1].start_time, model.requests[1].batch) == (6, None, 4)
+
+
+subjects = st.dictionaries(st.integers(1, 120), st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 40)), max_size=60)
+
+
+class TestMultiLast:
+    @given(
+        messages=subjects, wanted=st.sampled_from([(">",), ("a", "b", "c"), ("h",)]), up_to=maybe,
+        batch=st.none() | st.integers(1, 10), max_bytes=st.integers(1, 200), old=st.booleans(), lost=losses,
+        piece=st.integers(1, 5), coming=st.lists(st.sampled_from("abcdefghi"), max_size=10),
+    )  # fmt: skip
+    def test_the_last_of_every_subject_at_one_point(
+        self, messages: dict[int, tuple[str, int]], wanted: tuple[str, ...], up_to: int | None, batch: int | None,
+        max_bytes: int, old: bool, lost: list[int | None], piece: int, coming: list[str],
+    ) -> None:  # fmt: skip
+        model = Model(dict(messages), last_seq=up_to or 0, old=old)
+        plan = MultiLast(Request(multi_last=wanted, up_to_seq=up_to, batch=batch, max_bytes=max_bytes))
+        driver = Driver(plan, model, lost, piece)
+        subjects = iter(coming)
+
+        def write() -> None:
+            if (subject := next(subjects, None)) is not None:
+                model.last_seq += 1
+                model.messages[model.last_seq] = (subject, 5)
+
+        delivered = driver.run(write)
+        if driver.gave_up:
+            assert up_to is None, "with a point of its own it can always ask for the rest"
+            assert delivered
+            return
+        assert plan.end is not None
+        pinned = up_to if up_to is not None else plan.end.up_to_seq or 0
+        lasts: dict[str, int] = {}
+        for seq in sorted(model.messages):
+            if seq <= pinned and (">" in wanted or model.messages[seq][0] in wanted):
+                lasts[model.messages[seq][0]] = seq
+        expected = sorted(lasts.values())
+        assert delivered == expected[:batch]
+        assert plan.end.last_seq == (delivered[-1] if delivered else 0)
+        assert plan.end.num_pending == len(expected) - len(delivered)
+        assert plan.end.found is bool(delivered)
+
+    def test_2_11_s_short_count_at_the_end_of_a_page_loses_nothing(self) -> None:
+        # Five keys, pages of four bytes: the first page's end says that none are left.
+        model = Model({seq: (name, 1) for seq, name in enumerate("abcde", 1)}, old=True)
+        assert model.answer(Request(multi_last=(">",), max_bytes=4)).end.num_pending == 0
+        model.requests.clear()
+        plan = MultiLast(Request(multi_last=(">",), max_bytes=4))
+        assert Driver(plan, model).run() == [1, 2, 3, 4, 5]
+        assert [(r.seq, r.up_to_seq) for r in model.requests] == [(None, None), (5, 5)]
+
+    def test_pages_have_both_cursors_and_drop_the_time(self) -> None:
+        model = Model({seq: (name, 10) for seq, name in enumerate("abcdef", 1)})
+        plan = MultiLast(Request(multi_last=(">",), up_to_time=datetime(2026, 1, 1, tzinfo=UTC), max_bytes=20))
+        assert Driver(plan, model).run() == [1, 2, 3, 4, 5, 6]
+        assert [(r.seq, r.up_to_seq, r.up_to_time is None) for r in model.requests] == [
+            (None, None, False), (3, 6, True), (5, 6, True),
+        ]  # fmt: skip
+
+    def test_an_empty_page_ends_it(self) -> None:
+        plan = MultiLast(Request(multi_last=("a",), max_bytes=10))
+        ask = plan.next_request()
+        assert ask is not None
+        plan.accept(ask, Block("S", [3], [[b"3"]], [b"3"]), 10, 1)
+        plan.finish(ask, EndOfBatch(1, 3, 7))
+        page = plan.next_request()
+        assert page is not None
+        assert (page.request.seq, page.request.up_to_seq) == (4, 7)
+        plan.finish(page, EndOfBatch(0, 0, 7))  # overwritten meanwhile, and not kept
+        assert plan.done
+        assert plan.end == EndOfBatch(0, 3, 7)
+
+    def test_a_lost_end_of_a_full_batch_asks_for_no_more(self) -> None:
+        model = Model({seq: (name, 1) for seq, name in enumerate("abcdef", 1)})
+        plan = MultiLast(Request(multi_last=(">",), up_to_seq=6, batch=3, max_bytes=100))
+        assert Driver(plan, model, [3]).run() == [1, 2, 3]
+        assert plan.end == EndOfBatch(3, 3, 6)
+
+
+def test_every_plan_has_one_request_out_at_first_and_none_when_done() -> None:
+    for plan in (
+        Scan(max_bytes=10),
+        OneBatch(Request(seq=1, batch=1)),
+        MultiLast(Request(multi_last=("a",))),
+    ):
+        first = plan.next_request()
+        assert first is not None
+        assert plan.oldest is first
+        assert plan.next_request() is None
+        plan.finish(first, NOT_FOUND)
+        assert (plan.done, plan.oldest, plan.next_request()) == (True, None, None)
+        assert plan.end is not None
+        assert (plan.end.num_pending, plan.end.last_seq, plan.end.found) == (0, 0, False)
+
+
+def test_asks_are_told_apart_even_when_they_ask_the_same() -> None:
+    one, other = (Ask(Request(seq=1, batch=1), 1, 1) for _ in range(2))
+    assert one != other
+    assert len({one: 1, other: 2}) == 2
