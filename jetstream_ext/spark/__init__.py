@@ -1,0 +1,37 @@
+"""The PySpark connector: ``spark.read.format("jetstream")``.
+
+Spark finds the format by itself (`pyspark_jetstream`); `register` does it by hand. Needs ``jetstream-ext[spark]``.
+
+From a query to rows::
+
+    source.py       what Spark calls: the data source and its reader
+      options.py    every option parsed and checked, before anything is connected
+      bounds.py     where a read starts and ends: by sequence, by time, earliest, latest
+      planning.py   driver: look at the streams, refuse what cannot work, resolve the ends
+      ranges.py     pure arithmetic: sequence ranges into partitions
+      subjects.py   subject filters, matched here or left to the server
+      reading.py    executor: one range as blocks of columns, proved complete
+      arrow.py      blocks to Arrow record batches
+      connections.py  one connection per worker process, kept between tasks
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["register"]
+
+
+def register(spark: SparkSession) -> None:
+    """Register the `jetstream` format with a session (classic or Connect).
+
+    Only needed where the executors' Python finds this package but the driver's search for ``pyspark_*`` modules was
+    over before it was installed, as in notebooks.
+    """
+    # Not at the top: pyspark is an extra, and heavy.
+    from jetstream_ext.spark.source import JetStreamDataSource
+
+    spark.dataSource.register(JetStreamDataSource)

@@ -1,0 +1,93 @@
+"""One partition, read in an executor: a sequence range as blocks of columns, proved complete."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from itertools import compress
+from typing import Final
+
+import pyarrow as pa
+from nats.js import JetStreamContext
+from pyspark.sql.types import StructType
+
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.replies import read_blocks, read_proved
+from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block
+from jetstream_ext.protocol.plans import Scan
+from jetstream_ext.spark.arrow import BatchBuilder
+from jetstream_ext.spark.connections import connections
+from jetstream_ext.spark.options import ReadOptions
+from jetstream_ext.spark.planning import lose
+from jetstream_ext.spark.ranges import SequenceRange
+from jetstream_ext.spark.subjects import Matcher
+
+# What Spark takes at a time: large enough for its cost per batch to vanish, small enough for limit() to stop early.
+_ROWS: Final = 10_000
+_BYTES: Final = 8 << 20
+
+
+def read_range(options: ReadOptions, schema: StructType, part: SequenceRange) -> Iterator[pa.RecordBatch]:
+    """Read a partition as record batches.
+
+    Raises:
+        DataLossError: Messages of the range expired after the read was planned.
+        JetStreamExtError: The read failed; Spark tries the task again.
+    """
+    builder = BatchBuilder(schema)
+    with connections().lend(options.connection, "jetstream-ext spark executor") as lease:
+        context = lease.connection.context(options)
+        for block in lease.iterate(_chunks(_rows(context, options, part), part)):
+            yield builder.build(block)
+
+
+async def _chunks(blocks: AsyncGenerator[Block, None], part: SequenceRange) -> AsyncGenerator[Block, None]:
+    """Join blocks as they come from the socket into those that Spark takes."""
+    matcher = Matcher(part.filters) if part.filters else None
+    chunk, size = Block(part.stream), 0
+    async for block in blocks:
+        if matcher is not None:
+            mask = matcher.mask(block.subjects)
+            block.seqs = list(compress(block.seqs, mask))
+            block.rows = list(compress(block.rows, mask))
+            block.datas = list(compress(block.datas, mask))
+        chunk.seqs += block.seqs
+        chunk.rows += block.rows
+        chunk.datas += block.datas
+        size += sum(map(len, block.datas))
+        if len(chunk) >= _ROWS or size >= _BYTES:
+            yield chunk
+            chunk, size = Block(part.stream), 0
+    if len(chunk):
+        yield chunk
+
+
+async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceRange) -> AsyncGenerator[Block, None]:
+    """Yield the messages of a range, and make sure at its end that none expired before it was read."""
+    js = JetStream(context)
+    timeout = options.connection.timeout
+    plan = Scan(subject=part.subject, seq=part.first, up_to_seq=part.last, max_bytes=DEFAULT_MAX_BYTES)
+    if options.tail_check:
+        blocks = read_proved(js, part.stream, plan, timeout, confirm=True, min_seq=None)
+    else:
+        blocks = read_blocks(js, part.stream, plan, timeout)
+    expected, gap = part.first, 0
+    async for block in blocks:
+        if not gap and (block.seqs[0] != expected or block.seqs[-1] - block.seqs[0] >= len(block)):
+            gap = _first_gap(expected, block.seqs)
+        expected = block.seqs[-1] + 1
+        yield block
+    if not gap and expected <= part.last:
+        gap = expected
+    # Elsewhere a gap is nothing special: a stream that has them already cannot tell which of them are new.
+    if gap and not part.from_head and (gap == part.first or (part.gapless and part.subject is None)):
+        head = (await js.context.stream_info(part.stream)).state.first_seq
+        if head > gap:
+            lose(options, f"sequences {gap} to {head - 1} of stream {part.stream!r} expired before they were read")
+
+
+def _first_gap(expected: int, seqs: list[int]) -> int:
+    for seq in seqs:
+        if seq != expected:
+            break
+        expected += 1
+    return expected

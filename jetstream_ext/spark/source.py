@@ -1,0 +1,143 @@
+"""What Spark calls: the `jetstream` data source and its batch reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NoReturn
+
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+    InputPartition,
+)
+from pyspark.sql.types import ArrayType, BinaryType, DataType, LongType, MapType, StringType, StructType, TimestampType
+
+from jetstream_ext.spark.options import ReadOptions
+from jetstream_ext.spark.ranges import SequenceRange
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+
+_COLUMNS: dict[str, DataType] = {
+    "stream": StringType(),
+    "seq": LongType(),
+    "subject": StringType(),
+    "time": TimestampType(),
+    "data": BinaryType(),
+    "headers": MapType(StringType(), ArrayType(StringType())),
+}
+
+
+class SchemaError(ValueError):
+    """The schema given with ``.schema(...)`` has columns that the format does not have."""
+
+
+class JetStreamDataSource(DataSource):
+    """The `jetstream` format: a JetStream stream as a table of its messages.
+
+    Columns: ``stream string, seq long, subject string, time timestamp, data binary, headers
+    map<string,array<string>>``. An explicit ``.schema("seq long, data binary")`` reads only the columns it names.
+
+    Spark makes an instance in a planning process and sends copies of it everywhere: it holds nothing but the options.
+    """
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the name for ``spark.read.format``."""
+        return "jetstream"
+
+    def schema(self) -> StructType:
+        """Return all columns; a mistake in the options shows here, at ``load()``.
+
+        Raises:
+            OptionError: An option is missing, unknown, malformed or in conflict with another.
+        """
+        ReadOptions.parse(self.options)
+        schema = StructType()
+        for name, kind in _COLUMNS.items():
+            schema = schema.add(name, kind)
+        return schema
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """Return the reader of a batch query.
+
+        Raises:
+            OptionError: An option is missing, unknown, malformed or in conflict with another.
+            SchemaError: The schema names other columns, or other types, than the format has.
+        """
+        options = ReadOptions.parse(self.options)
+        _check_schema(schema)
+        return JetStreamReader(options, schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        """Refuse: writing is not there yet."""
+        _not_yet("df.write", "publish with jetstream_ext.FastPublisher or AtomicBatch")
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
+        """Refuse: streaming is not there yet."""
+        _not_yet("spark.readStream", "read ranges with spark.read, startingOffsets and endingOffsets")
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 - Spark's name
+        """Refuse: writing is not there yet."""
+        _not_yet("df.writeStream", "use foreachBatch and publish with jetstream_ext.FastPublisher")
+
+
+class JetStreamPartition(InputPartition):
+    """One sequence range, as Spark carries it to an executor."""
+
+    def __init__(self, part: SequenceRange) -> None:
+        super().__init__(None)
+        self.part = part
+
+
+class JetStreamReader(DataSourceReader):
+    """Reads streams as they are when the query is planned."""
+
+    def __init__(self, options: ReadOptions, schema: StructType) -> None:
+        self._options = options
+        self._schema = schema
+
+    def partitions(self) -> list[InputPartition]:
+        """Look at the streams and return the ranges to read (called on the driver).
+
+        Raises:
+            JetStreamExtError: The read cannot work; the text says what to change.
+        """
+        # Imported where they are used: Spark loads this module in every session that has the package.
+        from jetstream_ext.spark.connections import connections
+        from jetstream_ext.spark.planning import plan_read
+
+        options = self._options
+        with connections().lend(options.connection, "jetstream-ext spark driver") as lease:
+            parts = lease.run(plan_read(lease.connection.context(options), options))
+        return [JetStreamPartition(part) for part in parts]
+
+    def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
+        """Read one range (called on an executor)."""
+        from jetstream_ext.spark.reading import read_range
+
+        if not isinstance(partition, JetStreamPartition):
+            return iter(())  # Spark's stand-in for an empty list of partitions
+        return read_range(self._options, self._schema, partition.part)
+
+
+def _check_schema(schema: StructType) -> None:
+    declared = ", ".join(f"{name} {kind.simpleString()}" for name, kind in _COLUMNS.items())
+    if not schema.fields or len(set(schema.names)) != len(schema.names):
+        raise SchemaError(f"the schema must name some of these columns, each once: {declared}")
+    for field in schema.fields:
+        kind = _COLUMNS.get(field.name)
+        if kind is None:
+            raise SchemaError(f"there is no column {field.name!r}; the format has: {declared}")
+        if field.dataType != kind:
+            raise SchemaError(
+                f"column {field.name!r} is {kind.simpleString()}, not {field.dataType.simpleString()}; "
+                "declare it so and cast it in the query"
+            )
+
+
+def _not_yet(what: str, instead: str) -> NoReturn:
+    raise NotImplementedError(f"{what} with format 'jetstream' is not available yet; {instead}")

@@ -1,0 +1,85 @@
+"""Columns from the wire to Arrow record batches."""
+
+from datetime import UTC, datetime
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructField, StructType
+
+from jetstream_ext.protocol.direct import Block
+from jetstream_ext.spark.arrow import BatchBuilder
+from jetstream_ext.spark.source import JetStreamDataSource
+
+ALL = JetStreamDataSource({"servers": "nats://n", "stream": "A"}).schema()
+
+
+def row(subject: bytes, time: bytes = b"2026-11-20T21:23:31Z", headers: bytes = b"") -> list[bytes]:
+    lines = [b"Nats-Sequence: 1", b"Nats-Time-Stamp: " + time, b"Nats-Num-Pending: 0", b"Nats-Last-Sequence: 0"]
+    return [subject, *lines, b"NATS/1.0\r\n" + headers if headers else b"\r\n"]
+
+
+def build(*rows: list[bytes], datas: list[bytes] | None = None, schema: StructType = ALL) -> pa.RecordBatch:
+    seqs = list(range(1, len(rows) + 1))
+    return BatchBuilder(schema).build(Block("A", seqs, list(rows), datas or [b""] * len(rows)))
+
+
+@pytest.mark.parametrize("nullable", [True, False])
+def test_the_schema_is_the_one_that_spark_wants(nullable: bool) -> None:
+    schema = StructType([StructField(field.name, field.dataType, nullable) for field in ALL.fields])
+    assert build(row(b"a"), schema=schema).schema == to_arrow_schema(schema, timezone="UTC")
+
+
+def test_all_columns() -> None:
+    first = row(b"a.1", b"2026-11-20T21:23:31.244826317Z", b"X: 1\r\nY: two words \r\nX:3")
+    batch = build(first, row(b"a.2"), datas=[b"\0\xff", b""])
+    assert batch.to_pylist() == [
+        {
+            "stream": "A",
+            "seq": 1,
+            "subject": "a.1",
+            "time": datetime(2026, 11, 20, 21, 23, 31, 244826, UTC),
+            "data": b"\0\xff",
+            "headers": [("X", ["1", "3"]), ("Y", ["two words"])],
+        },
+        {
+            "stream": "A",
+            "seq": 2,
+            "subject": "a.2",
+            "time": datetime(2026, 11, 20, 21, 23, 31, tzinfo=UTC),
+            "data": b"",
+            "headers": [],
+        },
+    ]
+
+
+@pytest.mark.parametrize(
+    ("digits", "microseconds"),
+    [("", 0), (".1", 100000), (".000001", 1), (".0000019", 1), (".999999999", 999999), (".12345678", 123456)],
+)
+def test_times_of_any_precision(digits: str, microseconds: int) -> None:
+    [time] = build(row(b"a", f"1999-12-31T23:59:59{digits}Z".encode())).column("time").to_pylist()
+    assert time == datetime(1999, 12, 31, 23, 59, 59, microseconds, UTC)
+
+
+def test_a_schema_prunes_and_orders() -> None:
+    batch = build(row(b"a"), datas=[b"x"], schema=StructType().add(ALL["data"]).add(ALL["seq"]))
+    assert batch.to_pylist() == [{"data": b"x", "seq": 1}]
+
+
+def test_bytes_that_are_no_utf_8() -> None:
+    batch = build(row(b"a.\xff", headers=b"X: \xff"), row("a.é".encode()))
+    assert batch.column("subject").to_pylist() == ["a.\ufffd", "a.é"]
+    assert batch.column("headers").to_pylist() == [[("X", ["\ufffd"])], []]
+
+
+def test_headers_that_the_server_added_are_not_the_messages() -> None:
+    # A frame that is laid out in another way comes whole.
+    block = b"NATS/1.0\r\nX: 1\r\nNats-Stream: A\r\nNats-Subject: a\r\nNats-Sequence: 1\r\nnonsense"
+    [headers] = build(row(b"a", headers=block[10:])).column("headers").to_pylist()
+    assert headers == [("X", ["1"])]
+
+
+def test_nothing() -> None:
+    assert build().num_rows == 0
+    assert build().schema == to_arrow_schema(ALL, timezone="UTC")

@@ -1,0 +1,298 @@
+"""One connection per worker process and way to connect."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import nkeys
+import pytest
+
+from jetstream_ext.spark.connect import ConnectError, RefusedError
+from jetstream_ext.spark.connections import Connections, connections
+from jetstream_ext.spark.given import OptionError
+from jetstream_ext.spark.options import ConnectionOptions, ReadOptions
+from jetstream_ext.testing import NatsServer
+
+PASSWORD = "correct horse"
+CONFIG = f"""
+http: "127.0.0.1:-1"
+ping_interval: "200ms"
+ping_max: 2
+authorization {{
+  users: [
+    {{user: all, password: "{PASSWORD}"}}
+    {{user: less, password: "{PASSWORD}", permissions: {{publish: "_INBOX.>"}}}}
+  ]
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[NatsServer]:
+    with NatsServer(config=CONFIG) as server:
+        yield server
+
+
+@pytest.fixture
+def cache() -> Iterator[Connections]:
+    cache = Connections()
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def options(guarded: NatsServer, monkeypatch: pytest.MonkeyPatch) -> ConnectionOptions:
+    monkeypatch.setenv("JSX_PASSWORD", PASSWORD)
+    return ConnectionOptions((guarded.url,), user="all", password_env="JSX_PASSWORD", timeout=5)
+
+
+def names(server: NatsServer) -> list[str]:
+    with urllib.request.urlopen(f"{server.endpoints['monitoring'][0]}/connz") as answer:
+        return [one["name"] for one in json.load(answer)["connections"]]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+async def rtt(client: object) -> float:
+    return float(await client.rtt())  # type: ignore[attr-defined]
+
+
+def test_a_connection_is_kept_between_tasks(
+    cache: Connections, options: ConnectionOptions, guarded: NatsServer
+) -> None:
+    clients = set()
+    for _ in range(3):
+        with cache.lend(options, "kept") as lease, cache.lend(options, "not made") as other:
+            clients |= {id(lease.connection.client), id(other.connection.client)}
+            assert lease.run(rtt(lease.connection.client)) > 0
+    assert len(clients) == 1
+    assert [name for name in names(guarded) if name in ("kept", "not made")] == ["kept"]
+
+
+def test_it_answers_pings_while_nobody_uses_it(
+    cache: Connections, options: ConnectionOptions, guarded: NatsServer
+) -> None:
+    with cache.lend(options, "pinged") as lease:
+        client = lease.connection.client
+    time.sleep(1.5)  # the server cuts whoever misses two pings, 0.2 s apart
+    assert "pinged" in names(guarded)
+    with cache.lend(options, "pinged") as lease:
+        assert lease.connection.client is client
+        assert client.stats["reconnects"] == 0
+
+
+def test_it_is_closed_when_idle(options: ConnectionOptions, guarded: NatsServer) -> None:
+    cache = Connections(idle=0.1)
+    with cache.lend(options, "idle"):
+        time.sleep(0.3)
+        assert "idle" in names(guarded)
+    eventually(lambda: "idle" not in names(guarded))
+    with cache.lend(options, "idle"):
+        assert "idle" in names(guarded)
+    cache.close()
+    eventually(lambda: "idle" not in names(guarded))
+
+
+def test_one_that_did_not_finish_is_dropped(
+    cache: Connections, options: ConnectionOptions, guarded: NatsServer
+) -> None:
+    with cache.lend(options, "other task") as other:
+        with pytest.raises(ZeroDivisionError), cache.lend(options, "failed task"):
+            raise ZeroDivisionError
+        with cache.lend(options, "next task") as lease:
+            assert lease.connection is not other.connection
+        assert other.run(rtt(other.connection.client)) > 0  # not pulled away from under the other task
+    eventually(lambda: names(guarded) == ["next task"])
+
+
+def test_a_connection_that_is_gone_is_replaced(options: ConnectionOptions, cache: Connections) -> None:
+    with cache.lend(options, "first") as lease:
+        first = lease.connection
+        lease.run(first.close())
+    with cache.lend(options, "second") as lease:
+        assert lease.connection is not first
+        assert lease.run(rtt(lease.connection.client)) > 0
+
+
+def test_iterates_one_item_ahead(cache: Connections, options: ConnectionOptions) -> None:
+    made: list[int] = []
+    closed = threading.Event()
+
+    async def items() -> AsyncIterator[int]:
+        try:
+            for item in range(100):
+                made.append(item)
+                yield item
+                await asyncio.sleep(0)
+        finally:
+            closed.set()
+
+    with cache.lend(options, "iterate") as lease:
+        assert list(lease.iterate(items())) == list(range(100))  # type: ignore[arg-type]
+        assert closed.is_set()
+        closed.clear()
+        made.clear()
+        iterator = lease.iterate(items())  # type: ignore[arg-type]
+        assert next(iterator) == 0
+        eventually(lambda: made == [0, 1])
+        time.sleep(0.05)
+        assert made == [0, 1]
+        iterator.close()  # type: ignore[attr-defined]
+        assert closed.is_set()
+
+
+def test_leaving_early_while_an_item_is_on_its_way(cache: Connections, options: ConnectionOptions) -> None:
+    closed = threading.Event()
+
+    async def items() -> AsyncIterator[int]:
+        try:
+            yield 1
+            await asyncio.sleep(60)
+            yield 2
+        finally:
+            closed.set()
+
+    with cache.lend(options, "iterate") as lease:
+        iterator = lease.iterate(items())  # type: ignore[arg-type]
+        assert next(iterator) == 1
+        iterator.close()  # type: ignore[attr-defined]
+        assert closed.is_set()
+
+
+def test_a_wrong_password_fails_at_once(
+    cache: Connections, options: ConnectionOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JSX_PASSWORD", "wrong")
+    start = time.monotonic()
+    with pytest.raises(ConnectError, match=r"(?i)authorization") as caught, cache.lend(options, "x"):
+        pass
+    assert time.monotonic() - start < 3
+    assert "wrong" not in str(caught.value)
+    monkeypatch.setenv("JSX_PASSWORD", PASSWORD)
+    with cache.lend(options, "x") as lease:  # the failure is not remembered
+        assert lease.connection.usable
+
+
+def test_no_server(cache: Connections) -> None:
+    options = ConnectionOptions(("nats://127.0.0.1:1",), timeout=0.5)
+    with (
+        pytest.raises(ConnectError, match=r"127\.0\.0\.1:1 within 0\.5 s: .*Connect call failed"),
+        cache.lend(options, "x"),
+    ):
+        pass
+
+
+def test_a_timeout_tells_of_missing_permissions(cache: Connections, options: ConnectionOptions) -> None:
+    less = ConnectionOptions(options.servers, user="less", password_env="JSX_PASSWORD", timeout=0.5)
+    read = ReadOptions(less, ("A",), (), {}, {})
+    with (
+        pytest.raises(RefusedError, match=r"(?i)permissions Violation for Publish to .*\$JS.API.STREAM.INFO.A"),
+        cache.lend(less, "less") as lease,
+    ):
+        lease.run(lease.connection.context(read).stream_info("A"))
+
+
+def test_token(cache: Connections, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JSX_TOKEN", PASSWORD)
+    with (
+        NatsServer(config=f'authorization {{token: "{PASSWORD}"}}') as server,
+        cache.lend(ConnectionOptions((server.url,), token_env="JSX_TOKEN"), "token") as lease,
+    ):
+        assert lease.run(rtt(lease.connection.client)) > 0
+
+
+def test_nkey(cache: Connections, tmp_path: Path) -> None:
+    seed = tmp_path / "user.nk"
+    seed.write_bytes(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
+    public = nkeys.from_seed(bytearray(seed.read_bytes())).public_key.decode()
+    with (
+        NatsServer(config=f"authorization {{users: [{{nkey: {public}}}]}}") as server,
+        cache.lend(ConnectionOptions((server.url,), nkey_file=str(seed)), "nkey") as lease,
+    ):
+        assert lease.run(rtt(lease.connection.client)) > 0
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
+def test_tls_both_ways(cache: Connections, tmp_path: Path) -> None:
+    for name in ("server", "client"):
+        subprocess.run(
+            f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN={name} "
+            f"-addext subjectAltName=IP:127.0.0.1 -keyout {name}.key -out {name}.pem".split(),
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+        )
+    pem = {name: str(tmp_path / name) for name in ("server.pem", "server.key", "client.pem", "client.key")}
+    tls = f"""tls {{cert_file: "{pem["server.pem"]}", key_file: "{pem["server.key"]}",
+                    ca_file: "{pem["client.pem"]}", verify: true}}"""
+    with NatsServer(config=tls) as server:
+        trusted = ConnectionOptions(
+            (server.url,), tls_ca=pem["server.pem"], tls_cert=pem["client.pem"], tls_key=pem["client.key"], timeout=5
+        )
+        with cache.lend(trusted, "tls") as lease:
+            assert lease.run(rtt(lease.connection.client)) > 0
+        stranger = ConnectionOptions((server.url,), tls_ca=pem["client.pem"], timeout=0.5)
+        with pytest.raises(ConnectError, match="CERTIFICATE_VERIFY_FAILED"), cache.lend(stranger, "x"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"user": "u", "password_env": "JSX_NOT_SET"}, "'passwordEnv'.*environment variable that is set"),
+        ({"token_env": "JSX_NOT_SET"}, "'tokenEnv'.*environment variable that is set"),
+        ({"tls_ca": "/no/such/file"}, "'tlsCa'.*no file '/no/such/file' on this node"),
+        ({"tls_ca": __file__}, "'tlsCa'.*holds no certificates"),
+        ({"tls_cert": __file__, "tls_key": __file__}, "'tlsCert', 'tlsKey'"),
+    ],
+)
+def test_names_the_reference_that_leads_nowhere(
+    cache: Connections, server: NatsServer, given: dict[str, str], message: str
+) -> None:
+    with (
+        pytest.raises(OptionError, match=message) as caught,
+        cache.lend(ConnectionOptions((server.url,), **given), "x"),  # type: ignore[arg-type]
+    ):
+        pass
+    assert "JSX_NOT_SET" not in str(caught.value)
+
+
+def test_credentials_files(
+    cache: Connections, server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = tmp_path / "a.creds"
+    wrong.write_text("nothing")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with (
+        pytest.raises(OptionError, match=r"'credsFile'.*no user JWT"),
+        cache.lend(ConnectionOptions((server.url,), creds_file=str(wrong)), "x"),
+    ):
+        pass
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with (
+        pytest.raises(OptionError, match=r"'nkeyFile'.*nats-py\[nkeys\]"),
+        cache.lend(ConnectionOptions((server.url,), nkey_file=str(wrong)), "x"),
+    ):
+        pass
+
+
+def test_there_is_one_cache_per_process() -> None:
+    assert connections() is connections()
+    with pytest.MonkeyPatch.context() as patch:
+        mine = connections()
+        patch.setattr(os, "getpid", lambda: -1)
+        forked = connections()
+        assert forked is not mine
+        forked.close()

@@ -1,0 +1,174 @@
+"""The options of a batch read."""
+
+import pickle
+from datetime import UTC, datetime, timedelta, timezone
+
+import pytest
+from pyspark.sql.datasource import CaseInsensitiveDict
+
+from jetstream_ext.spark.bounds import AtSequence, AtTime, Named
+from jetstream_ext.spark.given import OptionError
+from jetstream_ext.spark.options import ConnectionOptions, ReadOptions
+
+URL = "nats://n:4222"
+
+
+def parse(**options: str) -> ReadOptions:
+    return ReadOptions.parse(CaseInsensitiveDict({"servers": URL, "stream": "A"} | options))
+
+
+def test_defaults() -> None:
+    read = parse()
+    assert read == ReadOptions(
+        connection=ConnectionOptions((URL,)),
+        streams=("A",),
+        subjects=(),
+        starting={"A": Named.EARLIEST},
+        ending={"A": Named.LATEST},
+    )
+    assert (read.min_partitions, read.max_bytes_per_partition) == (2, 64 << 20)
+    assert read.fail_on_data_loss
+    assert read.tail_check
+    assert pickle.loads(pickle.dumps(read)) == read
+
+
+def test_everything() -> None:
+    read = parse(
+        servers=" nats://a:4222, tls://b ,c:4333,nats://a:4222",
+        stream="A, B",
+        subjects="x.*,y.>",
+        STARTINGOFFSETS='{"A": 42, "B": "latest"}',
+        endingTime='{"A": "2026-01-31T13:45:00+01:00"}',
+        minPartitions="7",
+        maxBytesPerPartition="16MB",
+        failOnDataLoss="False",
+        tailCheck="false",
+        apiPrefix="JS.other.API.",
+        requestTimeout="2.5",
+        user="me",
+        passwordEnv="PW",
+        tlsCa="ca.pem",
+        tlsCert="c.pem",
+        tlsKey="k.pem",
+    )
+    assert read.connection == ConnectionOptions(
+        ("nats://a:4222", "tls://b", "nats://c:4333"),
+        user="me",
+        password_env="PW",
+        tls_ca="ca.pem",
+        tls_cert="c.pem",
+        tls_key="k.pem",
+        timeout=2.5,
+    )
+    assert read.streams == ("A", "B")
+    assert read.subjects == ("x.*", "y.>")
+    assert read.starting == {"A": AtSequence(42), "B": Named.LATEST}
+    moment = datetime(2026, 1, 31, 13, 45, tzinfo=timezone(timedelta(hours=1)))
+    assert read.ending == {"A": AtTime(moment), "B": Named.LATEST}
+    assert (read.min_partitions, read.max_bytes_per_partition) == (7, 16 << 20)
+    assert (read.fail_on_data_loss, read.tail_check) == (False, False)
+    assert read.api_prefix == "JS.other.API"
+
+
+def test_one_time_for_all_streams() -> None:
+    moment = AtTime(datetime(2026, 1, 31, tzinfo=UTC))
+    assert parse(stream="A,B", startingTime="2026-01-31T00:00:00Z").starting == {"A": moment, "B": moment}
+
+
+@pytest.mark.parametrize(
+    "loaded", [{"path": "A"}, {"path": "A,B"}, {"paths": '["A","B"]'}, {"stream": "A,B", "path": "A,B"}]
+)
+def test_streams_from_load(loaded: dict[str, str]) -> None:
+    read = ReadOptions.parse(CaseInsensitiveDict({"servers": URL} | loaded))
+    assert read.streams == ("A", "B")[: len(read.streams)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"servers": ""}, "'servers'.*empty"),
+        ({"servers": "ftp://x"}, "'servers'.*no server URL"),
+        ({"servers": "nats://x:notaport"}, "'servers'.*no server URL"),
+        ({"stream": "A.B"}, "'stream'.*not allowed in a name"),
+        ({"stream": "A,,B"}, "'stream'.*empty"),
+        ({"path": "B"}, "'stream'.*says A, but load.* says B"),
+        ({"paths": '["B","C"]'}, "'stream'.*says A, but load.* says B,C"),
+        ({"subjects": "a..b"}, "'subjects'.*empty token"),
+        ({"subjects": "a.>.b"}, "'subjects'.*'>'"),
+        ({"startingOffsets": "first"}, r"'startingOffsets'.*earliest, latest, or JSON such as \{\"A\": 42\}"),
+        ({"startingOffsets": "42"}, "'startingOffsets'.*JSON such as"),
+        ({"startingOffsets": "{"}, "'startingOffsets'.*not valid JSON"),
+        ({"startingOffsets": '{"B": 1}'}, "'startingOffsets'.*'B', which is not among"),
+        ({"startingOffsets": '{"A": 1, "A": 2}'}, "'startingOffsets'.*twice"),
+        ({"startingOffsets": '{"A": 0}'}, "'startingOffsets'.*0 is no stream sequence"),
+        ({"startingOffsets": '{"A": true}'}, "'startingOffsets'.*no stream sequence"),
+        ({"startingOffsets": '{"A": 1.5}'}, "'startingOffsets'.*no stream sequence"),
+        ({"endingOffsets": "earliest"}, "'endingOffsets'.*cannot end at 'earliest'"),
+        ({"startingOffsets": '{"A": 9}', "endingOffsets": '{"A": 7}'}, "'endingOffsets'.*end at 7, before its start 9"),
+        ({"startingTime": "2026-01-31T13:45:00"}, "'startingTime'.*no time zone; write it with Z"),
+        ({"startingTime": "yesterday"}, "'startingTime'.*RFC 3339"),
+        ({"endingTime": '{"A": 5}'}, "'endingTime'.*RFC 3339"),
+        (
+            {"startingTime": "2026-01-02T00:00:00Z", "endingTime": "2026-01-01T00:00:00Z"},
+            "'endingTime'.*before its start",
+        ),
+        (
+            {"startingTime": "2026-01-02T00:00:00Z", "startingOffsets": "latest"},
+            "cannot go together with 'startingTime'",
+        ),
+        ({"endingTime": "2026-01-02T00:00:00Z", "endingOffsets": "latest"}, "cannot go together with 'endingTime'"),
+        ({"minPartitions": "0"}, "'minPartitions'.*integer from 1"),
+        ({"minPartitions": "two"}, "'minPartitions'.*integer from 1"),
+        ({"maxBytesPerPartition": "64 apples"}, "'maxBytesPerPartition'.*bytes such as"),
+        ({"failOnDataLoss": "yes"}, "'failOnDataLoss'.*neither true nor false"),
+        ({"requestTimeout": "-1"}, "'requestTimeout'.*seconds"),
+        ({"requestTimeout": "nan"}, "'requestTimeout'.*seconds"),
+        ({"domain": "hub", "apiPrefix": "X"}, "'domain'.*cannot go together with 'apiPrefix'"),
+        ({"domain": " "}, "'domain'.*empty"),
+        ({"user": "me"}, "'user'.*needs 'passwordEnv'"),
+        ({"passwordEnv": "PW"}, "'passwordEnv'.*needs 'user'"),
+        ({"tlsCert": "c"}, "'tlsCert'.*needs 'tlsKey'"),
+        ({"tlsKey": "k"}, "'tlsKey'.*needs 'tlsCert'"),
+        ({"credsFile": "c", "tokenEnv": "T"}, "'credsFile'.*cannot go together with 'tokenEnv'"),
+        ({"startingOffset": "latest"}, "no such option; did you mean 'startingOffsets'"),
+        ({"zzz": "1"}, "no such option; known are: stream, subjects, .*tlsKey"),
+        ({"maxOffsetsPerTrigger": "5"}, "streaming reads"),
+        ({"subject": "a"}, "belongs to writing; to read some subjects only, use 'subjects'"),
+        ({"semantics": "none"}, "belongs to writing"),
+    ],
+)
+def test_names_the_option_and_the_fix(options: dict[str, str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        parse(**options)
+
+
+@pytest.mark.parametrize(("missing", "message"), [("servers", "'servers': it is missing"), ("stream", "or as in load")])
+def test_missing(missing: str, message: str) -> None:
+    options = {"servers": URL, "stream": "A"}
+    del options[missing]
+    with pytest.raises(OptionError, match=message):
+        ReadOptions.parse(CaseInsensitiveDict(options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"password": "hunter2"},
+        {"token": "hunter2"},
+        {"creds": "hunter2"},
+        {"secretSauce": "hunter2"},
+        {"servers": "nats://me:hunter2@host:4222"},
+        {"servers": "nats://hunter2@host"},
+    ],
+)
+def test_a_secret_in_the_wrong_place_is_not_repeated(options: dict[str, str]) -> None:
+    with pytest.raises(OptionError) as caught:
+        parse(**options)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_repr_shows_no_credentials() -> None:
+    read = parse(user="hunter2", passwordEnv="hunter2")
+    assert "hunter2" not in repr(read)
+    assert "password_env" in repr(read)
+    assert URL in repr(read)

@@ -1,0 +1,225 @@
+"""What the driver checks and decides before any task runs."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+import nats
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig
+
+import jetstream_ext as jsx
+from jetstream_ext.errors import UnsupportedFeatureError
+from jetstream_ext.spark.options import ReadOptions
+from jetstream_ext.spark.planning import DataLossError, PlanningError, plan_read
+from jetstream_ext.spark.ranges import SequenceRange
+from jetstream_ext.testing import NatsServer
+
+
+async def fill(js: JetStreamContext, stream: str, messages: int = 10, size: int = 10, **config: object) -> str:
+    await js.add_stream(
+        StreamConfig(name=stream, subjects=[f"{stream}.>"], allow_direct=True, allow_batched=True).evolve(**config)
+    )
+    if messages:
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many((f"{stream}.{i % 10}", bytes(size)) for i in range(messages))
+    return stream
+
+
+async def plan(js: JetStreamContext, stream: str, **options: str) -> list[SequenceRange]:
+    return await plan_read(js, ReadOptions.parse({"servers": "nats://unused", "stream": stream} | options))
+
+
+def spans(parts: list[SequenceRange]) -> list[tuple[int, int]]:
+    return [(part.first, part.last) for part in parts]
+
+
+async def test_a_whole_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    stream = await fill(js, stream_name())
+    parts = await plan(js, stream)
+    assert spans(parts) == [(1, 5), (6, 10)]
+    assert [part.from_head for part in parts] == [True, False]
+    assert all(part.gapless and part.subject is None and part.filters == () and part.size > 0 for part in parts)
+
+
+async def test_an_empty_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    stream = await fill(js, stream_name(), messages=0)
+    assert await plan(js, stream) == []
+    assert await plan(js, stream, startingTime="2020-01-01T00:00:00Z", endingTime="2030-01-01T00:00:00Z") == []
+    other = await fill(js, stream_name())
+    await js.purge_stream(other)
+    assert await plan(js, other) == []
+    assert await plan(js, other, startingOffsets="latest") == []
+
+
+async def test_partitions_follow_the_bytes(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    stream = await fill(js, stream_name(), messages=1000, size=1000)
+    assert len(await plan(js, stream, maxBytesPerPartition="100k")) > 8
+    assert len(await plan(js, stream, minPartitions="7")) == 7
+    assert len(await plan(js, stream, minPartitions="1")) == 1
+    assert len(await plan(js, stream, maxBytesPerPartition="100k", startingOffsets=f'{{"{stream}": 900}}')) == 2
+
+
+async def test_several_streams(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    large = await fill(js, stream_name(), messages=900)
+    small = await fill(js, stream_name(), messages=100)
+    parts = await plan(js, f"{large},{small}", minPartitions="4", startingOffsets=f'{{"{small}": 51}}')
+    assert [(part.stream, part.first, part.last) for part in parts] == [
+        (large, 1, 300),
+        (large, 301, 600),
+        (large, 601, 900),
+        (small, 51, 100),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [
+        ("earliest", "latest", (1, 10)),
+        ("3", "7", (3, 7)),
+        ("3", "latest", (3, 10)),
+        ("10", "10", (10, 10)),
+        ("11", "latest", None),
+        ("latest", "latest", None),
+        ("5", "4", None),
+    ],
+)
+async def test_ends_by_sequence(
+    js: JetStreamContext, stream_name: Callable[[], str], start: str, end: str, expected: tuple[int, int] | None
+) -> None:
+    stream = await fill(js, stream_name())
+
+    def option(text: str) -> str:
+        return f'{{"{stream}": {text}}}' if text.isdigit() else text
+
+    parts = await plan(js, stream, startingOffsets=option(start), endingOffsets=option(end), minPartitions="1")
+    assert spans(parts) == ([expected] if expected else [])
+
+
+async def test_ends_by_time(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    stream = await fill(js, stream_name(), messages=0)
+    times: list[str] = []
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+        times.append(datetime.now(UTC).isoformat())
+        await asyncio.sleep(0.01)
+        await js.publish(f"{stream}.x", b"")
+    before, after = "2020-01-01T00:00:00Z", (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+
+    async def between(start: str, end: str) -> list[tuple[int, int]]:
+        return spans(await plan(js, stream, startingTime=start, endingTime=end, minPartitions="1"))
+
+    assert await between(before, after) == [(1, 3)]
+    assert await between(times[0], times[1]) == [(1, 1)]
+    assert await between(times[1], after) == [(2, 3)]
+    assert await between(times[1], times[1]) == []
+    assert await between(before, times[0]) == []
+    assert await between(after, after) == []
+    # The moment of a message itself: a start takes it, an end does not.
+    second = (await jsx.DirectGet(js, stream).get(2)).time.isoformat()
+    assert await between(second, after) in ([(2, 3)], [(3, 3)])  # stored in nanoseconds, said in microseconds
+    assert await between(before, second) == [(1, 1)]
+
+
+async def test_a_missing_stream(
+    js: JetStreamContext, stream_name: Callable[[], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    missing = stream_name()
+    with pytest.raises(DataLossError, match=f"'{missing}' does not exist; check 'stream'.*set failOnDataLoss to false"):
+        await plan(js, missing)
+    there = await fill(js, stream_name())
+    with caplog.at_level(logging.WARNING, "jetstream_ext"):
+        parts = await plan(js, f"{missing},{there}", failOnDataLoss="false")
+    assert {part.stream for part in parts} == {there}
+    assert f"'{missing}' does not exist" in caplog.text
+
+
+async def test_no_allow_direct(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    stream = await fill(js, stream_name(), allow_direct=False)
+    with pytest.raises(
+        PlanningError, match=f"'{stream}' has no allow_direct.*nats stream edit {stream} --allow-direct"
+    ):
+        await plan(js, stream)
+
+
+async def test_no_jetstream_there(server: NatsServer, js: JetStreamContext) -> None:
+    elsewhere = js._nc.jetstream(domain="nowhere")
+    with pytest.raises(PlanningError, match=r"nobody answers \$JS.nowhere.API.STREAM.INFO.A: .*'domain'"):
+        await plan(elsewhere, "A")
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "message", "instead"),
+    [
+        ("2", "8", "sequences 2 to 4 of stream .* are gone .*; it starts at 5 now", [(5, 8)]),
+        ("30", "40", "ends at sequence 10, before the start at 30; was it re-created", []),
+        ("6", "12", "ends at sequence 10, and not at 12 or later", [(6, 10)]),
+    ],
+)
+async def test_data_loss(
+    js: JetStreamContext,
+    stream_name: Callable[[], str],
+    caplog: pytest.LogCaptureFixture,
+    start: str,
+    end: str,
+    message: str,
+    instead: list[tuple[int, int]],
+) -> None:
+    stream = await fill(js, stream_name())
+    await js.purge_stream(stream, seq=5)
+    ends = {"startingOffsets": f'{{"{stream}": {start}}}', "endingOffsets": f'{{"{stream}": {end}}}'}
+    with pytest.raises(DataLossError, match=message):
+        await plan(js, stream, **ends)
+    parts = await plan(js, stream, failOnDataLoss="false", minPartitions="1", **ends)
+    assert spans(parts) == instead
+    assert "failOnDataLoss is false" in caplog.text
+    assert spans(await plan(js, stream, minPartitions="1")) == [(5, 10)]  # earliest is what there is
+
+
+async def test_interior_deletes_are_no_loss(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    stream = await fill(js, stream_name())
+    await js.delete_msg(stream, 4)
+    [part] = await plan(js, stream, minPartitions="1", startingOffsets=f'{{"{stream}": 1}}')
+    assert (part.first, part.last, part.gapless) == (1, 10, False)
+
+
+@pytest.mark.parametrize(
+    ("subjects", "server_side", "client_side"),
+    [
+        (">", None, ()),
+        ("{stream}.>", None, ()),
+        ("{stream}.1", "{stream}.1", ()),
+        ("{stream}.*", None, ("{stream}.*",)),
+        ("{stream}.1,{stream}.2", None, ("{stream}.1", "{stream}.2")),
+        ("other", "other", ()),
+    ],
+)
+async def test_who_filters(
+    js: JetStreamContext,
+    stream_name: Callable[[], str],
+    subjects: str,
+    server_side: str | None,
+    client_side: tuple[str, ...],
+) -> None:
+    stream = await fill(js, stream_name(), messages=100, size=1000)
+    [part] = await plan(js, stream, subjects=subjects.format(stream=stream), minPartitions="1")
+    assert part.subject == (server_side and server_side.format(stream=stream))
+    assert part.filters == tuple(one.format(stream=stream) for one in client_side)
+    assert (part.first, part.last) == (1, 100)
+    assert (part.size < 15_000) is (server_side is not None)
+
+
+async def test_an_old_server(stream_name: Callable[[], str]) -> None:
+    with NatsServer(version="2.10.26") as old:
+        nc = await nats.connect(old.url)
+        try:
+            js = nc.jetstream()
+            stream = stream_name()
+            await js.add_stream(StreamConfig(name=stream, subjects=[stream], allow_direct=True))
+            await js.publish(stream, b"")
+            with pytest.raises(UnsupportedFeatureError, match=r"needs nats-server 2\.11"):
+                await plan(js, stream)
+        finally:
+            await nc.close()

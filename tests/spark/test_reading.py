@@ -1,0 +1,204 @@
+"""One partition, read as an executor does, without Spark around it."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import nats
+import pyarrow as pa
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig
+from pyspark.sql.types import StructType
+
+import jetstream_ext as jsx
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.protocol.direct import Block
+from jetstream_ext.protocol.plans import Scan
+from jetstream_ext.spark import reading
+from jetstream_ext.spark.connections import Connections
+from jetstream_ext.spark.options import ReadOptions
+from jetstream_ext.spark.planning import DataLossError
+from jetstream_ext.spark.ranges import SequenceRange
+from jetstream_ext.spark.source import JetStreamDataSource
+from jetstream_ext.testing import NatsServer
+
+
+@pytest.fixture
+def with_js(server: NatsServer) -> Callable[[Callable[[JetStreamContext], Awaitable[Any]]], Any]:
+    """Run a coroutine function with a JetStream context of its own."""
+
+    def run(function: Callable[[JetStreamContext], Awaitable[Any]]) -> Any:
+        async def connected() -> Any:
+            nc = await nats.connect(server.url)
+            try:
+                return await function(nc.jetstream())
+            finally:
+                await nc.close()
+
+        return asyncio.run(connected())
+
+    return run
+
+
+@pytest.fixture
+def stream(with_js: Any, stream_name: Callable[[], str]) -> str:
+    """A stream of 50 messages on 10 subjects, with the sequence as its text."""
+    name = stream_name()
+
+    async def fill(js: JetStreamContext) -> None:
+        await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.*"], allow_direct=True, allow_batched=True))
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many((f"{name}.{i % 10}", b"%d" % i) for i in range(1, 51))
+
+    with_js(fill)
+    return name
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
+    cache = Connections()
+    monkeypatch.setattr(reading, "connections", lambda: cache)
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def batches(server: NatsServer, cache: Connections) -> Callable[..., Iterator[pa.RecordBatch]]:
+    def read(part: SequenceRange, schema: StructType | None = None, **given: str) -> Iterator[pa.RecordBatch]:
+        options = {"servers": server.url, "stream": part.stream, "requestTimeout": "3"} | given
+        source = JetStreamDataSource(options)
+        return reading.read_range(ReadOptions.parse(options), schema or source.schema(), part)
+
+    return read
+
+
+@pytest.fixture
+def seqs(batches: Callable[..., Iterator[pa.RecordBatch]]) -> Callable[..., list[int]]:
+    def read(part: SequenceRange, **given: str) -> list[int]:
+        return [seq for batch in batches(part, **given) for seq in batch.column("seq").to_pylist()]
+
+    return read
+
+
+def test_a_range(stream: str, batches: Callable[..., Iterator[pa.RecordBatch]]) -> None:
+    [batch] = batches(SequenceRange(stream, 11, 20))
+    assert batch.column("seq").to_pylist() == list(range(11, 21))
+    assert batch.column("data").to_pylist() == [b"%d" % seq for seq in range(11, 21)]
+    assert set(batch.column("stream").to_pylist()) == {stream}
+
+
+@pytest.mark.parametrize("tail_check", ["true", "false"])
+def test_a_range_that_ends_in_a_gap(stream: str, seqs: Any, with_js: Any, tail_check: str) -> None:
+    async def delete(js: JetStreamContext) -> None:
+        for seq in (18, 19, 20, 48, 49, 50):
+            await js.delete_msg(stream, seq)
+
+    with_js(delete)
+    assert seqs(SequenceRange(stream, 11, 20), tailCheck=tail_check) == list(range(11, 18))
+    assert seqs(SequenceRange(stream, 41, 50), tailCheck=tail_check) == list(range(41, 48))
+    assert seqs(SequenceRange(stream, 48, 50), tailCheck=tail_check) == []
+    assert seqs(SequenceRange(stream, 19, 22), tailCheck=tail_check) == [21, 22]
+
+
+def test_filters(stream: str, seqs: Any) -> None:
+    part = SequenceRange(stream, 1, 50)
+    assert seqs(replace(part, subject=f"{stream}.3")) == [3, 13, 23, 33, 43]
+    assert seqs(replace(part, filters=(f"{stream}.3",))) == [3, 13, 23, 33, 43]
+    assert seqs(replace(part, filters=(f"{stream}.3", f"{stream}.4"))) == [3, 4, 13, 14, 23, 24, 33, 34, 43, 44]
+    assert seqs(replace(part, filters=("other",))) == []
+    assert seqs(replace(part, subject="other")) == []
+
+
+def test_batches_are_bounded(
+    stream: str, batches: Callable[..., Iterator[pa.RecordBatch]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Bounds count what arrives together, so a batch can be larger by that.
+    monkeypatch.setattr(reading, "_BYTES", 10)
+    parts = [batch.num_rows for part in SequenceRange(stream, 1, 50).split(5) for batch in batches(part)]
+    assert sum(parts) == 50
+    assert len(parts) == 5
+    monkeypatch.setattr(reading, "_BYTES", 1 << 20)
+    monkeypatch.setattr(reading, "_ROWS", 10)
+    assert sum(batch.num_rows for batch in batches(SequenceRange(stream, 1, 50))) == 50
+
+
+def test_only_the_columns_that_are_asked_for(stream: str, batches: Callable[..., Iterator[pa.RecordBatch]]) -> None:
+    schema = StructType().add("data", "binary").add("seq", "long")
+    [batch] = batches(SequenceRange(stream, 5, 5), schema)
+    assert batch.to_pylist() == [{"data": b"5", "seq": 5}]
+
+
+class TestHeadThatExpires:
+    """Between the plan and the read, the stream lost sequences 1 to 25."""
+
+    @pytest.fixture(autouse=True)
+    def _purged(self, stream: str, with_js: Any) -> None:
+        with_js(lambda js: js.purge_stream(stream, seq=26))
+
+    @pytest.mark.parametrize(("first", "last"), [(1, 50), (11, 50), (11, 20), (25, 30)])
+    @pytest.mark.parametrize("gapless", [True, False])
+    def test_is_a_loss(self, stream: str, seqs: Any, first: int, last: int, gapless: bool) -> None:
+        message = f"sequences {first} to 25 of stream '{stream}' expired before they were read"
+        with pytest.raises(DataLossError, match=message):
+            seqs(SequenceRange(stream, first, last, gapless=gapless))
+
+    def test_is_a_loss_behind_a_filter(self, stream: str, seqs: Any) -> None:
+        with pytest.raises(DataLossError, match="sequences 11 to 25"):
+            seqs(SequenceRange(stream, 11, 50, subject=f"{stream}.7"))
+
+    def test_is_a_warning_if_the_user_says_so(self, stream: str, seqs: Any, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.WARNING, "jetstream_ext"):
+            assert seqs(SequenceRange(stream, 11, 30), failOnDataLoss="false") == [26, 27, 28, 29, 30]
+        assert "sequences 11 to 25" in caplog.text
+
+    def test_is_no_loss_where_the_read_starts_at_the_head(self, stream: str, seqs: Any) -> None:
+        assert seqs(SequenceRange(stream, 1, 30, from_head=True)) == [26, 27, 28, 29, 30]
+
+    def test_is_no_loss_behind_the_head(self, stream: str, seqs: Any, with_js: Any) -> None:
+        with_js(lambda js: js.delete_msg(stream, 28))
+        assert seqs(SequenceRange(stream, 28, 30)) == [29, 30]
+        assert seqs(SequenceRange(stream, 26, 30)) == [26, 27, 29, 30]
+
+
+@pytest.mark.parametrize("gapless", [True, False])
+def test_rows_that_expire_while_the_range_is_read(
+    stream: str, seqs: Any, with_js: Any, monkeypatch: pytest.MonkeyPatch, gapless: bool
+) -> None:
+    read_proved = reading.read_proved
+
+    async def slow_read(js: JetStream, name: str, plan: Scan, *args: Any, **options: Any) -> AsyncIterator[Block]:
+        async for block in read_proved(js, name, Scan(seq=2, up_to_seq=2, max_bytes=1 << 20), *args, **options):
+            yield block
+        await js.context.purge_stream(name, seq=26)
+        plan.position = 2
+        async for block in read_proved(js, name, plan, *args, **options):
+            yield block
+
+    monkeypatch.setattr(reading, "read_proved", slow_read)
+    part = SequenceRange(stream, 2, 30, gapless=gapless)
+    if gapless:
+        with pytest.raises(DataLossError, match="sequences 3 to 25"):
+            seqs(part)
+    else:  # a stream that had gaps before cannot tell which of them are new
+        assert seqs(part) == [2, 26, 27, 28, 29, 30]
+
+
+@pytest.mark.parametrize(
+    ("expected", "found", "gap"), [(1, [1, 2, 4], 3), (1, [2], 1), (5, [5, 6, 9, 12], 7), (1, [1, 2], 3)]
+)
+def test_the_first_gap(expected: int, found: list[int], gap: int) -> None:
+    assert reading._first_gap(expected, found) == gap
+
+
+def test_leaving_early_drops_the_connection(
+    stream: str, batches: Callable[..., Iterator[pa.RecordBatch]], cache: Connections
+) -> None:
+    list(batches(SequenceRange(stream, 1, 50)))
+    assert len(cache._shared) == 1
+    with closing(batches(SequenceRange(stream, 1, 50))) as left:  # type: ignore[type-var]
+        next(left)
+    assert len(cache._shared) == 0

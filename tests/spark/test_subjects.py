@@ -1,0 +1,75 @@
+"""Subject filters."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jetstream_ext.spark.subjects import Matcher, covers, everything
+
+TOKEN = st.sampled_from(["a", "b", "*"])
+FILTERS = st.builds(
+    lambda tokens, tail: ".".join([*tokens, ">"] if tail else tokens),
+    st.lists(TOKEN, min_size=1, max_size=4),
+    st.booleans(),
+)
+SUBJECTS = st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=5).map(".".join)
+
+
+def matches(filter_: str, subject: str) -> bool:
+    pattern = re.escape(filter_).replace(r"\*", "[^.]+")
+    return re.fullmatch(re.sub(r">$", ".+", pattern), subject) is not None
+
+
+@given(FILTERS, SUBJECTS)
+def test_matches_as_the_server_does(filter_: str, subject: str) -> None:
+    assert covers(filter_, subject) == matches(filter_, subject)
+    assert Matcher([filter_]).mask([subject.encode()]) == [matches(filter_, subject)]
+
+
+@given(FILTERS, FILTERS, SUBJECTS)
+def test_a_wider_filter_matches_all_that_the_narrower_does(wide: str, narrow: str, subject: str) -> None:
+    if covers(wide, narrow) and matches(narrow, subject):
+        assert matches(wide, subject)
+
+
+@pytest.mark.parametrize(
+    ("wide", "narrow", "expected"),
+    [
+        (">", "a", True),
+        (">", ">", True),
+        ("a.>", "a.*", True),
+        ("a.>", "a.b.>", True),
+        ("a.>", "a", False),
+        ("a.*", "a.>", False),
+        ("*", "*", True),
+        ("a", "*", False),
+        ("a.*", "a.b", True),
+        ("a.*.c", "a.b.*", False),
+    ],
+)
+def test_covers(wide: str, narrow: str, expected: bool) -> None:
+    assert covers(wide, narrow) is expected
+
+
+@pytest.mark.parametrize(
+    ("filters", "subjects", "expected"),
+    [
+        ([], ["a.>"], True),
+        (["a.>"], ["a.>"], True),
+        (["a.>", "b"], ["a.*", "b"], True),
+        (["a.>"], ["a.*", "b"], False),
+        (["a.>"], [], False),  # a mirror does not say what it holds
+    ],
+)
+def test_a_filter_that_lets_everything_through(filters: list[str], subjects: list[str], expected: bool) -> None:
+    assert everything(filters, subjects) is expected
+
+
+def test_any_filter_lets_through_and_answers_are_kept() -> None:
+    matcher = Matcher(["a.*", "b"])
+    subjects = [b"a.1", b"b", b"c", b"a.1", b"a.\xff"]
+    assert matcher.mask(subjects) == [True, True, False, True, True]
+    assert matcher.mask(subjects) == [True, True, False, True, True]
+    assert Matcher(["x"]).mask([]) == []
