@@ -87,6 +87,7 @@ def main() -> int:
     arguments.add_argument("--runs", type=int, default=7)
     arguments.add_argument("--only", help="run one case")
     options = arguments.parse_args()
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # not the first python3 on PATH
     with NatsServer() as server:
         for headers in (False, True):
             asyncio.run(fill(server.url, options.messages, options.size, headers=headers))

@@ -1,13 +1,11 @@
 """One connection per worker process and way to connect."""
 
 import asyncio
-import json
 import os
 import shutil
 import subprocess
 import threading
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -20,24 +18,7 @@ from jetstream_ext.spark.given import OptionError
 from jetstream_ext.spark.options import ConnectionOptions, ReadOptions
 from jetstream_ext.testing import NatsServer
 
-PASSWORD = "correct horse"
-CONFIG = f"""
-http: "127.0.0.1:-1"
-ping_interval: "200ms"
-ping_max: 2
-authorization {{
-  users: [
-    {{user: all, password: "{PASSWORD}"}}
-    {{user: less, password: "{PASSWORD}", permissions: {{publish: "_INBOX.>"}}}}
-  ]
-}}
-"""
-
-
-@pytest.fixture(scope="module")
-def guarded() -> Iterator[NatsServer]:
-    with NatsServer(config=CONFIG) as server:
-        yield server
+Names = Callable[[], list[str]]
 
 
 @pytest.fixture
@@ -48,14 +29,9 @@ def cache() -> Iterator[Connections]:
 
 
 @pytest.fixture
-def options(guarded: NatsServer, monkeypatch: pytest.MonkeyPatch) -> ConnectionOptions:
-    monkeypatch.setenv("JSX_PASSWORD", PASSWORD)
+def options(guarded: NatsServer, secret: str, monkeypatch: pytest.MonkeyPatch) -> ConnectionOptions:
+    monkeypatch.setenv("JSX_PASSWORD", secret)
     return ConnectionOptions((guarded.url,), user="all", password_env="JSX_PASSWORD", timeout=5)
-
-
-def names(server: NatsServer) -> list[str]:
-    with urllib.request.urlopen(f"{server.endpoints['monitoring'][0]}/connz") as answer:
-        return [one["name"] for one in json.load(answer)["connections"]]
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -70,7 +46,7 @@ async def rtt(client: object) -> float:
 
 
 def test_a_connection_is_kept_between_tasks(
-    cache: Connections, options: ConnectionOptions, guarded: NatsServer
+    cache: Connections, options: ConnectionOptions, connection_names: Names
 ) -> None:
     clients = set()
     for _ in range(3):
@@ -78,35 +54,35 @@ def test_a_connection_is_kept_between_tasks(
             clients |= {id(lease.connection.client), id(other.connection.client)}
             assert lease.run(rtt(lease.connection.client)) > 0
     assert len(clients) == 1
-    assert [name for name in names(guarded) if name in ("kept", "not made")] == ["kept"]
+    assert [name for name in connection_names() if name in ("kept", "not made")] == ["kept"]
 
 
 def test_it_answers_pings_while_nobody_uses_it(
-    cache: Connections, options: ConnectionOptions, guarded: NatsServer
+    cache: Connections, options: ConnectionOptions, connection_names: Names
 ) -> None:
     with cache.lend(options, "pinged") as lease:
         client = lease.connection.client
     time.sleep(1.5)  # the server cuts whoever misses two pings, 0.2 s apart
-    assert "pinged" in names(guarded)
+    assert "pinged" in connection_names()
     with cache.lend(options, "pinged") as lease:
         assert lease.connection.client is client
         assert client.stats["reconnects"] == 0
 
 
-def test_it_is_closed_when_idle(options: ConnectionOptions, guarded: NatsServer) -> None:
+def test_it_is_closed_when_idle(options: ConnectionOptions, connection_names: Names) -> None:
     cache = Connections(idle=0.1)
     with cache.lend(options, "idle"):
         time.sleep(0.3)
-        assert "idle" in names(guarded)
-    eventually(lambda: "idle" not in names(guarded))
+        assert "idle" in connection_names()
+    eventually(lambda: "idle" not in connection_names())
     with cache.lend(options, "idle"):
-        assert "idle" in names(guarded)
+        assert "idle" in connection_names()
     cache.close()
-    eventually(lambda: "idle" not in names(guarded))
+    eventually(lambda: "idle" not in connection_names())
 
 
 def test_one_that_did_not_finish_is_dropped(
-    cache: Connections, options: ConnectionOptions, guarded: NatsServer
+    cache: Connections, options: ConnectionOptions, connection_names: Names
 ) -> None:
     with cache.lend(options, "other task") as other:
         with pytest.raises(ZeroDivisionError), cache.lend(options, "failed task"):
@@ -114,7 +90,7 @@ def test_one_that_did_not_finish_is_dropped(
         with cache.lend(options, "next task") as lease:
             assert lease.connection is not other.connection
         assert other.run(rtt(other.connection.client)) > 0  # not pulled away from under the other task
-    eventually(lambda: names(guarded) == ["next task"])
+    eventually(lambda: "other task" not in connection_names())
 
 
 def test_a_connection_that_is_gone_is_replaced(options: ConnectionOptions, cache: Connections) -> None:
@@ -172,7 +148,7 @@ def test_leaving_early_while_an_item_is_on_its_way(cache: Connections, options: 
 
 
 def test_a_wrong_password_fails_at_once(
-    cache: Connections, options: ConnectionOptions, monkeypatch: pytest.MonkeyPatch
+    cache: Connections, options: ConnectionOptions, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JSX_PASSWORD", "wrong")
     start = time.monotonic()
@@ -180,7 +156,7 @@ def test_a_wrong_password_fails_at_once(
         pass
     assert time.monotonic() - start < 3
     assert "wrong" not in str(caught.value)
-    monkeypatch.setenv("JSX_PASSWORD", PASSWORD)
+    monkeypatch.setenv("JSX_PASSWORD", secret)
     with cache.lend(options, "x") as lease:  # the failure is not remembered
         assert lease.connection.usable
 
@@ -204,10 +180,10 @@ def test_a_timeout_tells_of_missing_permissions(cache: Connections, options: Con
         lease.run(lease.connection.context(read).stream_info("A"))
 
 
-def test_token(cache: Connections, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JSX_TOKEN", PASSWORD)
+def test_token(cache: Connections, secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JSX_TOKEN", secret)
     with (
-        NatsServer(config=f'authorization {{token: "{PASSWORD}"}}') as server,
+        NatsServer(config=f'authorization {{token: "{secret}"}}') as server,
         cache.lend(ConnectionOptions((server.url,), token_env="JSX_TOKEN"), "token") as lease,
     ):
         assert lease.run(rtt(lease.connection.client)) > 0

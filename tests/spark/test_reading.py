@@ -1,13 +1,11 @@
 """One partition, read as an executor does, without Spark around it."""
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-import nats
 import pyarrow as pa
 import pytest
 from nats.js import JetStreamContext
@@ -25,23 +23,6 @@ from jetstream_ext.spark.planning import DataLossError
 from jetstream_ext.spark.ranges import SequenceRange
 from jetstream_ext.spark.source import JetStreamDataSource
 from jetstream_ext.testing import NatsServer
-
-
-@pytest.fixture
-def with_js(server: NatsServer) -> Callable[[Callable[[JetStreamContext], Awaitable[Any]]], Any]:
-    """Run a coroutine function with a JetStream context of its own."""
-
-    def run(function: Callable[[JetStreamContext], Awaitable[Any]]) -> Any:
-        async def connected() -> Any:
-            nc = await nats.connect(server.url)
-            try:
-                return await function(nc.jetstream())
-            finally:
-                await nc.close()
-
-        return asyncio.run(connected())
-
-    return run
 
 
 @pytest.fixture

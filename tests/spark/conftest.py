@@ -1,0 +1,106 @@
+"""One Spark session for all tests that need one: starting it takes longer than all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import nats
+import pytest
+from nats.js import JetStreamContext
+
+from jetstream_ext.testing import NatsServer
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+SECRET = "correct-horse-battery"
+
+GUARDED = f"""
+http: "127.0.0.1:-1"
+ping_interval: "200ms"
+ping_max: 2
+authorization {{
+  users: [
+    {{user: all, password: "{SECRET}"}}
+    {{user: less, password: "{SECRET}", permissions: {{publish: "_INBOX.>"}}}}
+  ]
+}}
+"""
+
+
+@pytest.fixture(scope="session")
+def guarded() -> Iterator[NatsServer]:
+    """A server that wants a password, cuts who does not answer PINGs, and lists its connections over HTTP."""
+    with NatsServer(config=GUARDED) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def secret() -> str:
+    """The password of `guarded`; Spark's workers have it in JSX_TEST_PASSWORD."""
+    return SECRET
+
+
+@pytest.fixture
+def connection_names(guarded: NatsServer) -> Callable[[], list[str]]:
+    """List the names of the connections that `guarded` has."""
+
+    def names() -> list[str]:
+        with urllib.request.urlopen(f"{guarded.endpoints['monitoring'][0]}/connz") as answer:
+            return [one["name"] for one in json.load(answer)["connections"]]
+
+    return names
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[SparkSession]:
+    """Two threads; the third attempt of a task is its last (plain ``local[2]`` would not retry any)."""
+    from pyspark.sql import SparkSession
+
+    # The JVM keeps the environment that it was started in, and looks for formats with the first python3 on PATH.
+    os.environ["JSX_TEST_PASSWORD"] = SECRET
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    session = (
+        SparkSession.builder.master("local[2,3]")
+        .appName("jetstream-ext tests")
+        .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.sql.session.timeZone", "UTC")
+        .config("spark.sql.shuffle.partitions", "2")
+        .getOrCreate()
+    )
+    session.sparkContext.setLogLevel("OFF")
+    yield session
+    session.stop()
+
+
+@asynccontextmanager
+async def _connected(url: str, **credentials: str) -> AsyncIterator[JetStreamContext]:
+    nc = await nats.connect(url, **credentials)  # type: ignore[arg-type]
+    try:
+        yield nc.jetstream()
+    finally:
+        await nc.close()
+
+
+@pytest.fixture
+def with_js(server: NatsServer) -> Callable[..., Any]:
+    """Run a coroutine function with a JetStream context on a connection of its own."""
+
+    def run(function: Callable[[JetStreamContext], Awaitable[Any]], url: str = server.url, **credentials: str) -> Any:
+        async def connected() -> Any:
+            async with _connected(url, **credentials) as js:
+                return await function(js)
+
+        return asyncio.run(connected())
+
+    return run
