@@ -294,6 +294,7 @@ class FastBatch:
             raise EmptyBatchError("there is nothing to commit", **self._facts())
         self.state = State.COMMITTING
         self._waiting_since = now
+        self._unanswered_since = None  # the end of the batch answers for its pings
         self._wrote_at = now
         # The marker takes a sequence of its own but does not count as a message.
         return pub(self._first_subject, self._reply_to(self.sent + 1, COMMIT_EOB), b"", b"")
@@ -347,7 +348,8 @@ class FastBatch:
 
     def _facts(self, outcome: Outcome | None = None) -> dict[str, Any]:
         if outcome is None:
-            outcome = "not_stored" if not self.sent else "stored" if self.ack and not self.gap_count else "partial"
+            lossless = self.ack is not None and not self.gap_count and not self.error_count
+            outcome = "not_stored" if not self.sent else "stored" if lossless else "partial"
         return {
             "batch_id": self.batch_id,
             "sent": self.sent,
@@ -365,18 +367,19 @@ class FastBatch:
         for frame in frames:
             if self.state is State.ENDED:
                 break
-            self._unanswered_since = None
-            if self._waiting_since is not None:
-                self._waiting_since = now
             try:
-                out += self._frame(frame, now, events)
+                out += self._reply_came(replies.decode(frame), now, events)
             except ResponseError as error:
                 events += self._end(EndReason.ERROR, self._as_batch_error(error))
         return events, out
 
-    def _frame(self, frame: Frame, now: float, events: list[Event]) -> bytes:
-        reply = replies.decode(frame)
+    def _reply_came(self, reply: replies.Reply, now: float, events: list[Event]) -> bytes:
         said = reply.said
+        if not (reply.op == PING and isinstance(said, replies.Refusal)):
+            # A refused ping says that nobody has the batch right now: that is no sign of life.
+            self._unanswered_since = None
+            if self._waiting_since is not None:
+                self._waiting_since = now
         if isinstance(said, BatchFlowAck):
             self._flow_ack(said, events)
             if reply.op == PING:
@@ -494,8 +497,18 @@ class FastBatch:
         self.ack = ack
         count = ack.batch_size or 0
         self.acked = max(self.acked, min(count, self.sent))
-        if self.state is State.COMMITTING:
+        if self.state is State.COMMITTING and (count >= self.sent or self.gap is GapMode.OK):
             events += self._end(EndReason.COMMITTED, None)
+            return
+        if self.state is State.COMMITTING:
+            # The report of the gap was itself lost.
+            self._cause = BatchGapError(
+                f"batch {self.batch_id}: messages {count + 1} to {self.sent} were lost; the rest is stored",
+                first_lost=count + 1,
+                last_lost=self.sent,
+                **self._facts("partial"),
+            )
+            events += self._end(EndReason.GAP, self._cause)
             return
         if self.state is State.DRAINING:
             events += self._end(self._drain_reason(), self._cause)
@@ -514,6 +527,7 @@ class FastBatch:
         self._cause = cause
         self.state = State.DRAINING
         self._waiting_since = now
+        self._unanswered_since = None
 
     def _drain_reason(self) -> EndReason:
         return EndReason.GAP if isinstance(self._cause, BatchGapError) else EndReason.ERROR
@@ -566,12 +580,17 @@ class FastBatch:
             return None
         times = [self._deadline()]
         if self.state is State.OPEN:
-            if self._waiting_since is not None:
+            if self._asking:
                 times.append(self._pinged_at + self.stall_ping)
             if self.keepalive:
                 times.append(self._wrote_at + self.keepalive)
         due = min(times)
         return None if due == math.inf else due
+
+    @property
+    def _asking(self) -> bool:
+        """Whether the server is to be asked until it answers: somebody waits, or a ping was not answered."""
+        return self._waiting_since is not None or self._unanswered_since is not None
 
     def _deadline(self) -> float:
         since = min(
@@ -587,7 +606,7 @@ class FastBatch:
         if now >= self._deadline():
             return self._silence(), b""
         if self.state is State.OPEN:
-            stalled = self._waiting_since is not None and now >= self._pinged_at + self.stall_ping
+            stalled = self._asking and now >= self._pinged_at + self.stall_ping
             idle = self.keepalive and now >= self._wrote_at + self.keepalive
             if stalled or idle:
                 return [], self._ping(now)

@@ -1,0 +1,391 @@
+"""The fast batch: one table of states and replies, and the window."""
+
+import pickle
+from typing import Any
+
+import orjson
+import pytest
+
+from jetstream_ext import errors
+from jetstream_ext.protocol import frames
+from jetstream_ext.protocol.fast import KEPT_REPORTS, Ended, FastBatch, Pong, State
+from jetstream_ext.protocol.fast_replies import UnknownReply
+from jetstream_ext.protocol.frames import Command, Frame
+from jetstream_ext.types import (
+    BatchAck,
+    BatchFlowAck,
+    BatchFlowError,
+    BatchFlowGap,
+    BatchMessage,
+    EndReason,
+    GapMode,
+)
+
+OK, FAIL = GapMode.OK, GapMode.FAIL
+
+
+def batch(gap: GapMode = FAIL, **options: Any) -> FastBatch:
+    return FastBatch(batch_id="b1", inbox="_INBOX.x", flow=10, gap=gap, **options)
+
+
+def message(subject: str = "f.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
+    return BatchMessage(subject, payload, **options)
+
+
+def reply(body: dict[str, Any] | bytes, seq: int = 1, op: int = 1, header: bytes = b"") -> Frame:
+    """An answer to the message `seq`, sent with `op`."""
+    payload = body if isinstance(body, bytes) else orjson.dumps(body)
+    return b"_INBOX.x.b1.10.fail.%d.%d.$FI" % (seq, op), header, payload
+
+
+def ack(up_to: int, msgs: int = 10, *, seq: int | None = None, op: int = 1) -> Frame:
+    return reply({"type": "ack", "seq": up_to, "msgs": msgs}, seq or max(1, up_to), op)
+
+
+def gap(first: int, seq: int) -> Frame:
+    return reply({"type": "gap", "last_seq": first, "seq": seq}, seq)
+
+
+def err(seq: int, err_code: int = 10071) -> Frame:
+    return reply({"type": "err", "seq": seq, "error": {"code": 400, "err_code": err_code, "description": "no"}}, seq)
+
+
+def refusal(err_code: int, seq: int = 2, op: int = 1, code: int = 400) -> Frame:
+    body = {"error": {"code": code, "err_code": err_code, "description": "no"}, "stream": "F", "seq": 0}
+    header = b"NATS/1.0 429 Too Many Requests\r\n\r\n" if code == 429 else b""
+    return reply(body, seq, op, header)
+
+
+def no_responders(seq: int = 2, op: int = 1) -> Frame:
+    return reply(b"", seq, op, b"NATS/1.0 503\r\nNats-Subject: f.1\r\n\r\n")
+
+
+def final(count: int, batch_id: str = "b1") -> Frame:
+    return reply({"stream": "F", "seq": 100 + count, "batch": batch_id, "count": count}, max(1, count), 3)
+
+
+def commands(data: bytes) -> list[Command]:
+    return list(frames.parse_pubs(data))
+
+
+def in_state(state: State, mode: GapMode = FAIL) -> FastBatch:
+    """A batch that got there as batches do; 5 messages are sent from OPEN on."""
+    machine = batch(mode)
+    if state is State.NEW:
+        return machine
+    machine.add(message(), 0.0)
+    if state is State.STARTING:
+        return machine
+    machine.receive([ack(0, op=0)], 0.0)
+    for _ in range(4):
+        machine.add(message(), 0.0)
+    if state is State.COMMITTING:
+        machine.commit(0.0)
+    elif state is State.DRAINING:
+        machine.receive([gap(3, 5)], 0.0)
+    elif state is State.ENDED:
+        machine.commit(0.0)
+        machine.receive([final(5)], 0.0)
+    assert machine.state is state
+    return machine
+
+
+ORDINARY = reply({"stream": "Y", "seq": 1}, 1, 0)
+UNKNOWN = reply({"type": "weather"}, 2)
+GARBAGE = reply(b"not json", 2)
+STRANGER = reply({"stream": "F", "seq": 1, "batch": "other", "count": 1}, 2)
+
+S, O, C, D, E = State.STARTING, State.OPEN, State.COMMITTING, State.DRAINING, State.ENDED  # noqa: E741 - columns
+
+# state, mode, reply  ->  state, and where it ends: reason, error, outcome
+TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
+    (S, None, "first ack", ack(0, op=0), O, None),
+    (S, FAIL, "err", err(1), D, None),
+    (S, OK, "err", err(1), O, None),
+    (S, None, "disabled", refusal(10205, 1, 0), E, (EndReason.ERROR, errors.FastPublishDisabledError, "not_stored")),
+    (S, None, "pattern", refusal(10206, 1, 0), E, (EndReason.ERROR, errors.FastPublishInvalidPatternError, "not_stored")),
+    (S, None, "id", refusal(10207, 1, 0), E, (EndReason.ERROR, errors.FastPublishInvalidBatchIDError, "not_stored")),
+    (S, None, "mirror", refusal(10209, 1, 0), E, (EndReason.ERROR, errors.FastPublishMirrorError, "not_stored")),
+    (S, None, "inflight", refusal(10211, 1, 0), E, (EndReason.ERROR, errors.FastPublishTooManyInflightError, "not_stored")),
+    (S, None, "api level", refusal(10185, 1, 0), E, (EndReason.ERROR, errors.RequiredApiLevelError, "not_stored")),
+    (S, None, "too large", refusal(10054, 1, 0), E, (EndReason.ERROR, errors.MessageTooLargeError, "not_stored")),
+    (S, None, "overload", refusal(10167, 1, 0, 429), E, (EndReason.ERROR, errors.TooManyRequestsError, "not_stored")),
+    (S, None, "503", no_responders(1, 0), E, (EndReason.ERROR, errors.NoStreamError, "not_stored")),
+    (S, None, "ordinary ack", ORDINARY, E, (EndReason.ERROR, errors.UnsupportedFeatureError, None)),
+    (S, None, "final", final(1), E, (EndReason.ERROR, errors.BatchAbandonedError, "partial")),
+    (S, None, "unknown type", UNKNOWN, S, None),
+    (S, None, "garbage", GARBAGE, E, (EndReason.ERROR, errors.BatchOutcomeUnknownError, "unknown")),
+    (O, None, "ack", ack(3), O, None),
+    (O, None, "pong", ack(1, seq=5, op=4), O, None),
+    (O, FAIL, "gap", gap(3, 5), D, None),
+    (O, OK, "gap", gap(3, 5), O, None),
+    (O, FAIL, "err", err(2), D, None),
+    (O, OK, "err", err(2), O, None),
+    (O, None, "unknown batch", refusal(10208), E, (EndReason.ERROR, errors.FastPublishUnknownBatchError, "unknown")),
+    (O, None, "first refused late", refusal(10071, 1, 0), E, (EndReason.ERROR, errors.WrongLastSequenceError, "not_stored")),
+    (O, FAIL, "too large", refusal(10054), D, None),
+    (O, OK, "too large", refusal(10054), O, None),
+    (O, FAIL, "overload", refusal(10167, code=429), D, None),
+    (O, OK, "overload", refusal(10167, code=429), O, None),
+    (O, FAIL, "503", no_responders(), D, None),
+    (O, OK, "503", no_responders(), O, None),
+    (O, None, "503 to a ping", no_responders(5, 4), O, None),
+    (O, None, "429 to a ping", refusal(10167, 5, 4, 429), O, None),
+    (O, None, "final", final(3), E, (EndReason.ERROR, errors.BatchAbandonedError, "partial")),
+    (O, None, "final of another batch", STRANGER, E, (EndReason.ERROR, errors.BatchOutcomeUnknownError, "unknown")),
+    (O, None, "unknown type", UNKNOWN, O, None),
+    (O, None, "garbage", GARBAGE, E, (EndReason.ERROR, errors.BatchOutcomeUnknownError, "unknown")),
+    (O, None, "ack of the future", ack(7), E, (EndReason.ERROR, errors.BatchOutcomeUnknownError, "unknown")),
+    (C, None, "ack", ack(5), C, None),
+    (C, None, "ack of the marker", ack(6), C, None),
+    (C, FAIL, "gap", gap(3, 5), D, None),
+    (C, OK, "gap", gap(3, 5), C, None),
+    (C, FAIL, "err", err(5), D, None),
+    (C, OK, "err", err(5), C, None),
+    (C, None, "too large", refusal(10054, 5), C, None),
+    (C, None, "final", final(5), E, (EndReason.COMMITTED, None, None)),
+    (C, FAIL, "final, too short", final(3), E, (EndReason.GAP, errors.BatchGapError, "partial")),
+    (C, OK, "final, too short", final(3), E, (EndReason.COMMITTED, None, None)),
+    (C, None, "unknown batch", refusal(10208, 6, 3), E, (EndReason.ERROR, errors.BatchOutcomeUnknownError, "unknown")),
+    (C, None, "503 to the marker", no_responders(6, 3), E, (EndReason.ERROR, errors.BatchOutcomeUnknownError, "unknown")),
+    (C, None, "overload at the marker", refusal(10167, 6, 3, 429), E, (EndReason.ERROR, errors.BatchOutcomeUnknownError, "unknown")),
+    (C, None, "late pong", ack(1, seq=5, op=4), C, None),
+    (C, None, "unknown type", UNKNOWN, C, None),
+    (D, FAIL, "ack", ack(4), D, None),
+    (D, FAIL, "another gap", gap(4, 5), D, None),
+    (D, FAIL, "err", err(4), D, None),
+    (D, FAIL, "503", no_responders(5), D, None),
+    (D, FAIL, "final", final(2), E, (EndReason.GAP, errors.BatchGapError, "partial")),
+    (D, FAIL, "unknown batch", refusal(10208, 5), E, (EndReason.GAP, errors.BatchGapError, "partial")),
+    (E, None, "ack", ack(5), E, (EndReason.COMMITTED, None, None)),
+    (E, None, "gap", gap(3, 5), E, (EndReason.COMMITTED, None, None)),
+    (E, None, "unknown batch", refusal(10208), E, (EndReason.COMMITTED, None, None)),
+    (E, None, "garbage", GARBAGE, E, (EndReason.COMMITTED, None, None)),
+]  # fmt: skip
+CELLS = [
+    pytest.param(state, mode, *rest, id=f"{state.value}, {mode.value}: {what}")
+    for state, only, what, *rest in TABLE
+    for mode in ([only] if only else [OK, FAIL])
+]
+
+
+@pytest.mark.parametrize(("state", "mode", "frame", "after", "ending"), CELLS)
+def test_every_state_and_reply(state: State, mode: GapMode, frame: Frame, after: State, ending: Any) -> None:
+    machine = in_state(state, mode)
+    sent, acked = machine.sent, machine.acked
+    events, _ = machine.receive([frame], 1.0)
+    assert machine.state is after
+    assert machine.sent == sent
+    assert machine.acked >= acked
+    if after is not E:
+        assert machine.end_reason is None
+        assert not any(isinstance(event, Ended) for event in events)
+        return
+    reason, error, outcome = ending
+    assert machine.end_reason is reason
+    assert [event for event in events if isinstance(event, Ended)] == ([] if state is E else [Ended(reason)])
+    assert machine.next_timer() is None
+    if error is None:
+        assert machine.error is None
+        with pytest.raises(errors.BatchClosedError):
+            machine.check_open()
+        return
+    with pytest.raises(error) as caught:
+        machine.check_open()
+    assert type(caught.value) is error
+    if outcome is not None:
+        assert caught.value.outcome == outcome
+        assert (caught.value.batch_id, caught.value.sent, caught.value.acked) == ("b1", sent, machine.acked)
+        assert caught.value.ack is machine.ack
+        assert "b1" in str(caught.value) or error is errors.NoStreamError
+        assert pickle.loads(pickle.dumps(caught.value)).ack == machine.ack
+
+
+@pytest.mark.parametrize("state", [state for state in State if state not in (State.NEW, State.ENDED)])
+def test_no_answer_means_unknown_unless_the_cause_is_known(state: State) -> None:
+    machine = in_state(state)
+    machine.waiting(10.0)
+    machine.handle_timer(1000.0)
+    assert machine.state is E
+    if state is D:
+        assert (machine.end_reason, type(machine.error)) == (EndReason.GAP, errors.BatchGapError)
+    else:
+        assert machine.end_reason is EndReason.TIMEOUT
+        assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
+        assert machine.error.outcome == "unknown"
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_discarding(state: State) -> None:
+    machine = in_state(state)
+    events = machine.discard()
+    assert machine.state is E
+    assert machine.discard() == []
+    if state is E:
+        assert (events, machine.end_reason) == ([], EndReason.COMMITTED)
+        return
+    assert events == [Ended(EndReason.DISCARDED)]
+    expected = errors.BatchOutcomeUnknownError if state is C else errors.BatchClosedError
+    with pytest.raises(expected):
+        machine.add(message(), 1.0)
+
+
+@pytest.mark.parametrize("state", list(State))
+@pytest.mark.parametrize("acked", [0, 2, 5])
+def test_losing_the_connection(state: State, acked: int) -> None:
+    machine = in_state(state)
+    if state in (State.NEW, E):
+        assert machine.disconnected() == []
+        assert machine.state is state
+        return
+    acked = min(acked, machine.sent) if state is not S else 0
+    if acked:
+        machine.receive([ack(acked)], 1.0)
+    assert machine.disconnected() == [Ended(EndReason.DISCONNECTED)]
+    assert machine.disconnected() == []
+    error = machine.error
+    assert isinstance(error, errors.BatchOutcomeUnknownError if state is C else errors.BatchAbandonedError)
+    assert (error.sent, error.acked) == (machine.sent, acked)
+    text = f"{acked + 1} to {machine.sent}" if acked < machine.sent else "none"
+    assert f"without an acknowledgement: {text}" in str(error)
+    if acked < machine.sent:
+        assert error.outcome == "unknown"
+
+
+def test_a_closed_batch_raises_a_new_error_each_time() -> None:
+    machine = in_state(O)
+    machine.receive([gap(3, 5), final(2)], 0.0)
+    caught = []
+    for _ in range(2):
+        with pytest.raises(errors.BatchGapError) as info:
+            machine.check_open()
+        caught.append(info.value)
+    assert caught[0] is not caught[1]
+    assert (caught[0].first_lost, caught[0].last_lost, caught[0].ack) == (3, 4, BatchAck("F", 102, "b1", 2))
+
+
+@pytest.mark.parametrize(
+    ("said", "outcome"),
+    [([], "stored"), ([gap(3, 5)], "partial"), ([err(3)], "partial"), ([refusal(10054)], "partial")],
+    ids=["all", "gap", "err", "too large"],
+)
+def test_what_a_committed_batch_stored(said: list[Frame], outcome: str) -> None:
+    machine = in_state(C, OK)
+    machine.receive([*said, final(5)], 0.0)
+    with pytest.raises(errors.BatchClosedError, match="committed") as caught:
+        machine.add(message(), 1.0)
+    assert caught.value.outcome == outcome
+
+
+# -- the window
+
+
+@pytest.mark.parametrize("outstanding", [1, 2, 3])
+@pytest.mark.parametrize("msgs", [1, 5, 500])
+def test_the_window_is_flow_times_outstanding(outstanding: int, msgs: int) -> None:
+    machine = batch(max_outstanding_acks=outstanding)
+    assert machine.room == 10 * outstanding
+    machine.add(message(), 0.0)
+    assert machine.room == 0, "nothing more before the first reply"
+    machine.receive([ack(0, msgs, op=0)], 0.0)
+    assert (machine.flow, machine.room) == (msgs, msgs * outstanding - 1)
+    machine.add(message(), 0.0)
+    assert machine.room == msgs * outstanding - 2
+    machine.receive([ack(2, msgs)], 0.0)
+    assert machine.room == msgs * outstanding
+
+
+def test_the_flow_follows_the_server_up_and_down() -> None:
+    machine = in_state(O)
+    for seq, msgs in ((1, 2), (2, 500), (3, 1), (4, 0)):
+        machine.receive([ack(seq, msgs)], 0.0)
+        assert machine.flow == max(1, msgs)
+
+
+def test_acks_are_cumulative_and_never_go_back() -> None:
+    machine = in_state(O)
+    events, _ = machine.receive([ack(4, 20), ack(2, 1), ack(4, 30), ack(3, 1)], 0.0)
+    assert (machine.acked, machine.flow) == (4, 30)
+    assert events == [BatchFlowAck(4, 20), BatchFlowAck(4, 30)], "one that is older than what is known says nothing"
+
+
+@pytest.mark.parametrize("mode", [OK, FAIL])
+def test_a_gap_report_never_moves_the_window(mode: GapMode) -> None:
+    machine = in_state(O, mode)
+    machine.receive([ack(2)], 0.0)
+    room = machine.room
+    events, _ = machine.receive([gap(3, 5)], 0.0)
+    assert (machine.acked, machine.room) == (2, room)
+    assert events == [BatchFlowGap(3, 5)]
+    assert (list(machine.gaps), machine.gap_count) == ([BatchFlowGap(3, 5)], 1)
+
+
+def test_reports_are_bounded_and_counted() -> None:
+    machine = in_state(O, OK)
+    machine.receive([gap(i, i + 1) for i in range(1, KEPT_REPORTS + 11)], 0.0)
+    machine.receive([err(2)] * (KEPT_REPORTS + 5), 0.0)
+    assert (machine.gap_count, len(machine.gaps), machine.gaps[-1].first_lost) == (1010, 1000, 1010)
+    assert (machine.error_count, len(machine.errors)) == (1005, 1000)
+
+
+def test_a_refused_message_is_reported_with_its_sequence() -> None:
+    machine = in_state(O, OK)
+    for frame, cls in ((err(2), errors.WrongLastSequenceError), (refusal(10054, 3), errors.MessageTooLargeError)):
+        events, out = machine.receive([frame], 0.0)
+        (report,) = events
+        assert isinstance(report, BatchFlowError)
+        assert type(report.error) is cls
+        assert (report, out) == (machine.errors[-1], b"")
+    assert [report.seq for report in machine.errors] == [2, 3]
+
+
+def test_in_fail_mode_a_message_that_never_arrived_makes_the_server_look() -> None:
+    machine = in_state(O)
+    _, out = machine.receive([no_responders(3)], 0.0)
+    assert [c.reply for c in commands(out)] == ["_INBOX.x.b1.10.fail.5.4.$FI"]
+    machine.receive([gap(3, 6), final(2)], 0.0)
+    assert machine.end_reason is EndReason.ERROR
+    assert machine.ack == BatchAck("F", 102, "b1", 2)
+    assert machine.acked == 2
+
+
+def test_settled_by_acks_or_by_a_pong() -> None:
+    machine = in_state(O)
+    assert not machine.settled
+    machine.receive([ack(5)], 0.0)
+    assert machine.settled
+    machine.add(message(), 0.0)
+    assert not machine.settled
+    events, _ = machine.receive([ack(5, seq=6, op=4)], 0.0)
+    assert events == [BatchFlowAck(5, 10), Pong(6)]
+    assert (machine.settled, machine.acked, machine.received, machine.pongs) == (True, 5, 6, 1)
+
+
+def test_an_unknown_reply_is_an_event() -> None:
+    events, out = in_state(O).receive([UNKNOWN], 0.0)
+    assert events == [UnknownReply(b'{"type":"weather"}')]
+    assert out == b""
+
+
+def test_nothing_is_taken_after_the_end() -> None:
+    machine = in_state(C)
+    events, out = machine.receive([final(5), gap(1, 2), refusal(10208)], 0.0)
+    assert events == [Ended(EndReason.COMMITTED)]
+    assert (out, machine.gap_count) == (b"", 0)
+
+
+@pytest.mark.parametrize("operation", ["add", "ping", "commit"])
+def test_operations_while_committing(operation: str) -> None:
+    machine = in_state(C)
+    arguments = [message(), 1.0] if operation == "add" else [1.0]
+    with pytest.raises(errors.BatchClosedError, match="being committed"):
+        getattr(machine, operation)(*arguments)
+
+
+@pytest.mark.parametrize("operation", ["ping", "commit"])
+def test_a_batch_without_messages_has_nothing_to_ping_or_commit(operation: str) -> None:
+    machine = batch()
+    with pytest.raises(errors.EmptyBatchError) as caught:
+        getattr(machine, operation)(0.0)
+    assert caught.value.outcome == "not_stored"
+    assert machine.state is State.NEW

@@ -1,0 +1,148 @@
+"""What a server answers to fast ingest: raw frames of released servers and of the ADR's draft, decoded."""
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jetstream_ext import errors
+from jetstream_ext.protocol import fast_replies as replies
+from jetstream_ext.protocol.fast_replies import OrdinaryAck, Refusal, UnknownReply
+from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowError, BatchFlowGap
+
+SUBJECT = b"_INBOX.X.raw.10.ok.7.1.$FI"
+
+SAID: list[tuple[bytes, Any]] = [
+    (b'{"type":"ack","seq":0,"msgs":10}', BatchFlowAck(0, 10)),
+    (b'{"type":"ack","seq":10,"msgs":500}', BatchFlowAck(10, 500)),
+    (b'{"type":"ack","seq":1,"msgs":2,"new":"field"}', BatchFlowAck(1, 2)),
+    (b'{"type":"gap","last_seq":3,"seq":5}', BatchFlowGap(3, 5)),
+    (b'{"type":"gap","last_seq":3,"seq":2}', BatchFlowGap(3, 2)),
+    (b'{"stream":"F","seq":26,"batch":"u1","count":26}', BatchAck("F", 26, "u1", 26)),
+    (b'{"stream":"F","domain":"hub","seq":26,"batch":"u1","count":26,"val":"9"}', BatchAck("F", 26, "u1", 26, "hub", "9")),
+    (b'{"stream":"F","seq":0,"batch":"h7","count":0}', BatchAck("F", 0, "h7", 0)),
+    (b'{"stream":"F","seq":85,"duplicate": true,"batch":"d4","count":1}', BatchAck("F", 85, "d4", 1)),
+    (b'{"stream":"Y","seq":1}', OrdinaryAck()),
+    (b'{"stream":"Y", "seq":1}', OrdinaryAck()),
+    (b'{"stream":"Y","seq":1,"duplicate":true}', OrdinaryAck()),
+    (b'{"type":"weather","seq":1}', UnknownReply(b'{"type":"weather","seq":1}')),
+    # The draft has one untyped frame for all three.
+    (b'{"last_seq":0,"seq":0,"ack_msgs":10}', BatchFlowAck(0, 10)),
+    (b'{"seq":7,"ack_msgs":10}', BatchFlowAck(7, 10)),
+    (b'{"last_seq":7,"ack_msgs":10}', BatchFlowAck(7, 10)),
+    (b'{"last_seq":3,"seq":6}', BatchFlowGap(4, 6)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("payload", "said"), SAID, ids=lambda value: str(value)[:40])
+def test_replies(payload: bytes, said: Any) -> None:
+    assert replies.decode((SUBJECT, b"", payload)) == replies.Reply(7, b"1", said)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b'{"type":"err","seq":2,"error":{"code":400,"err_code":10071,"description":"wrong last sequence: 90"}}',
+        b'{"seq":2,"ack_msgs":5,"error":{"code":400,"err_code":10071,"description":"wrong last sequence: 90"}}',
+    ],
+)
+def test_a_refused_message(payload: bytes) -> None:
+    said = replies.decode((SUBJECT, b"", payload)).said
+    assert isinstance(said, BatchFlowError)
+    assert said.seq == 2
+    assert type(said.error) is errors.WrongLastSequenceError
+    assert (said.error.code, said.error.description) == (400, "wrong last sequence: 90")
+
+
+@pytest.mark.parametrize(
+    ("header", "payload", "code", "err_code"),
+    [
+        (b"", b'{"error":{"code":400,"err_code":10208,"description":"batch publish ID unknown"},"stream":"F","seq":0}', 400, 10208),
+        (
+            b"NATS/1.0 429 Too Many Requests\r\n\r\n",
+            b'{"error":{"code":429,"err_code":10167,"description":"too many requests"},"stream":"Q","seq":0}',
+            429,
+            10167,
+        ),
+        (b"NATS/1.0 503\r\nNats-Subject: zz.q\r\n\r\n", b"", 503, None),
+        (b"NATS/1.0 503\r\n\r\n", b"", 503, None),
+        (b"NATS/1.0 412 Required Api Level\r\n\r\n", b"", 412, None),
+        (b"", b'{"error":{"code":500,"description":"no code of its own"}}', 500, None),
+        (b"", b'{"error":{},"batch":"u1"}', None, None),
+    ],
+)  # fmt: skip
+def test_refusals(header: bytes, payload: bytes, code: int | None, err_code: int | None) -> None:
+    said = replies.decode((SUBJECT, header, payload)).said
+    assert isinstance(said, Refusal)
+    assert (said.error.code, said.error.err_code) == (code, err_code)
+    assert str(said.error)
+
+
+@pytest.mark.parametrize(
+    ("subject", "seq", "op"),
+    [
+        (b"_INBOX.X.raw.10.ok.1.0.$FI", 1, b"0"),
+        (b"p.q.r._INBOX.id.65535.fail.123456.4.$FI", 123456, b"4"),
+        (b"a.2.3.$FI", 2, b"3"),
+    ],
+)
+def test_the_subject_says_which_message_it_is_about(subject: bytes, seq: int, op: bytes) -> None:
+    reply = replies.decode((subject, b"", SAID[0][0]))
+    assert (reply.seq, reply.op) == (seq, op)
+
+
+@pytest.mark.parametrize("subject", [b"", b"a.b", b"_INBOX.x", b"a.x.1.$FI", b"a.-1.1.$FI", b"a..1.$FI", b"2.3.$FI"])
+def test_another_subject_is_a_response_error(subject: bytes) -> None:
+    with pytest.raises(errors.ResponseError, match="subject"):
+        replies.decode((subject, b"", SAID[0][0]))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"", b"\xff", b"nonsense", b"[]", b"1", b'"text"', b"null", b"{}", b'{"seq":1}', b'{"stream":"S"}',
+        b'{"type":"ack"}', b'{"type":"ack","seq":1}', b'{"type":"ack","seq":-1,"msgs":1}',
+        b'{"type":"ack","seq":"1","msgs":1}', b'{"type":"ack","seq":true,"msgs":1}', b'{"type":"ack","seq":1.5,"msgs":1}',
+        b'{"type":"ack","seq":1,"msgs":null}', b'{"type":"gap","seq":1}', b'{"type":"gap","last_seq":1}',
+        b'{"type":"err","seq":1}', b'{"type":"err","seq":1,"error":"no"}', b'{"type":"err","error":{}}',
+        b'{"error":"no"}', b'{"error":[]}', b'{"batch":"u1"}', b'{"batch":"u1","stream":"F","seq":-1,"count":1}',
+        b'{"batch":"u1","stream":"F","seq":1,"count":"1"}', b'{"batch":1,"stream":"F","seq":1,"count":1}',
+        b'{"batch":"a\x01b","stream":"F","seq":1,"count":1}', b'{"last_seq":-1,"ack_msgs":1}',
+        b'{"seq":123456789012345678901234567890,"type":"ack","msgs":1}',
+    ],
+)  # fmt: skip
+def test_what_is_no_reply_is_a_response_error(payload: bytes) -> None:
+    with pytest.raises(errors.ResponseError):
+        replies.decode((SUBJECT, b"", payload))
+
+
+def test_an_unknown_reply_is_kept_in_part_only() -> None:
+    said = replies.decode((SUBJECT, b"", orjson.dumps({"type": "x", "y": "z" * 5000}))).said
+    assert isinstance(said, UnknownReply)
+    assert len(said.payload) == 1024
+
+
+keys = st.sampled_from(
+    ["type", "seq", "msgs", "last_seq", "ack_msgs", "error", "batch", "count", "stream", "code", "err_code", "domain"]
+)
+json = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(keys, inner, max_size=4),
+    max_leaves=6,
+)
+bodies = st.binary(max_size=30) | st.dictionaries(keys, json | st.sampled_from(["ack", "gap", "err"])).map(orjson.dumps)
+
+
+@given(
+    st.sampled_from([SUBJECT, b"x.y"]) | st.binary(max_size=20),
+    st.sampled_from([b"", b"NATS/1.0 503\r\n\r\n", b"NATS/1.0\r\n\r\n"]) | st.binary(max_size=20),
+    bodies,
+)
+def test_anything_at_all_decodes_or_is_a_response_error(subject: bytes, header: bytes, payload: bytes) -> None:
+    # It runs inside nats-py's read loop, where any other exception would end the user's connection.
+    try:
+        replies.decode((subject, header, payload))
+    except errors.ResponseError:
+        pass

@@ -1,0 +1,181 @@
+"""What a fast batch puts on the wire, and what it refuses to."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from jetstream_ext import errors
+from jetstream_ext.protocol import frames
+from jetstream_ext.protocol.fast import Entry, FastBatch, State
+from jetstream_ext.protocol.frames import Command
+from jetstream_ext.types import NEVER, BatchMessage, GapMode
+
+FIRST = (b"_INBOX.x.b1.10.ok.1.0.$FI", b"", b'{"type":"ack","seq":0,"msgs":500}')
+
+
+def batch(**options: Any) -> FastBatch:
+    return FastBatch(batch_id="b1", inbox="_INBOX.x", flow=10, **options)
+
+
+def opened(sent: int = 5, **options: Any) -> FastBatch:
+    """A batch that has sent this many messages and had its first reply."""
+    machine = batch(**options)
+    machine.add(message(), 0.0)
+    machine.receive([FIRST], 0.0)
+    for _ in range(sent - 1):
+        machine.add(message(), 0.0)
+    return machine
+
+
+def message(subject: str = "f.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
+    return BatchMessage(subject, payload, **options)
+
+
+def commands(data: bytes) -> list[Command]:
+    return list(frames.parse_pubs(data))
+
+
+def test_the_commands_on_the_wire() -> None:
+    machine = batch(gap=GapMode.OK)
+    data = machine.add(message(payload=b"one"), 0.0)
+    assert data == b"PUB f.1 _INBOX.x.b1.10.ok.1.0.$FI 3\r\none\r\n"
+    machine.receive([FIRST], 0.0)
+    # The reply subject keeps the flow that was asked for, whatever the server sets.
+    assert machine.add_plain("f.2", b"two", 0.0) == b"PUB f.2 _INBOX.x.b1.10.ok.2.1.$FI 3\r\ntwo\r\n"
+    (third,) = commands(machine.add(message(payload=b"", headers={"K": "v"}, msg_id="m", msg_ttl=NEVER), 0.0))
+    assert third.reply == "_INBOX.x.b1.10.ok.3.1.$FI"
+    assert third.header == b"NATS/1.0\r\nK: v\r\nNats-Msg-Id: m\r\nNats-TTL: never\r\n\r\n"
+    # Pings and the end go to a subject of the stream, and take no sequence of a message.
+    assert machine.ping(0.0) == b"PUB f.1 _INBOX.x.b1.10.ok.3.4.$FI 0\r\n\r\n"
+    assert machine.commit(0.0) == b"PUB f.1 _INBOX.x.b1.10.ok.4.3.$FI 0\r\n\r\n"
+    assert machine.sent == 3
+
+
+def test_plain_and_full_messages_are_the_same_bytes() -> None:
+    for made in (batch, opened):
+        one, other = made(), made()
+        assert one.add(message(payload=b"abc"), 1.0) == other.add_plain("f.1", b"abc", 1.0)
+        assert (one.sent, one.state, one.next_timer()) == (other.sent, other.state, other.next_timer())
+    one, other = opened(), opened()
+    many, count, size, _ = one.add_many(
+        iter([("f.1", b"abc"), ("f.2", b"", {"K": "v"}), message(payload=b"z")]), 10, 1.0
+    )
+    single = [message(payload=b"abc"), message("f.2", b"", headers={"K": "v"}), message(payload=b"z")]
+    assert many == b"".join(other.add(entry, 1.0) for entry in single)
+    assert (count, size) == (3, 4)
+
+
+REFUSED: list[tuple[Any, type[Exception]]] = [
+    (message(subject="a b"), errors.BadSubjectError),
+    (message(subject="a.*"), errors.BadSubjectError),
+    (message(subject=""), errors.BadSubjectError),
+    (message(payload="text"), TypeError),  # type: ignore[arg-type]
+    (message(payload=bytes(2000)), errors.MaxPayloadError),
+    (message(headers={"K": "x" * 990}), errors.MaxPayloadError),
+    (message(headers={"K": "a\r\nb"}), errors.BadHeaderError),
+    (message(headers={"K": 1}), TypeError),
+    (message(msg_ttl=0.5), ValueError),
+    (message(headers={"Nats-Msg-Id": "1"}, msg_id="2"), errors.BadHeaderError),
+    (message(expected_last_seq=-1), ValueError),
+]
+
+
+@pytest.mark.parametrize(("bad", "error"), REFUSED)
+@pytest.mark.parametrize("made", [batch, opened])
+def test_a_refused_message_changes_nothing(
+    made: Callable[..., FastBatch], bad: BatchMessage, error: type[Exception]
+) -> None:
+    machine, other = made(max_payload=1000), made(max_payload=1000)
+    with pytest.raises(error):
+        machine.add(bad, 5.0)
+    assert (machine.sent, machine.state, machine.room, machine.next_timer()) == (
+        other.sent, other.state, other.room, other.next_timer(),
+    )  # fmt: skip
+    assert machine.add(message(), 6.0) == other.add(message(), 6.0)
+
+
+def test_caller_s_headers_are_not_changed() -> None:
+    headers = {"K": "v"}
+    opened().add(message(headers=headers, msg_id="m"), 0.0)
+    assert headers == {"K": "v"}
+
+
+@pytest.mark.parametrize("option", [{"flow": 0}, {"flow": 65536}, {"flow": True}, {"flow": 1.5}, {"flow": "1"}])
+def test_flow_is_checked(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="flow"):
+        FastBatch(batch_id="b", inbox="i", **option)
+
+
+@pytest.mark.parametrize("value", [0, 4, True, 1.0, -1])
+def test_outstanding_acks_are_checked(value: Any) -> None:
+    with pytest.raises(ValueError, match="max_outstanding_acks"):
+        batch(max_outstanding_acks=value)
+
+
+@pytest.mark.parametrize(("gap_mode", "batch_id"), [("maybe", "b"), ("ok", "a.b"), ("fail", "")])
+def test_mode_and_id_are_checked(gap_mode: Any, batch_id: str) -> None:
+    with pytest.raises(ValueError, match=r"maybe|batch id"):
+        FastBatch(batch_id=batch_id, inbox="i", gap=gap_mode)
+
+
+class TestAddMany:
+    @pytest.mark.parametrize("limit", [1, 3, 100])
+    def test_takes_no_more_than_it_may(self, limit: int) -> None:
+        machine = opened()
+        entries = iter([("f.1", b"%d" % i) for i in range(10)])
+        data, count, size, stopped = machine.add_many(entries, limit, 0.0)
+        taken = min(limit, 10)
+        assert (count, size, machine.sent) == (taken, taken, 5 + taken)
+        assert [c.payload for c in commands(data)] == [b"%d" % i for i in range(taken)]
+        assert [int(c.reply.split(".")[-3]) for c in commands(data)] == list(range(6, 6 + taken))
+        assert isinstance(stopped, StopIteration) is (limit == 100)
+        assert len(list(entries)) == 10 - taken
+
+    def test_sends_only_the_first_until_the_server_answered(self) -> None:
+        machine = batch()
+        entries = iter([("f.1", b"x")] * 5)
+        data, count, _, stopped = machine.add_many(entries, 100, 0.0)
+        assert (count, stopped, machine.state, machine.room) == (1, None, State.STARTING, 0)
+        assert commands(data)[0].reply.endswith(".1.0.$FI")
+
+    @pytest.mark.parametrize("limit", [0, -5])
+    def test_no_room_takes_nothing(self, limit: int) -> None:
+        entries = iter([("f.1", b"x")])
+        assert opened().add_many(entries, limit, 0.0) == (b"", 0, 0, None)
+        assert next(entries)
+
+    @pytest.mark.parametrize(("bad", "error"), [
+        *REFUSED, (("a b", b""), errors.BadSubjectError), (("f.1", "x"), TypeError), (("f.1",), None), ("ab", TypeError),
+        ((), TypeError), (None, TypeError), (5, TypeError), (("f.1", bytes(2000)), errors.MaxPayloadError),
+        ((None, b"x"), TypeError), (([], b"x"), TypeError), (("f.1", b"", {"K": "\n"}), errors.BadHeaderError),
+    ])  # fmt: skip
+    def test_a_refused_message_has_no_sequence_and_those_before_it_do(self, bad: Any, error: Any) -> None:
+        machine = opened(max_payload=1000, sent=1)
+        good: list[Entry] = [("f.1", b"a"), message(payload=b"b")]
+        data, count, size, stopped = machine.add_many(iter([*good, bad, ("f.1", b"c")]), 100, 0.0)
+        if error is None:  # a subject alone is a message with an empty payload
+            assert isinstance(stopped, StopIteration)
+            return
+        assert isinstance(stopped, error)
+        assert (count, size, machine.sent) == (2, 2, 3)
+        assert [c.payload for c in commands(data)] == [b"a", b"b"]
+        assert b".4.1.$FI" in machine.add(message(), 0.0)
+
+    @pytest.mark.parametrize("error", [RuntimeError("source"), KeyboardInterrupt(), OSError("gone")])
+    def test_what_the_source_raises_comes_after_what_it_gave(self, error: BaseException) -> None:
+        def source() -> Iterator[Entry]:
+            yield ("f.1", b"a")
+            raise error
+
+        machine = opened()
+        data, count, _, stopped = machine.add_many(source(), 100, 0.0)
+        assert (count, machine.sent, stopped) == (1, 6, error)
+        assert len(commands(data)) == 1
+
+    def test_a_closed_batch_takes_nothing_from_the_source(self) -> None:
+        machine, entries = opened(), iter([("f.1", b"x")])
+        machine.discard()
+        with pytest.raises(errors.BatchClosedError):
+            machine.add_many(entries, 10, 0.0)
+        assert next(entries)

@@ -1,0 +1,371 @@
+"""The timers of the fast batch, under a clock of the test's own; and whole batches over a link that loses messages."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetstream_ext import errors
+from jetstream_ext.protocol import frames
+from jetstream_ext.protocol.fast import FastBatch, State
+from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.types import BatchFlowGap, BatchMessage, EndReason, GapMode
+
+PING = b"PUB f.1 _INBOX.x.b1.10.fail.%d.4.$FI 0\r\n\r\n"
+MESSAGE = BatchMessage("f.1", b"x")
+
+
+def reply(seq: int, op: int, body: dict[str, Any] | None) -> Frame:
+    """An answer to the message `seq`, sent with `op`; None is 503."""
+    header, payload = (b"NATS/1.0 503\r\n\r\n", b"") if body is None else (b"", orjson.dumps(body))
+    return b"_INBOX.x.b1.10.fail.%d.%d.$FI" % (seq, op), header, payload
+
+
+def ack(up_to: int, *, seq: int | None = None, op: int = 1) -> Frame:
+    return reply(seq or max(1, up_to), op, {"type": "ack", "seq": up_to, "msgs": 10})
+
+
+def batch(sent: int = 5, **options: Any) -> FastBatch:
+    """A batch that is open at 0 s with `sent` messages; 5 s to answer, pings after 1 s, kept alive after 20 s."""
+    options = {"ack_timeout": 5.0, "stall_ping": 1.0, "keepalive": 20.0, **options}
+    machine = FastBatch(batch_id="b1", inbox="_INBOX.x", flow=10, **options)
+    if sent:
+        machine.add(MESSAGE, 0.0)
+        machine.receive([ack(0, op=0)], 0.0)
+    for _ in range(sent - 1):
+        machine.add(MESSAGE, 0.0)
+    return machine
+
+
+def test_a_batch_that_was_never_used_has_no_timers() -> None:
+    machine = batch(0)
+    assert machine.next_timer() is None
+    machine.waiting(0.0)  # `wait_closed` on a batch without messages may last
+    assert machine.next_timer() is None
+    assert machine.handle_timer(1e9) == ([], b"")
+
+
+def test_the_first_reply_has_a_deadline_and_no_pings() -> None:
+    machine = batch(0)
+    machine.add(MESSAGE, 100.0)
+    machine.waiting(100.0)
+    assert machine.next_timer() == 105.0
+    assert machine.handle_timer(104.9) == ([], b"")
+    machine.handle_timer(105.0)
+    assert machine.end_reason is EndReason.TIMEOUT
+    assert "older than 2.14" in str(machine.error)
+    assert "no_ack" in str(machine.error)
+
+
+class TestIdle:
+    def test_is_kept_alive(self) -> None:
+        machine = batch()
+        now = 0.0
+        for _ in range(10):
+            assert machine.next_timer() == now + 20.0
+            now += 20.0
+            assert machine.handle_timer(now) == ([], PING % 5)
+            machine.receive([ack(0, seq=5, op=4)], now + 0.1)
+
+    def test_writing_puts_it_off(self) -> None:
+        machine = batch()
+        machine.add(MESSAGE, 15.0)
+        assert machine.next_timer() == 35.0
+        machine.add_plain("f.1", b"", 16.0)
+        assert machine.next_timer() == 36.0
+        machine.add_many(iter([("f.1", b"")]), 1, 17.0)
+        assert machine.next_timer() == 37.0
+        assert machine.handle_timer(36.9) == ([], b"")
+
+    def test_can_be_left_alone(self) -> None:
+        assert batch(keepalive=0).next_timer() is None
+
+    def test_a_ping_that_nobody_answers_is_repeated_and_then_ends_the_batch(self) -> None:
+        machine = batch()
+        assert machine.handle_timer(20.0) == ([], PING % 5)
+        for second in (21.0, 22.0, 23.0, 24.0):
+            assert machine.next_timer() == second
+            assert machine.handle_timer(second) == ([], PING % 5)
+        assert machine.next_timer() == 25.0
+        machine.handle_timer(25.0)
+        assert machine.end_reason is EndReason.TIMEOUT
+        assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
+
+    def test_a_leader_that_comes_back_in_time_saves_it(self) -> None:
+        machine = batch()
+        machine.handle_timer(20.0)
+        for second in (21.0, 22.0, 23.0):
+            machine.receive([reply(5, 4, None)], second - 0.5)  # 503: an election
+            assert machine.handle_timer(second) == ([], PING % 5)
+        machine.receive([ack(0, seq=5, op=4)], 23.5)
+        assert machine.next_timer() == 43.0
+        assert machine.end_reason is None
+
+
+class TestStalled:
+    def test_pings_every_second_until_something_comes(self) -> None:
+        machine = batch()
+        machine.waiting(10.0)
+        assert machine.next_timer() == 11.0
+        assert machine.handle_timer(10.99) == ([], b"")
+        assert machine.handle_timer(11.0) == ([], PING % 5)
+        assert machine.next_timer() == 12.0
+        events, out = machine.receive([ack(5)], 11.5)
+        assert (len(events), out, machine.acked) == (1, b"", 5)
+        machine.not_waiting()
+        assert machine.next_timer() == 31.0
+
+    def test_a_lost_ack_is_recovered_by_the_ping(self) -> None:
+        machine = batch(sent=20)
+        assert machine.room == 0
+        machine.waiting(0.0)
+        _, ping = machine.handle_timer(1.0)
+        assert ping == PING % 20
+        machine.receive([ack(20, seq=20, op=4)], 1.1)
+        assert (machine.room, machine.settled) == (20, True)
+
+    def test_ends_when_nothing_comes_in_time(self) -> None:
+        machine = batch()
+        machine.waiting(10.0)
+        assert machine.handle_timer(14.9)[0] == []
+        machine.handle_timer(15.0)
+        assert machine.end_reason is EndReason.TIMEOUT
+        assert "beyond message 0 of 5 within 5 s" in str(machine.error)
+
+    def test_any_sign_of_the_server_extends_it(self) -> None:
+        machine = batch()
+        machine.waiting(10.0)
+        for now in (14.0, 18.0, 22.0):
+            machine.receive([ack(0)], now)
+            assert machine.handle_timer(now + 0.5)[0] == []
+        assert machine.end_reason is None
+        machine.handle_timer(27.0)
+        assert machine.end_reason is EndReason.TIMEOUT
+
+    def test_a_refused_ping_is_no_sign_of_life(self) -> None:
+        # A stream that was deleted answers every ping with 503, for ever.
+        machine = batch()
+        machine.waiting(10.0)
+        now = 10.0
+        while machine.end_reason is None and now < 60:
+            due = machine.next_timer()
+            assert due is not None
+            now = due
+            _, out = machine.handle_timer(now)
+            if out:
+                machine.receive([reply(5, 4, None)], now + 0.1)
+        assert (machine.end_reason, now) == (EndReason.TIMEOUT, 15.0)
+
+    def test_a_wait_that_is_over_leaves_no_deadline(self) -> None:
+        machine = batch()
+        machine.waiting(10.0)
+        machine.not_waiting()
+        assert machine.handle_timer(16.0) == ([], b"")
+        assert machine.next_timer() == 20.0
+
+    def test_a_later_wait_starts_its_own_deadline(self) -> None:
+        machine = batch()
+        machine.waiting(1.0)
+        machine.not_waiting()
+        machine.waiting(18.0)
+        assert machine.next_timer() == 19.0
+        machine.handle_timer(19.0)
+        machine.handle_timer(22.9)
+        assert machine.end_reason is None
+
+
+class TestCommitting:
+    def test_no_ping_is_ever_sent_after_the_commit(self) -> None:
+        machine = batch()
+        machine.waiting(0.0)
+        machine.commit(0.0)
+        machine.waiting(0.0)
+        now = 0.0
+        while machine.end_reason is None:
+            due = machine.next_timer()
+            assert due is not None
+            assert due > now
+            now = due
+            assert machine.handle_timer(now)[1] == b""
+        assert now == 5.0
+        assert machine.end_reason is EndReason.TIMEOUT
+        assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
+
+    def test_has_its_deadline_even_if_nobody_waits_any_more(self) -> None:
+        machine = batch()
+        machine.commit(3.0)
+        machine.not_waiting()
+        assert machine.next_timer() == 8.0
+
+    def test_starts_its_own_deadline_whatever_was_unanswered_before(self) -> None:
+        machine = batch()
+        machine.ping(0.0)
+        machine.commit(4.0)
+        assert machine.next_timer() == 9.0
+        assert machine.handle_timer(8.9) == ([], b"")
+        assert machine.end_reason is None
+
+
+class TestDraining:
+    def test_waits_for_the_final_ack_and_then_gives_it_up(self) -> None:
+        machine = batch()
+        machine.receive([reply(5, 1, {"type": "gap", "last_seq": 3, "seq": 5})], 2.0)
+        assert machine.state is State.DRAINING
+        machine.not_waiting()
+        assert machine.next_timer() == 7.0
+        assert machine.handle_timer(6.9) == ([], b"")
+        machine.handle_timer(7.0)
+        assert machine.end_reason is EndReason.GAP
+        assert isinstance(machine.error, errors.BatchGapError)
+        assert machine.error.ack is None
+
+    def test_starts_its_own_deadline(self) -> None:
+        machine = batch()
+        machine.ping(0.0)
+        machine.receive([reply(3, 1, None)], 4.0)
+        assert machine.state is State.DRAINING
+        assert machine.next_timer() == 9.0
+
+
+def test_the_end_has_no_timers() -> None:
+    machine = batch()
+    machine.waiting(0.0)
+    machine.discard()
+    assert machine.next_timer() is None
+    assert machine.handle_timer(1e9) == ([], b"")
+    machine.waiting(0.0)
+    assert machine.next_timer() is None
+
+
+# -- whole batches over a bad link
+
+
+@dataclass
+class Server:
+    """The server's side of fast ingest, as probed: it answers each message on that message's reply subject."""
+
+    mode: GapMode
+    flow: int
+    last: int = 0
+    open: bool = False
+    stored: list[bytes] = field(default_factory=list)
+    seen: list[tuple[int, int]] = field(default_factory=list)
+
+    def take(self, data: bytes) -> list[Frame]:
+        out: list[Frame] = []
+        for command in frames.parse_pubs(data):
+            out += self._take(command)
+        return out
+
+    def _take(self, command: frames.Command) -> list[Frame]:
+        *_, flow, mode, raw_seq, raw_op, tail = command.reply.split(".")
+        seq, op = int(raw_seq), int(raw_op)
+        assert (flow, mode, tail) == ("10", self.mode.value, "$FI")
+        self.seen.append((seq, op))
+        if op == 0:
+            self.open, self.last = True, 1
+            self.stored.append(command.payload)
+            return [self._flow_ack(seq, op, 0)]
+        if not self.open:
+            return [reply(seq, op, {"error": {"code": 400, "err_code": 10208, "description": "unknown"}})]
+        out: list[Frame] = []
+        reached = seq if op in (1, 3) else seq + 1
+        if reached > self.last + 1:
+            out.append(reply(seq, op, {"type": "gap", "last_seq": self.last + 1, "seq": reached}))
+            if self.mode is GapMode.FAIL:
+                return [*out, self._end(seq, op)]
+            self.last = reached - 1
+        if op == 1:
+            self.last = seq
+            self.stored.append(command.payload)
+            return [*out, self._flow_ack(seq, op, seq)] if seq % self.flow == 0 else out
+        return [*out, self._end(seq, op) if op == 3 else self._flow_ack(seq, op, self.last)]
+
+    def _flow_ack(self, seq: int, op: int, up_to: int) -> Frame:
+        return reply(seq, op, {"type": "ack", "seq": up_to, "msgs": self.flow})
+
+    def _end(self, seq: int, op: int) -> Frame:
+        self.open = False
+        return reply(seq, op, {"stream": "F", "seq": len(self.stored), "batch": "b1", "count": self.last})
+
+
+@settings(max_examples=300)
+@given(
+    mode=st.sampled_from(list(GapMode)), flow=st.integers(1, 12), outstanding=st.integers(1, 3),
+    count=st.integers(1, 60), block=st.integers(1, 20),
+    lost=st.sets(st.integers(2, 60), max_size=6), deaf=st.sets(st.integers(1, 60), max_size=12),
+)  # fmt: skip
+def test_any_batch_over_any_link(
+    mode: GapMode, flow: int, outstanding: int, count: int, block: int, lost: set[int], deaf: set[int]
+) -> None:
+    """`lost`: batch sequences that never reach the server. `deaf`: the numbers of the answers that never come back."""
+    machine = FastBatch(
+        batch_id="b1", inbox="_INBOX.x", flow=10, gap=mode, max_outstanding_acks=outstanding, stall_ping=1.0,
+        ack_timeout=60.0,
+    )  # fmt: skip
+    server = Server(mode, flow)
+    now, answers, acks = 0.0, 0, [0]
+
+    def exchange(data: bytes) -> None:
+        nonlocal answers
+        arrived = b"".join(
+            frames.pub(c.subject.encode(), c.reply.encode(), c.header, c.payload)
+            for c in frames.parse_pubs(data)
+            if not (c.reply.endswith(".1.$FI") and int(c.reply.split(".")[-3]) in lost)
+        )
+        for frame in server.take(arrived):
+            answers += 1
+            # The first answer and the final one come: without them there is silence, which the timers' tests have.
+            if answers == 1 or b'"batch"' in frame[2] or answers not in deaf:
+                _, out = machine.receive([frame], now)
+                acks.append(machine.acked)
+                if out:
+                    exchange(out)
+
+    entries = iter([("f.1", b"%d" % i) for i in range(1, count + 1)])
+    steps = 0
+    while machine.state in (State.NEW, State.STARTING, State.OPEN) and machine.sent < count:
+        steps += 1
+        assert steps < 1000, "it does not get on"
+        if machine.room > 0:
+            data, taken, _, _ = machine.add_many(entries, min(block, machine.room), now)
+            assert machine.sent - machine.acked <= machine.flow * outstanding
+            assert taken
+            exchange(data)
+        else:
+            machine.waiting(now)
+            due = machine.next_timer()
+            assert due is not None
+            now = due
+            events, ping = machine.handle_timer(now)
+            assert (events, machine.end_reason) == ([], None)
+            assert ping
+            exchange(ping)
+            machine.not_waiting()
+    if machine.state is State.OPEN:
+        exchange(machine.commit(now))
+
+    assert acks == sorted(acks)
+    assert [seq for seq, op in server.seen if op == 0] == [1]
+    sent = [seq for seq, op in server.seen if op == 1]
+    assert sent == sorted(set(sent)), "no sequence twice, none backwards"
+    lost = {seq for seq in lost if seq <= machine.sent}
+    reported = {seq for gap in machine.gaps for seq in range(gap.first_lost, gap.seq)}
+    assert reported <= lost
+    assert server.stored == [b"%d" % seq for seq in range(1, machine.sent + 1) if seq not in lost][: len(server.stored)]
+    if mode is GapMode.OK or not lost:
+        assert machine.end_reason is EndReason.COMMITTED
+        assert (machine.sent, machine.acked) == (count, count)
+        assert machine.ack is not None
+        assert machine.ack.batch_size == count
+        assert len(server.stored) == count - len(lost)
+    else:
+        # What ended it is the gap, where its report came; else only the final ack tells.
+        assert machine.end_reason in (EndReason.GAP, EndReason.ERROR)
+        assert machine.error is not None
+        assert machine.ack is not None
+        assert machine.ack.batch_size == min(lost) - 1
+        assert server.stored == [b"%d" % seq for seq in range(1, min(lost))]
+    assert all(isinstance(gap, BatchFlowGap) for gap in machine.gaps)
