@@ -166,7 +166,18 @@ class StoredMsg:
         last_seq: The sequence of the message before it in the same reply, where the reply said so.
     """
 
-    __slots__ = ("_data", "_headers", "_last_seq", "_num_pending", "_row", "_seq", "_stream", "_subject", "_time_ns")
+    __slots__ = (
+        "_body",
+        "_header_size",
+        "_headers",
+        "_last_seq",
+        "_lines",
+        "_num_pending",
+        "_seq",
+        "_stream",
+        "_subject",
+        "_time_ns",
+    )
 
     def __init__(
         self,
@@ -180,25 +191,33 @@ class StoredMsg:
         num_pending: int | None = None,
         last_seq: int | None = None,
     ) -> None:
-        self._row: list[bytes] | None = None
+        self._lines: list[bytes] | None = None
+        self._header_size = 0  # over 0: a message from the wire, cut up when it is asked for
         self._stream = stream
         self._subject = subject
         self._seq = seq
-        self._data = data
+        self._body = data
         self._headers = dict(headers or {})
         self._time_ns = time_ns
         self._num_pending = num_pending
         self._last_seq = last_seq
 
     @classmethod
-    def from_wire(cls, stream: str, seq: int, row: list[bytes], data: bytes) -> StoredMsg:
-        """Make a message of a decoded reply's row (see `protocol.direct`); its other fields are decoded on first use."""
+    def from_wire(cls, stream: str, seq: int, body: bytes, header_size: int) -> StoredMsg:
+        """Make a message of what a batched direct-get reply has: the header block and the payload in one piece."""
         self = _new(cls)
         self._stream = stream
         self._seq = seq
-        self._row = row
-        self._data = data
+        self._body = body
+        self._header_size = header_size
+        self._lines = None
         return self
+
+    def _row(self) -> list[bytes]:
+        lines = self._lines
+        if lines is None:
+            lines = self._lines = _headers.reply_row(self._body[: self._header_size])
+        return lines
 
     @property
     def stream(self) -> str:  # noqa: D102 - documented in the class
@@ -206,8 +225,7 @@ class StoredMsg:
 
     @property
     def subject(self) -> str:  # noqa: D102
-        row = self._row
-        return self._subject if row is None else row[0].decode("utf-8", "replace")
+        return self._row()[0].decode("utf-8", "replace") if self._header_size else self._subject
 
     @property
     def seq(self) -> int:  # noqa: D102
@@ -215,17 +233,19 @@ class StoredMsg:
 
     @property
     def data(self) -> bytes:  # noqa: D102
-        return self._data
+        return self._body[self._header_size :]
 
     @property
     def headers(self) -> dict[str, str]:  # noqa: D102
-        row = self._row
-        return dict(self._headers) if row is None else _headers.decode_stored(row[5])
+        if not self._header_size:
+            return dict(self._headers)
+        return _headers.decode_stored(self._row()[_headers.ROW_STORED])
 
     @property
     def time_ns(self) -> int:  # noqa: D102
-        row = self._row
-        return self._time_ns if row is None else _headers.parse_time_ns(_headers.line_value(row[2]))
+        if not self._header_size:
+            return self._time_ns
+        return _headers.parse_time_ns(_headers.line_value(self._row()[_headers.ROW_TIME]))
 
     @property
     def time(self) -> datetime:  # noqa: D102
@@ -233,20 +253,22 @@ class StoredMsg:
 
     @property
     def num_pending(self) -> int | None:  # noqa: D102
-        row = self._row
-        return self._num_pending if row is None else _headers.line_number(row[3])
+        if not self._header_size:
+            return self._num_pending
+        return _headers.line_number(self._row()[_headers.ROW_PENDING])
 
     @property
     def last_seq(self) -> int | None:  # noqa: D102
-        row = self._row
-        return self._last_seq if row is None else _headers.line_number(row[4])
+        if not self._header_size:
+            return self._last_seq
+        return _headers.line_number(self._row()[_headers.ROW_LAST])
 
     def _fields(self) -> dict[str, object]:
         return {
             "stream": self._stream,
             "subject": self.subject,
             "seq": self._seq,
-            "data": self._data,
+            "data": self.data,
             "headers": self.headers,
             "time_ns": self.time_ns,
             "num_pending": self.num_pending,
@@ -259,7 +281,7 @@ class StoredMsg:
         return self._fields() == other._fields()
 
     def __hash__(self) -> int:
-        return hash((self._stream, self._seq, self._data))
+        return hash((self._stream, self._seq, self.data))
 
     def __repr__(self) -> str:
         return f"StoredMsg({', '.join(f'{name}={value!r}' for name, value in self._fields().items())})"

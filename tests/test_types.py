@@ -38,7 +38,7 @@ def stored(headers: bytes = b"", time: bytes = b"2026-11-20T21:23:31.295694403Z"
             b"Nats-Num-Pending: 8\r\nNats-Last-Sequence: 0\r\n\r\n"
         )
     )
-    (message,) = decoder.feed([(b"_INBOX.x", block, data)]).messages()
+    (message,) = decoder.feed([(b"_INBOX.x", block + data, len(block))]).messages()
     return message
 
 

@@ -14,7 +14,7 @@ from jetstream_ext.client.connection import Inbox, JetStream, Sink
 from jetstream_ext.client.levels import api_level
 from jetstream_ext.errors import BatchClosedError, EmptyBatchError, UnsupportedFeatureError
 from jetstream_ext.protocol.atomic import ATOMIC_LEVEL, AtomicBatchMachine, State, Step
-from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.protocol.options import check_batch_id
 from jetstream_ext.types import BatchAck, BatchMessage, PublishOptions
 
@@ -267,7 +267,8 @@ class AtomicBatch:
         machine = self._machine
         if machine is None:
             return
-        for subject, header, payload in frames:
+        for frame in frames:
+            subject, header, payload = parts(frame)
             token = subject.rpartition(b".")[2]
             if not token.isdigit():
                 continue  # not a reply subject of ours; whoever sent it, it says nothing about a message

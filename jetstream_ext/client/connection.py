@@ -273,8 +273,7 @@ class Connection(_Base):
             if end > size:
                 self._needed = end - pos
                 break
-            body = start + header_size
-            batch.append((subject, data[start:body], data[body : end - 2]))
+            batch.append((subject, data[start : end - 2], header_size))
             pos = end
         if pos < size:
             buffer += memoryview(data)[pos:]
@@ -284,7 +283,7 @@ class Connection(_Base):
     def _deliver(self, sink: Sink | None, batch: list[Frame]) -> None:
         stats = self.nc.stats
         stats["in_msgs"] += len(batch)
-        stats["in_bytes"] += sum(len(frame[2]) for frame in batch)
+        stats["in_bytes"] += sum([len(body) - header_size for _, body, header_size in batch])
         if sink is not None:
             sink.frames(batch)
 
@@ -325,7 +324,8 @@ class PublicConnection(_Base):
         inbox = Inbox(self, subject, sink)
 
         async def deliver(msg: Msg) -> None:
-            sink.frames([(msg.subject.encode(), _header_block(msg.headers), msg.data)])
+            block = _header_block(msg.headers)
+            sink.frames([(msg.subject.encode(), block + msg.data, len(block))])
 
         inbox.subscription = await self.nc.subscribe(subject + tail, cb=deliver)
         return inbox

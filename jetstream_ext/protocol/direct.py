@@ -15,10 +15,10 @@ What tells the frames apart, on every server from 2.10 on:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from itertools import repeat
+from itertools import compress, repeat
 from operator import ge
 from typing import Any, Final
 
@@ -37,7 +37,7 @@ from jetstream_ext.errors import (
     UnsupportedFeatureError,
 )
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.types import StoredMsg
 
@@ -77,32 +77,17 @@ class Request:
         return body
 
 
-Row = list[bytes]
-"""A message's header lines as `ROW_*` name them: what one split of the block gives, looked into only when asked."""
-
-ROW_SUBJECT: Final = 0
-ROW_SEQUENCE: Final = 1
-ROW_TIME: Final = 2
-ROW_PENDING: Final = 3
-ROW_LAST: Final = 4
-ROW_STORED: Final = 5
-"""The stored header block without the server's lines, or a mere line break."""
-
-_NO_HEADERS: Final = b"\r\n"
-_SEQUENCE: Final = b"Nats-Sequence: "
-_TIME: Final = b"Nats-Time-Stamp: "
-_PENDING: Final = b"Nats-Num-Pending: "
-_LAST: Final = b"Nats-Last-Sequence: "
-
-
 @dataclass(slots=True)
 class Block:
-    """Some consecutive messages of one reply, as columns of equal length."""
+    """Some consecutive messages of one reply, as columns of equal length.
+
+    A message is its header block and payload in one piece; what else it has is cut out when it is asked for.
+    """
 
     stream: str = ""
     seqs: list[int] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-    datas: list[bytes] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)
+    header_sizes: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.seqs)
@@ -110,31 +95,56 @@ class Block:
     def keep(self, start: int, stop: int) -> None:
         """Keep rows ``start … stop - 1``."""
         self.seqs = self.seqs[start:stop]
-        self.rows = self.rows[start:stop]
-        self.datas = self.datas[start:stop]
+        self.bodies = self.bodies[start:stop]
+        self.header_sizes = self.header_sizes[start:stop]
+
+    def select(self, mask: Sequence[bool]) -> None:
+        """Keep the rows where `mask` is true."""
+        self.seqs = list(compress(self.seqs, mask))
+        self.bodies = list(compress(self.bodies, mask))
+        self.header_sizes = list(compress(self.header_sizes, mask))
+
+    def extend(self, other: Block) -> None:
+        """Add the rows of `other`, which must be of the same stream."""
+        self.seqs += other.seqs
+        self.bodies += other.bodies
+        self.header_sizes += other.header_sizes
+
+    @property
+    def size(self) -> int:
+        """Bytes of all headers and payloads."""
+        return sum(map(len, self.bodies))
+
+    @property
+    def rows(self) -> list[h.Row]:
+        """Return each message's header lines (see `headers.reply_row`; `ROW_STREAM` may be empty)."""
+        prefix = _prefix(self.stream.encode())
+        skip = len(prefix)
+        rows: list[h.Row] = []
+        for body, size in zip(self.bodies, self.header_sizes, strict=True):
+            # Without stored headers one split gives the same places, the last of them empty.
+            row = body[skip:size].split(b"\r\n") if body.startswith(prefix) else []
+            rows.append(row if len(row) == 7 else h.reply_row(body[:size]))
+        return rows
 
     @property
     def subjects(self) -> list[bytes]:
         """The subjects."""
-        return [row[ROW_SUBJECT] for row in self.rows]
+        return [row[h.ROW_SUBJECT] for row in self.rows]
 
     @property
-    def times(self) -> list[bytes]:
-        """When the messages were stored: RFC 3339 in UTC, as sent."""
-        return [row[ROW_TIME][17:] for row in self.rows]
-
-    @property
-    def headers(self) -> list[bytes]:
-        """The stored header blocks without the server's lines, or nothing."""
-        return [b"" if row[ROW_STORED] == _NO_HEADERS else row[ROW_STORED] for row in self.rows]
+    def datas(self) -> list[bytes]:
+        """The payloads."""
+        return [body[size:] for body, size in zip(self.bodies, self.header_sizes, strict=True)]
 
     def pending(self, index: int) -> int:
         """How many matching messages follow row `index`."""
-        return int(self.rows[index][ROW_PENDING][18:])
+        row = h.reply_row(self.bodies[index][: self.header_sizes[index]])
+        return h.line_number(row[h.ROW_PENDING])
 
     def messages(self) -> list[StoredMsg]:
         """Return the rows as messages."""
-        return list(map(StoredMsg.from_wire, repeat(self.stream), self.seqs, self.rows, self.datas))
+        return list(map(StoredMsg.from_wire, repeat(self.stream), self.seqs, self.bodies, self.header_sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +159,10 @@ class EndOfBatch:
     """`multi_last` only: the sequence the answer is consistent at."""
     found: bool = True
     """False: the server answered 404 instead."""
+
+
+def _prefix(stream: bytes) -> bytes:
+    return b"NATS/1.0\r\nNats-Stream: %b\r\nNats-Subject: " % stream
 
 
 class ReplyDecoder:
@@ -167,11 +181,12 @@ class ReplyDecoder:
         self.last_seq = 0
         self.count = 0
         self.size = 0
-        """Bytes of subjects, stored headers and payloads so far: what `max_bytes` counts."""
+        """About how many bytes of subjects, stored headers and payloads came so far: what `max_bytes` counts."""
         self._asked = stream
         self._prev = b"0"
         self._responder = b""
         self._prefix = b""
+        self._added = 0
         self._stream = ""
 
     def feed(self, frames: Iterable[Frame]) -> Block:
@@ -182,30 +197,35 @@ class ReplyDecoder:
             DirectGetDisabledError, BadRequestError, TooManySubjectsError, ServerError: The server refused.
             ResponseError: A frame is no direct-get reply.
         """
-        rows: list[Row] = []
         raws: list[bytes] = []
-        datas: list[bytes] = []
+        bodies: list[bytes] = []
+        sizes: list[int] = []
         prev, prefix, skip = self._prev, self._prefix, len(self._prefix)
-        for _, header, payload in frames:
-            # Nearly every message: no stored headers, then the server's six lines in their order. One split cuts
-            # them; a message with stored headers that imitate this has lines left over at the end.
-            row = header[skip:].split(b"\r\n", 5) if skip and header.startswith(prefix) else []
-            if len(row) != 6 or row[5] != b"\r\n" or row[1][:15] != _SEQUENCE or row[4][:20] != _LAST:
+        for _, body, size in frames:
+            # Nearly every message: no stored headers, then the server's six lines as on the first message of the
+            # reply, whose names were looked at. One with stored headers that imitate the beginning has lines over.
+            row = body[skip:size].split(b"\r\n") if skip and body.startswith(prefix) else ()
+            if len(row) == 7 and row[4][20:] == prev:
+                prev = row[1][15:]
+            else:
                 self._prev = prev
-                general = self._general(header)
-                if general is None:
+                header = self._general(body[:size])
+                if not header:
                     break
-                row = general
+                lines = h.reply_row(header)
+                last = h.line_value(lines[h.ROW_LAST])
+                if last != prev:
+                    self.broken = self._lost(last, prev)
+                    break
+                prev = h.line_value(lines[h.ROW_SEQUENCE])
                 prefix, skip = self._prefix, len(self._prefix)
-            if row[4][20:] != prev:
-                self.broken = self._lost(row[4][20:], prev)
-                break
-            prev = row[1][15:]
+                if len(header) != size or not body.startswith(header):
+                    body, size = header + body[size:], len(header)  # noqa: PLW2901 - the same message, laid out anew
             raws.append(prev)
-            rows.append(row)
-            datas.append(payload)
+            bodies.append(body)
+            sizes.append(size)
         self._prev = prev
-        if not rows:
+        if not raws:
             self._check_end()
             return Block(self._stream)
         try:
@@ -216,9 +236,10 @@ class ReplyDecoder:
             raise ResponseError(f"a direct-get reply does not go upwards from sequence {self.last_seq}")
         self.last_seq = seqs[-1]
         self.count += len(seqs)
-        self.size += sum(map(len, datas)) + sum([len(row[ROW_SUBJECT]) + len(row[ROW_STORED]) for row in rows])
+        # What max_bytes counts, nearly: the lines that the server adds have about this length on every message.
+        self.size += sum(map(len, bodies)) - len(bodies) * self._added
         self._check_end()
-        return Block(self._stream, seqs, rows, datas)
+        return Block(self._stream, seqs, bodies, sizes)
 
     def _lost(self, last: bytes, prev: bytes) -> MessagesLostError:
         got = int(last) if last.isdigit() else None
@@ -230,40 +251,28 @@ class ReplyDecoder:
             got=got,
         )
 
-    def _general(self, header: bytes) -> Row | None:
-        """Take a frame that is not laid out like most: None is the end of the reply."""
-        # What servers append, in this order, after whatever was stored.
-        lines = header.rsplit(b"\r\n", 8)
-        if (
-            len(lines) == 9
-            and lines[1][:13] == b"Nats-Stream: "
-            and lines[2][:14] == b"Nats-Subject: "
-            and lines[3][:15] == _SEQUENCE
-            and lines[4][:17] == _TIME
-            and lines[5][:18] == _PENDING
-            and lines[6][:20] == _LAST
-        ):
-            self._respond(lines[1][13:], header)
-            stored = lines[0] if len(lines[0]) > len(h.VERSION) else _NO_HEADERS
-            return [lines[2][14:], *lines[3:7], stored]
-        values = h.last_values(header)
-        if h.SEQUENCE not in values:
-            self._finish(header, values)
-            return None
-        if h.NUM_PENDING not in values or h.LAST_SEQUENCE not in values:
-            raise UnsupportedFeatureError(
-                f"stream {self._asked!r}: the server answered a batch request with a single message; "
-                "batched direct get needs nats-server 2.11 or newer",
-                feature="batched direct get",
-                required_api_level=1,
-            )
-        wanted = (h.STREAM, h.SUBJECT, h.SEQUENCE, h.TIME_STAMP, h.NUM_PENDING, h.LAST_SEQUENCE)
-        try:
-            stream, subject, seq, time, pending, last = (values[name].encode() for name in wanted)
-        except KeyError as missing:
-            raise ResponseError(f"a direct-get reply lacks the header {missing}", frame=header) from None
-        self._respond(stream, header)
-        return [subject, _SEQUENCE + seq, _TIME + time, _PENDING + pending, _LAST + last, header.rstrip(b"\r\n")]
+    def _general(self, header: bytes) -> bytes:
+        """Return a message's header block in the layout that `headers.reply_row` takes; nothing ends the reply."""
+        row = h.reply_row(header)
+        if not row:
+            values = h.last_values(header)
+            if h.SEQUENCE not in values:
+                self._finish(header, values)
+                return b""
+            if h.NUM_PENDING not in values or h.LAST_SEQUENCE not in values:
+                raise UnsupportedFeatureError(
+                    f"stream {self._asked!r}: the server answered a batch request with a single message; "
+                    "batched direct get needs nats-server 2.11 or newer",
+                    feature="batched direct get",
+                    required_api_level=1,
+                )
+            header = h.lay_out(header, values)
+            row = h.reply_row(header)
+        self._respond(h.line_value(row[h.ROW_STREAM]), header)
+        if not self._added:
+            stored = len(row[h.ROW_STORED]) + 4 if row[h.ROW_STORED] else 0
+            self._added = len(header) - len(row[h.ROW_SUBJECT]) - stored
+        return header
 
     def _respond(self, responder: bytes, header: bytes) -> None:
         if responder == self._responder:
@@ -272,7 +281,7 @@ class ReplyDecoder:
             raise ResponseError("one direct-get reply came from two streams", frame=header)
         self._responder = responder
         self._stream = responder.decode("utf-8", "replace")
-        self._prefix = b"NATS/1.0\r\nNats-Stream: %b\r\nNats-Subject: " % responder
+        self._prefix = _prefix(responder)
 
     def _finish(self, header: bytes, values: dict[str, str]) -> None:
         status = h.parse_status(header) if header else None
@@ -356,7 +365,7 @@ def decode_single(stream: str, frame: Frame) -> StoredMsg:
         DirectGetDisabledError, BadRequestError, ServerError: The server refused.
         ResponseError: The frame is no direct-get reply.
     """
-    _, header, payload = frame
+    _, header, payload = parts(frame)
     if not header:
         raise ResponseError("a direct-get reply has no headers", frame=payload)
     values = h.last_values(header)

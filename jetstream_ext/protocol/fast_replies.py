@@ -15,7 +15,7 @@ import orjson
 from jetstream_ext.errors import ResponseError, ServerError, server_error
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.acks import parse_batch_ack, parse_refusal
-from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowError, BatchFlowGap
 
 START: Final = b"0"
@@ -61,7 +61,7 @@ def decode(frame: Frame) -> Reply:
     Raises:
         ResponseError: It is no fast-ingest reply.
     """
-    subject, header, payload = frame
+    subject, header, payload = parts(frame)
     words = subject.rsplit(b".", 3)
     if len(words) != 4 or not words[1].isdigit():
         raise ResponseError("a reply came to a subject that is no fast-ingest reply subject", frame=subject)

@@ -26,6 +26,9 @@ UP_TO_SEQUENCE: Final = "Nats-UpTo-Sequence"
 #: What a server adds to a direct-get reply; never part of a stored message's headers.
 REPLY_HEADERS: Final = frozenset({STREAM, SUBJECT, SEQUENCE, TIME_STAMP, NUM_PENDING, LAST_SEQUENCE, UP_TO_SEQUENCE})
 
+_APPENDED: Final = (STREAM, SUBJECT, SEQUENCE, TIME_STAMP, NUM_PENDING, LAST_SEQUENCE)
+_REPLY_NAMES: Final = frozenset(name.encode() for name in REPLY_HEADERS)
+
 MSG_ID: Final = "Nats-Msg-Id"
 MSG_TTL: Final = "Nats-TTL"
 EXPECTED_STREAM: Final = "Nats-Expected-Stream"
@@ -39,6 +42,62 @@ BATCH_COMMIT: Final = "Nats-Batch-Commit"
 
 # RFC 9110 token characters: what nats-py and the server accept in a header name.
 _NAME_CHARS: Final = frozenset("!#$%&'*+-.^_`|~0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
+
+
+Row = list[bytes]
+"""The header lines of a message in a direct-get reply, by the `ROW_*` places."""
+
+ROW_SUBJECT: Final = 0
+"""The subject itself."""
+ROW_SEQUENCE: Final = 1
+ROW_TIME: Final = 2
+ROW_PENDING: Final = 3
+ROW_LAST: Final = 4
+ROW_STREAM: Final = 5
+ROW_STORED: Final = 6
+"""The stored header block without the server's lines, or nothing."""
+
+
+def reply_row(block: bytes) -> Row:
+    """Cut up the header block of a message in a batched direct-get reply; an empty row is no such block.
+
+    Servers append exactly these six lines, in this order, after whatever was stored.
+    """
+    lines = block.rsplit(CRLF, 8)
+    if (
+        len(lines) != 9
+        or lines[1][:13] != b"Nats-Stream: "
+        or lines[2][:14] != b"Nats-Subject: "
+        or lines[3][:15] != b"Nats-Sequence: "
+        or lines[4][:17] != b"Nats-Time-Stamp: "
+        or lines[5][:18] != b"Nats-Num-Pending: "
+        or lines[6][:20] != b"Nats-Last-Sequence: "
+    ):
+        return []
+    stored = lines[0] if len(lines[0]) > len(VERSION) else b""
+    return [lines[2][14:], lines[3], lines[4], lines[5], lines[6], lines[1], stored]
+
+
+def lay_out(block: bytes, values: Mapping[str, str]) -> bytes:
+    """Return the header block of a reply in the layout that `reply_row` takes, whatever the server's order was.
+
+    Args:
+        block: The block.
+        values: The last value of each of its names.
+
+    Raises:
+        ResponseError: A line that servers append is missing.
+    """
+    stored = [line for line in block.split(CRLF)[1:] if _name(line) not in _REPLY_NAMES and line]
+    try:
+        appended = [f"{name}: {values[name]}".encode() for name in _APPENDED]
+    except KeyError as missing:
+        raise ResponseError(f"a direct-get reply lacks the header {missing}", frame=block) from None
+    return CRLF.join([VERSION, *stored, *appended, b"", b""])
+
+
+def _name(line: bytes) -> bytes:
+    return line.partition(b":")[0].strip()
 
 
 def check_header(name: str, value: str) -> None:

@@ -9,41 +9,43 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.headers import REPLY_HEADERS
+from jetstream_ext.protocol.headers import REPLY_HEADERS, ROW_STORED, ROW_SUBJECT, ROW_TIME, Row
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
+
+Rows = Sequence[Row]
 
 _TIME: Final = pa.timestamp("us", tz="UTC")
 _HEADERS: Final = pa.map_(pa.string(), pa.list_(pa.string()))
 _SERVERS_OWN: Final = frozenset(name.encode() for name in REPLY_HEADERS)
 
 
-def _stream(block: Block) -> pa.Array:
+def _stream(block: Block, rows: Rows) -> pa.Array:
     return pa.repeat(pa.scalar(block.stream, pa.string()), len(block))
 
 
-def _seq(block: Block) -> pa.Array:
+def _seq(block: Block, rows: Rows) -> pa.Array:
     return pa.array(block.seqs, pa.int64())
 
 
-def _subject(block: Block) -> pa.Array:
-    return _text(block.subjects)
+def _subject(block: Block, rows: Rows) -> pa.Array:
+    return _text([row[ROW_SUBJECT] for row in rows])
 
 
-def _time(block: Block) -> pa.Array:
+def _time(block: Block, rows: Rows) -> pa.Array:
     # By way of nanoseconds: Arrow parses as many digits of a fraction as the unit has, and no more.
-    text = pa.array(block.times, pa.binary()).cast(pa.string())
+    text = pa.array([row[ROW_TIME][17:] for row in rows], pa.binary()).cast(pa.string())
     return text.cast(pa.timestamp("ns", tz="UTC")).cast(_TIME, safe=False)
 
 
-def _data(block: Block) -> pa.Array:
+def _data(block: Block, rows: Rows) -> pa.Array:
     return pa.array(block.datas, pa.binary())
 
 
-def _headers(block: Block) -> pa.Array:
+def _headers(block: Block, rows: Rows) -> pa.Array:
     """Return one map per row; the values of a name that occurs more than once are together, in order."""
-    stored = block.headers
+    stored = [row[ROW_STORED] for row in rows]
     names: list[bytes] = []
     values: list[bytes] = []
     entries = [0] * (len(stored) + 1)  # where each row's names begin
@@ -78,7 +80,7 @@ def _text(values: Sequence[bytes]) -> pa.Array:
         return pa.array([value.decode("utf-8", "replace") for value in values], pa.string())
 
 
-_COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block], pa.Array]]]] = {
+_COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block, Rows], pa.Array]]]] = {
     "stream": (pa.string(), _stream),
     "seq": (pa.int64(), _seq),
     "subject": (pa.string(), _subject),
@@ -88,6 +90,9 @@ _COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block], pa.Array]]]] = {
 }
 
 
+_FROM_ROWS: Final = frozenset({"subject", "time", "headers"})
+
+
 class BatchBuilder:
     """Builds record batches with the columns of a Spark schema, and only those."""
 
@@ -95,8 +100,10 @@ class BatchBuilder:
         self._schema = pa.schema(
             [pa.field(field.name, _COLUMNS[field.name][0], nullable=field.nullable) for field in schema.fields]
         )
-        self._build: list[Callable[[Block], Any]] = [_COLUMNS[field.name][1] for field in schema.fields]
+        self._needs_rows = any(field.name in _FROM_ROWS for field in schema.fields)
+        self._build: list[Callable[[Block, Rows], Any]] = [_COLUMNS[field.name][1] for field in schema.fields]
 
     def build(self, block: Block) -> pa.RecordBatch:
         """Return the rows of `block`."""
-        return pa.RecordBatch.from_arrays([build(block) for build in self._build], schema=self._schema)
+        rows = block.rows if self._needs_rows else []
+        return pa.RecordBatch.from_arrays([build(block, rows) for build in self._build], schema=self._schema)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
-from itertools import compress
 from typing import Final
 
 import pyarrow as pa
@@ -13,6 +12,7 @@ from pyspark.sql.types import StructType
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.client.replies import read_blocks, read_proved
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block
+from jetstream_ext.protocol.headers import ROW_SUBJECT
 from jetstream_ext.protocol.plans import Scan
 from jetstream_ext.spark.arrow import BatchBuilder
 from jetstream_ext.spark.connections import connections
@@ -46,14 +46,9 @@ async def _chunks(blocks: AsyncGenerator[Block, None], part: SequenceRange) -> A
     chunk, size = Block(part.stream), 0
     async for block in blocks:
         if matcher is not None:
-            mask = matcher.mask(block.subjects)
-            block.seqs = list(compress(block.seqs, mask))
-            block.rows = list(compress(block.rows, mask))
-            block.datas = list(compress(block.datas, mask))
-        chunk.seqs += block.seqs
-        chunk.rows += block.rows
-        chunk.datas += block.datas
-        size += sum(map(len, block.datas))
+            block.select(matcher.mask([row[ROW_SUBJECT] for row in block.rows]))
+        chunk.extend(block)
+        size += block.size
         if len(chunk) >= _ROWS or size >= _BYTES:
             yield chunk
             chunk, size = Block(part.stream), 0

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from jetstream_ext import errors
 from jetstream_ext.protocol import direct
 from jetstream_ext.protocol.direct import EndOfBatch, ReplyDecoder, Request
-from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.frames import Frame, parts
+from jetstream_ext.protocol.headers import ROW_STORED, ROW_TIME
 
 TIME = b"2026-11-20T21:23:31.245203696Z"
 SERVER = (
@@ -36,11 +37,11 @@ def message(
 ) -> Frame:
     """A message of a batch reply, as the server lays it out: what was stored first, its own lines last."""
     block = b"NATS/1.0" + status + b"\r\n" + stored + SERVER % (stream, subject, seq, TIME, pending, last)
-    return b"_INBOX.x", block, data
+    return b"_INBOX.x", block + data, len(block)
 
 
 def raw(block: bytes, data: bytes = b"") -> Frame:
-    return b"_INBOX.x", block, data
+    return b"_INBOX.x", block + data, len(block)
 
 
 def eob(pending: int, last: int, up_to: int | None = None) -> Frame:
@@ -295,7 +296,9 @@ def test_rows_have_everything_the_server_said() -> None:
         0,
     )
     assert stored.time == datetime(2026, 11, 20, 21, 23, 31, 245203, UTC)
-    assert (block.stream, block.subjects, block.times, block.headers) == ("MIRROR", [b"d.\xc3\xa4"], [TIME], [b""])
+    assert (block.stream, block.subjects) == ("MIRROR", [b"d.\xc3\xa4"])
+    assert [row[ROW_TIME] for row in block.rows] == [b"Nats-Time-Stamp: " + TIME]
+    assert [row[ROW_STORED] for row in block.rows] == [b""]
     assert block.pending(0) == 8
 
 
@@ -306,7 +309,7 @@ def test_columns_and_rows_agree_and_can_be_cut() -> None:
     block.keep(3, 6)
     assert block.seqs == [4, 5, 6]
     assert block.datas == [b"4", b"5", b"6"]
-    assert [bool(head) for head in block.headers] == [False, True, False]
+    assert [bool(row[ROW_STORED]) for row in block.rows] == [False, True, False]
     assert [m.seq for m in block.messages()] == [4, 5, 6]
     assert [block.pending(i) for i in range(3)] == [6, 5, 4]
     block.keep(3, 3)
@@ -368,9 +371,9 @@ def test_any_lost_frame_is_noticed(gaps: list[int], data: st.DataObject, cuts: l
 
 @given(
     st.lists(
-        st.tuples(
-            st.just(b"_INBOX.x"),
-            st.binary(max_size=60) | st.sampled_from([f[1] for c in CASES.values() for f in c.frames]),
+        st.builds(
+            raw,
+            st.binary(max_size=60) | st.sampled_from([parts(f)[1] for c in CASES.values() for f in c.frames]),
             st.binary(max_size=5),
         ),
         max_size=5,

@@ -14,14 +14,19 @@ from jetstream_ext.spark.source import JetStreamDataSource
 ALL = JetStreamDataSource({"servers": "nats://n", "stream": "A"}).schema()
 
 
-def row(subject: bytes, time: bytes = b"2026-11-20T21:23:31Z", headers: bytes = b"") -> list[bytes]:
-    lines = [b"Nats-Sequence: 1", b"Nats-Time-Stamp: " + time, b"Nats-Num-Pending: 0", b"Nats-Last-Sequence: 0"]
-    return [subject, *lines, b"NATS/1.0\r\n" + headers if headers else b"\r\n"]
+def row(subject: bytes, time: bytes = b"2026-11-20T21:23:31Z", headers: bytes = b"") -> bytes:
+    """The header block of a message in a reply; `headers` are the stored ones."""
+    stored = headers + b"\r\n" if headers else b""
+    return (
+        b"NATS/1.0\r\n%bNats-Stream: A\r\nNats-Subject: %b\r\nNats-Sequence: 1\r\nNats-Time-Stamp: %b\r\n"
+        b"Nats-Num-Pending: 0\r\nNats-Last-Sequence: 0\r\n\r\n" % (stored, subject, time)
+    )
 
 
-def build(*rows: list[bytes], datas: list[bytes] | None = None, schema: StructType = ALL) -> pa.RecordBatch:
+def build(*rows: bytes, datas: list[bytes] | None = None, schema: StructType = ALL) -> pa.RecordBatch:
     seqs = list(range(1, len(rows) + 1))
-    return BatchBuilder(schema).build(Block("A", seqs, list(rows), datas or [b""] * len(rows)))
+    bodies = [block + data for block, data in zip(rows, datas or [b""] * len(rows), strict=True)]
+    return BatchBuilder(schema).build(Block("A", seqs, bodies, [len(block) for block in rows]))
 
 
 @pytest.mark.parametrize("nullable", [True, False])
