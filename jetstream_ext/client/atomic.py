@@ -279,6 +279,8 @@ class AtomicBatch:
                     waiter.set_result(None)
                 else:
                     waiter.set_exception(refusal)
+            elif refusal is not None:
+                machine.unheard(refusal)
         self._settle()
 
     def _disconnected(self) -> None:

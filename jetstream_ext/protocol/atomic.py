@@ -13,7 +13,7 @@ zero-byte reply         the message is staged       ignored
 batch ack               FAILED (no commit sent)     COMMITTED
 ack without a batch     FAILED: server too old      FAILED: server too old (the message itself was stored)
 refusal, batch open     sequence given back, if it  OPEN again: the same commit may be tried again
-                        was the newest; else FAILED
+                        is the newest; else FAILED
 any other refusal       FAILED                      FAILED: the server dropped the batch
 silence, disconnection  FAILED                      UNKNOWN
 ======================  ==========================  ===========================================================
@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import copy
 import enum
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import orjson
@@ -126,9 +127,11 @@ class AtomicBatchMachine:
         self._ack_every = ack_every
         self._held: tuple[BatchMessage, bool | None] | None = None
         self._first_subject = b""
-        self._written: set[str] = set()
+        self._written: Counter[str] = Counter()
         self._subjects = SubjectCache()
+        self._subject_before = ""
         self._commit_stores = False
+        self._commit_held: BatchMessage | None = None
 
     # -- operations ---------------------------------------------------------------------------------------------
 
@@ -146,10 +149,10 @@ class AtomicBatchMachine:
             step = self._step(message, ack)
         else:
             step = self._release()
-            self._held = (message, ack)
-        self.size += 1
-        self._written.add(message.subject)
-        self.last_subject = message.subject
+            # A copy: it is encoded later, when the caller may have put something else into its headers.
+            headers = dict(message.headers) if message.headers else None
+            self._held = (replace(message, headers=headers, payload=payload_bytes(message.payload)), ack)
+        self._count(message)
         return step
 
     def commit(self, message: BatchMessage | None) -> list[Step]:
@@ -167,20 +170,23 @@ class AtomicBatchMachine:
             released = self._release()
             if released is not None:
                 steps.append(released)
-            self.size += 1
-            self._written.add(message.subject)
-            self.last_subject = message.subject
+            self._count(message)
             steps.append(self._step(message, True, commit="1"))
         elif self._held is not None:
-            held, self._held = self._held[0], None
-            steps.append(self._step(held, True, commit="1"))
-        elif self.sent:
+            self._commit_held, self._held = self._held[0], None
+            steps.append(self._step(self._commit_held, True, commit="1"))
+        elif self.sent and self._marker:
             # The marker has a sequence of its own and is not stored.
             self.sent += 1
             header = h.encode(
                 [(h.BATCH_ID, self.batch_id), (h.BATCH_SEQUENCE, str(self.sent)), (h.BATCH_COMMIT, "eob")]
             )
             steps.append(Step(self.sent, self._first_subject, header, b"", True))
+        elif self.sent:
+            raise EmptyBatchError(
+                "a server before 2.14 can only commit on a message, and all are sent: give it one",
+                **self._facts("not_stored"),
+            )
         else:
             raise EmptyBatchError("there is nothing to commit", **self._facts("not_stored"))
         self._commit_stores = message is not None
@@ -227,7 +233,7 @@ class AtomicBatchMachine:
             for name, value in given.items():
                 if name.lower() == h.EXPECTED_LAST_SUBJECT.lower():
                     subject = value
-            if subject in self._written:
+            if self._written[subject]:
                 raise ValueError(
                     f"expected_last_subject_seq on {subject!r}: an earlier message of the batch wrote to that subject"
                 )
@@ -254,6 +260,16 @@ class AtomicBatchMachine:
         if ack is None:
             ack = (seq == 1 and self._ack_first) or bool(self._ack_every and seq % self._ack_every == 0)
         return Step(seq, subject, header, payload, ack)
+
+    def _count(self, message: BatchMessage) -> None:
+        self.size += 1
+        self._written[message.subject] += 1
+        self._subject_before, self.last_subject = self.last_subject, message.subject
+
+    def _uncount(self) -> None:
+        self.size -= 1
+        self._written[self.last_subject] -= 1
+        self.last_subject = self._subject_before
 
     def _release(self) -> Step | None:
         if self._held is None:
@@ -344,17 +360,26 @@ class AtomicBatchMachine:
                 f"batch {self.batch_id}: {what} was refused: {error.description}; nothing of the batch is stored",
                 **self._facts("not_stored"),
             )
-        if seq == self.sent and seq > 1 and (away or error.err_code in _STILL_OPEN):
+        # With a message held back the refusal is not of the newest one, and would reach its caller all the same.
+        newest = seq == self.sent and seq > 1 and self._held is None
+        if newest and (away or error.err_code in _STILL_OPEN):
             # The server did not count it: its sequence is free, and the same message may be tried again.
             self.sent -= 1
             if self.state is State.OPEN or self._commit_stores:
-                self.size -= 1
+                self._uncount()
+            elif self._commit_held is not None:
+                self._held = (self._commit_held, None)
             self.state = State.OPEN
             return failure
         self._fail(failure)
         return None
 
     # -- endings without a reply --------------------------------------------------------------------------------
+
+    def unheard(self, refusal: JetStreamExtError) -> None:
+        """Take it that nobody waits for the refusal that `receive` returned: a message is missing, and no one knows."""
+        if self.state is State.OPEN:
+            self._fail(refusal)
 
     def lost(self, why: str) -> None:
         """Take the loss of a reply that was waited for: silence, or a connection that is gone."""

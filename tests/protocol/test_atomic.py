@@ -1,0 +1,448 @@
+"""The atomic batch: every cell of the table in its docstring, what it sends, and what it refuses to."""
+
+import pickle
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jetstream_ext import errors
+from jetstream_ext.protocol import frames
+from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.atomic import AtomicBatchMachine, State, Step
+from jetstream_ext.types import NEVER, BatchAck, BatchMessage
+
+OPEN, COMMITTING, COMMITTED = State.OPEN, State.COMMITTING, State.COMMITTED
+DISCARDED, FAILED, UNKNOWN = State.DISCARDED, State.FAILED, State.UNKNOWN
+LEVELS = pytest.mark.parametrize("level", [2, 3, 4, 5])
+STAGED = (b"", b"")
+NO_RESPONDERS = (b"NATS/1.0 503\r\nNats-Subject: a.1\r\n\r\n", b"")
+
+
+def batch(level: int = 4, **options: Any) -> AtomicBatchMachine:
+    return AtomicBatchMachine(batch_id="b1", api_level=level, **options)
+
+
+def message(subject: str = "a.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
+    return BatchMessage(subject, payload, **options)
+
+
+def refusal(err_code: int, code: int = 400) -> tuple[bytes, bytes]:
+    header = b"NATS/1.0 429 Too Many Requests\r\n\r\n" if err_code == 10167 else b""
+    body = {"error": {"code": code, "err_code": err_code, "description": "no"}, "stream": "A", "seq": 0}
+    return header, orjson.dumps(body)
+
+
+def ack(count: int, batch_id: str = "b1") -> tuple[bytes, bytes]:
+    return b"", orjson.dumps({"stream": "A", "seq": 10 + count, "batch": batch_id, "count": count})
+
+
+def sent(step: Step | None) -> tuple[str, str, dict[str, str], bytes]:
+    """Subject, reply, headers and payload of a step on the wire."""
+    assert step is not None
+    (command,) = frames.parse_pubs(step.encode("_INBOX.r" if step.wants_reply else ""))
+    return command.subject, command.reply, dict(h.parse_lines(command.header)), command.payload
+
+
+def at(state: State, level: int = 4) -> AtomicBatchMachine:
+    """A batch with 2 messages that got into `state` as batches do."""
+    machine = batch(level)
+    machine.add(message())
+    machine.add(message("a.2"))
+    if state in (COMMITTING, COMMITTED, UNKNOWN):
+        machine.commit(None)
+    if state is COMMITTED:
+        machine.receive(machine.sent, *ack(2))
+    elif state is UNKNOWN:
+        machine.lost("no answer within 5 s")
+    elif state is DISCARDED:
+        machine.discard()
+    elif state is FAILED:
+        machine.receive(1, *refusal(10174))
+    assert machine.state is state
+    return machine
+
+
+def visible(machine: AtomicBatchMachine) -> tuple[Any, ...]:
+    return machine.state, machine.size, machine.sent, machine.staged, machine.ack, machine.error, machine.last_subject
+
+
+# -- operations in every state
+
+
+@LEVELS
+@pytest.mark.parametrize("operation", ["add", "commit", "commit_eob"])
+@pytest.mark.parametrize(
+    ("state", "error", "outcome"),
+    [
+        (COMMITTING, errors.BatchClosedError, "unknown"),
+        (COMMITTED, errors.BatchClosedError, "stored"),
+        (DISCARDED, errors.BatchClosedError, "not_stored"),
+        (FAILED, errors.AtomicPublishDisabledError, "not_stored"),
+        (UNKNOWN, errors.BatchOutcomeUnknownError, "unknown"),
+    ],
+)
+def test_a_batch_that_is_not_open_takes_nothing(
+    state: State, error: type[errors.BatchError], outcome: str, operation: str, level: int
+) -> None:
+    machine = at(state, level)
+    before = visible(machine)
+    for _ in range(2):
+        with pytest.raises(error) as caught:
+            machine.add(message()) if operation == "add" else machine.commit(
+                message() if operation == "commit" else None
+            )
+        assert type(caught.value) is error
+        assert (caught.value.batch_id, caught.value.outcome, caught.value.ack) == ("b1", outcome, machine.ack)
+        assert caught.value is not machine.error, "each call raises an error of its own"
+    assert visible(machine) == before
+
+
+@LEVELS
+@pytest.mark.parametrize("state", list(State))
+def test_discard(state: State, level: int) -> None:
+    machine = at(state, level)
+    machine.discard()
+    machine.discard()
+    assert machine.state is {OPEN: DISCARDED, COMMITTING: UNKNOWN}.get(state, state)
+    if state is COMMITTING:
+        assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
+
+
+@LEVELS
+@pytest.mark.parametrize("state", list(State))
+def test_silence_and_disconnection(state: State, level: int) -> None:
+    machine = at(state, level)
+    machine.lost("no answer within 5 s")
+    assert machine.state is {OPEN: FAILED, COMMITTING: UNKNOWN}.get(state, state)
+    if state is OPEN:
+        assert isinstance(machine.error, errors.BatchAbandonedError)
+        assert machine.error.outcome == "not_stored"
+        assert "no answer within 5 s" in str(machine.error)
+    if state is COMMITTING:
+        assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
+        assert machine.error.outcome == "unknown"
+        assert "2 messages" in str(machine.error)
+
+
+# -- replies in every state
+
+REPLIES = {
+    "staged": STAGED,
+    "ack": ack(2),
+    "ordinary ack": (b"", b'{"stream":"A", "seq":1}'),
+    "503": NO_RESPONDERS,
+    "too large": refusal(10054),
+    "overload": refusal(10167, 429),
+    "bad sequence": refusal(10175),
+    "incomplete": refusal(10176),
+    "wrong last sequence": refusal(10071),
+    "unknown code": refusal(10052, 500),
+    "garbage": (b"", b"not json"),
+    "a list": (b"", b"[]"),
+    "a bad header": (b"garbage", b""),
+    "ack of another batch": ack(2, "other"),
+    "ack of another size": ack(7),
+    "malformed ack": (b"", b'{"batch":"b1","stream":"A","seq":-1,"count":2}'),
+    "malformed error": (b"", b'{"error":"no"}'),
+}
+STILL_OPEN = {"503", "too large", "overload", "bad sequence"}
+REFUSED = {
+    "503": errors.NoStreamError,
+    "too large": errors.MessageTooLargeError,
+    "overload": errors.TooManyRequestsError,
+    "bad sequence": errors.AtomicPublishMissingSequenceError,
+    "incomplete": errors.AtomicPublishIncompleteError,
+    "wrong last sequence": errors.WrongLastSequenceError,
+    "unknown code": errors.BatchServerError,
+}
+
+
+@LEVELS
+@pytest.mark.parametrize("reply", REPLIES)
+@pytest.mark.parametrize("state", [COMMITTED, DISCARDED, FAILED, UNKNOWN])
+def test_a_late_reply_changes_nothing(state: State, reply: str, level: int) -> None:
+    machine = at(state, level)
+    before = visible(machine)
+    assert machine.receive(machine.sent, *REPLIES[reply]) is None
+    assert visible(machine) == before
+
+
+@pytest.mark.parametrize("reply", REPLIES)
+def test_replies_to_the_newest_message_while_open(reply: str) -> None:
+    machine = at(OPEN)
+    returned = machine.receive(2, *REPLIES[reply])
+    if reply == "staged":
+        assert (returned, machine.state, machine.staged, machine.size) == (None, OPEN, 2, 2)
+    elif reply in STILL_OPEN:
+        assert type(returned) is REFUSED[reply]
+        assert visible(machine) == (OPEN, 1, 1, 0, None, None, "a.1")
+    else:
+        assert (returned, machine.state) == (None, FAILED)
+        expected = errors.UnsupportedFeatureError if reply == "ordinary ack" else errors.BatchAbandonedError
+        assert type(machine.error) is REFUSED.get(reply, expected)
+
+
+@pytest.mark.parametrize("reply", sorted(STILL_OPEN | REFUSED.keys()))
+@pytest.mark.parametrize("seq", [1, 2])
+def test_a_refusal_of_an_older_message_ends_the_batch(reply: str, seq: int) -> None:
+    machine = at(OPEN)
+    machine.add(message("a.3"))
+    assert machine.receive(seq, *REPLIES[reply]) is None
+    assert machine.state is FAILED
+    assert type(machine.error) is REFUSED[reply]
+    assert machine.error.outcome == "not_stored"  # type: ignore[attr-defined]
+    assert f"message {seq}" in str(machine.error)
+
+
+@pytest.mark.parametrize("reply", sorted(REFUSED))
+def test_a_refusal_of_the_first_message_ends_the_batch(reply: str) -> None:
+    machine = batch()
+    machine.add(message())
+    assert machine.receive(1, *REPLIES[reply]) is None
+    assert machine.state is FAILED
+    assert pickle.loads(pickle.dumps(machine.error)).outcome == "not_stored"
+
+
+@LEVELS
+@pytest.mark.parametrize("last", [None, message("a.3")], ids=["eob", "with a message"])
+@pytest.mark.parametrize("reply", REPLIES)
+def test_replies_to_the_commit(reply: str, last: BatchMessage | None, level: int) -> None:
+    machine = at(OPEN, level)
+    steps = machine.commit(last)
+    size = machine.size
+    answer = ack(size) if reply == "ack" else REPLIES[reply]
+    returned = machine.receive(steps[-1].seq, *answer)
+    if reply == "staged":
+        assert (returned, machine.state) == (None, COMMITTING)
+    elif reply == "ack":
+        assert (returned, machine.state) == (None, COMMITTED)
+        assert machine.ack == BatchAck("A", 10 + size, "b1", size)
+    elif reply in STILL_OPEN:
+        assert type(returned) is REFUSED[reply]
+        assert "the commit" in str(returned) or reply == "503"
+        assert (machine.state, machine.size) == (OPEN, 2)
+        assert machine.last_subject == "a.2"
+        # The same commit can be tried again, and is the same on the wire.
+        again = machine.commit(last)
+        assert sent(again[-1]) == sent(steps[-1])
+        assert machine.receive(again[-1].seq, *ack(size)) is None
+        assert machine.state is COMMITTED
+    elif reply in REFUSED:
+        assert (returned, machine.state) == (None, FAILED)
+        assert type(machine.error) is REFUSED[reply]
+        assert "nothing of the batch is stored" in str(machine.error)
+    elif reply == "ordinary ack":
+        assert machine.state is FAILED
+        assert isinstance(machine.error, errors.UnsupportedFeatureError)
+        assert machine.error.required_api_level == 2
+    else:
+        assert (returned, machine.state) == (None, UNKNOWN)
+        assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
+
+
+def test_a_refusal_of_an_earlier_message_during_the_commit_ends_the_batch() -> None:
+    machine = at(COMMITTING)
+    assert machine.receive(2, *refusal(10054)) is None
+    assert machine.state is FAILED
+
+
+def test_staged_goes_up_only() -> None:
+    machine = at(OPEN)
+    for seq, staged in ((2, 2), (1, 2)):
+        machine.receive(seq, *STAGED)
+        assert machine.staged == staged
+
+
+def test_a_batch_on_a_server_that_stored_it_as_ordinary_messages() -> None:
+    machine = at(OPEN)
+    machine.receive(1, b"", b'{"stream":"A", "seq":1}')
+    with pytest.raises(errors.UnsupportedFeatureError, match="2 of its messages may be stored"):
+        machine.add(message())
+
+
+def test_a_refusal_that_nobody_heard_ends_the_batch() -> None:
+    # Its caller was cancelled: it was told that the message is part of the batch.
+    machine = at(OPEN)
+    refused = machine.receive(2, *refusal(10054))
+    assert refused is not None
+    machine.unheard(refused)
+    assert machine.state is FAILED
+    with pytest.raises(errors.MessageTooLargeError):
+        machine.commit(None)
+
+
+@pytest.mark.parametrize("state", [COMMITTING, COMMITTED, DISCARDED, UNKNOWN])
+def test_an_unheard_refusal_changes_nothing_later(state: State) -> None:
+    machine = at(state)
+    before = visible(machine)
+    machine.unheard(errors.MessageTooLargeError("no"))
+    assert visible(machine) == before
+
+
+@given(st.integers(1, 3), st.binary(max_size=30), st.binary(max_size=40), st.sampled_from([OPEN, COMMITTING]))
+def test_any_bytes_leave_a_batch_in_a_state_of_the_table(seq: int, header: bytes, payload: bytes, state: State) -> None:
+    machine = at(state)
+    machine.receive(seq, header, payload)
+    assert machine.state in ({OPEN, FAILED} if state is OPEN else {OPEN, COMMITTING, FAILED, UNKNOWN})
+
+
+# -- what goes out
+
+
+def test_with_the_marker_every_message_goes_out_at_once() -> None:
+    machine = batch()
+    assert sent(machine.add(message(headers={"K": "v"}, msg_id="m", msg_ttl=NEVER))) == (
+        "a.1", "_INBOX.r",
+        {"K": "v", "Nats-Msg-Id": "m", "Nats-TTL": "never", "Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"}, b"x",
+    )  # fmt: skip
+    assert sent(machine.add(message("a.2", b""))) == (
+        "a.2",
+        "",
+        {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "2"},
+        b"",
+    )
+    (marker,) = machine.commit(None)
+    # It goes to a subject of the stream, has the next sequence, and is not stored.
+    assert sent(marker) == (
+        "a.1", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "3", "Nats-Batch-Commit": "eob"}, b"",
+    )  # fmt: skip
+    assert (machine.size, machine.sent) == (2, 3)
+
+
+def test_with_the_marker_a_last_message_commits_itself() -> None:
+    machine = at(OPEN)
+    (step,) = machine.commit(message("a.3", b"last"))
+    assert sent(step) == (
+        "a.3", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "3", "Nats-Batch-Commit": "1"}, b"last",
+    )  # fmt: skip
+    assert (machine.size, machine.sent, machine.last_subject) == (3, 3, "a.3")
+
+
+@pytest.mark.parametrize("level", [2, 3])
+class TestHeldBack:
+    """Servers before 2.14 have no marker: the newest message waits, to carry the commit."""
+
+    def test_the_newest_message_carries_the_commit(self, level: int) -> None:
+        machine = batch(level)
+        assert machine.add(message()) is None
+        assert sent(machine.add(message("a.2")))[2] == {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"}
+        assert (machine.size, machine.sent, machine.last_subject) == (2, 1, "a.2")
+        (last,) = machine.commit(None)
+        assert sent(last) == (
+            "a.2", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "2", "Nats-Batch-Commit": "1"}, b"x",
+        )  # fmt: skip
+
+    def test_a_batch_of_one(self, level: int) -> None:
+        machine = batch(level)
+        machine.add(message())
+        (step,) = machine.commit(None)
+        assert sent(step)[2] == {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1", "Nats-Batch-Commit": "1"}
+
+    def test_a_last_message_lets_the_held_one_go_first(self, level: int) -> None:
+        machine = batch(level)
+        machine.add(message())
+        first, last = machine.commit(message("a.2"))
+        assert sent(first)[:3] == ("a.1", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"})
+        assert sent(last)[2]["Nats-Batch-Commit"] == "1"
+
+    def test_no_marker_is_ever_sent(self, level: int) -> None:
+        # 2.12.0 would store it; 2.12.1 drops the batch.
+        machine = at(OPEN, level)
+        steps = machine.commit(message("a.3"))
+        machine.receive(steps[-1].seq, *NO_RESPONDERS)
+        assert machine.state is OPEN
+        with pytest.raises(errors.EmptyBatchError, match="only commit on a message"):
+            machine.commit(None)
+        assert machine.state is OPEN
+        (step,) = machine.commit(message("a.3"))
+        assert sent(step) == sent(steps[-1])
+
+    def test_what_the_caller_does_with_its_headers_and_payload_later_is_its_own(self, level: int) -> None:
+        machine = batch(level)
+        headers, payload = {"K": "v"}, bytearray(b"one")
+        machine.add(message(payload=payload, headers=headers))  # type: ignore[arg-type]
+        headers["K"] = "broken\r\n"
+        headers["Nats-Batch-Commit"] = "1"
+        payload[:] = b"two"
+        step = sent(machine.add(message("a.2")))
+        assert step[2:] == ({"K": "v", "Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"}, b"one")
+
+    def test_a_refusal_that_would_reach_the_next_caller_ends_the_batch(self, level: int) -> None:
+        # Adding the third sends the second; its refusal must not look as if the third could be tried again.
+        machine = batch(level, ack_every=1)
+        for name in ("a.1", "a.2", "a.3"):
+            machine.add(message(name))
+        assert machine.receive(2, *refusal(10054)) is None
+        assert machine.state is FAILED
+
+    def test_the_wish_for_a_reply_stays_with_its_message(self, level: int) -> None:
+        machine = batch(level, ack_first=False)
+        machine.add(message(), ack=True)
+        step = machine.add(message("a.2"), ack=False)
+        assert step is not None
+        assert step.wants_reply
+
+
+@LEVELS
+def test_an_empty_batch_cannot_be_committed(level: int) -> None:
+    machine = batch(level)
+    with pytest.raises(errors.EmptyBatchError) as caught:
+        machine.commit(None)
+    assert (caught.value.outcome, machine.state) == ("not_stored", OPEN)
+    assert machine.commit(message())
+
+
+@pytest.mark.parametrize(
+    ("options", "asks", "replies"),
+    [
+        ({}, {}, [True, False, False, False]),
+        ({"ack_first": False}, {}, [False, False, False, False]),
+        ({"ack_every": 2}, {}, [True, True, False, True]),
+        ({"ack_first": False, "ack_every": 3}, {}, [False, False, True, False]),
+        ({"ack_every": 1}, {2: False}, [True, False, True, True]),
+        ({}, {1: False, 3: True}, [False, False, True, False]),
+    ],
+)
+def test_which_messages_want_a_reply(options: dict[str, Any], asks: dict[int, bool], replies: list[bool]) -> None:
+    machine = batch(**options)
+    steps = [machine.add(message(), asks.get(seq)) for seq in range(1, 5)]
+    assert [step.wants_reply for step in steps if step] == replies
+    assert machine.commit(None)[-1].wants_reply
+
+
+@LEVELS
+@given(st.data())
+def test_sequences_on_the_wire_are_1_to_n_whatever_is_refused(level: int, data: st.DataObject) -> None:
+    machine = batch(level)
+    accepted: list[tuple[str, bytes]] = []
+    staged: dict[int, tuple[str, bytes]] = {}
+
+    def send(step: Step | None) -> None:
+        if step is not None:
+            subject, _, headers, payload = sent(step)
+            assert int(headers["Nats-Batch-Sequence"]) == step.seq <= len(staged) + 1
+            staged[step.seq] = (subject, payload)
+
+    for i in range(data.draw(st.integers(1, 8))):
+        subject, payload = f"a.{i}", b"%d" % i
+        if data.draw(st.booleans()):
+            with pytest.raises(ValueError, match="subject"):
+                machine.add(message("bad subject"))
+        before = machine.sent
+        send(machine.add(message(subject, payload)))
+        accepted.append((subject, payload))
+        if level >= 4 and before and data.draw(st.booleans()):
+            assert machine.receive(machine.sent, *refusal(10054)) is not None
+            del staged[before + 1]
+            accepted.pop()
+    assert machine.size == len(accepted)
+    for step in machine.commit(None):
+        if sent(step)[2].get("Nats-Batch-Commit") != "eob":
+            send(step)
+    assert list(staged.values()) == accepted
+    assert list(staged) == list(range(1, len(accepted) + 1))
+    machine.receive(machine.sent, *ack(len(accepted)))
+    assert machine.state is COMMITTED

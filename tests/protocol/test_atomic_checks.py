@@ -1,0 +1,148 @@
+"""What an atomic batch refuses before it takes a sequence: all that the server would refuse only at commit."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from jetstream_ext import errors
+from jetstream_ext.protocol import frames
+from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.atomic import AtomicBatchMachine, Step
+from jetstream_ext.types import BatchMessage
+
+LEVELS = pytest.mark.parametrize("level", [2, 3, 4, 5])
+TOO_LARGE = orjson.dumps({"error": {"code": 400, "err_code": 10054, "description": "no"}, "stream": "A", "seq": 0})
+
+
+def batch(level: int = 4, **options: Any) -> AtomicBatchMachine:
+    return AtomicBatchMachine(batch_id="b1", api_level=level, **options)
+
+
+def message(subject: str = "a.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
+    return BatchMessage(subject, payload, **options)
+
+
+def sent(step: Step) -> tuple[str, dict[str, str], bytes]:
+    (command,) = frames.parse_pubs(step.encode())
+    return command.subject, dict(h.parse_lines(command.header)), command.payload
+
+
+def visible(machine: AtomicBatchMachine) -> tuple[Any, ...]:
+    return machine.state, machine.size, machine.sent, machine.staged, machine.ack, machine.error, machine.last_subject
+
+
+BAD: list[tuple[dict[str, Any], type[Exception]]] = [
+    ({"subject": "a b"}, errors.BadSubjectError),
+    ({"subject": "a.*"}, errors.BadSubjectError),
+    ({"subject": ""}, errors.BadSubjectError),
+    ({"payload": "text"}, TypeError),
+    ({"payload": bytes(1000)}, errors.MaxPayloadError),
+    ({"payload": bytes(930)}, errors.MaxPayloadError),  # the batch's own headers count too
+    ({"headers": {"K": "a\r\nb"}}, errors.BadHeaderError),
+    ({"headers": {"K": None}}, TypeError),
+    ({"msg_ttl": 0.5}, ValueError),
+    ({"headers": {"Nats-TTL": "5"}, "msg_ttl": 5}, errors.BadHeaderError),
+    ({"expected_last_subject": "a"}, ValueError),
+    *(
+        ({"headers": {spelled: "1"}}, errors.BadHeaderError)
+        for name in ("Nats-Batch-Id", "Nats-Batch-Sequence", "Nats-Batch-Commit", "Nats-Expected-Last-Msg-Id")
+        for spelled in (name, name.lower(), name.upper())
+    ),
+]
+
+
+@LEVELS
+@pytest.mark.parametrize(("bad", "error"), BAD)
+@pytest.mark.parametrize("operation", ["add first", "add", "commit"])
+def test_a_refused_message_changes_nothing(
+    operation: str, bad: dict[str, Any], error: type[Exception], level: int
+) -> None:
+    machine, other = (batch(level, max_payload=1000) for _ in range(2))
+    if operation != "add first":
+        machine.add(message())
+        other.add(message())
+    before = visible(machine)
+    with pytest.raises(error):
+        machine.commit(message(**bad)) if operation == "commit" else machine.add(message(**bad))
+    assert visible(machine) == before
+    assert [sent(step) for step in machine.commit(message("a.9"))] == [sent(s) for s in other.commit(message("a.9"))]
+
+
+@LEVELS
+def test_a_message_that_just_fits_is_sent_whatever_its_sequence(level: int) -> None:
+    machine = batch(level, max_payload=1000)
+    room = 1000 - len(
+        h.encode([("Nats-Batch-Id", "b1"), ("Nats-Batch-Sequence", str(1 << 32)), ("Nats-Batch-Commit", "1")])
+    )
+    for _ in range(3):
+        machine.add(message(payload=bytes(room)))
+    assert machine.commit(None)
+    with pytest.raises(errors.MaxPayloadError):
+        batch(level, max_payload=1000).add(message(payload=bytes(room + 1)))
+
+
+@LEVELS
+class TestExpectations:
+    def test_the_last_sequence_of_the_stream_on_the_first_message_only(self, level: int) -> None:
+        machine = batch(level)
+        machine.add(message(expected_last_seq=0))
+        for bad in ({"expected_last_seq": 1}, {"headers": {"nats-expected-last-sequence": "1"}}):
+            with pytest.raises(ValueError, match="first message"):
+                machine.add(message("a.2", **bad))
+            with pytest.raises(ValueError, match="first message"):
+                machine.commit(message("a.2", **bad))
+        assert machine.size == 1
+
+    def test_the_last_sequence_of_a_subject_not_after_writing_to_it(self, level: int) -> None:
+        machine = batch(level)
+        machine.add(message("a.1", expected_last_subject_seq=0))
+        machine.add(message("a.2", expected_last_subject_seq=7))
+        for bad in (
+            message("a.1", expected_last_subject_seq=1),
+            message("a.3", expected_last_subject_seq=1, expected_last_subject="a.2"),
+            message("a.1", headers={"nats-expected-last-subject-sequence": "1"}),
+            message("a.3", expected_last_subject_seq=1, headers={"NATS-Expected-Last-Subject-Sequence-Subject": "a.1"}),
+        ):
+            with pytest.raises(ValueError, match="earlier message"):
+                machine.add(bad)
+        machine.add(message("a.1", expected_last_subject_seq=0, expected_last_subject="a.9"))
+        machine.add(message("a.1"))
+        assert machine.size == 4
+
+    def test_a_refused_message_does_not_count_as_a_write(self, level: int) -> None:
+        machine = batch(level)
+        machine.add(message("a.1"))
+        with pytest.raises(TypeError):
+            machine.add(message("a.2", payload="text"))  # type: ignore[arg-type]
+        machine.add(message("a.2", expected_last_subject_seq=0))
+
+
+def test_a_given_back_message_does_not_count_as_a_write() -> None:
+    machine = batch()
+    machine.add(message("a.1"))
+    machine.add(message("a.2"))
+    machine.receive(2, b"", TOO_LARGE)
+    machine.add(message("a.2", expected_last_subject_seq=0))
+    with pytest.raises(ValueError, match="earlier message"):
+        machine.add(message("a.1", expected_last_subject_seq=0))
+    machine.receive(2, b"", TOO_LARGE)
+    machine.add(message("a.1"))
+    machine.receive(2, b"", TOO_LARGE)
+    with pytest.raises(ValueError, match="earlier message"):
+        machine.add(message("a.1", expected_last_subject_seq=0))
+
+
+@LEVELS
+def test_the_caller_s_headers_are_not_changed(level: int) -> None:
+    headers = {"K": "v"}
+    machine = batch(level)
+    machine.add(message(headers=headers, msg_id="m"))
+    machine.commit(None)
+    assert headers == {"K": "v"}
+
+
+@pytest.mark.parametrize("batch_id", ["", "a.b", "a b", "x" * 65, "a\x01"])
+def test_the_id_is_checked(batch_id: str) -> None:
+    with pytest.raises(ValueError, match="batch id"):
+        AtomicBatchMachine(batch_id=batch_id, api_level=4)
