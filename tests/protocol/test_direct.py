@@ -44,6 +44,10 @@ def raw(block: bytes, data: bytes = b"") -> Frame:
     return b"_INBOX.x", block + data, len(block)
 
 
+def block_of(frame: Frame) -> bytes:
+    return parts(frame)[1]
+
+
 def eob(pending: int, last: int, up_to: int | None = None) -> Frame:
     tail = b"" if up_to is None else b"Nats-UpTo-Sequence: %d\r\n" % up_to
     return raw(b"NATS/1.0 204 EOB\r\nNats-Num-Pending: %d\r\nNats-Last-Sequence: %d\r\n%b\r\n" % (pending, last, tail))
@@ -141,7 +145,7 @@ CASES = {
         headers=[{}, {}, {}],
     ),
     "a payload that looks like an end is data": Case(
-        [message(4, 0, data=eob(0, 4)[1]), eob(0, 4)], [(4, eob(0, 4)[1])], EndOfBatch(0, 4)
+        [message(4, 0, data=block_of(eob(0, 4))), eob(0, 4)], [(4, block_of(eob(0, 4)))], EndOfBatch(0, 4)
     ),
     "the last of two stored headers with one name": Case(
         [message(4, 0, stored=b"K: 1\r\nK: 2\r\n"), eob(0, 4)],
@@ -166,8 +170,8 @@ CASES = {
     ),
     "a server header that is new to us": Case(
         [
-            raw(message(4, 0)[1][:-2] + b"Nats-UpTo-Sequence: 9\r\n\r\n", b"m4"),
-            raw(message(5, 4)[1][:-2] + b"Nats-UpTo-Sequence: 9\r\n\r\n", b"m5"),
+            raw(block_of(message(4, 0))[:-2] + b"Nats-UpTo-Sequence: 9\r\n\r\n", b"m4"),
+            raw(block_of(message(5, 4))[:-2] + b"Nats-UpTo-Sequence: 9\r\n\r\n", b"m5"),
             eob(0, 5, 9),
         ],
         [(4, b"m4"), (5, b"m5")],
@@ -221,7 +225,7 @@ CASES = {
     "an end with words for numbers": Case(
         [raw(b"NATS/1.0 204 EOB\r\nNats-Num-Pending: x\r\nNats-Last-Sequence: y\r\n\r\n")], error=errors.ResponseError
     ),
-    "a sequence that is no number": Case([raw(message(4, 0)[1].replace(b"Nats-Sequence: 4", b"Nats-Sequence: x"))], error=errors.ResponseError),
+    "a sequence that is no number": Case([raw(block_of(message(4, 0)).replace(b"Nats-Sequence: 4", b"Nats-Sequence: x"))], error=errors.ResponseError),
     "sequences that go backwards": Case([message(4, 0), message(3, 4), eob(0, 3)], error=errors.ResponseError),
     "one sequence twice": Case([message(4, 0), message(4, 4), eob(0, 4)], error=errors.ResponseError),
     "two responders": Case([message(4, 0), message(5, 4, stream=b"E"), eob(0, 5)], error=errors.ResponseError),
@@ -244,7 +248,7 @@ def decoded(frames: Sequence[Frame], cuts: Sequence[int]) -> tuple[Any, ...]:
         except errors.JetStreamExtError as raised:
             error = raised
             break
-        assert len(block) == len(block.seqs) == len(block.rows) == len(block.datas)
+        assert len(block) == len(block.seqs) == len(block.rows) == len(block.datas) == len(block.bodies)
         rows += [
             (m.stream, m.seq, m.subject, m.data, m.headers, m.time_ns, m.num_pending, m.last_seq)
             for m in block.messages()
@@ -315,6 +319,18 @@ def test_columns_and_rows_agree_and_can_be_cut() -> None:
     block.keep(3, 3)
     assert len(block) == 0
     assert block.messages() == []
+
+
+def test_blocks_can_be_filtered_and_joined() -> None:
+    decoder = ReplyDecoder("D")
+    block = decoder.feed(
+        [message(1, 0, data=b"1"), message(2, 1, data=b"2", stored=b"K: v\r\n"), message(3, 2, data=b"3")]
+    )
+    block.select([True, False, True])
+    other = decoder.feed([message(4, 3, data=b"4")])
+    block.extend(other)
+    assert [(m.seq, m.data, m.headers) for m in block.messages()] == [(1, b"1", {}), (3, b"3", {}), (4, b"4", {})]
+    assert block.size == sum(map(len, block.bodies))
 
 
 @pytest.mark.parametrize("stored", [b"", b"K: v\r\n", b"Nats-Msg-Id: 1\r\nTraceparent: 00-x\r\n"])

@@ -35,7 +35,7 @@ def message(subject: str = "f.1", payload: bytes = b"x", **options: Any) -> Batc
 def reply(body: dict[str, Any] | bytes, seq: int = 1, op: int = 1, header: bytes = b"") -> Frame:
     """An answer to the message `seq`, sent with `op`."""
     payload = body if isinstance(body, bytes) else orjson.dumps(body)
-    return b"_INBOX.x.b1.10.fail.%d.%d.$FI" % (seq, op), header, payload
+    return b"_INBOX.x.b1.10.fail.%d.%d.$FI" % (seq, op), header + payload, len(header)
 
 
 def ack(up_to: int, msgs: int = 10, *, seq: int | None = None, op: int = 1) -> Frame:

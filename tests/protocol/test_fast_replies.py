@@ -14,6 +14,11 @@ from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowError, BatchFlo
 
 SUBJECT = b"_INBOX.X.raw.10.ok.7.1.$FI"
 
+
+def decode(subject: bytes, header: bytes, payload: bytes) -> replies.Reply:
+    return replies.decode((subject, header + payload, len(header)))
+
+
 SAID: list[tuple[bytes, Any]] = [
     (b'{"type":"ack","seq":0,"msgs":10}', BatchFlowAck(0, 10)),
     (b'{"type":"ack","seq":10,"msgs":500}', BatchFlowAck(10, 500)),
@@ -38,7 +43,7 @@ SAID: list[tuple[bytes, Any]] = [
 
 @pytest.mark.parametrize(("payload", "said"), SAID, ids=lambda value: str(value)[:40])
 def test_replies(payload: bytes, said: Any) -> None:
-    assert replies.decode((SUBJECT, b"", payload)) == replies.Reply(7, b"1", said)
+    assert decode(SUBJECT, b"", payload) == replies.Reply(7, b"1", said)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,7 @@ def test_replies(payload: bytes, said: Any) -> None:
     ],
 )
 def test_a_refused_message(payload: bytes) -> None:
-    said = replies.decode((SUBJECT, b"", payload)).said
+    said = decode(SUBJECT, b"", payload).said
     assert isinstance(said, BatchFlowError)
     assert said.seq == 2
     assert type(said.error) is errors.WrongLastSequenceError
@@ -74,7 +79,7 @@ def test_a_refused_message(payload: bytes) -> None:
     ],
 )  # fmt: skip
 def test_refusals(header: bytes, payload: bytes, code: int | None, err_code: int | None) -> None:
-    said = replies.decode((SUBJECT, header, payload)).said
+    said = decode(SUBJECT, header, payload).said
     assert isinstance(said, Refusal)
     assert (said.error.code, said.error.err_code) == (code, err_code)
     assert str(said.error)
@@ -89,14 +94,14 @@ def test_refusals(header: bytes, payload: bytes, code: int | None, err_code: int
     ],
 )
 def test_the_subject_says_which_message_it_is_about(subject: bytes, seq: int, op: bytes) -> None:
-    reply = replies.decode((subject, b"", SAID[0][0]))
+    reply = decode(subject, b"", SAID[0][0])
     assert (reply.seq, reply.op) == (seq, op)
 
 
 @pytest.mark.parametrize("subject", [b"", b"a.b", b"_INBOX.x", b"a.x.1.$FI", b"a.-1.1.$FI", b"a..1.$FI", b"2.3.$FI"])
 def test_another_subject_is_a_response_error(subject: bytes) -> None:
     with pytest.raises(errors.ResponseError, match="subject"):
-        replies.decode((subject, b"", SAID[0][0]))
+        decode(subject, b"", SAID[0][0])
 
 
 @pytest.mark.parametrize(
@@ -115,11 +120,11 @@ def test_another_subject_is_a_response_error(subject: bytes) -> None:
 )  # fmt: skip
 def test_what_is_no_reply_is_a_response_error(payload: bytes) -> None:
     with pytest.raises(errors.ResponseError):
-        replies.decode((SUBJECT, b"", payload))
+        decode(SUBJECT, b"", payload)
 
 
 def test_an_unknown_reply_is_kept_in_part_only() -> None:
-    said = replies.decode((SUBJECT, b"", orjson.dumps({"type": "x", "y": "z" * 5000}))).said
+    said = decode(SUBJECT, b"", orjson.dumps({"type": "x", "y": "z" * 5000})).said
     assert isinstance(said, UnknownReply)
     assert len(said.payload) == 1024
 
@@ -143,6 +148,6 @@ bodies = st.binary(max_size=30) | st.dictionaries(keys, json | st.sampled_from([
 def test_anything_at_all_decodes_or_is_a_response_error(subject: bytes, header: bytes, payload: bytes) -> None:
     # It runs inside nats-py's read loop, where any other exception would end the user's connection.
     try:
-        replies.decode((subject, header, payload))
+        decode(subject, header, payload)
     except errors.ResponseError:
         pass

@@ -11,7 +11,7 @@ from jetstream_ext.protocol.fast import Entry, FastBatch, State
 from jetstream_ext.protocol.frames import Command
 from jetstream_ext.types import NEVER, BatchMessage, GapMode
 
-FIRST = (b"_INBOX.x.b1.10.ok.1.0.$FI", b"", b'{"type":"ack","seq":0,"msgs":500}')
+FIRST = (b"_INBOX.x.b1.10.ok.1.0.$FI", b'{"type":"ack","seq":0,"msgs":500}', 0)
 
 
 def batch(**options: Any) -> FastBatch:
