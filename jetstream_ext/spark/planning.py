@@ -16,7 +16,6 @@ from jetstream_ext.protocol.direct import Request
 from jetstream_ext.spark.bounds import AtSequence, AtTime, Bound, Named
 from jetstream_ext.spark.options import ReadOptions
 from jetstream_ext.spark.ranges import SequenceRange, partition
-from jetstream_ext.spark.subjects import everything
 
 _log = logging.getLogger("jetstream_ext")
 
@@ -45,7 +44,6 @@ class StreamState:
         last: The last sequence it ever stored.
         messages: How many it holds.
         size: Their bytes.
-        subjects: The subjects it takes; none for mirrors.
     """
 
     name: str
@@ -53,7 +51,6 @@ class StreamState:
     last: int
     messages: int
     size: int
-    subjects: tuple[str, ...]
 
 
 async def plan_read(context: JetStreamContext, options: ReadOptions) -> list[SequenceRange]:
@@ -108,7 +105,6 @@ async def _describe(context: JetStreamContext, stream: str) -> StreamState | Non
         last=state.last_seq,
         messages=state.messages,
         size=state.bytes,
-        subjects=tuple(info.config.subjects or ()),
     )
 
 
@@ -160,7 +156,8 @@ async def _place_filter(
 
     On the way it shows, before any task runs, that this server answers batched direct gets at all.
     """
-    filters = () if everything(options.subjects, state.subjects) else options.subjects
+    # A filter like the stream's own subjects is not without effect: sources, and earlier configurations, store others.
+    filters = () if ">" in options.subjects else options.subjects
     subject = filters[0] if len(filters) == 1 else None
     probe = DirectGet(context, state.name).batch(1, subject=subject, seq=found.first)
     rows = len(await probe.to_list())

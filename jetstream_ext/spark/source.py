@@ -41,6 +41,34 @@ class JetStreamDataSource(DataSource):
     Columns: ``stream string, seq long, subject string, time timestamp, data binary, headers
     map<string,array<string>>``. An explicit ``.schema("seq long, data binary")`` reads only the columns it names.
 
+    Options:
+
+    =========================================  ======================================================================
+    ``servers``                                URLs, comma-separated; credentials never in them (required)
+    ``stream``                                 stream names, comma-separated; or as the argument of ``load()``
+    ``subjects``                               filters, comma-separated, any of which lets a message through
+    ``startingOffsets``                        ``earliest`` (default), ``latest``, or JSON: ``{"ORDERS": 42}``, the
+                                               first sequence that is read
+    ``startingTime``                           RFC 3339 with zone, or JSON per stream: what was stored from then on
+    ``endingOffsets``                          ``latest`` (default; when the query is planned), or JSON:
+                                               ``{"ORDERS": 99}``, the last sequence that is read
+    ``endingTime``                             as ``startingTime``: what was stored before
+    ``minPartitions``                          partitions at least (2)
+    ``maxBytesPerPartition``                   bytes of messages per partition, about (64m)
+    ``failOnDataLoss``                         fail where messages that should be there are gone (true), or warn
+    ``tailCheck``                              prove at the stream's leader that no replica answered short (true)
+    ``domain`` or ``apiPrefix``                where the JetStream is, if not at the servers themselves
+    ``requestTimeout``                         seconds to get a connection, and to wait for each reply (10)
+    ``credsFile``                              path of a credentials file, or the name of one shipped with ``--files``
+    ``nkeyFile``                               the same for an nkey seed
+    ``user`` and ``passwordEnv``               user name, and the environment variable that holds the password
+    ``tokenEnv``                               the environment variable that holds the token
+    ``tlsCa``, ``tlsCert`` and ``tlsKey``      paths (or names) of CA certificates, client certificate and its key
+    =========================================  ======================================================================
+
+    Needs nats-server 2.11, ``allow_direct`` on the streams, and permission to publish to ``$JS.API.STREAM.INFO.<stream>``,
+    ``$JS.API.DIRECT.GET.<stream>`` and (for ``tailCheck`` and times) ``$JS.API.STREAM.MSG.GET.<stream>``.
+
     Spark makes an instance in a planning process and sends copies of it everywhere: it holds nothing but the options.
     """
 

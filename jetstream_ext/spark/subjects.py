@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 _REMEMBERED = 65_536
 
@@ -21,14 +21,6 @@ def covers(wide: str, narrow: str) -> bool:
         if part not in ("*", narrows[index]):
             return False
     return len(wides) == len(narrows)
-
-
-def everything(filters: Sequence[str], subjects: Iterable[str]) -> bool:
-    """Return whether `filters` let through all that a stream with `subjects` can hold."""
-    if not filters:
-        return True
-    patterns = list(subjects)
-    return bool(patterns) and all(any(covers(one, pattern) for one in filters) for pattern in patterns)
 
 
 class Matcher:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import nkeys
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
@@ -257,6 +260,24 @@ def test_sql_and_registering_again(spark: SparkSession, server: NatsServer, make
         jetstream_ext.spark.register(spark)
     spark.sql(f"CREATE TEMPORARY VIEW {name} USING jetstream OPTIONS (servers '{server.url}', stream '{name}')")
     assert spark.sql(f"SELECT sum(CAST(CAST(data AS string) AS int)) AS total FROM {name}").first().total == 28
+
+
+def test_a_file_that_spark_ships(spark: SparkSession, with_js: Any, tmp_path: Path) -> None:
+    seed = tmp_path / "shipped.nk"
+    seed.write_bytes(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
+    public = nkeys.from_seed(bytearray(seed.read_bytes())).public_key.decode()
+    spark.sparkContext.addFile(str(seed))
+
+    async def fill(js: JetStreamContext) -> None:
+        await js.add_stream(name="A", subjects=["a"], allow_direct=True)
+        await js.publish("a", b"")
+
+    with NatsServer(config=f"authorization {{users: [{{nkey: {public}}}]}}") as server:
+        with_js(fill, server.url, nkeys_seed=str(seed))
+        shipped = spark.read.format("jetstream").options(servers=server.url, nkeyFile="shipped.nk")
+        assert shipped.load("A").count() == 1
+        missing = spark.read.format("jetstream").options(servers=server.url, nkeyFile="other.nk")
+        assert "'nkeyFile': there is no file 'other.nk' on this node" in failure(lambda: missing.load("A").count())
 
 
 class TestCredentials:

@@ -189,7 +189,8 @@ async def test_interior_deletes_are_no_loss(js: JetStreamContext, stream_name: C
     ("subjects", "server_side", "client_side"),
     [
         (">", None, ()),
-        ("{stream}.>", None, ()),
+        ("other,>", None, ()),
+        ("{stream}.>", None, ("{stream}.>",)),
         ("{stream}.1", "{stream}.1", ()),
         ("{stream}.*", None, ("{stream}.*",)),
         ("{stream}.1,{stream}.2", None, ("{stream}.1", "{stream}.2")),
@@ -209,6 +210,17 @@ async def test_who_filters(
     assert part.filters == tuple(one.format(stream=stream) for one in client_side)
     assert (part.first, part.last) == (1, 100)
     assert (part.size < 15_000) is (server_side is not None)
+
+
+async def test_a_filter_like_the_stream_s_subjects_still_filters(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    stream, other = stream_name(), stream_name()
+    await js.add_stream(StreamConfig(name=stream, subjects=[f"{stream}.*", other], allow_direct=True))
+    await js.publish(other, b"from before")
+    await js.update_stream(StreamConfig(name=stream, subjects=[f"{stream}.*"], allow_direct=True))
+    await js.publish(f"{stream}.1", b"")
+    assert {part.filters for part in await plan(js, stream, subjects=f"{stream}.*")} == {(f"{stream}.*",)}
 
 
 async def test_an_old_server(stream_name: Callable[[], str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetstream_ext.spark.subjects import Matcher, covers, everything
+from jetstream_ext.spark.subjects import Matcher, covers
 
 TOKEN = st.sampled_from(["a", "b", "*"])
 FILTERS = st.builds(
@@ -51,20 +51,6 @@ def test_a_wider_filter_matches_all_that_the_narrower_does(wide: str, narrow: st
 )
 def test_covers(wide: str, narrow: str, expected: bool) -> None:
     assert covers(wide, narrow) is expected
-
-
-@pytest.mark.parametrize(
-    ("filters", "subjects", "expected"),
-    [
-        ([], ["a.>"], True),
-        (["a.>"], ["a.>"], True),
-        (["a.>", "b"], ["a.*", "b"], True),
-        (["a.>"], ["a.*", "b"], False),
-        (["a.>"], [], False),  # a mirror does not say what it holds
-    ],
-)
-def test_a_filter_that_lets_everything_through(filters: list[str], subjects: list[str], expected: bool) -> None:
-    assert everything(filters, subjects) is expected
 
 
 def test_any_filter_lets_through_and_answers_are_kept() -> None:
