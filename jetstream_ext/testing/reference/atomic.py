@@ -1,0 +1,183 @@
+"""Atomic batches: staged until the commit, then stored as one (ADR-50)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from . import gojson, headers, ids, times
+from .acks import pub_error
+from .checks import DuplicateMessageError, Staged, check_staged, required_level_met
+from .errors import ApiError, api_error
+
+if TYPE_CHECKING:
+    from .connections import Message
+    from .stream import Stream
+    from .timers import Timer
+
+__all__ = ["AtomicBatches"]
+
+_MAX_ID = 64
+_ADVISORY = "$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED"
+
+
+@dataclass(slots=True)
+class _Batch:
+    last: int = 0
+    staged: list[tuple[str, bytes, bytes]] = field(default_factory=list)
+    timer: Timer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What the headers of one message say."""
+
+    id: str
+    seq: int
+    commit: bool
+    eob: bool
+    invalid_commit: bool
+
+
+class AtomicBatches:
+    """The open atomic batches of one stream."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._open: dict[str, _Batch] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def receive(self, batch_id: str, message: Message, header: bytes) -> None:
+        """Take a message that carries a batch id."""
+        stream = self._stream
+        try:
+            self._receive(batch_id, message, header)
+        except ApiError as error:
+            if message.reply and not stream.config["no_ack"]:
+                stream.send(message.reply, pub_error(stream.name, error))
+
+    def forget_all(self) -> None:
+        """Lose every batch without a word, as a new leader does."""
+        for batch_id in list(self._open):
+            self._drop(batch_id)
+
+    def _receive(self, batch_id: str, message: Message, header: bytes) -> None:
+        stream = self._stream
+        config = stream.config
+        if config["sealed"]:
+            raise api_error(10109)
+        if 0 <= config["max_msg_size"] < len(header) + len(message.payload):
+            raise api_error(10054)
+        if not config["allow_atomic"]:
+            raise api_error(10174)
+        if len(batch_id.encode("utf-8", "surrogateescape")) > _MAX_ID:
+            raise api_error(10179)
+        part = self._parse(batch_id, header)
+        batch = self._find(part)
+        if part.invalid_commit:
+            self._drop(batch_id)
+            raise api_error(10200)
+        if stream.profile.required_level_in_batch and headers.get(header, "Nats-Required-Api-Level"):
+            if not required_level_met(stream.profile, header):
+                self._abandon(batch_id, "unsupported" if stream.profile.atomic_eob else "")
+                raise api_error(10185)
+            header = headers.remove(header, "Nats-Required-Api-Level")
+        self._restart_timer(batch_id, batch)
+        batch.last += 1
+        if batch.last != part.seq or (part.seq == 1 and part.eob):
+            self._abandon(batch_id, "incomplete")
+            raise api_error(10176)
+        limit = stream.limits.batch_messages
+        if part.seq - part.eob > limit:
+            self._abandon(batch_id, "large")
+            raise api_error(10199, limit)
+        if not part.eob:
+            batch.staged.append((message.subject, header, message.payload))
+        if part.commit:
+            self._drop(batch_id)
+            self._commit(part, batch, message.reply)
+        elif message.reply and not config["no_ack"]:
+            stream.send(message.reply, b"")
+
+    def _parse(self, batch_id: str, header: bytes) -> _Part:
+        profile = self._stream.profile
+        text = headers.get(header, "Nats-Batch-Sequence")
+        seq = headers.parse_number(text)
+        if seq is None:
+            if not text or profile.atomic_busy_is_429:
+                raise api_error(10175)
+            seq = (1 << 64) - 1
+        commit = headers.get(header, "Nats-Batch-Commit")
+        if commit is None:
+            return _Part(batch_id, seq, commit=False, eob=False, invalid_commit=False)
+        eob = commit == "eob" and profile.atomic_eob
+        valid = eob or commit == "1" or profile.atomic_any_commit
+        return _Part(batch_id, seq, commit=True, eob=eob, invalid_commit=not valid)
+
+    def _find(self, part: _Part) -> _Batch:
+        batch = self._open.get(part.id)
+        if batch is not None:
+            return batch
+        limits = self._stream.limits
+        if part.seq != 1:
+            if part.seq - part.eob > limits.batch_messages:
+                raise api_error(10199, limits.batch_messages)
+            raise api_error(10176)
+        total = self._stream.count_atomic_batches()
+        if len(self._open) >= limits.atomic_per_stream or total >= limits.atomic_total:
+            raise api_error(10210 if self._stream.profile.atomic_busy_is_429 else 10176)
+        batch = self._open[part.id] = _Batch()
+        return batch
+
+    def _restart_timer(self, batch_id: str, batch: _Batch) -> None:
+        if batch.timer is not None:
+            batch.timer.cancel()
+        stream = self._stream
+        batch.timer = stream.at(
+            stream.now + round(stream.limits.batch_timeout * times.SECOND), lambda: self._abandon(batch_id, "timeout")
+        )
+
+    def _drop(self, batch_id: str) -> None:
+        batch = self._open.pop(batch_id, None)
+        if batch is not None and batch.timer is not None:
+            batch.timer.cancel()
+
+    def _abandon(self, batch_id: str, reason: str) -> None:
+        self._drop(batch_id)
+        if reason:
+            send_advisory(self._stream, batch_id, reason)
+
+    def _commit(self, part: _Part, batch: _Batch, reply: str) -> None:
+        stream = self._stream
+        staged = Staged()
+        for subject, header, payload in batch.staged:
+            if headers.get(header, "Nats-Expected-Last-Msg-Id"):
+                raise api_error(10177, "Nats-Expected-Last-Msg-Id")
+            if not stream.profile.atomic_dedupe and headers.get(header, "Nats-Msg-Id"):
+                raise api_error(10177, "Nats-Msg-Id")
+            try:
+                check_staged(stream, staged, subject, header, payload)
+            except DuplicateMessageError:
+                raise api_error(10201) from None
+        if part.eob:
+            subject, header, payload = batch.staged[-1]
+            batch.staged[-1] = (subject, headers.add(header, ("Nats-Batch-Commit", "1")), payload)
+        for index, (subject, header, payload) in enumerate(batch.staged, 1):
+            last = index == len(batch.staged)
+            stream.process(subject, header, payload, reply=reply if last else "", batch=(part.id, index))
+
+
+def send_advisory(stream: Stream, batch_id: str, reason: str) -> None:
+    """Tell whoever listens that a batch was given up."""
+    kind = "batch_abandoned" if stream.profile.draft else "stream_batch_abandoned"
+    advisory = {
+        "type": f"io.nats.jetstream.advisory.v1.{kind}",
+        "id": ids.nuid(stream.random),
+        "timestamp": times.rfc3339(stream.now),
+        "stream": stream.name,
+        "batch": batch_id,
+        "reason": reason,
+    }
+    stream.send(f"{_ADVISORY}.{stream.name}", gojson.dumps(advisory))

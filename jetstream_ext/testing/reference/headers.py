@@ -1,0 +1,83 @@
+"""Header blocks as the server treats them: bytes, case-sensitive names, the first of equal names counts."""
+
+from collections.abc import Iterable
+
+__all__ = ["EMPTY", "add", "block", "get", "names", "parse_number", "parse_signed", "remove", "status", "strip_status"]
+
+_LINE = b"NATS/1.0\r\n"
+EMPTY = _LINE + b"\r\n"
+
+
+def get(header: bytes, name: str) -> str | None:
+    """Return the first value under exactly this name, leading blanks removed; `None` if there is none."""
+    start = _find(header, name)
+    if start < 0:
+        return None
+    start += len(name) + 1
+    end = header.find(b"\r\n", start)
+    return header[start : end if end >= 0 else len(header)].lstrip(b" ").decode("utf-8", "surrogateescape")
+
+
+def _find(header: bytes, name: str) -> int:
+    index = header.find(b"\r\n" + name.encode() + b":")
+    return index + 2 if index >= 0 else -1
+
+
+def remove(header: bytes, name: str) -> bytes:
+    """Return the block without any line of this name; a block that held nothing else becomes empty bytes."""
+    while (start := _find(header, name)) >= 0:
+        end = header.find(b"\r\n", start)
+        if end < 0:
+            return header
+        header = header[:start] + header[end + 2 :]
+        if len(header) <= len(EMPTY):
+            return b""
+    return header
+
+
+def add(header: bytes, *pairs: tuple[str, str]) -> bytes:
+    """Return the block with lines appended, after the ones that are there."""
+    start = header[:-2] if len(header) > 2 else _LINE
+    return (
+        start + b"".join(f"{name}: {value}\r\n".encode("utf-8", "surrogateescape") for name, value in pairs) + b"\r\n"
+    )
+
+
+def block(pairs: Iterable[tuple[str, str]]) -> bytes:
+    """Return a new block with these lines."""
+    return add(b"", *pairs)
+
+
+def status(line: str, *pairs: tuple[str, str]) -> bytes:
+    """Return a block with a status, such as `status("204 EOB")`."""
+    rest = b"".join(f"{name}: {value}\r\n".encode("utf-8", "surrogateescape") for name, value in pairs)
+    return f"NATS/1.0 {line}\r\n".encode() + rest + b"\r\n"
+
+
+def strip_status(header: bytes) -> bytes:
+    """Return the block without what follows `NATS/1.0` on its first line; nothing left is empty bytes."""
+    end = header.find(b"\r")
+    if not header.startswith(b"NATS/1.0") or end <= 8:
+        return header
+    header = b"NATS/1.0" + header[end:]
+    return b"" if len(header) == len(EMPTY) else header
+
+
+def names(header: bytes) -> list[str]:
+    """Return the names of all lines, in order."""
+    lines = header.split(b"\r\n")[1:]
+    return [line.split(b":", 1)[0].decode("utf-8", "surrogateescape") for line in lines if b":" in line]
+
+
+def parse_number(text: str | None) -> int | None:
+    """Return an unsigned 64-bit number of plain digits, else `None`."""
+    if not text or not text.isascii() or not text.isdigit():
+        return None
+    number = int(text)
+    return number if number < 1 << 64 else None
+
+
+def parse_signed(text: str) -> int:
+    """Return a number of plain digits below 2**63, else -1: how the server reads expectations and TTLs."""
+    number = parse_number(text)
+    return -1 if number is None or number >= 1 << 63 else number

@@ -1,0 +1,411 @@
+"""One stream: takes messages in, enforces its limits, forgets what is too old."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Any
+
+from . import headers, times
+from .acks import pub_ack, pub_error
+from .atomic import AtomicBatches
+from .checks import FULL, DuplicateMessageError, SilentRefusalError, check_direct, check_last_id, message_ttl
+from .direct import DirectGet
+from .errors import ApiError, api_error
+from .fast import SUFFIX, FastBatches, FastMessage
+from .store import Store, StoredMessage
+from .stream_config import StreamConfig, config_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from random import Random
+
+    from .connections import Message, Subscription
+    from .consumer import Consumer
+    from .jetstream import JetStream
+    from .limits import Limits
+    from .sourcing import Puller
+    from .timers import Timer
+    from .versions import Profile
+
+__all__ = ["Stream"]
+
+
+class Stream:
+    """A stream, as its leader sees it."""
+
+    def __init__(self, jetstream: JetStream, config: StreamConfig) -> None:
+        self.jetstream = jetstream
+        self.config = config
+        self.created = jetstream.now
+        self.store = Store(file=config["storage"] == "file", first_seq=config["first_seq"])
+        self.replica: Store | None = None
+        """What Direct Get reads instead, while a fault makes the replicas lag."""
+        self.last_msg_id = ""
+        self.atomic = AtomicBatches(self)
+        self.fast = FastBatches(self)
+        self.consumers: dict[str, Consumer] = {}
+        self.pullers: list[Puller] = []
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._expiries: list[tuple[int, int]] = []
+        self._timer: Timer | None = None
+        self._subscriptions: list[Subscription] = []
+        self._direct = DirectGet(self)
+
+    # What the parts of a stream need from the server.
+
+    @property
+    def name(self) -> str:
+        """The name."""
+        return str(self.config["name"])
+
+    @property
+    def profile(self) -> Profile:
+        """The release."""
+        return self.jetstream.profile
+
+    @property
+    def limits(self) -> Limits:
+        """The server's limits."""
+        return self.jetstream.limits
+
+    @property
+    def now(self) -> int:
+        """The instant."""
+        return self.jetstream.now
+
+    @property
+    def random(self) -> Random:
+        """The server's random numbers."""
+        return self.jetstream.random
+
+    @property
+    def view(self) -> Store:
+        """What Direct Get reads."""
+        return self.store if self.replica is None else self.replica
+
+    def at(self, when: int, call: Callable[[], None]) -> Timer:
+        """Arrange a call."""
+        return self.jetstream.at(when, call)
+
+    def send(self, subject: str, payload: bytes = b"", *, header: bytes = b"", reply: str = "") -> None:
+        """Publish as the server."""
+        self.jetstream.send(subject, payload, header=header, reply=reply)
+
+    def count_atomic_batches(self) -> int:
+        """Return how many atomic batches are open on the server."""
+        return sum(len(stream.atomic) for stream in self.jetstream.streams.values())
+
+    def count_fast_batches(self) -> int:
+        """Return how many fast batches are open on the server."""
+        return sum(len(stream.fast) for stream in self.jetstream.streams.values())
+
+    # Life.
+
+    def open(self) -> None:
+        """Listen."""
+        respond_to = self.jetstream.respond_to
+        self._subscriptions = [respond_to(subject, self.receive) for subject in self.config["subjects"]]
+        names = [self.name] if self.config["allow_direct"] else []
+        if self.config["mirror"] and self.config["mirror_direct"]:
+            names.append(self.config["mirror"]["name"])
+        for name in names:
+            subject = f"$JS.API.DIRECT.GET.{name}"
+            self._subscriptions.append(respond_to(subject, self._direct.by_request, queue="_sys_"))
+            self._subscriptions.append(respond_to(f"{subject}.>", self._direct.by_subject, queue="_sys_"))
+        self._restart_expiry()
+
+    def close(self) -> None:
+        """Stop listening; the messages stay."""
+        for subscription in self._subscriptions:
+            self.jetstream.ignore(subscription)
+        self._subscriptions = []
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def update(self, config: StreamConfig) -> None:
+        """Go on under another configuration."""
+        self.close()
+        was_limited = self.config["max_msgs_per_subject"] > 0
+        self.config = config
+        self.open()
+        # Older releases do not look back at every subject.
+        self._enforce_limits(every_subject=was_limited or self.profile.fast)
+        if config["retention"] == "interest" and self.profile.release >= (2, 15, 0):
+            for message in self.store:
+                if not self._has_interest(message.subject):
+                    self.remove(message.seq)
+
+    # Messages in.
+
+    def receive(self, message: Message) -> None:
+        """Take a message that somebody published."""
+        header = headers.strip_status(message.header) if self.profile.strips_status else message.header
+        header = headers.remove(header, "Nats-Request-Info") if header else header
+        if self.profile.fast and message.reply.endswith(SUFFIX) and len(message.reply) > len(SUFFIX):
+            self.fast.receive(message, header)
+        elif self.profile.atomic and header and (batch_id := headers.get(header, "Nats-Batch-Id")):
+            self.atomic.receive(batch_id, message, header)
+        else:
+            self.process(message.subject, header, message.payload, reply=message.reply)
+
+    def process(
+        self,
+        subject: str,
+        header: bytes,
+        payload: bytes,
+        *,
+        reply: str = "",
+        batch: tuple[str, int] | None = None,
+        fast: FastMessage | None = None,
+    ) -> None:
+        """Store a message and acknowledge it, or say why not.
+
+        Args:
+            subject: Its subject.
+            header: Its header block.
+            payload: Its payload.
+            reply: Where the acknowledgement goes; empty for none.
+            batch: The id and sequence, if it is part of a batch: then most checks were made before.
+            fast: What its reply subject says, if the batch is a fast one.
+        """
+        answers = bool(reply) and not self.config["no_ack"]
+        try:
+            if batch is None:
+                check_direct(self, subject, header, payload)
+            elif header:
+                check_last_id(self, header)
+            seq = self._take(subject, header, payload)
+        except DuplicateMessageError as duplicate:
+            if answers:
+                self.send(reply, pub_ack(self.profile, self.name, duplicate.seq, duplicate=True))
+            return
+        except ApiError as error:
+            if answers:
+                self.send(reply, pub_error(self.name, error))
+            return
+        except SilentRefusalError:
+            return
+        if fast is not None:
+            self.fast.message_stored(fast, reply, seq)
+        elif answers:
+            self.send(reply, pub_ack(self.profile, self.name, seq, batch=batch))
+        stored = self.store.get(seq)
+        if stored is not None:
+            self._announce(stored)
+
+    def store_sourced(self, subject: str, header: bytes, payload: bytes, *, seq: int = 0) -> None:
+        """Store a message of another stream, without the checks of a publisher's.
+
+        Args:
+            subject: Its subject.
+            header: Its header block.
+            payload: Its payload.
+            seq: The sequence it must have, in a mirror.
+        """
+        ttl = self._ttl(header) if self.config["allow_msg_ttl"] else 0
+        stored = self.store.add(subject, header, payload, self.now, ttl, seq)
+        self._watch_expiry(stored)
+        self._enforce_limits(subject)
+        if self.store.get(stored.seq) is not None:
+            self._announce(stored)
+
+    def duplicate_of(self, msg_id: str) -> int:
+        """Return the sequence under which a message id was stored inside the window, or 0."""
+        seq, stored = self._seen.get(msg_id, (0, 0))
+        if seq and self.now - stored >= self.config["duplicate_window"]:
+            del self._seen[msg_id]
+            return 0
+        return seq
+
+    def _take(self, subject: str, header: bytes, payload: bytes) -> int:
+        msg_id = headers.get(header, "Nats-Msg-Id") or ""
+        if self.config["retention"] == "interest" and not self._has_interest(subject):
+            seq = self.store.skip()
+        else:
+            ttl = message_ttl(self.profile, header)
+            marker_ttl = self.config["subject_delete_marker_ttl"] // times.SECOND
+            if 0 < ttl < marker_ttl and self.config["max_msgs_per_subject"] != 1:
+                ttl = marker_ttl
+                header = headers.add(headers.remove(header, "Nats-TTL"), ("Nats-TTL", str(ttl)))
+            self._check_room(subject, header, payload)
+            stored = self.store.add(subject, header, payload, self.now, ttl)
+            seq = stored.seq
+            self._watch_expiry(stored)
+            self._enforce_limits(subject)
+        self.last_msg_id = msg_id
+        if msg_id and self.config["duplicate_window"]:
+            self._seen[msg_id] = (seq, self.now)
+        if self.config["allow_rollup_hdrs"] and not self.config["deny_purge"]:
+            rollup = (headers.get(header, "Nats-Rollup") or "").lower()
+            if rollup in ("sub", "all"):
+                self.purge(subject if rollup == "sub" else "", keep=1)
+        return seq
+
+    def _ttl(self, header: bytes) -> int:
+        try:
+            return message_ttl(self.profile, header)
+        except ApiError:
+            return 0  # the origin stored it, so it is stored
+
+    def _has_interest(self, subject: str) -> bool:
+        return any(consumer.wants(subject) for consumer in self.consumers.values())
+
+    def _check_room(self, subject: str, header: bytes, payload: bytes) -> None:
+        config, store = self.config, self.store
+        if config["discard"] != "new":
+            return
+        limit = config["max_msgs_per_subject"]
+        replaces = 0 < limit <= store.count(subject)
+        if replaces and config["discard_new_per_subject"] and not headers.get(header, "Nats-Rollup"):
+            raise api_error(10077, FULL["subject"])
+        if 0 < config["max_msgs"] <= len(store) and not replaces:
+            raise api_error(10077, FULL["msgs"])
+        size = store.size(subject, header, payload)
+        if 0 < config["max_bytes"] < store.bytes + size:
+            oldest = store.next_for(subject, 0) if replaces else None
+            if oldest is None or store.size(subject, oldest.header, oldest.payload) < size:
+                raise api_error(10077, FULL["bytes"])
+
+    def _announce(self, message: StoredMessage) -> None:
+        for consumer in list(self.consumers.values()):
+            consumer.message_stored(message)
+        self.jetstream.message_stored(self, message)
+
+    # Messages out.
+
+    def remove(self, seq: int) -> bool:
+        """Take out a message; return whether it was there."""
+        message = self.store.remove(seq)
+        if message is not None:
+            for consumer in list(self.consumers.values()):
+                consumer.message_removed(message)
+        return message is not None
+
+    def purge(self, pattern: str = "", *, seq: int = 0, keep: int = 0) -> int:
+        """Take out messages and return how many: all under a pattern, below `seq` or but for the last `keep`."""
+        store = self.store
+        if seq == 1:
+            return 0
+        if pattern in ("", ">") and not keep:
+            gone = len(store.compact(seq or store.last + 1))
+        else:
+            found = store.sequences(pattern)
+            if keep:
+                found = found[: max(len(found) - keep, 0)]
+            elif seq:
+                found = [each for each in found if each < seq]
+            for each in found:
+                store.remove(each)
+            gone = len(found)
+        for consumer in list(self.consumers.values()):
+            consumer.stream_purged(pattern)
+        return gone
+
+    def _enforce_limits(self, subject: str | None = None, *, every_subject: bool = False) -> None:
+        config, store = self.config, self.store
+        limit = config["max_msgs_per_subject"]
+        if limit > 0:
+            for each in list(store.totals(">")) if every_subject else [subject] if subject else []:
+                while store.count(each) > limit:
+                    self._discard(store.next_for(each, 0))
+        while 0 < config["max_msgs"] < len(store) or 0 < config["max_bytes"] < store.bytes:
+            self._discard(store.get(store.first))
+
+    def _discard(self, message: StoredMessage | None) -> None:
+        assert message is not None
+        self.remove(message.seq)
+
+    # Age.
+
+    def _expires(self, message: StoredMessage) -> int | None:
+        if message.ttl < 0:
+            return None
+        ends = [message.time + age for age in (self.config["max_age"], message.ttl * times.SECOND) if age]
+        return min(ends, default=None)
+
+    def _watch_expiry(self, message: StoredMessage) -> None:
+        when = self._expires(message)
+        if when is not None:
+            heapq.heappush(self._expiries, (when, message.seq))
+            self._arm()
+
+    def _restart_expiry(self) -> None:
+        pairs = ((self._expires(message), message.seq) for message in self.store)
+        self._expiries = [(when, seq) for when, seq in pairs if when is not None]
+        heapq.heapify(self._expiries)
+        self._arm()
+
+    def _arm(self) -> None:
+        when = self._expiries[0][0] if self._expiries else None
+        if self._timer is not None:
+            if self._timer.active and self._timer.when == when:
+                return
+            self._timer.cancel()
+        self._timer = self.at(when, self._expire) if when is not None else None
+
+    def _expire(self) -> None:
+        self._timer = None
+        markers = []
+        while self._expiries and self._expiries[0][0] <= self.now:
+            _, seq = heapq.heappop(self._expiries)
+            message = self.store.get(seq)
+            if message is not None:
+                self.remove(seq)
+                markers.append(message)
+        if self.config["subject_delete_marker_ttl"] and not self.config["mirror"]:
+            for message in markers:
+                self._leave_marker(message)
+        self._arm()
+
+    def _leave_marker(self, message: StoredMessage) -> None:
+        reason = "Nats-Applied-Limit" if self.profile.draft else "Nats-Marker-Reason"
+        if self.store.count(message.subject) or headers.get(message.header, reason):
+            return
+        ttl = self.config["subject_delete_marker_ttl"]
+        lines = [(reason, "MaxAge"), ("Nats-TTL", times.format_duration(ttl)), ("Nats-Rollup", "sub")]
+        if self.profile.draft:
+            lines = [(reason, "MaxAge"), ("Nats-TTL", str(ttl // times.SECOND))]
+        self._announce_marker(message.subject, headers.block(lines), ttl // times.SECOND)
+
+    def _announce_marker(self, subject: str, header: bytes, ttl: int) -> None:
+        stored = self.store.add(subject, header, b"", self.now, ttl)
+        self._watch_expiry(stored)
+        self._enforce_limits(subject)
+        self._announce(stored)
+
+    # Replies.
+
+    def state_json(self, *, deleted: bool = False) -> dict[str, Any]:
+        """Return the `state` of an info reply."""
+        state = self.store.state()
+        shown: dict[str, Any] = {
+            "messages": state.messages,
+            "bytes": state.bytes,
+            "first_seq": state.first_seq,
+            "first_ts": times.ZERO_TIME if state.first_time is None else times.rfc3339(state.first_time),
+            "last_seq": state.last_seq,
+            "last_ts": times.ZERO_TIME if state.last_time is None else times.rfc3339(state.last_time),
+        }
+        if state.subjects:
+            shown["num_subjects"] = state.subjects
+        if state.deleted:
+            shown["num_deleted"] = state.deleted
+            if deleted:
+                shown["deleted"] = self.store.deleted()
+        shown["consumer_count"] = len(self.consumers)
+        return shown
+
+    def info_json(self, *, deleted: bool = False, cluster: bool = False, stored: bool = False) -> dict[str, Any]:
+        """Return what an info reply says about the stream; see `config_json` for `stored`."""
+        info: dict[str, Any] = {
+            "config": config_json(self.config, self.profile, stored=stored),
+            "created": times.rfc3339(self.created),
+            "state": self.state_json(deleted=deleted),
+        }
+        if cluster:
+            info["cluster"] = {"leader": self.jetstream.server_name}
+        rows = [puller.info_json() for puller in self.pullers]
+        if rows:
+            info |= {"mirror": rows[0]} if self.config["mirror"] else {"sources": rows}
+        info["ts"] = times.rfc3339(self.now)
+        return info

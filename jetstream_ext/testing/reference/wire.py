@@ -1,0 +1,222 @@
+"""The NATS client protocol: bytes in, commands out; outputs in, bytes out. No sockets."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = [
+    "Close",
+    "Command",
+    "Connect",
+    "Deliver",
+    "Line",
+    "Output",
+    "Parser",
+    "Ping",
+    "Pong",
+    "Publish",
+    "Refused",
+    "Subscribe",
+    "Unsubscribe",
+    "encode",
+]
+
+MAX_CONTROL_LINE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """CONNECT with its JSON options."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """PING."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """PONG."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribe:
+    """SUB subject [queue] sid."""
+
+    subject: str
+    sid: str
+    queue: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsubscribe:
+    """UNSUB sid [max]; `limit` 0 means now."""
+
+    sid: str
+    limit: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """PUB or HPUB. `header` is the whole block as sent, `NATS/1.0` line and final blank line included, or empty."""
+
+    subject: str
+    payload: bytes = b""
+    reply: str = ""
+    header: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Input that ends the connection; `reason` is the text of the `-ERR` line, empty for none."""
+
+    reason: str
+
+
+Command = Connect | Ping | Pong | Subscribe | Unsubscribe | Publish | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """A message for a subscription: MSG, or HMSG if it has a header block."""
+
+    connection: int
+    sid: str
+    subject: str
+    payload: bytes = b""
+    reply: str = ""
+    header: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A control line for a connection, such as `PONG`, without its line ending."""
+
+    connection: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The end of a connection, after everything that came before it."""
+
+    connection: int
+
+
+Output = Deliver | Line | Close
+
+
+def encode(output: Output) -> bytes:
+    """Return the bytes of an output; a `Close` has none."""
+    match output:
+        case Deliver(header=b""):
+            reply = f" {output.reply}" if output.reply else ""
+            line = f"MSG {output.subject} {output.sid}{reply} {len(output.payload)}\r\n"
+            return _text(line) + output.payload + b"\r\n"
+        case Deliver():
+            reply = f" {output.reply}" if output.reply else ""
+            size = len(output.header)
+            line = f"HMSG {output.subject} {output.sid}{reply} {size} {size + len(output.payload)}\r\n"
+            return _text(line) + output.header + output.payload + b"\r\n"
+        case Line():
+            return _text(output.text) + b"\r\n"
+        case Close():
+            return b""
+
+
+def _text(line: str) -> bytes:
+    return line.encode("utf-8", "surrogateescape")
+
+
+class Parser:
+    """Turns what a client sends into commands, however the bytes are cut."""
+
+    def __init__(self, max_payload: int) -> None:
+        self._max_payload = max_payload
+        self._buffer = bytearray()
+        self._pending: tuple[str, str, int, int] | None = None  # subject, reply, header size, total size
+        self._dead = False
+
+    def feed(self, data: bytes) -> list[Command]:
+        """Take bytes, and return the commands that are complete. After a `Refused` nothing more comes."""
+        self._buffer += data
+        commands: list[Command] = []
+        position = 0
+        while not self._dead:
+            if self._pending is not None:
+                subject, reply, header_size, total = self._pending
+                if len(self._buffer) < position + total + 2:
+                    break
+                if self._buffer[position + total : position + total + 2] != b"\r\n":
+                    commands.append(self._refuse("Unknown Protocol Operation"))
+                    break
+                block = bytes(self._buffer[position : position + total])
+                position += total + 2
+                self._pending = None
+                commands.append(Publish(subject, block[header_size:], reply, block[:header_size]))
+                continue
+            end = self._buffer.find(b"\n", position)
+            if end < 0:
+                if len(self._buffer) - position > MAX_CONTROL_LINE:
+                    commands.append(self._refuse("Maximum Control Line Exceeded"))
+                break
+            line = bytes(self._buffer[position:end]).rstrip(b"\r").decode("utf-8", "surrogateescape")
+            position = end + 1
+            if line.strip():
+                command = self._command(line)
+                if command is not None:
+                    commands.append(command)
+        del self._buffer[:position]
+        return commands
+
+    def _refuse(self, reason: str) -> Refused:
+        self._dead = True
+        return Refused(reason)
+
+    def _command(self, line: str) -> Command | None:
+        name, _, rest = line.replace("\t", " ").lstrip().partition(" ")
+        arguments = rest.split()
+        match name.upper(), arguments:
+            case "PUB", [subject, size]:
+                return self._publish(subject, "", "0", size)
+            case "PUB", [subject, reply, size]:
+                return self._publish(subject, reply, "0", size)
+            case "HPUB", [subject, header_size, size]:
+                return self._publish(subject, "", header_size, size)
+            case "HPUB", [subject, reply, header_size, size]:
+                return self._publish(subject, reply, header_size, size)
+            case "SUB", [subject, sid]:
+                return Subscribe(subject, sid)
+            case "SUB", [subject, queue, sid]:
+                return Subscribe(subject, sid, queue)
+            case "UNSUB", [sid]:
+                return Unsubscribe(sid)
+            case "UNSUB", [sid, limit] if limit.isdigit():
+                return Unsubscribe(sid, int(limit))
+            case "PING", _:
+                return Ping()
+            case "PONG", _:
+                return Pong()
+            case "CONNECT", _:
+                return self._connect(rest)
+            case (("PUB" | "HPUB" | "SUB" | "UNSUB"), _):
+                return self._refuse("")
+            case _:
+                return self._refuse("Unknown Protocol Operation")
+
+    def _connect(self, text: str) -> Command:
+        try:
+            options = json.loads(text)
+        except ValueError:
+            options = None
+        return Connect(options) if isinstance(options, dict) else self._refuse("")
+
+    def _publish(self, subject: str, reply: str, header_size: str, size: str) -> Command | None:
+        if not (size.isdigit() and header_size.isdigit()) or int(header_size) > int(size):
+            return self._refuse("")
+        if int(size) > self._max_payload:
+            return self._refuse("Maximum Payload Violation")
+        self._pending = (subject, reply, int(header_size), int(size))
+        return None

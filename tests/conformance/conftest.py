@@ -1,0 +1,405 @@
+"""Two servers in step: a real nats-server and the reference server get the same bytes and must answer the same.
+
+`pair` is the tool. Every call of it goes to both servers, and what comes back is compared at once, after
+names, ids and times that cannot be equal were normalised. The reference server's answer is returned, so a
+test can also say what it is.
+"""
+
+import asyncio
+import itertools
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack
+from typing import Any, NamedTuple, Self
+
+import pytest
+
+from jetstream_ext.testing import NatsServer
+from jetstream_ext.testing.reference import ReferenceServer
+
+VERSIONS = ("2.10.26", "2.11.11", "2.12.8", "2.14.6", "2.15.1")
+TIMEOUT = 10.0
+QUIET = 0.15
+
+
+class Frame(NamedTuple):
+    """A message as it came: where to, the header block, the payload."""
+
+    subject: str
+    header: bytes
+    payload: bytes
+    reply: str = ""
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.payload)
+
+    @property
+    def status(self) -> str:
+        return self.header.split(b"\r\n", 1)[0].removeprefix(b"NATS/1.0").strip().decode()
+
+    def value(self, name: str) -> str | None:
+        """Return the last value under a header name."""
+        found = re.findall(rb"\r\n" + re.escape(name.encode()) + rb": ?([^\r]*)", self.header)
+        return found[-1].decode() if found else None
+
+
+class Raw:
+    """A client that only knows frames."""
+
+    def __init__(self, port: int, connect: dict[str, Any] | None = None) -> None:
+        self.lines: list[str] = []
+        self.frames: list[Frame] = []
+        self.closed = False
+        self.advisories: list[Frame] = []
+        self._buffer = b""
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        options = {
+            "verbose": False,
+            "pedantic": False,
+            "headers": True,
+            "no_responders": True,
+            "protocol": 1,
+            "lang": "raw",
+        }
+        self.send(b"CONNECT " + json.dumps(options | (connect or {})).encode() + b"\r\n")
+
+    def send(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def publish(self, subject: str, payload: bytes = b"", *, reply: str = "", header: bytes = b"") -> None:
+        to = f"{subject} {reply}".strip()
+        if header:
+            self.send(f"HPUB {to} {len(header)} {len(header) + len(payload)}\r\n".encode() + header + payload + b"\r\n")
+        else:
+            self.send(f"PUB {to} {len(payload)}\r\n".encode() + payload + b"\r\n")
+
+    def flush(self) -> None:
+        """Wait until the server has read everything."""
+        count = self.lines.count("PONG")
+        self.send(b"PING\r\n")
+        self.wait(lambda: self.lines.count("PONG") > count)
+
+    def wait(self, done: Callable[[], bool], timeout: float = TIMEOUT) -> bool:
+        """Read until `done`; `False` if the time was up first."""
+        end = time.monotonic() + timeout
+        while not done() and not self.closed:
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            self._socket.settimeout(left)
+            try:
+                data = self._socket.recv(1 << 18)
+            except TimeoutError:
+                return False
+            except ConnectionError:
+                data = b""
+            self.closed = not data
+            self._buffer += data
+            self._parse()
+        return done()
+
+    def _parse(self) -> None:
+        while (end := self._buffer.find(b"\r\n")) >= 0:
+            line = self._buffer[:end].decode()
+            name, *arguments = line.split(" ")
+            if name not in ("MSG", "HMSG"):
+                self.lines.append(line)
+                self._buffer = self._buffer[end + 2 :]
+                continue
+            size = int(arguments[-1])
+            if len(self._buffer) < end + 4 + size:
+                return
+            block = self._buffer[end + 2 : end + 2 + size]
+            self._buffer = self._buffer[end + 4 + size :]
+            head = int(arguments[-2]) if name == "HMSG" else 0
+            reply = arguments[2] if len(arguments) == (5 if name == "HMSG" else 4) else ""
+            self.frames.append(Frame(arguments[0], block[:head], block[head:], reply))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class ReferenceThread:
+    """A reference server with a loop of its own, so that a blocking client can talk to it."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._ready = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        self._stop = asyncio.Event()
+        async with AsyncExitStack() as stack:
+            self.server = await stack.enter_async_context(ReferenceServer(**self._options))
+            self.port = self.server.port
+            self._ready.set()
+            await self._stop.wait()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(TIMEOUT)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(TIMEOUT)
+
+
+_TIME = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
+_SUBSTITUTES = [
+    (_TIME, b"<time>"),
+    (re.compile(rb"\bN[A-Z2-7]{55}\b"), b"<server>"),
+    (re.compile(rb'"id":"[0-9A-Za-z]{22}"'), b'"id":"<id>"'),
+    (re.compile(rb'"total":\d+,"errors":\d+\}\}'), b'"total":0,"errors":0}}'),
+    (re.compile(rb'"description":"invalid JSON: (?!json: unknown)[^}]*"'), b'"description":"invalid JSON"'),
+]
+
+
+def normalise(data: bytes) -> bytes:
+    """Replace what two servers cannot have in common."""
+    for pattern, substitute in _SUBSTITUTES:
+        data = pattern.sub(substitute, data)
+    return data
+
+
+def difference(real: list[Any], reference: list[Any]) -> str:
+    """Return the frames that differ, and of JSON only the fields that do."""
+    lines = [f"{len(real)} replies of the real server, {len(reference)} of the reference server"]
+    for theirs, ours in itertools.zip_longest(real, reference):
+        if theirs == ours:
+            continue
+        try:
+            one, other = json.loads(theirs[2]), json.loads(ours[2])
+            lines += [
+                f"{name}: real {one.get(name)} reference {other.get(name)}"
+                for name in one | other
+                if one.get(name) != other.get(name)
+            ]
+        except (TypeError, ValueError, AttributeError):
+            pass
+        lines += [f"real      {str(theirs)[:600]}", f"reference {str(ours)[:600]}"]
+    return "\n".join(lines)
+
+
+class Pair:
+    """Sends to both servers, and compares."""
+
+    def __init__(self, version: str, real: int, reference: int) -> None:
+        self.version = version
+        self._ports = (real, reference)
+        self._count = itertools.count(1)
+        self._barriers: dict[str, str] = {}
+        self.quiet = 0.0
+        """How long to wait for replies that no barrier can wait for, in seconds."""
+        self._clients = [Raw(real), Raw(reference)]
+        for raw in self._clients:
+            raw.send(b"SUB R.> 1\r\n")
+            raw.flush()
+
+    def since(self, version: str) -> bool:
+        return tuple(map(int, self.version.split("."))) >= tuple(map(int, version.split(".")))
+
+    def close(self) -> None:
+        for raw in self._clients:
+            raw.close()
+
+    def api(self, subject: str, request: object = None, *, header: bytes = b"", timeout: float = TIMEOUT) -> Any:
+        """Ask the JSON API, and return the decoded answer; `None` is none in time."""
+        payload = request if isinstance(request, bytes) else b"" if request is None else json.dumps(request).encode()
+        frames = self.publish(f"$JS.API.{subject}", payload, header=header, wait=1, timeout=timeout)
+        return frames[0].json if frames and frames[0].payload else frames[0] if frames else None
+
+    def stream(self, name: str = "S", **config: Any) -> Any:
+        """Create a stream on `s.>` unless other subjects are given."""
+        if not config.get("mirror") and not config.get("sources"):
+            config.setdefault("subjects", [f"{name.lower()}.>"])
+        config.setdefault("storage", "memory")
+        subject, payload = f"$JS.API.STREAM.CREATE.{name}", json.dumps({"name": name, **config}).encode()
+        for raw in self._clients:
+            # Right after a stream was deleted, its folder may still be there.
+            while True:
+                raw.frames.clear()
+                raw.publish(subject, payload, reply="R.create")
+                raw.wait(lambda raw=raw: bool(raw.frames))
+                if raw.frames[0].json.get("error", {}).get("err_code") != 10049:
+                    break
+        answer = self.settle(wait=1, what=f"create {config}")[0].json
+        assert "error" not in answer, answer
+        if answer["config"].get("subjects") and not answer["config"].get("no_ack"):
+            subject = answer["config"]["subjects"][0]
+            self._barriers[name] = subject.replace("*", "zz").replace(">", "zz")
+        return answer
+
+    def publish(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        *,
+        header: bytes = b"",
+        reply: str = "",
+        wait: int = 0,
+        timeout: float = TIMEOUT,
+    ) -> list[Frame]:
+        """Publish with a reply subject, and return what came to it.
+
+        Args:
+            subject: The subject.
+            payload: The payload.
+            header: The header block.
+            reply: The last tokens of the reply subject.
+            wait: How many replies to wait for; 0 is as many as the streams send.
+            timeout: How long, in seconds.
+        """
+        to = f"R.{next(self._count)}" if not reply else f"R.{reply}"
+        for raw in self._clients:
+            raw.frames = [frame for frame in raw.frames if frame.subject.startswith("$JS.EVENT")]
+            raw.publish(subject, payload, header=header, reply=to)
+        return self.settle(wait=wait, timeout=timeout, what=f"{subject} {payload[:200]!r} {header!r} -> {to}")
+
+    def settle(self, *, wait: int = 0, timeout: float = TIMEOUT, what: str = "") -> list[Frame]:
+        """Wait for replies and compare them; see `publish`."""
+        found = []
+        for raw in self._clients:
+            raw.flush()
+            if self.quiet:
+                raw.wait(lambda: False, self.quiet)
+            if wait:
+                raw.wait(lambda raw=raw: len(raw.frames) >= wait, timeout)
+            for subject in self._barriers.values():
+                barrier = f"R.barrier.{next(self._count)}"
+                raw.publish(subject, header=b"NATS/1.0\r\nNats-Expected-Stream: <none>\r\n\r\n", reply=barrier)
+                raw.wait(lambda raw=raw, barrier=barrier: any(frame.subject == barrier for frame in raw.frames))
+            raw.advisories += [frame for frame in raw.frames if frame.subject.startswith("$JS.EVENT")]
+            found.append([frame for frame in raw.frames if not frame.subject.startswith(("$JS.EVENT", "R.barrier"))])
+            raw.frames.clear()
+        real, reference = (
+            [self._shown(frame) for frame in sorted(frames, key=lambda f: f.subject)] for frames in found
+        )
+        if reference != real:
+            pytest.fail(f"{self.version}: {what}\n{difference(real, reference)}", pytrace=False)
+        return found[1]
+
+    def compare_advisories(self) -> list[Frame]:
+        """Wait for what the reference server announced to come from the real one too."""
+        real, reference = self._clients
+        count = len(reference.advisories)
+        real.wait(lambda: len(real.advisories) + len(real.frames) >= count)
+        self.settle()
+        assert [self._shown(each) for each in reference.advisories] == [self._shown(each) for each in real.advisories]
+        return reference.advisories
+
+    def raw(self, data: bytes) -> None:
+        """Send bytes to both."""
+        for raw in self._clients:
+            raw.send(data)
+
+    def fresh(self, **connect: Any) -> "list[Raw]":
+        """Open another connection to each, the real server's first."""
+        return [Raw(port, connect) for port in self._ports]
+
+    def forget(self, name: str) -> None:
+        """Stop using a stream as a barrier."""
+        self._barriers.pop(name, None)
+
+    @staticmethod
+    def _shown(frame: Frame) -> tuple[str, bytes, object, str]:
+        payload: object = normalise(frame.payload)
+        return (frame.subject, normalise(frame.header), payload, frame.reply)
+
+
+def headers(**lines: object) -> bytes:
+    """Return a header block; `Nats_TTL=5` is the line `Nats-TTL: 5`."""
+    return b"NATS/1.0\r\n" + b"".join(f"{k.replace('_', '-')}: {v}\r\n".encode() for k, v in lines.items()) + b"\r\n"
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Callable[[str], tuple[int, int]]]:
+    """The ports of the real server and the reference server of a version, started on first use."""
+    with ExitStack() as stack:
+        running: dict[str, tuple[int, int]] = {}
+
+        def get(version: str) -> tuple[int, int]:
+            if version not in running:
+                real = stack.enter_context(NatsServer(version=version))
+                reference = stack.enter_context(ReferenceThread(version=version))
+                running[version] = (real.port, reference.port)
+            return running[version]
+
+        yield get
+
+
+def delete_streams(port: int) -> None:
+    """Leave a server as it was started."""
+    raw = Raw(port)
+    raw.send(b"SUB R.> 1\r\n")
+    raw.publish("$JS.API.STREAM.NAMES", reply="R.names")
+    assert raw.wait(lambda: bool(raw.frames))
+    names = raw.frames[0].json["streams"] or []
+    for name in names:
+        raw.publish(f"$JS.API.STREAM.DELETE.{name}", reply="R.gone")
+    assert raw.wait(lambda: len(raw.frames) > len(names))
+    raw.close()
+
+
+@pytest.fixture(params=VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    """Each release in turn."""
+    chosen: str = request.param
+    return chosen
+
+
+def make_pair(version: str, servers: Callable[[str], tuple[int, int]]) -> Iterator[Pair]:
+    ports = servers(version)
+    for port in ports:
+        delete_streams(port)
+    pair = Pair(version, *ports)
+    yield pair
+    pair.close()
+
+
+@pytest.fixture
+def pair(version: str, servers: Callable[[str], tuple[int, int]]) -> Iterator[Pair]:
+    """A real server and the reference server of one release, both empty."""
+    yield from make_pair(version, servers)
+
+
+@pytest.fixture
+def newest(servers: Callable[[str], tuple[int, int]]) -> Iterator[Pair]:
+    """The pair of the newest release."""
+    yield from make_pair(VERSIONS[-1], servers)
+
+
+@pytest.fixture(name="headers")
+def headers_fixture() -> Callable[..., bytes]:
+    """The maker of header blocks."""
+    return headers
+
+
+@pytest.fixture
+def raw_client() -> type[Raw]:
+    """The client that only knows frames."""
+    return Raw
+
+
+@pytest.fixture
+def reference_thread() -> type[ReferenceThread]:
+    """A reference server in a thread of its own."""
+    return ReferenceThread
+
+
+@pytest.fixture(name="make_pair")
+def make_pair_fixture() -> Callable[..., Iterator[Pair]]:
+    """The maker of pairs, for a release that the suite does not run everywhere."""
+    return make_pair

@@ -1,0 +1,130 @@
+"""Core NATS: greeting, subscriptions, queue groups, errors."""
+
+import json
+from typing import Any
+
+import pytest
+
+
+def both(pair: Any, data: bytes, *, lines: int = 0, **connect: Any) -> tuple[Any, Any]:
+    """Send to a fresh connection of each, and return them after a PONG, or the end of the connection."""
+    clients = pair.fresh(**connect)
+    for raw in clients:
+        raw.send(data + b"PING\r\n")
+        raw.wait(lambda raw=raw: "PONG" in raw.lines)
+    return clients
+
+
+def shown(raw: Any) -> tuple[list[str], list[Any]]:
+    """What a connection got, but for the greeting."""
+    return [line for line in raw.lines if not line.startswith("INFO")], raw.frames
+
+
+def same(pair: Any, data: bytes, **connect: Any) -> tuple[list[str], list[Any]]:
+    real, reference = both(pair, data, **connect)
+    try:
+        assert shown(reference) == shown(real)
+        assert reference.closed == real.closed
+        return shown(reference)
+    finally:
+        real.close()
+        reference.close()
+
+
+def test_the_greeting_has_the_fields_of_the_release(pair: Any) -> None:
+    real, reference = both(pair, b"")
+    infos = []
+    for raw in (real, reference):
+        raw.flush()
+        infos.append([json.loads(line[5:]) for line in raw.lines if line.startswith("INFO")])
+        raw.close()
+    assert len(infos[0]) == len(infos[1])
+    for theirs, ours in zip(*infos, strict=True):
+        assert list(ours) == list(theirs)
+        unique = {"server_id", "server_name", "port", "client_id", "xkey"}
+        assert {k: v for k, v in ours.items() if k not in unique} == {
+            k: v for k, v in theirs.items() if k not in unique
+        }
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"SUB foo 1\r\nPUB foo 2\r\nhi\r\n",
+        b"SUB foo 1\r\nPUB foo r 0\r\n\r\n",
+        b"SUB foo.* 1\r\nSUB foo.> 2\r\nSUB > 3\r\nPUB foo.bar 1\r\nx\r\nPUB foo.bar.baz 1\r\ny\r\nPUB foo 1\r\nz\r\n",
+        b"SUB foo 1\r\nSUB foo 1\r\nPUB foo 1\r\nx\r\n",
+        b"SUB foo 1\r\nUNSUB 1\r\nPUB foo 1\r\nx\r\n",
+        b"SUB foo 1\r\nUNSUB 1 2\r\nPUB foo 1\r\na\r\nPUB foo 1\r\nb\r\nPUB foo 1\r\nc\r\n",
+        b"SUB foo 1\r\nPUB foo 1\r\na\r\nUNSUB 1 1\r\nPUB foo 1\r\nb\r\n",
+        b"SUB foo q 1\r\nPUB foo 1\r\na\r\nPUB foo 1\r\nb\r\n",
+        b"SUB foo 1\r\nHPUB foo 22 24\r\nNATS/1.0\r\nA: b\r\nC:\r\n\r\nhi\r\n",
+        b"SUB foo 1\r\nHPUB foo r 12 12\r\nNATS/1.0\r\n\r\n\r\n",
+        b"SUB r 1\r\nPUB nobody r 1\r\nx\r\n",
+        b"SUB r.* 1\r\nPUB nobody r.1 1\r\nx\r\n",
+        b"PUB nobody r 1\r\nx\r\n",
+        b"SUB foo..bar 1\r\n",
+        b"SUB foo. 1\r\n",
+        b"SUB >.foo 1\r\n",
+        b"SUB foo 1\r\nPUB foo. 1\r\nx\r\nPUB .foo 1\r\ny\r\n",
+        b"SUB foo.> 1\r\nPUB foo.* 1\r\nx\r\nPUB foo.> 1\r\ny\r\n",
+        b"sub foo 1\r\npub foo 1\r\nx\r\nunsub 1\r\n",
+        b"SUB  foo   1\r\nPUB  foo   1\r\nx\r\n",
+    ],
+)
+def test_commands(newest: Any, data: bytes) -> None:
+    same(newest, data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"NONSENSE\r\n",
+        b"PUB foo\r\n",
+        b"PUB foo x\r\n",
+        b"PUB foo 3\r\nabcdef\r\n",
+        b"PUB foo 2000000\r\n",
+        b"CONNECT x\r\n",
+        b"SUB foo\r\n",
+    ],
+)
+def test_what_ends_a_connection(newest: Any, data: bytes) -> None:
+    (lines, _) = same(newest, data)
+    assert "PONG" not in lines
+
+
+def test_without_echo_a_connection_does_not_hear_itself(newest: Any) -> None:
+    assert same(newest, b"SUB foo 1\r\nPUB foo 1\r\nx\r\n", echo=False) == (["PONG"], [])
+
+
+def test_without_no_responders_silence(newest: Any) -> None:
+    assert same(newest, b"SUB r 1\r\nPUB nobody r 1\r\nx\r\n", no_responders=False) == (["PONG"], [])
+
+
+def test_without_headers_a_message_loses_them(newest: Any) -> None:
+    data = b"SUB foo 1\r\nPUB foo 1\r\nx\r\n"
+    same(newest, data, headers=False, no_responders=False)
+
+
+def test_verbose(newest: Any) -> None:
+    same(newest, b"SUB foo 1\r\nPUB foo 1\r\nx\r\nUNSUB 1\r\n", verbose=True)
+
+
+def test_pedantic(newest: Any) -> None:
+    same(newest, b"PUB foo.* 1\r\nx\r\nPUB foo 1\r\nx\r\n", pedantic=True)
+
+
+def test_no_responders_names_the_subject_in_newer_releases(pair: Any) -> None:
+    (frame,) = pair.publish("nobody.there", wait=1)
+    assert frame.status == "503"
+
+
+def test_a_queue_group_gets_each_message_once(newest: Any) -> None:
+    for raw in newest.fresh():
+        for sid in range(3):
+            raw.send(f"SUB work g {sid}\r\nSUB work other {sid + 10}\r\n".encode())
+        for _ in range(30):
+            raw.publish("work", b"x")
+        raw.flush()
+        assert len(raw.frames) == 60
+        raw.close()

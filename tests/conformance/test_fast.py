@@ -1,0 +1,217 @@
+"""Fast ingest, frame by frame."""
+
+from typing import Any
+
+import pytest
+
+
+class Publisher:
+    """Sends messages of fast batches, from a short notation.
+
+    `"1 2 5 7c"` are sequences; a letter after one is the operation: `c` commit, `e` end, `p` ping, `s` start;
+    otherwise 1 is a start and the others are appends. `x:3` is sequence 3 of batch `x`.
+    """
+
+    def __init__(self, pair: Any, headers: Any, flow: object = 10, gap: str = "fail") -> None:
+        self._pair, self._headers = pair, headers
+        self.flow, self.gap = flow, gap
+
+    def send(self, notation: str, subject: str = "s.a", **lines: object) -> list[Any]:
+        """Send messages, and return the replies to the last one."""
+        replies: list[Any] = []
+        for word in notation.split():
+            batch, _, rest = word.rpartition(":")
+            number = rest.rstrip("scepa")
+            letter = rest[len(number) :]
+            op = {"s": 0, "a": 1, "c": 2, "e": 3, "p": 4}.get(letter, 0 if number == "1" else 1)
+            reply = f"{batch or 'b'}.{self.flow}.{self.gap}.{number}.{op}.$FI"
+            replies = self._pair.publish(
+                subject, f"m{number}".encode(), reply=reply, header=self._headers(**lines) if lines else b""
+            )
+        return replies
+
+
+@pytest.fixture
+def fast(pair: Any, headers: Any) -> Any:
+    def make(flow: object = 10, gap: str = "fail", **config: Any) -> Publisher:
+        if pair.since("2.14.0"):
+            config.setdefault("allow_batched", True)
+        pair.stream(**config)
+        return Publisher(pair, headers, flow, gap)
+
+    return make
+
+
+@pytest.mark.parametrize("gap", ["ok", "fail"])
+@pytest.mark.parametrize(
+    "notation",
+    [
+        "1 2 3 4c 5",
+        "1 2 3 4e 5",
+        "1c",
+        "1e",
+        "1s 2s",
+        "1a",
+        "1 2 3 3e",
+        "1 2 3 9e",
+        "1 2 5 6 7c",
+        "1 2 5 3 4",
+        "1 2 2",
+        "1 2 1",
+        "1 1",
+        "1 2 0 3",
+        "1 4c",
+        "2",
+        "5c",
+        "3e",
+        "1p",
+        "2p",
+        "1 2p",
+        "1 2 2p 3 3p 4e",
+        "1 2 5p 6 7e",
+        "1 2 1p 3e",
+        "1 x:1 2 x:2 3e x:3e",
+        "1 2e 1 2e",
+        "1 -3 x 18446744073709551615 2e",
+        "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21e",
+        "x:1 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 x:2e 22 23 24 25 26 27 28 29 30 31e",
+    ],
+)
+def test_sequences(fast: Any, pair: Any, gap: str, notation: str) -> None:
+    fast(gap=gap).send(notation)
+    pair.api("STREAM.INFO.S")
+
+
+@pytest.mark.parametrize("flow", [0, -5, "abc", 1, 2, 3, 1000, 70000, "1.5", ""])
+def test_flows(fast: Any, pair: Any, flow: object) -> None:
+    fast(flow=flow).send("1 2 3 4 5 6 7e")
+
+
+@pytest.mark.parametrize("gap", ["maybe", "OK", ""])
+def test_gap_modes_that_are_none(fast: Any, gap: str) -> None:
+    fast(gap=gap).send("1 2")
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "$FI",
+        "0.$FI",
+        "1.0.$FI",
+        "ok.1.0.$FI",
+        "10.ok.1.0.$FI",
+        "b.10.ok.1.5.$FI",
+        "b.10.ok.1.01.$FI",
+        "b.10.ok.1.x.$FI",
+        "b.10.ok.01.0.$FI",
+        f"{'x' * 64}.10.ok.1.0.$FI",
+        f"{'x' * 65}.10.ok.1.0.$FI",
+        "a.b.c.b.10.ok.1.0.$FI",
+        "b.10.ok.1.0.$fi",
+    ],
+)
+def test_patterns(fast: Any, pair: Any, reply: str) -> None:
+    fast()
+    pair.publish("s.a", b"x", reply=reply)
+    pair.publish("s.a", b"x", reply=reply)
+
+
+@pytest.mark.parametrize("gap", ["ok", "fail"])
+@pytest.mark.parametrize("at", ["1", "1c", "2", "2c"])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        {"Nats_Expected_Last_Sequence": 99},
+        {"Nats_Expected_Last_Subject_Sequence": 99},
+        {"Nats_Expected_Last_Msg_Id": "x"},
+        {"Nats_Expected_Stream": "T"},
+        {"Nats_Msg_Id": "old"},
+        {"Nats_TTL": "5"},
+        {"Nats_Rollup": "sub"},
+        {"Nats_Required_Api_Level": 99},
+        {"Nats_Required_Api_Level": 4},
+        {"Nats_Stream_Source": "O 1"},
+        {"Nats_Batch_Id": "other", "Nats_Batch_Sequence": 1},
+    ],
+    ids=str,
+)
+def test_headers(fast: Any, pair: Any, headers: Any, gap: str, at: str, lines: dict[str, object]) -> None:
+    if not pair.since("2.14.0"):
+        pytest.skip("no fast ingest")
+    publisher = fast(flow=2, gap=gap)
+    pair.publish("s.a", header=headers(Nats_Msg_Id="old"))
+    if at.startswith("2"):
+        publisher.send("1")
+    publisher.send(at, **lines)
+    publisher.send("2 3e" if at == "1" else "3 4 4p 5e")
+    pair.api("STREAM.INFO.S")
+
+
+def test_duplicates_are_acknowledged_like_others(fast: Any, pair: Any, headers: Any) -> None:
+    if not pair.since("2.14.0"):
+        pytest.skip("no fast ingest")
+    publisher = fast(flow=2)
+    for seq in range(1, 7):
+        publisher.send(f"{seq}", Nats_Msg_Id=f"id{seq}")
+    publisher.send("7e")
+    for seq in range(1, 7):
+        publisher.send(f"x:{seq}", Nats_Msg_Id=f"id{seq}")
+    publisher.send("x:7 x:8e")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"allow_batched": False},
+        {"no_ack": True},
+        {"discard": "new", "max_msgs": 2},
+        {"max_msg_size": 1},
+        {"max_msgs": 1},
+        {"storage": "file"},
+        {"retention": "interest"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("gap", ["ok", "fail"])
+def test_configurations(fast: Any, pair: Any, config: dict[str, Any], gap: str) -> None:
+    if not pair.since("2.14.0"):
+        pytest.skip("no fast ingest")
+    publisher = fast(flow=2, gap=gap, **config)
+    if "no_ack" in config:
+        pair.quiet = 0.05
+    publisher.send("1 2 3 4 5 6e")
+    publisher.send("x:1 x:2 x:3c")
+
+
+def test_outside_the_stream(fast: Any, pair: Any) -> None:
+    publisher = fast(gap="ok")
+    publisher.send("1")
+    pair.publish("elsewhere", b"x", reply="b.10.ok.2.1.$FI", wait=1)
+    publisher.send("3 4e")
+
+
+def test_ramp_and_share(newest: Any, headers: Any) -> None:
+    newest.stream(allow_batched=True)
+    publishers = [Publisher(newest, headers, flow) for flow in (1000, 300, 20)]
+    for name, publisher in zip("abc", publishers, strict=True):
+        publisher.send(f"{name}:1")
+    for seq in range(2, 700, 1):
+        for raw in newest._clients:
+            raw.publish("s.a", b"", reply=f"R.b.300.fail.{seq}.1.$FI")
+            raw.publish("s.b", b"", reply=f"R.c.20.fail.{seq}.1.$FI")
+    newest.settle()
+    publishers[0].send("a:2e")
+    for seq in range(700, 1400):
+        for raw in newest._clients:
+            raw.publish("s.a", b"", reply=f"R.b.300.fail.{seq}.1.$FI")
+    newest.settle()
+
+
+def test_a_bug_of_early_releases(servers: Any, make_pair: Any, headers: Any) -> None:
+    for pair in make_pair("2.14.0", servers):
+        pair.stream(allow_batched=True)
+        publisher = Publisher(pair, headers, 2, "ok")
+        publisher.send("1 2")
+        assert len(publisher.send("3c", Nats_Expected_Last_Sequence=99)) == 1
+        publisher.send("3p")
+        publisher.send("4e")

@@ -1,0 +1,354 @@
+"""The API of streams, and publishing with every check."""
+
+import base64
+import itertools
+from typing import Any
+
+import pytest
+
+COUNT = itertools.count()
+
+
+def test_account_info(pair: Any) -> None:
+    pair.api("INFO")
+    pair.stream(storage="file")
+    pair.publish("s.a", b"x")
+    assert pair.api("INFO")["streams"] == 1
+
+
+def test_create_info_delete(pair: Any) -> None:
+    pair.stream()
+    pair.stream(name="F", storage="file", max_msgs=5, description="d <&>", metadata={"a": "b"})
+    for _ in range(3):
+        pair.publish("s.a", b"abc")
+    assert pair.api("STREAM.INFO.S")["state"]["messages"] == 3
+    pair.api("STREAM.INFO.nope")
+    pair.api("STREAM.NAMES")
+    pair.api("STREAM.NAMES", {"subject": "f.x"})
+    pair.api("STREAM.NAMES", {"subject": "zz"})
+    pair.api("STREAM.LIST", {"offset": 1})
+    pair.api("STREAM.CREATE.S", {"name": "S", "subjects": ["s.>"], "storage": "memory"})
+    pair.api("STREAM.CREATE.S", {"name": "S", "subjects": ["other"], "storage": "memory"})
+    pair.api("STREAM.CREATE.T", {"name": "T", "subjects": ["s.a"]})
+    pair.forget("S")
+    pair.api("STREAM.DELETE.S", {"x": 1})
+    pair.api("STREAM.DELETE.S")
+    pair.api("STREAM.DELETE.S")
+    pair.publish("s.a", wait=1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"name": "T.x"},
+        {"name": "other"},
+        {"name": "T", "subjects": ["a..b"]},
+        {"name": "T", "subjects": ["a", "a"]},
+        {"name": "T", "subjects": ["a.*", "a.b"]},
+        {"name": "T", "subjects": [">"]},
+        {"name": "T", "subjects": ["$JS.API.x"]},
+        {"name": "T", "num_replicas": 3},
+        {"name": "T", "num_replicas": 9},
+        {"name": "T", "num_replicas": -1},
+        {"name": "T", "max_age": 5},
+        {"name": "T", "max_age": -5},
+        {"name": "T", "max_age": 1_000_000_000},
+        {"name": "T", "max_age": 1_000_000_000, "duplicate_window": 2_000_000_000},
+        {"name": "T", "duplicate_window": 5},
+        {"name": "T", "deny_purge": True, "allow_rollup_hdrs": True},
+        {"name": "T", "discard_new_per_subject": True},
+        {"name": "T", "discard_new_per_subject": True, "discard": "new"},
+        {"name": "T", "discard_new_per_subject": True, "discard": "new", "max_msgs_per_subject": 1},
+        {"name": "T", "subject_delete_marker_ttl": 5},
+        {"name": "T", "subject_delete_marker_ttl": -5},
+        {"name": "T", "subject_delete_marker_ttl": 5_000_000_000},
+        {"name": "T", "allow_msg_ttl": True},
+        {"name": "T", "allow_atomic": True},
+        {"name": "T", "allow_batched": True},
+        {"name": "T", "persist_mode": "async", "storage": "file"},
+        {"name": "T", "persist_mode": "async", "storage": "memory"},
+        {"name": "T", "persist_mode": "async", "storage": "file", "allow_atomic": True},
+        {"name": "T", "persist_mode": "odd"},
+        {"name": "T", "retention": "odd"},
+        {"name": "T", "storage": "odd"},
+        {"name": "T", "sealed": True},
+        {"name": "T", "mirror_direct": True},
+        {"name": "T", "limits_ttl": 5},
+        {"name": "T", "nonsense": 5},
+        {"name": "T", "max_msgs": "5"},
+        {"name": "T", "first_seq": 100},
+        {"name": "T", "no_ack": True},
+        {"name": "T", "max_msgs": -7, "max_bytes": -7},
+        {"name": "T", "mirror": {"name": "O"}, "subjects": ["t"]},
+        {"name": "T", "mirror": {"name": "O"}, "allow_atomic": True},
+        {"name": "T", "mirror": {"name": "O"}, "allow_batched": True},
+        {"name": "T", "mirror": {"name": "O"}, "subject_delete_marker_ttl": 5_000_000_000},
+        {"name": "T", "mirror": {"name": "O"}, "first_seq": 5},
+        {"name": "T", "sources": [{"name": "O"}, {"name": "O"}]},
+        {"name": "T", "sources": [{"name": ""}]},
+        {"name": "T", "pedantic": True, "subject_delete_marker_ttl": 5_000_000_000},
+        {"name": "T", "description": None, "max_msgs": None},
+        {},
+    ],
+    ids=str,
+)
+def test_configurations(pair: Any, config: dict[str, Any]) -> None:
+    if "pedantic" in config and not pair.since("2.11.0"):
+        pytest.skip("2.10 has no pedantic mode")
+    if "mirror" in config and not pair.since("2.12.0"):
+        pytest.skip("TODO")
+    # A name of its own for every test: on a real server the folder of a deleted stream may still be there.
+    name = f"T{next(COUNT)}"
+    if config.get("name") == "T":
+        config = {**config, "name": name}
+    pair.api(f"STREAM.CREATE.{name}", config)
+
+
+@pytest.mark.parametrize("payload", [b"", b"x", b"[]", b"{", b"null", b'"a"'])
+def test_requests_that_are_no_json(pair: Any, payload: bytes) -> None:
+    pair.stream()
+    for subject in ("STREAM.CREATE.T", "STREAM.INFO.S", "STREAM.NAMES", "STREAM.MSG.GET.S", "STREAM.PURGE.S"):
+        pair.api(subject, payload)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_msgs": 2},
+        {"max_msgs_per_subject": 1},
+        {"subjects": ["s.>", "t"]},
+        {"storage": "file"},
+        {"retention": "interest"},
+        {"retention": "workqueue"},
+        {"deny_delete": True},
+        {"sealed": True},
+        {"allow_direct": True},
+        {"allow_msg_ttl": True},
+        {"name": "Z"},
+        {"num_replicas": 3},
+        {"max_age": 3_600_000_000_000},
+        {"duplicate_window": 1_000_000_000},
+        {"description": "new"},
+    ],
+    ids=str,
+)
+def test_updates(pair: Any, change: dict[str, Any]) -> None:
+    pair.stream(duplicate_window=2_000_000_000)
+    for subject in ("s.a", "s.b", "s.a", "s.c"):
+        pair.publish(subject, b"x")
+    pair.api(
+        "STREAM.UPDATE.S",
+        {"name": "S", "subjects": ["s.>"], "storage": "memory", "duplicate_window": 2_000_000_000, **change},
+    )
+    if "sealed" in change or change.get("retention") == "interest":
+        pair.forget("S")
+    pair.api("STREAM.INFO.S")
+    pair.api("STREAM.UPDATE.nope", {"name": "nope"})
+
+
+def test_purge(pair: Any) -> None:
+    pair.stream()
+    for index in range(12):
+        pair.publish(f"s.{'abc'[index % 3]}", b"x")
+    pair.api("STREAM.PURGE.S", {"filter": "s.a", "keep": 1})
+    pair.api("STREAM.INFO.S", {"deleted_details": True})
+    pair.api("STREAM.PURGE.S", {"seq": 5})
+    pair.api("STREAM.PURGE.S", {"seq": 5, "keep": 2})
+    pair.api("STREAM.PURGE.S", {"filter": "s.b", "seq": 9})
+    pair.api("STREAM.PURGE.S", {"keep": 2})
+    pair.api("STREAM.PURGE.S", {"seq": 1})
+    pair.api("STREAM.INFO.S", {"subjects_filter": ">"})
+    pair.api("STREAM.PURGE.S")
+    pair.api("STREAM.INFO.S")
+    pair.api("STREAM.PURGE.S", {"seq": 100})
+    pair.publish("s.a", b"x")
+    pair.api("STREAM.INFO.S")
+    pair.api("STREAM.PURGE.nope")
+
+
+def test_message_get_and_delete(pair: Any, headers: Any) -> None:
+    pair.stream()
+    for index in range(5):
+        pair.publish(f"s.{'ab'[index % 2]}", b"x" * index, header=headers(A="b") if index == 3 else b"")
+    for request in (
+        {"seq": 1},
+        {"seq": 4},
+        {"seq": 9},
+        {"last_by_subj": "s.a"},
+        {"last_by_subj": "s.*"},
+        {"next_by_subj": "s.b"},
+        {"next_by_subj": "s.b", "seq": 3},
+        {"last_by_subj": "zz"},
+        {"seq": 1, "last_by_subj": "s.a"},
+        {"seq": -1},
+        {},
+        {"x": 1},
+    ):
+        pair.api("STREAM.MSG.GET.S", request)
+    if pair.since("2.12.0"):
+        pair.api("STREAM.MSG.GET.S", {"seq": 4, "no_hdr": True})
+    if pair.since("2.11.0"):
+        pair.api("STREAM.MSG.GET.S", {"seq": 1, "batch": 2})
+    pair.api("STREAM.MSG.DELETE.S", {"seq": 2})
+    pair.api("STREAM.MSG.DELETE.S", {"seq": 2})
+    pair.api("STREAM.MSG.DELETE.S", {"seq": 99})
+    pair.api("STREAM.MSG.DELETE.S")
+    pair.api("STREAM.MSG.DELETE.nope", {"seq": 2})
+    pair.api("STREAM.MSG.GET.nope", {"seq": 2})
+    pair.api("STREAM.INFO.S", {"deleted_details": True})
+    answer = pair.api("STREAM.MSG.GET.S", {"seq": 4})
+    assert base64.b64decode(answer["message"]["data"]) == b"xxx"
+
+
+def test_denied_operations(pair: Any) -> None:
+    pair.stream(deny_delete=True, deny_purge=True)
+    pair.publish("s.a", b"x")
+    pair.api("STREAM.MSG.DELETE.S", {"seq": 1})
+    pair.api("STREAM.PURGE.S")
+
+
+@pytest.mark.parametrize("storage", ["memory", "file"])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_msgs": 3},
+        {"max_bytes": 120},
+        {"max_msgs_per_subject": 1},
+        {"max_msgs": 3, "discard": "new"},
+        {"max_bytes": 120, "discard": "new"},
+        {"max_msgs_per_subject": 2, "discard": "new"},
+        {"max_msgs_per_subject": 1, "discard": "new", "discard_new_per_subject": True},
+        {"max_msgs": 2, "max_msgs_per_subject": 1, "discard": "new"},
+        {"max_msg_size": 20},
+    ],
+    ids=str,
+)
+def test_limits(pair: Any, headers: Any, storage: str, limits: dict[str, Any]) -> None:
+    pair.stream(storage=storage, **limits)
+    for index in range(8):
+        pair.publish(f"s.{'abc'[index % 3]}", b"x" * (index * 3), header=headers(A="b") if index % 4 == 3 else b"")
+    pair.api("STREAM.INFO.S", {"subjects_filter": "s.*", "deleted_details": True})
+
+
+EXPECTATIONS: list[dict[str, Any]] = [
+    {"Nats_Expected_Stream": "S"},
+    {"Nats_Expected_Stream": "T"},
+    {"Nats_Expected_Last_Sequence": 3},
+    {"Nats_Expected_Last_Sequence": 2},
+    {"Nats_Expected_Last_Sequence": "x"},
+    {"Nats_Expected_Last_Sequence": ""},
+    {"Nats_Expected_Last_Subject_Sequence": 3},
+    {"Nats_Expected_Last_Subject_Sequence": 1},
+    {"Nats_Expected_Last_Subject_Sequence": 0},
+    {"Nats_Expected_Last_Subject_Sequence": 2, "Nats_Expected_Last_Subject_Sequence_Subject": "s.b"},
+    {"Nats_Expected_Last_Subject_Sequence": 3, "Nats_Expected_Last_Subject_Sequence_Subject": "s.>"},
+    {"Nats_Expected_Last_Subject_Sequence_Subject": "s.b"},
+    {"Nats_Expected_Last_Msg_Id": "id3"},
+    {"Nats_Expected_Last_Msg_Id": "other"},
+    {"Nats_Msg_Id": "id1"},
+    {"Nats_Msg_Id": "new"},
+    {"Nats_Msg_Id": ""},
+    {"nats_msg_id": "id1"},
+    {"Nats_Msg_Id": "id1", "Nats_Expected_Stream": "T"},
+    {"Nats_Msg_Id": "id1", "Nats_Expected_Last_Sequence": 1},
+    {"Nats_Msg_Id": "id1", "Nats_Expected_Last_Msg_Id": "x"},
+    {"Nats_Expected_Last_Sequence": 1, "Nats_Expected_Last_Subject_Sequence": 9},
+    {"Nats_Expected_Last_Sequence": 1, "Nats_Expected_Last_Msg_Id": "x"},
+    {"Nats_Rollup": "sub"},
+    {"Nats_Rollup": "all"},
+    {"Nats_Rollup": "odd"},
+    {"Nats_Stream_Source": "O 1"},
+    {"Nats_Required_Api_Level": 99},
+    {"Nats_TTL": "5"},
+    {"Nats_TTL": "x"},
+]
+
+
+@pytest.mark.parametrize("config", [{}, {"allow_rollup_hdrs": True}], ids=str)
+@pytest.mark.parametrize("lines", EXPECTATIONS, ids=str)
+def test_expectations(pair: Any, headers: Any, config: dict[str, Any], lines: dict[str, Any]) -> None:
+    if config and "Nats_Rollup" not in lines:
+        pytest.skip("makes no difference")
+    pair.stream(**config)
+    for index, subject in enumerate(("s.a", "s.b", "s.a"), 1):
+        pair.publish(subject, header=headers(Nats_Msg_Id=f"id{index}"))
+    pair.publish("s.a", b"x", header=headers(**lines))
+    pair.api("STREAM.INFO.S", {"subjects_filter": ">"})
+
+
+TTLS = [
+    "5",
+    "05",
+    "1h30m",
+    "90s",
+    "1500ms",
+    "never",
+    "NEVER",
+    "9223372036854775807",
+    "0",
+    "0s",
+    "-1",
+    "999ms",
+    "1d",
+    "5.0",
+    "+5",
+    "abc",
+    "1h,2h",
+    "1_000",
+    "9223372036854775808",
+    "1.5h",
+    ".5m",
+    "1.s",
+    "+1s",
+    "-1s",
+    "1us",
+    "1e3s",
+    "2562047h48m",
+]
+
+
+@pytest.mark.parametrize("ttl", [*TTLS, "", " 7", "5 ", "1m 1s"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_ttl_values(newest: Any, headers: Any, ttl: str, enabled: bool) -> None:
+    newest.stream(allow_msg_ttl=enabled)
+    newest.publish("s.a", header=headers(Nats_TTL=ttl))
+
+
+def test_ttl_is_raised_to_the_marker_ttl(pair: Any, headers: Any) -> None:
+    if not pair.since("2.11.0"):
+        pytest.skip("no TTLs")
+    for name, config in (("S", {}), ("T", {"max_msgs_per_subject": 1})):
+        pair.stream(name, subject_delete_marker_ttl=10_000_000_000, allow_direct=True, **config)
+        subject = f"{name.lower()}.a"
+        pair.publish(subject, header=headers(Nats_TTL=2, B="c"))
+        pair.publish(f"$JS.API.DIRECT.GET.{name}.{subject}", wait=1)
+
+
+def test_no_ack(newest: Any) -> None:
+    newest.stream(no_ack=True)
+    newest.quiet = 0.05
+    assert newest.publish("s.a", b"x") == []
+    assert newest.api("STREAM.INFO.S")["state"]["messages"] == 1
+
+
+def test_a_status_line_is_not_stored(pair: Any) -> None:
+    pair.stream(allow_direct=True)
+    pair.publish("s.a", b"x", header=b"NATS/1.0 204 EOB\r\nA: b\r\n\r\n")
+    pair.publish("s.b", b"x", header=b"NATS/1.0 204 EOB\r\n\r\n")
+    pair.publish("$JS.API.DIRECT.GET.S.s.a", wait=1)
+    pair.publish("$JS.API.DIRECT.GET.S.s.b", wait=1)
+
+
+def test_interest_without_consumers_keeps_nothing(newest: Any, headers: Any) -> None:
+    newest.stream(retention="interest")
+    newest.publish("s.a", b"x", header=headers(Nats_Msg_Id="a"))
+    newest.publish("s.a", b"x", header=headers(Nats_Msg_Id="a"))
+    newest.publish("s.a", b"x")
+    newest.api("STREAM.INFO.S")
+
+
+def test_unknown_api_subjects_are_swallowed(newest: Any) -> None:
+    for subject in ("NOPE", "STREAM.NOPE.S", "STREAM.INFO", "STREAM.INFO.S.x"):
+        assert newest.api(subject, timeout=0.1) is None
+    assert newest.api("CONSUMER.MSG.NEXT.S.c").status == "503"
+    assert newest.api("DIRECT.GET.S").status == "503"
