@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import pyarrow as pa
 
@@ -14,36 +14,38 @@ from jetstream_ext.protocol.headers import REPLY_HEADERS, ROW_STORED, ROW_SUBJEC
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
-Rows = Sequence[Row]
+Array: TypeAlias = "pa.Array[Any]"
+Rows: TypeAlias = Sequence[Row]
 
 _TIME: Final = pa.timestamp("us", tz="UTC")
 _HEADERS: Final = pa.map_(pa.string(), pa.list_(pa.string()))
+_map_array: Final[Any] = pa.MapArray.from_arrays  # its stubs know int64 offsets only, and have them wrong
 _SERVERS_OWN: Final = frozenset(name.encode() for name in REPLY_HEADERS)
 
 
-def _stream(block: Block, rows: Rows) -> pa.Array:
+def _stream(block: Block, rows: Rows) -> Array:
     return pa.repeat(pa.scalar(block.stream, pa.string()), len(block))
 
 
-def _seq(block: Block, rows: Rows) -> pa.Array:
+def _seq(block: Block, rows: Rows) -> Array:
     return pa.array(block.seqs, pa.int64())
 
 
-def _subject(block: Block, rows: Rows) -> pa.Array:
+def _subject(block: Block, rows: Rows) -> Array:
     return _text([row[ROW_SUBJECT] for row in rows])
 
 
-def _time(block: Block, rows: Rows) -> pa.Array:
+def _time(block: Block, rows: Rows) -> Array:
     # By way of nanoseconds: Arrow parses as many digits of a fraction as the unit has, and no more.
     text = pa.array([row[ROW_TIME][17:] for row in rows], pa.binary()).cast(pa.string())
     return text.cast(pa.timestamp("ns", tz="UTC")).cast(_TIME, safe=False)
 
 
-def _data(block: Block, rows: Rows) -> pa.Array:
+def _data(block: Block, rows: Rows) -> Array:
     return pa.array(block.datas, pa.binary())
 
 
-def _headers(block: Block, rows: Rows) -> pa.Array:
+def _headers(block: Block, rows: Rows) -> Array:
     """Return one map per row; the values of a name that occurs more than once are together, in order."""
     stored = [row[ROW_STORED] for row in rows]
     names: list[bytes] = []
@@ -59,7 +61,8 @@ def _headers(block: Block, rows: Rows) -> pa.Array:
                     counts.append(len(several))
             entries[row] = len(names)
     lists = pa.ListArray.from_arrays(pa.array(accumulate(counts, initial=0), pa.int32()), _text(values))
-    return pa.MapArray.from_arrays(pa.array(entries, pa.int32()), _text(names), lists)
+    maps: Array = _map_array(pa.array(entries, pa.int32()), _text(names), lists)
+    return maps
 
 
 def _grouped(header: bytes) -> dict[bytes, list[bytes]]:
@@ -72,7 +75,7 @@ def _grouped(header: bytes) -> dict[bytes, list[bytes]]:
     return grouped
 
 
-def _text(values: Sequence[bytes]) -> pa.Array:
+def _text(values: Sequence[bytes]) -> Array:
     try:
         return pa.array(values, pa.binary()).cast(pa.string())
     except pa.ArrowInvalid:
@@ -80,7 +83,7 @@ def _text(values: Sequence[bytes]) -> pa.Array:
         return pa.array([value.decode("utf-8", "replace") for value in values], pa.string())
 
 
-_COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block, Rows], pa.Array]]]] = {
+_COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block, Rows], Array]]]] = {
     "stream": (pa.string(), _stream),
     "seq": (pa.int64(), _seq),
     "subject": (pa.string(), _subject),
@@ -88,8 +91,7 @@ _COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block, Rows], pa.Array]]]
     "data": (pa.binary(), _data),
     "headers": (_HEADERS, _headers),
 }
-
-
+# The others do not need the header lines cut.
 _FROM_ROWS: Final = frozenset({"subject", "time", "headers"})
 
 
