@@ -18,9 +18,9 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import nats.errors
 from nats.aio.client import Client
@@ -37,6 +37,8 @@ from jetstream_ext.protocol.frames import Frame
 # States of nats-py's parser (nats.protocol.parser).
 _AWAITING_CONTROL_LINE = 1
 _MAX_CONTROL_LINE = 4096
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +134,12 @@ class Connection(_Base):
         inbox = Inbox(self, subject, sink)
         self._watch()
         try:
-            subscription = await self.nc.subscribe(subject + tail)
+            subscription = await _cancellable(self.nc.subscribe(subject + tail))
         except BaseException:
             # nats-py registers a subscription before it sends it, so a cancellation in between would leak it.
-            for sid, known in list(self.nc._subs.items()):
+            for known in list(self.nc._subs.values()):
                 if known.subject == subject + tail:
-                    self.nc._remove_sub(sid)
+                    self.drop(known)
             raise
         self._sinks[b"%d" % subscription._id] = sink
         inbox.subscription = subscription
@@ -188,7 +190,7 @@ class Connection(_Base):
         """
         self.write_nowait(data, messages, payload_bytes)
         if self.nc._pending_data_size > self.nc._max_pending_size > 0:
-            await self.nc._flush_pending(force_flush=True)
+            await _cancellable(self.nc._flush_pending(force_flush=True))
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -203,7 +205,10 @@ class Connection(_Base):
             self._watched = None
         for sink in list(self._sinks.values()):
             if sink is not None:
-                sink.disconnected()
+                try:
+                    sink.disconnected()
+                except Exception as error:
+                    _sink_failed(error)
 
     async def parse(self, data: bytes = b"") -> None:
         """Stand in for `Parser.parse`: cut out the frames of our subscriptions, pass on the rest."""
@@ -212,6 +217,7 @@ class Connection(_Base):
         if buffer is not self._buffer:  # the parser was reset: a new connection
             self._buffer = buffer
             self._needed = 0
+            self._watch()
         if not self._sinks:
             await self._parse(data)
             return
@@ -285,7 +291,28 @@ class Connection(_Base):
         stats["in_msgs"] += len(batch)
         stats["in_bytes"] += sum([len(body) - header_size for _, body, header_size in batch])
         if sink is not None:
-            sink.frames(batch)
+            try:
+                sink.frames(batch)
+            except Exception as error:
+                _sink_failed(error)
+
+
+def _sink_failed(error: Exception) -> None:
+    # Whatever is wrong with a sink, nats-py's read loop must go on: it would end without a word, and never reconnect.
+    asyncio.get_running_loop().call_exception_handler(
+        {"message": "jetstream_ext could not take what the server sent", "exception": error}
+    )
+
+
+async def _cancellable(operation: Awaitable[_T]) -> _T:
+    """Await nats-py's `operation` and let a cancellation through, which it swallows while it flushes."""
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    result = await operation
+    if task.cancelling() > before:
+        raise asyncio.CancelledError
+    return result
 
 
 class _MessageLine(NamedTuple):
@@ -303,8 +330,10 @@ def _message_line(line: bytes) -> _MessageLine | None:
     """Read ``MSG <subject> <sid> [reply] <size>`` or ``HMSG … <header size> <size>``; None is anything else."""
     words = line.split(b" ")
     numbers = {b"MSG": 1, b"HMSG": 2}.get(words[0])
-    if numbers is None or not 3 <= len(words) - numbers <= 4 or not all(map(bytes.isdigit, words[-numbers:])):
-        return None  # not a message, or not as servers write it: nats-py says what it is
+    if numbers is None or not 3 <= len(words) - numbers <= 4:
+        return None
+    if not all(word.isdigit() and len(word) < 20 for word in words[-numbers:]):
+        return None  # not as servers write it: nats-py says what it is
     total = int(words[-1])
     header_size = int(words[-2]) if numbers == 2 else 0
     lead = b" ".join(words[:-numbers]) + b" "
@@ -317,6 +346,7 @@ class PublicConnection(_Base):
     def __init__(self, nc: Client) -> None:
         super().__init__(nc)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writing = asyncio.Lock()
 
     async def inbox(self, sink: Sink, *, tail: str = "") -> Inbox:
         """As `Connection.inbox`."""
@@ -348,24 +378,32 @@ class PublicConnection(_Base):
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
         """As `Connection.write_nowait`, in the background."""
         self.check_usable()
-        self._spawn(self._publish(data))
+        self._spawn(self._publish(data)).add_done_callback(_seen)
 
     async def write(self, data: bytes, messages: int, payload_bytes: int) -> None:
         """As `Connection.write`."""
         self.check_usable()
         task = self._spawn(self._publish(data))
+        task.add_done_callback(_seen)
         await asyncio.shield(task)
 
     async def _publish(self, data: bytes) -> None:
-        for command in frames.parse_pubs(data):
-            headers = dict(h.parse_lines(command.header)) if command.header else None
-            await self.nc.publish(command.subject, command.payload, reply=command.reply, headers=headers)
+        async with self._writing:  # in the order of the calls: batches are numbered
+            for command in frames.parse_pubs(data):
+                headers = dict(h.parse_lines(command.header)) if command.header else None
+                await self.nc.publish(command.subject, command.payload, reply=command.reply, headers=headers)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    # A failure means that the connection is going; who waits for an answer learns it by its timeout.
+    if not task.cancelled():
+        task.exception()
 
 
 def _header_block(headers: dict[str, str] | None) -> bytes:
@@ -387,15 +425,21 @@ _REASON = (
 )
 
 
+_PUBLIC = "_jetstream_ext_connection"
+"""Where a client keeps its `PublicConnection`: as long as the client, and no longer."""
+
+
 def connection_of(nc: Client) -> Connection | PublicConnection:
     """Return the door to `nc`; the same one for every caller."""
     parser = getattr(nc, "_ps", None)
-    known = getattr(getattr(parser, "parse", None), "__self__", None)
-    if isinstance(known, Connection):
-        return known
+    for known in (getattr(getattr(parser, "parse", None), "__self__", None), getattr(nc, _PUBLIC, None)):
+        if isinstance(known, Connection | PublicConnection):
+            return known
     if not _internals_known(nc):
+        public = PublicConnection(nc)
+        setattr(nc, _PUBLIC, public)
         warnings.warn(_REASON, RuntimeWarning, stacklevel=3)
-        return PublicConnection(nc)
+        return public
     connection = Connection(nc)
     nc._ps.parse = connection.parse  # type: ignore[method-assign]
     return connection
@@ -413,9 +457,9 @@ def _internals_known(nc: Client) -> bool:
         and isinstance(getattr(nc, "_max_pending_size", None), int)
         and isinstance(getattr(nc, "_subs", None), dict)
         and isinstance(getattr(nc, "stats", None), dict)
-        and isinstance(getattr(nc, "_reading_task", None), asyncio.Task)
+        and isinstance(getattr(nc, "_reading_task", ""), asyncio.Task | None)
         and asyncio.iscoroutinefunction(getattr(nc, "_flush_pending", None))
-        and hasattr(getattr(nc, "_flush_queue", None), "empty")
+        and (getattr(nc, "_flush_queue", "") is None or hasattr(nc._flush_queue, "empty"))
         and callable(getattr(nc, "_remove_sub", None))
     )
 

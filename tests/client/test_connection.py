@@ -1,0 +1,403 @@
+"""The door to nats-py: byte streams cut anywhere, compared with nats-py's own parser."""
+
+import asyncio
+import itertools
+from typing import Any
+
+import nats.errors
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nats.aio.client import Client
+from nats.protocol.parser import Parser
+
+from jetstream_ext.client import connection as door
+from jetstream_ext.client.connection import Connection, Inbox, Sink, connection_of
+from jetstream_ext.protocol.frames import Frame, parts
+
+Heard = tuple[Any, ...]
+
+
+class Recorder(Client):
+    """A nats-py client without a socket, that writes down what its parser hands over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[Heard] = []
+        self._status = Client.CONNECTED
+        self._flush_queue = asyncio.Queue()
+        self._flusher_task = asyncio.get_running_loop().create_future()  # type: ignore[assignment]
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        await asyncio.sleep(0)  # nats-py may suspend here
+        self.heard.append(("foreign", sid, subject, reply, data, headers or b""))
+
+    async def _process_ping(self) -> None:
+        self.heard.append(("PING",))
+
+    async def _process_pong(self) -> None:
+        self.heard.append(("PONG",))
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        self.heard.append(("INFO", info))
+
+    async def _process_err(self, err_msg: str) -> None:
+        self.heard.append(("ERR", err_msg))
+
+
+def listener(nc: Recorder, name: str) -> Sink:
+    def take(frames: list[Frame]) -> None:
+        nc.heard += [(name, *parts(frame)) for frame in frames]
+
+    return Sink(take, lambda: nc.heard.append((name, "gone")))
+
+
+async def opened() -> tuple[Recorder, Connection, Inbox, Inbox]:
+    """A connection with two inboxes: ours have the subscription ids 1 and 12."""
+    nc = Recorder()
+    connection = connection_of(nc)
+    assert isinstance(connection, Connection)
+    first = await connection.inbox(listener(nc, "one"))
+    nc._sid = 11
+    second = await connection.inbox(listener(nc, "two"))
+    assert (first.subscription._id, second.subscription._id) == (1, 12)  # type: ignore[union-attr]
+    return nc, connection, first, second
+
+
+def msg(sid: int, data: bytes, *, subject: bytes = b"a.b", reply: bytes = b"", header: bytes = b"") -> bytes:
+    middle = b"%b %d %b" % (subject, sid, reply + b" " if reply else b"")
+    if header:
+        return b"HMSG %b%d %d\r\n%b%b\r\n" % (middle, len(header), len(header) + len(data), header, data)
+    return b"MSG %b%d\r\n%b\r\n" % (middle, len(data), data)
+
+
+HEADER = b"NATS/1.0 204 EOB\r\nK: v\r\n\r\n"
+TRAP = b"\r\nMSG a.b 1 3\r\nabc\r\nPING\r\n"
+
+# Bytes, and what must be heard of them.
+STREAM: list[tuple[bytes, Heard | None]] = [
+    (msg(1, b"one"), ("one", b"a.b", b"", b"one")),
+    (msg(1, b"two"), ("one", b"a.b", b"", b"two")),
+    (b"PING\r\n", ("PING",)),
+    (msg(1, b"x", header=HEADER), ("one", b"a.b", HEADER, b"x")),
+    (msg(1, b"", header=HEADER), ("one", b"a.b", HEADER, b"")),
+    (msg(12, b"", reply=b"r.1"), ("two", b"a.b", b"", b"")),
+    (msg(12, b"12", reply=b"5", subject=b"MSG"), ("two", b"MSG", b"", b"12")),
+    (msg(12, b"12 34", subject=b"12"), ("two", b"12", b"", b"12 34")),
+    (msg(2, TRAP), ("foreign", 2, b"a.b", b"", TRAP, b"")),
+    (msg(1, TRAP, header=HEADER), ("one", b"a.b", HEADER, TRAP)),
+    (msg(121, b"z", header=HEADER, reply=b"r"), ("foreign", 121, b"a.b", b"r", b"z", HEADER)),
+    (msg(11, b""), ("foreign", 11, b"a.b", b"", b"", b"")),
+    (b"+OK\r\n", None),
+    (b"PONG\r\n", ("PONG",)),
+    (b'INFO {"server_id":"x","connect_urls":["a","b"]}\r\n', ("INFO", {"server_id": "x", "connect_urls": ["a", "b"]})),
+    (b"-ERR 'Permissions Violation for Subscription'\r\n", ("ERR", "'permissions violation for subscription'")),
+    (msg(12, b"last", header=HEADER, reply=b"r"), ("two", b"a.b", HEADER, b"last")),
+    (msg(1, b"end"), ("one", b"a.b", b"", b"end")),
+]  # fmt: skip
+WHOLE = b"".join(data for data, _ in STREAM)
+EXPECTED = [heard for _, heard in STREAM if heard]
+
+
+async def fed(pieces: list[bytes]) -> list[Heard]:
+    nc, *_ = await opened()
+    for piece in pieces:
+        await nc._ps.parse(piece)
+    assert nc._ps.buf == b"", "all of it was taken"
+    return nc.heard
+
+
+async def test_the_foreign_part_is_what_nats_py_itself_makes_of_it() -> None:
+    nc = Recorder()
+    parser = Parser(nc)
+    await parser.parse(b"".join(data for data, heard in STREAM if not heard or heard[0] not in ("one", "two")))
+    assert nc.heard == [heard for heard in EXPECTED if heard[0] not in ("one", "two")]
+
+
+async def test_whole() -> None:
+    assert await fed([WHOLE]) == EXPECTED
+
+
+async def test_byte_by_byte() -> None:
+    assert await fed([WHOLE[i : i + 1] for i in range(len(WHOLE))]) == EXPECTED
+
+
+async def test_split_at_every_position() -> None:
+    for cut in range(1, len(WHOLE)):
+        assert await fed([WHOLE[:cut], WHOLE[cut:]]) == EXPECTED, cut
+
+
+@pytest.mark.parametrize("step", [2, 3, 7, 16, 31, 64])
+async def test_in_pieces_of_one_size(step: int) -> None:
+    assert await fed([WHOLE[i : i + step] for i in range(0, len(WHOLE), step)]) == EXPECTED
+
+
+@given(st.permutations(range(len(STREAM))), st.lists(st.integers(1, len(WHOLE) - 1), max_size=6, unique=True))
+def test_in_any_order_and_pieces(order: list[int], cuts: list[int]) -> None:
+    data = b"".join(STREAM[i][0] for i in order)
+    pieces = [data[a:b] for a, b in itertools.pairwise([0, *sorted(cuts), len(data)])]
+    assert asyncio.run(fed(pieces)) == [heard for i in order if (heard := STREAM[i][1])]
+
+
+@pytest.mark.parametrize("sid", [1, 2], ids=["ours", "foreign"])
+@pytest.mark.parametrize("header", [b"", HEADER])
+async def test_a_large_message_is_not_looked_at_again_with_every_piece(
+    sid: int, header: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nc, connection, *_ = await opened()
+    looked = 0
+    cut = connection._cut
+
+    async def counting(data: bytes, buffer: bytearray) -> None:
+        nonlocal looked
+        looked += len(data)
+        await cut(data, buffer)
+
+    monkeypatch.setattr(connection, "_cut", counting)
+    payload = bytes(range(256)) * 4096
+    data = msg(1, b"before") + msg(sid, payload, header=header) + msg(1, b"after")
+    for start in range(0, len(data), 32768):
+        await nc._ps.parse(data[start : start + 32768])
+    before, large, after = nc.heard
+    assert (before, after) == (("one", b"a.b", b"", b"before"), ("one", b"a.b", b"", b"after"))
+    assert large == (("one", b"a.b", header, payload) if sid == 1 else ("foreign", 2, b"a.b", b"", payload, header))
+    assert looked < 2 * len(data) + 4 * 32768
+
+
+async def test_many_small_messages_are_delivered_in_blocks() -> None:
+    nc, connection, *_ = await opened()
+    blocks: list[int] = []
+    inbox = await connection.inbox(Sink(lambda frames: blocks.append(len(frames)), lambda: None))
+    assert inbox.subscription is not None
+    await nc._ps.parse(msg(inbox.subscription._id, b"x") * 1000)
+    assert blocks == [1000]
+    assert nc.stats["in_msgs"] == 1000
+    assert nc.stats["in_bytes"] == 1000
+
+
+@pytest.mark.parametrize("cut", [3, 14, 20, 40])
+async def test_a_reset_parser_forgets_what_was_half_there(cut: int) -> None:
+    nc, *_ = await opened()
+    await nc._ps.parse(msg(1, bytes(100), header=HEADER)[:cut])
+    nc._ps.reset()  # nats-py: the connection is gone, another begins
+    assert await _rest_is_heard(nc)
+
+
+async def test_a_reset_parser_forgets_a_foreign_message_too() -> None:
+    nc, *_ = await opened()
+    await nc._ps.parse(msg(2, bytes(100))[:50])
+    nc._ps.reset()
+    assert await _rest_is_heard(nc)
+
+
+async def _rest_is_heard(nc: Recorder) -> bool:
+    await nc._ps.parse(WHOLE)
+    return nc.heard == EXPECTED and nc._ps.buf == b""
+
+
+async def test_a_reset_while_nats_py_takes_a_message_drops_the_rest_of_the_old_connection() -> None:
+    nc, *_ = await opened()
+
+    async def reset(sid: int, *rest: object) -> None:
+        nc._ps.reset()
+
+    nc._process_msg = reset  # type: ignore[method-assign]
+    await nc._ps.parse(msg(1, b"before") + msg(2, b"resets") + msg(1, b"lost") + b"MSG a.b 1 100\r\nhalf")
+    assert nc.heard == [("one", b"a.b", b"", b"before")]
+    nc.heard.clear()
+    await nc._ps.parse(msg(1, b"new"))
+    assert nc.heard == [("one", b"a.b", b"", b"new")]
+
+
+MALFORMED = [
+    b"MSG a.b 1\r\n", b"MSG a.b 1 x\r\nx\r\n", b"MSG a.b 1 -5\r\n", b"MSG a.b 1 -100\r\n", b"MSG\r\n", b"MSG \r\n",
+    b"HMSG a.b 1 5\r\n", b"HMSG a.b 1 x 5\r\n", b"MSG a.b 1 r s 5\r\nabcde\r\n", b"msg a.b 1 1\r\nx\r\n",
+    b"MSG a.b 1 1_0\r\n", b"MSG a.b 1 +1\r\nx\r\n", b"NONSENSE\r\n", b"\r\n", b"MSG a.b 1 \xb2\r\n",
+    b"MSG a.b 1 " + b"9" * 30 + b"\r\n", b"MSG a.b 2 " + b"9" * 4400 + b"\r\n",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", MALFORMED, ids=lambda line: line[:24])
+async def test_what_is_malformed_fails_as_it_does_without_us(line: bytes) -> None:
+    async def fate(nc: Recorder) -> tuple[object, int]:
+        try:
+            await asyncio.wait_for(nc._ps.parse(msg(2, b"before") + line), 5)
+        except nats.errors.ProtocolError as error:
+            return type(error), 0
+        return None, nc._ps.needed
+
+    plain = Recorder()
+    nc, *_ = await opened()
+    assert await fate(nc) == await fate(plain)
+    assert nc.heard == plain.heard == [("foreign", 2, b"a.b", b"", b"before", b"")]
+
+
+async def test_our_messages_before_a_malformed_line_are_delivered() -> None:
+    nc, *_ = await opened()
+    with pytest.raises(nats.errors.ProtocolError):
+        await nc._ps.parse(msg(1, b"good") + b"NONSENSE\r\n" + msg(1, b"never"))
+    assert nc.heard == [("one", b"a.b", b"", b"good")]
+
+
+async def test_a_long_info_line_comes_in_pieces() -> None:
+    nc, *_ = await opened()
+    info = {"connect_urls": [f"10.0.0.{i}:4222" for i in range(2000)]}
+    line = b"INFO " + str(info).replace("'", '"').encode() + b"\r\n"
+    assert len(line) > 30_000
+    data = msg(1, b"before") + line + msg(1, b"after")
+    for start in range(0, len(data), 1000):
+        await nc._ps.parse(data[start : start + 1000])
+    assert nc.heard == [("one", b"a.b", b"", b"before"), ("INFO", info), ("one", b"a.b", b"", b"after")]
+
+
+# -- subscriptions
+
+
+async def test_late_messages_of_a_closed_inbox_go_nowhere() -> None:
+    nc, _, first, _ = await opened()
+    first.close()
+    first.close()
+    await nc._ps.parse(msg(1, b"late") + msg(12, b"ours") + msg(1, b"late", header=HEADER)[:20])
+    await nc._ps.parse(msg(1, b"late", header=HEADER)[20:])
+    assert nc.heard == [("two", b"a.b", b"", b"ours")]
+    assert 1 not in nc._subs
+    assert b"".join(nc._pending).endswith(b"UNSUB 1\r\n")
+
+
+async def test_closed_inboxes_are_remembered_only_so_many() -> None:
+    nc, connection, *_ = await opened()
+    for _ in range(1000):
+        inbox = await connection.inbox(listener(nc, "short"))
+        inbox.close()
+    assert len(connection._sinks) <= connection._TOMBSTONES + 2
+    assert set(nc._subs) == {1, 12}
+    await nc._ps.parse(msg(13, b"very late") + msg(12, b"ours"))
+    assert nc.heard[-1] == ("two", b"a.b", b"", b"ours")
+
+
+async def test_closing_an_inbox_inside_its_own_delivery() -> None:
+    nc, connection, *_ = await opened()
+    taken: list[Frame] = []
+
+    def take(frames: list[Frame]) -> None:
+        taken.extend(frames)
+        inbox.close()
+
+    inbox = await connection.inbox(Sink(take, lambda: None))
+    data = msg(13, b"x")
+    await nc._ps.parse(data + msg(2, b"foreign") + data)
+    await nc._ps.parse(data)
+    assert nc.heard == [("foreign", 2, b"a.b", b"", b"foreign", b"")]
+    assert 13 not in nc._subs
+    assert parts(taken[0]) == (b"a.b", b"", b"x")
+
+
+async def test_a_sink_that_fails_does_not_end_the_connection(loop_is_quiet: list[dict[str, Any]]) -> None:
+    # nats-py's read loop logs what it does not know and ends, for ever.
+    nc, connection, *_ = await opened()
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    await connection.inbox(Sink(fail, fail))
+    await nc._ps.parse(msg(13, b"x") + msg(1, b"ours"))
+    assert nc.heard == [("one", b"a.b", b"", b"ours")]
+    reader = asyncio.get_running_loop().create_task(asyncio.sleep(0))
+    nc._reading_task = reader  # type: ignore[assignment]
+    connection._watch()
+    await reader
+    await asyncio.sleep(0)
+    assert nc.heard[1:] == [("one", "gone"), ("two", "gone")]
+    assert [type(context["exception"]) for context in loop_is_quiet] == [ZeroDivisionError] * 2
+    loop_is_quiet.clear()
+
+
+class Stuck(Recorder):
+    """Its flush queue is full: subscribing suspends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._flush_queue = asyncio.Queue(maxsize=1)
+        self._flush_queue.put_nowait(asyncio.get_running_loop().create_future())
+
+
+async def test_a_subscription_cancelled_half_way_leaks_nothing() -> None:
+    nc = Stuck()
+    connection = connection_of(nc)
+    task = asyncio.create_task(connection.inbox(listener(nc, "never")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert len(nc._subs) == 1
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):  # which nats-py swallows
+        await task
+    assert nc._subs == {}
+    assert [command.split()[0] for command in nc._pending] == [b"SUB", b"UNSUB"]
+
+
+async def test_a_timeout_is_heard_while_nats_py_flushes() -> None:
+    nc = Stuck()
+    nc._max_pending_size = 10
+    nc._flush_timeout = 60
+    connection = connection_of(nc)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await connection.write(b"PUB a 5\r\nabcde\r\n", 1, 5)
+    assert nc._pending == [b"PUB a 5\r\nabcde\r\n"]
+
+
+# -- the door itself
+
+
+async def test_one_connection_for_every_caller() -> None:
+    nc = Recorder()
+    assert connection_of(nc) is connection_of(nc)
+    assert connection_of(Recorder()) is not connection_of(nc)
+
+
+async def test_a_client_that_is_not_connected_yet_has_no_other_internals() -> None:
+    nc = Client()
+    connection = connection_of(nc)  # a warning would be an error here
+    assert isinstance(connection, Connection)
+    with pytest.raises(nats.errors.ConnectionReconnectingError):
+        connection.write_nowait(b"PUB a 0\r\n\r\n", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (Client.CLOSED, nats.errors.ConnectionClosedError),
+        (Client.RECONNECTING, nats.errors.ConnectionReconnectingError),
+        (Client.DRAINING_PUBS, nats.errors.ConnectionDrainingError),
+        (Client.DISCONNECTED, nats.errors.ConnectionReconnectingError),
+    ],
+)
+async def test_nothing_is_written_to_a_connection_that_is_not_there(status: int, error: type[Exception]) -> None:
+    nc, connection, *_ = await opened()
+    written, nc._status = list(nc._pending), status
+    for write in (connection.write_nowait, connection.write):
+        with pytest.raises(error):
+            if (waiting := write(b"PUB a 0\r\n\r\n", 1, 0)) is not None:
+                await waiting
+    assert nc._pending == written
+    assert nc.stats["out_msgs"] == 0
+
+
+async def test_writing_counts_and_wakes_the_flusher_once() -> None:
+    nc, connection, *_ = await opened()
+    assert nc._flush_queue is not None
+    while not nc._flush_queue.empty():
+        nc._flush_queue.get_nowait()
+    nc._pending.clear()
+    nc._pending_data_size = 0
+    for _ in range(3):
+        connection.write_nowait(b"PUB a 1\r\nx\r\n", 1, 1)
+    assert nc._flush_queue.qsize() == 1
+    assert (len(nc._pending), nc._pending_data_size) == (3, 36)
+    assert (nc.stats["out_msgs"], nc.stats["out_bytes"]) == (3, 3)
+
+
+@pytest.mark.parametrize("thing", [None, "js", object()])
+def test_only_a_jetstream_context_is_taken(thing: Any) -> None:
+    with pytest.raises(TypeError, match="JetStream context"):
+        door.JetStream(thing)
