@@ -122,6 +122,8 @@ class DirectGet:
         return await self._single(Request(start_time=when, next_by_subj=subject), min_seq=min_seq)
 
     async def _single(self, request: Request, subject: str | None = None, *, min_seq: int | None) -> StoredMsg:
+        if min_seq is not None:
+            _sequence("min_seq", min_seq)
         missing: MessageNotFoundError | None = None
         try:
             found = await self._ask(request, subject)
@@ -134,7 +136,7 @@ class DirectGet:
         if min_seq is None:
             assert missing is not None
             raise missing
-        await wait_for_leader(self._js, self._stream, _sequence("min_seq", min_seq), self._timeout)
+        await wait_for_leader(self._js, self._stream, min_seq, self._timeout)
         truth = await get_at_leader(self._js, self._stream, request.body(), self._timeout)
         if truth is None:
             raise wire.status_error(self._stream, b"NATS/1.0 404 Message Not Found\r\n\r\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 
 import nats.errors
@@ -152,9 +153,11 @@ async def read_proved(
         proved = min(proved, plan.up_to_seq)
     deadline = loop.time() + timeout
     while True:
-        async for block in read_blocks(js, stream, plan, timeout):
-            deadline = loop.time() + timeout
-            yield block
+        # Closed here, not when it is collected: a read that is left early leaves no subscription.
+        async with contextlib.aclosing(read_blocks(js, stream, plan, timeout)) as blocks:
+            async for block in blocks:
+                deadline = loop.time() + timeout
+                yield block
         if plan.position >= proved:
             return
         missing = await get_at_leader(js, stream, plan.rest().body(), timeout)

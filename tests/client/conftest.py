@@ -37,7 +37,8 @@ class Left:
 
     def _held(self) -> tuple[set[int], set[str], set[str]]:
         loop: Any = asyncio.get_running_loop()
-        tasks = {task.get_coro().__qualname__ for task in asyncio.all_tasks() if not task.done()}  # type: ignore[union-attr]
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        tasks = {task.get_coro().__qualname__ for task in others if not task.done()}  # type: ignore[union-attr]
         timers = {repr(handle._callback) for handle in loop._scheduled if not handle.cancelled()}
         return set(self.nc._subs), tasks, {timer for timer in timers if "jetstream_ext" in timer or "Timeout" in timer}
 

@@ -1,0 +1,437 @@
+"""Direct gets against a real server: what is read, what is refused, and that nothing stays behind."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import nats
+import nats.errors
+import nats.js.errors
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.testing import NatsServer
+
+MakeStream = Callable[..., Awaitable[str]]
+
+
+async def fill(js: JetStreamContext, stream: str, count: int, size: int = 1, names: str = "abc") -> None:
+    """Store `count` messages; the payload of each begins with its sequence."""
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add_many(
+            (f"{stream}.{names[i % len(names)]}", str(i + 1).encode().ljust(size)) for i in range(count)
+        )
+
+
+@pytest.fixture
+async def stream(js: JetStreamContext, make_stream: MakeStream) -> str:
+    """A stream with messages 1 to 12 on the subjects a, b, c in turn."""
+    name = await make_stream()
+    await fill(js, name, 12)
+    return name
+
+
+@pytest.fixture
+def direct(js: JetStreamContext, stream: str) -> jsx.DirectGet:
+    return jsx.DirectGet(js, stream, timeout=5)
+
+
+async def seqs(batch: jsx.MessageBatch) -> list[int]:
+    return [message.seq for message in await batch.to_list()]
+
+
+class TestSingle:
+    async def test_by_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
+        message = await direct.get(5)
+        assert (message.stream, message.subject, message.seq, message.data) == (stream, f"{stream}.b", 5, b"5")
+        assert (message.headers, message.num_pending, message.last_seq) == ({}, None, None)
+        assert abs(message.time - datetime.now(UTC)) < timedelta(minutes=1)
+
+    async def test_last_next_and_at(self, direct: jsx.DirectGet, stream: str) -> None:
+        assert (await direct.get_last(f"{stream}.a")).seq == 10
+        assert (await direct.get_last(f"{stream}.>")).seq == 12
+        assert (await direct.get_next(f"{stream}.a", seq=2)).seq == 4
+        assert (await direct.get_next(f"{stream}.*")).seq == 1
+        time = (await direct.get(5)).time_ns
+        # Servers keep nanoseconds and a datetime has none: the first at or after the microsecond below.
+        when = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=time // 1000)
+        assert (await direct.get_at(when)).time_ns >= time // 1000 * 1000
+        assert (await direct.get_at(datetime(2000, 1, 1, tzinfo=UTC), subject=f"{stream}.c")).seq == 3
+
+    async def test_what_is_not_there(self, direct: jsx.DirectGet, stream: str, js: JetStreamContext) -> None:
+        await js.delete_msg(stream, 5)
+        for missing in (
+            direct.get(5), direct.get(99), direct.get_last(f"{stream}.zzz"), direct.get_next(f"{stream}.a", seq=11),
+            direct.get_at(datetime.now(UTC) + timedelta(days=1)),
+        ):  # fmt: skip
+            with pytest.raises(errors.MessageNotFoundError, match=stream) as caught:
+                await missing
+            assert (caught.value.code, caught.value.stream) == (404, stream)
+            assert isinstance(caught.value, nats.js.errors.NotFoundError)
+
+    async def test_reading_one_s_own_write(self, direct: jsx.DirectGet, stream: str, js: JetStreamContext) -> None:
+        ack = await js.publish(f"{stream}.a", b"new")
+        assert (await direct.get_last(f"{stream}.a", min_seq=ack.seq)).data == b"new"
+        assert (await direct.get_next(f"{stream}.a", seq=11, min_seq=ack.seq)).seq == ack.seq
+        assert (
+            await direct.get_last(f"{stream}.b", min_seq=ack.seq)
+        ).seq == 11  # an older message, proved to be the last
+        for missing in (direct.get(99, min_seq=ack.seq), direct.get_last(f"{stream}.zzz", min_seq=1)):
+            with pytest.raises(errors.MessageNotFoundError):
+                await missing
+
+    async def test_waiting_for_a_write_that_does_not_come(self, js: JetStreamContext, stream: str) -> None:
+        with pytest.raises(errors.RequestTimeoutError, match="did not reach sequence 13"):
+            await jsx.DirectGet(js, stream, timeout=0.15).get_last(f"{stream}.a", min_seq=13)
+
+
+class TestBatch:
+    async def test_one_request(self, direct: jsx.DirectGet, stream: str) -> None:
+        batch = direct.batch(2, seq=4)
+        assert (batch.num_pending, batch.last_seq, batch.up_to_seq) == (None, None, None)
+        messages = await batch.to_list()
+        assert [(m.seq, m.subject, m.data) for m in messages] == [(4, f"{stream}.a", b"4"), (5, f"{stream}.b", b"5")]
+        assert [(m.num_pending, m.last_seq) for m in messages] == [(8, 0), (7, 4)]
+        assert (batch.num_pending, batch.last_seq, batch.up_to_seq) == (7, 5, None)
+
+    async def test_filters_starts_and_limits(self, direct: jsx.DirectGet, stream: str) -> None:
+        assert await seqs(direct.batch(100)) == list(range(1, 13))
+        assert await seqs(direct.batch(3, subject=f"{stream}.c")) == [3, 6, 9]
+        assert await seqs(direct.batch(100, subject=f"{stream}.*", seq=11)) == [11, 12]
+        assert await seqs(direct.batch(2, start_time=datetime(2000, 1, 1, tzinfo=UTC))) == [1, 2]
+        assert await seqs(direct.batch(100, max_bytes=1)) == [1]
+
+    async def test_nothing_found_is_an_empty_iteration(self, direct: jsx.DirectGet, stream: str) -> None:
+        for batch in (
+            direct.batch(5, seq=13), direct.batch(5, subject="elsewhere"), direct.scan(seq=99),
+            direct.multi_last(["elsewhere.>"]), direct.batch(5, start_time=datetime(2100, 1, 1, tzinfo=UTC)),
+        ):  # fmt: skip
+            assert await batch.to_list() == []
+            assert (batch.num_pending, batch.last_seq) == (0, 0)
+
+    async def test_iterating_in_a_block(self, direct: jsx.DirectGet) -> None:
+        async with direct.batch(3) as messages:
+            assert [message.seq async for message in messages] == [1, 2, 3]
+            assert [message.seq async for message in messages] == []
+            assert await messages.to_list() == []
+
+    async def test_the_rest_as_a_list(self, direct: jsx.DirectGet) -> None:
+        batch = direct.batch(5)
+        assert (await anext(batch)).seq == 1
+        assert await seqs(batch) == [2, 3, 4, 5]
+
+    async def test_two_reads_at_once(self, direct: jsx.DirectGet) -> None:
+        results = await asyncio.gather(*(seqs(direct.scan(batch=3)) for _ in range(10)))
+        assert results == [list(range(1, 13))] * 10
+
+
+class TestContent:
+    async def test_empty_payloads_and_headers(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        name = await make_stream()
+        headers = {"K": "v", "Empty": "", "Unicode": "ä→ß", "Colon": "a: b", "Nats-Msg-Id": "id1"}
+        await js.publish(f"{name}.a", b"", headers=headers)
+        await js.publish(f"{name}.b", b"")
+        await js.publish(f"{name}.c", b"\r\n\x00MSG a 1 5\r\n", headers={"K": "w"})
+        direct = jsx.DirectGet(js, name)
+        for messages in (
+            await direct.batch(9).to_list(), await direct.scan().to_list(), [await direct.get(seq) for seq in (1, 2, 3)],
+            await direct.multi_last([f"{name}.>"]).to_list(),
+        ):  # fmt: skip
+            assert [m.headers for m in messages] == [headers, {}, {"K": "w"}]
+            assert [m.data for m in messages] == [b"", b"", b"\r\n\x00MSG a 1 5\r\n"]
+
+    async def test_spoofed_headers_mislead_nobody(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        name = await make_stream()
+        spoof = {
+            "Nats-Sequence": "77", "Nats-Stream": "EVIL", "Nats-Subject": "evil", "Nats-Last-Sequence": "76",
+            "Nats-Num-Pending": "0", "Nats-Time-Stamp": "1999-01-01T00:00:00Z", "Nats-UpTo-Sequence": "1",
+            "Status": "204", "Description": "EOB", "K": "v",
+        }  # fmt: skip
+        for i in range(3):
+            await js.publish(f"{name}.{i}", b"", headers=spoof)
+        direct = jsx.DirectGet(js, name)
+        for messages in (await direct.scan(batch=2).to_list(), [await direct.get(seq) for seq in (1, 2, 3)]):
+            assert [(m.stream, m.subject, m.seq) for m in messages] == [(name, f"{name}.{i}", i + 1) for i in range(3)]
+            assert messages[0].headers == {"Status": "204", "Description": "EOB", "K": "v"}
+            assert messages[0].time.year > 2000
+
+    async def test_a_mirror_answers_with_its_own_name(
+        self, js: JetStreamContext, stream: str, stream_name: Callable[[], str]
+    ) -> None:
+        mirror = stream_name()
+        await js.add_stream(name=mirror, mirror=nats.js.api.StreamSource(name=stream), allow_direct=True)
+        async with asyncio.timeout(10):
+            while (await js.stream_info(mirror)).state.messages < 12:
+                await asyncio.sleep(0.01)
+        assert {m.stream for m in await jsx.DirectGet(js, mirror).scan().to_list()} == {mirror}
+
+
+class TestScan:
+    async def test_pages_over_deleted_messages(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        name = await make_stream()
+        await fill(js, name, 60)
+        gone = {1, 2, 7, 20, 21, 22, 23, 24, 25, 26, 59, 60}
+        for seq in gone:
+            await js.delete_msg(name, seq)
+        left = [seq for seq in range(1, 61) if seq not in gone]
+        direct = jsx.DirectGet(js, name)
+        for prefetch in (1, 2, 4):
+            scan = direct.scan(batch=5, prefetch=prefetch)
+            assert await seqs(scan) == left
+            assert (scan.num_pending, scan.last_seq) == (0, 58)
+        assert await seqs(direct.scan(seq=20, up_to_seq=30, batch=2)) == [27, 28, 29, 30]
+        scan = direct.scan(seq=21, up_to_seq=25)
+        assert (await seqs(scan), scan.last_seq) == ([], 0)
+        assert await seqs(direct.scan(subject=f"{name}.a", batch=3)) == [seq for seq in left if seq % 3 == 1]
+        assert await seqs(direct.scan(start_time=datetime(2000, 1, 1, tzinfo=UTC), batch=7, up_to_seq=40)) == [
+            seq for seq in left if seq <= 40
+        ]
+        assert await seqs(direct.scan(seq=50, confirm=True)) == [seq for seq in left if seq >= 50]
+        assert await seqs(direct.scan(seq=50, min_seq=60)) == [seq for seq in left if seq >= 50]
+
+    async def test_many_messages_of_many_sizes(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        name = await make_stream()
+        sizes = [0, 10, 50_000, 1, 200_000, 3000, 0, 700_000]
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many((f"{name}.{i % 5}", bytes(sizes[i % 8])) for i in range(160))
+        direct = jsx.DirectGet(js, name)
+        for max_bytes in (1 << 20, 8 << 20):
+            messages = await direct.scan(max_bytes=max_bytes).to_list()
+            assert [(m.seq, len(m.data)) for m in messages] == [(i + 1, sizes[i % 8]) for i in range(160)]
+
+    async def test_many_small_messages(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        name = await make_stream()
+        await fill(js, name, 20_000)
+        messages = await jsx.DirectGet(js, name).scan().to_list()
+        assert [int(m.data) for m in messages] == [m.seq for m in messages] == list(range(1, 20_001))
+
+    async def test_multi_last_pages_at_one_point(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        name = await make_stream()
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many((f"{name}.{i % 100}", bytes(100)) for i in range(300))
+        direct = jsx.DirectGet(js, name)
+        batch = direct.multi_last([f"{name}.>", f"{name}.7"], max_bytes=2000)
+        assert await seqs(batch) == list(range(201, 301))
+        assert (batch.num_pending, batch.last_seq, batch.up_to_seq) == (0, 300, 300)
+        batch = direct.multi_last([f"{name}.1", f"{name}.2"], up_to_seq=200)
+        assert (await seqs(batch), batch.up_to_seq) == ([102, 103], 200)
+        batch = direct.multi_last([f"{name}.>"], batch=3)
+        assert (await seqs(batch), batch.num_pending) == ([201, 202, 203], 97)
+        time = (await direct.get(3)).time
+        assert await seqs(direct.multi_last([f"{name}.>"], up_to_time=time + timedelta(days=1))) == list(
+            range(201, 301)
+        )
+        assert await seqs(direct.multi_last([f"{name}.>"], up_to_time=time - timedelta(days=1))) == []
+
+    async def test_too_many_subjects(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        name = await make_stream()
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many((f"{name}.{i}", b"") for i in range(1025))
+        with pytest.raises(errors.TooManySubjectsError, match=name):
+            await jsx.DirectGet(js, name).multi_last([f"{name}.>"]).to_list()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("name", ["a b", "", "a.b", "x\r\n", "*", ">"])
+    def test_bad_stream_names(self, js: JetStreamContext, name: str) -> None:
+        with pytest.raises(errors.BadSubjectError):
+            jsx.DirectGet(js, name)
+
+    @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "5", True])
+    def test_bad_timeouts(self, js: JetStreamContext, timeout: Any) -> None:
+        with pytest.raises(ValueError, match="timeout"):
+            jsx.DirectGet(js, "S", timeout=timeout)
+
+    def test_the_context_s_timeout_is_the_default(self, nc: Client) -> None:
+        assert jsx.DirectGet(nc.jetstream(timeout=17), "S")._timeout == 17
+
+    @pytest.mark.parametrize(
+        ("call", "error"),
+        [
+            (lambda d: d.batch(0), ValueError),
+            (lambda d: d.batch(-1), ValueError),
+            (lambda d: d.batch(True), ValueError),
+            (lambda d: d.batch(1.5), ValueError),
+            (lambda d: d.batch(1, seq=0), ValueError),
+            (lambda d: d.batch(1, seq=2**64), ValueError),
+            (lambda d: d.batch(1, max_bytes=0), ValueError),
+            (lambda d: d.batch(1, subject="a b"), errors.BadSubjectError),
+            (lambda d: d.batch(1, start_time=datetime(2026, 1, 1)), ValueError),  # noqa: DTZ001 - naive on purpose
+            (lambda d: d.batch(1, start_time=0), TypeError),
+            (lambda d: d.batch(1, seq=1, start_time=datetime.now(UTC)), ValueError),
+            (lambda d: d.scan(prefetch=0), ValueError),
+            (lambda d: d.scan(prefetch=5), ValueError),
+            (lambda d: d.scan(up_to_seq=0), ValueError),
+            (lambda d: d.scan(subject="a..b"), errors.BadSubjectError),
+            (lambda d: d.scan(min_seq=0), ValueError),
+            (lambda d: d.multi_last([]), ValueError),
+            (lambda d: d.multi_last("orders.>"), ValueError),
+            (lambda d: d.multi_last(["a", "a b"]), errors.BadSubjectError),
+            (lambda d: d.multi_last(["a"], batch=0), ValueError),
+            (lambda d: d.multi_last(["a"], up_to_seq=1, up_to_time=datetime.now(UTC)), ValueError),
+            (lambda d: d.multi_last(["a"], up_to_time=datetime(2026, 1, 1)), ValueError),  # noqa: DTZ001
+        ],
+    )
+    def test_bad_arguments_are_refused_at_the_call(
+        self, js: JetStreamContext, call: Callable[[jsx.DirectGet], object], error: type[Exception]
+    ) -> None:
+        with pytest.raises(error):
+            call(jsx.DirectGet(js, "S"))
+
+    async def test_bad_arguments_of_single_gets_send_nothing(self, js: JetStreamContext, left: Any) -> None:
+        direct = jsx.DirectGet(js, "S")
+        sent = js._nc.stats["out_msgs"]
+        for bad in (
+            direct.get(0), direct.get(-1), direct.get(True), direct.get(1, min_seq=0), direct.get_last("a b"),
+            direct.get_last(""), direct.get_last("a", min_seq="x"), direct.get_next("a", seq=0), direct.get_next("a..b"),  # type: ignore[arg-type]
+            direct.get_at(datetime(2026, 1, 1)), direct.get_at(datetime.now(UTC), subject="a b"),  # noqa: DTZ001
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=r".+"):
+                await bad
+        assert js._nc.stats["out_msgs"] == sent
+        await left.settled()
+
+    @pytest.mark.parametrize("missing", ["stream", "allow_direct"])
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda d: d.get(1), lambda d: d.get_last("a"), lambda d: d.get_at(datetime.now(UTC)),
+            lambda d: d.batch(1).to_list(), lambda d: d.scan().to_list(), lambda d: d.multi_last([">"]).to_list(),
+        ],
+    )  # fmt: skip
+    async def test_nobody_answers(
+        self, js: JetStreamContext, make_stream: MakeStream, left: Any, missing: str,
+        read: Callable[[jsx.DirectGet], Awaitable[object]],
+    ) -> None:  # fmt: skip
+        name = "NO_SUCH_STREAM" if missing == "stream" else await make_stream(allow_direct=False)
+        async with asyncio.timeout(2):
+            with pytest.raises(errors.DirectGetDisabledError, match=name) as caught:
+                await read(jsx.DirectGet(js, name))
+        assert caught.value.stream == name
+        await left.settled()
+
+    async def test_a_read_that_failed_cannot_go_on(self, js: JetStreamContext) -> None:
+        scan = jsx.DirectGet(js, "NO_SUCH_STREAM").scan()
+        with pytest.raises(errors.DirectGetDisabledError):
+            await scan.to_list()
+        with pytest.raises(errors.JetStreamExtError, match="ended early"):
+            await scan.to_list()
+        await scan.aclose()
+
+
+class TestLeaving:
+    @pytest.mark.parametrize("options", [{}, {"confirm": True}, {"min_seq": 12}], ids=str)
+    async def test_break_and_close(self, direct: jsx.DirectGet, left: Any, options: dict[str, Any]) -> None:
+        batch = direct.scan(batch=2, prefetch=4, **options)
+        async for message in batch:
+            assert message.seq == 1
+            break
+        await batch.aclose()
+        await left.settled()
+        assert await batch.to_list() == []
+        await batch.aclose()
+
+    async def test_an_exception_in_the_block(self, direct: jsx.DirectGet, left: Any) -> None:
+        async def fail() -> None:
+            async with direct.scan(batch=2) as messages:
+                async for _ in messages:
+                    raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await fail()
+        await left.settled()
+
+    async def test_a_read_that_was_never_begun(self, direct: jsx.DirectGet, left: Any) -> None:
+        direct.scan()
+        async with direct.batch(3):
+            pass
+        await left.settled()
+
+    async def test_the_end_leaves_nothing(self, direct: jsx.DirectGet, left: Any) -> None:
+        await direct.scan(batch=5).to_list()
+        await direct.get(1)
+        await left.settled()
+
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda d: d.get(3), lambda d: d.get_last(">"), lambda d: d.get(99, min_seq=12),
+            lambda d: d.scan(batch=2, prefetch=3).to_list(), lambda d: d.scan(confirm=True, batch=5).to_list(),
+            lambda d: d.multi_last([">"], max_bytes=1).to_list(),
+        ],
+        ids=["get", "get_last", "min_seq", "scan", "confirm", "multi_last"],
+    )  # fmt: skip
+    async def test_cancelled_anywhere(
+        self, direct: jsx.DirectGet, left: Any, read: Callable[[jsx.DirectGet], Awaitable[object]]
+    ) -> None:
+        for ticks in range(40):
+            task = asyncio.ensure_future(read(direct))
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled() or task.done()
+            await left.settled()
+            if not task.cancelled():
+                task.exception()
+        assert await seqs(direct.batch(2)) == [1, 2]
+
+
+class TestBadConnections:
+    async def test_a_server_that_does_not_answer(
+        self, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
+    ) -> None:
+        name = await own_stream()
+        await fill(own_js, name, 3)
+        direct = jsx.DirectGet(own_js, name, timeout=0.1)
+        own_server.pause()
+        try:
+            for read in (direct.get(1), direct.scan().to_list(), direct.multi_last([">"]).to_list()):
+                async with asyncio.timeout(1):
+                    with pytest.raises(errors.RequestTimeoutError, match=name) as caught:
+                        await read
+                assert isinstance(caught.value, nats.errors.TimeoutError)
+        finally:
+            own_server.resume()
+        assert (await direct.get(1)).seq == 1
+
+    async def test_a_scan_goes_on_after_a_restart(
+        self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
+    ) -> None:
+        name = await own_stream()
+        await fill(own_js, name, 2000, size=100)
+        read: list[int] = []
+        async with jsx.DirectGet(own_js, name, timeout=10).scan(batch=50, prefetch=2) as messages:
+            async for message in messages:
+                read.append(message.seq)
+                if len(read) in (40, 1000):
+                    await asyncio.to_thread(own_server.kill)
+                    await asyncio.to_thread(own_server.restart)
+        assert read == list(range(1, 2001))
+
+    async def test_a_connection_that_closes(
+        self, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream
+    ) -> None:
+        name = await own_stream()
+        await fill(own_js, name, 100)
+        scan = jsx.DirectGet(own_js, name).scan(batch=10)
+        assert (await anext(scan)).seq == 1
+        await own_nc.close()
+        with pytest.raises(nats.errors.ConnectionClosedError):
+            await scan.to_list()
+        with pytest.raises(nats.errors.ConnectionClosedError):
+            await jsx.DirectGet(own_js, name).get(1)
+
+
+async def messages_of(batch: jsx.MessageBatch) -> AsyncIterator[jsx.StoredMsg]:
+    async for message in batch:
+        yield message
+
+
+async def test_a_batch_works_in_a_comprehension_and_a_generator(direct: jsx.DirectGet) -> None:
+    assert [m.seq async for m in messages_of(direct.batch(2))] == [1, 2]
+    assert {m.seq async for m in direct.batch(2)} == {1, 2}
