@@ -129,7 +129,7 @@ class AtomicBatch:
 
     async def add_message(self, message: BatchMessage, *, ack: bool | None = None) -> None:
         """Add one `BatchMessage`; otherwise as `add`."""
-        machine = self._machine or await self._open()
+        machine = self._machine or await self._open(message)
         machine.check_open()
         self._js.connection.check_usable()
         step = machine.add(message, ack)
@@ -168,7 +168,7 @@ class AtomicBatch:
     async def _commit(self, message: BatchMessage | None) -> BatchAck:
         if message is None and self._machine is None and not self._discarded:
             raise EmptyBatchError("there is nothing to commit", batch_id=self._batch_id, outcome="not_stored")
-        machine = self._machine or await self._open()
+        machine = self._machine or await self._open(message)
         machine.check_open()
         self._js.connection.check_usable()
         steps = machine.commit(message)
@@ -210,16 +210,16 @@ class AtomicBatch:
 
     # -- the shell ----------------------------------------------------------------------------------------------
 
-    async def _open(self) -> AtomicBatchMachine:
+    async def _open(self, first: BatchMessage | None) -> AtomicBatchMachine:
+        """Return the machine; where there is none yet, refuse a bad `first` message before anything is open."""
         async with self._opening:
             if self._machine is not None:
                 return self._machine
-            if self._discarded:
-                raise BatchClosedError(
-                    f"batch {self._batch_id} has ended (discarded)", batch_id=self._batch_id, outcome="not_stored"
-                )
+            self._check_discarded()
             connection = self._js.connection
             connection.check_usable()
+            if first is not None:
+                self._new_machine(ATOMIC_LEVEL, connection.max_payload).add(first)
             level = await api_level(self._js)
             if level < ATOMIC_LEVEL:
                 raise UnsupportedFeatureError(
@@ -229,15 +229,30 @@ class AtomicBatch:
                     required_api_level=ATOMIC_LEVEL,
                     server_version=connection.server_version,
                 )
-            self._inbox = await connection.inbox(Sink(self._frames, self._disconnected), tail=".*")
-            self._machine = AtomicBatchMachine(
-                batch_id=self._batch_id,
-                api_level=level,
-                max_payload=connection.max_payload,
-                ack_first=self._ack_first,
-                ack_every=self._ack_every,
-            )
+            inbox = await connection.inbox(Sink(self._frames, self._disconnected), tail=".*")
+            try:
+                self._check_discarded()
+            except BatchClosedError:
+                inbox.close()
+                raise
+            self._inbox = inbox
+            self._machine = self._new_machine(level, connection.max_payload)
             return self._machine
+
+    def _check_discarded(self) -> None:
+        if self._discarded:
+            raise BatchClosedError(
+                f"batch {self._batch_id} has ended (discarded)", batch_id=self._batch_id, outcome="not_stored"
+            )
+
+    def _new_machine(self, level: int, max_payload: int) -> AtomicBatchMachine:
+        return AtomicBatchMachine(
+            batch_id=self._batch_id,
+            api_level=level,
+            max_payload=max_payload,
+            ack_first=self._ack_first,
+            ack_every=self._ack_every,
+        )
 
     async def _send(self, steps: list[Step]) -> None:
         """Send `steps` in one write; wait for the reply to the last of them if it wants one."""
@@ -259,6 +274,8 @@ class AtomicBatch:
         finally:
             self._waiters.pop(last.seq, None)
             self._settle()
+        if machine.state is State.COMMITTING and last.seq < machine.sent:
+            return  # an `add` whose message is part of the commit that is under way
         if machine.state is not State.COMMITTED:
             machine.check_open()
 

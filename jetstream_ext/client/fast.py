@@ -194,12 +194,12 @@ class FastPublisher:
         """
         if options:
             return await self.add_message(BatchMessage(subject, payload, **options))
-        machine = await self._ready()
+        machine = await (self._ready() if self._machine else self._ready(BatchMessage(subject, payload)))
         return await self._sent(machine, machine.add_plain(subject, payload, self._now()), len(payload))
 
     async def add_message(self, message: BatchMessage) -> FastPubAck:
         """Publish one `BatchMessage`; otherwise as `add`."""
-        machine = await self._ready()
+        machine = await self._ready(message)
         return await self._sent(machine, machine.add(message, self._now()), len(message.payload))
 
     async def _sent(self, machine: FastBatch, command: bytes, size: int) -> FastPubAck:
@@ -339,6 +339,8 @@ class FastPublisher:
 
         Cancellation: The batch goes on.
         """
+        if self._machine is None and self._closed:
+            return EndReason.DISCARDED
         machine = self._machine or await self._open()
         while machine.end_reason is None:
             waiter = asyncio.get_running_loop().create_future()
@@ -359,7 +361,11 @@ class FastPublisher:
         if kind is not None or machine is None or machine.state is State.NEW:
             await self.discard()
         elif machine.state is not State.ENDED:
-            await self.commit_eob()
+            try:
+                await self.commit_eob()
+            except BaseException:
+                await self.discard()  # a refused or cancelled commit leaves nothing open behind the block
+                raise
         elif machine.error is not None:
             machine.check_open()
 
@@ -368,34 +374,48 @@ class FastPublisher:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def _open(self) -> FastBatch:
+    async def _open(self, first: BatchMessage | None = None) -> FastBatch:
+        """Return the machine; where there is none yet, refuse a bad `first` message before anything is open."""
         async with self._opening:
             if self._machine is not None:
                 return self._machine
-            if self._closed:
-                raise BatchClosedError(
-                    f"batch {self._batch_id} has ended (discarded)", batch_id=self._batch_id, outcome="not_stored"
-                )
+            self._check_discarded()
             connection = self._js.connection
             connection.check_usable()
-            self._connection = connection
-            self._inbox = await connection.inbox(Sink(self._frames, self._disconnected), tail=f".{self._batch_id}.>")
-            self._machine = FastBatch(
-                batch_id=self._batch_id,
-                inbox=self._inbox.subject,
-                flow=self._flow,
-                max_outstanding_acks=self._outstanding,
-                gap=self._gap,
-                max_payload=connection.max_payload,
-                ack_timeout=self._ack_timeout,
-                stall_ping=self._stall_ping,
-                keepalive=self._keepalive,
-            )
+            if first is not None:
+                self._new_machine("", connection.max_payload).add(first, 0.0)
+            inbox = await connection.inbox(Sink(self._frames, self._disconnected), tail=f".{self._batch_id}.>")
+            try:
+                self._check_discarded()
+            except BatchClosedError:
+                inbox.close()
+                raise
+            self._connection, self._inbox = connection, inbox
+            self._machine = self._new_machine(inbox.subject, connection.max_payload)
             return self._machine
 
-    async def _ready(self) -> FastBatch:
+    def _check_discarded(self) -> None:
+        if self._closed:
+            raise BatchClosedError(
+                f"batch {self._batch_id} has ended (discarded)", batch_id=self._batch_id, outcome="not_stored"
+            )
+
+    def _new_machine(self, inbox: str, max_payload: int) -> FastBatch:
+        return FastBatch(
+            batch_id=self._batch_id,
+            inbox=inbox,
+            flow=self._flow,
+            max_outstanding_acks=self._outstanding,
+            gap=self._gap,
+            max_payload=max_payload,
+            ack_timeout=self._ack_timeout,
+            stall_ping=self._stall_ping,
+            keepalive=self._keepalive,
+        )
+
+    async def _ready(self, first: BatchMessage | None = None) -> FastBatch:
         """Return the machine when it can take a message, or raise what ended it, with the server's final ack."""
-        machine = self._machine or await self._open()
+        machine = self._machine or await self._open(first)
         if machine.state is State.STARTING:
             await self._wait(lambda: machine.state is not State.STARTING)
         while machine.state is State.DRAINING:
