@@ -13,11 +13,17 @@ from jetstream_ext.types import NEVER, TTL, BatchMessage
 _BATCH_ID_CHARS = frozenset("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_-")
 
 
+MAX_TTL = 36_525 * 86_400
+"""A hundred years in seconds. Servers take up to 2**63-1 s, but count a message's end in 64 bits of nanoseconds and do
+not check: what should end after the year 2262 ends at once (2.11 to 2.15.1)."""
+
+
 def ttl_value(ttl: TTL) -> str:
     """Return the ``Nats-TTL`` text for `ttl`: whole seconds, or ``never`` (ADR-43).
 
     Raises:
-        ValueError: Under one second, a fraction of a second, or 2**63 and more: servers refuse or truncate those.
+        ValueError: Under one second or a fraction of a second: servers refuse or truncate those. Over a hundred
+            years: servers take that, overflow, and remove the message at once.
         TypeError: Not a number, timedelta or `NEVER`.
     """
     if ttl is NEVER:
@@ -31,8 +37,10 @@ def ttl_value(ttl: TTL) -> str:
         if isinstance(ttl, float) and not math.isfinite(ttl):
             raise ValueError("a TTL must be finite; use NEVER for no expiry")
         seconds, whole = int(ttl), ttl == int(ttl)
-    if not 1 <= seconds < 1 << 63 or not whole:
+    if seconds < 1 or not whole:
         raise ValueError(f"a TTL must be whole seconds from 1 up, not {ttl!r} (servers truncate or refuse the rest)")
+    if seconds > MAX_TTL:
+        raise ValueError(f"a TTL must be at most 100 years, not {ttl!r} (servers overflow); use NEVER for no expiry")
     return str(seconds)
 
 
