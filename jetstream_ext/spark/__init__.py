@@ -5,14 +5,14 @@ Spark finds the format by itself (`pyspark_jetstream`); `register` does it by ha
 From a query to rows::
 
     source.py       what Spark calls: the data source and its reader
-      options.py    every option parsed and checked, before anything is connected
+      options.py    every option parsed and checked, before anything is connected (given.py: looked up, refused)
       bounds.py     where a read starts and ends: by sequence, by time, earliest, latest
       planning.py   driver: look at the streams, refuse what cannot work, resolve the ends
       ranges.py     pure arithmetic: sequence ranges into partitions
       subjects.py   subject filters, matched here or left to the server
       reading.py    executor: one range as blocks of columns, proved complete
       arrow.py      blocks to Arrow record batches
-      connections.py  one connection per worker process, kept between tasks
+      connections.py  one connection per worker process, kept between tasks (connect.py: opened, with its secrets)
 """
 
 from __future__ import annotations
