@@ -1,12 +1,13 @@
-"""Fixtures with a real NATS server; opt in with `pytest_plugins = ["jetstream_ext.testing.pytest_plugin"]`."""
+"""Fixtures with NATS servers; opt in with `pytest_plugins = ["jetstream_ext.testing.pytest_plugin"]`."""
 
 from collections.abc import Iterator
 
 import pytest
 
+from .reference import ReferenceServer
 from .server import NatsServer
 
-__all__ = ["nats_server"]
+__all__ = ["nats_server", "reference_server"]
 
 
 @pytest.fixture(scope="session")
@@ -17,4 +18,11 @@ def nats_server() -> Iterator[NatsServer]:
     server starts one for itself.
     """
     with NatsServer() as server:
+        yield server
+
+
+@pytest.fixture
+def reference_server() -> Iterator[ReferenceServer]:
+    """Run a reference server, empty and for one test; `reference_server.faults.add(...)` makes things go wrong."""
+    with ReferenceServer() as server:
         yield server

@@ -5,16 +5,14 @@ names, ids and times that cannot be equal were normalised. The reference server'
 test can also say what it is.
 """
 
-import asyncio
 import itertools
 import json
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack
-from typing import Any, NamedTuple, Self
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -123,38 +121,6 @@ class Raw:
 
     def close(self) -> None:
         self._socket.close()
-
-
-class ReferenceThread:
-    """A reference server with a loop of its own, so that a blocking client can talk to it."""
-
-    def __init__(self, **options: Any) -> None:
-        self._options = options
-        self._ready = threading.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._serve())
-        self._loop.close()
-
-    async def _serve(self) -> None:
-        self._stop = asyncio.Event()
-        async with AsyncExitStack() as stack:
-            self.server = await stack.enter_async_context(ReferenceServer(**self._options))
-            self.port = self.server.port
-            self._ready.set()
-            await self._stop.wait()
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        assert self._ready.wait(TIMEOUT)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(TIMEOUT)
 
 
 _TIME = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
@@ -333,7 +299,7 @@ def servers() -> Iterator[Callable[[str], tuple[int, int]]]:
         def get(version: str) -> tuple[int, int]:
             if version not in running:
                 real = stack.enter_context(NatsServer(version=version))
-                reference = stack.enter_context(ReferenceThread(version=version))
+                reference = stack.enter_context(ReferenceServer(version=version))
                 running[version] = (real.port, reference.port)
             return running[version]
 
@@ -391,12 +357,6 @@ def headers_fixture() -> Callable[..., bytes]:
 def raw_client() -> type[Raw]:
     """The client that only knows frames."""
     return Raw
-
-
-@pytest.fixture
-def reference_thread() -> type[ReferenceThread]:
-    """A reference server in a thread of its own."""
-    return ReferenceThread
 
 
 @pytest.fixture(name="make_pair")

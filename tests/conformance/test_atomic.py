@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jetstream_ext.testing import NatsServer
-from jetstream_ext.testing.reference import Limits
+from jetstream_ext.testing.reference import Limits, ReferenceServer
 
 
 def lines(batch: str = "b", seq: object = 1, commit: str | None = None, **more: object) -> dict[str, object]:
@@ -171,9 +171,9 @@ def test_an_end_outside_the_stream(newest: Any, headers: Any) -> None:
     newest.publish("s.a", header=headers(**lines(seq=2, commit="eob")))
 
 
-def test_the_idle_timeout(reference_thread: Any, raw_client: Any, headers: Any) -> None:
+def test_the_idle_timeout(raw_client: Any, headers: Any) -> None:
     config = "jetstream { limits { batch { timeout: 1s } } }"
-    with NatsServer(config=config) as server, reference_thread(limits=Limits(batch_timeout=1.0)) as reference:
+    with NatsServer(config=config) as server, ReferenceServer(limits=Limits(batch_timeout=1.0)) as reference:
         told = []
         for port in (server.port, reference.port):
             raw = raw_client(port)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jetstream_ext.testing import NatsServer
-from jetstream_ext.testing.reference import Permissions, User
+from jetstream_ext.testing.reference import Permissions, ReferenceServer, User
 
 USERS = """
 authorization { users = [
@@ -39,8 +39,8 @@ def guarded() -> Iterator[NatsServer]:
 
 
 @pytest.fixture
-def ports(guarded: NatsServer, reference_thread: Any) -> Iterator[tuple[int, int]]:
-    with reference_thread(users=OURS) as reference:
+def ports(guarded: NatsServer) -> Iterator[tuple[int, int]]:
+    with ReferenceServer(users=OURS) as reference:
         yield guarded.port, reference.port
 
 
@@ -83,8 +83,8 @@ def test_permissions(raw_client: Any, ports: tuple[int, int], data: bytes) -> No
     assert reference == real
 
 
-def test_tokens(raw_client: Any, reference_thread: Any) -> None:
-    with NatsServer(args=["--auth", "t0ken"]) as server, reference_thread(token="t0ken") as ours:
+def test_tokens(raw_client: Any) -> None:
+    with NatsServer(args=["--auth", "t0ken"]) as server, ReferenceServer(token="t0ken") as ours:
         for token in ("t0ken", "other", ""):
             real, reference = (talk(raw_client, port, b"", auth_token=token) for port in (server.port, ours.port))
             assert reference == real

@@ -11,18 +11,46 @@ from .clock import VirtualClock as VirtualClock
 from .connections import Permissions as Permissions
 from .connections import User as User
 from .engine import Engine as Engine
+from .faults import ChangeLeader as ChangeLeader
+from .faults import Cut as Cut
+from .faults import Delay as Delay
+from .faults import Drop as Drop
+from .faults import Duplicate as Duplicate
+from .faults import Faults as Faults
+from .faults import Ignore as Ignore
+from .faults import Lose as Lose
+from .faults import Overload as Overload
+from .faults import Reorder as Reorder
+from .faults import Rule as Rule
+from .faults import StaleReplica as StaleReplica
+from .faults import Stall as Stall
+from .faults import Unavailable as Unavailable
 from .limits import Limits as Limits
 from .shell import ReferenceServer as ReferenceServer
 from .versions import Profile as Profile
 
 __all__ = [
+    "ChangeLeader",
     "Clock",
+    "Cut",
+    "Delay",
+    "Drop",
+    "Duplicate",
     "Engine",
+    "Faults",
+    "Ignore",
     "Limits",
+    "Lose",
+    "Overload",
     "Permissions",
     "Profile",
     "ReferenceServer",
+    "Reorder",
+    "Rule",
+    "StaleReplica",
+    "Stall",
     "SystemClock",
+    "Unavailable",
     "User",
     "VirtualClock",
 ]

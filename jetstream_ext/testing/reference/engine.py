@@ -6,10 +6,13 @@ from random import Random
 
 from . import ids, subjects
 from .connections import Connection, Message, Permissions, Subscription, User
+from .faults import Faults
+from .injector import Injector
 from .jetstream import JetStream
 from .limits import Limits
 from .router import Router
 from .timers import Timers
+from .times import SECOND
 from .versions import Profile
 from .wire import Command, Connect, Output, Ping, Pong, Publish, Refused, Subscribe, Unsubscribe
 
@@ -46,6 +49,7 @@ class Engine:
         port: int = 4222,
         max_payload: int = MAX_PAYLOAD,
         limits: Limits | None = None,
+        faults: Faults | None = None,
     ) -> None:
         self.profile = profile if profile is not None else Profile.of("2.15.1")
         self.max_payload = max_payload
@@ -58,6 +62,9 @@ class Engine:
         self._address = (host, port)
         self.server_id = ids.server_id(self.random)
         self.jetstream = JetStream(self, limits or Limits()) if jetstream else None
+        self.injector = Injector(self, faults if faults is not None else Faults())
+        self._stalled: dict[int, list[Command]] = {}
+        self._withheld: list[Output] = []
 
     def attach(self, connection: int, now: int) -> list[Output]:
         """Take a new connection, under an id of the caller's, and greet it."""
@@ -85,6 +92,44 @@ class Engine:
             self.router.connections[connection] = client
         self._dispatch(client, command)
         return self._take()
+
+    def change_leader(self, stream: str, now: int, *, unsaved: int = 0) -> list[Output]:
+        """Give a stream another leader; see `ChangeLeader`.
+
+        Raises:
+            KeyError: There is no such stream.
+        """
+        self._advance(now)
+        if self.jetstream is None:
+            raise KeyError(stream)
+        self.injector.change_leader(self.jetstream.streams[stream], unsaved=unsaved)
+        return self._take()
+
+    def cut(self, connection: int) -> None:
+        """Close a connection, after what is on its way."""
+        self.router.close(connection)
+        self._drop(connection)
+
+    def cut_all(self) -> list[Output]:
+        """Close every connection."""
+        for connection in list(self.router.connections):
+            self.cut(connection)
+        return self._take()
+
+    def stall(self, connection: int, seconds: float) -> None:
+        """Let a connection wait: what it sends and what it should get is kept for so long."""
+        self._stalled.setdefault(connection, [])
+        self.timers.at(self.now + round(seconds * SECOND), lambda: self._resume(connection))
+
+    def _resume(self, connection: int) -> None:
+        waiting = self._stalled.pop(connection, [])
+        held = self._withheld
+        self.router.outputs += [output for output in held if output.connection == connection]
+        self._withheld = [output for output in held if output.connection != connection]
+        for command in waiting:
+            client = self.router.connections.get(connection)
+            if client is not None:
+                self._dispatch(client, command)
 
     def next_timer(self) -> int | None:
         """Return when `handle_timer` is due, or `None`."""
@@ -137,9 +182,15 @@ class Engine:
 
     def _take(self) -> list[Output]:
         outputs, self.router.outputs = self.router.outputs, []
+        if self._stalled:
+            self._withheld += [output for output in outputs if output.connection in self._stalled]
+            outputs = [output for output in outputs if output.connection not in self._stalled]
         return outputs
 
     def _dispatch(self, client: Connection, command: Command) -> None:
+        if client.id in self._stalled:
+            self._stalled[client.id].append(command)
+            return
         match command:
             case Connect(options):
                 self._connect(client, options)
@@ -205,7 +256,8 @@ class Engine:
         if not subjects.is_valid(command.subject):
             return  # matches no subscription
         message = Message(command.subject, command.payload, command.reply, command.header, client.id)
-        self.router.publish(message)
+        if not self.injector.faults.rules or self.injector.incoming(message):
+            self.router.publish(message)
 
     def _subscribe(self, client: Connection, command: Subscribe) -> None:
         if not subjects.is_valid(command.subject):
@@ -242,6 +294,7 @@ class Engine:
         self._drop(client.id)
 
     def _drop(self, connection: int) -> None:
+        self._stalled.pop(connection, None)
         client = self.router.connections.pop(connection, None)
         if client is not None:
             for subscription in client.subscriptions.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from . import headers, times
@@ -70,10 +70,14 @@ class _Batch:
     stored: int = 0
     stream_seq: int = 0
     acked: int = 0
+    acked_seq: int = 0
+    """The stream sequence of the newest message that a frame has acknowledged."""
     pending: int = 0
     reply: str = ""
     committed: bool = False
     timer: Timer | None = None
+    unsaved: list[tuple[int, int]] = field(default_factory=list)
+    """Batch and stream sequences that no frame has acknowledged."""
 
 
 class FastBatches:
@@ -105,6 +109,18 @@ class FastBatches:
             batch.acked = batch.last = batch.stored
             self._send_ack(batch, batch.reply)
 
+    def lose_unsaved(self, count: int) -> None:
+        """Take back the newest messages of the stream, as long as no frame has acknowledged them."""
+        stream = self._stream
+        for _ in range(count):
+            newest = stream.store.last
+            owners = [batch for batch in self._open.values() if batch.unsaved and batch.unsaved[-1][1] == newest]
+            if not owners or not stream.take_back(newest):
+                return
+            batch = owners[0]
+            batch.unsaved.pop()
+            batch.stored, batch.stream_seq = batch.unsaved[-1] if batch.unsaved else (batch.acked, batch.acked_seq)
+
     def forget_all(self) -> None:
         """Drop every batch without a word."""
         for batch in list(self._open.values()):
@@ -119,6 +135,7 @@ class FastBatches:
         batch.pending = max(batch.pending - 1, 0)
         batch.stream_seq = stream_seq
         batch.stored = batch.last if batch.pending == 0 else fast.seq
+        batch.unsaved.append((fast.seq, stream_seq))
         if batch.committed and batch.last == batch.stored:
             self._drop(batch)
             self._send_final(batch, reply)
@@ -298,6 +315,9 @@ class FastBatches:
         if steps < 1:
             return False
         batch.acked += steps * batch.messages
+        covered = [pair for pair in batch.unsaved if pair[0] <= batch.acked]
+        batch.unsaved = batch.unsaved[len(covered) :]
+        batch.acked_seq = covered[-1][1] if covered else batch.acked_seq
         share = min(max(_MAX_FLOW // max(len(self._open), 1), 1), batch.max_messages)
         if batch.messages < share:
             batch.messages = min(batch.messages * 2, share)

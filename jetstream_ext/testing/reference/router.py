@@ -89,7 +89,7 @@ class Router:
             chosen = members[0] if len(members) == 1 else self._random.choice(members)
             reached += self._hand_over(chosen, message)
         if not reached and message.reply and message.origin is not None:
-            self._no_responders(message)
+            self.no_responders(message)
 
     def _wants(self, subscription: Subscription, message: Message) -> bool:
         if subscription.connection is None:
@@ -116,7 +116,8 @@ class Router:
             connection.subscriptions.pop(subscription.sid, None)
         return 1
 
-    def _no_responders(self, message: Message) -> None:
+    def no_responders(self, message: Message) -> None:
+        """Tell the publisher of a request that nobody is there to answer it."""
         connection = self.connections.get(message.origin if message.origin is not None else -1)
         if connection is None or not (connection.headers and connection.no_responders):
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Self
 
 from .clock import SystemClock, VirtualClock
@@ -12,15 +13,17 @@ from .versions import DIALECTS, Profile
 from .wire import Close, Command, Output, Parser, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from .clock import Clock
     from .connections import User
+    from .faults import Faults
     from .limits import Limits
 
 __all__ = ["ReferenceServer"]
 
 _READ_SIZE = 1 << 18
+_THREAD_TIMEOUT = 10.0
 
 
 class ReferenceServer:
@@ -28,7 +31,7 @@ class ReferenceServer:
 
     It listens on 127.0.0.1 while its `async with` block runs, and holds everything in memory. It behaves
     like one release of nats-server, alone and not in a cluster; `docs/reference-server.md` lists what it
-    leaves out.
+    leaves out. A plain `with` runs it in a thread of its own, for tests that are not coroutines.
 
     Example:
         async with ReferenceServer(dialect="2.12") as server:
@@ -48,6 +51,7 @@ class ReferenceServer:
         jetstream: bool = True,
         max_payload: int = 1 << 20,
         limits: Limits | None = None,
+        faults: Faults | None = None,
         port: int = 0,
     ) -> None:
         """Describe the server; `async with` starts it.
@@ -63,6 +67,7 @@ class ReferenceServer:
             jetstream: Whether JetStream is on.
             max_payload: The largest message, in bytes.
             limits: How many batches it takes, and how long they may rest.
+            faults: What is to go wrong; see `Faults`.
             port: The port; 0 is a free one.
 
         Raises:
@@ -75,20 +80,60 @@ class ReferenceServer:
         self._max_payload = max_payload
         self._wanted_port = port
         self.engine = Engine(
-            profile, seed=seed, users=users, token=token, jetstream=jetstream, max_payload=max_payload, limits=limits
+            profile,
+            seed=seed,
+            users=users,
+            token=token,
+            jetstream=jetstream,
+            max_payload=max_payload,
+            limits=limits,
+            faults=faults,
         )
         self._server: asyncio.Server | None = None
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._connections = 0
         self._alarm: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._stop: asyncio.Event | None = None
+
+    def __enter__(self) -> Self:
+        """Start listening, on an event loop in a thread of its own: for tests that are not coroutines.
+
+        Raises:
+            RuntimeError: It did not start in ten seconds.
+        """
+        ready = threading.Event()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run(ready)), name="reference-server", daemon=True
+        )
+        self._thread.start()
+        if not ready.wait(_THREAD_TIMEOUT):
+            raise RuntimeError("the reference server did not start")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Stop, and end the thread."""
+        assert self._loop is not None
+        assert self._stop is not None
+        assert self._thread is not None
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(_THREAD_TIMEOUT)
+
+    async def _run(self, ready: threading.Event) -> None:
+        self._stop = asyncio.Event()
+        async with self:
+            ready.set()
+            await self._stop.wait()
 
     async def __aenter__(self) -> Self:
         """Start listening."""
+        self._loop = asyncio.get_running_loop()
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._wanted_port)
         self.engine.set_address("127.0.0.1", self.port)
         if isinstance(self._clock, VirtualClock):
-            self._clock.on_advance(self._on_timer)
+            self._clock.on_advance(self._on_advance)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -122,6 +167,44 @@ class ReferenceServer:
     def version(self) -> str:
         """The release that it claims to be."""
         return self.engine.profile.version
+
+    @property
+    def faults(self) -> Faults:
+        """The plan of what goes wrong; rules can be added and removed at any time."""
+        return self.engine.injector.faults
+
+    def change_leader(self, stream: str, *, unsaved: int = 0) -> None:
+        """Give a stream another leader, now.
+
+        Args:
+            stream: Its name.
+            unsaved: How many of its newest messages are lost with the old one; see `ChangeLeader`.
+
+        Raises:
+            KeyError: There is no such stream.
+        """
+        self._do(lambda: self.engine.change_leader(stream, self._clock.now(), unsaved=unsaved))
+
+    def disconnect_all(self) -> None:
+        """Cut every connection, now."""
+        self._do(self.engine.cut_all)
+
+    def _do(self, call: Callable[[], list[Output]]) -> None:
+        """Do something with the engine on the loop's thread, and wait until it is done."""
+        if self._loop is None or self._server is None:
+            raise RuntimeError("the server is not started")
+        try:
+            here = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            here = False
+        if here:
+            self._send(call())
+            return
+
+        async def do() -> None:
+            self._send(call())
+
+        asyncio.run_coroutine_threadsafe(do(), self._loop).result(_THREAD_TIMEOUT)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -172,6 +255,10 @@ class ReferenceServer:
             return
         delay = max(when - self._clock.now(), 0) / SECOND
         self._alarm = asyncio.get_running_loop().call_later(delay, self._on_timer)
+
+    def _on_advance(self) -> None:
+        if self._server is not None:
+            self._do(lambda: self.engine.handle_timer(self._clock.now()))
 
     def _on_timer(self) -> None:
         if self._server is not None:

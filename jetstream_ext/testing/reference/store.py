@@ -1,6 +1,9 @@
 """The messages of one stream, by sequence and by subject."""
 
+from __future__ import annotations
+
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,6 +14,7 @@ __all__ = ["State", "Store", "StoredMessage"]
 _FILE_OVERHEAD = 30
 _FILE_HEADER_OVERHEAD = 4
 _MEMORY_OVERHEAD = 16
+_UNDO = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ class Store:
         self.last = max(first_seq - 1, 0)
         self._first = first_seq
         self._last_time: int | None = None
+        self._changes: deque[tuple[StoredMessage, bool]] = deque(maxlen=_UNDO)
 
     def __len__(self) -> int:
         return len(self._messages)
@@ -100,6 +105,7 @@ class Store:
         self.bytes += self.size(subject, header, payload)
         self.last = seq
         self._last_time = time
+        self._changes.append((message, True))
         return message
 
     def skip(self, seq: int = 0) -> int:
@@ -174,6 +180,7 @@ class Store:
         if not seqs:
             del self._subjects[message.subject]
         self.bytes -= self.size(message.subject, message.header, message.payload)
+        self._changes.append((message, False))
         if not self._order:
             self._first = self.last + 1
         return message
@@ -189,12 +196,41 @@ class Store:
             self._first = self.last + 1
         return gone
 
-    def reinsert(self, message: StoredMessage) -> None:
-        """Put back a message that was taken out."""
+    def as_of(self, behind: int) -> Store:
+        """Return a copy without the newest messages, `behind` of them, and with what these replaced.
+
+        Only the last 10,000 changes can be undone.
+        """
+        copy = Store(file=self._file, first_seq=self._first)
+        copy._restore(self)
+        for message, added in reversed(self._changes):
+            if not added:
+                copy._put(message)
+                continue
+            if not behind:
+                break
+            copy.remove(message.seq)
+            copy.last = message.seq - 1
+            behind -= 1
+        return copy
+
+    def _restore(self, other: Store) -> None:
+        for message in other:
+            self._put(message)
+        self.last, self._last_time = other.last, other._last_time
+
+    def _put(self, message: StoredMessage) -> None:
         self._messages[message.seq] = message
         insort(self._order, message.seq)
         insort(self._subjects.setdefault(message.subject, []), message.seq)
         self.bytes += self.size(message.subject, message.header, message.payload)
+
+    def take_back(self, seq: int) -> bool:
+        """Undo the newest message, if it has this sequence and is still there."""
+        if seq != self.last or self.remove(seq) is None:
+            return False
+        self.last = seq - 1
+        return True
 
     def _matching(self, pattern: str) -> list[tuple[str, list[int]]]:
         if not subjects.has_wildcard(pattern):

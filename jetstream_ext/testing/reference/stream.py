@@ -112,6 +112,9 @@ class Stream:
             subject = f"$JS.API.DIRECT.GET.{name}"
             self._subscriptions.append(respond_to(subject, self._direct.by_request, queue="_sys_"))
             self._subscriptions.append(respond_to(f"{subject}.>", self._direct.by_subject, queue="_sys_"))
+        if self.profile.draft and not self.config["allow_direct"]:
+            # The first wording has no answer at all where nobody may answer.
+            self._subscriptions.append(respond_to(f"$JS.API.DIRECT.GET.{self.name}", lambda message: None))
         self._restart_expiry()
 
     def close(self) -> None:
@@ -216,6 +219,13 @@ class Stream:
             del self._seen[msg_id]
             return 0
         return seq
+
+    def take_back(self, seq: int) -> bool:
+        """Undo the newest message, if it has this sequence: as if it had never come."""
+        if not self.store.take_back(seq):
+            return False
+        self._seen = {msg_id: seen for msg_id, seen in self._seen.items() if seen[0] != seq}
+        return True
 
     def _take(self, subject: str, header: bytes, payload: bytes) -> int:
         msg_id = headers.get(header, "Nats-Msg-Id") or ""

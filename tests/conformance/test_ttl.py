@@ -1,0 +1,60 @@
+"""What is left after TTLs and ages have run out, and the markers that stay. The real clock, so few tests."""
+
+import time
+from typing import Any
+
+import pytest
+
+SECOND = 1_000_000_000
+
+
+def test_what_expires_in_a_second_and_a_half(pair: Any, headers: Any) -> None:
+    streams: dict[str, dict[str, Any]] = {
+        "PLAIN": {},
+        "AGE": {"max_age": SECOND, "duplicate_window": SECOND},
+        "TTL": {"allow_msg_ttl": True},
+        "BOTH": {"allow_msg_ttl": True, "max_age": SECOND},
+        "MARKED": {"subject_delete_marker_ttl": 60 * SECOND},
+        "AGED": {"subject_delete_marker_ttl": 60 * SECOND, "max_age": SECOND, "max_msgs_per_subject": 1},
+        "HISTORY": {"allow_msg_ttl": True, "max_msgs_per_subject": 5},
+    }
+    if not pair.since("2.11.0"):
+        streams = {"AGE": streams["AGE"]}
+    for name, config in streams.items():
+        pair.stream(name, allow_direct=True, **config)
+        low = name.lower()
+        ttl = config.get("allow_msg_ttl") or "subject_delete_marker_ttl" in config
+        pair.publish(f"{low}.a", b"old", header=headers(Nats_Msg_Id="a"))
+        pair.publish(f"{low}.b", b"1s", header=headers(**({"Nats_TTL": "1"} if ttl else {})))
+        pair.publish(f"{low}.c", b"10s", header=headers(**({"Nats_TTL": "10s"} if ttl else {})))
+        pair.publish(f"{low}.d", b"never", header=headers(**({"Nats_TTL": "never"} if ttl else {})))
+        pair.publish(f"{low}.e", b"under", header=headers(X="y"))
+        pair.publish(f"{low}.e", b"over", header=headers(**({"Nats_TTL": "1"} if ttl else {}), X="z"))
+    time.sleep(1.6)
+    for name in streams:
+        low = name.lower()
+        pair.api(f"STREAM.INFO.{name}", {"subjects_filter": ">", "deleted_details": True})
+        for key in "abcde":
+            pair.publish(f"$JS.API.DIRECT.GET.{name}.{low}.{key}", wait=1)
+        pair.publish(f"{low}.a", b"again", header=headers(Nats_Msg_Id="a"))
+        pair.publish(f"{low}.b", b"new", header=headers(Nats_Expected_Last_Subject_Sequence=0))
+
+
+def test_a_marker_says_why(newest: Any, headers: Any) -> None:
+    newest.stream("M", subject_delete_marker_ttl=60 * SECOND, max_age=SECOND, allow_direct=True, max_msgs_per_subject=1)
+    newest.publish("m.a", b"value", header=headers(Nats_TTL=1, Other="x"))
+    time.sleep(1.4)
+    (marker,) = newest.publish("$JS.API.DIRECT.GET.M.m.a", wait=1)
+    assert marker.payload == b""
+    assert marker.header.startswith(b"NATS/1.0\r\nNats-Marker-Reason: MaxAge\r\nNats-TTL: 1m0s\r\nNats-Rollup: sub\r\n")
+
+
+@pytest.mark.parametrize("config", [{"max_age": SECOND}, {"allow_msg_ttl": True}], ids=str)
+def test_updates_change_what_expires(newest: Any, config: dict[str, Any]) -> None:
+    newest.stream("U", max_age=3600 * SECOND)
+    newest.publish("u.a", b"x")
+    newest.api(
+        "STREAM.UPDATE.U", {"name": "U", "subjects": ["u.>"], "storage": "memory", "max_age": 3600 * SECOND, **config}
+    )
+    time.sleep(1.4)
+    newest.api("STREAM.INFO.U")

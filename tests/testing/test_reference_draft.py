@@ -1,0 +1,126 @@
+"""The dialect of the ADRs' first wording: what they say, and no real server does any more (or yet)."""
+
+import json
+from typing import Any
+
+import pytest
+
+from jetstream_ext.testing.reference import Engine, Profile
+from jetstream_ext.testing.reference.wire import Publish, Subscribe
+
+SECOND = 1_000_000_000
+
+
+class Bench:
+    def __init__(self, **config: Any) -> None:
+        self.engine = Engine(Profile.of("2.15.1", draft=True))
+        self.now = 1_659_745_767 * SECOND + 587_861_324
+        self.engine.handle(1, Subscribe("R.>", "1"), self.now)
+        self.created = self.api("STREAM.CREATE.S", {"name": "S", "subjects": ["s.>"], **config})
+
+    def send(self, subject: str, payload: bytes = b"", reply: str = "R.1", header: bytes = b"") -> list[Any]:
+        return self.engine.handle(1, Publish(subject, payload, reply, header), self.now)
+
+    def api(self, subject: str, request: object = None) -> Any:
+        (answer,) = self.send(f"$JS.API.{subject}", b"" if request is None else json.dumps(request).encode())
+        return json.loads(answer.payload)
+
+    def fast(self, seq: int, op: int, gap: str = "ok", header: bytes = b"", flow: int = 10) -> list[Any]:
+        answers = self.send("s.a", b"x", f"R.b.{flow}.{gap}.{seq}.{op}.$FI", header)
+        return [json.loads(each.payload) for each in answers]
+
+    def get(self, subject: str = "s.a", payload: bytes = b"") -> bytes:
+        (answer,) = self.send(f"$JS.API.DIRECT.GET.S.{subject}", payload)
+        header: bytes = answer.header
+        return header
+
+
+def test_flow_frames_have_no_type() -> None:
+    bench = Bench(allow_batched=True)
+    assert bench.fast(1, 0, flow=2) == [{"ack_msgs": 2}]
+    assert bench.fast(2, 1, flow=2) == [{"seq": 2, "ack_msgs": 2}]
+    assert bench.fast(5, 1, flow=2)[0] == {"last_seq": 2, "seq": 5}
+    refused = bench.fast(6, 1, header=b"NATS/1.0\r\nNats-Expected-Last-Sequence: 99\r\n\r\n")
+    assert refused[0]["seq"] == 6
+    assert refused[0]["error"]["err_code"] == 10071
+
+
+def test_a_refused_message_ends_a_fail_batch_with_the_error_in_the_final_ack() -> None:
+    bench = Bench(allow_batched=True)
+    bench.fast(1, 0, "fail")
+    (final,) = bench.fast(2, 1, "fail", b"NATS/1.0\r\nNats-Expected-Last-Sequence: 99\r\n\r\n")
+    assert final["error"]["err_code"] == 10071
+    assert (final["batch"], final["count"]) == ("b", 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "reply", "code"),
+    [
+        ({}, "R.b.10.ok.1.0.$FI", 10203),
+        ({"allow_batched": True}, "R.b.10.maybe.1.0.$FI", 10204),
+        ({"allow_batched": True}, f"R.{'x' * 65}.10.ok.1.0.$FI", 10205),
+        ({"allow_batched": True}, "R.b.10.ok.7.1.$FI", 10206),
+    ],
+)
+def test_codes(config: dict[str, Any], reply: str, code: int) -> None:
+    (answer,) = Bench(**config).send("s.a", b"x", reply)
+    assert json.loads(answer.payload)["error"]["err_code"] == code
+
+
+def test_a_fast_batch_that_times_out_is_announced() -> None:
+    bench = Bench(allow_batched=True)
+    bench.engine.handle(1, Subscribe("$JS.EVENT.ADVISORY.>", "2"), bench.now)
+    bench.fast(1, 0)
+    (told,) = bench.engine.handle_timer(bench.now + 10 * SECOND)
+    advisory = json.loads(told.payload)
+    assert advisory["type"] == "io.nats.jetstream.advisory.v1.batch_abandoned"
+    assert (advisory["batch"], advisory["reason"]) == ("b", "timeout")
+
+
+def test_direct_get_comes_with_a_limit_per_subject() -> None:
+    assert Bench(max_msgs_per_subject=1).created["config"]["allow_direct"] is True
+    assert Bench().created["config"]["allow_direct"] is False
+
+
+def test_without_direct_get_there_is_silence() -> None:
+    assert Bench().send("$JS.API.DIRECT.GET.S", b'{"seq":1}') == []
+
+
+def test_time_stamps_have_the_old_form() -> None:
+    bench = Bench(max_msgs_per_subject=1)
+    bench.send("s.a", b"hello")
+    assert b"\r\nNats-Time-Stamp: 2022-08-06 00:29:27.587861324 +0000 UTC\r\n" in bench.get()
+
+
+def test_a_payload_beside_a_subject_is_an_error() -> None:
+    bench = Bench(max_msgs_per_subject=1)
+    assert bench.get(payload=b"{}") == b"NATS/1.0 408 Bad Request\r\n\r\n"
+
+
+def test_the_end_of_a_multi_get_names_the_last_match() -> None:
+    bench = Bench(max_msgs_per_subject=1)
+    for subject in ("s.a", "s.b", "s.other"):
+        bench.send(subject, b"x")
+    *_, end = bench.send("$JS.API.DIRECT.GET.S", b'{"multi_last":["s.a","s.b"]}')
+    assert b"Nats-UpTo-Sequence: 2\r\n" in end.header
+
+
+def test_ttls() -> None:
+    bench = Bench(allow_msg_ttl=True, max_age=10 * SECOND, max_msgs_per_subject=1)
+    for subject, line in (("s.zero", "Nats-TTL: 0"), ("s.never", "Nats-No-Expire: 1"), ("s.one", "Nats-TTL: 1")):
+        (answer,) = bench.send(subject, b"x", header=f"NATS/1.0\r\n{line}\r\n\r\n".encode())
+        assert b'"error"' not in answer.payload
+    bench.now += 2 * SECOND
+    assert b"404" in bench.get("s.one")
+    assert b"Nats-Sequence: 1" in bench.get("s.zero")
+    bench.now += 10 * SECOND
+    assert b"404" in bench.get("s.zero")
+    assert b"Nats-Sequence: 2" in bench.get("s.never")
+
+
+def test_limit_tombstones() -> None:
+    bench = Bench(max_age=SECOND, limits_ttl=SECOND, max_msgs_per_subject=1)
+    bench.send("s.a", b"x")
+    bench.engine.handle_timer(bench.now + SECOND)
+    bench.now += SECOND
+    assert bench.get().startswith(b"NATS/1.0\r\nNats-Applied-Limit: MaxAge\r\nNats-TTL: 1\r\nNats-Stream: S\r\n")

@@ -1,0 +1,163 @@
+"""The engine without a server: a pure machine with a virtual clock."""
+
+import json
+from typing import Any
+
+import pytest
+
+from jetstream_ext.testing.reference import Engine, Limits, Profile
+from jetstream_ext.testing.reference.wire import Close, Deliver, Line, Parser, Ping, Publish, Subscribe, encode
+
+SECOND = 1_000_000_000
+
+
+class Bench:
+    """Drives an engine from one connection."""
+
+    def __init__(self, **options: Any) -> None:
+        self.engine = Engine(**options)
+        self.now = 1_800_000_000 * SECOND
+        self.engine.handle(1, Subscribe("R.>", "1"), self.now)
+
+    def publish(self, subject: str, payload: bytes = b"", header: bytes = b"", reply: str = "R.1") -> list[Deliver]:
+        outputs = self.engine.handle(1, Publish(subject, payload, reply, header), self.now)
+        return [output for output in outputs if isinstance(output, Deliver)]
+
+    def api(self, subject: str, request: object = None) -> Any:
+        (answer,) = self.publish(f"$JS.API.{subject}", b"" if request is None else json.dumps(request).encode())
+        return json.loads(answer.payload)
+
+    def stream(self, **config: Any) -> None:
+        answer = self.api("STREAM.CREATE.S", {"name": "S", "subjects": ["s.>"], **config})
+        assert "error" not in answer, answer
+
+    def wait(self, seconds: float) -> list[Any]:
+        """Let time pass, timer by timer."""
+        end = self.now + round(seconds * SECOND)
+        outputs = []
+        while (when := self.engine.next_timer()) is not None and when <= end:
+            assert when >= self.now
+            self.now = when
+            outputs += self.engine.handle_timer(when)
+        self.now = end
+        return outputs
+
+
+def fast(batch: str, seq: int, op: int, *, flow: int = 10, gap: str = "fail") -> str:
+    return f"R.{batch}.{flow}.{gap}.{seq}.{op}.$FI"
+
+
+def test_a_batch_of_fast_ingest() -> None:
+    bench = Bench()
+    bench.stream(allow_batched=True)
+    (first,) = bench.publish("s.a", b"x", reply=fast("b", 1, 0))
+    assert first == Deliver(1, "1", fast("b", 1, 0), b'{"type":"ack","seq":0,"msgs":10}')
+    for seq in range(2, 10):
+        assert bench.publish("s.a", b"x", reply=fast("b", seq, 1)) == []
+    (tenth,) = bench.publish("s.a", b"x", reply=fast("b", 10, 1))
+    assert tenth.payload == b'{"type":"ack","seq":10,"msgs":10}'
+    (end,) = bench.publish("s.a", reply=fast("b", 11, 3))
+    assert end.payload == b'{"stream":"S","seq":10,"batch":"b","count":10}'
+
+
+def test_an_idle_batch_is_forgotten_without_a_word() -> None:
+    bench = Bench()
+    bench.stream(allow_batched=True, allow_atomic=True)
+    bench.publish("s.a", b"x", reply=fast("b", 1, 0))
+    bench.wait(9.9)
+    bench.publish("s.a", reply=fast("b", 1, 4))
+    assert bench.wait(9.9) == []
+    bench.publish("s.a", b"y", reply=fast("b", 2, 1))
+    assert bench.wait(10) == []
+    (reply,) = bench.publish("s.a", b"z", reply=fast("b", 3, 1))
+    assert json.loads(reply.payload)["error"]["err_code"] == 10208
+
+
+def test_an_idle_atomic_batch_is_announced() -> None:
+    bench = Bench()
+    bench.stream(allow_atomic=True)
+    bench.engine.handle(1, Subscribe("$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED.*", "2"), bench.now)
+    bench.publish("s.a", b"x", b"NATS/1.0\r\nNats-Batch-Id: b\r\nNats-Batch-Sequence: 1\r\n\r\n")
+    (told,) = bench.wait(10)
+    assert json.loads(told.payload)["reason"] == "timeout"
+
+
+def test_the_limits_can_be_lower() -> None:
+    bench = Bench(limits=Limits(fast_per_stream=1, batch_timeout=2))
+    bench.stream(allow_batched=True)
+    bench.publish("s.a", reply=fast("a", 1, 0))
+    (reply,) = bench.publish("s.a", reply=fast("b", 1, 0))
+    assert json.loads(reply.payload)["error"]["err_code"] == 10211
+    bench.wait(2)
+    (reply,) = bench.publish("s.a", reply=fast("b", 1, 0))
+    assert json.loads(reply.payload)["type"] == "ack"
+
+
+def test_ttls_and_markers_on_a_virtual_clock() -> None:
+    bench = Bench()
+    bench.stream(subject_delete_marker_ttl=60 * SECOND, allow_direct=True)
+    bench.publish("s.a", b"x", b"NATS/1.0\r\nNats-TTL: 1h\r\n\r\n")
+    bench.wait(3599)
+    assert bench.publish("$JS.API.DIRECT.GET.S.s.a")[0].payload == b"x"
+    bench.wait(1)
+    (marker,) = bench.publish("$JS.API.DIRECT.GET.S.s.a")
+    assert b"Nats-Marker-Reason: MaxAge" in marker.header
+    bench.wait(60)
+    (gone,) = bench.publish("$JS.API.DIRECT.GET.S.s.a")
+    assert gone.header == b"NATS/1.0 404 Message Not Found\r\n\r\n"
+    assert bench.engine.next_timer() is None
+
+
+def test_a_late_call_fires_the_timers_first() -> None:
+    bench = Bench()
+    bench.stream(max_age=SECOND)
+    bench.publish("s.a", b"x")
+    bench.now += 5 * SECOND
+    assert bench.api("STREAM.INFO.S")["state"]["messages"] == 0
+
+
+def test_the_same_seed_gives_the_same_outputs() -> None:
+    def run(seed: int) -> list[Any]:
+        engine = Engine(seed=seed)
+        for sid in range(5):
+            engine.handle(1, Subscribe("work", str(sid), "group"), 0)
+        return [engine.attach(2, 0), *(engine.handle(1, Publish("work"), 0) for _ in range(20))]
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_a_greeting_needs_an_attached_connection() -> None:
+    engine = Engine(Profile.of("2.12.8"))
+    (greeting,) = engine.attach(7, 0)
+    assert isinstance(greeting, Line)
+    assert json.loads(greeting.text[5:])["api_lvl"] == 3
+    assert engine.handle(7, Ping(), 0) == [Line(7, "PONG")]
+
+
+def test_bytes_cut_anywhere_are_the_same_commands() -> None:
+    data = b'CONNECT {"a":1}\r\nSUB a.b q 1\r\nHPUB a.b r 12 14\r\nNATS/1.0\r\n\r\nhi\r\nPUB x 0\r\n\r\nUNSUB 1 5\r\nPING\r\n'
+    whole = Parser(100).feed(data)
+    assert len(whole) == 6
+    parser = Parser(100)
+    assert [command for byte in data for command in parser.feed(bytes([byte]))] == whole
+
+
+@pytest.mark.parametrize(
+    ("output", "data"),
+    [
+        (Deliver(1, "9", "a.b", b"hi"), b"MSG a.b 9 2\r\nhi\r\n"),
+        (Deliver(1, "9", "a.b", b"hi", "r"), b"MSG a.b 9 r 2\r\nhi\r\n"),
+        (Deliver(1, "9", "a", b"hi", "", b"NATS/1.0\r\n\r\n"), b"HMSG a 9 12 14\r\nNATS/1.0\r\n\r\nhi\r\n"),
+        (Line(1, "PONG"), b"PONG\r\n"),
+        (Close(1), b""),
+    ],
+)
+def test_outputs_as_bytes(output: Any, data: bytes) -> None:
+    assert encode(output) == data
+
+
+@pytest.mark.parametrize("version", ["2.9.1", "2.10", "x"])
+def test_versions_that_are_none(version: str) -> None:
+    with pytest.raises(ValueError, match=r"version|knows"):
+        Profile.of(version)

@@ -1,0 +1,298 @@
+"""Every fault, seen by a plain nats-py client or by the bare engine."""
+
+import asyncio
+import json
+from typing import Any
+
+import nats
+import pytest
+from nats.errors import NoRespondersError
+from nats.errors import TimeoutError as NatsTimeoutError
+
+from jetstream_ext.testing import ReferenceServer, VirtualClock
+from jetstream_ext.testing.reference import (
+    ChangeLeader,
+    Cut,
+    Delay,
+    Drop,
+    Duplicate,
+    Engine,
+    Faults,
+    Ignore,
+    Lose,
+    Overload,
+    Reorder,
+    Rule,
+    StaleReplica,
+    Stall,
+    Unavailable,
+)
+from jetstream_ext.testing.reference.wire import Close, Deliver, Publish, Subscribe
+
+SECOND = 1_000_000_000
+
+
+class Bench:
+    def __init__(self, *rules: Rule, seed: int = 0, **config: Any) -> None:
+        self.engine = Engine(faults=Faults(*rules, seed=seed))
+        self.now = 0
+        self.engine.handle(1, Subscribe("R.>", "1"), 0)
+        wanted = {
+            "name": "S",
+            "subjects": ["s.>"],
+            "allow_batched": True,
+            "allow_atomic": True,
+            "allow_direct": True,
+            **config,
+        }
+        self.engine.handle(1, Publish("$JS.API.STREAM.CREATE.S", json.dumps(wanted).encode()), 0)
+
+    def publish(self, subject: str, payload: bytes = b"", reply: str = "R.1", header: bytes = b"") -> list[Any]:
+        return self.engine.handle(1, Publish(subject, payload, reply, header), self.now)
+
+    def seqs(self, count: int) -> list[list[int]]:
+        """Publish, and return the sequences that were acknowledged after each message."""
+        outputs = [self.publish("s.a") for _ in range(count)]
+        return [[json.loads(each.payload)["seq"] for each in batch] for batch in outputs]
+
+    def fast(self, seq: int, op: int, gap: str = "ok", flow: int = 2) -> list[Any]:
+        outputs = self.publish("s.a", b"x", f"R.b.{flow}.{gap}.{seq}.{op}.$FI")
+        return [json.loads(each.payload) if each.payload else each.header for each in outputs]
+
+    def later(self, seconds: float) -> list[Any]:
+        self.now += round(seconds * SECOND)
+        return self.engine.handle_timer(self.now)
+
+
+def test_drop() -> None:
+    assert Bench(Drop(kind="pub_ack", nth=2)).seqs(3) == [[1], [], [3]]
+
+
+def test_duplicate() -> None:
+    assert Bench(Duplicate("R.>", kind="pub_ack", times=2)).seqs(3) == [[1, 1], [2, 2], [3]]
+
+
+def test_delay() -> None:
+    bench = Bench(Delay(kind="pub_ack", seconds=2))
+    assert bench.seqs(2) == [[], [2]]
+    assert bench.later(1.9) == []
+    assert [json.loads(each.payload)["seq"] for each in bench.later(0.1)] == [1]
+
+
+def test_reorder() -> None:
+    assert Bench(Reorder(kind="pub_ack", by=2)).seqs(4) == [[], [2], [3, 1], [4]]
+
+
+def test_reorder_does_not_wait_for_ever() -> None:
+    bench = Bench(Reorder(kind="pub_ack", by=2, patience=0.5))
+    assert bench.seqs(2) == [[], [2]]
+    assert [json.loads(each.payload)["seq"] for each in bench.later(0.5)] == [1]
+
+
+def test_lose() -> None:
+    bench = Bench(Lose("s.>", nth=3, times=2))
+    assert bench.fast(1, 0) == [{"type": "ack", "seq": 0, "msgs": 2}]
+    bench.fast(2, 1)
+    assert bench.fast(3, 1) == bench.fast(4, 1) == []
+    assert bench.fast(5, 1)[0] == {"type": "gap", "last_seq": 3, "seq": 5}
+
+
+def test_ignore() -> None:
+    bench = Bench(Ignore("$JS.API.STREAM.INFO.>"))
+    assert bench.publish("$JS.API.STREAM.INFO.S") == []
+    assert len(bench.publish("$JS.API.INFO")) == 1
+
+
+def test_unavailable() -> None:
+    bench = Bench(Unavailable("s.>", nth=2))
+    assert len(bench.seqs(1)[0]) == 1
+    (answer,) = bench.publish("s.a")
+    assert answer.header == b"NATS/1.0 503\r\nNats-Subject: s.a\r\n\r\n"
+    assert bench.seqs(1) == [[2]]
+
+
+def test_overload() -> None:
+    bench = Bench(Overload("s.>"))
+    (answer,) = bench.publish("s.a")
+    assert answer.header == b"NATS/1.0 429 Too Many Requests\r\n\r\n"
+    error = b'{"error":{"code":429,"err_code":10167,"description":"too many requests"},"stream":"S","seq":0}'
+    assert answer.payload == error
+
+
+@pytest.mark.parametrize("gap", ["ok", "fail"])
+def test_a_leader_change_without_loss_is_only_a_frame(gap: str) -> None:
+    bench = Bench(ChangeLeader("s.>", nth=4))
+    for seq in range(1, 4):
+        bench.fast(seq, 1 if seq > 1 else 0, gap)
+    told = bench.fast(4, 1, gap)
+    assert told == [{"type": "ack", "seq": 3, "msgs": 2}]
+    assert bench.fast(5, 1, gap) == [{"type": "ack", "seq": 5, "msgs": 2}]
+    assert bench.fast(6, 3, gap)[-1]["count"] == 5
+
+
+def test_a_leader_change_that_loses_messages() -> None:
+    bench = Bench(ChangeLeader("s.>", nth=6, unavailable=2, unsaved=9))
+    for seq in range(1, 6):
+        bench.fast(seq, 1 if seq > 1 else 0, flow=2)
+    # The frame came for 4, so only 5 can be lost with the old leader.
+    told = bench.fast(6, 1)
+    assert told == [{"type": "ack", "seq": 4, "msgs": 2}, b"NATS/1.0 503\r\nNats-Subject: s.a\r\n\r\n"]
+    assert bench.fast(7, 1) == [b"NATS/1.0 503\r\nNats-Subject: s.a\r\n\r\n"]
+    assert bench.fast(8, 1)[0] == {"type": "gap", "last_seq": 5, "seq": 8}
+    assert bench.fast(9, 3)[-1] == {"stream": "S", "seq": 5, "batch": "b", "count": 8}
+
+
+def test_a_leader_change_ends_a_fail_batch_with_a_gap() -> None:
+    bench = Bench(ChangeLeader("s.>", nth=4, unavailable=1))
+    for seq in range(1, 4):
+        bench.fast(seq, 1 if seq > 1 else 0, "fail")
+    bench.fast(4, 1, "fail")
+    gap, final = bench.fast(5, 1, "fail")
+    assert gap == {"type": "gap", "last_seq": 4, "seq": 5}
+    assert final == {"stream": "S", "seq": 3, "batch": "b", "count": 3}
+    (unknown,) = bench.fast(6, 1, "fail")
+    assert unknown["error"]["err_code"] == 10208
+
+
+def test_a_leader_change_loses_atomic_batches() -> None:
+    bench = Bench(ChangeLeader("s.>", nth=2))
+    head = "NATS/1.0\r\nNats-Batch-Id: b\r\nNats-Batch-Sequence: {}\r\n\r\n"
+    bench.publish("s.a", b"x", header=head.format(1).encode())
+    (answer,) = bench.publish("s.a", b"x", header=head.format(2).encode())
+    assert json.loads(answer.payload)["error"]["err_code"] == 10176
+
+
+def test_a_message_lost_with_the_leader_is_no_duplicate_later() -> None:
+    bench = Bench(ChangeLeader("s.>", nth=3, unsaved=1))
+    bench.fast(1, 0)
+    header = b"NATS/1.0\r\nNats-Msg-Id: one\r\n\r\n"
+    bench.publish("s.a", b"x", "R.b.9.ok.2.1.$FI", header)
+    bench.publish("s.a", b"x", "R.b.9.ok.3.1.$FI", header)
+    (answer,) = bench.publish("$JS.API.STREAM.INFO.S")
+    assert json.loads(answer.payload)["state"]["messages"] == 2
+
+
+def test_stale_replicas() -> None:
+    bench = Bench(StaleReplica("$JS.API.DIRECT.GET.>", behind=2, nth=2), max_msgs_per_subject=1)
+    for payload in (b"1", b"2", b"3"):
+        bench.publish("s.a", payload)
+    answers = [bench.publish("$JS.API.DIRECT.GET.S.s.a")[0].payload for _ in range(3)]
+    assert answers == [b"3", b"1", b"3"]
+
+
+def test_cut() -> None:
+    bench = Bench(Cut("s.>", nth=2))
+    bench.publish("s.a")
+    assert [type(each) for each in bench.publish("s.a")] == [Deliver, Close]
+
+
+def test_cut_before_the_message() -> None:
+    assert [type(each) for each in Bench(Cut("s.>", before=True)).publish("s.a")] == [Close]
+
+
+def test_stall() -> None:
+    bench = Bench(Stall("s.>", seconds=3))
+    assert bench.seqs(2) == [[], []]
+    assert bench.later(2.9) == []
+    assert [json.loads(each.payload)["seq"] for each in bench.later(0.1)] == [1, 2]
+
+
+def test_chance_is_seeded() -> None:
+    def lost(seed: int) -> list[list[int]]:
+        return Bench(Drop(kind="pub_ack", times=None, chance=0.5), seed=seed).seqs(30)
+
+    assert lost(1) == lost(1) != lost(2)
+    assert 5 < sum(map(bool, lost(1))) < 25
+
+
+def test_conditions() -> None:
+    rule = Drop(when=lambda reply: b'"seq":2' in reply.payload)
+    assert Bench(rule).seqs(3) == [[1], [], [3]]
+
+
+def test_rules_come_and_go() -> None:
+    rule = Drop(kind="pub_ack", times=None)
+    bench = Bench(rule)
+    assert bench.seqs(1) == [[]]
+    faults = bench.engine.injector.faults
+    faults.remove(rule)
+    assert bench.seqs(1) == [[2]]
+    with pytest.raises(ValueError, match="not in the plan"):
+        faults.remove(rule)
+    faults.add(rule)
+    assert bench.seqs(1) == [[]]
+    assert "Drop(" in repr(faults)
+
+
+async def test_with_nats_py() -> None:
+    plan = Faults(Unavailable("s.>"), Drop(kind="pub_ack"))
+    async with ReferenceServer(faults=plan) as server:
+        nc = await nats.connect(server.url)
+        js = nc.jetstream(timeout=0.3)
+        await js.add_stream(name="S", subjects=["s.>"])
+        with pytest.raises(NoRespondersError):
+            await nc.request("s.a", b"x", timeout=1)
+        with pytest.raises(NatsTimeoutError):
+            await js.publish("s.a", b"x")
+        assert (await js.publish("s.a", b"x")).seq == 2
+        await nc.close()
+
+
+async def test_a_client_reconnects_after_a_cut() -> None:
+    async with ReferenceServer() as server:
+        back = asyncio.Event()
+
+        async def reconnected() -> None:
+            back.set()
+
+        nc = await nats.connect(server.url, reconnect_time_wait=0.01, reconnected_cb=reconnected)
+        js = nc.jetstream()
+        await js.add_stream(name="S", subjects=["s.>"])
+        server.disconnect_all()
+        await asyncio.wait_for(back.wait(), 5)
+        assert (await js.publish("s.a", b"x")).seq == 1
+        await nc.close()
+
+
+async def test_a_virtual_clock_moves_the_server() -> None:
+    clock = VirtualClock()
+    async with ReferenceServer(clock=clock) as server:
+        nc = await nats.connect(server.url)
+        js = nc.jetstream()
+        await js.add_stream(name="S", subjects=["s.>"], max_age=3600)
+        await js.publish("s.a", b"x")
+        clock.advance(3599)
+        assert (await js.stream_info("S")).state.messages == 1
+        clock.advance(1)
+        assert (await js.stream_info("S")).state.messages == 0
+        with pytest.raises(ValueError, match="back"):
+            clock.advance(-1)
+        await nc.close()
+
+
+def test_in_a_thread_of_its_own() -> None:
+    clock = VirtualClock()
+    with ReferenceServer(clock=clock) as server:
+
+        async def work() -> int:
+            nc = await nats.connect(server.url)
+            js = nc.jetstream()
+            await js.add_stream(name="S", subjects=["s.>"], max_age=10)
+            seq = (await js.publish("s.a", b"x")).seq
+            await asyncio.to_thread(clock.advance, 10)
+            messages = (await js.stream_info("S")).state.messages
+            server.change_leader("S")
+            await nc.close()
+            return seq + messages
+
+        assert asyncio.run(work()) == 1
+
+
+def test_a_server_that_is_not_started() -> None:
+    server = ReferenceServer()
+    with pytest.raises(RuntimeError, match="not started"):
+        _ = server.url
+    with pytest.raises(RuntimeError, match="not started"):
+        server.disconnect_all()
+    with pytest.raises(ValueError, match="dialect"):
+        ReferenceServer(dialect="3.0")
