@@ -1,0 +1,198 @@
+"""Which server has which feature: the one table, for the checks, their errors and the documentation.
+
+Pure data. `client.features` asks a server, `docs/_ext/feature_table.py` draws the table, and
+`tests/conformance/test_feature_table.py` tries every row on every released line of servers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from jetstream_ext.errors import UnsupportedFeatureError
+
+RELEASES: Final = ("2.10", "2.11", "2.12", "2.14", "2.15")
+"""The lines of releases that are tested, oldest first. (There was no 2.13.)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """One row.
+
+    Attributes:
+        title: The feature's name in errors and in the documentation.
+        calls: What of this library needs it.
+        since: The first line of servers that has it.
+        api_level: The JetStream API level that says so (ADR-44); `None`: it predates levels.
+        option: The field of the stream's configuration that it needs, where there is one.
+        older: What happens on an older server that is asked for it by hand.
+    """
+
+    title: str
+    calls: str
+    since: str
+    api_level: int | None = None
+    option: str = ""
+    older: str = ""
+
+    def on(self, release: str) -> bool:
+        """Whether the line of servers `release` (such as ``"2.12"``) has it."""
+        return _numbers(release) >= _numbers(self.since)
+
+    def at(self, api_level: int) -> bool:
+        """Whether a server of this API level (0: older than levels) has it."""
+        return api_level >= (self.api_level or 0)
+
+    def unsupported(
+        self, *, server_version: str | None = None, api_level: int | None = None, detail: str = ""
+    ) -> UnsupportedFeatureError:
+        """Return the error for a server that lacks it.
+
+        Args:
+            server_version: The server that was asked, where known.
+            api_level: Its API level, where known.
+            detail: What that means for the call that failed.
+        """
+        needs = f"{self.title}: needs nats-server {self.since}"
+        if self.api_level is not None:
+            needs += f" (JetStream API level {self.api_level})"
+        found = server_version or "an older server"
+        if api_level is not None:
+            found += f" (level {api_level})"
+        message = f"{needs}, and this is {found}"
+        return UnsupportedFeatureError(
+            f"{message}; {detail}" if detail else message,
+            feature=self.title,
+            required_api_level=self.api_level,
+            server_version=server_version or None,
+        )
+
+
+DIRECT_GET: Final = Feature(
+    title="direct get",
+    calls="`DirectGet.get`, `get_last`, `get_next`",
+    since="2.10",
+    option="allow_direct",
+)
+DIRECT_BATCH: Final = Feature(
+    title="batched direct get",
+    calls="`DirectGet.batch`, `scan`, `multi_last`, `get_at`",
+    since="2.11",
+    api_level=1,
+    option="allow_direct",
+    older="answers with one message, often the wrong one",
+)
+MSG_TTL: Final = Feature(
+    title="message TTL",
+    calls="`msg_ttl=`, `ttl_headers`",
+    since="2.11",
+    api_level=1,
+    option="allow_msg_ttl",
+    older="stores the header and never expires the message",
+)
+DELETE_MARKERS: Final = Feature(
+    title="delete markers",
+    calls="`with_ttl(marker_ttl=)`, `marker_reason`",
+    since="2.11",
+    api_level=1,
+    option="subject_delete_marker_ttl",
+    older="drops the option silently",
+)
+ATOMIC: Final = Feature(
+    title="atomic batch",
+    calls="`AtomicBatch`, `publish_atomic`",
+    since="2.12",
+    api_level=2,
+    option="allow_atomic",
+    older="stores every message at once, on its own",
+)
+ATOMIC_EOB: Final = Feature(
+    title="end-of-batch marker",
+    calls="used by `AtomicBatch` where there is one",
+    since="2.14",
+    api_level=4,
+    option="allow_atomic",
+    older="2.12.0: stores the marker; 2.12.1 and later: refuses",
+)
+COUNTERS: Final = Feature(
+    title="counter stream",
+    calls="`ensure_stream`",
+    since="2.12",
+    api_level=2,
+    option="allow_msg_counter",
+    older="drops the option silently",
+)
+SCHEDULES: Final = Feature(
+    title="scheduled messages",
+    calls="`ensure_stream`",
+    since="2.12",
+    api_level=2,
+    option="allow_msg_schedules",
+    older="drops the option silently",
+)
+FAST_INGEST: Final = Feature(
+    title="fast ingest",
+    calls="`FastPublisher`",
+    since="2.14",
+    api_level=4,
+    option="allow_batched",
+    older="stores every message, pings too, as an ordinary one",
+)
+CONSUMER_RESET: Final = Feature(
+    title="consumer reset",
+    calls="`reset_consumer`",
+    since="2.14",
+    api_level=4,
+    older="never answers",
+)
+DURABLE_SOURCE: Final = Feature(
+    title="durable sourcing",
+    calls="`create_source_consumer`, `source_health`",
+    since="2.14",
+    api_level=4,
+    older="2.10, 2.11: drops the consumer silently, so that a work queue can lose messages; 2.12: refuses",
+)
+
+FEATURES: Final = (
+    DIRECT_GET,
+    DIRECT_BATCH,
+    MSG_TTL,
+    DELETE_MARKERS,
+    ATOMIC,
+    ATOMIC_EOB,
+    COUNTERS,
+    SCHEDULES,
+    FAST_INGEST,
+    CONSUMER_RESET,
+    DURABLE_SOURCE,
+)
+"""All rows, in the order of the documentation."""
+
+BY_OPTION: Final = {
+    feature.option: feature
+    for feature in FEATURES
+    if feature.option and feature.api_level is not None and feature not in (DIRECT_BATCH, ATOMIC_EOB)
+}
+"""What an option of a stream's configuration turns on; only options that some tested server does not know."""
+
+
+def markdown_table() -> str:
+    """Return the table in Markdown."""
+    head = ["feature", "here", *RELEASES, "API level", "the stream needs", "an older server"]
+    lines = [head, ["---", "---", *[":-:"] * (len(RELEASES) + 1), "---", "---"]]
+    lines += (
+        [
+            feature.title,
+            feature.calls,
+            *("yes" if feature.on(release) else "no" for release in RELEASES),
+            "" if feature.api_level is None else str(feature.api_level),
+            f"`{feature.option}`" if feature.option else "",
+            feature.older,
+        ]
+        for feature in FEATURES
+    )
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
