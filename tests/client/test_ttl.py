@@ -1,0 +1,255 @@
+"""Times to live and delete markers, on a real server."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
+
+import nats.js.errors
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import KeyValueConfig, StreamConfig, StreamSource
+
+import jetstream_ext as jsx
+from jetstream_ext.errors import BadHeaderError, MessageTTLDisabledError
+
+# Servers end a TTL to the second; the rest is for a busy machine.
+SLACK = 10.0
+
+
+async def until(check: Callable[[], Awaitable[bool]]) -> float:
+    """Wait until `check` says yes; return when that was."""
+    async with asyncio.timeout(SLACK):
+        while not await check():
+            await asyncio.sleep(0.05)
+    return time.monotonic()
+
+
+@pytest.fixture
+def held(js: JetStreamContext) -> Callable[[str], Awaitable[dict[str, int]]]:
+    """The messages that a stream holds, by subject."""
+
+    async def held(stream: str) -> dict[str, int]:
+        return (await js.stream_info(stream, subjects_filter=">")).state.subjects or {}
+
+    return held
+
+
+@pytest.mark.parametrize(
+    ("ttl", "headers", "expected"),
+    [
+        (5, None, {"Nats-TTL": "5"}),
+        (5.0, {}, {"Nats-TTL": "5"}),
+        (timedelta(minutes=1), {"A": "b"}, {"A": "b", "Nats-TTL": "60"}),
+        (jsx.NEVER, MappingProxyType({"A": "b"}), {"A": "b", "Nats-TTL": "never"}),
+        (5, {"Nats-No-Expire": "1"}, {"Nats-No-Expire": "1", "Nats-TTL": "5"}),
+        (5, {"nats-ttl": "7"}, {"nats-ttl": "7", "Nats-TTL": "5"}),
+    ],
+)
+def test_headers(ttl: Any, headers: Mapping[str, str] | None, expected: dict[str, str]) -> None:
+    before = dict(headers or {})
+    result = jsx.ttl_headers(ttl, headers)
+    assert result == expected
+    assert result is not headers
+    assert dict(headers or {}) == before
+
+
+def test_the_drafts_never() -> None:
+    assert jsx.ttl_headers(jsx.NEVER, {"A": "b"}, dialect="draft") == {"A": "b", "Nats-No-Expire": "1"}
+    assert jsx.ttl_headers(5, dialect="draft") == {"Nats-TTL": "5"}
+    for taken in ("Nats-No-Expire", "Nats-TTL"):
+        with pytest.raises(BadHeaderError):
+            jsx.ttl_headers(jsx.NEVER, {taken: "1"}, dialect="draft")
+    with pytest.raises(ValueError, match="dialect"):
+        jsx.ttl_headers(5, dialect="2.10")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ttl", [0, -1, 0.5, 1.5, timedelta(milliseconds=1500), float("inf"), 2**62])
+def test_a_ttl_that_servers_would_bend_is_refused(ttl: Any) -> None:
+    with pytest.raises(ValueError, match="TTL"):
+        jsx.ttl_headers(ttl)
+    with pytest.raises(ValueError, match="TTL"):
+        jsx.with_ttl(StreamConfig(name="S"), marker_ttl=ttl)
+
+
+def test_headers_that_cannot_be() -> None:
+    with pytest.raises(TypeError):
+        jsx.ttl_headers("5")  # type: ignore[arg-type]
+    with pytest.raises(BadHeaderError):
+        jsx.ttl_headers(5, {"Nats-TTL": "7"})
+    with pytest.raises(BadHeaderError):
+        jsx.ttl_headers(5, {"A": "b\r\nNats-TTL: 7"})
+
+
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [
+        (None, None),
+        ({}, None),
+        ({"Nats-TTL": "1m0s"}, None),
+        ({"Nats-Marker-Reason": "MaxAge", "Nats-TTL": "1m0s"}, "MaxAge"),
+        ({"Nats-Marker-Reason": "Purge"}, "Purge"),
+        ({"Nats-Applied-Limit": "MaxAge"}, "MaxAge"),
+        ({"Nats-Applied-Limit": "x", "Nats-Marker-Reason": "MaxAge"}, "MaxAge"),
+    ],
+)
+def test_marker_reason(headers: dict[str, str] | None, reason: str | None) -> None:
+    assert jsx.marker_reason(headers) == reason
+
+
+def test_configurations() -> None:
+    plain = StreamConfig(name="S", max_age=60)
+    assert jsx.with_ttl(plain) == plain.evolve(allow_msg_ttl=True)
+    assert plain.allow_msg_ttl is None
+    marked = jsx.with_ttl(plain, marker_ttl=timedelta(minutes=1))
+    assert marked == plain.evolve(
+        allow_msg_ttl=True, allow_rollup_hdrs=True, deny_purge=False, subject_delete_marker_ttl=60
+    )
+    bucket = KeyValueConfig(bucket="B")
+    assert jsx.with_ttl(bucket) == bucket
+    assert jsx.with_ttl(bucket, marker_ttl=5).limit_marker_ttl == 5
+    assert bucket.limit_marker_ttl is None
+    mirror = StreamConfig(name="M", mirror=StreamSource(name="S"))
+    assert jsx.with_ttl(mirror).allow_msg_ttl
+
+
+@pytest.mark.parametrize(
+    ("config", "marker_ttl", "error"),
+    [
+        (StreamConfig(name="S"), jsx.NEVER, ValueError),
+        (StreamConfig(name="S", mirror=StreamSource(name="O")), 5, ValueError),
+        (StreamConfig(name="S", deny_purge=True), 5, ValueError),
+        (StreamConfig(name="S", allow_msg_counter=True), None, ValueError),
+        ({"name": "S"}, None, TypeError),
+    ],
+)
+def test_configurations_that_servers_would_refuse_or_change(
+    config: Any, marker_ttl: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        jsx.with_ttl(config, marker_ttl=marker_ttl)
+
+
+async def test_what_is_asked_for_is_what_comes_back(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    name = stream_name()
+    config = jsx.with_ttl(StreamConfig(name=name, subjects=[name]), marker_ttl=60)
+    info = await jsx.ensure_stream(js, config)
+    assert info.config.allow_msg_ttl
+    assert info.config.subject_delete_marker_ttl == 60
+    await jsx.ensure_stream(js, config)
+    await js.create_key_value(jsx.with_ttl(KeyValueConfig(bucket=f"{name}-B"), marker_ttl=60))
+    assert (await js.stream_info(f"KV_{name}-B")).config.subject_delete_marker_ttl == 60
+
+
+async def test_a_message_ends(
+    js: JetStreamContext, stream_name: Callable[[], str], held: Callable[[str], Awaitable[dict[str, int]]]
+) -> None:
+    name = stream_name()
+    await js.add_stream(jsx.with_ttl(StreamConfig(name=name, subjects=[f"{name}.>"])))
+    start = time.monotonic()
+    await js.publish(f"{name}.short", b"x", headers=jsx.ttl_headers(1))
+    await js.publish(f"{name}.long", b"x", headers=jsx.ttl_headers(100))
+    await js.publish(f"{name}.never", b"x", headers=jsx.ttl_headers(jsx.NEVER))
+
+    async def ended() -> bool:
+        return f"{name}.short" not in await held(name)
+
+    assert await until(ended) - start >= 0.9
+    assert await held(name) == {f"{name}.long": 1, f"{name}.never": 1}
+
+
+async def test_the_shorter_of_ttl_and_max_age_counts_and_never_outlives_both(
+    js: JetStreamContext, stream_name: Callable[[], str], held: Callable[[str], Awaitable[dict[str, int]]]
+) -> None:
+    name = stream_name()
+    await js.add_stream(jsx.with_ttl(StreamConfig(name=name, subjects=[f"{name}.>"], max_age=2, duplicate_window=2)))
+    start = time.monotonic()
+    await js.publish(f"{name}.shorter", b"x", headers=jsx.ttl_headers(1))
+    await js.publish(f"{name}.longer", b"x", headers=jsx.ttl_headers(60))
+    await js.publish(f"{name}.never", b"x", headers=jsx.ttl_headers(jsx.NEVER))
+    await js.publish(f"{name}.none", b"x")
+
+    async def first_ended() -> bool:
+        return f"{name}.shorter" not in await held(name)
+
+    async def only_never() -> bool:
+        return await held(name) == {f"{name}.never": 1}
+
+    assert await until(first_ended) - start >= 0.9
+    assert await until(only_never) - start >= 1.9
+
+
+async def test_markers_floor_the_ttl_and_say_why(
+    js: JetStreamContext, stream_name: Callable[[], str], held: Callable[[str], Awaitable[dict[str, int]]]
+) -> None:
+    name = stream_name()
+    config = StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True)
+    await js.add_stream(jsx.with_ttl(config, marker_ttl=3))
+    start = time.monotonic()
+    await js.publish(f"{name}.a", b"x", headers=jsx.ttl_headers(1))
+    direct = jsx.DirectGet(js, name)
+    stored = await direct.get_last(f"{name}.a")
+    assert stored.headers == {"Nats-TTL": "3"}  # the floor
+    assert jsx.marker_reason(stored.headers) is None
+
+    async def marked() -> bool:
+        return (await direct.get_last(f"{name}.a")).seq != stored.seq
+
+    assert await until(marked) - start >= 2.9
+    marker = await direct.get_last(f"{name}.a")
+    assert jsx.marker_reason(marker.headers) == "MaxAge"
+    assert marker.data == b""
+    assert marker.headers["Nats-TTL"] == "3s"
+    assert await held(name) == {f"{name}.a": 1}
+
+
+async def test_a_single_message_per_subject_has_no_floor(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    name = stream_name()
+    config = StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, max_msgs_per_subject=1)
+    await js.add_stream(jsx.with_ttl(config, marker_ttl=60))
+    await js.publish(f"{name}.a", b"x", headers=jsx.ttl_headers(1))
+    assert (await jsx.DirectGet(js, name).get_last(f"{name}.a")).headers == {"Nats-TTL": "1"}
+
+
+async def test_the_older_revision_comes_back(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    name = stream_name()
+    kv = await js.create_key_value(KeyValueConfig(bucket=name, history=5))
+    await kv.put("k", b"v1")
+    await js.publish(f"$KV.{name}.k", b"v2", headers=jsx.ttl_headers(1))
+    assert (await kv.get("k")).value == b"v2"
+
+    async def ended() -> bool:
+        return (await kv.get("k")).value != b"v2"
+
+    await until(ended)
+    assert (await kv.get("k")).value == b"v1"
+
+
+async def test_the_ttl_of_every_publisher_is_stored(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    name = stream_name()
+    config = StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True, allow_batched=True)
+    await js.add_stream(jsx.with_ttl(config))
+    await js.publish(f"{name}.1", b"x", headers=jsx.ttl_headers(60))
+    async with jsx.AtomicBatch(js) as batch:
+        await batch.add(f"{name}.2", b"x", msg_ttl=60)
+        await batch.add(f"{name}.3", b"x", msg_ttl=jsx.NEVER)
+    await jsx.publish_atomic(js, [jsx.BatchMessage(f"{name}.4", msg_ttl=timedelta(minutes=1))])
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add(f"{name}.5", b"x", msg_ttl=60)
+        await publisher.add_many([jsx.BatchMessage(f"{name}.6", b"x", msg_ttl=jsx.NEVER)])
+        await publisher.commit(f"{name}.7", b"x", msg_ttl=60)
+    stored = await jsx.DirectGet(js, name).scan().to_list()
+    assert [message.headers.get("Nats-TTL") for message in stored] == ["60", "60", "never", "60", "60", "never", "60"]
+
+
+async def test_a_stream_that_does_not_allow_it(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    name = stream_name()
+    await js.add_stream(name=name, subjects=[name], allow_atomic=True)
+    with pytest.raises(nats.js.errors.BadRequestError) as refused:
+        await js.publish(name, b"x", headers=jsx.ttl_headers(jsx.NEVER))
+    assert refused.value.err_code == 10166
+    with pytest.raises(MessageTTLDisabledError):
+        await jsx.publish_atomic(js, [jsx.BatchMessage(name, msg_ttl=5)])
+    assert (await js.stream_info(name)).state.messages == 0
