@@ -1,0 +1,99 @@
+"""Consumer reset (ADR-60)."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from nats.js import JetStreamContext
+from nats.js.api import ConsumerReset
+from nats.js.errors import NotFoundError
+
+from jetstream_ext.client.api import Api, answering_server
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.protocol import frames, support
+from jetstream_ext.protocol.options import rfc3339
+
+_NO_MESSAGE = 10037
+
+
+async def reset_consumer(
+    js: JetStreamContext,
+    stream: str,
+    consumer: str,
+    *,
+    seq: int | None = None,
+    time: datetime | None = None,
+    timeout: float | None = None,
+) -> ConsumerReset:
+    """Start a consumer again, from its ack floor, a sequence or a time (ADR-60).
+
+    What was delivered and not acknowledged is delivered again, with delivery counts from 1; without `seq` and `time`
+    also what was acknowledged out of order above the floor. Subscribers go on where the consumer now stands, and need
+    not be told. An acknowledgement of a delivery from before the reset is ignored, unless the message was delivered
+    again meanwhile. On a work queue, messages that a reset skips stay in the stream; on an interest stream they are
+    removed.
+
+    As nats-py's ``js.reset_consumer``, but a server never answers a reset of what it does not have, or does not know:
+    here the consumer is asked for first, once, so that both fail at once instead of by timeout.
+
+    Args:
+        js: nats-py's JetStream context; its prefix and domain are honoured.
+        stream: The stream's name.
+        consumer: The consumer's name, durable or not, pull or push.
+        seq: The next message to deliver is the first with this sequence or a later one; from 1. A sequence beyond the
+            end is accepted: the consumer then waits for it.
+        time: The next message to deliver is the first that was stored at or after this aware datetime, as the
+            stream's leader has it now; where there is none yet, the next one to be stored. Instead of `seq`.
+        timeout: Seconds for all of it; None is the context's timeout.
+
+    Returns:
+        nats-py's ``ConsumerReset``: ``reset_seq``, the first sequence that may be delivered next, and the consumer's
+        new ``info``.
+
+    Raises:
+        ValueError: `seq` is not from 1 to 2**64-1, `time` is naive, or both are given.
+        NotFoundError: nats-py's: there is no such stream or consumer.
+        UnsupportedFeatureError: The consumer's server is older than 2.14.
+        ConsumerInvalidResetError: 10204: with `seq` or `time` the deliver policy must be ``all``,
+            ``by_start_sequence`` or ``by_start_time``, and the new start not before its own.
+        RequestTimeoutError: No answer in time, as while a leader is elected. The reset may have happened.
+        ServerError: Any other refusal.
+
+    Cancellation: The reset may have happened; nothing is left behind.
+
+    Requires: nats-server 2.14 (API level 4).
+    """
+    frames.check_name(stream, "stream name")
+    frames.check_name(consumer, "consumer name")
+    if seq is not None and (isinstance(seq, bool) or not isinstance(seq, int) or not 1 <= seq < 1 << 64):
+        raise ValueError(f"seq must be a stream sequence from 1 up, not {seq!r} (None starts at the ack floor)")
+    if time is not None:
+        if seq is not None:
+            raise ValueError("give seq or time, not both")
+        rfc3339(time, "time")
+    door = JetStream(js)
+    api = Api(door, timeout)
+    info = await api.ask(f"CONSUMER.INFO.{stream}.{consumer}")
+    version, level = answering_server(info.get("config") or {})
+    if not support.CONSUMER_RESET.at(level):
+        raise support.CONSUMER_RESET.unsupported(
+            server_version=version or door.connection.server_version, api_level=level, detail="nothing was changed"
+        )
+    if time is not None:
+        seq = await _first_at(api, stream, time)
+    return ConsumerReset.from_response(
+        await api.ask(f"CONSUMER.RESET.{stream}.{consumer}", None if seq is None else {"seq": seq})
+    )
+
+
+async def _first_at(api: Api, stream: str, when: datetime) -> int:
+    """Return the first sequence stored at or after `when`, or the one that comes next."""
+    # The end first: a message that is stored between the two questions must not be skipped.
+    state = (await api.ask(f"STREAM.INFO.{stream}"))["state"]
+    try:
+        found = await api.ask(f"STREAM.MSG.GET.{stream}", {"start_time": rfc3339(when, "time")})
+    except NotFoundError as error:
+        if error.err_code != _NO_MESSAGE:
+            raise
+        return int(state["last_seq"]) + 1
+    return int(found["message"]["seq"])

@@ -1,0 +1,435 @@
+"""Consumer reset on a real server: the call itself, and nats-py's subscribers that live through it."""
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import nats
+import nats.errors
+import nats.js.errors
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, ConsumerReset, DeliverPolicy
+
+import jetstream_ext as jsx
+from jetstream_ext.errors import ConsumerInvalidResetError, RequestTimeoutError, UnsupportedFeatureError
+from jetstream_ext.testing import NatsServer
+
+MakeStream = Callable[..., Awaitable[str]]
+SLACK = 20.0
+RESETS, MESSAGES = 50, 10_000
+
+
+@pytest.fixture
+def ten(js: JetStreamContext, make_stream: MakeStream) -> Callable[..., Awaitable[str]]:
+    """Create a stream with ten messages and, unless told otherwise, a durable pull consumer ``c`` on it."""
+
+    async def ten(consumer: ConsumerConfig | None = None, *, messages: int = 10) -> str:
+        name = await make_stream()
+        for number in range(1, messages + 1):
+            await js.publish(f"{name}.{number}", b"%d" % number)
+        await js.add_consumer(name, consumer or ConsumerConfig(name="c", durable_name="c"))
+        return name
+
+    return ten
+
+
+def seqs(msgs: list[Msg]) -> list[int]:
+    return [msg.metadata.sequence.stream for msg in msgs]
+
+
+async def reset_elsewhere(server: NatsServer, stream: str, consumer: str, seq: int | None = None) -> None:
+    """Reset a consumer from another process."""
+    code = f"""
+import asyncio, nats, jetstream_ext
+async def main():
+    nc = await nats.connect({server.url!r}, connect_timeout=10)
+    await jetstream_ext.reset_consumer(nc.jetstream(), {stream!r}, {consumer!r}, seq={seq!r})
+    await nc.close()
+asyncio.run(main())
+"""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    async with asyncio.timeout(SLACK):
+        assert await process.wait() == 0
+
+
+# -- the call ---------------------------------------------------------------------------------------------------------
+
+
+async def test_without_a_start_it_begins_again_at_the_ack_floor(js: JetStreamContext, ten: Any) -> None:
+    name = await ten()
+    sub = await js.pull_subscribe_bind("c", name)
+    for msg in await sub.fetch(5):
+        if msg.metadata.sequence.stream in (1, 2, 4):
+            await msg.ack_sync()
+    reset = await jsx.reset_consumer(js, name, "c")
+    assert isinstance(reset, ConsumerReset)
+    assert reset.reset_seq == 3
+    assert (reset.info.name, reset.info.stream_name) == ("c", name)
+    assert (reset.info.num_pending, reset.info.num_ack_pending) == (8, 0)
+    again = await sub.fetch(10)
+    assert seqs(again) == list(range(3, 11))  # 4 again: acknowledged, but above the floor
+    assert {msg.metadata.num_delivered for msg in again} == {1}
+    assert again[0].metadata.sequence.consumer == 1
+
+
+@pytest.mark.parametrize("seq", [1, 7, 10, 11, 2**64 - 1])
+async def test_to_a_sequence(js: JetStreamContext, ten: Any, seq: int) -> None:
+    name = await ten()
+    reset = await jsx.reset_consumer(js, name, "c", seq=seq)
+    assert reset.reset_seq == seq
+    assert reset.info.num_pending == max(0, 11 - seq)
+
+
+async def test_to_a_time(js: JetStreamContext, ten: Any) -> None:
+    name = await ten()
+    times = [message.time for message in await jsx.DirectGet(js, name).scan().to_list()]
+    assert (await jsx.reset_consumer(js, name, "c", time=times[4])).reset_seq == 5
+    assert (await jsx.reset_consumer(js, name, "c", time=times[4] + timedelta(microseconds=1))).reset_seq == 6
+    assert (await jsx.reset_consumer(js, name, "c", time=datetime(1999, 1, 1, tzinfo=UTC))).reset_seq == 1
+    later = times[-1] + timedelta(hours=1)
+    assert (await jsx.reset_consumer(js, name, "c", time=later)).reset_seq == 11
+    await js.publish(f"{name}.11", b"11")
+    sub = await js.pull_subscribe_bind("c", name)
+    assert seqs(await sub.fetch(1)) == [11]
+
+
+async def test_to_a_time_in_an_empty_stream(js: JetStreamContext, ten: Any) -> None:
+    name = await ten(messages=0)
+    assert (await jsx.reset_consumer(js, name, "c", time=datetime.now(UTC))).reset_seq == 1
+
+
+@pytest.mark.parametrize("consumer", [False, True])
+async def test_what_is_not_there_is_a_prompt_error(js: JetStreamContext, ten: Any, consumer: bool, left: Any) -> None:
+    name = await ten()
+    start = time.monotonic()
+    with pytest.raises(nats.js.errors.NotFoundError) as missing:
+        await jsx.reset_consumer(js, *((name, "nope") if consumer else ("NOPE", "c")))
+    assert time.monotonic() - start < 1
+    assert missing.value.err_code == (10014 if consumer else 10059)
+    with pytest.raises(nats.js.errors.NotFoundError):
+        await jsx.reset_consumer(js, *((name, "nope") if consumer else ("NOPE", "c")), time=datetime.now(UTC))
+    await left.settled()
+
+
+@pytest.mark.parametrize("policy", [DeliverPolicy.LAST, DeliverPolicy.NEW, DeliverPolicy.LAST_PER_SUBJECT])
+async def test_policies_that_forbid_a_sequence(js: JetStreamContext, ten: Any, policy: DeliverPolicy) -> None:
+    subject = ">" if policy is DeliverPolicy.LAST_PER_SUBJECT else None
+    name = await ten(ConsumerConfig(name="c", durable_name="c", deliver_policy=policy, filter_subject=subject))
+    with pytest.raises(ConsumerInvalidResetError) as refused:
+        await jsx.reset_consumer(js, name, "c", seq=3)
+    assert isinstance(refused.value, nats.js.errors.ConsumerInvalidResetError)
+    assert (refused.value.code, refused.value.err_code) == (400, 10204)
+    with pytest.raises(ConsumerInvalidResetError):
+        await jsx.reset_consumer(js, name, "c", time=datetime.now(UTC))
+    await jsx.reset_consumer(js, name, "c")
+
+
+async def test_below_the_start_sequence(js: JetStreamContext, ten: Any) -> None:
+    config = ConsumerConfig(name="c", deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=5)
+    name = await ten(config)
+    with pytest.raises(ConsumerInvalidResetError, match="below start seq"):
+        await jsx.reset_consumer(js, name, "c", seq=4)
+    assert (await jsx.reset_consumer(js, name, "c", seq=5)).reset_seq == 5
+
+
+async def test_below_the_start_time(js: JetStreamContext, ten: Any) -> None:
+    name = await ten()
+    fifth = (await jsx.DirectGet(js, name).get(5)).time
+    await js.add_consumer(name, name="t", deliver_policy=DeliverPolicy.BY_START_TIME, opt_start_time=fifth)
+    with pytest.raises(ConsumerInvalidResetError, match="below start time"):
+        await jsx.reset_consumer(js, name, "t", seq=3)
+    with pytest.raises(ConsumerInvalidResetError, match="below start time"):
+        await jsx.reset_consumer(js, name, "t", time=fifth - timedelta(seconds=30))
+    assert (await jsx.reset_consumer(js, name, "t", time=fifth)).reset_seq == 5
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"seq": 0},
+        {"seq": -1},
+        {"seq": 2**64},
+        {"seq": True},
+        {"seq": 1.0},
+        {"seq": "3"},
+        {"time": datetime(2026, 1, 1)},  # noqa: DTZ001
+        {"seq": 1, "time": datetime.now(UTC)},
+        {"timeout": 0},
+        {"timeout": -1},
+    ],
+)
+async def test_arguments_are_checked_here(js: JetStreamContext, wrong: dict[str, Any], left: Any) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - each has words of its own
+        await jsx.reset_consumer(js, "S", "c", **wrong)
+    with pytest.raises(ValueError, match="name"):
+        await jsx.reset_consumer(js, "S.x", "c")
+    with pytest.raises(ValueError, match="name"):
+        await jsx.reset_consumer(js, "S", "")
+    with pytest.raises(TypeError):
+        await jsx.reset_consumer(js, "S", "c", time="2026-01-01T00:00:00Z")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        await jsx.reset_consumer("js", "S", "c")  # type: ignore[arg-type]
+    await left.settled()
+
+
+class FakeApi:
+    """A JetStream API of a few canned answers under a prefix of its own."""
+
+    def __init__(self, nc: Client, prefix: str) -> None:
+        self.asked: list[str] = []
+        self.js = nc.jetstream(prefix=prefix, timeout=0.3)
+        self._prefix = prefix
+        self._nc = nc
+
+    async def answer(self, what: str, payload: bytes | None) -> None:
+        async def reply(msg: Msg) -> None:
+            self.asked.append(msg.subject.removeprefix(f"{self._prefix}."))
+            if payload is not None:
+                await msg.respond(payload)
+
+        await self._nc.subscribe(f"{self._prefix}.{what}", cb=reply)
+        await self._nc.flush()
+
+
+@pytest.fixture
+async def fake(nc: Client, server: NatsServer, stream_name: Callable[[], str]) -> AsyncIterator[FakeApi]:
+    answering = await nats.connect(server.url, connect_timeout=10)
+    fake = FakeApi(answering, stream_name())
+    fake.js = nc.jetstream(prefix=fake._prefix, timeout=0.3)
+    try:
+        yield fake
+    finally:
+        await answering.close()
+
+
+def with_level(level: int | None) -> bytes:
+    metadata = "" if level is None else f'"metadata":{{"_nats.level":"{level}","_nats.ver":"2.{level}.x"}}'
+    return b'{"name":"c","config":{%b}}' % metadata.encode()
+
+
+@pytest.mark.parametrize("level", [None, 1, 2, 3])
+async def test_the_consumer_s_own_server_says_whether_it_can(fake: FakeApi, level: int | None) -> None:
+    await fake.answer("CONSUMER.INFO.>", with_level(level))
+    await fake.answer("CONSUMER.RESET.>", None)
+    with pytest.raises(UnsupportedFeatureError, match=r"2\.14") as old:
+        await jsx.reset_consumer(fake.js, "S", "c", seq=3)
+    assert (old.value.feature, old.value.required_api_level) == ("consumer reset", 4)
+    assert fake.asked == ["CONSUMER.INFO.S.c"]
+
+
+async def test_no_answer_is_a_timeout_that_covers_all_of_it(fake: FakeApi, left: Any) -> None:
+    await fake.answer("CONSUMER.INFO.>", with_level(4))
+    await fake.answer("CONSUMER.RESET.>", None)
+    with pytest.raises(RequestTimeoutError, match=r"CONSUMER\.RESET\.S\.c") as late:
+        await jsx.reset_consumer(fake.js, "S", "c")
+    assert isinstance(late.value, nats.errors.TimeoutError)
+    with pytest.raises(RequestTimeoutError, match=r"within 0\.05 s"):
+        await jsx.reset_consumer(fake.js, "S", "c", timeout=0.05)
+    await left.settled()
+
+
+async def test_nobody_there(fake: FakeApi) -> None:
+    with pytest.raises(nats.js.errors.ServiceUnavailableError):
+        await jsx.reset_consumer(fake.js, "S", "c")
+
+
+@pytest.mark.parametrize("answer", [b"", b"x", b"[]", b'{"error":7}'])
+async def test_an_answer_that_is_none(fake: FakeApi, answer: bytes) -> None:
+    await fake.answer("CONSUMER.INFO.>", answer)
+    with pytest.raises(jsx.errors.ResponseError):
+        await jsx.reset_consumer(fake.js, "S", "c")
+
+
+async def test_cancellation_leaves_nothing(fake: FakeApi, left: Any) -> None:
+    await fake.answer("CONSUMER.INFO.>", None)
+    task = asyncio.create_task(jsx.reset_consumer(fake.js, "S", "c", timeout=SLACK))
+    async with asyncio.timeout(SLACK):
+        while not fake.asked:
+            await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await left.settled()
+
+
+async def test_behind_a_domain() -> None:
+    async with NatsServer(config="jetstream { domain: hub }") as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream(domain="hub")
+        await js.add_stream(name="S", subjects=["s"])
+        await js.publish("s", b"x")
+        await js.add_consumer("S", name="c", durable_name="c")
+        assert (await jsx.reset_consumer(js, "S", "c", seq=1)).reset_seq == 1
+        with pytest.raises(nats.js.errors.ServiceUnavailableError):
+            await jsx.reset_consumer(nc.jetstream(domain="nowhere"), "S", "c")
+        await nc.close()
+
+
+# -- nats-py's subscribers, and a reset made by another process ---------------------------------------------------------
+
+
+async def test_a_waiting_fetch_lives_through_it(js: JetStreamContext, server: NatsServer, ten: Any) -> None:
+    name = await ten()
+    sub = await js.pull_subscribe_bind("c", name)
+    for msg in await sub.fetch(10):
+        await msg.ack_sync()
+    waiting = asyncio.create_task(sub.fetch(3, timeout=SLACK))
+    async with asyncio.timeout(SLACK):
+        while not (await js.consumer_info(name, "c")).num_waiting:
+            await asyncio.sleep(0.01)
+    await reset_elsewhere(server, name, "c", 6)
+    got = await waiting
+    while len(got) < 5:
+        got += await sub.fetch(10, timeout=SLACK)
+    assert seqs(got) == [6, 7, 8, 9, 10]
+
+
+async def test_an_old_acknowledgement_counts_once_its_message_is_delivered_again(
+    js: JetStreamContext, server: NatsServer, ten: Any
+) -> None:
+    name = await ten()
+    sub = await js.pull_subscribe_bind("c", name)
+    before = await sub.fetch(10)
+    await reset_elsewhere(server, name, "c", 1)
+    with pytest.raises(nats.errors.TimeoutError):
+        await before[0].ack_sync(timeout=0.3)
+    again = await sub.fetch(5, timeout=SLACK)
+    assert seqs(again) == [1, 2, 3, 4, 5]
+    for msg in before[:5]:
+        await msg.ack_sync()
+    assert (await js.consumer_info(name, "c")).ack_floor.stream_seq == 5
+    assert seqs(await sub.fetch(10, timeout=SLACK)) == [6, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("queue", [None, "workers"])
+async def test_a_push_subscription_lives_through_it(
+    js: JetStreamContext, server: NatsServer, ten: Any, queue: str | None
+) -> None:
+    name = await ten()
+    got: list[int] = []
+
+    async def take(msg: Msg) -> None:
+        got.append(msg.metadata.sequence.stream)
+
+    durable = None if queue else "p"
+    sub = await js.subscribe(
+        f"{name}.>",
+        queue=queue,
+        stream=name,
+        durable=durable,
+        cb=take,
+        config=ConsumerConfig(idle_heartbeat=None if queue else 0.2),
+    )
+    await until(lambda: got == list(range(1, 11)))
+    await reset_elsewhere(server, name, queue or "p", 4)
+    await until(lambda: got[10:] == list(range(4, 11)))
+    await js.publish(f"{name}.11", b"11")
+    await until(lambda: got[17:] == [11])
+    info = await sub.consumer_info()
+    assert info.ack_floor is not None
+    assert info.ack_floor.stream_seq == 11
+    await sub.unsubscribe()
+
+
+async def test_an_ordered_subscription_makes_a_new_consumer_and_repeats_nothing(
+    js: JetStreamContext, server: NatsServer, ten: Any
+) -> None:
+    name = await ten()
+    got: list[int] = []
+
+    async def take(msg: Msg) -> None:
+        got.append(msg.metadata.sequence.stream)
+
+    sub = await js.subscribe(f"{name}.>", stream=name, ordered_consumer=True, idle_heartbeat=0.5, cb=take)
+    await until(lambda: got == list(range(1, 11)))
+    first = (await sub.consumer_info()).name
+    await reset_elsewhere(server, name, first, 3)
+
+    async def replaced() -> bool:
+        return (await sub.consumer_info()).name != first
+
+    async with asyncio.timeout(SLACK):
+        while not await replaced():
+            await asyncio.sleep(0.02)
+    await js.publish(f"{name}.11", b"11")
+    await until(lambda: got[-1] == 11)
+    assert got == list(range(1, 12))
+    await sub.unsubscribe()
+
+
+async def until(check: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SLACK):
+        while not check():
+            await asyncio.sleep(0.01)
+
+
+# -- under load -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)
+async def test_resets_under_load(js: JetStreamContext, server: NatsServer, make_stream: MakeStream) -> None:
+    """Three fetchers work while the consumer is reset again and again: all above the final floor is delivered."""
+    name = await make_stream()
+    config = ConsumerConfig(name="c", durable_name="c", ack_policy=AckPolicy.EXPLICIT, ack_wait=5, max_ack_pending=500)
+    await js.add_consumer(name, config)
+    generation = 0
+    delivered: list[tuple[int, int]] = []  # (how many resets were confirmed, sequence)
+    stop = asyncio.Event()
+    chance = random.Random(8)
+
+    async def fetch(js: JetStreamContext) -> None:
+        sub = await js.pull_subscribe_bind("c", name)
+        while not stop.is_set():
+            try:
+                msgs = await sub.fetch(50, timeout=0.5)
+            except nats.errors.TimeoutError:
+                continue
+            for msg in msgs:
+                delivered.append((generation, msg.metadata.sequence.stream))
+                await msg.ack()
+        await sub.unsubscribe()
+
+    async def publish() -> None:
+        async with jsx.FastPublisher(js) as publisher:
+            for number in range(MESSAGES):
+                await publisher.add(f"{name}.x", b"%d" % number)
+                if number % 100 == 0:
+                    await asyncio.sleep(0.005)
+
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+        for _ in range(3):
+            nc = await nats.connect(server.url, connect_timeout=10)
+            stack.push_async_callback(nc.close)
+            group.create_task(fetch(nc.jetstream()))
+        publishing = group.create_task(publish())
+        floor = 0
+        for number in range(RESETS):
+            last = (await js.stream_info(name)).state.last_seq
+            # Back and forth, and now and then to the floor, which nobody moves meanwhile but the fetchers.
+            seq = chance.randint(1, last + 20) if number % 5 and last else None
+            if number == RESETS - 1:
+                seq = max(1, last // 2)
+            reset = await jsx.reset_consumer(js, name, "c", seq=seq)
+            generation += 1
+            floor = reset.reset_seq - 1
+            await asyncio.sleep(0.05)  # let them work: a reset every now and then, not one after the other
+        await publishing
+        async with asyncio.timeout(SLACK + RESETS):
+            while True:
+                info = await js.consumer_info(name, "c")
+                if info.ack_floor.stream_seq == MESSAGES and not info.num_pending and not info.num_ack_pending:
+                    break
+                await asyncio.sleep(0.05)
+        stop.set()
+    assert generation == RESETS
+    assert {seq for _, seq in delivered} >= set(range(floor + 1, MESSAGES + 1))
+    # After the last reset, that is; the first of them can be here before its answer is.
+    assert {seq for when, seq in delivered if when >= RESETS - 1} >= set(range(floor + 1, MESSAGES + 1))
