@@ -1,0 +1,198 @@
+"""Streams that have what the library needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import orjson
+from nats.js import JetStreamContext
+from nats.js.api import DEFAULT_PREFIX, StreamConfig, StreamInfo
+from nats.js.errors import NotFoundError
+
+from jetstream_ext.client.api import Api, answering_server
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.errors import ServerError, StreamConfigMismatchError
+from jetstream_ext.protocol import frames, support
+from jetstream_ext.protocol.support import Feature
+
+_STREAM_EXISTS: Final = 10058
+_MINUS_ONE_FOR_ZERO: Final = frozenset(
+    {"max_consumers", "max_msgs", "max_bytes", "max_msgs_per_subject", "max_msg_size"}
+)
+
+
+async def ensure_stream(
+    js: JetStreamContext, config: StreamConfig | None = None, *, timeout: float | None = None, **params: Any
+) -> StreamInfo:
+    """Create a stream, or turn on what an existing one lacks of the ``allow_*`` options.
+
+    Options are only ever turned on. Any other difference between `config` and an existing stream is an error, and
+    nothing is changed then. Servers before 2.12 drop options that they do not know without a word; here that is an
+    error too: before anything is created where the API level tells, else when the echoed configuration does.
+
+    Args:
+        js: nats-py's JetStream context; its prefix and domain are honoured.
+        config: nats-py's ``StreamConfig``. What it leaves at None, an existing stream may have as it is; so with a
+            ``duplicate_window`` of 0, metadata of other keys, and ``allow_*`` options that are not set. Everything
+            else must be the same, nats-py's defaults (``discard``, the limits of -1, ``deny_*``) included.
+        timeout: Seconds for all of it; None is the context's timeout.
+        params: Fields of the configuration, over those of `config`, as for ``js.add_stream``.
+
+    Returns:
+        nats-py's ``StreamInfo`` of the stream as it now is.
+
+    Raises:
+        ValueError: There is no name.
+        StreamConfigMismatchError: The stream exists with another configuration, or the server made another one of
+            it; ``diff`` maps each field to (wanted, found).
+        UnsupportedFeatureError: The server is too old for an option; ``required_api_level`` says which it needs.
+        ServerError: The server refused.
+        ServiceUnavailableError, RequestTimeoutError: There is no JetStream, or no answer in time.
+
+    Cancellation: The stream may have been created or changed; nothing else is left behind.
+
+    Requires: Any server; each option its own (see the table of features). Servers have no conditional update: two
+    programs that turn on different options of one stream at the same moment can undo each other's.
+    """
+    wanted = (config or StreamConfig()).evolve(**params)
+    frames.check_name(wanted.name or "", "stream name")
+    api = Api(JetStream(js), timeout)
+    retried = False
+    while True:
+        try:
+            info = await api.ask(f"STREAM.INFO.{wanted.name}")
+        except NotFoundError:
+            pass
+        else:
+            return await _extend(api, wanted, info)
+        await _require(api, wanted, "nothing was created")
+        try:
+            return _checked(api, wanted, await api.ask(f"STREAM.CREATE.{wanted.name}", wanted.as_dict()))
+        except ServerError as refusal:
+            # Somebody else may have created it since it was asked for.
+            if refusal.err_code != _STREAM_EXISTS or retried:
+                raise
+            retried = True
+
+
+async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
+    """Turn on what the existing stream lacks."""
+    if diff := _diff(wanted, info["config"]):
+        raise StreamConfigMismatchError(
+            f"stream {wanted.name!r} exists with another configuration: {_words(diff)}; nothing was changed", diff=diff
+        )
+    missing = _missing(wanted, info["config"])
+    if not missing:
+        return _stream_info(info)
+    await _require(api, wanted, "nothing was changed")
+    # The server's own words, not nats-py's reading of them, which has only the fields that it knows.
+    update = info["config"] | dict.fromkeys(missing, True)
+    return _checked(api, wanted, await api.ask(f"STREAM.UPDATE.{wanted.name}", update))
+
+
+async def _require(api: Api, wanted: StreamConfig, detail: str) -> None:
+    """Raise unless the server's API level has all that `wanted` needs."""
+    needed = list(_needs(wanted))
+    greeted = api.js.connection.api_level
+    if api.js.prefix == DEFAULT_PREFIX and greeted is not None and all(feature.at(greeted) for feature in needed):
+        return
+    if not needed:
+        return
+    level = await api.level()
+    for feature in needed:
+        if not feature.at(level):
+            version = api.js.connection.server_version
+            raise feature.unsupported(server_version=version, api_level=level, detail=detail)
+
+
+def _needs(wanted: StreamConfig) -> Iterator[Feature]:
+    for option, feature in support.BY_OPTION.items():
+        if getattr(wanted, option):
+            yield feature
+    for source in [wanted.mirror, *(wanted.sources or [])]:
+        if source is not None and source.consumer is not None:
+            yield support.DURABLE_SOURCE
+
+
+def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
+    """Return what was created or changed, if it is what was asked for."""
+    found = info["config"]
+    diff = {name: (True, found.get(name, False)) for name in _missing(wanted, found)} | _diff(wanted, found)
+    if diff:
+        version, level = answering_server(found)
+        for feature in _needs(wanted):
+            if feature.option in diff or (feature is support.DURABLE_SOURCE and not feature.at(level)):
+                raise feature.unsupported(
+                    server_version=version or api.js.connection.server_version,
+                    api_level=level,
+                    detail=f"stream {wanted.name!r} now exists without it",
+                )
+        raise StreamConfigMismatchError(
+            f"the server made something else of stream {wanted.name!r}: {_words(diff)}", diff=diff
+        )
+    return _stream_info(info)
+
+
+def _missing(wanted: StreamConfig, found: Mapping[str, Any]) -> list[str]:
+    """Return the ``allow_*`` options that are wanted and off."""
+    return [name for name in _options(wanted) if getattr(wanted, name) and not found.get(name)]
+
+
+def _options(config: StreamConfig) -> list[str]:
+    return [name for name in vars(config) if name.startswith("allow_")]
+
+
+def _diff(wanted: StreamConfig, found: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return where an existing configuration is not what is wanted, apart from the ``allow_*`` options."""
+    # Both through the same door, so that units, enums and defaults are the same on both sides.
+    left, right = _read(wanted.as_dict()), _read(found)
+    diff = {}
+    for name in vars(wanted):
+        want, have = getattr(left, name), getattr(right, name)
+        if getattr(wanted, name) is None or name.startswith("allow_") or (name == "duplicate_window" and not want):
+            continue
+        if name == "subjects" and want and have:
+            same = sorted(want) == sorted(have)
+        elif name == "metadata":
+            same = want.items() <= (have or {}).items()
+        else:
+            if name in _MINUS_ONE_FOR_ZERO:
+                want, have = want or -1, have or -1
+            # An option that is off and one that is not there are the same; and a server leaves out what is empty.
+            same = want == have or (not want and not have) or (name == "num_replicas" and not want)
+        if not same:
+            diff[name] = (want, have)
+    return diff
+
+
+def _read(config: Mapping[str, Any]) -> StreamConfig:
+    copy = orjson.loads(orjson.dumps(config))  # nats-py reads it in place
+    for name, value in copy.items():
+        if isinstance(value, dict | list) and name != "metadata":
+            copy[name] = _pruned(value)
+    for entry in [copy.get("mirror"), *(copy.get("sources") or [])]:
+        consumer = (entry or {}).get("consumer")
+        if consumer:  # nats-py insists on a field that a server-managed one (an ADR draft's) has not
+            consumer.setdefault("deliver_subject", "")
+    read: StreamConfig = StreamConfig.from_response(copy)
+    return read
+
+
+def _pruned(value: Any) -> Any:
+    """Leave out what is empty: of some nested fields servers echo that, of others they do not."""
+    if isinstance(value, dict):
+        return {name: kept for name, inner in value.items() if (kept := _pruned(inner))}
+    if isinstance(value, list):
+        return [_pruned(inner) for inner in value]
+    return value
+
+
+def _stream_info(answer: dict[str, Any]) -> StreamInfo:
+    info: StreamInfo = StreamInfo.from_response(orjson.loads(orjson.dumps(answer | {"config": {}})))
+    info.config = _read(answer["config"])
+    return info
+
+
+def _words(diff: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{name} is {have!r}, not {want!r}" for name, (want, have) in diff.items())
