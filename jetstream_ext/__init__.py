@@ -1,8 +1,14 @@
 """Everything modern NATS JetStream can do, for nats-py users."""
 
 from jetstream_ext.client.atomic import AtomicBatch, publish_atomic
+from jetstream_ext.client.consumers import reset_consumer
 from jetstream_ext.client.direct import DirectGet, MessageBatch
 from jetstream_ext.client.fast import FastPublisher
+from jetstream_ext.client.features import Features, features
+from jetstream_ext.client.health import SourceHealth, SourceState, source_health
+from jetstream_ext.client.sources import create_source_consumer, server_managed_source
+from jetstream_ext.client.streams import ensure_stream
+from jetstream_ext.ttl import marker_reason, ttl_headers, with_ttl
 from jetstream_ext.types import (
     NEVER,
     TTL,
@@ -30,8 +36,20 @@ __all__ = [
     "EndReason",
     "FastPubAck",
     "FastPublisher",
+    "Features",
     "GapMode",
     "MessageBatch",
+    "SourceHealth",
+    "SourceState",
     "StoredMsg",
+    "create_source_consumer",
+    "ensure_stream",
+    "features",
+    "marker_reason",
     "publish_atomic",
+    "reset_consumer",
+    "server_managed_source",
+    "source_health",
+    "ttl_headers",
+    "with_ttl",
 ]
