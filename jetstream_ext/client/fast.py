@@ -99,7 +99,7 @@ class FastPublisher:
         self._ack_timeout = self._js.timeout if ack_timeout is None else float(ack_timeout)
         self._stall_ping = float(stall_ping)
         self._keepalive = float(keepalive or 0.0)
-        if self._ack_timeout <= 0 or self._stall_ping <= 0 or self._keepalive < 0:
+        if not (self._ack_timeout > 0 and self._stall_ping > 0 and self._keepalive >= 0):
             raise ValueError("ack_timeout and stall_ping must be over 0 seconds, keepalive 0 or more")
         self._on_gap, self._on_error, self._on_flow = on_gap, on_error, on_flow
         self._machine: FastBatch | None = None
@@ -440,13 +440,15 @@ class FastPublisher:
             self._arm()  # a timer that is set already comes early enough: writing only moves what is due
 
     async def _wait(self, done: Callable[[], bool]) -> None:
-        """Wait for `done`, as long as the machine's timers allow and the batch lives."""
+        """Wait for `done`, as long as the machine's timers allow and the batch lives; raise what ended it otherwise."""
         machine = self._machine
         assert machine is not None
-        while not done():
-            if machine.state is State.ENDED:
-                machine.check_open()
+        while machine.state is not State.ENDED:
+            if machine.state is not State.DRAINING and done():
+                return
             await self._event(machine)
+        if machine.end_reason is not EndReason.COMMITTED:
+            machine.check_open()
 
     async def _event(self, machine: FastBatch) -> None:
         """Wait until something happens; meanwhile the machine's stall timers run."""

@@ -1,0 +1,476 @@
+"""Fast ingest against a real server: what is stored, what is refused, how batches end, and that nothing stays behind."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import nats.errors
+import nats.js.errors
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import DiscardPolicy
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+
+MakeStream = Callable[..., Awaitable[str]]
+
+
+async def stored(js: JetStreamContext, stream: str) -> list[jsx.StoredMsg]:
+    return await jsx.DirectGet(js, stream).scan().to_list()
+
+
+async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
+    return [message.data for message in await stored(js, stream)]
+
+
+@pytest.fixture
+async def stream(make_stream: MakeStream) -> str:
+    return await make_stream()
+
+
+class TestPublishing:
+    async def test_add_and_clean_exit(self, js: JetStreamContext, stream: str, left: Any) -> None:
+        async with jsx.FastPublisher(js, flow=10) as pub:
+            assert (pub.batch_seq, pub.ack_seq, pub.flow, pub.ack, pub.end_reason) == (0, 0, 10, None, None)
+            ack = await pub.add(f"{stream}.a", b"1")
+            assert ack == jsx.FastPubAck(1, pub.ack_seq)
+            for i in range(2, 26):
+                ack = await pub.add(f"{stream}.a", b"%d" % i)
+                assert ack.batch_seq == pub.batch_seq == i
+                assert pub.batch_seq - pub.ack_seq <= pub.flow * 2
+        assert pub.end_reason is jsx.EndReason.COMMITTED
+        assert pub.ack == jsx.BatchAck(stream, 25, pub.batch_id, 25)
+        assert (pub.ack_seq, pub.gaps, pub.errors, pub.gap_count, pub.error_count) == (25, [], [], 0, 0)
+        assert await payloads(js, stream) == [b"%d" % i for i in range(1, 26)]
+        await left.settled()
+
+    async def test_everything_a_message_can_have(self, js: JetStreamContext, stream: str) -> None:
+        headers = {"K": "v", "Empty": "", "Unicode": "ä→ß"}
+        async with jsx.FastPublisher(js) as pub:
+            await pub.add(f"{stream}.a", b"", headers=headers, msg_id="m1", msg_ttl=60, stream=stream)
+            await pub.add(f"{stream}.a", b"", expected_last_subject_seq=1)
+            await pub.add(f"{stream}.b", b"", expected_last_seq=2, msg_ttl=jsx.NEVER)
+            await pub.add_message(
+                jsx.BatchMessage(
+                    f"{stream}.c", b"\r\n", expected_last_subject_seq=3, expected_last_subject=f"{stream}.b"
+                )
+            )
+        assert headers == {"K": "v", "Empty": "", "Unicode": "ä→ß"}
+        first, second, third, fourth = await stored(js, stream)
+        assert first.headers == {
+            **headers, "Nats-Msg-Id": "m1", "Nats-TTL": "60", "Nats-Expected-Stream": stream,
+        }  # fmt: skip
+        assert (second.headers, second.data) == ({"Nats-Expected-Last-Subject-Sequence": "1"}, b"")
+        assert third.headers["Nats-TTL"] == "never"
+        assert fourth.data == b"\r\n"
+
+    @pytest.mark.parametrize("flow", [1, 7, 100, 65535])
+    @pytest.mark.parametrize("outstanding", [1, 3])
+    async def test_add_many(self, js: JetStreamContext, stream: str, flow: int, outstanding: int) -> None:
+        def entries() -> Iterator[Any]:
+            for i in range(1000):
+                payload = b"%d" % i
+                yield [(f"{stream}.{i % 7}", payload), (f"{stream}.h", payload, {"I": str(i)}),
+                       jsx.BatchMessage(f"{stream}.m", payload)][i % 3]  # fmt: skip
+
+        async with jsx.FastPublisher(js, flow=flow, max_outstanding_acks=outstanding) as pub:
+            ack = await pub.add_many(entries())
+            assert ack.batch_seq == 1000
+            assert ack.batch_seq - ack.ack_seq <= pub.flow * outstanding
+        messages = await stored(js, stream)
+        assert [m.data for m in messages] == [b"%d" % i for i in range(1000)]
+        assert messages[1].headers == {"I": "1"}
+
+    async def test_add_many_from_an_async_iterable(self, js: JetStreamContext, stream: str) -> None:
+        async def entries() -> AsyncIterator[Any]:
+            for i in range(300):
+                if i % 50 == 0:
+                    await asyncio.sleep(0)
+                yield (f"{stream}.a", b"%d" % i) if i % 2 else jsx.BatchMessage(f"{stream}.b", b"%d" % i)
+
+        async with jsx.FastPublisher(js, flow=10) as pub:
+            assert (await pub.add_many(entries())).batch_seq == 300
+        assert await payloads(js, stream) == [b"%d" % i for i in range(300)]
+
+    async def test_many_tasks_at_once(self, js: JetStreamContext, stream: str) -> None:
+        async with jsx.FastPublisher(js, flow=5) as pub:
+            acks = await asyncio.gather(*(pub.add(f"{stream}.a", b"%d" % i) for i in range(100)))
+        assert sorted(ack.batch_seq for ack in acks) == list(range(1, 101))
+        assert {int(data) for data in await payloads(js, stream)} == set(range(100))
+
+    async def test_an_empty_source(self, js: JetStreamContext, stream: str, left: Any) -> None:
+        async with jsx.FastPublisher(js) as pub:
+            assert await pub.add_many([]) == jsx.FastPubAck(0, 0)
+        assert (pub.ack, pub.end_reason) == (None, jsx.EndReason.DISCARDED)
+        await left.settled()
+
+    async def test_flush_and_ping(self, js: JetStreamContext, stream: str) -> None:
+        async with jsx.FastPublisher(js, flow=100) as pub:
+            await pub.flush()
+            with pytest.raises(errors.EmptyBatchError):
+                await pub.ping()
+            for _ in range(3):
+                await pub.add(f"{stream}.a", b"x")
+            await pub.flush()
+            assert (await js.stream_info(stream)).state.messages == 3
+            assert (await pub.ping()).batch_seq == 3
+            await pub.flush()
+        assert len(await payloads(js, stream)) == 3, "pings are not stored"
+
+    async def test_the_window_opens_with_lost_acks(self, js: JetStreamContext, stream: str) -> None:
+        pub = jsx.FastPublisher(js, flow=10, stall_ping=0.05)
+        await pub.add(f"{stream}.a", b"x")
+        machine = pub._machine
+        assert machine is not None
+        receive, lost = machine.receive, 0
+
+        def lossy(frames: list[Any], now: float) -> Any:
+            nonlocal lost
+            lost += 1
+            return ([], b"") if lost <= 3 else receive(frames, now)
+
+        machine.receive = lossy  # type: ignore[method-assign]
+        async with asyncio.timeout(5):
+            await pub.add_many((f"{stream}.a", b"x") for _ in range(100))
+        machine.receive = receive  # type: ignore[method-assign]
+        await pub.commit_eob()
+        assert lost >= 3
+        assert len(await payloads(js, stream)) == 101
+
+
+class TestEnding:
+    async def test_commit_with_a_last_message(self, js: JetStreamContext, stream: str, left: Any) -> None:
+        pub = jsx.FastPublisher(js)
+        await pub.add(f"{stream}.a", b"1")
+        ack = await pub.commit(f"{stream}.a", b"2", headers={"K": "v"})
+        assert (ack.batch_size, ack.seq, pub.ack) == (2, 2, ack)
+        assert [m.headers for m in await stored(js, stream)] == [{}, {"K": "v"}]
+        await left.settled()
+
+    async def test_commit_alone(self, js: JetStreamContext, stream: str) -> None:
+        assert (await jsx.FastPublisher(js).commit(f"{stream}.a", b"only")).batch_size == 1
+        assert await payloads(js, stream) == [b"only"]
+
+    async def test_commit_eob(self, js: JetStreamContext, stream: str) -> None:
+        pub = jsx.FastPublisher(js)
+        with pytest.raises(errors.EmptyBatchError):
+            await pub.commit_eob()
+        await pub.add(f"{stream}.a", b"1")
+        assert (await pub.commit_eob()).batch_size == 1
+        assert await payloads(js, stream) == [b"1"]
+
+    async def test_discard_keeps_what_was_sent(self, js: JetStreamContext, stream: str, left: Any) -> None:
+        pub = jsx.FastPublisher(js)
+        await pub.add(f"{stream}.a", b"1")
+        await pub.flush()
+        await pub.discard()
+        await pub.discard()
+        assert (pub.end_reason, pub.ack) == (jsx.EndReason.DISCARDED, None)
+        assert await payloads(js, stream) == [b"1"]
+        await left.settled()
+
+    @pytest.mark.parametrize("end", ["commit", "discard", "discard unused"])
+    async def test_a_batch_is_closed_after_its_end(self, js: JetStreamContext, stream: str, end: str) -> None:
+        pub = jsx.FastPublisher(js)
+        if end != "discard unused":
+            await pub.add(f"{stream}.a", b"1")
+        await (pub.commit_eob() if end == "commit" else pub.discard())
+        operations = (
+            pub.add(f"{stream}.a", b"2"), pub.add_many([(f"{stream}.a", b"2")]), pub.commit(f"{stream}.a"),
+            pub.commit_eob(), pub.ping(),
+        )  # fmt: skip
+        for operation in operations:
+            with pytest.raises(errors.BatchClosedError) as caught:
+                await operation
+            assert caught.value.batch_id == pub.batch_id
+        assert await pub.wait_closed() is pub.end_reason
+
+    async def test_an_exception_in_the_block_ends_it_without_a_commit(
+        self, js: JetStreamContext, stream: str, left: Any
+    ) -> None:
+        pub = jsx.FastPublisher(js)
+
+        async def fail() -> None:
+            async with pub:
+                await pub.add(f"{stream}.a", b"1")
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await fail()
+        assert (pub.end_reason, pub.ack) == (jsx.EndReason.DISCARDED, None)
+        await left.settled()
+
+    async def test_wait_closed(self, js: JetStreamContext, stream: str) -> None:
+        pub = jsx.FastPublisher(js)
+        waiters = [asyncio.create_task(pub.wait_closed()) for _ in range(2)]
+        await pub.add(f"{stream}.a", b"1")
+        assert not any(waiter.done() for waiter in waiters)
+        await pub.commit_eob()
+        assert await asyncio.gather(*waiters) == [jsx.EndReason.COMMITTED] * 2
+
+    async def test_the_death_of_an_idle_batch_is_known(self, js: JetStreamContext, stream: str, left: Any) -> None:
+        pub = jsx.FastPublisher(js, keepalive=0.05)
+        await pub.add(f"{stream}.a", b"1")
+        await js.update_stream(
+            name=stream, subjects=[f"{stream}.>"], allow_direct=True, allow_atomic=True, allow_msg_ttl=True
+        )
+        async with asyncio.timeout(5):
+            assert await pub.wait_closed() is jsx.EndReason.ERROR
+        with pytest.raises(errors.ServerError) as caught:
+            await pub.add(f"{stream}.a", b"2")
+        assert isinstance(caught.value, errors.BatchError)
+        await left.settled()
+
+    async def test_an_idle_batch_is_kept_alive(self, js: JetStreamContext, stream: str) -> None:
+        pongs = asyncio.Event()
+        pub = jsx.FastPublisher(js, keepalive=0.02, on_flow=lambda _: pongs.set())
+        await pub.add(f"{stream}.a", b"1")
+        for _ in range(3):
+            pongs.clear()
+            async with asyncio.timeout(5):
+                await pongs.wait()
+        assert pub.end_reason is None
+        await pub.discard()
+
+
+class TestGapsAndRefusals:
+    async def test_a_refused_message_in_ok_mode(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        stream = await make_stream(max_msg_size=100)
+        reports: list[object] = []
+        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, on_error=reports.append, on_gap=reports.append)
+        async with pub:
+            for i, size in enumerate((1, 200, 1, 1)):
+                await pub.add(f"{stream}.a", b"x" * size, expected_last_seq=77 if i == 3 else None)
+        assert pub.end_reason is jsx.EndReason.COMMITTED
+        assert [(report.seq, type(report.error)) for report in pub.errors] == [
+            (2, errors.MessageTooLargeError), (4, errors.WrongLastSequenceError),
+        ]  # fmt: skip
+        assert pub.gaps == [jsx.BatchFlowGap(2, 3)]
+        assert reports == [pub.errors[0], pub.gaps[0], pub.errors[1]]
+        assert len(await payloads(js, stream)) == 2
+
+    async def test_a_refused_message_in_fail_mode(
+        self, js: JetStreamContext, make_stream: MakeStream, left: Any
+    ) -> None:
+        stream = await make_stream(max_msg_size=10)
+        pub = jsx.FastPublisher(js)
+        await pub.add(f"{stream}.a", b"1")
+        await pub.add(f"{stream}.a", b"x" * 20)
+
+        async def go_on() -> None:
+            async with asyncio.timeout(5):
+                while True:
+                    await pub.add(f"{stream}.a", b"3")
+                    await asyncio.sleep(0)
+
+        with pytest.raises(errors.MessageTooLargeError) as caught:
+            await go_on()
+        assert pub.end_reason is jsx.EndReason.ERROR
+        assert caught.value.ack == pub.ack == jsx.BatchAck(stream, 1, pub.batch_id, 1)
+        assert (caught.value.outcome, caught.value.acked) == ("partial", 1)
+        assert await payloads(js, stream) == [b"1"]
+        with pytest.raises(errors.MessageTooLargeError):
+            await pub.commit_eob()
+        await left.settled()
+
+    async def test_a_full_stream_in_both_modes(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        stream = await make_stream(max_msgs=3, discard=DiscardPolicy.NEW)
+        async with jsx.FastPublisher(js, gap=jsx.GapMode.OK) as pub:
+            await pub.add_many((f"{stream}.a", b"%d" % i) for i in range(6))
+        assert [report.seq for report in pub.errors] == [4, 5, 6]
+        assert await payloads(js, stream) == [b"0", b"1", b"2"]
+        await js.purge_stream(stream)
+        pub = jsx.FastPublisher(js)
+        await pub.add_many((f"{stream}.a", b"%d" % i) for i in range(4))
+        with pytest.raises(errors.BatchServerError, match="maximum messages"):
+            await pub.commit_eob()
+        assert pub.ack is not None
+        assert pub.ack.batch_size == 3
+
+    async def test_a_gap_in_fail_mode_ends_with_the_final_ack(self, js: JetStreamContext, stream: str) -> None:
+        pub = jsx.FastPublisher(js)
+        await pub.add(f"{stream}.a", b"1")
+        pub._machine.sent += 2  # type: ignore[union-attr]  # as if two messages had been lost on their way
+        await pub.add(f"{stream}.a", b"4")
+        with pytest.raises(errors.BatchGapError) as caught:
+            await pub.flush()
+        assert (caught.value.first_lost, caught.value.last_lost, caught.value.sent) == (2, 3, 4)
+        assert (pub.end_reason, caught.value.ack) == (jsx.EndReason.GAP, jsx.BatchAck(stream, 1, pub.batch_id, 1))
+        assert await payloads(js, stream) == [b"1"]
+
+    async def test_a_gap_in_ok_mode_goes_on(self, js: JetStreamContext, stream: str) -> None:
+        async with jsx.FastPublisher(js, gap="ok") as pub:  # type: ignore[arg-type]
+            await pub.add(f"{stream}.a", b"1")
+            pub._machine.sent += 2  # type: ignore[union-attr]
+            await pub.add(f"{stream}.a", b"4")
+            await pub.flush()
+            assert pub.gaps == [jsx.BatchFlowGap(2, 4)]
+        assert pub.ack is not None
+        assert pub.ack.batch_size == 4, "it counts the lost ones too"
+        assert await payloads(js, stream) == [b"1", b"4"]
+
+    async def test_a_subject_of_no_stream_in_the_middle(self, js: JetStreamContext, stream: str) -> None:
+        async with jsx.FastPublisher(js, gap=jsx.GapMode.OK) as pub:
+            await pub.add(f"{stream}.a", b"1")
+            await pub.add("nobody.listens", b"2")
+            await pub.add(f"{stream}.a", b"3")
+            await pub.flush()
+        (report,) = pub.errors
+        assert (report.seq, report.error.code) == (2, 503)
+        assert pub.gaps == [jsx.BatchFlowGap(2, 3)]
+
+    async def test_a_stream_that_is_deleted_does_not_hang_a_wait(self, js: JetStreamContext, stream: str) -> None:
+        pub = jsx.FastPublisher(js, ack_timeout=0.5, stall_ping=0.1)
+        await pub.add(f"{stream}.a", b"1")
+        await js.delete_stream(stream)
+        async with asyncio.timeout(3):
+            with pytest.raises(errors.BatchOutcomeUnknownError):
+                await pub.flush()
+        assert pub.end_reason is jsx.EndReason.TIMEOUT
+
+
+class TestRefusedAtOnce:
+    """A typed error at once, nothing stored, nothing left open."""
+
+    @pytest.mark.parametrize(
+        ("missing", "error"),
+        [("allow_batched", errors.FastPublishDisabledError), ("stream", errors.NoStreamError)],
+    )
+    @pytest.mark.parametrize("how", ["add", "add_many", "commit", "block"])
+    async def test_the_stream_cannot_take_it(
+        self, js: JetStreamContext, make_stream: MakeStream, left: Any, missing: str, error: type[Exception], how: str
+    ) -> None:
+        subject = "no.such.stream" if missing == "stream" else f"{await make_stream(allow_batched=False)}.a"
+        pub = jsx.FastPublisher(js)
+
+        async def block() -> None:
+            async with pub:
+                await pub.add(subject, b"x")
+
+        call = {
+            "add": lambda: pub.add(subject, b"x"), "add_many": lambda: pub.add_many([(subject, b"x")] * 9),
+            "commit": lambda: pub.commit(subject, b"x"), "block": block,
+        }[how]  # fmt: skip
+        async with asyncio.timeout(2):
+            with pytest.raises(error) as caught:
+                await call()
+        assert isinstance(caught.value, errors.BatchError)
+        assert (caught.value.outcome, pub.end_reason, pub.batch_seq) == ("not_stored", jsx.EndReason.ERROR, 1)
+        if missing != "stream":
+            assert "allow_batched" in str(caught.value)
+            assert (await js.stream_info(subject.partition(".")[0])).state.messages == 0
+        else:
+            assert isinstance(caught.value, nats.js.errors.NoStreamResponseError)
+        await left.settled()
+
+    @pytest.mark.parametrize(
+        ("message", "error"),
+        [
+            ({"subject": "a b"}, errors.BadSubjectError),
+            ({"subject": "a.*"}, errors.BadSubjectError),
+            ({"subject": "a\r\nPUB x 0"}, errors.BadSubjectError),
+            ({"headers": {"K": "a\r\nb"}}, errors.BadHeaderError),
+            ({"headers": {"K\n": "v"}}, errors.BadHeaderError),
+            ({"payload": "text"}, TypeError),
+            ({"payload": bytes((1 << 20) + 1)}, errors.MaxPayloadError),
+            ({"payload": bytes(1 << 20), "headers": {"K": "v"}}, errors.MaxPayloadError),
+            ({"msg_ttl": 0}, ValueError),
+            ({"expected_last_seq": -1}, ValueError),
+        ],
+    )
+    async def test_the_message_cannot_be_sent(
+        self, js: JetStreamContext, stream: str, left: Any, message: dict[str, Any], error: type[Exception]
+    ) -> None:
+        message = {"subject": f"{stream}.a", "payload": b"x", **message}
+        sent = js._nc.stats["out_msgs"]
+        pub = jsx.FastPublisher(js)
+        for call in (pub.add(**message), pub.add_message(jsx.BatchMessage(**message)), pub.commit(**message)):
+            with pytest.raises(error):
+                await call
+        assert (pub.batch_seq, pub.end_reason, js._nc.stats["out_msgs"]) == (0, None, sent)
+        await left.settled()
+        # The batch is none the worse for it.
+        await pub.add(f"{stream}.a", b"1")
+        with pytest.raises(error):
+            await pub.add(**message)
+        assert (await pub.commit_eob()).batch_size == 1
+        await left.settled()
+
+    async def test_a_bad_message_in_the_middle_of_many(self, js: JetStreamContext, stream: str) -> None:
+        async with jsx.FastPublisher(js) as pub:
+            with pytest.raises(errors.BadSubjectError):
+                await pub.add_many([(f"{stream}.a", b"1"), (f"{stream}.a", b"2"), ("a b", b""), (f"{stream}.a", b"3")])
+            assert pub.batch_seq == 2
+            await pub.add(f"{stream}.a", b"4")
+        assert await payloads(js, stream) == [b"1", b"2", b"4"]
+
+    async def test_a_source_that_fails_in_the_middle(self, js: JetStreamContext, stream: str) -> None:
+        def source() -> Iterator[Any]:
+            for i in range(250):
+                yield f"{stream}.a", b"%d" % i
+            raise ZeroDivisionError
+
+        pub = jsx.FastPublisher(js, flow=10)
+        with pytest.raises(ZeroDivisionError):
+            await pub.add_many(source())
+        assert (pub.batch_seq, pub.end_reason) == (250, None)
+        await pub.commit_eob()
+        assert len(await payloads(js, stream)) == 250
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"flow": 0}, {"flow": 65536}, {"max_outstanding_acks": 0}, {"max_outstanding_acks": 4}, {"gap": "maybe"},
+            {"batch_id": "a.b"}, {"batch_id": ""}, {"ack_timeout": 0}, {"ack_timeout": float("nan")},
+            {"stall_ping": 0}, {"stall_ping": float("nan")}, {"keepalive": -1}, {"keepalive": float("nan")},
+        ],
+    )  # fmt: skip
+    def test_bad_options(self, js: JetStreamContext, options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=r".+"):
+            jsx.FastPublisher(js, **options)
+
+
+class TestHandlers:
+    async def test_plain_and_coroutine_handlers_see_the_state_after(self, js: JetStreamContext, stream: str) -> None:
+        seen: list[tuple[jsx.BatchFlowAck, int]] = []
+        done = asyncio.Event()
+
+        def plain(ack: jsx.BatchFlowAck) -> None:
+            seen.append((ack, pub.ack_seq))
+
+        async def coroutine(gap: jsx.BatchFlowGap) -> None:
+            await asyncio.sleep(0)
+            assert pub.gaps == [gap]
+            done.set()
+
+        pub = jsx.FastPublisher(js, flow=2, gap=jsx.GapMode.OK, on_flow=plain, on_gap=coroutine)
+        async with pub:
+            await pub.add(f"{stream}.a", b"1")
+            pub._machine.sent += 1  # type: ignore[union-attr]
+            for _ in range(5):
+                await pub.add(f"{stream}.a", b"x")
+            async with asyncio.timeout(5):
+                await done.wait()
+        assert seen
+        assert all(known >= ack.seq for ack, known in seen)
+
+    @pytest.mark.parametrize("kind", ["plain", "coroutine"])
+    async def test_a_handler_that_raises_is_the_loop_s_business(
+        self, js: JetStreamContext, stream: str, loop_is_quiet: list[dict[str, Any]], kind: str
+    ) -> None:
+        def plain(_: object) -> None:
+            raise ZeroDivisionError
+
+        async def coroutine(_: object) -> None:
+            raise ZeroDivisionError
+
+        async with jsx.FastPublisher(js, flow=2, on_flow=plain if kind == "plain" else coroutine) as pub:
+            for _ in range(5):
+                await pub.add(f"{stream}.a", b"x")
+        assert pub.end_reason is jsx.EndReason.COMMITTED
+        await asyncio.sleep(0)
+        assert loop_is_quiet
+        assert {type(context["exception"]) for context in loop_is_quiet} == {ZeroDivisionError}
+        assert pub.batch_id in loop_is_quiet[0]["message"]
+        loop_is_quiet.clear()

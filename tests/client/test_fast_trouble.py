@@ -1,0 +1,228 @@
+"""Fast ingest when things go wrong around it: cancellation at any point, servers that die, pause or do not answer."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import nats.errors
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.testing import NatsServer
+
+MakeStream = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+async def stream(make_stream: MakeStream) -> str:
+    return await make_stream()
+
+
+async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
+    return [message.data for message in await jsx.DirectGet(js, stream).scan().to_list()]
+
+
+class TestCancellation:
+    @pytest.mark.parametrize("call", ["add", "add_many", "flush", "ping"])
+    async def test_leaves_the_batch_usable(
+        self, js: JetStreamContext, make_stream: MakeStream, left: Any, call: str
+    ) -> None:
+        for ticks in range(25):
+            stream = await make_stream()
+            pub = jsx.FastPublisher(js, flow=3, max_outstanding_acks=1)
+            if call in ("flush", "ping"):
+                await pub.add(f"{stream}.a", b"0")
+            work: Any = {
+                "add": lambda: pub.add(f"{stream}.a", b"x"),  # noqa: B023 - called in this round
+                "add_many": lambda: pub.add_many((f"{stream}.a", b"%d" % i) for i in range(20)),  # noqa: B023
+                "flush": pub.flush, "ping": pub.ping,
+            }[call]  # fmt: skip
+            await _cancel_after(ticks, work())
+            sent = pub.batch_seq
+            await pub.add_many((f"{stream}.a", b"after") for _ in range(5))
+            ack = await pub.commit_eob()
+            assert ack.batch_size == pub.batch_seq == sent + 5
+            assert (await js.stream_info(stream)).state.messages == sent + 5
+            await left.settled()
+
+    @pytest.mark.parametrize("call", ["commit", "block"])
+    async def test_of_the_end_leaves_nothing_open(
+        self, js: JetStreamContext, make_stream: MakeStream, left: Any, call: str
+    ) -> None:
+        for ticks in range(25):
+            stream = await make_stream()
+            pub = jsx.FastPublisher(js, flow=3)
+
+            async def block(stream: str = stream, pub: jsx.FastPublisher = pub) -> None:
+                async with pub:
+                    for _ in range(10):
+                        await pub.add(f"{stream}.a", b"x")
+
+            await _cancel_after(ticks, block() if call == "block" else pub.commit(f"{stream}.a", b"x"))
+            if pub.end_reason is None and call == "commit":
+                await pub.discard()  # it did not get as far as the commit
+            assert pub.end_reason is not None or pub.batch_seq == 0
+            assert (await js.stream_info(stream)).state.messages <= 10
+            await left.settled()
+
+    async def test_while_the_end_waits_for_its_turn(
+        self,
+        js: JetStreamContext,
+        own_server: NatsServer,
+        own_nc: Client,
+        own_js: JetStreamContext,
+        own_stream: MakeStream,
+    ) -> None:
+        stream = await own_stream()
+        pub = jsx.FastPublisher(own_js)
+        held: set[int] = set(own_nc._subs)
+
+        async def block() -> None:
+            async with pub:
+                await pub.add(f"{stream}.a", b"1")
+                own_server.pause()
+                pub._machine.state = type(pub._machine.state).STARTING  # type: ignore[union-attr]  # as after a cancelled first add
+
+        task = asyncio.create_task(block())
+        async with asyncio.timeout(5):
+            while own_server.running:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert pub.end_reason is jsx.EndReason.DISCARDED
+        assert set(own_nc._subs) == held
+        own_server.resume()
+
+    async def test_of_wait_closed(self, js: JetStreamContext, stream: str, left: Any) -> None:
+        pub = jsx.FastPublisher(js)
+        await pub.add(f"{stream}.a", b"1")
+        await _cancel_after(3, pub.wait_closed())
+        assert (await pub.commit_eob()).batch_size == 1
+        await left.settled()
+
+
+async def _cancel_after(ticks: int, work: Awaitable[object]) -> None:
+    task = asyncio.ensure_future(work)
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+class TestBadConnections:
+    @pytest.mark.parametrize("mode", list(jsx.GapMode))
+    async def test_a_lost_connection_ends_the_batch_with_the_exact_range(
+        self,
+        own_nc: Client,
+        own_js: JetStreamContext,
+        own_server: NatsServer,
+        own_stream: MakeStream,
+        mode: jsx.GapMode,
+    ) -> None:
+        stream = await own_stream()
+        pub = jsx.FastPublisher(own_js, gap=mode, flow=10)
+        for i in range(1, 26):
+            await pub.add(f"{stream}.a", b"%d" % i)
+        await pub.flush()
+        acked = pub.ack_seq
+        own_server.pause()
+        for i in range(26, 28):
+            await pub.add(f"{stream}.a", b"%d" % i)
+        closing = asyncio.create_task(pub.wait_closed())
+        own_server.kill()
+        async with asyncio.timeout(5):
+            assert await closing is jsx.EndReason.DISCONNECTED
+        with pytest.raises(
+            errors.BatchAbandonedError, match=f"without an acknowledgement: {acked + 1} to 27"
+        ) as caught:
+            await pub.add(f"{stream}.a", b"28")
+        assert (caught.value.sent, caught.value.acked, caught.value.outcome) == (27, acked, "unknown")
+        own_server.restart()
+        assert [int(data) for data in await _read_after_restart(own_js, stream)][:acked] == list(range(1, acked + 1))
+
+    async def test_a_wait_ends_when_the_connection_does(
+        self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
+    ) -> None:
+        stream = await own_stream()
+        pub = jsx.FastPublisher(own_js, flow=1, max_outstanding_acks=1, ack_timeout=60)
+        await pub.add(f"{stream}.a", b"1")
+        own_server.pause()
+
+        async def kill() -> None:
+            while pub.batch_seq < 2:
+                await asyncio.sleep(0.001)
+            own_server.kill()
+
+        async with asyncio.timeout(5):
+            adding, _ = await asyncio.gather(
+                pub.add_many((f"{stream}.a", b"x") for _ in range(100)), kill(), return_exceptions=True
+            )
+        assert isinstance(adding, errors.BatchAbandonedError)
+        assert pub.end_reason is jsx.EndReason.DISCONNECTED
+
+    async def test_a_commit_that_is_not_answered(
+        self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
+    ) -> None:
+        stream = await own_stream()
+        pub = jsx.FastPublisher(own_js, ack_timeout=0.2)
+        await pub.add(f"{stream}.a", b"1")
+        own_server.pause()
+        async with asyncio.timeout(3):
+            with pytest.raises(errors.BatchOutcomeUnknownError) as caught:
+                await pub.commit_eob()
+        own_server.resume()
+        assert (caught.value.outcome, pub.end_reason) == ("unknown", jsx.EndReason.TIMEOUT)
+
+    async def test_a_first_message_that_is_not_answered(
+        self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
+    ) -> None:
+        stream = await own_stream()
+        own_server.pause()
+        async with asyncio.timeout(3):
+            with pytest.raises(errors.BatchOutcomeUnknownError, match="first message"):
+                await jsx.FastPublisher(own_js, ack_timeout=0.2).add(f"{stream}.a", b"1")
+        own_server.resume()
+
+    async def test_a_closed_connection(self, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream) -> None:
+        stream = await own_stream()
+        used, unused = jsx.FastPublisher(own_js), jsx.FastPublisher(own_js)
+        await used.add(f"{stream}.a", b"1")
+        await own_nc.close()
+        async with asyncio.timeout(5):
+            assert await used.wait_closed() is jsx.EndReason.DISCONNECTED
+        with pytest.raises(errors.BatchAbandonedError):
+            await used.add(f"{stream}.a", b"2")
+        with pytest.raises(nats.errors.ConnectionClosedError):
+            await unused.add(f"{stream}.a", b"2")
+
+    async def test_a_timeout_around_a_blocked_write_is_heard(
+        self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
+    ) -> None:
+        # nats-py swallows the cancellation while its buffer is full.
+        stream = await own_stream()
+        pub = jsx.FastPublisher(own_js, ack_timeout=30)
+        await pub.add(f"{stream}.a", b"1")
+        own_server.pause()
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await pub.add_many((f"{stream}.a", bytes(500_000)) for _ in range(100))
+        assert asyncio.get_running_loop().time() - began < 3
+        own_server.resume()
+        sent = pub.batch_seq
+        assert sent > 1
+        assert (await pub.commit_eob()).batch_size == sent
+
+
+async def _read_after_restart(js: JetStreamContext, stream: str) -> list[bytes]:
+    async with asyncio.timeout(10):
+        while not js._nc.is_connected:
+            await asyncio.sleep(0.005)
+    return await payloads(js, stream)
