@@ -144,6 +144,18 @@ class BatchFlowError:
     error: ServerError
 
 
+@dataclass(frozen=True, slots=True)
+class InDoubt:
+    """Nobody knows of the batch sequences ``first … last``: what the server said of them went with the connection.
+
+    They were sent before the connection was lost. The server had taken in everything up to ``last``, so they are
+    stored, unless it refused one or reported it lost in an answer that nobody received.
+    """
+
+    first: int
+    last: int
+
+
 _new = object.__new__
 
 

@@ -43,12 +43,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Sink:
-    """Who takes what comes to one subscription. Both are called on the loop and must not block or raise."""
+    """Who takes what comes to one subscription. All are called on the loop and must not block or raise."""
 
     frames: Callable[[list[Frame]], None]
     """Take delivered messages, in order."""
     disconnected: Callable[[], None]
     """Learn that the connection is gone: what was sent may be lost, what was asked may go unanswered."""
+    reconnected: Callable[[], None] | None = None
+    """Learn that another connection is there, with the subscription on it and what was unsent on its way."""
 
 
 class Inbox:
@@ -82,6 +84,11 @@ class _Base:
     def closed(self) -> bool:
         """Whether the connection is gone for good."""
         return bool(self.nc.is_closed)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the user is ending the connection in an orderly way."""
+        return bool(self.nc.is_draining)
 
     @property
     def max_payload(self) -> int:
@@ -125,6 +132,7 @@ class Connection(_Base):
         self._buffer: bytearray = nc._ps.buf
         self._needed = 0
         self._watched: asyncio.Task[Any] | None = None
+        self._connection_lost = False
 
     # -- subscriptions ------------------------------------------------------------------------------------------
 
@@ -203,10 +211,14 @@ class Connection(_Base):
     def _reader_ended(self, task: asyncio.Task[Any]) -> None:
         if task is self._watched:
             self._watched = None
+        self._connection_lost = True
+        self._tell(lambda sink: sink.disconnected())
+
+    def _tell(self, what: Callable[[Sink], None]) -> None:
         for sink in list(self._sinks.values()):
             if sink is not None:
                 try:
-                    sink.disconnected()
+                    what(sink)
                 except Exception as error:
                     _sink_failed(error)
 
@@ -218,6 +230,10 @@ class Connection(_Base):
             self._buffer = buffer
             self._needed = 0
             self._watch()
+        if self._connection_lost and self.nc.is_connected:
+            # The answer to the ping that nats-py sends when it has subscribed again and written what was pending.
+            self._connection_lost = False
+            self._tell(lambda sink: sink.reconnected() if sink.reconnected else None)
         if not self._sinks:
             await self._parse(data)
             return

@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-import logging
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterable, Iterable
 from types import TracebackType
 from typing import Self, Unpack
 
-import nats.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
-from jetstream_ext.client.connection import Connection, Inbox, JetStream, PublicConnection, Sink
-from jetstream_ext.errors import BatchClosedError
-from jetstream_ext.protocol.fast import (
-    Ended,
-    Entry,
-    Event,
-    FastBatch,
-    State,
-    check_flow,
-    check_outstanding,
-)
-from jetstream_ext.protocol.fast_replies import UnknownReply
-from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.fast_driver import ErrorHandler, FastDriver, FlowHandler, GapHandler, Handlers
+from jetstream_ext.protocol.fast import FastBatch
+from jetstream_ext.protocol.fast_frames import Entry
+from jetstream_ext.protocol.fast_record import State, check_flow, check_outstanding
 from jetstream_ext.protocol.options import check_batch_id
 from jetstream_ext.types import (
     BatchAck,
-    BatchFlowAck,
     BatchFlowError,
     BatchFlowGap,
     BatchMessage,
     EndReason,
     FastPubAck,
     GapMode,
+    InDoubt,
     PublishOptions,
 )
-
-_log = logging.getLogger("jetstream_ext")
-
-GapHandler = Callable[[BatchFlowGap], Awaitable[None] | None]
-ErrorHandler = Callable[[BatchFlowError], Awaitable[None] | None]
-FlowHandler = Callable[[BatchFlowAck], Awaitable[None] | None]
 
 
 class FastPublisher:
@@ -91,26 +74,34 @@ class FastPublisher:
         on_error: ErrorHandler | None = None,
         on_flow: FlowHandler | None = None,
     ) -> None:
-        self._js = JetStream(js)
+        door = JetStream(js)
         self._flow = check_flow(flow)
         self._outstanding = check_outstanding(max_outstanding_acks)
         self._gap = GapMode(gap)
         self._batch_id = check_batch_id(NUID().next().decode() if batch_id is None else batch_id)
-        self._ack_timeout = self._js.timeout if ack_timeout is None else float(ack_timeout)
+        self._ack_timeout = door.timeout if ack_timeout is None else float(ack_timeout)
         self._stall_ping = float(stall_ping)
         self._keepalive = float(keepalive or 0.0)
         if not (self._ack_timeout > 0 and self._stall_ping > 0 and self._keepalive >= 0):
             raise ValueError("ack_timeout and stall_ping must be over 0 seconds, keepalive 0 or more")
-        self._on_gap, self._on_error, self._on_flow = on_gap, on_error, on_flow
-        self._machine: FastBatch | None = None
-        self._connection: Connection | PublicConnection | None = None
-        self._inbox: Inbox | None = None
-        self._opening = asyncio.Lock()
-        self._waiters: set[asyncio.Future[None]] = set()
-        self._stalled = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._callbacks: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self._driver = FastDriver(door, self._batch_id, self._new_machine, Handlers(on_gap, on_error, on_flow))
+
+    def _new_machine(self, inbox: str, max_payload: int) -> FastBatch:
+        return FastBatch(
+            batch_id=self._batch_id,
+            inbox=inbox,
+            flow=self._flow,
+            max_outstanding_acks=self._outstanding,
+            gap=self._gap,
+            max_payload=max_payload,
+            ack_timeout=self._ack_timeout,
+            stall_ping=self._stall_ping,
+            keepalive=self._keepalive,
+        )
+
+    @property
+    def _machine(self) -> FastBatch | None:
+        return self._driver.machine
 
     def __repr__(self) -> str:
         return f"<FastPublisher batch_id={self._batch_id!r} sent={self.batch_seq} acked={self.ack_seq}>"
@@ -166,11 +157,16 @@ class FastPublisher:
         return self._machine.error_count if self._machine else 0
 
     @property
+    def in_doubt(self) -> list[InDoubt]:
+        """What nobody knows of after a loss of the connection that the batch survived (`GapMode.OK` only)."""
+        return list(self._machine.in_doubt) if self._machine else []
+
+    @property
     def end_reason(self) -> EndReason | None:
         """Why the batch ended; None while it is open. Known without another call, also while idle."""
         if self._machine is not None:
             return self._machine.end_reason
-        return EndReason.DISCARDED if self._closed else None
+        return EndReason.DISCARDED if self._driver.discarded else None
 
     # -- publishing ---------------------------------------------------------------------------------------------
 
@@ -194,20 +190,23 @@ class FastPublisher:
         """
         if options:
             return await self.add_message(BatchMessage(subject, payload, **options))
-        machine = await (self._ready() if self._machine else self._ready(BatchMessage(subject, payload)))
-        return await self._sent(machine, machine.add_plain(subject, payload, self._now()), len(payload))
+        driver = self._driver
+        machine = await driver.ready(None if driver.machine else BatchMessage(subject, payload))
+        return await self._sent(machine, machine.add_plain(subject, payload, driver.now()), len(payload))
 
     async def add_message(self, message: BatchMessage) -> FastPubAck:
         """Publish one `BatchMessage`; otherwise as `add`."""
-        machine = await self._ready(message)
-        return await self._sent(machine, machine.add(message, self._now()), len(message.payload))
+        driver = self._driver
+        machine = await driver.ready(message)
+        return await self._sent(machine, machine.add(message, driver.now()), len(message.payload))
 
     async def _sent(self, machine: FastBatch, command: bytes, size: int) -> FastPubAck:
         seq = machine.sent
-        await self._write(command, 1, size)
-        if machine.room < 0 or machine.state is State.STARTING:
-            # In STARTING there is no room at all until the first reply is in.
-            await self._wait(lambda: machine.room >= 0 and machine.state is not State.STARTING)
+        driver = self._driver
+        await driver.write(command, 1, size)
+        if machine.room < 0 or machine.state is not State.OPEN:
+            # The window is full, or nothing may be sent until the first reply, or the connection, is here.
+            await driver.wait(lambda: machine.room >= 0 and machine.state is State.OPEN)
         return FastPubAck(seq, machine.acked)
 
     async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> FastPubAck:
@@ -227,7 +226,8 @@ class FastPublisher:
 
         Cancellation: What was taken from `messages` is on the wire and counted; the batch stays usable.
         """
-        machine = await self._ready()
+        driver = self._driver
+        machine = await driver.ready()
         if isinstance(messages, AsyncIterable):
             # One write each: nats-py's buffer joins them, and a slow source is not held back by a block.
             async for entry in messages:
@@ -236,17 +236,16 @@ class FastPublisher:
         entries = iter(messages)
         stopped: BaseException | None = None
         while stopped is None:
-            await self._ready()
+            await driver.ready()
             if machine.room <= 0:
-                await self._wait(lambda: machine.room > 0)
+                await driver.wait(lambda: machine.room > 0)
                 continue
-            data, count, size, stopped = machine.add_many(entries, machine.room, self._now())
+            data, count, size, stopped = machine.add_many(entries, machine.room, driver.now())
             if count:
-                await self._write(data, count, size)
+                await driver.write(data, count, size)
         if not isinstance(stopped, StopIteration):
             raise stopped
-        if machine.state is State.STARTING:
-            await self._wait(lambda: machine.state is not State.STARTING)
+        await driver.wait(lambda: machine.state is not State.STARTING)
         return FastPubAck(machine.sent, machine.acked)
 
     async def flush(self) -> None:
@@ -263,11 +262,12 @@ class FastPublisher:
         machine = self._machine
         if machine is None or machine.state is State.NEW:
             return
-        await self._ready()
+        driver = self._driver
+        await driver.ready()
         sent = machine.sent
         if not machine.settled:
-            await self._write(machine.ping(self._now()), 1, 0)
-            await self._wait(lambda: max(machine.acked, machine.received) >= sent)
+            await driver.write(machine.ping(driver.now()), 1, 0)
+            await driver.wait(lambda: max(machine.acked, machine.received) >= sent)
 
     async def ping(self) -> FastPubAck:
         """Ask the server where it is; return its answer.
@@ -278,10 +278,11 @@ class FastPublisher:
 
         Cancellation: The batch stays usable.
         """
-        machine = await self._ready()
+        driver = self._driver
+        machine = await driver.ready()
         before = machine.pongs
-        await self._write(machine.ping(self._now()), 1, 0)
-        await self._wait(lambda: machine.pongs > before)
+        await driver.write(machine.ping(driver.now()), 1, 0)
+        await driver.wait(lambda: machine.pongs > before)
         return FastPubAck(machine.sent, machine.acked)
 
     # -- ending -------------------------------------------------------------------------------------------------
@@ -314,13 +315,14 @@ class FastPublisher:
 
         Cancellation: Once the commit is on the wire the batch ends on the server all the same.
         """
-        machine = await self._ready()
+        driver = self._driver
+        machine = await driver.ready()
+        command = machine.commit(driver.now())
         try:
-            command = machine.commit(self._now())
-            await self._write(command, 1, 0)
-            await self._wait(lambda: machine.end_reason is EndReason.COMMITTED)
+            await driver.write(command, 1, 0)
+            await driver.wait(lambda: machine.end_reason is EndReason.COMMITTED)
         except asyncio.CancelledError:
-            self._happened(machine.discard())
+            driver.happened(machine.discard())
             raise
         assert machine.ack is not None
         return machine.ack
@@ -330,26 +332,16 @@ class FastPublisher:
 
         Cancellation: The batch is over all the same.
         """
-        self._closed = True
-        if self._machine is not None:
-            self._happened(self._machine.discard())
+        self._driver.discard()
 
     async def wait_closed(self) -> EndReason:
         """Wait until the batch ends, for whatever reason, and return it.
 
         Cancellation: The batch goes on.
         """
-        if self._machine is None and self._closed:
+        if self._machine is None and self._driver.discarded:
             return EndReason.DISCARDED
-        machine = self._machine or await self._open()
-        while machine.end_reason is None:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.add(waiter)
-            try:
-                await waiter
-            finally:
-                self._waiters.discard(waiter)
-        return machine.end_reason
+        return await self._driver.ended()
 
     async def __aenter__(self) -> Self:
         return self
@@ -368,183 +360,3 @@ class FastPublisher:
                 raise
         elif machine.error is not None:
             machine.check_open()
-
-    # -- the shell ----------------------------------------------------------------------------------------------
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    async def _open(self, first: BatchMessage | None = None) -> FastBatch:
-        """Return the machine; where there is none yet, refuse a bad `first` message before anything is open."""
-        async with self._opening:
-            if self._machine is not None:
-                return self._machine
-            self._check_discarded()
-            connection = self._js.connection
-            connection.check_usable()
-            if first is not None:
-                self._new_machine("", connection.max_payload).add(first, 0.0)
-            inbox = await connection.inbox(Sink(self._frames, self._disconnected), tail=f".{self._batch_id}.>")
-            try:
-                self._check_discarded()
-            except BatchClosedError:
-                inbox.close()
-                raise
-            self._connection, self._inbox = connection, inbox
-            self._machine = self._new_machine(inbox.subject, connection.max_payload)
-            return self._machine
-
-    def _check_discarded(self) -> None:
-        if self._closed:
-            raise BatchClosedError(
-                f"batch {self._batch_id} has ended (discarded)", batch_id=self._batch_id, outcome="not_stored"
-            )
-
-    def _new_machine(self, inbox: str, max_payload: int) -> FastBatch:
-        return FastBatch(
-            batch_id=self._batch_id,
-            inbox=inbox,
-            flow=self._flow,
-            max_outstanding_acks=self._outstanding,
-            gap=self._gap,
-            max_payload=max_payload,
-            ack_timeout=self._ack_timeout,
-            stall_ping=self._stall_ping,
-            keepalive=self._keepalive,
-        )
-
-    async def _ready(self, first: BatchMessage | None = None) -> FastBatch:
-        """Return the machine when it can take a message, or raise what ended it, with the server's final ack."""
-        machine = self._machine or await self._open(first)
-        if machine.state is State.STARTING:
-            await self._wait(lambda: machine.state is not State.STARTING)
-        while machine.state is State.DRAINING:
-            await self._event(machine)
-        if machine.state is not State.OPEN:
-            machine.check_open()
-        assert self._connection is not None
-        self._connection.check_usable()
-        return machine
-
-    async def _write(self, data: bytes, messages: int, size: int) -> None:
-        assert self._connection is not None
-        try:
-            await self._connection.write(data, messages, size)
-        except nats.errors.Error:
-            # The bytes have their sequences and did not leave: without them the batch cannot go on.
-            assert self._machine is not None
-            self._happened(self._machine.disconnected())
-            self._machine.check_open()
-            raise
-        if self._timer is None:
-            self._arm()  # a timer that is set already comes early enough: writing only moves what is due
-
-    async def _wait(self, done: Callable[[], bool]) -> None:
-        """Wait for `done`, as long as the machine's timers allow and the batch lives; raise what ended it otherwise."""
-        machine = self._machine
-        assert machine is not None
-        while machine.state is not State.ENDED:
-            if machine.state is not State.DRAINING and done():
-                return
-            await self._event(machine)
-        if machine.end_reason is not EndReason.COMMITTED:
-            machine.check_open()
-
-    async def _event(self, machine: FastBatch) -> None:
-        """Wait until something happens; meanwhile the machine's stall timers run."""
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
-        self._stalled += 1
-        machine.waiting(self._now())
-        self._arm()
-        try:
-            await waiter
-        finally:
-            self._waiters.discard(waiter)
-            self._stalled -= 1
-            if not self._stalled:
-                machine.not_waiting()
-
-    def _frames(self, frames: list[Frame]) -> None:
-        """Take what the server sent (called by the connection)."""
-        machine = self._machine
-        if machine is None:
-            return
-        events, out = machine.receive(frames, self._now())
-        self._happened(events, out)
-
-    def _disconnected(self) -> None:
-        """Take the loss of the connection (called by the connection)."""
-        if self._machine is not None:
-            self._happened(self._machine.disconnected())
-
-    def _timer_fired(self) -> None:
-        self._timer = None
-        assert self._machine is not None
-        events, out = self._machine.handle_timer(self._now())
-        self._happened(events, out)
-
-    def _happened(self, events: list[Event], out: bytes = b"") -> None:
-        if out:
-            assert self._connection is not None
-            try:
-                self._connection.write_nowait(out, 1, 0)
-            except nats.errors.Error:
-                pass  # the connection reports its loss itself
-        for event in events:
-            if isinstance(event, UnknownReply):
-                _log.warning("batch %s: ignored a reply of an unknown type: %r", self._batch_id, event.payload)
-            elif isinstance(event, Ended):
-                self._close()
-            else:
-                self._call(event)
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._arm()
-
-    def _call(self, event: Event) -> None:
-        try:
-            result: Awaitable[None] | None = None
-            if isinstance(event, BatchFlowAck):
-                result = self._on_flow(event) if self._on_flow else None
-            elif isinstance(event, BatchFlowGap):
-                result = self._on_gap(event) if self._on_gap else None
-            elif isinstance(event, BatchFlowError):
-                result = self._on_error(event) if self._on_error else None
-        except Exception as error:
-            self._handler_failed(error)
-        else:
-            if inspect.isawaitable(result):
-                task = asyncio.get_running_loop().create_task(self._finish_handler(result))
-                self._callbacks.add(task)
-                task.add_done_callback(self._callbacks.discard)
-
-    async def _finish_handler(self, result: Awaitable[None]) -> None:
-        try:
-            await result
-        except Exception as error:
-            self._handler_failed(error)
-
-    def _handler_failed(self, error: Exception) -> None:
-        asyncio.get_running_loop().call_exception_handler(
-            {"message": f"a handler of batch {self._batch_id} failed", "exception": error}
-        )
-
-    def _arm(self) -> None:
-        machine = self._machine
-        due = machine.next_timer() if machine is not None else None
-        if self._timer is not None:
-            if due is not None and self._timer.when() <= due:
-                return  # it fires early, finds nothing due and is armed anew: cheaper than moving it for every message
-            self._timer.cancel()
-            self._timer = None
-        if due is not None:
-            self._timer = asyncio.get_running_loop().call_at(due, self._timer_fired)
-
-    def _close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._inbox is not None:
-            self._inbox.close()

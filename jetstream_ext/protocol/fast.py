@@ -4,9 +4,12 @@
 
                  send first             first reply              commit            final ack
        NEW ───────────────► STARTING ───────────────► OPEN ───────────────► COMMITTING ──────► ENDED
-                                │                      │  fail mode: gap, error    │             ▲
-                                │                      ├───────────► DRAINING ──────┼─────────────┤
-                                └── refusal, silence ──┴── unknown batch, silence, discard ───────┘
+                                │                     ▲│  fail mode: gap, error    │             ▲
+                                │                     │├───────────► DRAINING ──────┼─────────────┤
+                    ok mode:    │      answer to the  ││ ok mode: connection lost                │
+                    connection  │    ping after the   │▼                                         │
+                    lost        ├────► reconnect ── SUSPENDED ─────────────────────────────────────┤
+                                └── refusal, silence, connection lost, unknown batch, discard ─────┘
 
 * Every message carries a reply subject ``<inbox>.<id>.<flow>.<gap>.<seq>.<op>.$FI``. The server answers on the reply
   subject of the message that made it answer, so those tokens say which message an answer is about.
@@ -16,40 +19,38 @@
 * DRAINING: the batch is dead on the server but its final ack, the only record of what was stored, is still to come.
 * COMMITTING: a ping is never sent. The server forgets a batch it has committed, and would answer a ping with "unknown
   batch", with a gap that is none, or by opening a new batch.
+* SUSPENDED: nothing is sent until the server has answered a ping on the new connection. That ping makes it report what
+  was lost with the old one. What it had reported on the old one and nobody read stays in doubt.
 * A commit stores its message by an ordinary append and ends with the end-of-batch marker: servers 2.14.0 to 2.14.2
-  never answer a committing message that is a duplicate or fails a check.
+  never answer a committing message that is a duplicate or fails a check. A marker that the server is known not to have
+  taken (503, 429) is sent again.
+* What cannot be an answer to this batch (malformed, of another batch, about messages never sent) is left alone: anybody
+  may publish to an inbox, and a real answer that is missing is asked for again or ends in a deadline.
 """
 
 from __future__ import annotations
 
-import copy
-import enum
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from jetstream_ext.errors import (
-    BatchAbandonedError,
     BatchClosedError,
     BatchError,
-    BatchGapError,
-    BatchOutcomeUnknownError,
     EmptyBatchError,
     JetStreamExtError,
-    NoStreamError,
     Outcome,
     ResponseError,
     ServerError,
-    UnsupportedFeatureError,
-    batch_refusal,
+    server_error,
 )
+from jetstream_ext.protocol import fast_endings as endings
 from jetstream_ext.protocol import fast_replies as replies
-from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.fast_replies import APPEND, COMMIT_EOB, PING, START
-from jetstream_ext.protocol.frames import Frame, SubjectCache, check_size, pub
-from jetstream_ext.protocol.options import check_batch_id, message_headers, payload_bytes
+from jetstream_ext.protocol.fast_frames import Entry, FastFrames
+from jetstream_ext.protocol.fast_record import Ended, Event, FastRecord, Pong, State
+from jetstream_ext.protocol.fast_replies import COMMIT_EOB, PING, START
+from jetstream_ext.protocol.fast_timers import FastTimers
+from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.types import (
     BatchAck,
     BatchFlowAck,
@@ -58,46 +59,15 @@ from jetstream_ext.types import (
     BatchMessage,
     EndReason,
     GapMode,
+    InDoubt,
 )
 
 # Error codes after which the server still has the batch: only the message they answer is missing.
 _STILL_OPEN: Final = frozenset({10054, 10167})
-
-KEPT_REPORTS: Final = 1000
-"""How many of the newest gap and error reports a batch keeps."""
+_UNKNOWN_BATCH: Final = 10208
 
 
-class State(enum.Enum):
-    """Where a fast batch is; the drawing is on top of the module."""
-
-    NEW = "new"
-    STARTING = "starting"
-    OPEN = "open"
-    COMMITTING = "committing"
-    DRAINING = "draining"
-    ENDED = "ended"
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The batch is over; nothing more will happen to it."""
-
-    reason: EndReason
-
-
-@dataclass(frozen=True, slots=True)
-class Pong:
-    """The ping with batch sequence ``seq`` was answered."""
-
-    seq: int
-
-
-Event = BatchFlowAck | BatchFlowGap | BatchFlowError | Pong | replies.UnknownReply | Ended
-Entry = tuple[str, bytes] | tuple[str, bytes, Any] | BatchMessage
-"""What the bulk road takes: ``(subject, payload)``, ``(subject, payload, headers)`` or a `BatchMessage`."""
-
-
-class FastBatch:
+class FastBatch(FastRecord):
     """One fast-ingest batch. Times are seconds of one monotonic clock; bytes go to the connection as they are.
 
     Args:
@@ -125,80 +95,35 @@ class FastBatch:
         stall_ping: float = 1.0,
         keepalive: float = 5.0,
     ) -> None:
-        self.batch_id = check_batch_id(batch_id)
-        self.gap = GapMode(gap)
-        self.flow = check_flow(flow)
-        self.max_outstanding_acks = check_outstanding(max_outstanding_acks)
-        self.ack_timeout = ack_timeout
-        self.stall_ping = stall_ping
-        self.keepalive = keepalive
-
-        self.state = State.NEW
-        self.sent = 0
-        """The highest batch sequence handed out for a message."""
-        self.acked = 0
-        """The highest batch sequence the server acknowledged."""
-        self.received = 0
-        """The highest batch sequence that a ping proved to have arrived (or to be reported as a gap)."""
-        self.pongs = 0
-        """How many pings were answered."""
-        self.end_reason: EndReason | None = None
-        self.ack: BatchAck | None = None
-        self.error: JetStreamExtError | None = None
-        """What an operation on the ended batch raises; None after a commit or a discard."""
-        self.gaps: deque[BatchFlowGap] = deque(maxlen=KEPT_REPORTS)
-        self.gap_count = 0
-        self.errors: deque[BatchFlowError] = deque(maxlen=KEPT_REPORTS)
-        self.error_count = 0
-
-        self._max_payload = max_payload
-        self._reply = f"{inbox}.{batch_id}.{flow}.{self.gap.value}.".encode()
-        self._append_tail = b"." + APPEND + b".$FI"
-        self._subjects = SubjectCache()
-        self._first_subject = b""
-        self._waiting_since: float | None = None  # of the newest sign of life while somebody waits
-        self._pinged_at = 0.0
-        self._unanswered_since: float | None = None  # the oldest ping with no sign of life since
-        self._wrote_at = 0.0
-        self._cause: JetStreamExtError | None = None  # why it is draining
+        super().__init__(batch_id=batch_id, flow=flow, max_outstanding_acks=max_outstanding_acks, gap=gap)
+        self._frames = FastFrames(batch_id=batch_id, inbox=inbox, flow=flow, gap=self.gap, max_payload=max_payload)
+        self._timers = FastTimers(ack_timeout=ack_timeout, stall_ping=stall_ping, keepalive=keepalive)
+        self._asks_again = False  # the server is to be asked again while draining or committing
+        self._doubtful = 0  # while suspended: nothing is known from this sequence on
+        self._connected = True
+        self._probed = False  # while suspended: the connection was back once
 
     # -- sending ------------------------------------------------------------------------------------------------
-
-    @property
-    def room(self) -> int:
-        """How many messages the window still takes."""
-        if self.state is State.STARTING:
-            return 0
-        return self.flow * self.max_outstanding_acks - (self.sent - self.acked)
-
-    @property
-    def settled(self) -> bool:
-        """Whether the server has dealt with everything sent.
-
-        Servers acknowledge every `flow` messages only, so for the last ones the answer to a ping has to do: it comes
-        after everything before it was taken in, and after the report of any gap.
-        """
-        return max(self.acked, self.received) >= self.sent
 
     def add(self, message: BatchMessage, now: float) -> bytes:
         """Return the bytes that publish `message`; it has a batch sequence from here on.
 
         Raises:
-            BatchError: The batch has ended, or its first reply is still out.
+            BatchError: The batch has ended, or is suspended.
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: Refused; nothing changed.
         """
-        self.check_open()
-        subject, header, payload = self._encode(message)
-        return self._take(subject, header, payload, now)
+        self._check_sending()
+        data = self._frames.message(message, self.sent + 1)
+        self._took(1, now)
+        return data
 
     def add_plain(self, subject: str, payload: bytes, now: float) -> bytes:
         """As `add`, for a message that has no headers and no options."""
-        if self.state is not State.OPEN or type(payload) is not bytes or len(payload) > self._max_payload:
-            return self.add(BatchMessage(subject, payload), now)
-        raw = self._subjects.encode(subject)
-        self.sent += 1
-        self._wrote_at = now
-        return b"PUB %b %b%d%b %d\r\n%b\r\n" % (raw, self._reply, self.sent, self._append_tail, len(payload), payload)
+        if self.state is not State.OPEN:
+            self._check_sending()
+        data = self._frames.plain(subject, payload, self.sent + 1)
+        self._took(1, now)
+        return data
 
     def add_many(
         self, entries: Iterator[Entry], limit: int, now: float
@@ -208,96 +133,51 @@ class FastBatch:
         What `entries` raises, and the refusal of a message, comes back as the last value: the messages before it are
         in the bytes and have their sequences, the refused one has none. ``StopIteration`` is the end of `entries`.
         """
-        self.check_open()
+        self._check_sending()
         if self.state is State.NEW:
             limit = min(limit, 1)  # the first reply decides whether anything may follow
-        out: list[bytes] = []
-        size = 0
-        stopped: BaseException | None = None
-        reply, tail, known, top = self._reply, self._append_tail, self._subjects.encode, self._max_payload
-        seq = self.sent
-        try:
-            while len(out) < limit:
-                entry = next(entries)
-                if seq and type(entry) is tuple and len(entry) == 2 and type(entry[1]) is bytes:
-                    # Nearly every message of a bulk: PUB <subject> <reply> <size>\r\n<payload>\r\n, made in one step.
-                    subject, payload = entry
-                    if len(payload) <= top:
-                        out.append(
-                            b"PUB %b %b%d%b %d\r\n%b\r\n"
-                            % (known(subject), reply, seq + 1, tail, len(payload), payload)
-                        )
-                        seq += 1
-                        size += len(payload)
-                        continue
-                message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
-                raw_subject, header, payload = self._encode(message)
-                self.sent = seq
-                out.append(self._take(raw_subject, header, payload, now))
-                seq = self.sent
-                size += len(payload)
-        except BaseException as error:
-            stopped = error
+        out, size, stopped = self._frames.many(entries, limit, self.sent)
         if out:
-            self.sent = seq
-            self._wrote_at = now
+            self._took(len(out), now)
         return b"".join(out), len(out), size, stopped
 
-    def _encode(self, message: BatchMessage) -> tuple[bytes, bytes, bytes]:
-        subject = self._subjects.encode(message.subject)
-        pairs = message_headers(message)
-        header = h.encode(pairs) if pairs else b""
-        payload = payload_bytes(message.payload)
-        check_size(header, payload, self._max_payload)
-        return subject, header, payload
-
-    def _take(self, subject: bytes, header: bytes, payload: bytes, now: float) -> bytes:
-        self.sent += 1
-        op = APPEND
+    def _took(self, count: int, now: float) -> None:
+        self.sent += count
+        self._timers.wrote(now)
         if self.state is State.NEW:
             self.state = State.STARTING
-            self._first_subject = subject
-            op = START
-        self._wrote_at = now
-        return pub(subject, self._reply_to(self.sent, op), header, payload)
-
-    def _reply_to(self, seq: int, op: bytes) -> bytes:
-        return b"%b%d.%b.$FI" % (self._reply, seq, op)
+            self._timers.wait_anew(now)
 
     def ping(self, now: float) -> bytes:
         """Return the bytes that ask the server where it is.
 
         Raises:
             EmptyBatchError: Nothing was sent yet, so there is nobody to ask.
-            BatchError: The batch has ended.
+            BatchError: The batch has ended, or is suspended.
         """
-        self.check_open()
+        self._check_sending()
         if self.state is State.NEW:
-            raise EmptyBatchError("a batch is known to the server only from its first message on", **self._facts())
+            raise EmptyBatchError("a batch is known to the server only from its first message on", **self.facts())
         return self._ping(now)
 
     def _ping(self, now: float) -> bytes:
-        self._pinged_at = self._wrote_at = now
-        if self._unanswered_since is None:
-            self._unanswered_since = now
-        return pub(self._first_subject, self._reply_to(max(1, self.sent), PING), b"", b"")
+        self._timers.pinged(now)
+        return self._frames.ping(self.sent)
 
     def commit(self, now: float) -> bytes:
         """Return the bytes that end the batch; a message to store goes before it by `add`.
 
         Raises:
             EmptyBatchError: Nothing was sent.
-            BatchError: The batch has ended.
+            BatchError: The batch has ended, or is suspended.
         """
-        self.check_open()
+        self._check_sending()
         if self.state is State.NEW:
-            raise EmptyBatchError("there is nothing to commit", **self._facts())
+            raise EmptyBatchError("there is nothing to commit", **self.facts())
         self.state = State.COMMITTING
-        self._waiting_since = now
-        self._unanswered_since = None  # the end of the batch answers for its pings
-        self._wrote_at = now
-        # The marker takes a sequence of its own but does not count as a message.
-        return pub(self._first_subject, self._reply_to(self.sent + 1, COMMIT_EOB), b"", b"")
+        self._timers.wait_anew(now)  # the end of the batch answers for its pings
+        self._timers.wrote(now)
+        return self._frames.end(self.sent)
 
     def discard(self) -> list[Event]:
         """End the batch here; the server forgets it after its idle time. What was sent stays stored."""
@@ -305,58 +185,59 @@ class FastBatch:
             return []
         error = None
         if self.state is State.COMMITTING:
-            error = BatchOutcomeUnknownError(
-                f"batch {self.batch_id}: given up while the commit was on its way", **self._facts("unknown")
-            )
+            error = endings.unknown(self, "given up while the commit was on its way")
         return self._end(EndReason.DISCARDED, error)
 
-    def disconnected(self) -> list[Event]:
-        """Take the loss of the connection."""
+    def _check_sending(self) -> None:
+        self.check_open()
+        if self.state is State.SUSPENDED:
+            raise BatchClosedError(
+                f"batch {self.batch_id} sends nothing until its connection is back", **self.facts("unknown")
+            )
+
+    # -- the connection -----------------------------------------------------------------------------------------
+
+    def disconnected(self, now: float, *, for_good: bool = False) -> list[Event]:
+        """Take the loss of the connection.
+
+        In ok mode the batch is then suspended until `reconnected`, or a deadline, unless the loss is `for_good`.
+        """
         if self.state in (State.NEW, State.ENDED):
             return []
-        lost = f"{self.acked + 1} to {self.sent}" if self.sent > self.acked else "none"
-        error: JetStreamExtError
-        if self.state is State.COMMITTING:
-            error = BatchOutcomeUnknownError(
-                f"batch {self.batch_id}: the connection was lost after the commit was sent; "
-                f"messages without an acknowledgement: {lost}",
-                **self._facts("unknown"),
-            )
-        else:
-            error = BatchAbandonedError(
-                f"batch {self.batch_id}: the connection was lost; messages without an acknowledgement: {lost}",
-                **self._facts("unknown" if self.sent > self.acked else "partial"),
-            )
+        self._connected = False
+        if self.gap is GapMode.OK and self.state in (State.STARTING, State.OPEN) and not for_good:
+            self.state = State.SUSPENDED
+            self._doubtful, self._probed = self.acked + 1, False
+            self._timers.wait_anew(now)
+            return []
+        if self.state is State.SUSPENDED and not for_good:
+            return []  # lost again before the server answered: its report may be lost, too, and the deadline stands
+        committing = self.state is State.COMMITTING
+        error = endings.disconnected(self, "the connection was lost", committing=committing)
         return self._end(EndReason.DISCONNECTED, error)
 
-    def check_open(self) -> None:
-        """Raise what ended the batch, if something did.
+    def reconnected(self, now: float) -> tuple[list[Event], bytes]:
+        """Take the new connection: return what happened, and the ping that finds out whether the batch is alive.
 
-        Raises:
-            BatchError: The reason.
+        The shell has to be subscribed on the new connection, and send what it still had of the old one before the ping.
         """
-        if self.state in (State.NEW, State.STARTING, State.OPEN):
-            return
-        failure = self._cause if self.state is State.DRAINING else self.error
-        if failure is not None:
-            raise copy.copy(failure) from failure.__cause__  # one object raised twice would chain its tracebacks
-        what = "is being committed" if self.state is State.COMMITTING else f"has ended ({self._reason()})"
-        raise BatchClosedError(f"batch {self.batch_id} {what}", **self._facts())
+        if self.state is not State.SUSPENDED or self._connected:
+            return [], b""
+        self._connected = True
+        if not self._probed:
+            self._probed = True
+            self._timers.wait_anew(now)  # once: a connection that comes and goes has no deadline of its own
+        self._timers.asked(now)
+        return [], self._frames.ping(self.sent)
 
-    def _reason(self) -> str:
-        return self.end_reason.value if self.end_reason else "open"
-
-    def _facts(self, outcome: Outcome | None = None) -> dict[str, Any]:
-        if outcome is None:
-            lossless = self.ack is not None and not self.gap_count and not self.error_count
-            outcome = "not_stored" if not self.sent else "stored" if lossless else "partial"
-        return {
-            "batch_id": self.batch_id,
-            "sent": self.sent,
-            "acked": self.acked,
-            "outcome": outcome,
-            "ack": self.ack,
-        }
+    def _resumed(self, tail: int, events: list[Event]) -> None:
+        """Go on after the answer to the ping; the server lost what is from sequence `tail` on."""
+        self.state = State.OPEN
+        self._timers.stop()
+        if self._doubtful < tail:
+            doubt = InDoubt(self._doubtful, tail - 1)
+            self.in_doubt.append(doubt)
+            events.append(doubt)
 
     # -- receiving ----------------------------------------------------------------------------------------------
 
@@ -368,254 +249,226 @@ class FastBatch:
             if self.state is State.ENDED:
                 break
             try:
-                out += self._reply_came(replies.decode(frame), now, events)
+                out += self._reply_came(self._decode(frame), now, events)
             except ResponseError as error:
-                events += self._end(EndReason.ERROR, self._as_batch_error(error))
+                events.append(replies.UnknownReply(error.frame))
         return events, out
+
+    def _decode(self, frame: Frame) -> replies.Reply:
+        """Decode a reply, or raise ResponseError if it cannot be one to this batch."""
+        reply = replies.decode(frame)
+        said = reply.said
+        if isinstance(said, replies.UnknownReply):
+            raise ResponseError("a reply of an unknown type", frame=said.payload)
+        if isinstance(said, BatchAck):
+            foreign = said.batch_id != self.batch_id
+        elif isinstance(said, BatchFlowGap):
+            foreign = False
+        else:
+            reached = reply.seq if isinstance(said, replies.Refusal | replies.OrdinaryAck) else said.seq
+            foreign = reached > self.sent + 1  # the marker that ends the batch has a sequence too
+        if foreign:
+            raise ResponseError("a reply is not about this batch", frame=frame[1])
+        return reply
 
     def _reply_came(self, reply: replies.Reply, now: float, events: list[Event]) -> bytes:
         said = reply.said
-        if not (reply.op == PING and isinstance(said, replies.Refusal)):
-            # A refused ping says that nobody has the batch right now: that is no sign of life.
-            self._unanswered_since = None
-            if self._waiting_since is not None:
-                self._waiting_since = now
+        if not (reply.op in (PING, COMMIT_EOB) and isinstance(said, replies.Refusal)):
+            # What is asked again until it is answered: its refusal says that nobody has the batch right now.
+            self._timers.heard(now)
         if isinstance(said, BatchFlowAck):
             self._flow_ack(said, events)
             if reply.op == PING:
-                self.received = max(self.received, min(reply.seq, self.sent))
-                self.pongs += 1
-                events.append(Pong(reply.seq))
+                self._pong(reply.seq, events)
         elif isinstance(said, BatchFlowGap):
-            self._gap(said, now, events)
+            self._gap(reply, said, now, events)
         elif isinstance(said, BatchFlowError):
             self._message_refused(said, now, events)
         elif isinstance(said, BatchAck):
             self._final(said, events)
         elif isinstance(said, replies.Refusal):
             return self._plain_error(reply, said.error, now, events)
-        elif isinstance(said, replies.OrdinaryAck):
-            events += self._end(EndReason.ERROR, self._unsupported())
         else:
-            events.append(said)
+            events += self._end(EndReason.ERROR, endings.unsupported(stored_as=reply.seq))
         return b""
 
-    def _flow_ack(self, ack: BatchFlowAck, events: list[Event]) -> None:
+    def _started(self) -> None:
         if self.state is State.STARTING:
             self.state = State.OPEN
-        if ack.seq > self.sent + 1:  # the marker that commits has a sequence too
-            raise ResponseError(f"the server acknowledged {ack.seq} of {self.sent} messages")
+            self._timers.stop()
+
+    def _flow_ack(self, ack: BatchFlowAck, events: list[Event]) -> None:
+        self._started()
         if ack.seq >= self.acked:
             self.acked = min(ack.seq, self.sent)
             self.flow = max(1, ack.msgs)
             events.append(ack)
 
-    def _gap(self, gap: BatchFlowGap, now: float, events: list[Event]) -> None:
-        self.gaps.append(gap)
-        self.gap_count += 1
-        events.append(gap)
-        if self.gap is GapMode.FAIL and self.state is not State.DRAINING:
-            self._drain(
-                BatchGapError(
-                    f"batch {self.batch_id}: messages {gap.first_lost} to {gap.last_lost} were lost; "
-                    f"the server acknowledged up to {self.acked}",
-                    first_lost=gap.first_lost,
-                    last_lost=gap.last_lost,
-                    **self._facts("partial"),
-                ),
-                now,
-            )
+    def _pong(self, seq: int, events: list[Event]) -> None:
+        self.received = max(self.received, min(seq, self.sent))
+        self.pongs += 1
+        events.append(Pong(seq))
+        if self.state is State.SUSPENDED and self._connected and seq >= self.sent:
+            last = self.gaps[-1] if self.gaps else None
+            lost_tail = last is not None and last.seq > self.sent and last.first_lost >= self._doubtful
+            self._resumed(last.first_lost if last and lost_tail else self.sent + 1, events)
+
+    def _gap(self, reply: replies.Reply, gap: BatchFlowGap, now: float, events: list[Event]) -> None:
+        if gap.first_lost <= 1 and reply.op == PING:
+            # The first message opens the batch, so it is never missing from one: servers before 2.15 open a batch
+            # for a ping after message 1 when they have none (any more).
+            self._forgotten(events)
+            return
+        if self.state is State.DRAINING or gap in self.gaps:
+            return
+        if gap.seq <= gap.first_lost:
+            self._drain(endings.out_of_order(self, gap), now)
+            return
+        self.note_gap(gap, events)
+        if self.gap is GapMode.FAIL:
+            self._drain(endings.gap(self, gap), now)
 
     def _message_refused(self, report: BatchFlowError, now: float, events: list[Event]) -> None:
-        if self.state is State.STARTING:
-            self.state = State.OPEN
-        self._report(report, events)
+        self._started()
+        self.note_error(report, events)
         if self.gap is GapMode.FAIL and self.state is not State.DRAINING:
             # The server ends the batch by itself; its final ack follows.
-            self._drain(self._refused(report.error, report.seq, "partial"), now)
-
-    def _report(self, report: BatchFlowError, events: list[Event]) -> None:
-        self.errors.append(report)
-        self.error_count += 1
-        events.append(report)
+            self._drain(endings.refused(self, report.error, report.seq, "partial"), now)
 
     def _plain_error(self, reply: replies.Reply, error: ServerError, now: float, events: list[Event]) -> bytes:
         if error.err_code in _STILL_OPEN or error.err_code is None:
             return self._message_lost(reply, error, now, events)
-        outcome: Outcome = "unknown"
-        if self.state is State.STARTING or (reply.seq == 1 and reply.op == START):
-            outcome = "not_stored"
-        if self.state is State.DRAINING:
-            events += self._end(self._drain_reason(), self._cause)
-            return b""
-        if self.state is State.COMMITTING and error.err_code == 10208:
-            # It may have been committed before the server forgot it; only the lost ack would have told.
-            failure: JetStreamExtError = BatchOutcomeUnknownError(
-                f"batch {self.batch_id}: the server no longer knows the batch; it may be stored up to {self.sent}",
-                **self._facts("unknown"),
-            )
+        if error.err_code == _UNKNOWN_BATCH:
+            self._forgotten(events, error, reply.seq)
+        elif self.state is State.DRAINING:
+            events += self._end(endings.reason_for(self.cause), self.cause)
         else:
-            failure = self._refused(error, reply.seq, outcome)
-        events += self._end(EndReason.ERROR, failure)
+            first = self.state is State.STARTING or (reply.seq == 1 and reply.op == START)
+            outcome: Outcome = "not_stored" if first else "unknown"
+            events += self._end(EndReason.ERROR, endings.refused(self, error, reply.seq, outcome))
         return b""
+
+    def _forgotten(self, events: list[Event], error: ServerError | None = None, seq: int = 1) -> None:
+        """Take that the server does not know the batch (any more)."""
+        if self.state is State.DRAINING:
+            events += self._end(endings.reason_for(self.cause), self.cause)
+        elif self.state is State.SUSPENDED:
+            why = "the connection was lost, and the server no longer knows the batch"
+            events += self._end(EndReason.DISCONNECTED, endings.disconnected(self, why))
+        elif self.state is State.COMMITTING:
+            # It may have been committed before the server forgot it; only the lost ack would have told.
+            text = f"the server no longer knows the batch; it may be stored up to {self.sent}"
+            events += self._end(EndReason.ERROR, endings.unknown(self, text))
+        else:
+            error = error or server_error(code=400, err_code=_UNKNOWN_BATCH, description="batch publish ID unknown")
+            outcome: Outcome = "not_stored" if self.state is State.STARTING else "unknown"
+            events += self._end(EndReason.ERROR, endings.refused(self, error, seq, outcome))
 
     def _message_lost(self, reply: replies.Reply, error: ServerError, now: float, events: list[Event]) -> bytes:
         """Take a refusal after which the server still has the batch, without this one message."""
         if self.state is State.STARTING:
-            failure: JetStreamExtError
-            if error.code == 503:
-                failure = NoStreamError(
-                    f"no stream listens on subject {self._first_subject.decode()!r}: "
-                    "it does not exist, or its leader is away",
-                    **self._facts("not_stored"),
-                )
-            else:
-                failure = self._refused(error, reply.seq, "not_stored")
+            failure = (
+                endings.no_stream(self, self._frames.subject)
+                if error.code == 503
+                else endings.refused(self, error, reply.seq, "not_stored")
+            )
             events += self._end(EndReason.ERROR, failure)
             return b""
         if reply.op == PING:
             return b""  # not an answer to a message; the next ping, or the deadline, decides
         if reply.op == COMMIT_EOB:
-            failure = BatchOutcomeUnknownError(
-                f"batch {self.batch_id}: the end of the batch was refused ({error}); "
-                f"messages up to {self.acked} are acknowledged, up to {self.sent} were sent",
-                **self._facts("unknown"),
-            )
-            events += self._end(EndReason.ERROR, failure)
+            self._asks_again = True  # it was not taken, so the batch is as it was
             return b""
-        self._report(BatchFlowError(reply.seq, error), events)
+        self.note_error(BatchFlowError(reply.seq, error), events)
         if self.gap is GapMode.OK or self.state is not State.OPEN:
             return b""
         # In fail mode the hole ends the batch as soon as the server sees what comes after it: make it see now, so
         # that the final ack says what is stored.
-        self._drain(self._refused(error, reply.seq, "partial"), now)
-        return self._ping(now)
+        self._drain(endings.refused(self, error, reply.seq, "partial"), now)
+        self._asks_again = True
+        self._timers.asked(now)
+        return self._frames.ping(self.sent)
 
     def _final(self, ack: BatchAck, events: list[Event]) -> None:
-        if ack.batch_id != self.batch_id:
-            raise ResponseError(f"the final ack names batch {ack.batch_id!r}, not {self.batch_id!r}")
         self.ack = ack
         count = ack.batch_size or 0
         self.acked = max(self.acked, min(count, self.sent))
         if self.state is State.COMMITTING and (count >= self.sent or self.gap is GapMode.OK):
             events += self._end(EndReason.COMMITTED, None)
-            return
-        if self.state is State.COMMITTING:
-            # The report of the gap was itself lost.
-            self._cause = BatchGapError(
-                f"batch {self.batch_id}: messages {count + 1} to {self.sent} were lost; the rest is stored",
-                first_lost=count + 1,
-                last_lost=self.sent,
-                **self._facts("partial"),
-            )
-            events += self._end(EndReason.GAP, self._cause)
-            return
-        if self.state is State.DRAINING:
-            events += self._end(self._drain_reason(), self._cause)
-            return
-        events += self._end(
-            EndReason.ERROR,
-            BatchAbandonedError(
-                f"batch {self.batch_id}: the server ended the batch at message {count} of {self.sent}",
-                **self._facts("partial"),
-            ),
-        )
+        elif self.state is State.COMMITTING:
+            events += self._end(EndReason.GAP, endings.short(self, count))
+        elif self.state is State.DRAINING:
+            events += self._end(endings.reason_for(self.cause), self.cause)
+        else:
+            events += self._end(EndReason.ERROR, endings.ended_by_server(self, count))
 
     # -- ending -------------------------------------------------------------------------------------------------
 
-    def _drain(self, cause: JetStreamExtError, now: float) -> None:
-        self._cause = cause
+    def _drain(self, cause: BatchError, now: float) -> None:
+        self.cause = cause
+        self._asks_again = False
         self.state = State.DRAINING
-        self._waiting_since = now
-        self._unanswered_since = None
-
-    def _drain_reason(self) -> EndReason:
-        return EndReason.GAP if isinstance(self._cause, BatchGapError) else EndReason.ERROR
+        self._timers.wait_anew(now)
 
     def _end(self, reason: EndReason, error: JetStreamExtError | None) -> list[Event]:
         self.state = State.ENDED
         self.end_reason = reason
-        self._waiting_since = self._unanswered_since = None
+        self._timers.stop()
         if isinstance(error, BatchError):
             error.ack = self.ack
             error.sent, error.acked = self.sent, self.acked
         self.error = error
         return [Ended(reason)]
 
-    def _refused(self, error: ServerError, seq: int, outcome: Outcome) -> BatchError:
-        message = f"batch {self.batch_id}: message {seq} was refused: {error.description}"
-        if error.err_code == 10205:
-            message = f"batch {self.batch_id}: the stream does not take fast ingest; turn on allow_batched"
-        return batch_refusal(error, message, **self._facts(outcome))
-
-    def _unsupported(self) -> UnsupportedFeatureError:
-        return UnsupportedFeatureError(
-            f"batch {self.batch_id}: the server does not know fast ingest (it needs nats-server 2.14); "
-            "the first message was stored as an ordinary one",
-            feature="fast ingest",
-            required_api_level=4,
-        )
-
-    def _as_batch_error(self, error: JetStreamExtError) -> JetStreamExtError:
-        failure = BatchOutcomeUnknownError(f"batch {self.batch_id}: {error}", **self._facts("unknown"))
-        failure.__cause__ = error
-        return failure
-
     # -- timers -------------------------------------------------------------------------------------------------
 
     def waiting(self, now: float) -> None:
         """Say that somebody waits from now on: for the first reply, the window, or acknowledgements."""
-        if self._waiting_since is None:
-            self._waiting_since = now
-            self._pinged_at = now
+        self._timers.waiting(now)
 
     def not_waiting(self) -> None:
         """Say that nobody waits any more."""
-        if self.state in (State.NEW, State.STARTING, State.OPEN):
-            self._waiting_since = None
+        if self.state in (State.NEW, State.OPEN):
+            self._timers.not_waiting()
+
+    @property
+    def _next_ask(self) -> float:
+        if self.state is State.OPEN:
+            return min(self._timers.ask_again, self._timers.keep_alive)
+        asks = self._connected if self.state is State.SUSPENDED else self._asks_again
+        return self._timers.ask_again if asks else math.inf
 
     def next_timer(self) -> float | None:
         """Return when `handle_timer` wants to be called, or None."""
         if self.state in (State.NEW, State.ENDED):
             return None
-        times = [self._deadline()]
-        if self.state is State.OPEN:
-            if self._asking:
-                times.append(self._pinged_at + self.stall_ping)
-            if self.keepalive:
-                times.append(self._wrote_at + self.keepalive)
-        due = min(times)
+        due = min(self._timers.deadline, self._next_ask)
         return None if due == math.inf else due
-
-    @property
-    def _asking(self) -> bool:
-        """Whether the server is to be asked until it answers: somebody waits, or a ping was not answered."""
-        return self._waiting_since is not None or self._unanswered_since is not None
-
-    def _deadline(self) -> float:
-        since = min(
-            math.inf if self._waiting_since is None else self._waiting_since,
-            math.inf if self._unanswered_since is None else self._unanswered_since,
-        )
-        return since + self.ack_timeout
 
     def handle_timer(self, now: float) -> tuple[list[Event], bytes]:
         """Do what is due; return what happened, and bytes to send."""
         if self.state in (State.NEW, State.ENDED):
             return [], b""
-        if now >= self._deadline():
+        if now >= self._timers.deadline:
             return self._silence(), b""
+        if now < self._next_ask:
+            return [], b""
         if self.state is State.OPEN:
-            stalled = self._asking and now >= self._pinged_at + self.stall_ping
-            idle = self.keepalive and now >= self._wrote_at + self.keepalive
-            if stalled or idle:
-                return [], self._ping(now)
-        return [], b""
+            return [], self._ping(now)
+        self._timers.asked(now)
+        if self.state is State.COMMITTING:
+            self._asks_again = False
+            return [], self._frames.end(self.sent)
+        return [], self._frames.ping(self.sent)
 
     def _silence(self) -> list[Event]:
         if self.state is State.DRAINING:
-            return self._end(self._drain_reason(), self._cause)
-        waited = f"within {self.ack_timeout:g} s"
+            return self._end(endings.reason_for(self.cause), self.cause)
+        waited = f"within {self._timers.ack_timeout:g} s"
+        if self.state is State.SUSPENDED:
+            what = "nobody answered for the batch" if self._connected else "was not back for good"
+            why = f"the connection was lost and {what} {waited}"
+            return self._end(EndReason.DISCONNECTED, endings.disconnected(self, why))
         if self.state is State.STARTING:
             text = (
                 f"no answer to the first message {waited}: the server may be older than 2.14, "
@@ -625,19 +478,4 @@ class FastBatch:
             text = f"no answer to the commit {waited}: the batch may be stored up to message {self.sent}"
         else:
             text = f"no acknowledgement beyond message {self.acked} of {self.sent} {waited}"
-        error = BatchOutcomeUnknownError(f"batch {self.batch_id}: {text}", **self._facts("unknown"))
-        return self._end(EndReason.TIMEOUT, error)
-
-
-def check_flow(flow: int) -> int:
-    """Return `flow`, or raise ValueError unless it is 1 to 65535."""
-    if isinstance(flow, bool) or not isinstance(flow, int) or not 1 <= flow <= 65535:
-        raise ValueError(f"flow must be 1 to 65535, not {flow!r}")
-    return flow
-
-
-def check_outstanding(value: int) -> int:
-    """Return `max_outstanding_acks`, or raise ValueError unless it is 1 to 3."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 3:
-        raise ValueError(f"max_outstanding_acks must be 1 to 3, not {value!r}")
-    return value
+        return self._end(EndReason.TIMEOUT, endings.unknown(self, text))

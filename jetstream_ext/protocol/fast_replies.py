@@ -23,6 +23,8 @@ APPEND: Final = b"1"
 COMMIT_EOB: Final = b"3"
 PING: Final = b"4"
 
+_MAX_DIGITS: Final = 20  # 2**64
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -63,7 +65,7 @@ def decode(frame: Frame) -> Reply:
     """
     subject, header, payload = parts(frame)
     words = subject.rsplit(b".", 3)
-    if len(words) != 4 or not words[1].isdigit():
+    if len(words) != 4 or not words[1].isdigit() or len(words[1]) > _MAX_DIGITS:
         raise ResponseError("a reply came to a subject that is no fast-ingest reply subject", frame=subject)
     return Reply(int(words[1]), words[2], _said(header, payload))
 

@@ -127,7 +127,7 @@ class TestBadConnections:
         mode: jsx.GapMode,
     ) -> None:
         stream = await own_stream()
-        pub = jsx.FastPublisher(own_js, gap=mode, flow=10)
+        pub = jsx.FastPublisher(own_js, gap=mode, flow=10, ack_timeout=1.0)
         for i in range(1, 26):
             await pub.add(f"{stream}.a", b"%d" % i)
         await pub.flush()

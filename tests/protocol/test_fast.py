@@ -8,7 +8,8 @@ import pytest
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import frames
-from jetstream_ext.protocol.fast import KEPT_REPORTS, Ended, FastBatch, Pong, State
+from jetstream_ext.protocol.fast import FastBatch
+from jetstream_ext.protocol.fast_record import KEPT_REPORTS, Ended, Pong, State
 from jetstream_ext.protocol.fast_replies import UnknownReply
 from jetstream_ext.protocol.frames import Command, Frame
 from jetstream_ext.types import (
@@ -68,9 +69,9 @@ def commands(data: bytes) -> list[Command]:
     return list(frames.parse_pubs(data))
 
 
-def in_state(state: State, mode: GapMode = FAIL) -> FastBatch:
+def in_state(state: State, mode: GapMode | None = None) -> FastBatch:
     """A batch that got there as batches do; 5 messages are sent from OPEN on."""
-    machine = batch(mode)
+    machine = batch(mode or (OK if state is State.SUSPENDED else FAIL))
     if state is State.NEW:
         return machine
     machine.add(message(), 0.0)
@@ -83,6 +84,9 @@ def in_state(state: State, mode: GapMode = FAIL) -> FastBatch:
         machine.commit(0.0)
     elif state is State.DRAINING:
         machine.receive([gap(3, 5)], 0.0)
+    elif state is State.SUSPENDED:
+        machine.disconnected(0.0)
+        machine.reconnected(0.0)
     elif state is State.ENDED:
         machine.commit(0.0)
         machine.receive([final(5)], 0.0)
@@ -95,7 +99,8 @@ UNKNOWN = reply({"type": "weather"}, 2)
 GARBAGE = reply(b"not json", 2)
 STRANGER = reply({"stream": "F", "seq": 1, "batch": "other", "count": 1}, 2)
 
-S, O, C, D, E = State.STARTING, State.OPEN, State.COMMITTING, State.DRAINING, State.ENDED  # noqa: E741 - columns
+S, O, P = State.STARTING, State.OPEN, State.SUSPENDED  # noqa: E741 - columns
+C, D, E = State.COMMITTING, State.DRAINING, State.ENDED
 
 # state, mode, reply  ->  state, and where it ends: reason, error, outcome
 TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
@@ -114,7 +119,7 @@ TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
     (S, None, "ordinary ack", ORDINARY, E, (EndReason.ERROR, errors.UnsupportedFeatureError, None)),
     (S, None, "final", final(1), E, (EndReason.ERROR, errors.BatchAbandonedError, "partial")),
     (S, None, "unknown type", UNKNOWN, S, None),
-    (S, None, "garbage", GARBAGE, E, (EndReason.ERROR, errors.BatchOutcomeUnknownError, "unknown")),
+    (S, None, "garbage", GARBAGE, S, None),
     (O, None, "ack", ack(3), O, None),
     (O, None, "pong", ack(1, seq=5, op=4), O, None),
     (O, FAIL, "gap", gap(3, 5), D, None),
@@ -132,10 +137,15 @@ TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
     (O, None, "503 to a ping", no_responders(5, 4), O, None),
     (O, None, "429 to a ping", refusal(10167, 5, 4, 429), O, None),
     (O, None, "final", final(3), E, (EndReason.ERROR, errors.BatchAbandonedError, "partial")),
-    (O, None, "final of another batch", STRANGER, E, (EndReason.ERROR, errors.BatchOutcomeUnknownError, "unknown")),
+    (O, None, "final of another batch", STRANGER, O, None),
     (O, None, "unknown type", UNKNOWN, O, None),
-    (O, None, "garbage", GARBAGE, E, (EndReason.ERROR, errors.BatchOutcomeUnknownError, "unknown")),
-    (O, None, "ack of the future", ack(7), E, (EndReason.ERROR, errors.BatchOutcomeUnknownError, "unknown")),
+    (O, None, "garbage", GARBAGE, O, None),
+    (O, None, "ack of the future", ack(7), O, None),
+    (O, None, "refusal of a message never sent", refusal(10208, 7), O, None),
+    (O, None, "err about a message never sent", err(7), O, None),
+    (O, FAIL, "gap that goes back", gap(6, 3), D, None),
+    (O, OK, "gap that goes back", gap(6, 3), D, None),
+    (O, None, "a batch opened by a ping", reply({"type": "gap", "last_seq": 1, "seq": 6}, 5, 4), E, (EndReason.ERROR, errors.FastPublishUnknownBatchError, "unknown")),
     (C, None, "ack", ack(5), C, None),
     (C, None, "ack of the marker", ack(6), C, None),
     (C, FAIL, "gap", gap(3, 5), D, None),
@@ -147,8 +157,8 @@ TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
     (C, FAIL, "final, too short", final(3), E, (EndReason.GAP, errors.BatchGapError, "partial")),
     (C, OK, "final, too short", final(3), E, (EndReason.COMMITTED, None, None)),
     (C, None, "unknown batch", refusal(10208, 6, 3), E, (EndReason.ERROR, errors.BatchOutcomeUnknownError, "unknown")),
-    (C, None, "503 to the marker", no_responders(6, 3), E, (EndReason.ERROR, errors.BatchOutcomeUnknownError, "unknown")),
-    (C, None, "overload at the marker", refusal(10167, 6, 3, 429), E, (EndReason.ERROR, errors.BatchOutcomeUnknownError, "unknown")),
+    (C, None, "503 to the marker", no_responders(6, 3), C, None),
+    (C, None, "overload at the marker", refusal(10167, 6, 3, 429), C, None),
     (C, None, "late pong", ack(1, seq=5, op=4), C, None),
     (C, None, "unknown type", UNKNOWN, C, None),
     (D, FAIL, "ack", ack(4), D, None),
@@ -157,6 +167,18 @@ TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
     (D, FAIL, "503", no_responders(5), D, None),
     (D, FAIL, "final", final(2), E, (EndReason.GAP, errors.BatchGapError, "partial")),
     (D, FAIL, "unknown batch", refusal(10208, 5), E, (EndReason.GAP, errors.BatchGapError, "partial")),
+    (P, OK, "pong", ack(1, seq=5, op=4), O, None),
+    (P, OK, "pong of before", ack(1, seq=4, op=4), P, None),
+    (P, OK, "ack", ack(3), P, None),
+    (P, OK, "gap", gap(3, 5), P, None),
+    (P, OK, "err", err(2), P, None),
+    (P, OK, "503 to the ping", no_responders(5, 4), P, None),
+    (P, OK, "429 to the ping", refusal(10167, 5, 4, 429), P, None),
+    (P, OK, "503", no_responders(5), P, None),
+    (P, OK, "unknown batch", refusal(10208, 5, 4), E, (EndReason.DISCONNECTED, errors.BatchAbandonedError, "unknown")),
+    (P, OK, "a batch opened by the ping", reply({"type": "gap", "last_seq": 1, "seq": 6}, 5, 4), E, (EndReason.DISCONNECTED, errors.BatchAbandonedError, "unknown")),
+    (P, OK, "final", final(3), E, (EndReason.ERROR, errors.BatchAbandonedError, "partial")),
+    (P, OK, "garbage", GARBAGE, P, None),
     (E, None, "ack", ack(5), E, (EndReason.COMMITTED, None, None)),
     (E, None, "gap", gap(3, 5), E, (EndReason.COMMITTED, None, None)),
     (E, None, "unknown batch", refusal(10208), E, (EndReason.COMMITTED, None, None)),
@@ -209,6 +231,9 @@ def test_no_answer_means_unknown_unless_the_cause_is_known(state: State) -> None
     assert machine.state is E
     if state is D:
         assert (machine.end_reason, type(machine.error)) == (EndReason.GAP, errors.BatchGapError)
+    elif state is P:
+        assert (machine.end_reason, type(machine.error)) == (EndReason.DISCONNECTED, errors.BatchAbandonedError)
+        assert "messages without an acknowledgement: 1 to 5" in str(machine.error)
     else:
         assert machine.end_reason is EndReason.TIMEOUT
         assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
@@ -234,15 +259,15 @@ def test_discarding(state: State) -> None:
 @pytest.mark.parametrize("acked", [0, 2, 5])
 def test_losing_the_connection(state: State, acked: int) -> None:
     machine = in_state(state)
-    if state in (State.NEW, E):
-        assert machine.disconnected() == []
+    if state in (State.NEW, P, E):
+        assert machine.disconnected(1.0) == []
         assert machine.state is state
         return
     acked = min(acked, machine.sent) if state is not S else 0
     if acked:
         machine.receive([ack(acked)], 1.0)
-    assert machine.disconnected() == [Ended(EndReason.DISCONNECTED)]
-    assert machine.disconnected() == []
+    assert machine.disconnected(1.0) == [Ended(EndReason.DISCONNECTED)]
+    assert machine.disconnected(1.0) == []
     error = machine.error
     assert isinstance(error, errors.BatchOutcomeUnknownError if state is C else errors.BatchAbandonedError)
     assert (error.sent, error.acked) == (machine.sent, acked)
@@ -323,6 +348,7 @@ def test_a_gap_report_never_moves_the_window(mode: GapMode) -> None:
 def test_reports_are_bounded_and_counted() -> None:
     machine = in_state(O, OK)
     machine.receive([gap(i, i + 1) for i in range(1, KEPT_REPORTS + 11)], 0.0)
+    machine.receive([gap(1010, 1011)], 0.0)  # one that comes twice is one
     machine.receive([err(2)] * (KEPT_REPORTS + 5), 0.0)
     assert (machine.gap_count, len(machine.gaps), machine.gaps[-1].first_lost) == (1010, 1000, 1010)
     assert (machine.error_count, len(machine.errors)) == (1005, 1000)

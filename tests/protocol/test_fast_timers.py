@@ -4,16 +4,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import frames
-from jetstream_ext.protocol.fast import FastBatch, State
+from jetstream_ext.protocol.fast import FastBatch
+from jetstream_ext.protocol.fast_record import State
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.types import BatchFlowGap, BatchMessage, EndReason, GapMode
+from jetstream_ext.types import BatchFlowGap, BatchMessage, EndReason, GapMode, InDoubt
 
 PING = b"PUB f.1 _INBOX.x.b1.10.fail.%d.4.$FI 0\r\n\r\n"
+OK_PING = PING.replace(b"fail", b"ok")
 MESSAGE = BatchMessage("f.1", b"x")
 
 
@@ -207,6 +210,117 @@ class TestCommitting:
         assert machine.handle_timer(8.9) == ([], b"")
         assert machine.end_reason is None
 
+    def test_a_marker_that_was_not_taken_is_sent_again_until_the_deadline(self) -> None:
+        machine = batch()
+        marker = machine.commit(0.0)
+        assert marker.startswith(b"PUB f.1 _INBOX.x.b1.10.fail.6.3.$FI")
+        assert machine.next_timer() == 5.0
+        now = 0.0
+        for second in (1.0, 2.0, 3.0, 4.0):
+            machine.receive([reply(6, 3, None)], now + 0.1)
+            assert machine.next_timer() == second
+            assert machine.handle_timer(second) == ([], marker)
+            now = second
+        assert machine.next_timer() == 5.0
+        machine.handle_timer(5.0)
+        assert machine.end_reason is EndReason.TIMEOUT
+
+
+class TestSuspended:
+    """In ok mode a lost connection need not be the end."""
+
+    def test_waits_for_the_connection_and_no_longer_than_stated(self) -> None:
+        machine = batch(gap=GapMode.OK)
+        assert machine.disconnected(10.0) == []
+        assert (machine.state, machine.room, machine.ready) == (State.SUSPENDED, 0, False)
+        assert machine.next_timer() == 15.0
+        assert machine.handle_timer(14.9) == ([], b"")
+        machine.handle_timer(15.0)
+        assert machine.end_reason is EndReason.DISCONNECTED
+        assert "not back for good within 5 s" in str(machine.error)
+        assert "1 to 5" in str(machine.error)
+
+    def test_sends_nothing_meanwhile(self) -> None:
+        machine = batch(gap=GapMode.OK)
+        machine.disconnected(10.0)
+        for operation in (machine.commit, machine.ping):
+            with pytest.raises(errors.BatchClosedError, match="until its connection is back"):
+                operation(11.0)
+        with pytest.raises(errors.BatchClosedError):
+            machine.add(MESSAGE, 11.0)
+        with pytest.raises(errors.BatchClosedError):
+            machine.add_plain("f.1", b"", 11.0)
+        assert machine.sent == 5
+
+    def test_asks_on_the_new_connection_until_it_is_answered(self) -> None:
+        machine = batch(gap=GapMode.OK)
+        machine.disconnected(10.0)
+        assert machine.reconnected(12.0) == ([], OK_PING % 5)
+        for second in (13.0, 14.0):
+            assert machine.next_timer() == second
+            assert machine.handle_timer(second) == ([], OK_PING % 5)
+            machine.receive([reply(5, 4, None)], second)
+        machine.receive([ack(2, seq=5, op=4)], 14.5)
+        assert (machine.state, machine.acked, machine.settled) == (State.OPEN, 2, True)
+        # What was acknowledged is known; of the rest a report may have been lost with the old connection.
+        assert list(machine.in_doubt) == [InDoubt(1, 5)]
+        assert machine.next_timer() == 34.0, "nobody waits; the batch is kept alive"
+
+    def test_what_the_ping_proves_lost_is_a_gap_and_not_in_doubt(self) -> None:
+        machine = batch(gap=GapMode.OK)
+        machine.receive([ack(2)], 9.0)
+        machine.disconnected(10.0)
+        machine.reconnected(11.0)
+        lost = reply(5, 4, {"type": "gap", "last_seq": 4, "seq": 6})
+        events, _ = machine.receive([lost, ack(2, seq=5, op=4)], 11.1)
+        assert list(machine.gaps) == [BatchFlowGap(4, 6)]
+        assert list(machine.in_doubt) == [InDoubt(3, 3)]
+        assert InDoubt(3, 3) in events
+        assert (machine.state, machine.acked) == (State.OPEN, 2)
+
+    def test_nothing_is_in_doubt_if_everything_was_acknowledged(self) -> None:
+        machine = batch(gap=GapMode.OK)
+        machine.receive([ack(5)], 9.0)
+        machine.disconnected(10.0)
+        machine.reconnected(11.0)
+        machine.receive([ack(5, seq=5, op=4)], 11.1)
+        assert (machine.state, list(machine.in_doubt)) == (State.OPEN, [])
+
+    def test_a_lost_first_reply(self) -> None:
+        machine = batch(0, gap=GapMode.OK)
+        machine.add(MESSAGE, 0.0)
+        machine.disconnected(1.0)
+        assert machine.state is State.SUSPENDED
+        assert machine.reconnected(2.0) == ([], OK_PING % 1)
+        machine.receive([ack(0, seq=1, op=4)], 2.1)
+        assert (machine.state, list(machine.in_doubt)) == (State.OPEN, [InDoubt(1, 1)])
+
+    def test_a_connection_that_comes_and_goes_ends_in_bounded_time(self) -> None:
+        machine = batch(gap=GapMode.OK)
+        now = 10.0
+        while machine.end_reason is None:
+            machine.disconnected(now)
+            _, ping = machine.reconnected(now + 0.5)
+            assert ping
+            now += 1.0
+            machine.handle_timer(now)
+            assert now < 25.0
+        assert machine.end_reason is EndReason.DISCONNECTED
+        assert now <= 10.0 + 2 * 5.0 + 1.0
+
+    def test_a_lost_answer_leaves_everything_in_doubt(self) -> None:
+        machine = batch(gap=GapMode.OK)
+        machine.disconnected(10.0)
+        machine.reconnected(11.0)  # the server reports the gap 4 … 5 now, into the void
+        machine.disconnected(11.5)
+        machine.reconnected(12.0)
+        machine.receive([ack(5, seq=5, op=4)], 12.1)
+        assert list(machine.in_doubt) == [InDoubt(1, 5)]
+
+    def test_a_reconnect_that_nobody_waited_for_does_nothing(self) -> None:
+        for machine in (batch(0), batch(), batch(gap=GapMode.OK)):
+            assert machine.reconnected(1.0) == ([], b"")
+
 
 class TestDraining:
     def test_waits_for_the_final_ack_and_then_gives_it_up(self) -> None:
@@ -221,12 +335,20 @@ class TestDraining:
         assert isinstance(machine.error, errors.BatchGapError)
         assert machine.error.ack is None
 
-    def test_starts_its_own_deadline(self) -> None:
+    def test_starts_its_own_deadline_and_asks_for_the_final_ack(self) -> None:
         machine = batch()
         machine.ping(0.0)
-        machine.receive([reply(3, 1, None)], 4.0)
+        _, ping = machine.receive([reply(3, 1, None)], 4.0)
         assert machine.state is State.DRAINING
+        # The next message would make the server notice the hole; a ping does too, once it has a leader again.
+        assert ping == PING % 5
+        for second in (5.0, 6.0, 7.0, 8.0):
+            assert machine.next_timer() == second
+            assert machine.handle_timer(second) == ([], PING % 5)
+            machine.receive([reply(5, 4, None)], second)
         assert machine.next_timer() == 9.0
+        machine.handle_timer(9.0)
+        assert machine.end_reason is EndReason.ERROR
 
 
 def test_the_end_has_no_timers() -> None:

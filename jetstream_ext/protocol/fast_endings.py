@@ -1,0 +1,113 @@
+"""How a fast batch says why it ended: the errors, and what each claims about what is stored."""
+
+from __future__ import annotations
+
+from jetstream_ext.errors import (
+    BatchAbandonedError,
+    BatchError,
+    BatchGapError,
+    BatchOutcomeUnknownError,
+    JetStreamExtError,
+    NoStreamError,
+    Outcome,
+    ServerError,
+    UnsupportedFeatureError,
+    batch_refusal,
+)
+from jetstream_ext.protocol.fast_record import FastRecord
+from jetstream_ext.types import BatchFlowGap, EndReason
+
+FAST_LEVEL = 4
+"""The JetStream API level that has fast ingest (nats-server 2.14)."""
+
+
+def unsupported(server_version: str = "", *, stored_as: int = 0) -> UnsupportedFeatureError:
+    """The server does not know fast ingest; `stored_as` is the message it stored as an ordinary one, if any."""
+    named = f"nats-server {server_version}" if server_version else "the server"
+    done = f"message {stored_as} was stored as an ordinary one" if stored_as else "nothing was sent"
+    return UnsupportedFeatureError(
+        f"{named} does not know fast ingest (it needs nats-server 2.14); {done}",
+        feature="fast ingest",
+        required_api_level=FAST_LEVEL,
+        server_version=server_version or None,
+    )
+
+
+def reason_for(cause: JetStreamExtError | None) -> EndReason:
+    """Return the reason that goes with the error of a batch that the server ended."""
+    return EndReason.GAP if isinstance(cause, BatchGapError) else EndReason.ERROR
+
+
+def unacknowledged(batch: FastRecord) -> str:
+    """Name the messages that nothing is known of."""
+    lost = f"{batch.acked + 1} to {batch.sent}" if batch.sent > batch.acked else "none"
+    return f"messages without an acknowledgement: {lost}"
+
+
+def gap(batch: FastRecord, report: BatchFlowGap) -> BatchGapError:
+    """Messages were lost, says a report."""
+    return BatchGapError(
+        f"batch {batch.batch_id}: messages {report.first_lost} to {report.last_lost} were lost; "
+        f"the server acknowledged up to {batch.acked}",
+        first_lost=report.first_lost,
+        last_lost=report.last_lost,
+        **batch.facts("partial"),
+    )
+
+
+def short(batch: FastRecord, count: int) -> BatchGapError:
+    """Messages were lost, says the final ack: the report of the gap was itself lost."""
+    return BatchGapError(
+        f"batch {batch.batch_id}: messages {count + 1} to {batch.sent} were lost; the rest is stored",
+        first_lost=count + 1,
+        last_lost=batch.sent,
+        **batch.facts("partial"),
+    )
+
+
+def out_of_order(batch: FastRecord, report: BatchFlowGap) -> BatchAbandonedError:
+    """The server took a sequence for one that it had before, which only another publisher can have sent."""
+    return BatchAbandonedError(
+        f"batch {batch.batch_id}: the server had a message {report.first_lost - 1} before it had {report.seq}: "
+        "somebody else publishes into this batch",
+        **batch.facts("partial"),
+    )
+
+
+def ended_by_server(batch: FastRecord, count: int) -> BatchAbandonedError:
+    """The final ack came unasked for."""
+    return BatchAbandonedError(
+        f"batch {batch.batch_id}: the server ended the batch at message {count} of {batch.sent}",
+        **batch.facts("partial"),
+    )
+
+
+def refused(batch: FastRecord, error: ServerError, seq: int, outcome: Outcome) -> BatchError:
+    """The server refused a message, and with it the batch."""
+    text = f"message {seq} was refused: {error.description}"
+    if error.err_code == 10205:
+        text = "the stream does not take fast ingest; turn on allow_batched"
+    return batch_refusal(error, f"batch {batch.batch_id}: {text}", **batch.facts(outcome))
+
+
+def no_stream(batch: FastRecord, subject: bytes) -> NoStreamError:
+    """Nobody took the first message."""
+    return NoStreamError(
+        f"no stream listens on subject {subject.decode()!r}: it does not exist, or its leader is away",
+        **batch.facts("not_stored"),
+    )
+
+
+def unknown(batch: FastRecord, text: str) -> BatchOutcomeUnknownError:
+    """The answer did not come."""
+    return BatchOutcomeUnknownError(f"batch {batch.batch_id}: {text}", **batch.facts("unknown"))
+
+
+def disconnected(batch: FastRecord, why: str, *, committing: bool = False) -> BatchError:
+    """The connection was lost, and the batch with it."""
+    if committing:
+        return unknown(batch, f"{why} after the commit was sent; {unacknowledged(batch)}")
+    return BatchAbandonedError(
+        f"batch {batch.batch_id}: {why}; {unacknowledged(batch)}",
+        **batch.facts("unknown" if batch.sent > batch.acked else "partial"),
+    )
