@@ -10,6 +10,8 @@ import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
+import jetstream_ext as jsx
+from jetstream_ext.protocol.atomic import AtomicBatchMachine
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -118,3 +120,16 @@ def own_stream(own_js: JetStreamContext, stream_name: Callable[[], str]) -> Make
         return name
 
     return make
+
+
+@pytest.fixture(params=["marker", "held back"])
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to commit: with the end-of-batch marker, and as servers before 2.14 need it."""
+    if request.param == "held back":
+        new = jsx.AtomicBatch._new_machine
+
+        def held_back(self: jsx.AtomicBatch, level: int, max_payload: int) -> AtomicBatchMachine:
+            return new(self, 2, max_payload)
+
+        monkeypatch.setattr(jsx.AtomicBatch, "_new_machine", held_back)
+    return str(request.param)

@@ -1,0 +1,371 @@
+"""Atomic batches against a real server: all or nothing, whatever happens in between."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import nats
+import nats.errors
+import nats.js.errors
+import pytest
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.testing import NatsServer
+
+MakeStream = Callable[..., Awaitable[str]]
+BATCH_HEADERS = {"Nats-Batch-Id", "Nats-Batch-Sequence", "Nats-Batch-Commit"}
+
+
+async def stored(js: JetStreamContext, stream: str) -> list[jsx.StoredMsg]:
+    return await jsx.DirectGet(js, stream).scan().to_list()
+
+
+async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
+    return [message.data for message in await stored(js, stream)]
+
+
+async def count(js: JetStreamContext, stream: str) -> int:
+    return (await js.stream_info(stream)).state.messages
+
+
+@pytest.fixture
+async def stream(make_stream: MakeStream) -> str:
+    return await make_stream()
+
+
+@pytest.mark.usefixtures("level")
+class TestCommitting:
+    async def test_a_clean_exit_commits(self, js: JetStreamContext, stream: str, left: Any) -> None:
+        async with jsx.AtomicBatch(js) as batch:
+            assert (batch.state, batch.size, batch.ack) == ("open", 0, None)
+            for i in range(1, 6):
+                await batch.add(f"{stream}.{i}", b"%d" % i)
+                assert (batch.state, batch.size) == ("open", i)
+                assert await count(js, stream) == 0
+        assert batch.state == "committed"
+        assert batch.ack == jsx.BatchAck(stream, 5, batch.batch_id, 5)
+        assert await payloads(js, stream) == [b"1", b"2", b"3", b"4", b"5"]
+        await left.settled()
+
+    async def test_commit_with_a_last_message(self, js: JetStreamContext, stream: str, left: Any) -> None:
+        batch = jsx.AtomicBatch(js)
+        await batch.add(f"{stream}.a", b"1")
+        ack = await batch.commit(f"{stream}.b", b"2", headers={"K": "v"})
+        assert (ack, batch.state) == (batch.ack, "committed")
+        assert [set(m.headers) - BATCH_HEADERS for m in await stored(js, stream)] == [set(), {"K"}]
+        await left.settled()
+
+    async def test_commit_alone_and_of_one(self, js: JetStreamContext, stream: str) -> None:
+        assert (await jsx.AtomicBatch(js).commit(f"{stream}.a", b"1")).batch_size == 1
+        batch = jsx.AtomicBatch(js)
+        await batch.add(f"{stream}.a", b"2")
+        assert (await batch.commit_eob()).batch_size == 1
+        assert await payloads(js, stream) == [b"1", b"2"]
+
+    async def test_a_thousand_messages(self, js: JetStreamContext, stream: str) -> None:
+        async with jsx.AtomicBatch(js, ack_every=100) as batch:
+            for i in range(1000):
+                await batch.add(f"{stream}.a", b"%d" % i)
+        assert batch.ack is not None
+        assert batch.ack.batch_size == 1000
+        assert await payloads(js, stream) == [b"%d" % i for i in range(1000)]
+
+    async def test_everything_a_message_can_have(self, js: JetStreamContext, stream: str) -> None:
+        headers = {"K": "v", "Unicode": "ä"}
+        async with jsx.AtomicBatch(js) as batch:
+            await batch.add(f"{stream}.a", b"", headers=headers, msg_id="m1", msg_ttl=60, expected_last_seq=0)
+            await batch.add(f"{stream}.b", b"\r\n", stream=stream, expected_last_subject_seq=0)
+            await batch.add_message(jsx.BatchMessage(f"{stream}.a", msg_ttl=jsx.NEVER))
+        assert headers == {"K": "v", "Unicode": "ä"}
+        first, second, third = await stored(js, stream)
+        assert (first.data, second.data, third.data) == (b"", b"\r\n", b"")
+        own = {name: value for name, value in first.headers.items() if name not in BATCH_HEADERS}
+        assert own == {**headers, "Nats-Msg-Id": "m1", "Nats-TTL": "60", "Nats-Expected-Last-Sequence": "0"}
+        assert first.headers["Nats-Batch-Id"] == batch.batch_id
+        assert third.headers["Nats-TTL"] == "never"
+
+    async def test_the_caller_may_reuse_its_headers(self, js: JetStreamContext, stream: str) -> None:
+        headers: dict[str, str] = {}
+        async with jsx.AtomicBatch(js) as batch:
+            for i in range(4):
+                headers["I"] = str(i)
+                await batch.add(f"{stream}.a", b"", headers=headers)
+            headers.clear()
+        assert [m.headers["I"] for m in await stored(js, stream)] == ["0", "1", "2", "3"]
+
+    @pytest.mark.parametrize("ack", [None, True, False])
+    @pytest.mark.parametrize("ack_first", [True, False])
+    async def test_with_and_without_replies(
+        self, js: JetStreamContext, stream: str, ack: bool | None, ack_first: bool
+    ) -> None:
+        async with jsx.AtomicBatch(js, ack_first=ack_first) as batch:
+            for _ in range(5):
+                await batch.add(f"{stream}.a", b"x", ack=ack)
+        assert batch.size == await count(js, stream) == 5
+
+    async def test_many_tasks_at_once(self, js: JetStreamContext, stream: str) -> None:
+        async with jsx.AtomicBatch(js, ack_every=1) as batch:
+            await asyncio.gather(*(batch.add(f"{stream}.{i}", b"%d" % i) for i in range(50)))
+        assert {int(data) for data in await payloads(js, stream)} == set(range(50))
+
+    async def test_an_add_that_is_under_way_is_part_of_the_commit(self, js: JetStreamContext, stream: str) -> None:
+        batch = jsx.AtomicBatch(js)
+        await batch.add(f"{stream}.a", b"0")
+        _, ack = await asyncio.gather(batch.add(f"{stream}.a", b"1", ack=True), batch.commit(f"{stream}.a", b"2"))
+        assert ack.batch_size == 3
+        assert await payloads(js, stream) == [b"0", b"1", b"2"]
+
+
+class TestNothingStored:
+    async def test_an_exception_in_the_block(self, js: JetStreamContext, stream: str, left: Any) -> None:
+        batch = jsx.AtomicBatch(js)
+
+        async def fail() -> None:
+            async with batch:
+                await batch.add(f"{stream}.a", b"1")
+                await batch.add(f"{stream}.a", b"2")
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await fail()
+        assert (batch.state, batch.ack) == ("discarded", None)
+        assert await count(js, stream) == 0
+        await left.settled()
+
+    async def test_discard(self, js: JetStreamContext, stream: str, left: Any) -> None:
+        batch = jsx.AtomicBatch(js)
+        await batch.add(f"{stream}.a", b"1")
+        await batch.discard()
+        await batch.discard()
+        for operation in (batch.add(f"{stream}.a"), batch.commit(f"{stream}.a"), batch.commit_eob()):
+            with pytest.raises(errors.BatchClosedError) as caught:
+                await operation
+            assert caught.value.outcome == "not_stored"
+        assert await count(js, stream) == 0
+        await left.settled()
+
+    async def test_an_empty_batch_sends_nothing(self, js: JetStreamContext, left: Any) -> None:
+        sent = js._nc.stats["out_msgs"]
+        async with jsx.AtomicBatch(js) as batch:
+            pass
+        assert (batch.state, batch.ack) == ("discarded", None)
+        with pytest.raises(errors.EmptyBatchError):
+            await jsx.AtomicBatch(js).commit_eob()
+        unused = jsx.AtomicBatch(js)
+        await unused.discard()
+        with pytest.raises(errors.BatchClosedError):
+            await unused.add("a")
+        assert js._nc.stats["out_msgs"] == sent
+        await left.settled()
+
+    async def test_a_closed_batch_after_its_commit(self, js: JetStreamContext, stream: str) -> None:
+        batch = jsx.AtomicBatch(js)
+        ack = await batch.commit(f"{stream}.a", b"1")
+        for operation in (batch.add(f"{stream}.a"), batch.commit(f"{stream}.a"), batch.commit_eob()):
+            with pytest.raises(errors.BatchClosedError) as caught:
+                await operation
+            assert (caught.value.outcome, caught.value.ack) == ("stored", ack)
+        await batch.discard()
+        assert batch.state == "committed"
+
+    @pytest.mark.parametrize(
+        ("bad", "error"),
+        [
+            ({"expected_last_seq": 7}, errors.WrongLastSequenceError),
+            ({"expected_last_subject_seq": 7}, errors.WrongLastSequenceError),
+            ({"stream": "ANOTHER"}, errors.StreamMismatchError),
+            ({"msg_id": "taken"}, errors.AtomicPublishDuplicateMessageIDError),
+        ],
+    )
+    @pytest.mark.usefixtures("level")
+    async def test_an_expectation_that_fails(
+        self, js: JetStreamContext, stream: str, left: Any, bad: dict[str, Any], error: type[errors.BatchError]
+    ) -> None:
+        await js.publish(f"{stream}.z", b"before", headers={"Nats-Msg-Id": "taken"})
+        batch = jsx.AtomicBatch(js)
+
+        async def block() -> None:
+            async with batch:
+                await batch.add(f"{stream}.a", b"1", **bad)
+                await batch.add(f"{stream}.b", b"2")
+
+        with pytest.raises(error) as caught:
+            await block()
+        assert type(caught.value) is error
+        assert (caught.value.outcome, caught.value.batch_id) == ("not_stored", batch.batch_id)
+        assert isinstance(caught.value, errors.BatchError)
+        assert isinstance(caught.value, nats.js.errors.APIError)
+        assert batch.state == "failed"
+        assert await payloads(js, stream) == [b"before"]
+        await left.settled()
+
+    async def test_a_message_that_the_stream_finds_too_large(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
+        stream = await make_stream(max_msg_size=300)
+        async with jsx.AtomicBatch(js, ack_every=1) as batch:
+            await batch.add(f"{stream}.a", b"1")
+            with pytest.raises(errors.MessageTooLargeError):
+                await batch.add(f"{stream}.a", bytes(500))
+            assert (batch.size, batch.state) == (1, "open")
+            await batch.add(f"{stream}.a", b"2")
+        assert await payloads(js, stream) == [b"1", b"2"]
+
+    async def test_a_large_message_whose_refusal_nobody_hears(
+        self, js: JetStreamContext, make_stream: MakeStream, left: Any
+    ) -> None:
+        # A cancelled add is part of the batch: if the server refuses it, the batch must not commit without it.
+        stream = await make_stream(max_msg_size=300)
+        batch = jsx.AtomicBatch(js)
+        await batch.add(f"{stream}.a", b"1")
+        adding = asyncio.create_task(batch.add(f"{stream}.a", bytes(500), ack=True))
+        await asyncio.sleep(0)
+        adding.cancel()
+        await asyncio.wait([adding])
+        assert adding.cancelled()
+        await js._nc.flush()
+        with pytest.raises(errors.MessageTooLargeError):
+            await batch.commit_eob()
+        assert await count(js, stream) == 0
+        await left.settled()
+
+    async def test_a_batch_that_the_server_forgot(self, stream_name: Callable[[], str]) -> None:
+        config = 'jetstream { limits { batch { timeout: "100ms" } } }'
+        async with NatsServer(config=config) as server:
+            nc = await nats.connect(server.url)
+            js = nc.jetstream()
+            name = stream_name()
+            await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)
+            abandoned = await nc.subscribe(f"$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED.{name}")
+            batch = jsx.AtomicBatch(js)
+            await batch.add(f"{name}.a", b"1")
+            assert b'"timeout"' in (await abandoned.next_msg(timeout=5)).data
+            with pytest.raises(errors.AtomicPublishIncompleteError):
+                await batch.commit_eob()
+            assert await count(js, name) == 0
+            await nc.close()
+
+
+class TestRefusedAtOnce:
+    """A typed error at once, nothing stored, nothing left open."""
+
+    @pytest.mark.parametrize("how", ["add", "commit", "block", "publish_atomic"])
+    @pytest.mark.parametrize(
+        ("missing", "error"), [("allow_atomic", errors.AtomicPublishDisabledError), ("stream", errors.NoStreamError)]
+    )
+    async def test_the_stream_cannot_take_it(
+        self, js: JetStreamContext, make_stream: MakeStream, left: Any, missing: str, error: type[Exception], how: str
+    ) -> None:
+        subject = "no.such.stream" if missing == "stream" else f"{await make_stream(allow_atomic=False)}.a"
+        batch = jsx.AtomicBatch(js)
+
+        async def block() -> None:
+            async with batch:
+                await batch.add(subject, b"x")
+
+        call = {
+            "add": lambda: batch.add(subject, b"x"), "commit": lambda: batch.commit(subject, b"x"), "block": block,
+            "publish_atomic": lambda: jsx.publish_atomic(js, [jsx.BatchMessage(subject)] * 3),
+        }[how]  # fmt: skip
+        async with asyncio.timeout(2):
+            with pytest.raises(error) as caught:
+                await call()
+        assert isinstance(caught.value, errors.BatchError)
+        assert caught.value.outcome == "not_stored"
+        assert batch.state == ("open" if how == "publish_atomic" else "failed")
+        if missing != "stream":
+            assert "allow_atomic" in str(caught.value)
+            assert await count(js, subject.partition(".")[0]) == 0
+        await left.settled()
+
+    @pytest.mark.parametrize(
+        ("message", "error"),
+        [
+            ({"subject": "a b"}, errors.BadSubjectError),
+            ({"subject": "a.>"}, errors.BadSubjectError),
+            ({"headers": {"K": "a\r\nb"}}, errors.BadHeaderError),
+            ({"headers": {"nats-batch-commit": "1"}}, errors.BadHeaderError),
+            ({"headers": {"Nats-Expected-Last-Msg-Id": "1"}}, errors.BadHeaderError),
+            ({"payload": "text"}, TypeError),
+            ({"payload": bytes(1 << 20)}, errors.MaxPayloadError),
+            ({"msg_ttl": 0.5}, ValueError),
+            ({"expected_last_subject": "a"}, ValueError),
+        ],
+    )
+    @pytest.mark.usefixtures("level")
+    async def test_the_message_cannot_be_sent(
+        self, js: JetStreamContext, stream: str, left: Any, message: dict[str, Any], error: type[Exception]
+    ) -> None:
+        message = {"subject": f"{stream}.a", "payload": b"x", **message}
+        sent = js._nc.stats["out_msgs"]
+        batch = jsx.AtomicBatch(js)
+        for call in (batch.add(**message), batch.add_message(jsx.BatchMessage(**message)), batch.commit(**message)):
+            with pytest.raises(error):
+                await call
+        assert (batch.size, batch.state, js._nc.stats["out_msgs"]) == (0, "open", sent)
+        await left.settled()
+        # The batch is none the worse for it.
+        await batch.add(f"{stream}.a", b"1")
+        for call in (batch.add(**message), batch.commit(**message)):
+            with pytest.raises(error):
+                await call
+        assert (await batch.commit_eob()).batch_size == 1
+        await left.settled()
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"batch_id": ""}, {"batch_id": "a.b"}, {"batch_id": "x" * 65}, {"ack_every": 0}, {"ack_every": True},
+         {"timeout": 0}, {"timeout": -1}, {"timeout": float("nan")}],
+    )  # fmt: skip
+    def test_bad_options(self, js: JetStreamContext, options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=r".+"):
+            jsx.AtomicBatch(js, **options)
+
+
+class TestPublishAtomic:
+    async def test_iterables(self, js: JetStreamContext, stream: str, left: Any) -> None:
+        messages = [jsx.BatchMessage(f"{stream}.a", b"%d" % i, headers={"I": str(i)}) for i in range(3)]
+
+        async def source() -> AsyncIterator[jsx.BatchMessage]:
+            for message in messages:
+                await asyncio.sleep(0)
+                yield message
+
+        for given in (messages, iter(messages), source()):
+            ack = await jsx.publish_atomic(js, given, timeout=5)
+            assert ack.batch_size == 3
+        assert await payloads(js, stream) == [b"0", b"1", b"2"] * 3
+        assert (await jsx.publish_atomic(js, messages, batch_id="chosen")).batch_id == "chosen"
+        await left.settled()
+
+    @pytest.mark.parametrize("asynchronous", [True, False])
+    async def test_a_source_that_fails_late_stores_nothing(
+        self, js: JetStreamContext, stream: str, left: Any, asynchronous: bool
+    ) -> None:
+        def source() -> Iterator[jsx.BatchMessage]:
+            for _ in range(50):
+                yield jsx.BatchMessage(f"{stream}.a", b"x")
+            raise ZeroDivisionError
+
+        async def async_source() -> AsyncIterator[jsx.BatchMessage]:
+            for message in source():
+                yield message
+
+        with pytest.raises(ZeroDivisionError):
+            await jsx.publish_atomic(js, async_source() if asynchronous else source())
+        assert await count(js, stream) == 0
+        await left.settled()
+
+    async def test_no_messages(self, js: JetStreamContext, left: Any) -> None:
+        with pytest.raises(errors.EmptyBatchError):
+            await jsx.publish_atomic(js, [])
+        await left.settled()
+
+    async def test_too_many_messages(self, js: JetStreamContext, stream: str, left: Any) -> None:
+        with pytest.raises(errors.AtomicPublishTooLargeError) as caught:
+            await jsx.publish_atomic(js, (jsx.BatchMessage(f"{stream}.a") for _ in range(1001)))
+        assert caught.value.outcome == "not_stored"
+        assert await count(js, stream) == 0
+        await left.settled()

@@ -1,0 +1,201 @@
+"""A nats-py whose internals are not the ones we know: slower, said once, and otherwise the same."""
+
+import asyncio
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import nats
+import nats.errors
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.client.connection import PublicConnection, Sink, connection_of
+from jetstream_ext.protocol.frames import Frame, parts, pub
+from jetstream_ext.testing import NatsServer
+
+
+def made_strange(nc: Client) -> Client:
+    """Change an internal of `nc` in a way that it does not notice itself."""
+    flush = nc._flush_pending
+    nc._flush_pending = lambda force_flush=False: flush(force_flush)  # type: ignore[method-assign, assignment]
+    return nc
+
+
+@pytest.fixture
+def nc(nc: Client) -> Client:
+    return made_strange(nc)
+
+
+@pytest.fixture(autouse=True)
+def expected() -> Iterator[None]:
+    """The warning is tested below; elsewhere it is only in the way."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "this version of nats-py has other internals", RuntimeWarning)
+        yield
+
+
+@pytest.fixture
+async def stream(js: JetStreamContext, stream_name: Callable[[], str]) -> str:
+    name = stream_name()
+    await js.add_stream(
+        name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True, allow_batched=True, allow_msg_ttl=True
+    )
+    return name
+
+
+async def settled(left: Any) -> None:
+    await asyncio.sleep(0)  # without nats-py's internals a subscription is dropped in the background
+    await left.settled()
+
+
+async def test_warns_once_per_connection(server: NatsServer) -> None:
+    for _ in range(2):
+        nc = made_strange(await nats.connect(server.url))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            js = nc.jetstream()
+            direct = jsx.DirectGet(js, "NO_SUCH_STREAM")
+            for _ in range(3):
+                with pytest.raises(errors.DirectGetDisabledError):
+                    await direct.get(1)
+            with pytest.raises(errors.DirectGetDisabledError):
+                await jsx.DirectGet(js, "NO_OTHER").get(1)
+        assert [(warning.category, "several times slower" in str(warning.message)) for warning in caught] == [
+            (RuntimeWarning, True)
+        ]
+        assert isinstance(connection_of(nc), PublicConnection)
+        assert connection_of(nc) is connection_of(nc)
+        await nc.close()
+
+
+@pytest.mark.parametrize("missing", ["_pending", "_subs", "_flush_pending", "_remove_sub", "_ps"])
+def test_any_missing_internal_is_noticed(missing: str) -> None:
+    nc = Client()
+    setattr(nc, missing, object())
+    assert isinstance(connection_of(nc), PublicConnection)
+
+
+async def test_fast_ingest(js: JetStreamContext, stream: str, left: Any) -> None:
+    headers = {"K": "v", "Unicode": "ä"}
+    async with jsx.FastPublisher(js, flow=10) as publisher:
+        await publisher.add(f"{stream}.a", b"0", headers=headers)
+        await publisher.add_many((f"{stream}.{i % 3}", b"%d" % i) for i in range(1, 200))
+        await publisher.flush()
+    assert publisher.ack is not None
+    assert publisher.ack.batch_size == 200
+    messages = await jsx.DirectGet(js, stream).scan(batch=30).to_list()
+    assert [m.data for m in messages] == [b"%d" % i for i in range(200)]
+    assert messages[0].headers == headers
+    await settled(left)
+
+
+async def test_the_order_of_many_tasks(js: JetStreamContext, nc: Client, stream: str) -> None:
+    # Every publish has to wait for the flusher: writes that overtook each other would be gaps.
+    nc._max_pending_size = 1
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add(f"{stream}.a", b"first")
+        await asyncio.gather(*(publisher.add_many((f"{stream}.a", b"x") for _ in range(20)) for _ in range(5)))
+    assert publisher.ack is not None
+    assert publisher.ack.batch_size == 101
+
+
+async def test_atomic_batches(js: JetStreamContext, stream: str, left: Any) -> None:
+    async with jsx.AtomicBatch(js, ack_every=2) as batch:
+        for i in range(5):
+            await batch.add(f"{stream}.a", b"%d" % i, headers={"I": str(i)})
+    assert batch.ack is not None
+    assert batch.ack.batch_size == 5
+    failed = jsx.AtomicBatch(js)
+    await failed.add(f"{stream}.a", b"", expected_last_seq=99)
+    with pytest.raises(errors.WrongLastSequenceError):
+        await failed.commit_eob()
+    messages = await jsx.DirectGet(js, stream).batch(10).to_list()
+    assert [(m.data, m.headers["I"]) for m in messages] == [(b"%d" % i, str(i)) for i in range(5)]
+    await settled(left)
+
+
+async def test_direct_gets(js: JetStreamContext, stream: str, left: Any) -> None:
+    spoof = {"Nats-Sequence": "77", "Status": "204", "Description": "EOB", "K": "v"}
+    await js.publish(f"{stream}.a", b"", headers=spoof)
+    await js.publish(f"{stream}.b", b"two")
+    direct = jsx.DirectGet(js, stream)
+    for messages in (await direct.scan().to_list(), [await direct.get(1), await direct.get(2)]):
+        assert [(m.seq, m.data) for m in messages] == [(1, b""), (2, b"two")]
+        assert messages[0].headers == {"Status": "204", "Description": "EOB", "K": "v"}
+    last = direct.multi_last([f"{stream}.>"], max_bytes=1)
+    assert [m.seq async for m in last] == [1, 2]
+    assert (last.up_to_seq, last.num_pending) == (2, 0)
+    assert await direct.batch(3, seq=9).to_list() == []
+    with pytest.raises(errors.MessageNotFoundError):
+        await direct.get(9)
+    await settled(left)
+
+
+@pytest.mark.parametrize("kind", [jsx.FastPublisher, jsx.AtomicBatch])
+async def test_refusals(js: JetStreamContext, left: Any, kind: Any) -> None:
+    async with asyncio.timeout(2):
+        with pytest.raises(errors.NoStreamError):
+            await kind(js).add("no.such.stream", b"x")
+    with pytest.raises(errors.BadSubjectError):
+        await kind(js).add("a b", b"x")
+    await settled(left)
+
+
+async def test_leaving_early(js: JetStreamContext, stream: str, left: Any) -> None:
+    for i in range(9):
+        await js.publish(f"{stream}.a", b"%d" % i)
+    async with jsx.DirectGet(js, stream).scan(batch=2) as messages:
+        async for _ in messages:
+            break
+    await settled(left)
+
+
+async def test_a_closed_connection(nc: Client, js: JetStreamContext, stream: str) -> None:
+    publisher = jsx.FastPublisher(js, ack_timeout=0.2)
+    await publisher.add(f"{stream}.a", b"x")
+    await nc.close()
+    with pytest.raises(nats.errors.ConnectionClosedError):
+        await publisher.add(f"{stream}.a", b"y")
+    await publisher.discard()
+    with pytest.raises(nats.errors.ConnectionClosedError):
+        await jsx.DirectGet(js, stream).get(1)
+
+
+@pytest.fixture
+async def heard(nc: Client) -> AsyncIterator[tuple[PublicConnection, str, list[Frame]]]:
+    connection = connection_of(nc)
+    assert isinstance(connection, PublicConnection)
+    frames: list[Frame] = []
+    inbox = await connection.inbox(Sink(frames.extend, lambda: None))
+    yield connection, inbox.subject, frames
+    inbox.close()
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        (b"", b"plain"),
+        (b"NATS/1.0\r\nK: v\r\nL: w\r\n\r\n", b"x"),
+        (b"NATS/1.0 503\r\n\r\n", b""),
+        (b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 7\r\nNats-Last-Sequence: 5\r\n\r\n", b""),
+        (b"NATS/1.0 429 Too Many Requests\r\n\r\n", b'{"error":{}}'),
+        (b"NATS/1.0 503\r\nNats-Subject: a.b\r\n\r\n", b""),
+    ],
+)
+async def test_frames_are_what_the_server_sent(
+    heard: tuple[PublicConnection, str, list[Frame]], header: bytes, data: bytes
+) -> None:
+    connection, subject, frames = heard
+    # Past nats-py's own publish, which sends no status lines.
+    connection.nc._pending.append(pub(subject.encode(), b"", header, data))
+    connection.nc._pending_data_size += 1
+    await connection.nc.flush()
+    async with asyncio.timeout(5):
+        while not frames:
+            await asyncio.sleep(0.001)
+    assert [parts(frame) for frame in frames] == [(subject.encode(), header, data)]
