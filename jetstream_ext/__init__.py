@@ -6,6 +6,7 @@ from jetstream_ext.client.direct import DirectGet, MessageBatch
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.features import Features, features
 from jetstream_ext.client.health import SourceHealth, SourceState, source_health
+from jetstream_ext.client.ingest import ingest
 from jetstream_ext.client.sources import create_source_consumer, server_managed_source
 from jetstream_ext.client.streams import ensure_stream
 from jetstream_ext.ttl import marker_reason, ttl_headers, with_ttl
@@ -20,6 +21,9 @@ from jetstream_ext.types import (
     EndReason,
     FastPubAck,
     GapMode,
+    InDoubt,
+    IngestProgress,
+    IngestReport,
     StoredMsg,
 )
 
@@ -38,6 +42,9 @@ __all__ = [
     "FastPublisher",
     "Features",
     "GapMode",
+    "InDoubt",
+    "IngestProgress",
+    "IngestReport",
     "MessageBatch",
     "SourceHealth",
     "SourceState",
@@ -45,6 +52,7 @@ __all__ = [
     "create_source_consumer",
     "ensure_stream",
     "features",
+    "ingest",
     "marker_reason",
     "publish_atomic",
     "reset_consumer",

@@ -14,6 +14,7 @@
     ├─ StreamConfigMismatchError    a stream exists with another configuration
     ├─ HistoryUnavailableError      the past that was asked for is gone
     ├─ BadSubjectError, BadHeaderError, MaxPayloadError   refused here, before anything was sent
+    ├─ IngestError                  `ingest` stopped; knows where, and what is stored
     ├─ BatchError                   a batch that cannot go on; knows what was stored
     │  ├─ BatchClosedError          used after its end
     │  ├─ EmptyBatchError           there is nothing to commit
@@ -36,7 +37,7 @@ import nats.errors
 import nats.js.errors
 
 if TYPE_CHECKING:
-    from jetstream_ext.types import BatchAck
+    from jetstream_ext.types import BatchAck, IngestReport
 
 Outcome = Literal["not_stored", "partial", "stored", "unknown"]
 
@@ -180,6 +181,25 @@ class MaxPayloadError(JetStreamExtError, nats.errors.MaxPayloadError, ValueError
     """A message (with its headers) is larger than the server's ``max_payload``; nothing was sent."""
 
     __str__ = JetStreamExtError.__str__
+
+
+class IngestError(JetStreamExtError):
+    """An `ingest` stopped. What stopped it is the cause; everything before ``index`` is stored.
+
+    Attributes:
+        index: The place in the source, from 0, of the first message that is not known to be stored. If the cause is the
+            message itself, this is it, and nothing after it is stored.
+        subject: That message's subject, if it was taken from the source.
+        report: What was done until then.
+    """
+
+    def __init__(
+        self, message: str = "", *, index: int = 0, subject: str | None = None, report: IngestReport | None = None
+    ) -> None:
+        super().__init__(message)
+        self.index = index
+        self.subject = subject
+        self.report = report
 
 
 class BatchError(JetStreamExtError):

@@ -156,6 +156,43 @@ class InDoubt:
     last: int
 
 
+@dataclass(frozen=True, slots=True)
+class IngestProgress:
+    """How far an `ingest` is.
+
+    Attributes:
+        stored: Messages of the source that are known to be in the stream.
+        rate: Of them, how many per second since the last report.
+        window: Messages that were taken from the source and are not known to be stored yet.
+    """
+
+    stored: int
+    rate: float
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class IngestReport:
+    """What an `ingest` did.
+
+    Attributes:
+        stored: Messages of the source that are in the stream: the first ``stored`` ones, each once. With message ids of
+            the caller's own this counts those that the stream had before, too: a server skips a message whose id it
+            knows and acknowledges it as it does the others.
+        duplicates: Messages that were sent again and turned out to be stored the first time: what would be in the
+            stream twice without message ids.
+        resent: Messages that were sent again, because the batch they were sent in ended before they were acknowledged.
+        batches: Fast batches that the server opened.
+        seconds: How long it took.
+    """
+
+    stored: int
+    duplicates: int
+    resent: int
+    batches: int
+    seconds: float
+
+
 _new = object.__new__
 
 

@@ -31,6 +31,7 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "BadSubjectError": (JetStreamExtError, nats.errors.BadSubjectError, ValueError),
     "BadHeaderError": (JetStreamExtError, nats.errors.BadHeaderError, ValueError),
     "MaxPayloadError": (JetStreamExtError, nats.errors.MaxPayloadError, ValueError),
+    "IngestError": (JetStreamExtError,),
     "BatchError": (JetStreamExtError,),
     "BatchClosedError": (BatchError,),
     "EmptyBatchError": (BatchError,),

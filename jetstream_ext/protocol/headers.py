@@ -117,15 +117,23 @@ def check_header(name: str, value: str) -> None:
         raise BadHeaderError(f"the value of header {name!r} has a line break or a NUL character")
 
 
+_known_names: dict[str, str] = {}
+_KNOWN_LIMIT: Final = 1024
+
+
 def encode(items: Iterable[tuple[str, str]]) -> bytes:
     """Encode a header block; every pair is checked."""
-    lines = [VERSION]
+    text = "NATS/1.0\r\n"
     for name, value in items:
-        check_header(name, value)
-        lines.append(f"{name}: {value}".encode())
-    lines.append(b"")
-    lines.append(b"")
-    return CRLF.join(lines)
+        # Bulks have few names and millions of values: a name is checked once.
+        start = _known_names.get(name)
+        if start is None or type(value) is not str or "\r" in value or "\n" in value or "\0" in value:
+            check_header(name, value)
+            if len(_known_names) >= _KNOWN_LIMIT:
+                _known_names.clear()
+            start = _known_names[name] = f"{name}: "
+        text += f"{start}{value}\r\n"
+    return (text + "\r\n").encode()
 
 
 def encode_mapping(headers: Mapping[str, str] | None) -> bytes:
