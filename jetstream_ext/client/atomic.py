@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterable, Iterable
 from types import TracebackType
 from typing import Final, Literal, Self, Unpack
@@ -10,16 +9,14 @@ from typing import Final, Literal, Self, Unpack
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
-from jetstream_ext.client.connection import Inbox, JetStream, Sink
-from jetstream_ext.client.levels import api_level
-from jetstream_ext.errors import BatchClosedError, EmptyBatchError, UnsupportedFeatureError
-from jetstream_ext.protocol.atomic import ATOMIC_LEVEL, AtomicBatchMachine, State, Step
-from jetstream_ext.protocol.frames import Frame, parts
+from jetstream_ext.client.atomic_wire import AtomicWire
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.errors import AtomicPublishDuplicateMessageIDError
+from jetstream_ext.protocol.atomic import State
 from jetstream_ext.protocol.options import check_batch_id
 from jetstream_ext.types import BatchAck, BatchMessage, PublishOptions
 
 BatchState = Literal["open", "committed", "discarded", "failed", "unknown"]
-
 
 _PUBLIC_STATES: Final[dict[State, BatchState]] = {
     State.OPEN: "open",
@@ -57,45 +54,37 @@ class AtomicBatch:
         ack_every: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        self._js = JetStream(js)
-        self._batch_id = check_batch_id(NUID().next().decode() if batch_id is None else batch_id)
-        self._ack_first = ack_first
         if ack_every is not None and (isinstance(ack_every, bool) or not isinstance(ack_every, int) or ack_every < 1):
             raise ValueError(f"ack_every must be an integer from 1 up, not {ack_every!r}")
-        self._ack_every = ack_every
-        self._timeout = self._js.timeout if timeout is None else float(timeout)
-        if not self._timeout > 0:
-            raise ValueError(f"timeout must be over 0 seconds, not {timeout!r}")
-        self._machine: AtomicBatchMachine | None = None
-        self._inbox: Inbox | None = None
-        self._waiters: dict[int, asyncio.Future[None]] = {}
-        self._opening = asyncio.Lock()
-        self._discarded = False
+        self._wire = new_wire(js, batch_id, timeout, ack_first=ack_first, ack_every=ack_every)
 
     def __repr__(self) -> str:
-        return f"<AtomicBatch batch_id={self._batch_id!r} size={self.size} state={self.state!r}>"
+        return f"<AtomicBatch batch_id={self.batch_id!r} size={self.size} state={self.state!r}>"
 
     @property
     def batch_id(self) -> str:
         """The batch's id; the stored messages keep it in ``Nats-Batch-Id``."""
-        return self._batch_id
+        return self._wire.batch_id
 
     @property
     def size(self) -> int:
         """How many messages the batch will store."""
-        return self._machine.size if self._machine else 0
+        machine = self._wire.machine
+        return machine.size if machine else 0
 
     @property
     def state(self) -> BatchState:
         """``"open"``, ``"committed"``, ``"discarded"``, ``"failed"`` (nothing stored) or ``"unknown"``."""
-        if self._machine is None:
-            return "discarded" if self._discarded else "open"
-        return _PUBLIC_STATES[self._machine.state]
+        machine = self._wire.machine
+        if machine is None:
+            return "discarded" if self._wire.discarded else "open"
+        return _PUBLIC_STATES[machine.state]
 
     @property
     def ack(self) -> BatchAck | None:
         """The server's ack once the batch is committed."""
-        return self._machine.ack if self._machine else None
+        machine = self._wire.machine
+        return machine.ack if machine else None
 
     async def add(
         self,
@@ -129,12 +118,24 @@ class AtomicBatch:
 
     async def add_message(self, message: BatchMessage, *, ack: bool | None = None) -> None:
         """Add one `BatchMessage`; otherwise as `add`."""
-        machine = self._machine or await self._open(message)
-        machine.check_open()
-        self._js.connection.check_usable()
-        step = machine.add(message, ack)
-        if step is not None:
-            await self._send([step])
+        await self._wire.add(message, ack)
+
+    async def add_many(self, messages: Iterable[BatchMessage] | AsyncIterable[BatchMessage]) -> None:
+        """Add many messages, a block of them per write: the fast road.
+
+        It waits for no reply but the last that was asked for; a refusal of one before it ends the batch all the same.
+
+        Args:
+            messages: From an iterable or an async iterable.
+
+        Raises:
+            BatchError, UnsupportedFeatureError: As for `add`.
+            Exception: What `messages` raises, and the refusal of one of them here, after everything before it was
+                sent; the batch stays usable.
+
+        Cancellation: What was taken from `messages` is on the wire and part of the batch; the batch stays usable.
+        """
+        await self._wire.reply_to(await self._wire.fill(messages))
 
     async def commit(
         self,
@@ -151,8 +152,7 @@ class AtomicBatch:
 
         Cancellation: The commit is on the wire; `state` is ``"unknown"``.
         """
-        message = BatchMessage(subject, payload, **options)
-        return await self._commit(message)
+        return await self._wire.commit(BatchMessage(subject, payload, **options))
 
     async def commit_eob(self) -> BatchAck:
         """Commit what was added and return the server's ack.
@@ -163,30 +163,35 @@ class AtomicBatch:
 
         Cancellation: The commit is on the wire; `state` is ``"unknown"``.
         """
-        return await self._commit(None)
+        return await self._wire.commit(None)
 
-    async def _commit(self, message: BatchMessage | None) -> BatchAck:
-        if message is None and self._machine is None and not self._discarded:
-            raise EmptyBatchError("there is nothing to commit", batch_id=self._batch_id, outcome="not_stored")
-        machine = self._machine or await self._open(message)
-        machine.check_open()
-        self._js.connection.check_usable()
-        steps = machine.commit(message)
-        try:
-            await self._send(steps)
-        except asyncio.CancelledError:
-            machine.discard()
-            self._settle()
-            raise
-        assert machine.ack is not None
-        return machine.ack
+    async def resolve(self, *, timeout: float | None = None) -> Literal["stored", "not_stored"]:
+        """Find out, after a `BatchOutcomeUnknownError`, whether the batch is stored.
+
+        It makes sure at the stream's leader that the commit can no longer be applied, then reads everything that was
+        stored since the batch was opened. Afterwards `state` is ``"committed"`` (and `ack` there) or ``"failed"``.
+        After a commit that was refused because of its message ids (10201) it looks for an earlier batch with this id
+        and its messages: ``"stored"`` then means that they were stored before.
+
+        Args:
+            timeout: Seconds that it may take; None is four times the batch's own, because the usual reason for a lost
+                answer, an election, takes some seconds.
+
+        Raises:
+            BatchOutcomeUnknownError: It cannot be known: no leader answered, or messages were removed from the stream
+                since that could have been the batch's. The error says which; calling again may help for the former.
+            BatchError: The batch is still open, or is being committed.
+            AtomicPublishDuplicateMessageIDError: No earlier batch with this id was found.
+
+        Cancellation: Safe; nothing is left behind, and `resolve` can be called again.
+
+        Requires: Permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+        """
+        return "not_stored" if await self._wire.resolve(timeout) is None else "stored"
 
     async def discard(self) -> None:
         """Give the batch up; nothing of it is stored."""
-        self._discarded = True
-        if self._machine is not None:
-            self._machine.discard()
-            self._settle()
+        self._wire.discard()
 
     async def __aenter__(self) -> Self:
         return self
@@ -194,129 +199,19 @@ class AtomicBatch:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        machine = self._machine
+        machine = self._wire.machine
         if kind is not None or machine is None:
-            await self.discard()
+            self._wire.discard()
         elif machine.state is State.OPEN:
             if not machine.size:
-                await self.discard()
+                self._wire.discard()
                 return
             try:
                 await self.commit_eob()
             finally:
-                await self.discard()  # a refused commit leaves nothing open behind the block
+                self._wire.discard()  # a refused commit leaves nothing open behind the block
         elif machine.state not in (State.COMMITTED, State.DISCARDED):
             machine.check_open()
-
-    # -- the shell ----------------------------------------------------------------------------------------------
-
-    async def _open(self, first: BatchMessage | None) -> AtomicBatchMachine:
-        """Return the machine; where there is none yet, refuse a bad `first` message before anything is open."""
-        async with self._opening:
-            if self._machine is not None:
-                return self._machine
-            self._check_discarded()
-            connection = self._js.connection
-            connection.check_usable()
-            if first is not None:
-                self._new_machine(ATOMIC_LEVEL, connection.max_payload).add(first)
-            level = await api_level(self._js)
-            if level < ATOMIC_LEVEL:
-                raise UnsupportedFeatureError(
-                    f"atomic batches need nats-server 2.12 (API level {ATOMIC_LEVEL}); this is "
-                    f"{connection.server_version} (level {level}); nothing was sent",
-                    feature="atomic batch",
-                    required_api_level=ATOMIC_LEVEL,
-                    server_version=connection.server_version,
-                )
-            inbox = await connection.inbox(Sink(self._frames, self._disconnected), tail=".*")
-            try:
-                self._check_discarded()
-            except BatchClosedError:
-                inbox.close()
-                raise
-            self._inbox = inbox
-            self._machine = self._new_machine(level, connection.max_payload)
-            return self._machine
-
-    def _check_discarded(self) -> None:
-        if self._discarded:
-            raise BatchClosedError(
-                f"batch {self._batch_id} has ended (discarded)", batch_id=self._batch_id, outcome="not_stored"
-            )
-
-    def _new_machine(self, level: int, max_payload: int) -> AtomicBatchMachine:
-        return AtomicBatchMachine(
-            batch_id=self._batch_id,
-            api_level=level,
-            max_payload=max_payload,
-            ack_first=self._ack_first,
-            ack_every=self._ack_every,
-        )
-
-    async def _send(self, steps: list[Step]) -> None:
-        """Send `steps` in one write; wait for the reply to the last of them if it wants one."""
-        machine, inbox = self._machine, self._inbox
-        assert machine is not None
-        assert inbox is not None
-        last = steps[-1]
-        waiter: asyncio.Future[None] | None = None
-        if last.wants_reply:
-            waiter = self._waiters[last.seq] = asyncio.get_running_loop().create_future()
-        data = b"".join(step.encode(f"{inbox.subject}.{step.seq}" if step.wants_reply else "") for step in steps)
-        try:
-            await self._js.connection.write(data, len(steps), sum(len(step.payload) for step in steps))
-            if waiter is not None:
-                async with asyncio.timeout(self._timeout):
-                    await waiter
-        except TimeoutError:
-            machine.lost(f"no answer within {self._timeout:g} s")
-        finally:
-            self._waiters.pop(last.seq, None)
-            self._settle()
-        if machine.state is State.COMMITTING and last.seq < machine.sent:
-            return  # an `add` whose message is part of the commit that is under way
-        if machine.state is not State.COMMITTED:
-            machine.check_open()
-
-    def _frames(self, frames: list[Frame]) -> None:
-        """Take replies (called by the connection)."""
-        machine = self._machine
-        if machine is None:
-            return
-        for frame in frames:
-            subject, header, payload = parts(frame)
-            token = subject.rpartition(b".")[2]
-            if not token.isdigit():
-                continue  # not a reply subject of ours; whoever sent it, it says nothing about a message
-            refusal = machine.receive(int(token), header, payload)
-            waiter = self._waiters.pop(int(token), None)
-            if waiter is not None and not waiter.done():
-                if refusal is None:
-                    waiter.set_result(None)
-                else:
-                    waiter.set_exception(refusal)
-            elif refusal is not None:
-                machine.unheard(refusal)
-        self._settle()
-
-    def _disconnected(self) -> None:
-        """Take the loss of the connection (called by the connection)."""
-        # Only a reply that is waited for is lost by it: the server keeps a batch by its id, not by its connection.
-        if self._machine is not None and self._waiters:
-            self._machine.lost("the connection was lost before the answer came")
-            self._settle()
-
-    def _settle(self) -> None:
-        """Drop the inbox and wake everybody once the batch is over."""
-        machine = self._machine
-        if machine is None or machine.state in (State.OPEN, State.COMMITTING):
-            return
-        for waiter in self._waiters.values():
-            if not waiter.done():
-                waiter.set_result(None)
-        if self._inbox is not None:
-            self._inbox.close()
 
 
 async def publish_atomic(
@@ -331,7 +226,9 @@ async def publish_atomic(
     Args:
         js: nats-py's JetStream context.
         messages: At least one `BatchMessage`, from an iterable or an async iterable. If it raises, nothing is stored.
-        batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None makes one.
+        batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None makes one. With an id of yours and a `msg_id` on every
+            message the call can be repeated: if the batch was stored before, inside the stream's duplicate window,
+            the ack of that one is returned.
         timeout: Seconds to wait for a reply; None is the context's timeout.
 
     Raises:
@@ -344,12 +241,38 @@ async def publish_atomic(
 
     Requires: nats-server 2.12 and ``allow_atomic`` on the stream.
     """
-    batch = AtomicBatch(js, batch_id=batch_id, timeout=timeout)
-    async with batch:
-        if isinstance(messages, AsyncIterable):
-            async for message in messages:
-                await batch.add_message(message)
-        else:
-            for message in messages:
-                await batch.add_message(message)
-        return await batch.commit_eob()
+    wire = new_wire(js, batch_id, timeout, hold_back=True)
+    try:
+        await wire.fill(messages)
+        return await finish(wire)
+    finally:
+        wire.discard()
+
+
+async def finish(wire: AtomicWire) -> BatchAck:
+    """Commit a filled batch; take it for committed if it was stored before under the same id."""
+    try:
+        return await wire.commit(None)
+    except AtomicPublishDuplicateMessageIDError:
+        ack = await wire.resolve(None)
+        if ack is None:
+            raise
+        return ack
+
+
+def new_wire(
+    js: JetStreamContext,
+    batch_id: str | None,
+    timeout: float | None,
+    *,
+    ack_first: bool = True,
+    ack_every: int | None = None,
+    hold_back: bool = False,
+) -> AtomicWire:
+    """Return a new batch; the arguments are checked here."""
+    context = JetStream(js)
+    checked = check_batch_id(NUID().next().decode() if batch_id is None else batch_id)
+    seconds = context.timeout if timeout is None else float(timeout)
+    if not seconds > 0:
+        raise ValueError(f"timeout must be over 0 seconds, not {timeout!r}")
+    return AtomicWire(context, checked, seconds, ack_first=ack_first, ack_every=ack_every, hold_back=hold_back)

@@ -15,27 +15,33 @@ ack without a batch     FAILED: server too old      FAILED: server too old (the 
 refusal, batch open     sequence given back, if it  OPEN again: the same commit may be tried again
                         is the newest; else FAILED
 any other refusal       FAILED                      FAILED: the server dropped the batch
-silence, disconnection  FAILED                      UNKNOWN
+silence                 FAILED                      UNKNOWN
+disconnection           FAILED if a reply was       UNKNOWN
+                        awaited, else doubt: the
+                        next message must be
+                        acknowledged
 ======================  ==========================  ===========================================================
 
 The refusals after which the server still has the batch are those that never reached it (503) and those of one message
 (10054 too large, 10167 queue full, 10175 bad sequence). In every other state each operation raises what ended the batch.
+
+A server keeps a batch by its id, not by the connection, so a lost connection need not end it; but messages that were
+not acknowledged may be gone, and so may the server. After a disconnection the next message therefore asks for a reply:
+a zero-byte one proves that everything before it arrived, 10176 that the batch is lost (`BatchAbandonedError`).
 """
 
 from __future__ import annotations
 
 import copy
 import enum
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from typing import Any, Final
 
 import orjson
 
 from jetstream_ext.errors import (
     AtomicPublishDisabledError,
-    BadHeaderError,
+    AtomicPublishIncompleteError,
     BatchAbandonedError,
     BatchClosedError,
     BatchOutcomeUnknownError,
@@ -51,15 +57,15 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.acks import parse_batch_ack, parse_refusal
-from jetstream_ext.protocol.frames import SubjectCache, check_size, pub
-from jetstream_ext.protocol.options import check_batch_id, message_headers, payload_bytes
+from jetstream_ext.protocol.atomic_messages import Block, Encoded, Encoder
+from jetstream_ext.protocol.atomic_messages import Step as Step
+from jetstream_ext.protocol.options import check_batch_id
 from jetstream_ext.types import BatchAck, BatchMessage
 
 ATOMIC_LEVEL: Final = 2
 MARKER_LEVEL: Final = 4
 
 _STILL_OPEN: Final = frozenset({10054, 10167, 10175})
-_MANAGED: Final = frozenset({h.BATCH_ID.lower(), h.BATCH_SEQUENCE.lower(), h.BATCH_COMMIT.lower()})
 
 
 class State(enum.Enum):
@@ -73,21 +79,6 @@ class State(enum.Enum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One message to send: `encode` makes its bytes once the reply subject is known."""
-
-    seq: int
-    subject: bytes
-    header: bytes
-    payload: bytes
-    wants_reply: bool
-
-    def encode(self, reply: str = "") -> bytes:
-        """Return the command."""
-        return pub(self.subject, reply.encode(), self.header, self.payload)
-
-
 class AtomicBatchMachine:
     """One atomic batch.
 
@@ -98,6 +89,7 @@ class AtomicBatchMachine:
         max_payload: The server's limit for headers and payload together, in bytes.
         ack_first: Ask for a reply to the first message.
         ack_every: Ask for one to every n-th message.
+        hold_back: Hold the newest message back at any level: for a caller that commits by it, without a marker.
     """
 
     def __init__(
@@ -108,6 +100,7 @@ class AtomicBatchMachine:
         max_payload: int = 1 << 20,
         ack_first: bool = True,
         ack_every: int | None = None,
+        hold_back: bool = False,
     ) -> None:
         self.batch_id = check_batch_id(batch_id)
         self.state = State.OPEN
@@ -122,16 +115,17 @@ class AtomicBatchMachine:
         self.last_subject = ""
         """The subject of the newest message."""
         self._marker = api_level >= MARKER_LEVEL
-        self._max_payload = max_payload
+        self._hold_back = hold_back or not self._marker
+        self._encoder = Encoder(batch_id, max_payload)
         self._ack_first = ack_first
         self._ack_every = ack_every
-        self._held: tuple[BatchMessage, bool | None] | None = None
+        self._held: Encoded | None = None
         self._first_subject = b""
-        self._written: Counter[str] = Counter()
-        self._subjects = SubjectCache()
         self._subject_before = ""
         self._commit_stores = False
-        self._commit_held: BatchMessage | None = None
+        self._commit_held: Encoded | None = None
+        self._doubt_from = 0
+        """The first sequence after a disconnection that no reply has settled, or 0."""
 
     # -- operations ---------------------------------------------------------------------------------------------
 
@@ -143,17 +137,58 @@ class AtomicBatchMachine:
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: Refused; nothing changed.
         """
         self.check_open()
-        self._check(message)
-        step: Step | None
-        if self._marker:
-            step = self._step(message, ack)
-        else:
-            step = self._release()
-            # A copy: it is encoded later, when the caller may have put something else into its headers.
-            headers = dict(message.headers) if message.headers else None
-            self._held = (replace(message, headers=headers, payload=payload_bytes(message.payload)), ack)
-        self._count(message)
-        return step
+        return self._take(self._encoder.encode(message, ack, first=not self.size))
+
+    def add_many(self, messages: Iterator[BatchMessage], reply: bytes, limit: int) -> Block:
+        """Take messages until their payloads are `limit` bytes, or something stops it.
+
+        The messages before what stopped it are in the block and part of the batch; a refused one is not.
+
+        Args:
+            messages: Where they come from.
+            reply: What the reply subject of a message begins with, its sequence follows.
+            limit: Payload bytes after which to return; the message that reaches it is the last.
+
+        Raises:
+            BatchError: The batch has ended; nothing was taken.
+        """
+        self.check_open()
+        out: list[bytes] = []
+        size = ask = acked = 0
+        stopped: BaseException | None = None
+        encode, count = self._encoder.encode, self._encoder.count
+        every, hold_back = self._ack_every, self._hold_back
+        try:
+            while size < limit and not ask:
+                message = next(messages)
+                encoded = encode(message, None, first=not self.size)
+                if hold_back:
+                    held, self._held = self._held, encoded
+                else:
+                    held = encoded
+                self.size += 1
+                count(encoded.name)
+                self._subject_before, self.last_subject = self.last_subject, encoded.name
+                if held is None:
+                    continue
+                seq = self.sent + 1
+                if seq == 1 or every or self._doubt_from or held.ack is not None:
+                    step = self._step(held)
+                    out.append(step.encode((reply + b"%d" % seq).decode() if step.wants_reply else ""))
+                    if step.wants_reply:
+                        acked = seq
+                        ask = seq if self._doubt_from else 0
+                else:
+                    header, payload = held.header(seq), held.payload
+                    total = len(header)
+                    out.append(
+                        b"HPUB %b %d %d\r\n%b%b\r\n" % (held.subject, total, total + len(payload), header, payload)
+                    )
+                    self.sent = seq
+                size += len(held.payload)
+        except BaseException as error:  # the caller raises it, once what was taken is sent
+            stopped = error
+        return Block(b"".join(out), len(out), size, ask, acked, stopped)
 
     def commit(self, message: BatchMessage | None) -> list[Step]:
         """Take the commit, with a last message or none; return what to send, the commit last.
@@ -166,22 +201,19 @@ class AtomicBatchMachine:
         self.check_open()
         steps: list[Step] = []
         if message is not None:
-            self._check(message)
-            released = self._release()
-            if released is not None:
-                steps.append(released)
-            self._count(message)
-            steps.append(self._step(message, True, commit="1"))
+            last = self._encoder.encode(message, True, first=not self.size)
+            if self._held is not None:
+                held, self._held = self._held, None
+                steps.append(self._step(held))
+            self._count(last.name)
+            steps.append(self._step(last, commit=True))
         elif self._held is not None:
-            self._commit_held, self._held = self._held[0], None
-            steps.append(self._step(self._commit_held, True, commit="1"))
+            self._commit_held, self._held = self._held, None
+            steps.append(self._step(self._commit_held, commit=True))
         elif self.sent and self._marker:
             # The marker has a sequence of its own and is not stored.
             self.sent += 1
-            header = h.encode(
-                [(h.BATCH_ID, self.batch_id), (h.BATCH_SEQUENCE, str(self.sent)), (h.BATCH_COMMIT, "eob")]
-            )
-            steps.append(Step(self.sent, self._first_subject, header, b"", True))
+            steps.append(Step(self.sent, self._first_subject, self._encoder.marker(self.sent), b"", True))
         elif self.sent:
             raise EmptyBatchError(
                 "a server before 2.14 can only commit on a message, and all are sent: give it one",
@@ -217,65 +249,36 @@ class AtomicBatchMachine:
 
     # -- messages -----------------------------------------------------------------------------------------------
 
-    def _check(self, message: BatchMessage) -> None:
-        """Refuse here what the server would refuse at commit, when it costs the whole batch."""
-        given: Mapping[str, str] = message.headers or {}
-        names = {name.lower() for name in given}
-        for name in given:
-            if name.lower() in _MANAGED:
-                raise BadHeaderError(f"header {name!r} belongs to the batch itself")
-            if name.lower() == h.EXPECTED_LAST_MSG_ID.lower():
-                raise BadHeaderError(f"header {name!r} cannot be used in an atomic batch")
-        if self.size and (message.expected_last_seq is not None or h.EXPECTED_LAST_SEQ.lower() in names):
-            raise ValueError("expected_last_seq can only be on the first message of an atomic batch")
-        if message.expected_last_subject_seq is not None or h.EXPECTED_LAST_SUBJECT_SEQ.lower() in names:
-            subject = message.expected_last_subject or message.subject
-            for name, value in given.items():
-                if name.lower() == h.EXPECTED_LAST_SUBJECT.lower():
-                    subject = value
-            if self._written[subject]:
-                raise ValueError(
-                    f"expected_last_subject_seq on {subject!r}: an earlier message of the batch wrote to that subject"
-                )
-        # Built with the longest sequence it can get, so that a message that passes here fits when it is sent.
-        self._build(message, seq=1 << 32, commit="1")
+    def _take(self, encoded: Encoded) -> Step | None:
+        step: Step | None = None
+        if self._hold_back:
+            held, self._held = self._held, encoded
+            if held is not None:
+                step = self._step(held)
+        else:
+            step = self._step(encoded)
+        self._count(encoded.name)
+        return step
 
-    def _build(self, message: BatchMessage, *, seq: int, commit: str | None) -> tuple[bytes, bytes, bytes]:
-        subject = self._subjects.encode(message.subject)
-        payload = payload_bytes(message.payload)
-        pairs = message_headers(message)
-        pairs += [(h.BATCH_ID, self.batch_id), (h.BATCH_SEQUENCE, str(seq))]
-        if commit is not None:
-            pairs.append((h.BATCH_COMMIT, commit))
-        header = h.encode(pairs)
-        check_size(header, payload, self._max_payload)
-        return subject, header, payload
-
-    def _step(self, message: BatchMessage, ack: bool | None, commit: str | None = None) -> Step:
-        seq = self.sent + 1
-        subject, header, payload = self._build(message, seq=seq, commit=commit)
-        self.sent = seq
+    def _step(self, encoded: Encoded, *, commit: bool = False) -> Step:
+        seq = self.sent = self.sent + 1
         if seq == 1:
-            self._first_subject = subject
+            self._first_subject = encoded.subject
+        ack = encoded.ack
         if ack is None:
             ack = (seq == 1 and self._ack_first) or bool(self._ack_every and seq % self._ack_every == 0)
-        return Step(seq, subject, header, payload, ack)
+        wants_reply = ack or commit or bool(self._doubt_from)
+        return Step(seq, encoded.subject, encoded.header(seq, commit=commit), encoded.payload, wants_reply)
 
-    def _count(self, message: BatchMessage) -> None:
+    def _count(self, name: str) -> None:
         self.size += 1
-        self._written[message.subject] += 1
-        self._subject_before, self.last_subject = self.last_subject, message.subject
+        self._encoder.count(name)
+        self._subject_before, self.last_subject = self.last_subject, name
 
     def _uncount(self) -> None:
         self.size -= 1
-        self._written[self.last_subject] -= 1
+        self._encoder.uncount(self.last_subject)
         self.last_subject = self._subject_before
-
-    def _release(self) -> Step | None:
-        if self._held is None:
-            return None
-        (message, ack), self._held = self._held, None
-        return self._step(message, ack)
 
     # -- replies ------------------------------------------------------------------------------------------------
 
@@ -301,6 +304,8 @@ class AtomicBatchMachine:
             status = h.parse_status(header) if header else None
             if status is None:
                 self.staged = max(self.staged, seq)
+                if 0 < self._doubt_from <= seq:
+                    self._doubt_from = 0  # the server counts without gaps: all that came before is there
                 return None
             code, text = status
             return self._refused(seq, server_error(code=code, description=text or "no responders"))
@@ -347,6 +352,13 @@ class AtomicBatchMachine:
                 "it does not exist, or its leader is away",
                 **self._facts("not_stored"),
             )
+        elif isinstance(error, AtomicPublishIncompleteError) and self._doubt_from:
+            failure = BatchAbandonedError(
+                f"batch {self.batch_id}: the connection was lost, and the server no longer has the whole batch; "
+                "nothing of it is stored",
+                **self._facts("not_stored"),
+            )
+            failure.__cause__ = error
         elif isinstance(error, AtomicPublishDisabledError):
             failure = batch_refusal(
                 error,
@@ -368,10 +380,10 @@ class AtomicBatchMachine:
             if self.state is State.OPEN or self._commit_stores:
                 self._uncount()
             elif self._commit_held is not None:
-                self._held = (self._commit_held, None)
+                self._held = self._commit_held
             self.state = State.OPEN
             return failure
-        self._fail(failure)
+        self._fail(failure, failure.__cause__)
         return None
 
     # -- endings without a reply --------------------------------------------------------------------------------
@@ -392,7 +404,25 @@ class AtomicBatchMachine:
                 )
             )
 
-    def _unknown(self, why: str, cause: Exception | None = None) -> None:
+    def disconnected(self) -> None:
+        """Take the loss of the connection while no reply was waited for."""
+        if self.state is State.OPEN and self.sent:
+            self._doubt_from = self.sent + 1
+
+    def resolved(self, ack: BatchAck | None) -> None:
+        """Take the truth about a commit without a (good) answer: the ack it should have had, or None: nothing stored."""
+        if ack is not None and self.state in (State.UNKNOWN, State.FAILED):
+            self.state, self.ack, self.error = State.COMMITTED, ack, None
+        elif self.state is State.UNKNOWN:
+            self._fail(
+                BatchAbandonedError(
+                    f"batch {self.batch_id}: the stream has nothing of it: it was not committed",
+                    **self._facts("not_stored"),
+                ),
+                self.error,
+            )
+
+    def _unknown(self, why: str, cause: BaseException | None = None) -> None:
         self.state = State.UNKNOWN
         self.error = BatchOutcomeUnknownError(
             f"batch {self.batch_id}: {why}; its {self.size} messages are either all stored or none",
@@ -400,7 +430,7 @@ class AtomicBatchMachine:
         )
         self.error.__cause__ = cause
 
-    def _fail(self, error: JetStreamExtError, cause: Exception | None = None) -> None:
+    def _fail(self, error: JetStreamExtError, cause: BaseException | None = None) -> None:
         self.state = State.FAILED
         self.error = error
         error.__cause__ = cause

@@ -10,7 +10,7 @@ import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
-import jetstream_ext as jsx
+from jetstream_ext.client.atomic_wire import AtomicWire
 from jetstream_ext.protocol.atomic import AtomicBatchMachine
 from jetstream_ext.testing import NatsServer
 
@@ -126,10 +126,10 @@ def own_stream(own_js: JetStreamContext, stream_name: Callable[[], str]) -> Make
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to commit: with the end-of-batch marker, and as servers before 2.14 need it."""
     if request.param == "held back":
-        new = jsx.AtomicBatch._new_machine
+        new = AtomicWire._new_machine
 
-        def held_back(self: jsx.AtomicBatch, level: int, max_payload: int) -> AtomicBatchMachine:
+        def held_back(self: AtomicWire, level: int, max_payload: int) -> AtomicBatchMachine:
             return new(self, 2, max_payload)
 
-        monkeypatch.setattr(jsx.AtomicBatch, "_new_machine", held_back)
+        monkeypatch.setattr(AtomicWire, "_new_machine", held_back)
     return str(request.param)

@@ -1,0 +1,305 @@
+"""One atomic batch on the wire: the shell around `protocol.atomic`, for everything that sends batches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, Iterable, Iterator
+from itertools import chain
+from typing import Final
+
+import nats.errors
+
+from jetstream_ext.client.connection import Inbox, JetStream, Sink
+from jetstream_ext.client.levels import api_level
+from jetstream_ext.client.owners import find_owner, remember, session_of
+from jetstream_ext.client.resolve import Question, find_earlier, resolve
+from jetstream_ext.errors import (
+    AtomicPublishDuplicateMessageIDError,
+    BatchClosedError,
+    BatchError,
+    EmptyBatchError,
+    UnsupportedFeatureError,
+)
+from jetstream_ext.protocol.atomic import ATOMIC_LEVEL, AtomicBatchMachine, State, Step
+from jetstream_ext.protocol.frames import Frame, parts
+from jetstream_ext.types import BatchAck, BatchMessage
+
+# Payload bytes per write of a bulk: the server works on one block while the next is encoded.
+_BLOCK: Final = 1 << 15
+# How many times the timeout of one reply finding out may take: an election takes longer than a reply.
+_RESOLVE_PATIENCE: Final = 4
+
+
+class AtomicWire:
+    """One atomic batch.
+
+    Args:
+        js: The context.
+        batch_id: A checked id.
+        timeout: Seconds to wait for a reply.
+        ack_first: As for `AtomicBatchMachine`.
+        ack_every: As for `AtomicBatchMachine`.
+        hold_back: As for `AtomicBatchMachine`.
+    """
+
+    def __init__(
+        self,
+        js: JetStream,
+        batch_id: str,
+        timeout: float,
+        *,
+        ack_first: bool = True,
+        ack_every: int | None = None,
+        hold_back: bool = False,
+    ) -> None:
+        self.batch_id = batch_id
+        self.machine: AtomicBatchMachine | None = None
+        """The batch, once there was a message."""
+        self.discarded = False
+        self._js = js
+        self._timeout = timeout
+        self._ack_first = ack_first
+        self._ack_every = ack_every
+        self._hold_back = hold_back
+        self._inbox: Inbox | None = None
+        self._waiters: dict[int, asyncio.Future[None]] = {}
+        self._opening = asyncio.Lock()
+        self._question = Question(None, session_of(js))
+
+    # -- what can be done ---------------------------------------------------------------------------------------
+
+    async def add(self, message: BatchMessage, ack: bool | None) -> None:
+        """Send a message; wait for its reply if it wants one."""
+        machine = self.machine or await self._open(message)
+        machine.check_open()
+        self._js.connection.check_usable()
+        step = machine.add(message, ack)
+        if step is not None:
+            await self._send([step])
+
+    async def fill(self, messages: Iterable[BatchMessage] | AsyncIterable[BatchMessage]) -> int:
+        """Send `messages` in blocks; return the highest sequence among them that asked for a reply, or 0."""
+        acked = 0
+        if isinstance(messages, AsyncIterable):
+            # One write each: nats-py's buffer joins them, and a slow source is not held back by a block.
+            async for message in messages:
+                machine = self.machine or await self._open(message)
+                asked, stopped = await self._block(machine, iter((message,)))
+                acked = max(acked, asked)
+                if stopped is not None and not isinstance(stopped, StopIteration):
+                    raise stopped
+            return acked
+        source = iter(messages)
+        first = next(source, None)
+        if first is None:
+            return 0
+        source = chain((first,), source)
+        machine = self.machine or await self._open(first)
+        while True:
+            asked, stopped = await self._block(machine, source)
+            acked = max(acked, asked)
+            if isinstance(stopped, StopIteration):
+                return acked
+            if stopped is not None:
+                raise stopped
+            await asyncio.sleep(0)  # nats-py's flusher has its turn
+
+    async def reply_to(self, seq: int) -> None:
+        """Wait for the reply to a message that was sent, if it has not come."""
+        machine = self.machine
+        if machine is not None and seq > machine.staged:
+            machine.check_open()
+            await self._exchange(b"", 0, 0, seq)
+
+    async def commit(self, message: BatchMessage | None) -> BatchAck:
+        """Commit, with a last message or none."""
+        if message is None and self.machine is None and not self.discarded:
+            raise EmptyBatchError("there is nothing to commit", batch_id=self.batch_id, outcome="not_stored")
+        machine = self.machine or await self._open(message)
+        machine.check_open()
+        self._js.connection.check_usable()
+        steps = machine.commit(message)
+        try:
+            await self._send(steps)
+        except asyncio.CancelledError:
+            machine.discard()
+            self._settle()
+            raise
+        assert machine.ack is not None
+        remember(self._js, machine.ack)
+        return machine.ack
+
+    def discard(self) -> None:
+        """Give the batch up."""
+        self.discarded = True
+        if self.machine is not None:
+            self.machine.discard()
+            self._settle()
+
+    async def resolve(self, timeout: float | None) -> BatchAck | None:
+        """Return the ack that a batch has or should have had, or None: nothing of it is stored."""
+        machine = self.machine
+        if machine is None or machine.state in (State.OPEN, State.COMMITTING):
+            if self.discarded:
+                return None
+            raise BatchError(f"batch {self.batch_id} has not ended: commit or discard it", batch_id=self.batch_id)
+        patience = _RESOLVE_PATIENCE * self._timeout if timeout is None else float(timeout)
+        if machine.state is State.UNKNOWN:
+            machine.resolved(await resolve(self._js, self._question, machine, patience))
+        elif machine.state is State.FAILED:
+            if isinstance(machine.error, AtomicPublishDuplicateMessageIDError):
+                machine.resolved(await find_earlier(self._js, self._question, machine, patience))
+                if machine.ack is None:
+                    machine.check_open()
+            elif not isinstance(machine.error, BatchError) or machine.error.outcome != "not_stored":
+                machine.check_open()
+        return machine.ack
+
+    # -- how ----------------------------------------------------------------------------------------------------
+
+    async def _open(self, first: BatchMessage | None) -> AtomicBatchMachine:
+        """Return the machine; where there is none yet, refuse a bad `first` message before anything is open."""
+        async with self._opening:
+            if self.machine is not None:
+                return self.machine
+            self._check_discarded()
+            connection = self._js.connection
+            connection.check_usable()
+            if first is not None:
+                self._new_machine(ATOMIC_LEVEL, connection.max_payload).add(first)
+            level = await self._level(first)
+            inbox = await connection.inbox(Sink(self._frames, self._disconnected), tail=".*")
+            try:
+                self._check_discarded()
+            except BatchClosedError:
+                inbox.close()
+                raise
+            self._inbox = inbox
+            self.machine = self._new_machine(level, connection.max_payload)
+            return self.machine
+
+    async def _level(self, first: BatchMessage | None) -> int:
+        """Return the API level of the server that will take the batch."""
+        # A server before 2.12 stores the messages of a batch as ordinary ones. The greeting speaks for the server at
+        # the other end of the connection only; the stream's own answer speaks for the one that matters.
+        session = session_of(self._js)
+        owner = await find_owner(self._js, first.subject, first.stream, self._timeout) if first is not None else None
+        if owner is None:
+            level, version = await api_level(self._js), self._js.connection.server_version
+        else:
+            level, version = owner[0].level, owner[0].version or "older"
+        if level < ATOMIC_LEVEL:
+            raise UnsupportedFeatureError(
+                f"atomic batches need nats-server 2.12 (API level {ATOMIC_LEVEL}); the stream's is "
+                f"{version} (level {level}); nothing was sent",
+                feature="atomic batch",
+                required_api_level=ATOMIC_LEVEL,
+                server_version=version,
+            )
+        self._question = Question(owner, session)
+        return level
+
+    def _check_discarded(self) -> None:
+        if self.discarded:
+            raise BatchClosedError(
+                f"batch {self.batch_id} has ended (discarded)", batch_id=self.batch_id, outcome="not_stored"
+            )
+
+    def _new_machine(self, level: int, max_payload: int) -> AtomicBatchMachine:
+        return AtomicBatchMachine(
+            batch_id=self.batch_id,
+            api_level=level,
+            max_payload=max_payload,
+            ack_first=self._ack_first,
+            ack_every=self._ack_every,
+            hold_back=self._hold_back,
+        )
+
+    async def _send(self, steps: list[Step]) -> None:
+        """Send `steps` in one write; wait for the reply to the last of them if it wants one."""
+        inbox = self._inbox
+        assert inbox is not None
+        last = steps[-1]
+        data = b"".join(step.encode(f"{inbox.subject}.{step.seq}" if step.wants_reply else "") for step in steps)
+        await self._exchange(data, len(steps), sum(len(s.payload) for s in steps), last.seq if last.wants_reply else 0)
+
+    async def _block(
+        self, machine: AtomicBatchMachine, source: Iterator[BatchMessage]
+    ) -> tuple[int, BaseException | None]:
+        """Send one block of `source`; return as `Block.acked` and `Block.stopped`."""
+        self._js.connection.check_usable()
+        assert self._inbox is not None
+        block = machine.add_many(source, f"{self._inbox.subject}.".encode(), _BLOCK)
+        if block.messages:
+            await self._exchange(block.data, block.messages, block.size, block.ask)
+        return block.acked, block.stopped
+
+    async def _exchange(self, data: bytes, messages: int, size: int, ask: int) -> None:
+        """Write; wait for the reply to the message with sequence `ask`, unless that is 0."""
+        machine = self.machine
+        assert machine is not None
+        waiter: asyncio.Future[None] | None = None
+        if ask:
+            waiter = self._waiters[ask] = asyncio.get_running_loop().create_future()
+        try:
+            if data:
+                await self._js.connection.write(data, messages, size)
+            if waiter is not None:
+                async with asyncio.timeout(self._timeout):
+                    await waiter
+        except TimeoutError:
+            machine.lost(f"no answer within {self._timeout:g} s")
+        except (nats.errors.Error, OSError) as error:
+            if waiter is not None and waiter.done() and waiter.exception() is error:
+                raise  # the refusal of this one message
+            machine.lost(f"the connection failed while it was written to ({error!r})")
+        finally:
+            self._waiters.pop(ask, None)
+            self._settle()
+        if machine.state is State.COMMITTING and ask < machine.sent:
+            return  # an `add` whose message is part of the commit that is under way
+        if machine.state is not State.COMMITTED:
+            machine.check_open()
+
+    def _frames(self, frames: list[Frame]) -> None:
+        """Take replies (called by the connection)."""
+        machine = self.machine
+        if machine is None:
+            return
+        for frame in frames:
+            subject, header, payload = parts(frame)
+            token = subject.rpartition(b".")[2]
+            if not token.isdigit():
+                continue  # not a reply subject of ours; whoever sent it, it says nothing about a message
+            refusal = machine.receive(int(token), header, payload)
+            waiter = self._waiters.pop(int(token), None)
+            if waiter is not None and not waiter.done():
+                if refusal is None:
+                    waiter.set_result(None)
+                else:
+                    waiter.set_exception(refusal)
+            elif refusal is not None:
+                machine.unheard(refusal)
+        self._settle()
+
+    def _disconnected(self) -> None:
+        """Take the loss of the connection (called by the connection)."""
+        machine = self.machine
+        if machine is None:
+            return
+        if self._waiters:
+            machine.lost("the connection was lost before the answer came")
+            self._settle()
+        else:
+            machine.disconnected()
+
+    def _settle(self) -> None:
+        """Drop the inbox and wake everybody once the batch is over."""
+        machine = self.machine
+        if machine is None or machine.state in (State.OPEN, State.COMMITTING):
+            return
+        for waiter in self._waiters.values():
+            if not waiter.done():
+                waiter.set_result(None)
+        if self._inbox is not None:
+            self._inbox.close()

@@ -1,0 +1,161 @@
+"""The messages of an atomic batch: what is refused before a sequence is taken, and their bytes, made once.
+
+Everything of a message but its batch sequence is encoded when it is checked. What follows (the sequence, a commit) is
+added when it is sent, so a message that is held back, or sent again after a refusal, costs nothing more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from jetstream_ext.errors import BadHeaderError, MaxPayloadError
+from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.frames import SubjectCache, pub
+from jetstream_ext.protocol.options import check_batch_id, message_headers, payload_bytes
+from jetstream_ext.types import BatchMessage
+
+_MANAGED: Final = frozenset({h.BATCH_ID.lower(), h.BATCH_SEQUENCE.lower(), h.BATCH_COMMIT.lower()})
+
+_END: Final = b"\r\n\r\n"
+_COMMIT: Final = b"\r\nNats-Batch-Commit: 1" + _END
+_MARKER: Final = b"\r\nNats-Batch-Commit: eob" + _END
+# A message is measured with the longest sequence it can get and a commit: what passes then fits when it is sent.
+_LONGEST: Final = len(b"%d" % (1 << 32)) + len(_COMMIT)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One message to send: `encode` makes its bytes once the reply subject is known."""
+
+    seq: int
+    subject: bytes
+    header: bytes
+    payload: bytes
+    wants_reply: bool
+
+    def encode(self, reply: str = "") -> bytes:
+        """Return the command."""
+        return pub(self.subject, reply.encode(), self.header, self.payload)
+
+
+class Block(NamedTuple):
+    """Messages to send in one write."""
+
+    data: bytes
+    messages: int
+    size: int
+    """Their payloads' bytes."""
+    ask: int
+    """The sequence whose reply must be awaited before the next block, or 0."""
+    acked: int
+    """The highest sequence that wants a reply, or 0."""
+    stopped: BaseException | None
+    """What the source raised (``StopIteration`` at its end), or the refusal of one of its messages."""
+
+
+class Encoded(NamedTuple):
+    """A checked message without its batch sequence."""
+
+    name: str
+    """Its subject."""
+    subject: bytes
+    head: bytes
+    """Its header block up to the sequence."""
+    payload: bytes
+    ack: bool | None
+    """Whether its sender wants a reply; None leaves it to the batch."""
+
+    def header(self, seq: int, *, commit: bool = False) -> bytes:
+        """Return the whole header block."""
+        return b"%b%d%b" % (self.head, seq, _COMMIT if commit else _END)
+
+
+class Encoder:
+    """Checks and encodes the messages of one batch.
+
+    Args:
+        batch_id: The batch's id.
+        max_payload: The server's limit for headers and payload together, in bytes.
+    """
+
+    def __init__(self, batch_id: str, max_payload: int) -> None:
+        own = h.encode([(h.BATCH_ID, check_batch_id(batch_id))])[: -len(h.CRLF)]
+        self._tail = own[len(h.VERSION) :] + f"{h.BATCH_SEQUENCE}: ".encode()
+        self._plain = h.VERSION + self._tail
+        self._max_payload = max_payload
+        self._plain_room = max_payload - len(self._plain) - _LONGEST
+        self._subjects = SubjectCache()
+        self._written: Counter[str] = Counter()
+
+    def encode(self, message: BatchMessage, ack: bool | None, *, first: bool) -> Encoded:
+        """Return a message ready for its sequence; `first` is whether it is to be the first of the batch.
+
+        Raises:
+            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: Refused; nothing changed.
+        """
+        name, payload = message.subject, message.payload
+        if (
+            message.headers is None
+            and type(payload) is bytes
+            and message.msg_id is None
+            and message.msg_ttl is None
+            and message.stream is None
+            and message.expected_last_seq is None
+            and message.expected_last_subject_seq is None
+            and message.expected_last_subject is None
+        ):
+            # Nearly every message of a bulk.
+            subject = self._subjects.encode(name)
+            if len(payload) > self._plain_room:
+                self._check_size(self._plain, payload)
+            return Encoded(name, subject, self._plain, payload, ack)
+        self._check(message, first)
+        subject = self._subjects.encode(name)
+        payload = payload_bytes(payload)
+        block = h.encode(message_headers(message))
+        head = block[: -len(_END)] + self._tail
+        self._check_size(head, payload)
+        return Encoded(name, subject, head, payload, ack)
+
+    def marker(self, seq: int) -> bytes:
+        """Return the header block of the end-of-batch marker."""
+        return b"%b%d%b" % (self._plain, seq, _MARKER)
+
+    def count(self, name: str) -> None:
+        """Take it that a message on `name` is part of the batch."""
+        self._written[name] += 1
+
+    def uncount(self, name: str) -> None:
+        """Take it back."""
+        self._written[name] -= 1
+
+    def _check(self, message: BatchMessage, first: bool) -> None:
+        """Refuse here what the server would refuse at commit, when it costs the whole batch."""
+        given: Mapping[str, str] = message.headers or {}
+        names = {name.lower() for name in given}
+        for name in given:
+            if name.lower() in _MANAGED:
+                raise BadHeaderError(f"header {name!r} belongs to the batch itself")
+            if name.lower() == h.EXPECTED_LAST_MSG_ID.lower():
+                raise BadHeaderError(f"header {name!r} cannot be used in an atomic batch")
+        if not first and (message.expected_last_seq is not None or h.EXPECTED_LAST_SEQ.lower() in names):
+            raise ValueError("expected_last_seq can only be on the first message of an atomic batch")
+        if message.expected_last_subject_seq is not None or h.EXPECTED_LAST_SUBJECT_SEQ.lower() in names:
+            subject = message.expected_last_subject or message.subject
+            for name, value in given.items():
+                if name.lower() == h.EXPECTED_LAST_SUBJECT.lower():
+                    subject = value
+            if self._written[subject]:
+                raise ValueError(
+                    f"expected_last_subject_seq on {subject!r}: an earlier message of the batch wrote to that subject"
+                )
+
+    def _check_size(self, head: bytes, payload: bytes) -> None:
+        size = len(head) + _LONGEST + len(payload)
+        if size > self._max_payload:
+            raise MaxPayloadError(
+                f"a message of {size} bytes (headers included) is over the server's limit of {self._max_payload}"
+            )

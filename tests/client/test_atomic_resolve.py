@@ -1,0 +1,279 @@
+"""What became of a commit whose answer was lost."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.client.connection import Connection, connection_of
+from jetstream_ext.testing import NatsServer
+
+MakeStream = Any
+
+
+def messages(name: str, count: int, **options: Any) -> list[jsx.BatchMessage]:
+    return [jsx.BatchMessage(f"{name}.{i}", b"%d" % i, **options) for i in range(count)]
+
+
+async def commit_unheard(batch: jsx.AtomicBatch) -> None:
+    """Commit, and miss the answer."""
+    task = asyncio.create_task(batch.commit_eob())
+    while batch._wire.machine.state.value != "committing":  # type: ignore[union-attr]
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert batch.state == "unknown"
+
+
+def lose_commits(monkeypatch: pytest.MonkeyPatch, nc: Client) -> list[bytes]:
+    """Lose every write with a commit in it on its way to the server; it is in the list."""
+    connection = connection_of(nc)
+    assert isinstance(connection, Connection)
+    write, lost = connection.write_nowait, []
+
+    def lossy(data: bytes, count: int, size: int) -> None:
+        if b"Nats-Batch-Commit" in data:
+            lost.append(data)
+        else:
+            write(data, count, size)
+
+    monkeypatch.setattr(connection, "write_nowait", lossy)
+    return lost
+
+
+@pytest.fixture
+def lost_commits(nc: Client, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    return lose_commits(monkeypatch, nc)
+
+
+@pytest.mark.parametrize("count", [1, 2, 30])
+async def test_a_stored_batch(js: JetStreamContext, make_stream: MakeStream, left: Any, count: int) -> None:
+    name = await make_stream()
+    await js.publish(f"{name}.before", b"")
+    batch = jsx.AtomicBatch(js)
+    await batch.add_many(messages(name, count))
+    await commit_unheard(batch)
+    with pytest.raises(errors.BatchOutcomeUnknownError):
+        await batch.add(f"{name}.x")
+    assert await batch.resolve() == "stored"
+    assert batch.state == "committed"
+    assert batch.ack == jsx.BatchAck(name, 1 + count, batch.batch_id, count)
+    assert await batch.resolve() == "stored"
+    await left.settled()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 30])
+async def test_a_commit_that_never_arrived(
+    js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes], left: Any, count: int, direct: bool
+) -> None:
+    name = await make_stream(allow_direct=direct)
+    batch = jsx.AtomicBatch(js, timeout=0.5)
+    await batch.add_many(messages(name, count))
+    await js.publish(f"{name}.0", b"somebody else's")
+    with pytest.raises(errors.BatchOutcomeUnknownError, match="all stored or none"):
+        await batch.commit_eob()
+    assert await batch.resolve() == "not_stored"
+    assert batch.state == "failed"
+    with pytest.raises(errors.BatchAbandonedError) as caught:
+        await batch.add(f"{name}.x")
+    assert caught.value.outcome == "not_stored"
+    assert await batch.resolve() == "not_stored"
+    assert (await js.stream_info(name)).state.messages == 1
+    await left.settled()
+
+
+async def test_a_commit_that_arrives_after_the_answer_stores_nothing(
+    js: JetStreamContext, nc: Client, make_stream: MakeStream, lost_commits: list[bytes]
+) -> None:
+    name = await make_stream()
+    batch = jsx.AtomicBatch(js, timeout=0.3)
+    await batch.add_many(messages(name, 3))
+    with pytest.raises(errors.BatchOutcomeUnknownError):
+        await batch.commit_eob()
+    assert await batch.resolve() == "not_stored"
+    connection_of(nc)._append(lost_commits[0])
+    await nc.flush()
+    assert (await js.stream_info(name)).state.messages == 0
+
+
+async def test_messages_that_were_overwritten_since_leave_it_open(
+    js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes]
+) -> None:
+    name = await make_stream(max_msgs_per_subject=1)
+    batch = jsx.AtomicBatch(js, timeout=0.3)
+    await batch.add(f"{name}.0")
+    for _ in range(3):
+        await js.publish(f"{name}.0", b"newer")
+    with pytest.raises(errors.BatchOutcomeUnknownError):
+        await batch.commit_eob()
+    with pytest.raises(errors.BatchOutcomeUnknownError, match="removed") as caught:
+        await batch.resolve()
+    assert (caught.value.outcome, caught.value.batch_id) == ("unknown", batch.batch_id)
+    assert batch.state == "unknown"
+
+
+async def test_holes_without_room_for_the_batch_prove_it(
+    js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes]
+) -> None:
+    name = await make_stream(max_msgs_per_subject=1)
+    batch = jsx.AtomicBatch(js, timeout=0.3)
+    await batch.add_many(messages(name, 3))
+    for subject in ("0", "1", "0", "1"):
+        await js.publish(f"{name}.{subject}", b"newer")
+    with pytest.raises(errors.BatchOutcomeUnknownError):
+        await batch.commit_eob()
+    assert await batch.resolve() == "not_stored"
+
+
+async def test_a_batch_that_was_partly_overwritten_since(js: JetStreamContext, make_stream: MakeStream) -> None:
+    name = await make_stream(max_msgs_per_subject=1)
+    batch = jsx.AtomicBatch(js)
+    await batch.add_many(messages(name, 3))
+    await commit_unheard(batch)
+    await js.publish(f"{name}.2", b"newer")
+    assert await batch.resolve() == "stored"
+    assert batch.ack is not None
+    assert batch.ack.seq == 3
+
+
+async def test_a_stream_that_was_made_again(
+    js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes]
+) -> None:
+    name = await make_stream()
+    batch = jsx.AtomicBatch(js, timeout=0.3)
+    await batch.add_many(messages(name, 3))
+    with pytest.raises(errors.BatchOutcomeUnknownError):
+        await batch.commit_eob()
+    await js.delete_stream(name)
+    with pytest.raises(errors.BatchOutcomeUnknownError, match="no longer exists"):
+        await batch.resolve()
+    await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)
+    with pytest.raises(errors.BatchOutcomeUnknownError, match="made again"):
+        await batch.resolve()
+
+
+async def test_nothing_answers(
+    own_server: Any, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream
+) -> None:
+    name = await own_stream()
+    batch = jsx.AtomicBatch(own_js, timeout=0.3)
+    await batch.add_many(messages(name, 3))
+    own_server.pause()
+    with pytest.raises(errors.BatchOutcomeUnknownError):
+        await batch.commit_eob()
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    with pytest.raises(errors.BatchOutcomeUnknownError, match=r"tried for 0\.5 s"):
+        await batch.resolve(timeout=0.5)
+    assert loop.time() - start < 2
+    own_server.resume()
+    assert await batch.resolve() == "stored"
+
+
+@pytest.mark.parametrize("acked", [True, False])
+async def test_a_restart_between_the_commit_and_the_question(
+    own_server: Any, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream, acked: bool
+) -> None:
+    name = await own_stream()
+    batch = jsx.AtomicBatch(own_js, timeout=1, ack_first=acked)
+    await batch.add(f"{name}.0")
+    await batch.add(f"{name}.1")
+    await own_nc.flush()
+    own_server.pause()
+    task = asyncio.create_task(batch.commit_eob())
+    await asyncio.sleep(0.05)
+    await asyncio.to_thread(own_server.kill)
+    with pytest.raises(errors.BatchOutcomeUnknownError):
+        await task
+    await asyncio.to_thread(own_server.restart)
+    while not own_nc.is_connected:
+        await asyncio.sleep(0.01)
+    if acked:
+        assert await batch.resolve() == "not_stored"
+    else:
+        # Nothing proves that none of it is still on its way through the old connection.
+        with pytest.raises(errors.BatchOutcomeUnknownError, match="old one"):
+            await batch.resolve()
+
+
+async def test_a_batch_that_has_not_ended(js: JetStreamContext, make_stream: MakeStream) -> None:
+    name = await make_stream()
+    batch = jsx.AtomicBatch(js)
+    for _ in range(2):
+        with pytest.raises(errors.BatchError, match="has not ended"):
+            await batch.resolve()
+        await batch.add(f"{name}.1")
+    await batch.discard()
+    assert await batch.resolve() == "not_stored"
+    async with jsx.AtomicBatch(js) as batch:
+        await batch.add(f"{name}.1")
+    assert await batch.resolve() == "stored"
+    batch = jsx.AtomicBatch(js)
+    with pytest.raises(errors.WrongLastSequenceError):
+        await batch.commit(f"{name}.1", expected_last_seq=77)
+    assert await batch.resolve() == "not_stored"
+
+
+class TestMessageIds:
+    async def test_publish_atomic_can_be_repeated(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        name = await make_stream()
+        batch = [jsx.BatchMessage(f"{name}.{i}", b"x", msg_id=f"m{i}") for i in range(5)]
+        ack = await jsx.publish_atomic(js, batch, batch_id="job-1")
+        assert await jsx.publish_atomic(js, batch, batch_id="job-1") == ack
+        await js.publish(f"{name}.4", b"newer")
+        assert await jsx.publish_atomic(js, batch, batch_id="job-1") == ack
+        assert (await js.stream_info(name)).state.messages == 6
+
+    async def test_ids_of_somebody_else(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        name = await make_stream()
+        batch = [jsx.BatchMessage(f"{name}.{i}", b"x", msg_id=f"m{i}") for i in range(5)]
+        await js.publish(f"{name}.4", b"x", headers={"Nats-Msg-Id": "m4"})
+        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
+            await jsx.publish_atomic(js, batch, batch_id="job-1")
+        # The same id, but not the same batch.
+        await jsx.publish_atomic(js, batch[:3], batch_id="job-1")
+        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
+            await jsx.publish_atomic(js, batch[:4], batch_id="job-1")
+
+    async def test_resolve(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        name = await make_stream()
+        for attempt in range(2):
+            batch = jsx.AtomicBatch(js, batch_id="job-1")
+            await batch.add(f"{name}.0", msg_id="a")
+            if attempt:
+                with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
+                    await batch.commit_eob()
+            else:
+                await batch.commit_eob()
+            assert await batch.resolve() == "stored"
+            assert batch.state == "committed"
+
+
+@pytest.mark.parametrize("version", ["2.12.0", "2.12.8", "2.14.6"])
+async def test_older_servers(version: str, monkeypatch: pytest.MonkeyPatch, stream_name: Callable[[], str]) -> None:
+    with NatsServer(version=version) as server:
+        nc = await nats.connect(server.url)
+        js = nc.jetstream()
+        name = stream_name()
+        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True, allow_direct=True)
+        batch = jsx.AtomicBatch(js)
+        await batch.add_many(messages(name, 3))
+        await commit_unheard(batch)
+        assert await batch.resolve() == "stored"
+        for count in (1, 3):
+            batch = jsx.AtomicBatch(js, timeout=0.2)
+            await batch.add_many(messages(name, count))
+            with monkeypatch.context() as patch:
+                lose_commits(patch, nc)
+                with pytest.raises(errors.BatchOutcomeUnknownError):
+                    await batch.commit_eob()
+            assert await batch.resolve() == "not_stored"
+        await nc.close()
