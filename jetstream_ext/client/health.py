@@ -39,8 +39,9 @@ class SourceState(enum.StrEnum):
     """Its consumer is paused."""
     CONSUMER_MISSING = "consumer_missing"
     """There is no such consumer; the server keeps asking, is never answered, and says nothing."""
-    CONSUMER_UNFIT = "consumer_unfit"
-    """Its consumer can never serve it: another ack policy, another deliver subject, or a deliver group."""
+    MISCONFIGURED = "misconfigured"
+    """It can never work, and the server does not say so: the consumer has another ack policy, another deliver subject
+    or a deliver group, or the entry names the server's own domain as another's."""
     STREAM_MISSING = "stream_missing"
     """There is no such stream."""
     UNREACHABLE = "unreachable"
@@ -110,13 +111,13 @@ async def source_health(js: JetStreamContext, stream: str, *, timeout: float | N
     frames.check_name(stream, "stream name")
     api = Api(JetStream(js), timeout)
     info = await api.ask(f"STREAM.INFO.{stream}")
-    config = info["config"]
+    config, domain = info["config"], info.get("domain")
     mirror = [entry for entry in (config.get("mirror"),) if entry]
     sources = config.get("sources") or []
     reported = [row for row in (info.get("mirror"),) if row], info.get("sources") or []
     found = await asyncio.gather(
-        *(_health(api, entry, reported[0], mirror=True) for entry in mirror),
-        *(_health(api, entry, reported[1], mirror=False) for entry in sources),
+        *(_health(api, entry, reported[0], domain, mirror=True) for entry in mirror),
+        *(_health(api, entry, reported[1], domain, mirror=False) for entry in sources),
         return_exceptions=True,
     )
     healths: list[SourceHealth] = []
@@ -128,15 +129,18 @@ async def source_health(js: JetStreamContext, stream: str, *, timeout: float | N
 
 
 async def _health(
-    api: Api, entry: Mapping[str, Any], rows: Iterable[Mapping[str, Any]], *, mirror: bool
+    api: Api, entry: Mapping[str, Any], rows: Iterable[Mapping[str, Any]], domain: str | None, *, mirror: bool
 ) -> SourceHealth:
     lag, last_active, error = _reported(entry, rows)
     state, detail, pending = await _origin(api, entry)
     if state is SourceState.OK and error is not None:
         state, detail = SourceState.FAILED, str(error)
-    if state is SourceState.OK and last_active is None:
+    elif state is SourceState.OK and last_active is None:
         state, detail = SourceState.WAITING, "it has not heard from its origin yet"
-    if state is SourceState.OK and last_active is not None and last_active > STALLED_AFTER:
+        if domain and (entry.get("external") or {}).get("api") == f"$JS.{domain}.API":
+            state = SourceState.MISCONFIGURED
+            detail = f"it names its own domain {domain!r} as external, by which a server never reaches itself"
+    elif state is SourceState.OK and last_active is not None and last_active > STALLED_AFTER:
         state, detail = SourceState.STALLED, f"it last heard from its origin {last_active.total_seconds():.0f} s ago"
     return SourceHealth(
         name=entry["name"],
@@ -201,4 +205,4 @@ async def _origin(api: Api, entry: Mapping[str, Any]) -> tuple[SourceState, str,
         return SourceState.PAUSED, f"its consumer is paused until {config.get('pause_until')}", pending
     else:
         return SourceState.OK, "", pending
-    return SourceState.CONSUMER_UNFIT, f"consumer {consumer['name']!r} on {where} {unfit}", pending
+    return SourceState.MISCONFIGURED, f"consumer {consumer['name']!r} on {where} {unfit}", pending

@@ -80,8 +80,9 @@ async def create_source_consumer(
             ``num_replicas``, ``metadata`` ...). What servers force is not open to choice: ``ack_policy`` is
             ``flow_control``, ``flow_control`` is on, ``idle_heartbeat`` is 1 s, ``max_deliver`` is -1, ``ack_wait``
             and ``backoff`` are unset, ``max_ack_pending`` is over 0 (1000 by default).
-        external: How the reading server reaches this JetStream; None is by the prefix of `js` if it is not the
-            default ``$JS.API``.
+        external: How the reading server reaches this JetStream; None is by the prefix of `js` if that is not the
+            default ``$JS.API``. A stream of the same domain must not have it (``entry.evolve(external=None)``; as
+            `ensure_stream` does by itself): servers never reach themselves by their own domain, and do not say so.
         timeout: Seconds; None is the context's timeout.
 
     Returns:

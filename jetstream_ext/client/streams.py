@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import orjson
 from nats.js import JetStreamContext
-from nats.js.api import DEFAULT_PREFIX, StreamConfig, StreamInfo
+from nats.js.api import DEFAULT_PREFIX, StreamConfig, StreamInfo, StreamSource
 from nats.js.errors import NotFoundError
 
 from jetstream_ext.client.api import Api, answering_server
@@ -35,7 +35,9 @@ async def ensure_stream(
         js: nats-py's JetStream context; its prefix and domain are honoured.
         config: nats-py's ``StreamConfig``. What it leaves at None, an existing stream may have as it is; so with a
             ``duplicate_window`` of 0, metadata of other keys, and ``allow_*`` options that are not set. Everything
-            else must be the same, nats-py's defaults (``discard``, the limits of -1, ``deny_*``) included.
+            else must be the same, nats-py's defaults (``discard``, the limits of -1, ``deny_*``) included. A source
+            or mirror that names the domain of `js` itself as ``external`` is taken as local: a server never reaches
+            itself by its own domain.
         timeout: Seconds for all of it; None is the context's timeout.
         params: Fields of the configuration, over those of `config`, as for ``js.add_stream``.
 
@@ -58,6 +60,8 @@ async def ensure_stream(
     wanted = (config or StreamConfig()).evolve(**params)
     frames.check_name(wanted.name or "", "stream name")
     api = Api(JetStream(js), timeout)
+    if api.js.prefix != DEFAULT_PREFIX:
+        wanted = _without_external(wanted, api.js.prefix)
     retried = False
     while True:
         try:
@@ -74,6 +78,17 @@ async def ensure_stream(
             if refusal.err_code != _STREAM_EXISTS or retried:
                 raise
             retried = True
+
+
+def _without_external(config: StreamConfig, prefix: str) -> StreamConfig:
+    """Return `config` with its entries that name `prefix` made local."""
+
+    def local(entry: StreamSource | None) -> StreamSource | None:
+        own = entry is not None and entry.external is not None and entry.external.api == prefix
+        return entry.evolve(external=None) if entry is not None and own else entry
+
+    sources = [local(entry) for entry in config.sources] if config.sources else config.sources
+    return config.evolve(mirror=local(config.mirror), sources=sources)
 
 
 async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:

@@ -1,0 +1,465 @@
+"""Durable sourcing on a real server: the consumer, the entry that uses it, and what can be seen of it."""
+
+import asyncio
+import json
+import pickle
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import nats
+import nats.js.errors
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    ExternalStream,
+    ReplayPolicy,
+    RetentionPolicy,
+    StreamConfig,
+    StreamConsumerSource,
+    StreamSource,
+    SubjectTransform,
+)
+
+import jetstream_ext as jsx
+from jetstream_ext.errors import RequestTimeoutError, ServerError
+from jetstream_ext.testing import NatsServer
+from jetstream_ext.testing.reference import ReferenceServer
+
+SLACK = 20.0
+
+
+@pytest.fixture
+def origin(js: JetStreamContext, stream_name: Callable[[], str]) -> Callable[..., Awaitable[str]]:
+    """Create a stream to read from, with subjects ``<name>.>``."""
+
+    async def make(**config: Any) -> str:
+        name = stream_name()
+        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, **config)
+        return name
+
+    return make
+
+
+async def publish(js: JetStreamContext, stream: str, numbers: range) -> None:
+    for number in numbers:
+        await js.publish(f"{stream}.{number % 3}", b"%d" % number)
+
+
+async def holds(js: JetStreamContext, stream: str, numbers: list[int]) -> None:
+    """Wait until `stream` holds exactly these payloads, in order."""
+    async with asyncio.timeout(SLACK):
+        while (await js.stream_info(stream)).state.messages != len(numbers):
+            await asyncio.sleep(0.02)
+    stored = await jsx.DirectGet(js, stream).scan().to_list()
+    assert [int(message.data) for message in stored] == numbers
+
+
+async def messages(js: JetStreamContext, stream: str) -> int:
+    return (await js.stream_info(stream)).state.messages
+
+
+async def becomes(js: JetStreamContext, stream: str, state: jsx.SourceState) -> jsx.SourceHealth:
+    """Wait until the one mirror or source of `stream` is in `state`."""
+    async with asyncio.timeout(SLACK):
+        while True:
+            (health,) = await jsx.source_health(js, stream)
+            if health.state is state:
+                return health
+            await asyncio.sleep(0.05)
+
+
+# -- the consumer and its entry -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("retention", list(RetentionPolicy))
+@pytest.mark.parametrize("mirror", [False, True])
+async def test_reading_from_every_retention(
+    js: JetStreamContext, origin: Any, stream_name: Callable[[], str], retention: RetentionPolicy, mirror: bool
+) -> None:
+    name, copy = await origin(retention=retention), stream_name()
+    if retention is not RetentionPolicy.INTEREST:
+        await publish(js, name, range(10))
+    entry = await jsx.create_source_consumer(js, name, "copy", deliver_subject=f"deliver.{copy}")
+    assert entry == StreamSource(
+        name=name, consumer=StreamConsumerSource(name="copy", deliver_subject=f"deliver.{copy}")
+    )
+    if retention is RetentionPolicy.INTEREST:
+        await publish(js, name, range(10))  # the consumer is the interest, before anybody reads
+    await jsx.ensure_stream(js, name=copy, allow_direct=True, **({"mirror": entry} if mirror else {"sources": [entry]}))
+    await holds(js, copy, list(range(10)))
+    await publish(js, name, range(10, 20))
+    await holds(js, copy, list(range(20)))
+    if retention is not RetentionPolicy.LIMITS:
+        async with asyncio.timeout(SLACK):  # acknowledged once stored over there, with the next heartbeat at the latest
+            while await messages(js, name):
+                await asyncio.sleep(0.02)
+    health = await becomes(js, copy, jsx.SourceState.OK)
+    assert (health.name, health.consumer, health.mirror, health.lag) == (name, "copy", mirror, 0)
+    assert health.last_active is not None
+    assert (health.error, health.detail, health.ok) == (None, "", True)
+
+
+async def test_what_servers_make_of_it(js: JetStreamContext, origin: Any) -> None:
+    name = await origin()
+    config = ConsumerConfig(description="mine", max_ack_pending=50, replay_policy=ReplayPolicy.ORIGINAL)
+    await jsx.create_source_consumer(js, name, "c", deliver_subject=f"deliver.{name}", config=config)
+    found = (await js.consumer_info(name, "c")).config
+    assert found.ack_policy == AckPolicy.FLOW_CONTROL
+    assert (found.durable_name, found.deliver_subject, found.flow_control) == ("c", f"deliver.{name}", True)
+    assert (found.idle_heartbeat, found.max_deliver, found.ack_wait, found.backoff) == (1.0, -1, None, None)
+    assert (found.description, found.max_ack_pending, found.replay_policy) == ("mine", 50, "original")
+    assert config == ConsumerConfig(description="mine", max_ack_pending=50, replay_policy=ReplayPolicy.ORIGINAL)
+
+
+async def test_creating_it_again_is_fine_and_changing_it_is_not(js: JetStreamContext, origin: Any) -> None:
+    name = await origin()
+    first = await jsx.create_source_consumer(js, name, "c", deliver_subject="d.1", filter_subject=f"{name}.1")
+    assert await jsx.create_source_consumer(js, name, "c", deliver_subject="d.1", filter_subject=f"{name}.1") == first
+    with pytest.raises(ServerError, match="already exists") as exists:
+        await jsx.create_source_consumer(js, name, "c", deliver_subject="d.2", filter_subject=f"{name}.1")
+    assert exists.value.err_code == 10148
+    assert (await js.consumer_info(name, "c")).config.deliver_subject == "d.1"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"filter_subject": "{name}.1"}, [1, 4, 7]),
+        ({"filter_subject": ">"}, list(range(10))),
+        ({"config": ConsumerConfig(filter_subjects=["{name}.1", "{name}.2"])}, [1, 2, 4, 5, 7, 8]),
+        ({"opt_start_seq": 8}, [7, 8, 9]),
+        ({"deliver_policy": DeliverPolicy.BY_START_SEQUENCE, "opt_start_seq": 10}, [9]),
+        ({"deliver_policy": DeliverPolicy.LAST_PER_SUBJECT, "filter_subject": "{name}.>"}, [7, 8, 9]),
+        ({"deliver_policy": DeliverPolicy.ALL}, list(range(10))),
+        ({"deliver_policy": DeliverPolicy.NEW}, []),
+    ],
+)
+async def test_filters_and_starts(
+    js: JetStreamContext, origin: Any, stream_name: Callable[[], str], options: dict[str, Any], expected: list[int]
+) -> None:
+    name, copy = await origin(), stream_name()
+    await publish(js, name, range(10))
+    if "filter_subject" in options:
+        options = options | {"filter_subject": options["filter_subject"].format(name=name)}
+    if "config" in options:
+        subjects = [subject.format(name=name) for subject in options["config"].filter_subjects]
+        options = options | {"config": options["config"].evolve(filter_subjects=subjects)}
+    entry = await jsx.create_source_consumer(js, name, "c", deliver_subject=f"deliver.{copy}", **options)
+    await jsx.ensure_stream(js, name=copy, sources=[entry], allow_direct=True)
+    await holds(js, copy, expected)
+    await publish(js, name, range(10, 11))
+    await holds(js, copy, [*expected, 10])
+
+
+async def test_a_start_by_time(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
+    name, copy = await origin(), stream_name()
+    await publish(js, name, range(10))
+    when = (await jsx.DirectGet(js, name).get(6)).time
+    entry = await jsx.create_source_consumer(js, name, "c", deliver_subject=f"deliver.{copy}", opt_start_time=when)
+    await jsx.ensure_stream(js, name=copy, sources=[entry], allow_direct=True)
+    await holds(js, copy, [5, 6, 7, 8, 9])
+
+
+async def test_transforms_belong_to_the_entry(
+    js: JetStreamContext, origin: Any, stream_name: Callable[[], str]
+) -> None:
+    name, copy = await origin(), stream_name()
+    await publish(js, name, range(3))
+    entry = await jsx.create_source_consumer(js, name, "c", deliver_subject=f"deliver.{copy}")
+    moved = entry.evolve(subject_transforms=[SubjectTransform(src=f"{name}.>", dest=f"{copy}.>")])
+    await jsx.ensure_stream(js, name=copy, sources=[moved], allow_direct=True)
+    await holds(js, copy, [0, 1, 2])
+    assert (await jsx.DirectGet(js, copy).get(1)).subject == f"{copy}.0"
+    await becomes(js, copy, jsx.SourceState.OK)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"config": ConsumerConfig(ack_policy=AckPolicy.ALL)}, "ack_policy"),
+        ({"config": ConsumerConfig(flow_control=False)}, "flow_control"),
+        ({"config": ConsumerConfig(idle_heartbeat=5)}, "1 s"),
+        ({"config": ConsumerConfig(max_deliver=3)}, "max_deliver"),
+        ({"config": ConsumerConfig(ack_wait=30)}, "ack_wait"),
+        ({"config": ConsumerConfig(backoff=[1, 2])}, "backoff"),
+        ({"config": ConsumerConfig(max_ack_pending=-1)}, "max_ack_pending"),
+        ({"config": ConsumerConfig(deliver_group="g")}, "deliver_group"),
+        ({"config": ConsumerConfig(inactive_threshold=60)}, "inactive_threshold"),
+        ({"config": ConsumerConfig(deliver_subject="d")}, "as an argument"),
+        ({"config": ConsumerConfig(durable_name="d")}, "as an argument"),
+        ({"config": ConsumerConfig(deliver_policy=DeliverPolicy.NEW)}, "as an argument"),
+        ({"config": ConsumerConfig(filter_subjects=["a"]), "filter_subject": "b"}, "filter_subjects"),
+        ({"opt_start_seq": 0}, "opt_start_seq"),
+        ({"opt_start_seq": True}, "opt_start_seq"),
+        ({"opt_start_time": datetime(2026, 1, 1)}, "aware"),  # noqa: DTZ001
+        ({"opt_start_seq": 1, "opt_start_time": datetime.now(UTC)}, "not both"),
+        ({"deliver_policy": DeliverPolicy.BY_START_SEQUENCE}, "needs opt_start_seq"),
+        ({"deliver_policy": DeliverPolicy.BY_START_TIME, "opt_start_seq": 1}, "needs opt_start_time"),
+        ({"deliver_policy": DeliverPolicy.NEW, "opt_start_seq": 1}, "takes no start"),
+        ({"deliver_policy": "often"}, "often"),
+        ({"deliver_subject": "d.*"}, "wildcard"),
+        ({"deliver_subject": "d..e"}, "empty token"),
+        ({"filter_subject": "a.>.b"}, "filter"),
+        ({"timeout": 0}, "timeout"),
+    ],
+)
+async def test_what_servers_refuse_or_replace_is_refused_here(
+    js: JetStreamContext, nc: Client, wrong: dict[str, Any], words: str
+) -> None:
+    await js.account_info()
+    sent = nc.stats["out_msgs"]
+    with pytest.raises(ValueError, match=words):
+        await jsx.create_source_consumer(js, "S", "c", **({"deliver_subject": "d"} | wrong))
+    assert nc.stats["out_msgs"] == sent
+
+
+async def test_a_stream_that_is_not_there(js: JetStreamContext) -> None:
+    with pytest.raises(nats.js.errors.NotFoundError) as missing:
+        await jsx.create_source_consumer(js, "NOPE", "c", deliver_subject="d")
+    assert missing.value.err_code == 10059
+    with pytest.raises(nats.js.errors.NotFoundError):
+        await jsx.source_health(js, "NOPE")
+
+
+async def test_two_consumers_of_a_work_queue_may_not_overlap(js: JetStreamContext, origin: Any) -> None:
+    name = await origin(retention=RetentionPolicy.WORK_QUEUE)
+    await jsx.create_source_consumer(js, name, "a", deliver_subject="d.a", filter_subject=f"{name}.1")
+    with pytest.raises(ServerError, match="not unique"):
+        await jsx.create_source_consumer(js, name, "b", deliver_subject="d.b", filter_subject=f"{name}.*")
+
+
+async def test_the_entry_of_a_domain_refers_to_it() -> None:
+    async with NatsServer(config="jetstream { domain: hub }") as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream(domain="hub")
+        await js.add_stream(name="S", subjects=["s.>"], retention=RetentionPolicy.WORK_QUEUE)
+        await publish(js, "s", range(3))
+        entry = await jsx.create_source_consumer(js, "S", "c", deliver_subject="d")
+        assert entry.external == ExternalStream(api="$JS.hub.API")
+        await jsx.ensure_stream(js, name="T", sources=[entry], allow_direct=True)
+        await holds(js, "T", [0, 1, 2])
+        await becomes(js, "T", jsx.SourceState.OK)
+        await js.delete_stream("T")
+        await js.add_stream(name="T", sources=[entry])  # as it is, which servers take and never read
+        assert "own domain 'hub'" in (await becomes(js, "T", jsx.SourceState.MISCONFIGURED)).detail
+        await js.delete_stream("T")
+        await jsx.ensure_stream(js, name="T", sources=[entry], allow_direct=True)
+        given = ExternalStream(api="$JS.elsewhere.API", deliver="x")
+        again = await jsx.create_source_consumer(js, "S", "c", deliver_subject="d", external=given)
+        assert again.external == given
+        await nc.close()
+
+
+# -- the draft's form ---------------------------------------------------------------------------------------------------
+
+
+def test_the_entry_of_the_draft() -> None:
+    entry = jsx.server_managed_source("S", "c", filter_subject="s.>", opt_start_seq=5)
+    assert entry.as_dict() == {
+        "name": "S",
+        "filter_subject": "s.>",
+        "opt_start_seq": 5,
+        "consumer": {"name": "c", "server_managed": True},
+    }
+    assert StreamConfig(name="T", sources=[entry]).as_dict()["sources"] == [entry.as_dict()]
+    assert StreamConfig(name="T", mirror=entry).as_dict()["mirror"] == entry.as_dict()
+    for wrong in ({"filter_subject": "a..b"}, {"opt_start_seq": 1, "opt_start_time": datetime.now(UTC)}):
+        with pytest.raises(ValueError, match=r"filter|both"):
+            jsx.server_managed_source("S", "c", **wrong)  # type: ignore[arg-type]
+
+
+async def test_servers_refuse_the_draft(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
+    name, copy = await origin(), stream_name()
+    with pytest.raises(ServerError, match="server_managed") as refused:
+        await jsx.ensure_stream(js, name=copy, sources=[jsx.server_managed_source(name, "c")])
+    assert refused.value.err_code == 10025
+
+
+async def test_the_reference_server_s_draft_takes_it() -> None:
+    async with ReferenceServer(dialect="draft") as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream()
+        await js.add_stream(name="S", subjects=["s.>"], retention=RetentionPolicy.WORK_QUEUE)
+        entry = jsx.server_managed_source("S", "c")
+        info = await jsx.ensure_stream(js, name="T", sources=[entry])
+        assert info.config.sources[0].consumer.name == "c"
+        await jsx.ensure_stream(js, name="T", sources=[entry])
+        await nc.close()
+
+
+# -- what can be seen of it -----------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_that_reads_no_other(js: JetStreamContext, origin: Any) -> None:
+    assert await jsx.source_health(js, await origin()) == []
+
+
+async def test_the_server_s_own_consumer(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
+    name, copy = await origin(), stream_name()
+    await publish(js, name, range(3))
+    await js.add_stream(name=copy, mirror=StreamSource(name=name), allow_direct=True)
+    await holds(js, copy, [0, 1, 2])
+    health = await becomes(js, copy, jsx.SourceState.OK)
+    assert (health.consumer, health.mirror, health.pending) == (None, True, None)
+
+
+@pytest.mark.parametrize("with_stream", [True, False])
+async def test_a_consumer_that_does_not_exist(
+    js: JetStreamContext, origin: Any, stream_name: Callable[[], str], with_stream: bool
+) -> None:
+    name, copy = await origin() if with_stream else stream_name(), stream_name()
+    entry = StreamSource(name=name, consumer=StreamConsumerSource(name="nope", deliver_subject="d"))
+    await js.add_stream(name=copy, sources=[entry])
+    (health,) = await jsx.source_health(js, copy)
+    # All that the server says is: lag 0, active -1, no error.
+    assert (health.lag, health.last_active, health.error, health.pending) == (0, None, None, None)
+    assert health.state is (jsx.SourceState.CONSUMER_MISSING if with_stream else jsx.SourceState.STREAM_MISSING)
+    assert name in health.detail
+    assert not health.ok
+    assert pickle.loads(pickle.dumps(health)) == health
+    assert hash(health) == hash(pickle.loads(pickle.dumps(health)))
+
+
+async def test_a_consumer_that_goes_away(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
+    name, copy = await origin(), stream_name()
+    entry = await jsx.create_source_consumer(js, name, "c", deliver_subject=f"deliver.{copy}")
+    await js.add_stream(name=copy, sources=[entry])
+    await becomes(js, copy, jsx.SourceState.OK)
+    await js.delete_consumer(name, "c")
+    await becomes(js, copy, jsx.SourceState.CONSUMER_MISSING)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"ack_policy": "explicit", "deliver_subject": "d"}, "ack policy 'explicit'"),
+        ({"ack_policy": "explicit"}, "ack policy 'explicit'"),
+        ({"ack_policy": "flow_control", "deliver_subject": "e"}, "delivers to 'e'"),
+        ({"ack_policy": "flow_control", "deliver_subject": "d", "deliver_group": "g"}, "group 'g'"),
+    ],
+)
+async def test_a_consumer_that_can_never_serve(
+    js: JetStreamContext, origin: Any, stream_name: Callable[[], str], config: dict[str, Any], words: str
+) -> None:
+    name, copy = await origin(), stream_name()
+    if "deliver_subject" in config:
+        config = config | {"deliver_subject": f"{config['deliver_subject']}.{copy}"}
+    await js.add_consumer(name, ConsumerConfig(name="c", durable_name="c", **config))
+    entry = StreamSource(name=name, consumer=StreamConsumerSource(name="c", deliver_subject=f"d.{copy}"))
+    await js.add_stream(name=copy, sources=[entry])
+    health = await becomes(js, copy, jsx.SourceState.MISCONFIGURED)
+    assert words.replace("'e'", f"'e.{copy}'") in health.detail
+
+
+async def test_a_paused_consumer(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
+    name, copy = await origin(), stream_name()
+    entry = await jsx.create_source_consumer(js, name, "c", deliver_subject=f"deliver.{copy}")
+    await js.pause_consumer(name, "c", (datetime.now(UTC) + timedelta(hours=1)).isoformat())
+    await js.add_stream(name=copy, sources=[entry], allow_direct=True)
+    await publish(js, name, range(4))
+    assert (await becomes(js, copy, jsx.SourceState.PAUSED)).pending == 4
+    await js.resume_consumer(name, "c")
+    await holds(js, copy, [0, 1, 2, 3])
+    await becomes(js, copy, jsx.SourceState.OK)
+
+
+async def test_an_origin_that_nobody_answers_for(
+    js: JetStreamContext, origin: Any, stream_name: Callable[[], str]
+) -> None:
+    copy = stream_name()
+    entry = StreamSource(
+        name="S",
+        external=ExternalStream(api="$JS.nowhere.API"),
+        consumer=StreamConsumerSource(name="c", deliver_subject=f"d.{copy}"),
+    )
+    await js.add_stream(name=copy, sources=[entry])
+    (health,) = await jsx.source_health(js, copy)
+    assert health.state is jsx.SourceState.UNREACHABLE
+    assert "$JS.nowhere.API" in health.detail
+
+
+async def test_several_sources_keep_their_order(
+    js: JetStreamContext, origin: Any, stream_name: Callable[[], str]
+) -> None:
+    first, second, copy = await origin(), await origin(), stream_name()
+    entries = [
+        await jsx.create_source_consumer(js, first, "b", deliver_subject=f"d.b.{copy}", filter_subject=f"{first}.1"),
+        await jsx.create_source_consumer(js, first, "a", deliver_subject=f"d.a.{copy}", filter_subject=f"{first}.2"),
+        StreamSource(name=second, consumer=StreamConsumerSource(name="nope", deliver_subject=f"d.c.{copy}")),
+    ]
+    await js.add_stream(name=copy, sources=entries)
+    async with asyncio.timeout(SLACK):
+        while True:
+            rows = await jsx.source_health(js, copy)
+            if rows[0].ok and rows[1].ok:
+                break
+            await asyncio.sleep(0.05)
+    assert [(row.name, row.consumer) for row in rows] == [(first, "b"), (first, "a"), (second, "nope")]
+    assert rows[2].state is jsx.SourceState.CONSUMER_MISSING
+
+
+SECOND = 1_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("row", "state"),
+    [
+        ({"lag": 3, "active": SECOND}, jsx.SourceState.OK),
+        ({"lag": 0, "active": -1}, jsx.SourceState.WAITING),
+        ({"lag": 3, "active": 11 * SECOND}, jsx.SourceState.STALLED),
+        ({"lag": 3, "active": SECOND, "error": {"code": 500, "err_code": 10012, "description": "no"}}, "failed"),
+        (None, jsx.SourceState.WAITING),
+    ],
+)
+async def test_what_the_server_reports(
+    nc: Client, stream_name: Callable[[], str], row: dict[str, Any] | None, state: jsx.SourceState
+) -> None:
+    prefix = stream_name()
+    entry = {"name": "S", "consumer": {"name": "c", "deliver_subject": "d"}}
+    info = {"config": {"name": "T", "sources": [entry]}, "sources": None if row is None else [{"name": "S", **row}]}
+    consumer = {
+        "config": {"ack_policy": "flow_control", "deliver_subject": "d"},
+        "num_pending": 2,
+        "num_ack_pending": 1,
+    }
+
+    async def answer(msg: Msg) -> None:
+        await msg.respond(json.dumps(info if ".STREAM." in msg.subject else consumer).encode())
+
+    await nc.subscribe(f"{prefix}.>", cb=answer)
+    (health,) = await jsx.source_health(nc.jetstream(prefix=prefix), "T")
+    assert health.state == state
+    assert health.pending == 3
+    assert health.lag == (row or {"lag": 0})["lag"]
+    if state == "failed":
+        assert health.error is not None
+        assert (health.error.err_code, health.detail) == (10012, "no (error 10012)")
+
+
+async def test_an_origin_that_does_not_answer(nc: Client, stream_name: Callable[[], str], left: Any) -> None:
+    prefix = stream_name()
+    info = {"config": {"name": "T", "mirror": {"name": "S"}}, "mirror": {"name": "S", "lag": 0, "active": 1}}
+
+    async def answer(msg: Msg) -> None:
+        if msg.subject.endswith(".T"):
+            await msg.respond(json.dumps(info).encode())
+
+    sub = await nc.subscribe(f"{prefix}.>", cb=answer)
+    js = nc.jetstream(prefix=prefix)
+    (health,) = await jsx.source_health(js, "T", timeout=0.3)
+    assert health.state is jsx.SourceState.UNREACHABLE
+    with pytest.raises(RequestTimeoutError):
+        await jsx.source_health(js, "U", timeout=0.1)
+    task = asyncio.create_task(jsx.source_health(js, "T"))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await sub.unsubscribe()
+    await left.settled()
