@@ -1,0 +1,112 @@
+"""What a server can do, as it says itself."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+
+import nats
+import nats.js.errors
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext.errors import RequestTimeoutError, UnsupportedFeatureError
+from jetstream_ext.protocol import support
+from jetstream_ext.testing import NatsServer
+
+
+async def test_the_newest_server_has_it_all(js: JetStreamContext, server: NatsServer) -> None:
+    found = await jsx.features(js)
+    assert found.server_version == server.version
+    assert found.api_level >= 5
+    flags = [getattr(found, field.name) for field in dataclasses.fields(found) if field.type == "bool"]
+    assert len(flags) == 7
+    assert all(flags)
+    assert hash(found) == hash(await jsx.features(js))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.atomic = False  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("level", "has"),
+    [
+        (None, []),
+        (0, []),
+        (1, ["direct_batch", "msg_ttl"]),
+        (2, ["direct_batch", "msg_ttl", "atomic"]),
+        (3, ["direct_batch", "msg_ttl", "atomic"]),
+        (4, ["direct_batch", "msg_ttl", "atomic", "atomic_eob", "fast_ingest", "consumer_reset", "durable_source"]),
+    ],
+)
+async def test_the_level_tells(nc: Client, stream_name: Callable[[], str], level: int | None, has: list[str]) -> None:
+    prefix = stream_name()
+
+    async def answer(msg: Msg) -> None:
+        await msg.respond(json.dumps({"api": {} if level is None else {"level": level}}).encode())
+
+    await nc.subscribe(f"{prefix}.INFO", cb=answer)
+    found = await jsx.features(nc.jetstream(prefix=prefix))
+    assert found.api_level == (level or 0)
+    assert [name for name, value in dataclasses.asdict(found).items() if value is True] == has
+
+
+async def test_no_jetstream() -> None:
+    async with NatsServer(jetstream=False) as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        with pytest.raises(nats.js.errors.ServiceUnavailableError):
+            await jsx.features(nc.jetstream())
+        await nc.close()
+
+
+async def test_a_user_who_may_not_ask() -> None:
+    config = (
+        "jetstream { domain: hub }\n"
+        "authorization { users: [ { user: u, password: p, permissions: "
+        "{ publish: { deny: ['$JS.API.INFO', '$JS.hub.API.INFO'] } } } ] }"
+    )
+
+    async def quiet(error: Exception) -> None:
+        pass  # the server says what it forbids to the connection, not to the request
+
+    async with NatsServer(config=config) as server:
+        nc = await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=quiet)
+        found = await jsx.features(nc.jetstream(), timeout=0.2)
+        assert found.api_level >= 5  # the greeting has to do
+        with pytest.raises(RequestTimeoutError):
+            await jsx.features(nc.jetstream(domain="hub"), timeout=0.2)
+        await nc.close()
+
+
+def test_the_table_and_the_dataclass_are_of_one_mind() -> None:
+    rows = {feature.title: feature for feature in support.FEATURES}
+    assert len(rows) == len(support.FEATURES)
+    for feature in support.FEATURES:
+        assert feature.since in support.RELEASES
+        assert feature.at(9)
+        assert feature.on("2.15")
+        assert (feature.api_level is None) == (feature.since == "2.10")
+        assert feature.api_level is None or not feature.at(feature.api_level - 1)
+        assert bool(feature.older) == (feature.since != "2.10")
+
+
+def test_the_error_of_a_feature_says_what_it_needs() -> None:
+    error = support.FAST_INGEST.unsupported(server_version="2.12.8", api_level=3, detail="nothing was sent")
+    assert isinstance(error, UnsupportedFeatureError)
+    assert str(error) == (
+        "fast ingest: needs nats-server 2.14 (JetStream API level 4), and this is 2.12.8 (level 3); nothing was sent"
+    )
+    assert (error.feature, error.required_api_level, error.server_version) == ("fast ingest", 4, "2.12.8")
+    assert str(support.ATOMIC.unsupported()).endswith("and this is an older server")
+
+
+def test_the_table_in_markdown() -> None:
+    head, rule, *rows = support.markdown_table().splitlines()
+    assert head.count("|") == rule.count("|")
+    assert len(rows) == len(support.FEATURES)
+    assert all(row.count("|") == head.count("|") for row in rows)
+    assert (
+        "| fast ingest | `FastPublisher` | no | no | no | yes | yes | 4 |"
+        in rows[support.FEATURES.index(support.FAST_INGEST)]
+    )

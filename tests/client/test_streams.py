@@ -1,0 +1,329 @@
+"""ensure_stream on a real server."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import nats.js.errors
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import (
+    DiscardPolicy,
+    Placement,
+    RePublish,
+    RetentionPolicy,
+    StorageType,
+    StoreCompression,
+    StreamConfig,
+    StreamConsumerLimits,
+    StreamSource,
+    SubjectTransform,
+)
+
+import jetstream_ext as jsx
+from jetstream_ext.errors import (
+    RequestTimeoutError,
+    ServerError,
+    StreamConfigMismatchError,
+    UnsupportedFeatureError,
+)
+
+FLAGS = ("allow_direct", "allow_msg_ttl", "allow_atomic", "allow_batched", "allow_rollup_hdrs", "allow_msg_schedules")
+ALL_ON = dict.fromkeys(FLAGS, True)
+
+
+async def on(js: JetStreamContext, name: str) -> set[str]:
+    config = (await js.stream_info(name)).config
+    return {flag for flag in FLAGS if getattr(config, flag)}
+
+
+async def test_it_creates(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    name = stream_name()
+    config = StreamConfig(name=name, subjects=[f"{name}.>"], max_age=60.5, metadata={"a": "b"})
+    info = await jsx.ensure_stream(js, config, **ALL_ON)
+    assert info.did_create
+    assert info.config.name == name
+    assert info.config.max_age == 60.5
+    assert info.created is not None
+    assert await on(js, name) == set(FLAGS)
+    assert config.allow_direct is None
+
+
+async def test_it_turns_on_what_is_missing_and_nothing_off(
+    js: JetStreamContext, nc: Client, stream_name: Callable[[], str]
+) -> None:
+    name = stream_name()
+    await js.add_stream(
+        name=name,
+        subjects=[f"{name}.>", f"{name}-2.>"],
+        description="by the operator",
+        max_age=3600,
+        allow_atomic=True,
+        metadata={"team": "a"},
+    )
+    await js.publish(f"{name}.1", b"x")
+    info = await jsx.ensure_stream(js, name=name, allow_direct=True, allow_msg_ttl=True)
+    assert (info.config.allow_direct, info.config.allow_msg_ttl, info.config.allow_atomic) == (True, True, True)
+    assert info.state.messages == 1
+    found = await js.stream_info(name)
+    assert found.config.description == "by the operator"
+    assert found.config.max_age == 3600
+    assert found.config.metadata is not None
+    assert found.config.metadata["team"] == "a"
+    await jsx.ensure_stream(js, name=name, allow_direct=False)
+    assert await on(js, name) == {"allow_direct", "allow_msg_ttl", "allow_atomic"}
+    await jsx.ensure_stream(js, name=name, **ALL_ON)
+    assert await on(js, name) == set(FLAGS)
+
+
+async def test_nothing_to_do_asks_once(js: JetStreamContext, nc: Client, stream_name: Callable[[], str]) -> None:
+    config = StreamConfig(name=stream_name(), subjects=[stream_name()], **ALL_ON)
+    await jsx.ensure_stream(js, config)
+    sent = nc.stats["out_msgs"]
+    info = await jsx.ensure_stream(js, config)
+    assert nc.stats["out_msgs"] == sent + 1
+    assert not info.did_create
+
+
+async def test_everything_that_can_be_configured_is_the_same_when_it_is(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name, origin = stream_name(), stream_name()
+    await js.add_stream(name=origin, subjects=[f"{origin}.>"])
+    config = StreamConfig(
+        name=name,
+        description="all of it",
+        subjects=[f"{name}.b", f"{name}.a.>"],
+        retention=RetentionPolicy.LIMITS,
+        max_consumers=0,
+        max_msgs=0,
+        max_bytes=1 << 20,
+        discard=DiscardPolicy.NEW,
+        discard_new_per_subject=True,
+        max_age=0.3 + 60,
+        max_msgs_per_subject=5,
+        max_msg_size=0,
+        storage=StorageType.MEMORY,
+        num_replicas=0,
+        duplicate_window=1.7,
+        sources=[
+            StreamSource(
+                name=origin,
+                opt_start_time=datetime(2026, 1, 1, 0, 0, 0, 120000, tzinfo=UTC),
+                subject_transforms=[SubjectTransform(src=f"{origin}.*", dest=f"{name}.c.{{{{wildcard(1)}}}}")],
+            )
+        ],
+        deny_delete=True,
+        republish=RePublish(src=f"{name}.a.>", dest=f"again.{name}.>", headers_only=False),
+        subject_transform=SubjectTransform(src=f"{name}.b", dest=f"{name}.a.b"),
+        compression=StoreCompression.NONE,
+        first_seq=100,
+        consumer_limits=StreamConsumerLimits(inactive_threshold=60, max_ack_pending=0),
+        metadata={"a": "b"},
+        subject_delete_marker_ttl=5,
+        **ALL_ON | {"allow_msg_schedules": None},
+    )
+    first = await jsx.ensure_stream(js, config)
+    again = await jsx.ensure_stream(js, config)
+    assert again.config == first.config
+    await jsx.ensure_stream(js, config, subjects=[f"{name}.a.>", f"{name}.b"])  # a set, not a list
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        ({"description": "x"}, None),
+        ({"subjects": ["{name}.>", "{name}-2"]}, ["{name}.>"]),
+        ({"retention": "interest"}, "limits"),
+        ({"max_msgs": 5}, -1),
+        ({"max_age": 5, "duplicate_window": 5}, 0),
+        ({"max_msgs_per_subject": 1}, 3),
+        ({"discard": DiscardPolicy.NEW}, "old"),
+        ({"storage": StorageType.MEMORY}, "file"),
+        ({"deny_delete": True}, False),
+        ({"duplicate_window": 5}, 120),
+        ({"metadata": {"team": "b"}}, None),
+        ({"mirror": StreamSource(name="S")}, None),
+        ({"republish": RePublish(src=">", dest="x.>")}, None),
+        ({"placement": Placement(cluster="x")}, None),
+        ({"subject_delete_marker_ttl": 5}, None),
+        ({"first_seq": 7}, None),
+    ],
+)
+async def test_another_difference_is_an_error_and_changes_nothing(
+    js: JetStreamContext, stream_name: Callable[[], str], other: dict[str, Any], found: Any
+) -> None:
+    name = stream_name()
+    await js.add_stream(name=name, subjects=[f"{name}.>"], max_msgs_per_subject=3)
+    before = (await js.stream_info(name)).config
+    given = {"name": name, "max_msgs_per_subject": 3, "allow_atomic": True, **other}
+    if "subjects" in other:
+        given["subjects"] = [subject.format(name=name) for subject in other["subjects"]]
+        found = [subject.format(name=name) for subject in found]
+    with pytest.raises(StreamConfigMismatchError, match="nothing was changed") as mismatch:
+        await jsx.ensure_stream(js, **given)
+    field = next(iter(other))
+    assert set(mismatch.value.diff) == set(other)
+    assert mismatch.value.diff[field] == (given[field], found if field != "metadata" else mismatch.value.diff[field][1])
+    assert field in str(mismatch.value)
+    assert (await js.stream_info(name)).config == before
+
+
+async def test_nats_py_s_defaults_count(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    name = stream_name()
+    await js.add_stream(name=name, max_msgs_per_subject=1, discard=DiscardPolicy.NEW, deny_purge=True, max_msgs=9)
+    with pytest.raises(StreamConfigMismatchError) as mismatch:
+        await jsx.ensure_stream(js, name=name)
+    assert mismatch.value.diff == {
+        "max_msgs_per_subject": (-1, 1),
+        "discard": ("old", "new"),
+        "deny_purge": (False, True),
+    }
+
+
+async def test_what_the_server_makes_of_it_is_looked_at(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    name = stream_name()
+    with pytest.raises(StreamConfigMismatchError, match="made something else") as mismatch:
+        # Markers turn deny_purge off, without a word.
+        await jsx.ensure_stream(js, name=name, subject_delete_marker_ttl=5, allow_msg_ttl=True, deny_purge=True)
+    assert mismatch.value.diff == {"deny_purge": (True, False)}
+
+
+async def test_what_cannot_be_turned_on_later_is_the_server_s_refusal(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name = stream_name()
+    await js.add_stream(name=name)
+    with pytest.raises(ServerError, match="counter"):
+        await jsx.ensure_stream(js, name=name, allow_msg_counter=True)
+
+
+@pytest.mark.parametrize("name", [None, "", "a.b", "a b", "a>"])
+async def test_a_name_that_cannot_be(js: JetStreamContext, name: str | None) -> None:
+    with pytest.raises(ValueError, match="stream name"):
+        await jsx.ensure_stream(js, StreamConfig(name=name))
+    with pytest.raises(ValueError, match="timeout"):
+        await jsx.ensure_stream(js, name="S", timeout=0)
+    with pytest.raises(TypeError):
+        await jsx.ensure_stream(js, name="S", no_such_field=1)
+
+
+async def test_many_at_once_agree(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    name = stream_name()
+    config = StreamConfig(name=name, subjects=[f"{name}.>"], **ALL_ON)
+    infos = await asyncio.gather(*(jsx.ensure_stream(js, config) for _ in range(20)))
+    assert {info.config.name for info in infos} == {name}
+    assert await on(js, name) == set(FLAGS)
+
+
+class Canned:
+    """A JetStream API whose answers are given, in turn, for each kind of request."""
+
+    def __init__(self, nc: Client, prefix: str, **answers: list[dict[str, Any] | None]) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.js = nc.jetstream(prefix=prefix, timeout=5)
+        self._nc = nc
+        self._prefix = prefix
+        self._answers = answers
+
+    async def start(self) -> "Canned":
+        await self._nc.subscribe(f"{self._prefix}.>", cb=self._answer)
+        return self
+
+    async def _answer(self, msg: Msg) -> None:
+        kind = msg.subject.removeprefix(f"{self._prefix}.").removesuffix(".S").replace("STREAM.", "").lower()
+        self.asked.append((kind, json.loads(msg.data or b"{}")))
+        answer = self._answers["account" if msg.subject == f"{self._prefix}.INFO" else kind].pop(0)
+        if answer is not None:
+            await msg.respond(json.dumps(answer).encode())
+
+
+STATE = {"messages": 0, "bytes": 0, "first_seq": 0, "last_seq": 0, "consumer_count": 0}
+MISSING = {"error": {"code": 404, "err_code": 10059, "description": "stream not found"}}
+EXISTS = {"error": {"code": 400, "err_code": 10058, "description": "stream name already in use"}}
+
+
+def answer(**config: Any) -> dict[str, Any]:
+    full = {"name": "S", "discard": "old", "max_msgs_per_subject": -1, "max_msg_size": -1}
+    return {"config": full | config, "state": STATE}
+
+
+@pytest.mark.parametrize(
+    ("option", "level"),
+    [
+        ("allow_msg_ttl", 1),
+        ("subject_delete_marker_ttl", 1),
+        ("allow_atomic", 2),
+        ("allow_msg_counter", 2),
+        ("allow_msg_schedules", 2),
+        ("allow_batched", 4),
+    ],
+)
+async def test_a_server_that_is_too_old_is_known_before_anything_is_created(
+    nc: Client, stream_name: Callable[[], str], option: str, level: int
+) -> None:
+    account = {"api": {"level": level - 1}} if level > 1 else {"api": {"total": 0}}
+    old = await Canned(nc, stream_name(), info=[MISSING, answer()], account=[account, account]).start()
+    for what in ("created", "changed"):
+        if what == "changed" and not option.startswith("allow_"):
+            break  # only ever created with it
+        with pytest.raises(UnsupportedFeatureError, match=f"nothing was {what}") as refused:
+            await jsx.ensure_stream(old.js, name="S", **{option: 5 if option.endswith("ttl") else True})
+        assert refused.value.required_api_level == level
+    assert {kind for kind, _ in old.asked} == {"info"}
+
+
+async def test_a_durable_source_too(nc: Client, stream_name: Callable[[], str]) -> None:
+    old = await Canned(nc, stream_name(), info=[MISSING], account=[{"api": {"level": 3}}]).start()
+    entry = jsx.server_managed_source("O", "c")
+    with pytest.raises(UnsupportedFeatureError) as refused:
+        await jsx.ensure_stream(old.js, name="S", sources=[entry])
+    assert (refused.value.feature, refused.value.required_api_level) == ("durable sourcing", 4)
+
+
+async def test_a_server_that_claims_more_than_it_does_is_found_out(nc: Client, stream_name: Callable[[], str]) -> None:
+    new = {"api": {"level": 9}}
+    liar = await Canned(nc, stream_name(), info=[MISSING], account=[new], create=[answer(allow_direct=True)]).start()
+    with pytest.raises(UnsupportedFeatureError, match="now exists without it") as refused:
+        await jsx.ensure_stream(liar.js, name="S", allow_direct=True, allow_atomic=True)
+    assert refused.value.required_api_level == 2
+    liar = await Canned(nc, stream_name(), info=[answer()], account=[new], update=[answer()]).start()
+    with pytest.raises(UnsupportedFeatureError):
+        await jsx.ensure_stream(liar.js, name="S", allow_batched=True)
+
+
+async def test_somebody_else_creates_it_meanwhile(nc: Client, stream_name: Callable[[], str]) -> None:
+    found = answer(allow_direct=True)
+    race = await Canned(nc, stream_name(), info=[MISSING, found], create=[EXISTS]).start()
+    info = await jsx.ensure_stream(race.js, name="S", allow_direct=True)
+    assert info.config.allow_direct
+    race = await Canned(nc, stream_name(), info=[MISSING, MISSING], create=[EXISTS, EXISTS]).start()
+    with pytest.raises(ServerError) as refused:
+        await jsx.ensure_stream(race.js, name="S")
+    assert refused.value.err_code == 10058
+
+
+async def test_an_update_keeps_what_nats_py_does_not_know(nc: Client, stream_name: Callable[[], str]) -> None:
+    found = answer(from_the_future={"a": 1})
+    future = await Canned(nc, stream_name(), info=[found], update=[answer(allow_direct=True)]).start()
+    await jsx.ensure_stream(future.js, name="S", allow_direct=True)
+    assert future.asked[-1] == ("update", found["config"] | {"allow_direct": True})
+
+
+async def test_no_answer_and_cancellation(nc: Client, stream_name: Callable[[], str], left: Any) -> None:
+    silent = await Canned(nc, stream_name(), info=[None, None]).start()
+    before = set(nc._subs)
+    with pytest.raises(RequestTimeoutError):
+        await jsx.ensure_stream(silent.js, name="S", timeout=0.1)
+    task = asyncio.create_task(jsx.ensure_stream(silent.js, name="S"))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert set(nc._subs) == before
+    with pytest.raises(nats.js.errors.ServiceUnavailableError):
+        await jsx.ensure_stream(nc.jetstream(prefix=stream_name()), name="S")
