@@ -37,6 +37,7 @@ from jetstream_ext.errors import (
     UnsupportedFeatureError,
 )
 from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol import support
 from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.types import StoredMsg
@@ -220,7 +221,7 @@ class ReplyDecoder:
                 prev = h.line_value(lines[h.ROW_SEQUENCE])
                 prefix, skip = self._prefix, len(self._prefix)
                 if len(header) != size or not body.startswith(header):
-                    body, size = header + body[size:], len(header)  # noqa: PLW2901 - the same message, laid out anew
+                    body, size = header + body[size:], len(header)  # the same message, laid out anew
             raws.append(prev)
             bodies.append(body)
             sizes.append(size)
@@ -262,9 +263,9 @@ class ReplyDecoder:
             if h.NUM_PENDING not in values or h.LAST_SEQUENCE not in values:
                 raise UnsupportedFeatureError(
                     f"stream {self._asked!r}: the server answered a batch request with a single message; "
-                    "batched direct get needs nats-server 2.11 or newer",
-                    feature="batched direct get",
-                    required_api_level=1,
+                    f"batched direct get needs nats-server {support.DIRECT_BATCH.since} or newer",
+                    feature=support.DIRECT_BATCH.title,
+                    required_api_level=support.DIRECT_BATCH.api_level,
                 )
             header = h.lay_out(header, values)
             row = h.reply_row(header)
@@ -325,9 +326,9 @@ def status_error(stream: str, header: bytes) -> JetStreamExtError:
         # No request of ours is empty: the server dropped the fields that it does not know.
         return UnsupportedFeatureError(
             f"stream {stream!r}: the server does not know batches, times and multi_last in direct gets; "
-            "they need nats-server 2.11 or newer",
-            feature="batched direct get",
-            required_api_level=1,
+            f"they need nats-server {support.DIRECT_BATCH.since} or newer",
+            feature=support.DIRECT_BATCH.title,
+            required_api_level=support.DIRECT_BATCH.api_level,
         )
     if code == 408:
         return BadRequestError(

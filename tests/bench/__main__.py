@@ -176,7 +176,7 @@ async def measure(url: str, messages: int, size: int, rounds: int, console: Cons
         table.add_column("case")
         table.add_column("messages/s", justify="right")
         table.add_column("min … max", justify="right")
-        table.add_column(f"× {baseline}", justify="right")
+        table.add_column(f"times {baseline}", justify="right")
         table.add_column("of the limit", justify="right")
         base, top = statistics.median(rates[baseline]), statistics.median(rates[limit])
         for name in cases:
@@ -194,7 +194,9 @@ def main() -> None:
     options = parser.parse_args()
     with NatsServer() as server:
         console = Console(width=110)
-        console.print(f"nats-server {server.version}, nats-py {nats.__version__ if hasattr(nats, '__version__') else ''}")
+        console.print(
+            f"nats-server {server.version}, nats-py {nats.__version__ if hasattr(nats, '__version__') else ''}"
+        )
         asyncio.run(measure(server.url, options.messages, options.size, options.rounds, console))
 
 

@@ -71,9 +71,9 @@ def publish(bare: Bare, first: bytes, blocks: list[bytes], end: bytes, flow: int
     while not _ACK.search(bare.buffer):
         bare.more()
     bare.buffer = b""
-    acked, sent = 0, 0
+    acked = 0
     window = flow * outstanding
-    for block in blocks:
+    for sent, block in enumerate(blocks):
         while sent * flow + 1 - acked > window - flow:
             bare.more()
             for match in _ACK.finditer(bare.buffer):
@@ -81,7 +81,6 @@ def publish(bare: Bare, first: bytes, blocks: list[bytes], end: bytes, flow: int
             # An ack cut in two is kept: its beginning is after the last line break.
             bare.buffer = bare.buffer[bare.buffer.rfind(b"\n") + 1 :]
         bare.socket.sendall(block)
-        sent += 1
     bare.socket.sendall(end)
     while b'"count":' not in bare.buffer or not bare.buffer.endswith(b"}\r\n"):
         bare.more()
