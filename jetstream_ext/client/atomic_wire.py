@@ -20,6 +20,7 @@ from jetstream_ext.errors import (
     EmptyBatchError,
     UnsupportedFeatureError,
 )
+from jetstream_ext.protocol import support
 from jetstream_ext.protocol.atomic import ATOMIC_LEVEL, AtomicBatchMachine, State, Step
 from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.types import BatchAck, BatchMessage
@@ -190,9 +191,9 @@ class AtomicWire:
             level, version = owner[0].level, owner[0].version or "older"
         if level < ATOMIC_LEVEL:
             raise UnsupportedFeatureError(
-                f"atomic batches need nats-server 2.12 (API level {ATOMIC_LEVEL}); the stream's is "
+                f"atomic batches need nats-server {support.ATOMIC.since} (API level {ATOMIC_LEVEL}); the stream's is "
                 f"{version} (level {level}); nothing was sent",
-                feature="atomic batch",
+                feature=support.ATOMIC.title,
                 required_api_level=ATOMIC_LEVEL,
                 server_version=version,
             )

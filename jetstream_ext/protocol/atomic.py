@@ -56,14 +56,15 @@ from jetstream_ext.errors import (
     server_error,
 )
 from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol import support
 from jetstream_ext.protocol.acks import parse_batch_ack, parse_refusal
 from jetstream_ext.protocol.atomic_messages import Block, Encoded, Encoder
 from jetstream_ext.protocol.atomic_messages import Step as Step
 from jetstream_ext.protocol.options import check_batch_id
 from jetstream_ext.types import BatchAck, BatchMessage
 
-ATOMIC_LEVEL: Final = 2
-MARKER_LEVEL: Final = 4
+ATOMIC_LEVEL: Final = support.ATOMIC.api_level
+MARKER_LEVEL: Final = support.ATOMIC_EOB.api_level
 
 _STILL_OPEN: Final = frozenset({10054, 10167, 10175})
 
@@ -320,9 +321,9 @@ class AtomicBatchMachine:
         if "batch" not in reply:
             self._fail(
                 UnsupportedFeatureError(
-                    f"batch {self.batch_id}: the server does not know atomic batches (it needs nats-server 2.12); "
+                    f"batch {self.batch_id}: the server does not know atomic batches (it needs nats-server {support.ATOMIC.since}); "
                     f"{self.sent} of its messages may be stored as ordinary ones",
-                    feature="atomic batch",
+                    feature=support.ATOMIC.title,
                     required_api_level=ATOMIC_LEVEL,
                 )
             )

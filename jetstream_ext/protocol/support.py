@@ -23,7 +23,7 @@ class Feature:
         title: The feature's name in errors and in the documentation.
         calls: What of this library needs it.
         since: The first line of servers that has it.
-        api_level: The JetStream API level that says so (ADR-44); `None`: it predates levels.
+        api_level: The JetStream API level that says so (ADR-44); 0: it predates levels.
         option: The field of the stream's configuration that it needs, where there is one.
         older: What happens on an older server that is asked for it by hand.
     """
@@ -31,7 +31,7 @@ class Feature:
     title: str
     calls: str
     since: str
-    api_level: int | None = None
+    api_level: int = 0
     option: str = ""
     older: str = ""
 
@@ -41,7 +41,7 @@ class Feature:
 
     def at(self, api_level: int) -> bool:
         """Whether a server of this API level (0: older than levels) has it."""
-        return api_level >= (self.api_level or 0)
+        return api_level >= self.api_level
 
     def unsupported(
         self, *, server_version: str | None = None, api_level: int | None = None, detail: str = ""
@@ -54,7 +54,7 @@ class Feature:
             detail: What that means for the call that failed.
         """
         needs = f"{self.title}: needs nats-server {self.since}"
-        if self.api_level is not None:
+        if self.api_level:
             needs += f" (JetStream API level {self.api_level})"
         found = server_version or "an older server"
         if api_level is not None:
@@ -63,7 +63,7 @@ class Feature:
         return UnsupportedFeatureError(
             f"{message}; {detail}" if detail else message,
             feature=self.title,
-            required_api_level=self.api_level,
+            required_api_level=self.api_level or None,
             server_version=server_version or None,
         )
 
@@ -171,7 +171,7 @@ FEATURES: Final = (
 BY_OPTION: Final = {
     feature.option: feature
     for feature in FEATURES
-    if feature.option and feature.api_level is not None and feature not in (DIRECT_BATCH, ATOMIC_EOB)
+    if feature.option and feature.api_level and feature not in (DIRECT_BATCH, ATOMIC_EOB)
 }
 """What an option of a stream's configuration turns on; only options that some tested server does not know."""
 
@@ -185,7 +185,7 @@ def markdown_table() -> str:
             feature.title,
             feature.calls,
             *("yes" if feature.on(release) else "no" for release in RELEASES),
-            "" if feature.api_level is None else str(feature.api_level),
+            str(feature.api_level or ""),
             f"`{feature.option}`" if feature.option else "",
             feature.older,
         ]

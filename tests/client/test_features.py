@@ -1,8 +1,10 @@
 """What a server can do, as it says itself."""
 
+import ast
 import dataclasses
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import nats
 import nats.js.errors
@@ -86,8 +88,8 @@ def test_the_table_and_the_dataclass_are_of_one_mind() -> None:
         assert feature.since in support.RELEASES
         assert feature.at(9)
         assert feature.on("2.15")
-        assert (feature.api_level is None) == (feature.since == "2.10")
-        assert feature.api_level is None or not feature.at(feature.api_level - 1)
+        assert (feature.api_level == 0) == (feature.since == "2.10")
+        assert not feature.api_level or not feature.at(feature.api_level - 1)
         assert bool(feature.older) == (feature.since != "2.10")
 
 
@@ -99,6 +101,17 @@ def test_the_error_of_a_feature_says_what_it_needs() -> None:
     )
     assert (error.feature, error.required_api_level, error.server_version) == ("fast ingest", 4, "2.12.8")
     assert str(support.ATOMIC.unsupported()).endswith("and this is an older server")
+
+
+def test_no_error_names_a_feature_or_a_level_of_its_own() -> None:
+    package = Path(jsx.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "UnsupportedFeatureError":
+                given = {word.arg: word.value for word in node.keywords}
+                assert {"feature", "required_api_level"} <= set(given), path
+                assert not isinstance(given["feature"], ast.Constant), path
+                assert not isinstance(given["required_api_level"], ast.Constant), path
 
 
 def test_the_table_in_markdown() -> None:
