@@ -1,6 +1,8 @@
 """Everything modern NATS JetStream can do, for nats-py users."""
 
+from jetstream_ext.client.abandoned import AbandonedBatches, watch_abandoned
 from jetstream_ext.client.atomic import AtomicBatch, publish_atomic
+from jetstream_ext.client.atomic_many import AtomicBatches, publish_atomic_many
 from jetstream_ext.client.consumers import reset_consumer
 from jetstream_ext.client.direct import DirectGet, MessageBatch
 from jetstream_ext.client.fast import FastPublisher
@@ -13,6 +15,7 @@ from jetstream_ext.ttl import marker_reason, ttl_headers, with_ttl
 from jetstream_ext.types import (
     NEVER,
     TTL,
+    AbandonedBatch,
     BatchAck,
     BatchFlowAck,
     BatchFlowError,
@@ -30,7 +33,10 @@ from jetstream_ext.types import (
 __all__ = [
     "NEVER",
     "TTL",
+    "AbandonedBatch",
+    "AbandonedBatches",
     "AtomicBatch",
+    "AtomicBatches",
     "BatchAck",
     "BatchFlowAck",
     "BatchFlowError",
@@ -55,9 +61,11 @@ __all__ = [
     "ingest",
     "marker_reason",
     "publish_atomic",
+    "publish_atomic_many",
     "reset_consumer",
     "server_managed_source",
     "source_health",
     "ttl_headers",
+    "watch_abandoned",
     "with_ttl",
 ]

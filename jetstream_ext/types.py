@@ -108,6 +108,24 @@ class BatchAck:
 
 
 @dataclass(frozen=True, slots=True)
+class AbandonedBatch:
+    """A server gave an atomic batch up; nothing of it is stored.
+
+    Attributes:
+        stream: The stream that it was for.
+        batch_id: The batch.
+        reason: ``"timeout"`` (idle for 10 s), ``"large"`` (too many messages), ``"incomplete"`` (a message is missing)
+            or ``"unsupported"`` (it asked for a newer server; 2.14 and later say so). Newer servers may have others.
+        time: When (aware, UTC).
+    """
+
+    stream: str
+    batch_id: str
+    reason: str
+    time: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class FastPubAck:
     """Where a fast batch stands: ``batch_seq`` was just sent, everything to ``ack_seq`` is acknowledged."""
 

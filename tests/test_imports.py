@@ -22,7 +22,10 @@ DOOR = PACKAGE / "client" / "connection.py"
 
 # The names of the contract that exist so far; a new one is added here and in the documentation.
 DOCUMENTED = {
+    "AbandonedBatch",
+    "AbandonedBatches",
     "AtomicBatch",
+    "AtomicBatches",
     "BatchAck",
     "BatchFlowAck",
     "BatchFlowError",
@@ -49,10 +52,12 @@ DOCUMENTED = {
     "marker_reason",
     "ingest",
     "publish_atomic",
+    "publish_atomic_many",
     "reset_consumer",
     "server_managed_source",
     "source_health",
     "ttl_headers",
+    "watch_abandoned",
     "with_ttl",
 }
 

@@ -1,0 +1,158 @@
+"""Many atomic batches, several of them on their way at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable
+from contextlib import aclosing
+from typing import Any, Self
+
+from nats.js import JetStreamContext
+
+from jetstream_ext.client.atomic import finish, new_wire
+from jetstream_ext.types import BatchAck, BatchMessage
+
+Messages = Iterable[BatchMessage] | AsyncIterable[BatchMessage]
+
+
+class AtomicBatches:
+    """The acks of many batches, in order; made by `publish_atomic_many`.
+
+    Await it for the list of them, or iterate over it: then a batch is taken from the source when there is room for it,
+    and what was stored is known one by one. An iteration that is left early is closed by `aclose`.
+    """
+
+    def __init__(
+        self,
+        js: JetStreamContext,
+        batches: Iterable[Messages] | AsyncIterable[Messages],
+        *,
+        in_flight: int,
+        timeout: float | None,
+    ) -> None:
+        self._acks = _publish(js, batches, in_flight, timeout)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> BatchAck:
+        return await self._acks.__anext__()
+
+    def __await__(self) -> Generator[Any, None, list[BatchAck]]:
+        return self.to_list().__await__()
+
+    async def to_list(self) -> list[BatchAck]:
+        """Publish everything and return all acks."""
+        try:
+            return [ack async for ack in self._acks]
+        finally:
+            await self._acks.aclose()
+
+    async def aclose(self) -> None:
+        """Take no more batches; those whose commit is on its way may still be stored."""
+        await self._acks.aclose()
+
+
+def publish_atomic_many(
+    js: JetStreamContext,
+    batches: Iterable[Messages] | AsyncIterable[Messages],
+    *,
+    in_flight: int = 4,
+    timeout: float | None = None,
+) -> AtomicBatches:
+    """Store many batches, each of them whole or not at all, with several commits on their way at once.
+
+    ``acks = await publish_atomic_many(js, batches)``, or ``async for ack in publish_atomic_many(js, batches)``. The
+    batches are committed in their order, and so are the acks. If one of them fails, no further one is begun and the
+    error is raised when those that were on their way already are answered: **they may be stored**, although an earlier
+    one is not (a note on the error says which). For "all in order or stop" use `publish_atomic` in a loop.
+
+    Args:
+        js: nats-py's JetStream context.
+        batches: Each of them the messages of one batch, as for `publish_atomic`; from an iterable or an async one.
+        in_flight: How many commits may be unanswered, from 1. Each open batch counts against the server's limits.
+        timeout: Seconds to wait for a reply; None is the context's timeout.
+
+    Returns:
+        An awaitable of all acks, and an async iterator over them.
+
+    Raises:
+        ValueError: `in_flight` is under 1.
+        EmptyBatchError, BatchOutcomeUnknownError, BatchError, UnsupportedFeatureError: As for `publish_atomic`; raised
+            when the result is awaited or iterated.
+
+    Cancellation: Commits that were on their way may still be stored; nothing else is, and nothing is left behind.
+
+    Requires: nats-server 2.12 and ``allow_atomic`` on the stream.
+    """
+    if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
+        raise ValueError(f"in_flight must be an integer from 1 up, not {in_flight!r}")
+    return AtomicBatches(js, batches, in_flight=in_flight, timeout=timeout)
+
+
+async def _publish(
+    js: JetStreamContext,
+    batches: Iterable[Messages] | AsyncIterable[Messages],
+    in_flight: int,
+    timeout: float | None,
+) -> AsyncGenerator[BatchAck, None]:
+    commits: deque[asyncio.Task[BatchAck]] = deque()
+    try:
+        async with aclosing(_each(batches)) as source:
+            async for batch in source:
+                while len(commits) >= in_flight:
+                    yield await _oldest(commits)
+                commits.append(await _begin(js, batch, timeout))
+                while commits and commits[0].done():
+                    yield await _oldest(commits)
+        while commits:
+            yield await _oldest(commits)
+    except Exception as error:
+        if commits:
+            await asyncio.wait(commits)
+            error.add_note("batches that were on their way: " + ", ".join(_fate(commit) for commit in commits))
+            commits.clear()
+        raise
+    finally:
+        for commit in commits:
+            commit.cancel()
+        await asyncio.gather(*commits, return_exceptions=True)
+
+
+async def _begin(js: JetStreamContext, messages: Messages, timeout: float | None) -> asyncio.Task[BatchAck]:
+    """Send a batch; return its commit, under way."""
+    wire = new_wire(js, None, timeout, hold_back=True)
+    try:
+        await wire.fill(messages)
+    except BaseException:
+        wire.discard()
+        raise
+    commit = asyncio.get_running_loop().create_task(finish(wire))
+    commit.add_done_callback(lambda _: wire.discard())
+    return commit
+
+
+async def _oldest(commits: deque[asyncio.Task[BatchAck]]) -> BatchAck:
+    commit = commits[0]
+    try:
+        return await asyncio.shield(commit)
+    finally:
+        if commit.done():
+            commits.popleft()
+
+
+def _fate(commit: asyncio.Task[BatchAck]) -> str:
+    if commit.cancelled():
+        return "cancelled"
+    error = commit.exception()
+    return f"{commit.result().batch_id} stored" if error is None else f"{error!r}"
+
+
+async def _each(batches: Iterable[Messages] | AsyncIterable[Messages]) -> AsyncGenerator[Messages, None]:
+    if isinstance(batches, AsyncIterable):
+        async for batch in batches:
+            yield batch
+    else:
+        for batch in batches:
+            yield batch

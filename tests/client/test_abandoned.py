@@ -1,0 +1,107 @@
+"""Hearing of batches that the server gave up."""
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import nats
+import nats.errors
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.testing import NatsServer
+
+SHORT = 'jetstream { limits { batch { timeout: "200ms", max_msgs: 5 } }, %s }'
+
+
+@pytest.mark.parametrize("version", ["2.12.0", "2.12.8", "2.14.6", "2.15.1"])
+@pytest.mark.parametrize("domain", [None, "hub"])
+async def test_every_reason(version: str, domain: str | None) -> None:
+    async with NatsServer(version=version, config=SHORT % (f"domain: {domain}" if domain else "")) as server:
+        nc = await nats.connect(server.url)
+        js = nc.jetstream(domain=domain) if domain else nc.jetstream()
+        for name in ("S", "OTHER"):
+            await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)
+        heard: list[jsx.AbandonedBatch] = []
+        async with jsx.watch_abandoned(js, "S") as watch, asyncio.timeout(5):
+            # Not ours: another stream's.
+            for name, batch_id in (("OTHER", "other"), ("S", "idle")):
+                batch = jsx.AtomicBatch(js, batch_id=batch_id)
+                await batch.add(f"{name}.a")
+                await batch.add(f"{name}.b")  # before 2.14 the first waits for it
+            heard.append(await anext(watch))
+            with pytest.raises(errors.AtomicPublishTooLargeError):
+                await jsx.publish_atomic(js, [jsx.BatchMessage("S.a")] * 6, batch_id="many")
+            heard.append(await anext(watch))
+            batch = jsx.AtomicBatch(js, batch_id="holey")
+            await batch.add("S.a")
+            await batch.add("S.b")
+            assert batch._wire.machine is not None
+            batch._wire.machine.sent += 1
+            with pytest.raises(errors.AtomicPublishIncompleteError):
+                await batch.commit("S.a")
+            heard.append(await anext(watch))
+            if version >= "2.14":
+                with pytest.raises(errors.RequiredApiLevelError):
+                    await jsx.AtomicBatch(js, batch_id="new").add("S.a", headers={"Nats-Required-Api-Level": "99"})
+                heard.append(await anext(watch))
+        assert [(each.stream, each.batch_id, each.reason) for each in heard] == [
+            ("S", "idle", "timeout"), ("S", "many", "large"), ("S", "holey", "incomplete"), ("S", "new", "unsupported"),
+        ][: len(heard)]  # fmt: skip
+        assert all(abs(each.time - datetime.now(UTC)) < timedelta(minutes=1) for each in heard)
+        await nc.close()
+
+
+async def test_advisories_of_another_domain(nc: Client) -> None:
+    subject = "$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED.S"
+    event = b'{"timestamp":"2026-11-20T21:30:40.444144476Z","stream":"S","batch":"%b","reason":"timeout"%b}'
+    async with jsx.watch_abandoned(nc.jetstream(domain="hub"), "S") as watch:
+        await nc.publish(subject, b"garbage")
+        await nc.publish(subject, b'{"stream":1}')
+        await nc.publish(subject, event % (b"a", b',"domain":"leaf"'))
+        await nc.publish(subject, event % (b"b", b',"domain":"hub"'))
+        await nc.publish(subject, event % (b"c", b""))
+        assert [(await anext(watch)).batch_id for _ in range(2)] == ["b", "c"]
+
+
+async def test_nothing_is_left_behind(nc: Client, js: JetStreamContext, left: Any) -> None:
+    watch = jsx.watch_abandoned(js, "S")
+    async with watch:
+        waiting = asyncio.ensure_future(anext(watch))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        with pytest.raises(RuntimeError):
+            await watch.__aenter__()
+    with pytest.raises(StopAsyncIteration):
+        await anext(watch)
+    await watch.aclose()
+    await left.settled()
+    for ticks in range(10):
+        task = asyncio.ensure_future(jsx.watch_abandoned(js, "S").__aenter__())
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            await task.result().aclose()
+        await left.settled()
+
+
+async def test_a_closed_connection(own_nc: Client, own_js: JetStreamContext) -> None:
+    async with jsx.watch_abandoned(own_js, "S") as watch:
+        waiting = asyncio.ensure_future(anext(watch))
+        await asyncio.sleep(0.01)
+        await own_nc.close()
+        with pytest.raises(nats.errors.ConnectionClosedError):
+            await waiting
+    with pytest.raises(nats.errors.ConnectionClosedError):
+        await jsx.watch_abandoned(own_js, "S").__aenter__()
+
+
+def test_the_name_is_checked(js: JetStreamContext) -> None:
+    with pytest.raises(errors.BadSubjectError):
+        jsx.watch_abandoned(js, "a.b")

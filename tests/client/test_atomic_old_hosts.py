@@ -1,0 +1,104 @@
+"""Servers before 2.12 would store the messages of a batch as ordinary ones: nothing is ever sent to them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+
+import nats
+import nats.js.errors
+import pytest
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.testing import NatsServer
+from jetstream_ext.testing.ports import HeldPort
+
+HUB = """
+leafnodes { listen: 127.0.0.1:%d }
+mappings = { "$JS.API.>": "$JS.old.API.>" }
+"""
+LEAF = 'jetstream { domain: old }\nleafnodes { remotes [ { url: "nats-leaf://127.0.0.1:%d" } ] }'
+
+
+@asynccontextmanager
+async def behind(version: str) -> AsyncIterator[JetStreamContext]:
+    """A stream ``S`` on a server of that version, seen through a new one without JetStream."""
+    with closing(HeldPort()) as port:
+        hub = NatsServer(jetstream=False, config=HUB % port.port)
+        port.make_way()
+        async with hub, NatsServer(version=version, config=LEAF % port.port) as leaf:
+            direct = await nats.connect(leaf.url)
+            await direct.jetstream().add_stream(name="S", subjects=["s.>"], allow_atomic=True)
+            await direct.close()
+            nc = await nats.connect(hub.url)
+            js = nc.jetstream()
+            async with asyncio.timeout(5):
+                while True:
+                    try:
+                        await js.stream_info("S")
+                        break
+                    except nats.js.errors.ServiceUnavailableError:
+                        await asyncio.sleep(0.01)  # the two have not met yet
+            yield js
+            await nc.close()
+
+
+async def refused(js: JetStreamContext, version: str) -> None:
+    for call in (
+        lambda: jsx.AtomicBatch(js).add("s.a", b"x"),
+        lambda: jsx.AtomicBatch(js, ack_first=False).add("s.a", b"x"),
+        lambda: jsx.AtomicBatch(js).commit("s.a", b"x"),
+        lambda: jsx.AtomicBatch(js).add("s.a", b"x", stream="S"),
+        lambda: jsx.publish_atomic(js, [jsx.BatchMessage("s.a")] * 3),
+    ):
+        with pytest.raises(errors.UnsupportedFeatureError, match="nothing was sent") as caught:
+            await call()
+        assert (caught.value.required_api_level, caught.value.server_version) == (2, version)
+    assert (await js.stream_info("S")).state.messages == 0
+
+
+@pytest.mark.parametrize("version", ["2.10.26", "2.11.11"])
+async def test_an_old_server(version: str) -> None:
+    async with NatsServer(version=version) as server:
+        nc = await nats.connect(server.url)
+        await nc.jetstream().add_stream(name="S", subjects=["s.>"], allow_atomic=True)
+        await refused(nc.jetstream(), "older" if version.startswith("2.10") else version)
+        await nc.close()
+
+
+async def test_an_old_server_behind_a_new_one() -> None:
+    # The greeting is the new server's; only the stream itself tells who would take the messages.
+    async with behind("2.11.11") as js:
+        await refused(js, "2.11.11")
+
+
+@pytest.mark.parametrize("version", ["2.12.0", "2.12.8"])
+async def test_a_server_without_the_marker_behind_one_that_has_it(version: str) -> None:
+    async with behind(version) as js:
+        async with jsx.AtomicBatch(js) as batch:
+            for i in range(3):
+                await batch.add(f"s.{i}")
+        assert batch.ack == jsx.BatchAck("S", 3, batch.batch_id, 3, domain="old")
+        assert (await js.stream_info("S")).state.messages == 3
+
+
+NO_QUESTIONS = """
+authorization { users = [ { user: u, password: p, permissions: {
+    publish: { deny: ["$JS.API.STREAM.NAMES", "$JS.API.STREAM.INFO.>"] } } } ] }
+"""
+
+
+async def test_a_user_who_may_not_ask(caplog: pytest.LogCaptureFixture) -> None:
+    async with NatsServer(config=NO_QUESTIONS) as server:
+        nc = await nats.connect(server.url, user="u", password="p")
+        js = nc.jetstream()
+        await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True)
+        for _ in range(2):
+            async with asyncio.timeout(4):
+                batch = jsx.AtomicBatch(js)
+                await batch.add("s.a", b"1")
+                await batch.commit("s.a", b"2")
+        async with asyncio.timeout(1):  # it is not asked again
+            await jsx.publish_atomic(js, [jsx.BatchMessage("s.a")])
+        await nc.close()
