@@ -124,6 +124,7 @@ class Raw:
 
 
 _TIME = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
+_REPLY = re.compile(r"(?<=\.)\d{19}(?=\.)|(?<=^\$JS\.FC\.S\.C\.).*")
 _SUBSTITUTES = [
     (_TIME, b"<time>"),
     (re.compile(rb"\bN[A-Z2-7]{55}\b"), b"<server>"),
@@ -147,7 +148,7 @@ def difference(real: list[Any], reference: list[Any]) -> str:
         if theirs == ours:
             continue
         try:
-            one, other = json.loads(theirs[2]), json.loads(ours[2])
+            one, other = (each[2] if isinstance(each[2], dict) else json.loads(each[2]) for each in (theirs, ours))
             lines += [
                 f"{name}: real {one.get(name)} reference {other.get(name)}"
                 for name in one | other
@@ -230,25 +231,31 @@ class Pair:
         """
         to = f"R.{next(self._count)}" if not reply else f"R.{reply}"
         for raw in self._clients:
-            raw.frames = [frame for frame in raw.frames if frame.subject.startswith("$JS.EVENT")]
             raw.publish(subject, payload, header=header, reply=to)
         return self.settle(wait=wait, timeout=timeout, what=f"{subject} {payload[:200]!r} {header!r} -> {to}")
 
     def settle(self, *, wait: int = 0, timeout: float = TIMEOUT, what: str = "") -> list[Frame]:
         """Wait for replies and compare them; see `publish`."""
-        found = []
-        for raw in self._clients:
+        found: list[list[Frame]] = []
+        # The reference server first: it does everything at once, so it says how much is to come from the other.
+        if self.quiet:
+            for raw in self._clients:
+                raw.flush()
+            time.sleep(self.quiet)
+        for raw in reversed(self._clients):
             raw.flush()
-            if self.quiet:
-                raw.wait(lambda: False, self.quiet)
-            if wait:
-                raw.wait(lambda raw=raw: len(raw.frames) >= wait, timeout)
+            expected = max(wait, len(found[0]) if found else 0)
+            if expected:
+                raw.wait(
+                    lambda raw=raw, expected=expected: len(raw.frames) >= expected,
+                    min(timeout, 1 if found else timeout),
+                )
             for subject in self._barriers.values():
                 barrier = f"R.barrier.{next(self._count)}"
                 raw.publish(subject, header=b"NATS/1.0\r\nNats-Expected-Stream: <none>\r\n\r\n", reply=barrier)
                 raw.wait(lambda raw=raw, barrier=barrier: any(frame.subject == barrier for frame in raw.frames))
             raw.advisories += [frame for frame in raw.frames if frame.subject.startswith("$JS.EVENT")]
-            found.append([frame for frame in raw.frames if not frame.subject.startswith(("$JS.EVENT", "R.barrier"))])
+            found.insert(0, [frame for frame in raw.frames if not frame.subject.startswith(("$JS.EVENT", "R.barrier"))])
             raw.frames.clear()
         real, reference = (
             [self._shown(frame) for frame in sorted(frames, key=lambda f: f.subject)] for frames in found
@@ -282,7 +289,9 @@ class Pair:
     @staticmethod
     def _shown(frame: Frame) -> tuple[str, bytes, object, str]:
         payload: object = normalise(frame.payload)
-        return (frame.subject, normalise(frame.header), payload, frame.reply)
+        if frame.payload.startswith(b'{"type":"io.nats.'):
+            payload = json.loads(normalise(frame.payload))  # whose fields have no order that matters
+        return (frame.subject, normalise(frame.header), payload, _REPLY.sub("<x>", frame.reply))
 
 
 def headers(**lines: object) -> bytes:

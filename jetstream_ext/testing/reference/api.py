@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from . import gojson
@@ -29,11 +29,17 @@ class Request:
     jetstream: JetStream
     names: list[str]
     message: Message
+    strict: bool = True
+    afterwards: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def payload(self) -> bytes:
         """The JSON."""
         return self.message.payload
+
+    def after(self, call: Callable[[], None]) -> None:
+        """Do something when the answer is on its way."""
+        self.afterwards.append(call)
 
     def stream(self) -> Stream:
         """Return the stream that is named first.
@@ -54,6 +60,8 @@ class Route:
     type: str
     handler: Callable[[Request], dict[str, Any]]
     on_error: tuple[tuple[str, Any], ...] = ()
+    strict: bool = True
+    """Whether a field that it does not know is an error."""
 
 
 PAGED = (("total", 0), ("offset", 0), ("limit", 0))
@@ -68,7 +76,7 @@ def decode_request(request: Request, schema: gojson.Struct) -> dict[str, Any]:
     if not request.payload and request.jetstream.profile.ttl:
         return {}
     try:
-        return gojson.decode(request.payload, schema, strict=request.jetstream.profile.strict_json)
+        return gojson.decode(request.payload, schema, strict=request.strict and request.jetstream.profile.strict_json)
     except gojson.JsonError as error:
         raise api_error(10025, error) from None
 
@@ -119,11 +127,8 @@ class Api:
         for size in (3, 2, 1):
             key = tuple(tokens[:size])
             route = self._routes.get(key)
-            if route is not None and len(tokens) - size == _names(key):
-                self._answer(route, Request(self._jetstream, tokens[size:], message))
-                return True
-            if route is not None and key in (("CONSUMER", "CREATE"), ("CONSUMER", "DURABLE", "CREATE")):
-                self._answer(route, Request(self._jetstream, tokens[size:], message))
+            if route is not None and _fits(key, len(tokens) - size):
+                self._answer(route, Request(self._jetstream, tokens[size:], message, route.strict))
                 return True
         return True
 
@@ -142,6 +147,8 @@ class Api:
             return
         if request.message.reply:
             self._jetstream.send(request.message.reply, gojson.dumps(answer))
+        for call in request.afterwards:
+            call()
 
     def _account(self, request: Request) -> dict[str, Any]:
         streams = self._jetstream.streams.values()
@@ -181,9 +188,10 @@ class UnansweredError(Exception):
     """Say that the server sends no answer at all."""
 
 
-def _names(key: tuple[str, ...]) -> int:
-    if key[-1] in ("INFO", "NAMES", "LIST") and len(key) == 1:
-        return 0
-    if key[0] == "STREAM":
-        return 0 if key[1] in ("NAMES", "LIST") else 1
-    return 1 if key[1] in ("NAMES", "LIST") else 2
+def _fits(key: tuple[str, ...], names: int) -> bool:
+    """Whether a subject has as many names after the words of its kind as it should."""
+    if key == ("INFO",) or key in (("STREAM", "NAMES"), ("STREAM", "LIST")):
+        return names == 0
+    if key == ("CONSUMER", "CREATE"):
+        return names >= 1
+    return names == (1 if key[0] == "STREAM" or key[1] in ("NAMES", "LIST") else 2)

@@ -10,13 +10,17 @@ __all__ = ["Connection", "Message", "Permissions", "Subscription", "User"]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message on its way; `origin` is the connection that published it, `None` the server itself."""
+    """A message on its way; `origin` is the connection that published it, `None` the server itself.
+
+    A consumer's message goes to where the consumer delivers, and shows the subject that it was stored under.
+    """
 
     subject: str
     payload: bytes = b""
     reply: str = ""
     header: bytes = b""
     origin: int | None = None
+    shown: str = ""
 
 
 Handler = Callable[[Message], bool | None]

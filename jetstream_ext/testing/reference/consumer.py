@@ -1,30 +1,450 @@
-"""Consumers, as far as streams know them."""
+"""One consumer: what is delivered, what is acknowledged, what has to go out again."""
 
 from __future__ import annotations
 
-from .store import StoredMessage
+from typing import TYPE_CHECKING, Any
+
+from . import gojson, headers, ids, subjects, times
+from .consumer_config import ConsumerConfig, consumer_json
+from .delivery import Pull, Push
+from .progress import Pending, Progress, moved_floor, parse_delay
+from .start import start_position
+
+if TYPE_CHECKING:
+    from .connections import Message
+    from .store import StoredMessage
+    from .stream import Stream
+    from .timers import Timer
 
 __all__ = ["Consumer"]
 
+_ADVISORY = "$JS.EVENT.ADVISORY.CONSUMER"
+
 
 class Consumer:
-    """One consumer."""
+    """A consumer of one stream.
 
-    def close(self) -> None:
+    `next` is the stream sequence to look at next, `next_delivery` the consumer sequence of the next delivery.
+    """
+
+    def __init__(self, stream: Stream, name: str, config: ConsumerConfig) -> None:
+        self.stream = stream
+        self.name = name
+        self.config = config
+        self.created = stream.now
+        self.next_delivery = 1
+        self.pending: dict[int, Pending] = {}
+        self.redeliver: list[int] = []
+        self._redelivered: dict[int, int] = {}
+        self.next, self._skip_list, self._resume = start_position(stream, config, self.filters)
+        self._floor = (0, self.next - 1)
+        self._progress = Progress((0, self.next - 1))
+        if not stream.profile.reset:
+            self._progress.floor = (0, 0)
+        self._pumping = False
+        self._timer: Timer | None = None
+        self._pause: Timer | None = None
+        self._subscriptions = self._respond()
+        self._target: Pull | Push = Push(self) if config["deliver_subject"] else Pull(self)
+        self._watch_pause()
+
+    def _respond(self) -> list[Any]:
+        respond_to = self.stream.jetstream.respond_to
+        name = f"{self.stream.name}.{self.name}"
+        found = [respond_to(f"$JS.API.CONSUMER.MSG.NEXT.{name}", self._on_next)]
+        if self.config["ack_policy"] in ("explicit", "all"):
+            found.append(respond_to(f"$JS.ACK.{name}.*.*.*.*.*", self._on_ack))
+        return found
+
+    # Life.
+
+    def close(self, *, deleted: bool = True) -> None:
         """Stop."""
+        self._target.close(deleted=deleted)
+        for timer in (self._timer, self._pause):
+            if timer is not None:
+                timer.cancel()
+        for subscription in self._subscriptions:
+            self.stream.jetstream.ignore(subscription)
+
+    def delete(self) -> None:
+        """Stop, and be gone from the stream."""
+        self.close()
+        self.stream.consumers.pop(self.name, None)
+        self.stream.drop_uninteresting()
+
+    def update(self, config: ConsumerConfig) -> None:
+        """Go on under another configuration."""
+        moved = config["deliver_subject"] != self.config["deliver_subject"]
+        self.config = config
+        if moved:
+            self._target.close()
+            self._target = Push(self)
+        self._arm()
+        self._watch_pause()
+
+    def pause(self, until: int | None) -> None:
+        """Deliver nothing until an instant."""
+        self.config["pause_until"] = until
+        self._watch_pause()
+        self.pump()
+
+    @property
+    def paused_for(self) -> int:
+        """For how many nanoseconds it is paused."""
+        until = self.config["pause_until"]
+        return max(until - self.stream.now, 0) if until is not None else 0
+
+    def _watch_pause(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+        if self.paused_for:
+            self._pause = self.stream.at(self.config["pause_until"], self.pump)
+
+    def reset(self, seq: int) -> int:
+        """Start again at a sequence, or after the acknowledged ones if it is 0; return where.
+
+        Raises:
+            ValueError: The deliver policy does not allow it; the text is the server's.
+        """
+        if seq:
+            policy = self.config["deliver_policy"]
+            if policy == "by_start_sequence" and seq < self.config["opt_start_seq"]:
+                raise ValueError("below start seq")
+            if policy == "by_start_time" and seq < self.stream.store.seq_from_time(self.config["opt_start_time"]):
+                raise ValueError("below start time")
+            if policy not in ("all", "by_start_sequence", "by_start_time"):
+                raise ValueError("not allowed")
+        seq = max(seq or self._floor[1] + 1, 1)
+        self.pending.clear()
+        self.redeliver.clear()
+        self._redelivered.clear()
+        self._skip_list = []
+        self.next, self.next_delivery = seq, 1
+        self._floor = (0, seq - 1)
+        self._progress = Progress((0, seq - 1))
+        self._arm()
+        if self.stream.config["retention"] == "interest":
+            self.stream.drop_uninteresting()
+        return seq
+
+    # Which messages.
+
+    @property
+    def filters(self) -> list[str]:
+        """The filter subjects; none means all messages."""
+        one = self.config["filter_subject"]
+        return [one] if one else list(self.config["filter_subjects"])
 
     def wants(self, subject: str) -> bool:
         """Whether messages on a subject are for it."""
+        filters = self.filters
+        return not filters or any(subjects.matches(each, subject) for each in filters)
+
+    def overlaps(self, filters: list[str]) -> bool:
+        """Whether some message could be both for it and for these filters."""
+        return any(subjects.collide(one, other) for one in self.filters or [">"] for other in filters)
+
+    def needs(self, message: StoredMessage) -> bool:
+        """Whether a message of an interest or work queue stream must be kept for it."""
+        seq = message.seq
+        if not self.wants(message.subject):
+            return False
+        if seq in self._redelivered:
+            return True
+        if seq <= self._floor[1]:
+            return False
+        return self.config["ack_policy"] != "explicit" or seq >= self.next or seq in self.pending
+
+    def num_pending(self) -> int:
+        """Return how many messages were never delivered."""
+        store = self.stream.store
+        if self._skip_list:
+            return len(self._skip_list) + self._count(self._resume + 1)
+        return self._count(self.next) if len(store) else 0
+
+    def _count(self, seq: int) -> int:
+        return sum(self.stream.store.count(each, seq) for each in self.filters or [""])
+
+    def _next_message(self) -> tuple[StoredMessage, int] | None:
+        """Return the next message and its delivery count; it is taken off whatever queue it was on."""
+        while self.redeliver:
+            seq = self.redeliver.pop(0)
+            count = self._redelivered[seq] = self._redelivered.get(seq, 0) + 1
+            limit = self.config["max_deliver"]
+            if 0 < limit <= count:
+                if count == limit:
+                    self._announce_exceeded(seq, count)
+                self._forget(seq)
+                continue
+            message = self.stream.store.get(seq)
+            if message is not None:
+                return message, count + 1
+        if self.at_limit():
+            return None
+        store = self.stream.store
+        if self._skip_list:
+            seq = self._skip_list.pop(0)
+            self.next = (seq if self._skip_list else self._resume) + 1
+            message = store.get(seq)
+            return (message, 1) if message is not None else self._next_message()
+        found = [store.next_for(each, self.next) for each in self.filters or [""]]
+        message = min((each for each in found if each), key=lambda each: each.seq, default=None)
+        if message is None:
+            self.next = max(self.next, store.last + 1)
+            return None
+        self.next = message.seq + 1
+        return message, 1
+
+    def at_limit(self) -> bool:
+        """Whether so many messages are unacknowledged that no more go out."""
+        return bool(0 < self.config["max_ack_pending"] <= len(self.pending))
+
+    # Out.
+
+    def pump(self) -> None:
+        """Deliver what can be delivered."""
+        if self._pumping or self.paused_for:
+            return
+        self._pumping = True
+        try:
+            while self._target.ready():
+                found = self._next_message()
+                if found is None or not self._deliver(*found):
+                    break
+        finally:
+            self._pumping = False
+        self._target.idle(end_of_stream=not self.at_limit())
+
+    def _deliver(self, message: StoredMessage, count: int) -> bool:
+        stream = self.stream
+        left = self.num_pending()
+        reply = f"$JS.ACK.{stream.name}.{self.name}.{count}.{message.seq}.{self.next_delivery}.{message.time}.{left}"
+        header, payload = message.header, message.payload
+        if self.config["headers_only"]:
+            header, payload = headers.add(header, ("Nats-Msg-Size", str(len(payload)))), b""
+        size = len(message.subject) + len(reply) + len(header) + len(payload)
+        taken: Any = self._target.take(size)
+        if taken is None:
+            if count == 1:
+                self.next = message.seq
+            else:
+                self._redelivered[message.seq] -= 1
+                self.redeliver.insert(0, message.seq)
+            return False
+        subject, bytes_left = self._target.target(taken)
+        delivery, self.next_delivery = self.next_delivery, self.next_delivery + 1
+        self._progress.note_delivery(delivery, message.seq, stream.now)
+        if self.config["ack_policy"] == "none":
+            self._floor = self._progress.floor = (delivery, message.seq)
+        elif message.seq in self.pending:
+            self.pending[message.seq].since = stream.now
+        else:
+            self.pending[message.seq] = Pending(delivery, stream.now)
+        stream.send(subject, payload, header=header, reply=reply, shown=message.subject)
+        self._target.sent(size)
+        if bytes_left:
+            self._target.finish(taken)
+        self._arm()
+        if self.config["ack_policy"] == "none":
+            stream.acknowledged(message.seq)
         return True
+
+    def send_heartbeat(self, subject: str, *, stalled_on: str = "") -> None:
+        """Say that nothing is lost: there is nothing to send."""
+        lines = [("Nats-Last-Consumer", str(self.next_delivery - 1)), ("Nats-Last-Stream", str(self.next - 1))]
+        if stalled_on:
+            lines.append(("Nats-Consumer-Stalled", stalled_on))
+        self.stream.send(subject, header=headers.status("100 Idle Heartbeat", *lines))
+
+    # In.
+
+    def _on_next(self, message: Message) -> None:
+        if message.reply:
+            self._target.request(message.reply, message.payload)
+
+    def _on_ack(self, message: Message) -> None:
+        *_, _count, seq, delivery, _time, _left = message.subject.split(".")
+        if not (seq.isdigit() and delivery.isdigit()):
+            return
+        stream_seq, number = int(seq), int(delivery)
+        word = message.payload
+        answers = bool(message.reply)
+        if word in (b"", b"+ACK", b"+OK"):
+            answers = answers and self.acknowledge(stream_seq, number)
+        elif word.startswith(b"+NXT"):
+            self.acknowledge(stream_seq, number)
+            if message.reply:
+                self._target.request(message.reply, word[4:])
+            answers = False
+        elif word.startswith(b"-NAK"):
+            self._refused(stream_seq, number, word[4:].strip())
+        elif word == b"+WPI":
+            if stream_seq in self.pending:
+                self.pending[stream_seq].since = self.stream.now
+                self._arm()
+        elif word.startswith(b"+TERM"):
+            answers = self.acknowledge(stream_seq, number) and answers
+        if answers:
+            self.stream.send(message.reply)
+
+    def acknowledge(self, seq: int, delivery: int) -> bool:
+        """Take an acknowledgement; return whether it made sense."""
+        if seq >= self.next and not self.config["flow_control"]:
+            return False
+        was_full = self.at_limit()
+        gone = [seq]
+        if self.config["ack_policy"] == "explicit":
+            entry = self.pending.pop(seq, None)
+            if entry is not None:
+                self._floor = moved_floor(
+                    self.pending, self._floor, (self.next_delivery - 1, self.next - 1), entry.delivery, seq
+                )
+                self._progress.floor = moved_floor(
+                    self.pending, self._progress.floor, self._progress.delivered, entry.delivery, seq
+                )
+            self._redelivered.pop(seq, None)
+            self.redeliver = [each for each in self.redeliver if each != seq]
+        elif delivery > self._floor[0] and seq > self._floor[1]:
+            self._floor = self._progress.floor = (delivery, seq)
+            gone = [each for each in self.pending if each <= seq]
+            for each in gone:
+                del self.pending[each]
+                self._redelivered.pop(each, None)
+            self.redeliver = [each for each in self.redeliver if each > seq]
+        else:
+            return True
+        self._progress.last_ack = self.stream.now
+        self._arm()
+        for each in gone:
+            self.stream.acknowledged(each)
+        if was_full or self.redeliver:
+            self.pump()
+        return True
+
+    def _refused(self, seq: int, delivery: int, delay: bytes) -> None:
+        entry = self.pending.get(seq)
+        if delivery <= self._floor[0] or delivery > self.next_delivery or entry is None:
+            return
+        wait = parse_delay(delay)
+        if wait is not None:
+            self.redeliver = [each for each in self.redeliver if each != seq]
+            entry.since = self.stream.now - int(self.config["ack_wait"]) + wait
+            self._arm()
+            return
+        if seq not in self.redeliver:
+            self.redeliver.append(seq)
+        self.pump()
+
+    # Time.
+
+    def _deadline(self, seq: int) -> int:
+        backoff = self.config["backoff"]
+        wait = backoff[min(self._redelivered.get(seq, 0), len(backoff) - 1)] if backoff else self.config["ack_wait"]
+        return self.pending[seq].since + int(wait)
+
+    def _arm(self) -> None:
+        waiting = [self._deadline(seq) for seq in self.pending if seq not in self.redeliver]
+        when = min(waiting, default=None) if self.config["ack_policy"] in ("explicit", "all") else None
+        if self._timer is not None:
+            if self._timer.active and self._timer.when == when:
+                return
+            self._timer.cancel()
+        self._timer = self.stream.at(when, self._expire) if when is not None else None
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = self.stream.now
+        limit = self.config["max_deliver"]
+        due = sorted(seq for seq in self.pending if seq not in self.redeliver and self._deadline(seq) <= now)
+        for seq in due:
+            count = max(self._redelivered.get(seq, 0), 1)
+            if 0 < limit <= count:
+                if count == limit:
+                    self._announce_exceeded(seq, count)
+                self._forget(seq)
+                self._redelivered[seq] = count
+            else:
+                self.redeliver.append(seq)
+                self.pending[seq].since = now
+        self._arm()
+        self.pump()
+
+    def _forget(self, seq: int) -> None:
+        entry = self.pending.pop(seq, None)
+        if entry is not None:
+            self._floor = moved_floor(
+                self.pending, self._floor, (self.next_delivery - 1, self.next - 1), entry.delivery, seq
+            )
+
+    def _announce_exceeded(self, seq: int, count: int) -> None:
+        advisory = {
+            "type": "io.nats.jetstream.advisory.v1.max_deliver",
+            "id": ids.nuid(self.stream.random),
+            "timestamp": times.rfc3339(self.stream.now),
+            "stream": self.stream.name,
+            "consumer": self.name,
+            "stream_seq": seq,
+            "deliveries": count,
+        }
+        subject = f"{_ADVISORY}.MAX_DELIVERIES.{self.stream.name}.{self.name}"
+        self.stream.send(subject, gojson.dumps(advisory))
+
+    # What happens to the stream.
 
     def message_stored(self, message: StoredMessage) -> None:
         """Take note of a new message."""
+        if self.wants(message.subject):
+            self.pump()
 
     def message_removed(self, message: StoredMessage) -> None:
         """Take note of a message that is gone."""
+        entry = self.pending.get(message.seq)
+        if entry is not None:
+            self._forget(message.seq)
+            progress = self._progress
+            progress.floor = moved_floor(self.pending, progress.floor, progress.delivered, entry.delivery, message.seq)
+            progress.last_ack = self.stream.now
+            self._redelivered.pop(message.seq, None)
+            self.redeliver = [each for each in self.redeliver if each != message.seq]
+            self._arm()
+            self.pump()
 
     def stream_purged(self, pattern: str) -> None:
         """Take note of a purge."""
+        store = self.stream.store
+        if pattern and not any(subjects.collide(pattern, each) for each in self.filters or [">"]):
+            return
+        self.next = max(self.next, store.first)
+        for seq in [seq for seq in self.pending if store.get(seq) is None]:
+            del self.pending[seq]
+            self._redelivered.pop(seq, None)
+        self.redeliver = [seq for seq in self.redeliver if seq in self.pending]
+        if not self.pending:
+            self._redelivered.clear()
+            self._floor = self._progress.floor = (self.next_delivery - 1, self.next - 1)
+        self._progress.delivered = (self.next_delivery - 1, self.next - 1)
+        self._arm()
 
     def interest_changed(self) -> None:
         """See who listens now."""
+        self._target.interest_changed()
+
+    def info_json(self, *, stored: bool = False) -> dict[str, Any]:
+        """Return what an info reply says about the consumer; see `config_json` for `stored`."""
+        info: dict[str, Any] = {
+            "stream_name": self.stream.name,
+            "name": self.name,
+            "created": times.rfc3339(self.created),
+            "config": consumer_json(self.config, self.stream.profile, stored=stored),
+            **self._progress.as_json(),
+            "num_ack_pending": len(self.pending),
+            "num_redelivered": 0 if self.config["max_deliver"] == 1 else len(self._redelivered),
+            "num_waiting": self._target.waiting,
+            "num_pending": self.num_pending(),
+        }
+        info |= self._target.info_json()
+        if self.paused_for:
+            info |= {"paused": True, "pause_remaining": self.paused_for}
+        info["ts"] = times.rfc3339(self.stream.now)
+        return info

@@ -13,6 +13,7 @@ from . import times
 __all__ = [
     "BOOL",
     "DURATION",
+    "DURATIONS",
     "INT",
     "STRING",
     "STRINGS",
@@ -74,6 +75,12 @@ def _strings(value: Any) -> list[str]:
     return [_string(item) if item is not None else "" for item in value]
 
 
+def _durations(value: Any) -> list[int]:
+    if not isinstance(value, list):
+        raise TypeError
+    return [_integer(-(1 << 63), (1 << 63) - 1)(item) for item in value]
+
+
 def _string_map(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         raise TypeError
@@ -87,6 +94,7 @@ UINT = Scalar("uint64", _integer(0, (1 << 64) - 1))
 DURATION = Scalar("time.Duration", _integer(-(1 << 63), (1 << 63) - 1))
 TIME = Scalar("time.Time", _time)
 STRINGS = Scalar("[]string", _strings)
+DURATIONS = Scalar("[]time.Duration", _durations)
 STRING_MAP = Scalar("map[string]string", _string_map)
 
 
@@ -149,8 +157,10 @@ def decode(data: bytes, schema: Struct, *, strict: bool) -> dict[str, Any]:
     """
     try:
         value = json.loads(data)
+    except json.JSONDecodeError as error:
+        raise JsonError("unexpected end of JSON input" if error.pos >= len(error.doc) else str(error)) from error
     except (ValueError, RecursionError) as error:
-        raise JsonError("unexpected end of JSON input" if not data.strip() else str(error)) from error
+        raise JsonError(str(error)) from error
     if value is None:
         return {}
     return _struct(value, schema, strict)

@@ -56,9 +56,11 @@ class JetStream:
         """Arrange a call."""
         return self._engine.timers.at(when, call)
 
-    def send(self, subject: str, payload: bytes = b"", *, header: bytes = b"", reply: str = "") -> None:
-        """Publish as the server."""
-        self._engine.router.send(subject, payload, header=header, reply=reply)
+    def send(
+        self, subject: str, payload: bytes = b"", *, header: bytes = b"", reply: str = "", shown: str = ""
+    ) -> None:
+        """Publish as the server; clients see the subject `shown`, if one is given."""
+        self._engine.router.send(subject, payload, header=header, reply=reply, shown=shown)
 
     def respond_to(self, subject: str, handler: Handler, *, queue: str = "") -> Subscription:
         """Handle the messages on a subject."""
@@ -68,9 +70,13 @@ class JetStream:
         """Stop handling them."""
         self._engine.router.unsubscribe(subscription)
 
-    def has_interest(self, subject: str, queue: str = "") -> bool:
-        """Whether somebody subscribes to a subject, in a queue group if one is named."""
-        return self._engine.router.has_interest(subject, queue)
+    def has_interest(self, subject: str) -> bool:
+        """Whether anybody would get a message on a subject."""
+        return self._engine.router.has_interest(subject)
+
+    def has_listener(self, subject: str, queue: str = "") -> bool:
+        """Whether somebody subscribes to this very subject, not to a pattern for it, and in this queue group."""
+        return self._engine.router.has_listener(subject, queue)
 
     def find_config(self, name: str) -> StreamConfig | None:
         """Return the configuration of a stream, `None` if there is no such stream."""

@@ -44,9 +44,13 @@ class Router:
         self.subscribe(subscription)
         return subscription
 
-    def has_interest(self, subject: str, queue: str = "") -> bool:
-        """Whether anybody would get a message on this subject, as a member of a queue group if one is named."""
-        return any(not queue or each.queue == queue for each in self._table.match(subject))
+    def has_interest(self, subject: str) -> bool:
+        """Whether anybody would get a message on this subject."""
+        return bool(self._table.match(subject))
+
+    def has_listener(self, subject: str, queue: str = "") -> bool:
+        """Whether somebody subscribes to this very subject, not to a pattern for it, and in this queue group."""
+        return any(each.subject == subject and each.queue == queue for each in self._table.match(subject))
 
     def line(self, connection: int, text: str) -> None:
         """Send a control line."""
@@ -56,9 +60,11 @@ class Router:
         """End a connection, after what is already on its way."""
         self.outputs.append(Close(connection))
 
-    def send(self, subject: str, payload: bytes = b"", *, header: bytes = b"", reply: str = "") -> None:
-        """Publish as the server."""
-        message = Message(subject, payload, reply, header)
+    def send(
+        self, subject: str, payload: bytes = b"", *, header: bytes = b"", reply: str = "", shown: str = ""
+    ) -> None:
+        """Publish as the server; clients see the subject `shown`, if one is given."""
+        message = Message(subject, payload, reply, header, shown=shown)
         for each in [message] if self.intercept is None else self.intercept(message):
             self.publish(each)
 
@@ -108,7 +114,14 @@ class Router:
             return 0
         header = message.header if connection.headers else b""
         self.outputs.append(
-            Deliver(connection.id, subscription.sid, message.subject, message.payload, message.reply, header)
+            Deliver(
+                connection.id,
+                subscription.sid,
+                message.shown or message.subject,
+                message.payload,
+                message.reply,
+                header,
+            )
         )
         subscription.delivered += 1
         if subscription.limit and subscription.delivered >= subscription.limit:

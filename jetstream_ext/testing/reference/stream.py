@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from typing import TYPE_CHECKING, Any
 
 from . import headers, times
@@ -11,6 +10,7 @@ from .atomic import AtomicBatches
 from .checks import FULL, DuplicateMessageError, SilentRefusalError, check_direct, check_last_id, message_ttl
 from .direct import DirectGet
 from .errors import ApiError, api_error
+from .expiry import Expiry
 from .fast import SUFFIX, FastBatches, FastMessage
 from .store import Store, StoredMessage
 from .stream_config import StreamConfig, config_json
@@ -46,8 +46,7 @@ class Stream:
         self.consumers: dict[str, Consumer] = {}
         self.pullers: list[Puller] = []
         self._seen: dict[str, tuple[int, int]] = {}
-        self._expiries: list[tuple[int, int]] = []
-        self._timer: Timer | None = None
+        self._expiry = Expiry(self)
         self._subscriptions: list[Subscription] = []
         self._direct = DirectGet(self)
 
@@ -87,9 +86,11 @@ class Stream:
         """Arrange a call."""
         return self.jetstream.at(when, call)
 
-    def send(self, subject: str, payload: bytes = b"", *, header: bytes = b"", reply: str = "") -> None:
-        """Publish as the server."""
-        self.jetstream.send(subject, payload, header=header, reply=reply)
+    def send(
+        self, subject: str, payload: bytes = b"", *, header: bytes = b"", reply: str = "", shown: str = ""
+    ) -> None:
+        """Publish as the server; clients see the subject `shown`, if one is given."""
+        self.jetstream.send(subject, payload, header=header, reply=reply, shown=shown)
 
     def count_atomic_batches(self) -> int:
         """Return how many atomic batches are open on the server."""
@@ -115,15 +116,14 @@ class Stream:
         if self.profile.draft and not self.config["allow_direct"]:
             # The first wording has no answer at all where nobody may answer.
             self._subscriptions.append(respond_to(f"$JS.API.DIRECT.GET.{self.name}", lambda message: None))
-        self._restart_expiry()
+        self._expiry.restart()
 
     def close(self) -> None:
         """Stop listening; the messages stay."""
         for subscription in self._subscriptions:
             self.jetstream.ignore(subscription)
         self._subscriptions = []
-        if self._timer is not None:
-            self._timer.cancel()
+        self._expiry.stop()
 
     def update(self, config: StreamConfig) -> None:
         """Go on under another configuration."""
@@ -132,7 +132,7 @@ class Stream:
         self.config = config
         self.open()
         # Older releases do not look back at every subject.
-        self._enforce_limits(every_subject=was_limited or self.profile.fast)
+        self.enforce_limits(every_subject=was_limited or self.profile.fast)
         if config["retention"] == "interest" and self.profile.release >= (2, 15, 0):
             for message in self.store:
                 if not self._has_interest(message.subject):
@@ -194,7 +194,7 @@ class Stream:
             self.send(reply, pub_ack(self.profile, self.name, seq, batch=batch))
         stored = self.store.get(seq)
         if stored is not None:
-            self._announce(stored)
+            self.announce(stored)
 
     def store_sourced(self, subject: str, header: bytes, payload: bytes, *, seq: int = 0) -> None:
         """Store a message of another stream, without the checks of a publisher's.
@@ -207,10 +207,10 @@ class Stream:
         """
         ttl = self._ttl(header) if self.config["allow_msg_ttl"] else 0
         stored = self.store.add(subject, header, payload, self.now, ttl, seq)
-        self._watch_expiry(stored)
-        self._enforce_limits(subject)
+        self._expiry.watch(stored)
+        self.enforce_limits(subject)
         if self.store.get(stored.seq) is not None:
-            self._announce(stored)
+            self.announce(stored)
 
     def duplicate_of(self, msg_id: str) -> int:
         """Return the sequence under which a message id was stored inside the window, or 0."""
@@ -240,8 +240,8 @@ class Stream:
             self._check_room(subject, header, payload)
             stored = self.store.add(subject, header, payload, self.now, ttl)
             seq = stored.seq
-            self._watch_expiry(stored)
-            self._enforce_limits(subject)
+            self._expiry.watch(stored)
+            self.enforce_limits(subject)
         self.last_msg_id = msg_id
         if msg_id and self.config["duplicate_window"]:
             self._seen[msg_id] = (seq, self.now)
@@ -276,10 +276,28 @@ class Stream:
             if oldest is None or store.size(subject, oldest.header, oldest.payload) < size:
                 raise api_error(10077, FULL["bytes"])
 
-    def _announce(self, message: StoredMessage) -> None:
+    def announce(self, message: StoredMessage) -> None:
+        """Tell consumers, mirrors and sources of a new message."""
         for consumer in list(self.consumers.values()):
             consumer.message_stored(message)
         self.jetstream.message_stored(self, message)
+
+    def acknowledged(self, seq: int) -> None:
+        """Let go of a message that a consumer is done with, if nobody else needs it."""
+        retention = self.config["retention"]
+        message = self.store.get(seq) if retention != "limits" else None
+        if message is not None and (retention == "workqueue" or not self._is_needed(message)):
+            self.store.remove(seq)
+
+    def drop_uninteresting(self) -> None:
+        """Let go of what no consumer needs any more, in a stream that keeps messages for its consumers."""
+        if self.config["retention"] == "interest":
+            for message in self.store:
+                if not self._is_needed(message):
+                    self.store.remove(message.seq)
+
+    def _is_needed(self, message: StoredMessage) -> bool:
+        return any(consumer.needs(message) for consumer in self.consumers.values())
 
     # Messages out.
 
@@ -311,7 +329,8 @@ class Stream:
             consumer.stream_purged(pattern)
         return gone
 
-    def _enforce_limits(self, subject: str | None = None, *, every_subject: bool = False) -> None:
+    def enforce_limits(self, subject: str | None = None, *, every_subject: bool = False) -> None:
+        """Discard what is too much, of one subject or of every one."""
         config, store = self.config, self.store
         limit = config["max_msgs_per_subject"]
         if limit > 0:
@@ -324,64 +343,6 @@ class Stream:
     def _discard(self, message: StoredMessage | None) -> None:
         assert message is not None
         self.remove(message.seq)
-
-    # Age.
-
-    def _expires(self, message: StoredMessage) -> int | None:
-        if message.ttl < 0:
-            return None
-        ends = [message.time + age for age in (self.config["max_age"], message.ttl * times.SECOND) if age]
-        return min(ends, default=None)
-
-    def _watch_expiry(self, message: StoredMessage) -> None:
-        when = self._expires(message)
-        if when is not None:
-            heapq.heappush(self._expiries, (when, message.seq))
-            self._arm()
-
-    def _restart_expiry(self) -> None:
-        pairs = ((self._expires(message), message.seq) for message in self.store)
-        self._expiries = [(when, seq) for when, seq in pairs if when is not None]
-        heapq.heapify(self._expiries)
-        self._arm()
-
-    def _arm(self) -> None:
-        when = self._expiries[0][0] if self._expiries else None
-        if self._timer is not None:
-            if self._timer.active and self._timer.when == when:
-                return
-            self._timer.cancel()
-        self._timer = self.at(when, self._expire) if when is not None else None
-
-    def _expire(self) -> None:
-        self._timer = None
-        markers = []
-        while self._expiries and self._expiries[0][0] <= self.now:
-            _, seq = heapq.heappop(self._expiries)
-            message = self.store.get(seq)
-            if message is not None:
-                self.remove(seq)
-                markers.append(message)
-        if self.config["subject_delete_marker_ttl"] and not self.config["mirror"]:
-            for message in markers:
-                self._leave_marker(message)
-        self._arm()
-
-    def _leave_marker(self, message: StoredMessage) -> None:
-        reason = "Nats-Applied-Limit" if self.profile.draft else "Nats-Marker-Reason"
-        if self.store.count(message.subject) or headers.get(message.header, reason):
-            return
-        ttl = self.config["subject_delete_marker_ttl"]
-        lines = [(reason, "MaxAge"), ("Nats-TTL", times.format_duration(ttl)), ("Nats-Rollup", "sub")]
-        if self.profile.draft:
-            lines = [(reason, "MaxAge"), ("Nats-TTL", str(ttl // times.SECOND))]
-        self._announce_marker(message.subject, headers.block(lines), ttl // times.SECOND)
-
-    def _announce_marker(self, subject: str, header: bytes, ttl: int) -> None:
-        stored = self.store.add(subject, header, b"", self.now, ttl)
-        self._watch_expiry(stored)
-        self._enforce_limits(subject)
-        self._announce(stored)
 
     # Replies.
 
