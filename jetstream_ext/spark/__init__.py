@@ -7,10 +7,15 @@ From a query to rows::
     source.py       what Spark calls: the data source and its reader
       options.py    every option parsed and checked, before anything is connected (given.py: looked up, refused)
       bounds.py     where a read starts and ends: by sequence, by time, earliest, latest
-      planning.py   driver: look at the streams, refuse what cannot work, resolve the ends
-      ranges.py     pure arithmetic: sequence ranges into partitions
+      planning.py   driver: refuse what cannot work, resolve the ends (states.py: what a stream's leader says of it)
+      pushed.py     the query's own filters, where Spark hands them down
+      balance.py    where the messages are, for even partitions of filtered and gappy ranges
+      ranges.py     pure arithmetic: sequence ranges into partitions (partitions.py: as Spark carries them)
       subjects.py   subject filters, matched here or left to the server
       reading.py    executor: one range as blocks of columns, proved complete
+    stream_source.py  what Spark calls in a streaming query
+      following.py  driver: where the query starts, how far a batch goes, what to read for it
+      offsets.py    the offsets in Spark's checkpoint; `lag`
       arrow.py      blocks to Arrow record batches
       connections.py  one connection per worker process, kept between tasks (connect.py: opened, with its secrets)
 """
@@ -19,10 +24,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jetstream_ext.spark.offsets import lag
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["register"]
+__all__ = ["lag", "register"]
 
 
 def register(spark: SparkSession) -> None:

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import ssl
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import nats.errors
 from nats.aio.client import Client
@@ -15,7 +15,7 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.spark.given import OptionError
-from jetstream_ext.spark.options import ConnectionOptions, ReadOptions
+from jetstream_ext.spark.options import ConnectionOptions
 
 # Short enough for a read to survive a server's restart within its own timeout.
 _RECONNECT_WAIT = 0.25
@@ -27,6 +27,18 @@ class ConnectError(JetStreamExtError):
 
 class RefusedError(JetStreamExtError):
     """A request went unanswered because the credentials have no permission for it."""
+
+
+class Where(Protocol):
+    """Options that say where the JetStream is."""
+
+    @property
+    def domain(self) -> str | None:
+        """Its domain."""
+
+    @property
+    def api_prefix(self) -> str | None:
+        """The prefix of its API."""
 
 
 class WorkerConnection:
@@ -47,8 +59,8 @@ class WorkerConnection:
         """Whether it is connected now."""
         return bool(self.client.is_connected)
 
-    def context(self, options: ReadOptions) -> JetStreamContext:
-        """Return the JetStream context for the domain or API prefix of a read."""
+    def context(self, options: Where) -> JetStreamContext:
+        """Return the JetStream context for a domain or an API prefix."""
         where = {"prefix": options.api_prefix} if options.api_prefix else {"domain": options.domain}
         return self.client.jetstream(timeout=self._options.timeout, **where)
 

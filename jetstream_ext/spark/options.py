@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from jetstream_ext.protocol import frames
 from jetstream_ext.spark.bounds import AtSequence, AtTime, Bound, Named, parse_offsets, parse_times
 from jetstream_ext.spark.given import Given, boolean, nonempty, positive, seconds, size
 
-_CONNECTION_OPTIONS: Final = (
+CONNECTION_OPTIONS: Final = (
     "servers",
     "domain",
     "apiPrefix",
@@ -41,12 +41,24 @@ _READ_OPTIONS: Final = (
     "maxBytesPerPartition",
     "failOnDataLoss",
     "tailCheck",
+    "allowUnstableRetention",
 )
-_NOT_FOR_BATCH: Final = {
-    "maxOffsetsPerTrigger": "it limits streaming reads and has no effect on a batch read; leave it out",
-    "maxBytesPerTrigger": "it limits streaming reads and has no effect on a batch read; leave it out",
+_ONLY_STREAMING: Final = ("maxOffsetsPerTrigger", "maxMessagesPerTrigger", "maxBytesPerTrigger")
+_ONLY_BATCH: Final = {
+    "endingOffsets": "it ends batch reads; a streaming query has no end (use trigger(availableNow=True))",
+    "endingTime": "it ends batch reads; a streaming query has no end (use trigger(availableNow=True))",
+    "maxBytesPerPartition": "in a streaming query the partitions of a batch must not depend on what the stream holds "
+    "at the moment, or a replay would cut it differently; give their number by 'minPartitions'",
+}
+_ONLY_WRITING: Final = {
     "subject": "it belongs to writing; to read some subjects only, use 'subjects'",
-    "semantics": "it belongs to writing; leave it out",
+    **dict.fromkeys(
+        ("semantics", "sinkPartitions", "markerPrefix", "writeId", "natsHeaders"), "it belongs to writing; leave it out"
+    ),
+}
+_NOT_FOR_BATCH: Final = {
+    **_ONLY_WRITING,
+    **dict.fromkeys(_ONLY_STREAMING, "it limits streaming reads and has no effect on a batch read; leave it out"),
 }
 _SCHEMES: Final = ("nats", "tls", "ws", "wss")
 
@@ -87,7 +99,7 @@ class ConnectionOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """A batch read, checked.
+    """A read, checked.
 
     Attributes:
         connection: How to connect.
@@ -101,6 +113,9 @@ class ReadOptions:
         tail_check: Prove the end of every partition at the stream's leader.
         domain: JetStream domain.
         api_prefix: Prefix of the JetStream API, such as of an imported account.
+        allow_unstable_retention: Read streams whose consumers' acknowledgements delete messages.
+        max_offsets: Sequences per micro-batch at most.
+        max_bytes: Bytes of messages per micro-batch, about.
     """
 
     connection: ConnectionOptions
@@ -114,19 +129,27 @@ class ReadOptions:
     tail_check: bool = True
     domain: str | None = None
     api_prefix: str | None = None
+    allow_unstable_retention: bool = False
+    max_offsets: int | None = None
+    max_bytes: int | None = None
 
     @classmethod
-    def parse(cls, options: Mapping[str, str]) -> ReadOptions:
-        """Parse the options of a batch read.
+    def parse(cls, options: Mapping[str, str], *, streaming: bool | None = False) -> ReadOptions:
+        """Parse the options of a read.
+
+        Args:
+            options: As Spark hands them over.
+            streaming: Whether they are those of a streaming query; None is not known yet.
 
         Raises:
             OptionError: One is missing, unknown, malformed or in conflict with another.
         """
-        given = Given(options, known=(*_READ_OPTIONS, *_CONNECTION_OPTIONS), elsewhere=_NOT_FOR_BATCH)
+        given = Given(options, **_known(streaming))
         given.exclude("domain", "apiPrefix")
+        given.exclude("maxOffsetsPerTrigger", "maxMessagesPerTrigger")
         streams = given.streams()
         read = cls(
-            connection=_connection(given),
+            connection=connection_options(given),
             streams=streams,
             subjects=given.names("subjects", frames.check_filter),
             starting=_bounds(given, "starting", streams, Named.EARLIEST),
@@ -136,7 +159,12 @@ class ReadOptions:
             fail_on_data_loss=given.take("failOnDataLoss", boolean, True),
             tail_check=given.take("tailCheck", boolean, True),
             domain=given.take("domain", nonempty, None),
-            api_prefix=given.take("apiPrefix", lambda text: nonempty(text).rstrip("."), None),
+            api_prefix=given.take("apiPrefix", api_prefix, None),
+            allow_unstable_retention=given.take("allowUnstableRetention", boolean, False),
+            max_offsets=given.take(
+                "maxOffsetsPerTrigger", positive, given.take("maxMessagesPerTrigger", positive, None)
+            ),
+            max_bytes=given.take("maxBytesPerTrigger", size, None),
         )
         for stream in streams:
             start, end = read.starting[stream], read.ending[stream]
@@ -158,7 +186,27 @@ def _bounds(given: Given, end: str, streams: tuple[str, ...], default: Named) ->
     return given.take(offsets, lambda text: parse_offsets(text, streams, default), everywhere)
 
 
-def _connection(given: Given) -> ConnectionOptions:
+def _known(streaming: bool | None) -> dict[str, Any]:
+    everywhere = (*_READ_OPTIONS, *CONNECTION_OPTIONS)
+    if streaming is None:
+        return {"known": (*everywhere, *_ONLY_STREAMING), "elsewhere": _ONLY_WRITING}
+    if streaming:
+        known = (*(name for name in everywhere if name not in _ONLY_BATCH), *_ONLY_STREAMING)
+        return {"known": known, "elsewhere": _ONLY_WRITING | _ONLY_BATCH}
+    return {"known": everywhere, "elsewhere": _NOT_FOR_BATCH}
+
+
+def api_prefix(text: str) -> str:
+    """Return a prefix of the JetStream API, without the dot at its end."""
+    return nonempty(text).rstrip(".")
+
+
+def connection_options(given: Given) -> ConnectionOptions:
+    """Return how to connect.
+
+    Raises:
+        OptionError: An option is missing, malformed or in conflict with another.
+    """
     if "servers" not in given:
         given.fail(
             "servers", "it is missing; give the URLs of the servers, as in nats://nats-1:4222,nats://nats-2:4222"

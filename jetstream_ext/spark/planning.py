@@ -1,60 +1,38 @@
-"""What a read does, decided on the driver: look at the streams, refuse what cannot work, resolve where it ends."""
+"""What a batch read does, decided on the driver: look at the streams, refuse what cannot work, resolve where it ends."""
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from nats.js import JetStreamContext
-from nats.js.errors import NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.leader import get_at_leader
-from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.protocol.direct import Request
+from jetstream_ext.spark.balance import measure
 from jetstream_ext.spark.bounds import AtSequence, AtTime, Bound, Named
 from jetstream_ext.spark.options import ReadOptions
+from jetstream_ext.spark.pushed import NOTHING_PUSHED, Pushed
 from jetstream_ext.spark.ranges import SequenceRange, partition
-
-_log = logging.getLogger("jetstream_ext")
-
-_STREAM_NOT_FOUND = 10059
+from jetstream_ext.spark.states import DataLossError, PlanningError, StreamState, check_readable, look, lose
 
 # Looking for matches costs the server about as much as sending five times as many messages: where more of them match,
 # everything is read and filtered here.
 _SELECTIVE = 0.2
 
-
-class PlanningError(JetStreamExtError):
-    """A read that cannot work; the text says what to change."""
+__all__ = ["DataLossError", "PlanningError", "describe", "first_from", "lose", "place_filter", "plan_read"]
 
 
-class DataLossError(JetStreamExtError):
-    """Messages that should be read are gone (with ``failOnDataLoss``)."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamState:
-    """What the leader says about a stream.
-
-    Attributes:
-        name: Its name.
-        first: The first sequence it holds; one more than `last` when it is empty.
-        last: The last sequence it ever stored.
-        messages: How many it holds.
-        size: Their bytes.
-    """
-
-    name: str
-    first: int
-    last: int
-    messages: int
-    size: int
-
-
-async def plan_read(context: JetStreamContext, options: ReadOptions) -> list[SequenceRange]:
+async def plan_read(
+    context: JetStreamContext, options: ReadOptions, pushed: Pushed = NOTHING_PUSHED
+) -> list[SequenceRange]:
     """Return the partitions of a batch read.
+
+    Args:
+        context: The context.
+        options: The read.
+        pushed: What the query's own filters leave of it.
 
     Raises:
         PlanningError: A stream is missing, or cannot be read this way.
@@ -64,58 +42,46 @@ async def plan_read(context: JetStreamContext, options: ReadOptions) -> list[Seq
     """
     ranges: list[SequenceRange] = []
     for stream in options.streams:
-        state = await _describe(context, stream)
+        state = await describe(context, options, stream)
         if state is None:
-            lose(options, f"stream {stream!r} does not exist; check 'stream', 'servers', 'domain' and 'apiPrefix'")
             continue
         found = await _resolve(context, options, state)
-        if len(found):
-            ranges.append(await _place_filter(context, options, state, found))
-    return partition(ranges, min_partitions=options.min_partitions, max_bytes=options.max_bytes_per_partition)
+        # What the query filters out was asked for all the same: a loss is told above, whatever is pushed.
+        found = replace(found, first=max(found.first, pushed.first), last=min(found.last, pushed.last))
+        filters = pushed.within(options.subjects)
+        if not len(found) or filters is None:
+            continue
+        found = replace(found, size=_share(state, found))
+        ranges.append(await place_filter(context, filters, state, found))
+    parts = options.min_partitions
+    measured = [
+        await measure(context, one, max(parts, -(-one.size // options.max_bytes_per_partition))) for one in ranges
+    ]
+    return partition(measured, min_partitions=parts, max_bytes=options.max_bytes_per_partition)
 
 
-def lose(options: ReadOptions, what: str) -> None:
-    """Fail, or warn if the user said that a loss is no failure."""
-    if options.fail_on_data_loss:
-        raise DataLossError(f"{what} (to read what there is, set failOnDataLoss to false)")
-    _log.warning("%s; reading what there is, because failOnDataLoss is false", what)
+async def describe(context: JetStreamContext, options: ReadOptions, stream: str) -> StreamState | None:
+    """Return the state of a stream that can be read; None: there is none, and that is no failure.
 
-
-async def _describe(context: JetStreamContext, stream: str) -> StreamState | None:
-    try:
-        info = await context.stream_info(stream)
-    except NotFoundError as error:
-        if error.err_code == _STREAM_NOT_FOUND:
-            return None
-        raise
-    except ServiceUnavailableError as error:
-        raise PlanningError(
-            f"nobody answers {JetStream(context).prefix}.STREAM.INFO.{stream}: JetStream is not enabled there, or the option 'domain' or "
-            "'apiPrefix' is wrong"
-        ) from error
-    if not info.config.allow_direct:
-        raise PlanningError(
-            f"stream {stream!r} has no allow_direct, which reading it without a consumer needs; turn it on "
-            f"(nats stream edit {stream} --allow-direct, or allow_direct=True in its configuration)"
-        )
-    state = info.state
-    return StreamState(
-        name=stream,
-        first=state.first_seq if state.messages else state.last_seq + 1,
-        last=state.last_seq,
-        messages=state.messages,
-        size=state.bytes,
-    )
+    Raises:
+        PlanningError, DataLossError, TimeoutError: As for `plan_read`.
+    """
+    state = await look(context, stream)
+    if state is None:
+        lose(options, f"stream {stream!r} does not exist; check 'stream', 'servers', 'domain' and 'apiPrefix'")
+        return None
+    check_readable(state, allow_unstable_retention=options.allow_unstable_retention)
+    return state
 
 
 async def _resolve(context: JetStreamContext, options: ReadOptions, state: StreamState) -> SequenceRange:
     stream, start, end = state.name, options.starting[state.name], options.ending[state.name]
-    first = await _first_from(context, state, start)
+    first = await first_from(context, state, start)
     last = state.last
     if isinstance(end, AtSequence):
         last = end.seq
     elif isinstance(end, AtTime):
-        last = await _first_from(context, state, end) - 1
+        last = await first_from(context, state, end) - 1
     if first < state.first:
         missing = f"sequences {first} to {state.first - 1} of stream {stream!r} are gone (expired, purged or deleted)"
         lose(options, f"{missing}; it starts at {state.first} now")
@@ -125,19 +91,21 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
         )
     if last > state.last:
         lose(options, f"stream {stream!r} ends at sequence {state.last}, and not at {last} or later")
-    first, last = max(first, state.first), min(last, state.last)
-    share = (last - first + 1) / max(1, state.last - state.first + 1)
     return SequenceRange(
         stream,
-        first,
-        last,
-        size=max(0, int(state.size * share)),
+        max(first, state.first),
+        min(last, state.last),
         from_head=start is Named.EARLIEST,
-        gapless=state.messages == state.last - state.first + 1,
+        gapless=state.gapless,
+        created=state.created,
     )
 
 
-async def _first_from(context: JetStreamContext, state: StreamState, bound: Bound) -> int:
+def _share(state: StreamState, found: SequenceRange) -> int:
+    return max(0, int(state.size * len(found) / max(1, state.last - state.first + 1)))
+
+
+async def first_from(context: JetStreamContext, state: StreamState, bound: Bound) -> int:
     """Return the sequence that `bound` names; after the last one where there is none yet."""
     if isinstance(bound, AtSequence):
         return bound.seq
@@ -149,17 +117,17 @@ async def _first_from(context: JetStreamContext, state: StreamState, bound: Boun
     return state.first if bound is Named.EARLIEST else state.last + 1
 
 
-async def _place_filter(
-    context: JetStreamContext, options: ReadOptions, state: StreamState, found: SequenceRange
+async def place_filter(
+    context: JetStreamContext, filters: tuple[str, ...], state: StreamState, found: SequenceRange
 ) -> SequenceRange:
     """Decide who filters, the server or the reader.
 
     On the way it shows, before any task runs, that this server answers batched direct gets at all.
     """
     # A filter like the stream's own subjects is not without effect: sources, and earlier configurations, store others.
-    filters = () if ">" in options.subjects else options.subjects
+    filters = () if ">" in filters else filters
     subject = filters[0] if len(filters) == 1 else None
-    probe = DirectGet(context, state.name).batch(1, subject=subject, seq=found.first)
+    probe = DirectGet(context, state.name).batch(1, subject=subject, seq=max(1, found.first))
     rows = len(await probe.to_list())
     if subject is None:
         return replace(found, filters=filters)

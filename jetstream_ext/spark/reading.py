@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from typing import Final
 
 import pyarrow as pa
@@ -10,15 +11,16 @@ from nats.js import JetStreamContext
 from pyspark.sql.types import StructType
 
 from jetstream_ext.client.connection import JetStream
-from jetstream_ext.client.replies import read_blocks, read_proved
+from jetstream_ext.client.replies import read_blocks
+from jetstream_ext.client.whole import read_whole
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block
 from jetstream_ext.protocol.headers import ROW_SUBJECT
 from jetstream_ext.protocol.plans import Scan
 from jetstream_ext.spark.arrow import BatchBuilder
 from jetstream_ext.spark.connections import connections
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.planning import lose
 from jetstream_ext.spark.ranges import SequenceRange
+from jetstream_ext.spark.states import look, lose
 from jetstream_ext.spark.subjects import Matcher
 
 # What Spark takes at a time: large enough for its cost per batch to vanish, small enough for limit() to stop early.
@@ -61,23 +63,25 @@ async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceR
     js = JetStream(context)
     timeout = options.connection.timeout
     plan = Scan(subject=part.subject, seq=part.first, up_to_seq=part.last, max_bytes=DEFAULT_MAX_BYTES)
-    if options.tail_check:
-        blocks = read_proved(js, part.stream, plan, timeout, confirm=True, min_seq=None)
-    else:
-        blocks = read_blocks(js, part.stream, plan, timeout)
+    blocks = (read_whole if options.tail_check else read_blocks)(js, part.stream, plan, timeout)
     expected, gap = part.first, 0
-    async for block in blocks:
-        if not gap and (block.seqs[0] != expected or block.seqs[-1] - block.seqs[0] >= len(block)):
-            gap = _first_gap(expected, block.seqs)
-        expected = block.seqs[-1] + 1
-        yield block
+    async with aclosing(blocks):
+        async for block in blocks:
+            if not gap and (block.seqs[0] != expected or block.seqs[-1] - block.seqs[0] >= len(block)):
+                gap = _first_gap(expected, block.seqs)
+            expected = block.seqs[-1] + 1
+            yield block
     if not gap and expected <= part.last:
         gap = expected
     # Elsewhere a gap is nothing special: a stream that has them already cannot tell which of them are new.
-    if gap and not part.from_head and (gap == part.first or (part.gapless and part.subject is None)):
-        head = (await js.context.stream_info(part.stream)).state.first_seq
-        if head > gap:
-            lose(options, f"sequences {gap} to {head - 1} of stream {part.stream!r} expired before they were read")
+    suspicious = gap and not part.from_head and (gap == part.first or (part.gapless and part.subject is None))
+    if not suspicious and not part.created:
+        return
+    state = await look(context, part.stream)
+    if state is None or (part.created and state.created != part.created):
+        lose(options, f"stream {part.stream!r} was deleted or created anew while it was read")
+    elif suspicious and state.first > gap:
+        lose(options, f"sequences {gap} to {state.first - 1} of stream {part.stream!r} expired before they were read")
 
 
 def _first_gap(expected: int, seqs: list[int]) -> int:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from pyspark.sql.datasource import (
-    DataSource,
-    DataSourceReader,
-    DataSourceStreamReader,
-    DataSourceStreamWriter,
-    DataSourceWriter,
-    InputPartition,
-)
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.types import ArrayType, BinaryType, DataType, LongType, MapType, StringType, StructType, TimestampType
 
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.ranges import SequenceRange
+from jetstream_ext.spark.partitions import JetStreamPartition, read_partition
+from jetstream_ext.spark.pushed import NOTHING_PUSHED, understand
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -83,7 +78,7 @@ class JetStreamDataSource(DataSource):
         Raises:
             OptionError: An option is missing, unknown, malformed or in conflict with another.
         """
-        ReadOptions.parse(self.options)
+        ReadOptions.parse(self.options, streaming=None)
         schema = StructType()
         for name, kind in _COLUMNS.items():
             schema = schema.add(name, kind)
@@ -98,27 +93,19 @@ class JetStreamDataSource(DataSource):
         """
         options = ReadOptions.parse(self.options)
         _check_schema(schema)
-        return JetStreamReader(options, schema)
-
-    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """Refuse: writing is not there yet."""
-        _not_yet("df.write", "publish with jetstream_ext.FastPublisher or AtomicBatch")
+        return (PushDownReader if _push_down_is_on() else JetStreamReader)(options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
-        """Refuse: streaming is not there yet."""
-        _not_yet("spark.readStream", "read ranges with spark.read, startingOffsets and endingOffsets")
+        """Return the reader of a streaming query.
 
-    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 - Spark's name
-        """Refuse: writing is not there yet."""
-        _not_yet("df.writeStream", "use foreachBatch and publish with jetstream_ext.FastPublisher")
+        Raises:
+            OptionError, SchemaError: As for `reader`; or a limit is given that this Spark does not have.
+        """
+        from jetstream_ext.spark.stream_source import JetStreamStreamReader
 
-
-class JetStreamPartition(InputPartition):
-    """One sequence range, as Spark carries it to an executor."""
-
-    def __init__(self, part: SequenceRange) -> None:
-        super().__init__(None)
-        self.part = part
+        options = ReadOptions.parse(self.options, streaming=True)
+        _check_schema(schema)
+        return JetStreamStreamReader(options, schema)
 
 
 class JetStreamReader(DataSourceReader):
@@ -127,6 +114,7 @@ class JetStreamReader(DataSourceReader):
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
+        self._pushed = NOTHING_PUSHED
 
     def partitions(self) -> list[InputPartition]:
         """Look at the streams and return the ranges to read (called on the driver).
@@ -140,16 +128,29 @@ class JetStreamReader(DataSourceReader):
 
         options = self._options
         with connections().lend(options.connection, "jetstream-ext spark driver") as lease:
-            parts = lease.run(plan_read(lease.connection.context(options), options))
+            parts = lease.run(plan_read(lease.connection.context(options), options, self._pushed))
         return [JetStreamPartition(part) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
         """Read one range (called on an executor)."""
-        from jetstream_ext.spark.reading import read_range
+        return read_partition(self._options, self._schema, partition)
 
-        if not isinstance(partition, JetStreamPartition):
-            return iter(())  # Spark's stand-in for an empty list of partitions
-        return read_range(self._options, self._schema, partition.part)
+
+class PushDownReader(JetStreamReader):
+    """Takes the query's filters, too.
+
+    A class of its own: where Spark's filter push-down is off, it refuses to read from a reader that has `pushFilters`.
+    """
+
+    def pushFilters(self, filters: list[Any]) -> Iterator[Any]:  # noqa: N802 - Spark's name
+        """Narrow the read by `filters`; return all of them, for Spark to apply as well."""
+        self._pushed = understand(filters)
+        return iter(filters)
+
+
+def _push_down_is_on() -> bool:
+    # Spark asks in a worker made for this if, and only if, push-down is on and the query has filters.
+    return "pyspark.sql.worker.data_source_pushdown_filters" in sys.modules
 
 
 def _check_schema(schema: StructType) -> None:
@@ -165,7 +166,3 @@ def _check_schema(schema: StructType) -> None:
                 f"column {field.name!r} is {kind.simpleString()}, not {field.dataType.simpleString()}; "
                 "declare it so and cast it in the query"
             )
-
-
-def _not_yet(what: str, instead: str) -> NoReturn:
-    raise NotImplementedError(f"{what} with format 'jetstream' is not available yet; {instead}")

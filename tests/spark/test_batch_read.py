@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import warnings
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -207,7 +206,7 @@ def test_messages_larger_than_a_request(read: Callable[..., DataFrameReader], ma
     [
         ({"startingOfsets": "latest"}, "did you mean 'startingOffsets'"),
         ({"startingTime": "2026-01-31T13:45:00"}, "no time zone"),
-        ({"maxOffsetsPerTrigger": "10"}, "limits streaming reads"),
+        ({"semantics": "dedupe"}, "belongs to writing"),
         ({"password": "hunter2"}, "use 'passwordEnv'"),
         ({"servers": "nats://me:hunter2@host"}, "credentials in it"),
     ],
@@ -232,25 +231,19 @@ def test_streams_are_checked_on_the_driver(
     assert "nats stream edit" in text
 
 
-@pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        (lambda spark, url: spark.readStream.format("jetstream").options(servers=url, stream="A").load(), "readStream"),
-        (
-            lambda spark, url: spark.range(1).write.format("jetstream").mode("append").options(servers=url).save(),
-            "df.write",
-        ),
-    ],
-)
-def test_what_is_not_there_yet_says_so(
-    spark: SparkSession, server: NatsServer, use: Callable[..., Any], message: str
-) -> None:
-    def run() -> None:
-        frame = use(spark, server.url)
-        if frame is not None:  # a streaming frame is only looked at when the query starts
-            frame.writeStream.format("noop").option("checkpointLocation", "/nonexistent").start().awaitTermination()
+def test_limits_of_streaming_are_refused_at_planning(read: Callable[..., DataFrameReader]) -> None:
+    text = failure(lambda: read(maxOffsetsPerTrigger="10").load("ANY").collect())
+    assert "limits streaming reads" in text
+    assert "PYTHON_DATA_SOURCE_ERROR" in text  # at planning: no task has failed
 
-    assert re.search(rf"{message} with format 'jetstream' is not available yet", failure(run))
+
+@pytest.mark.parametrize("retention", ["workqueue", "interest"])
+def test_streams_whose_rows_others_take_away(
+    read: Callable[..., DataFrameReader], make: Callable[..., str], retention: str
+) -> None:
+    name = make(retention=retention)
+    assert f"has {retention} retention" in failure(lambda: read().load(name).collect())
+    assert read(allowUnstableRetention="true").load(name).count() == 0
 
 
 def test_sql_and_registering_again(spark: SparkSession, server: NatsServer, make: Callable[..., str]) -> None:

@@ -149,17 +149,17 @@ class TestHeadThatExpires:
 def test_rows_that_expire_while_the_range_is_read(
     stream: str, seqs: Any, with_js: Any, monkeypatch: pytest.MonkeyPatch, gapless: bool
 ) -> None:
-    read_proved = reading.read_proved
+    read_whole = reading.read_whole
 
-    async def slow_read(js: JetStream, name: str, plan: Scan, *args: Any, **options: Any) -> AsyncIterator[Block]:
-        async for block in read_proved(js, name, Scan(seq=2, up_to_seq=2, max_bytes=1 << 20), *args, **options):
+    async def slow_read(js: JetStream, name: str, plan: Scan, timeout: float) -> AsyncIterator[Block]:
+        async for block in read_whole(js, name, Scan(seq=2, up_to_seq=2, max_bytes=1 << 20), timeout):
             yield block
         await js.context.purge_stream(name, seq=26)
         plan.position = 2
-        async for block in read_proved(js, name, plan, *args, **options):
+        async for block in read_whole(js, name, plan, timeout):
             yield block
 
-    monkeypatch.setattr(reading, "read_proved", slow_read)
+    monkeypatch.setattr(reading, "read_whole", slow_read)
     part = SequenceRange(stream, 2, 30, gapless=gapless)
     if gapless:
         with pytest.raises(DataLossError, match="sequences 3 to 25"):

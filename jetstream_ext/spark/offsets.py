@@ -1,0 +1,98 @@
+"""Where a streaming query is, as Spark keeps it in its checkpoint: ``{"v":1,"streams":{"S":{"created":…,"seq":…}}}``.
+
+``seq`` is the last stream sequence that was read, ``created`` the moment the stream was made: a stream that was deleted
+and made anew has another one, however far it has grown. Spark compares offsets as text, so names are sorted and
+numbers are integers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+VERSION: Final = 1
+
+
+class OffsetError(ValueError):
+    """What the checkpoint holds is no offset of this source, or one of a later version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in a stream.
+
+    Attributes:
+        created: When the stream was created, in the server's words; empty: it did not exist.
+        seq: The last sequence that was read; 0 is none.
+    """
+
+    created: str
+    seq: int
+
+
+Positions = dict[str, Position]
+
+
+def encode(positions: Mapping[str, Position]) -> dict[str, Any]:
+    """Return the offset for Spark."""
+    streams = {name: {"created": at.created, "seq": at.seq} for name, at in sorted(positions.items())}
+    return {"v": VERSION, "streams": streams}
+
+
+def decode(offset: Mapping[str, Any]) -> Positions:
+    """Return the positions of an offset.
+
+    Raises:
+        OffsetError: It is none of this source.
+    """
+    try:
+        if offset["v"] != VERSION:
+            raise OffsetError(f"the checkpoint has offsets of version {offset['v']!r}; this is version {VERSION}")
+        return {str(name): Position(str(at["created"]), _integer(at["seq"])) for name, at in offset["streams"].items()}
+    except (KeyError, TypeError, AttributeError):
+        raise OffsetError(f"the checkpoint holds no offset of format 'jetstream': {offset!r}") from None
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise OffsetError(f"the checkpoint has {value!r} for a sequence")
+    return value
+
+
+def lag(progress: Any) -> dict[str, int]:
+    """Return how many sequences each stream is ahead of a streaming query.
+
+    Args:
+        progress: What ``query.lastProgress`` or a listener's ``event.progress`` has, or its JSON.
+
+    Returns:
+        For each stream of the query's `jetstream` sources the sequences behind; nothing where Spark reports no latest
+        offset (before Spark 4.2, or before the first batch). With filters and gaps fewer rows than that will come.
+    """
+    if isinstance(progress, str | bytes):
+        progress = json.loads(progress)
+    behind: dict[str, int] = {}
+    for source in _get(progress, "sources") or ():
+        end, latest = _positions(_get(source, "endOffset")), _positions(_get(source, "latestOffset"))
+        for stream, at in latest.items():
+            # Nothing was read of a stream that was made anew.
+            read = end.get(stream)
+            since = read.seq if read is not None and read.created == at.created else 0
+            behind[stream] = max(behind.get(stream, 0), at.seq - since, 0)
+    return behind
+
+
+def _get(holder: Any, name: str) -> Any:
+    return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+
+
+def _positions(offset: Any) -> Positions:
+    """Return the positions of an offset, as Spark reports it; those of other sources have none."""
+    try:
+        if isinstance(offset, str):
+            offset = json.loads(offset)
+        return decode(offset) if isinstance(offset, Mapping) else {}
+    except ValueError:
+        return {}

@@ -1,0 +1,106 @@
+"""Ranges that mirrors answer for: their gaps are asked of the leader, too."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig, StreamSource
+
+import jetstream_ext as jsx
+from jetstream_ext.client import whole
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.whole import read_whole
+from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.protocol.direct import Block
+from jetstream_ext.protocol.plans import Scan
+
+
+@pytest.fixture
+async def origin(js: JetStreamContext, stream_name: Callable[[], str]) -> str:
+    """A stream of 300 messages on three subjects, without sequences 100 to 119 and 200."""
+    name = stream_name()
+    await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.*"], allow_direct=True, allow_batched=True))
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add_many((f"{name}.{i % 3}", b"%d" % i) for i in range(1, 301))
+    for seq in (*range(100, 120), 200):
+        await js.delete_msg(name, seq)
+    return name
+
+
+Mirror = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+async def mirror(js: JetStreamContext, origin: str, stream_name: Callable[[], str]) -> Mirror:
+    async def make(messages: int, **source: object) -> str:
+        name = stream_name()
+        config = StreamConfig(
+            name=name, mirror=StreamSource(name=origin, **source), mirror_direct=True, allow_direct=True
+        )
+        await js.add_stream(config)
+        while (await js.stream_info(name)).state.messages < messages:
+            pass
+        return name
+
+    return make
+
+
+def present(first: int, last: int) -> list[int]:
+    return [seq for seq in range(first, last + 1) if not (100 <= seq < 120 or seq == 200)]
+
+
+async def read(js: JetStreamContext, stream: str, subject: str | None = None, timeout: float = 10) -> list[int]:
+    plan = Scan(subject=subject, seq=1, up_to_seq=300, max_bytes=1 << 20)
+    return [seq async for block in read_whole(JetStream(js), stream, plan, timeout) for seq in block.seqs]
+
+
+async def test_a_filtered_mirror(js: JetStreamContext, origin: str, mirror: Mirror) -> None:
+    await mirror(93, filter_subject=f"{origin}.1")
+    for _ in range(8):  # either may answer
+        assert await read(js, origin) == present(1, 300)
+        assert await read(js, origin, f"{origin}.2") == [seq for seq in present(1, 300) if seq % 3 == 2]
+
+
+async def test_a_mirror_that_starts_in_the_middle(js: JetStreamContext, origin: str, mirror: Mirror) -> None:
+    await mirror(50, opt_start_seq=251)
+    for _ in range(8):
+        assert await read(js, origin) == present(1, 300)
+
+
+async def test_a_mirror_with_holes_of_its_own(js: JetStreamContext, origin: str, mirror: Mirror) -> None:
+    name = await mirror(279)
+    for seq in (50, 51, 250, 300):
+        await js.delete_msg(name, seq)
+    for _ in range(8):
+        assert await read(js, origin) == present(1, 300)
+
+
+async def test_a_mirror_that_is_whole_costs_no_second_read(
+    js: JetStreamContext, origin: str, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await mirror(279)
+    reads: list[int] = []
+    blocks = whole.read_blocks
+
+    async def counted(js: JetStream, stream: str, plan: Scan, timeout: float) -> AsyncIterator[Block]:
+        reads.append(plan.position)
+        async for block in blocks(js, stream, plan, timeout):
+            yield block
+
+    monkeypatch.setattr(whole, "read_blocks", counted)
+    assert await read(js, origin) == present(1, 300)
+    assert reads == [0]
+
+
+async def test_nobody_has_it(
+    js: JetStreamContext, origin: str, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = await mirror(93, filter_subject=f"{origin}.1")
+    blocks = whole.read_blocks
+
+    def only_the_mirror(js: JetStream, stream: str, plan: Scan, timeout: float) -> AsyncIterator[Block]:
+        return blocks(js, name, plan, timeout)
+
+    monkeypatch.setattr(whole, "read_blocks", only_the_mirror)
+    with pytest.raises(RequestTimeoutError, match=rf"has sequence 2, .* within 0\.3 s \(a mirror answers: '{name}'\)"):
+        await read(js, origin, timeout=0.3)

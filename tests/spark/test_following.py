@@ -1,0 +1,308 @@
+"""A streaming query's place in its streams, without Spark around it."""
+
+import itertools
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig
+
+import jetstream_ext as jsx
+from jetstream_ext.spark import following
+from jetstream_ext.spark.following import Follower, Limit
+from jetstream_ext.spark.options import ReadOptions
+from jetstream_ext.spark.states import DataLossError, PlanningError
+
+Offset = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "_SETTLE", 0.3)
+
+
+@pytest.fixture
+def make(js: JetStreamContext, stream_name: Callable[[], str]) -> Callable[..., Awaitable[str]]:
+    async def make_stream(messages: int = 10, name: str | None = None, **config: Any) -> str:
+        name = name or stream_name()
+        await js.add_stream(
+            StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_batched=True).evolve(**config)
+        )
+        await more(js, name, messages)
+        return name
+
+    return make_stream
+
+
+async def more(js: JetStreamContext, name: str, messages: int, size: int = 1) -> None:
+    if messages:
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many((f"{name}.{i % 10}", bytes(size)) for i in range(messages))
+
+
+def follower(*streams: str, **options: str) -> Follower:
+    given = {"servers": "nats://unused", "stream": ",".join(streams)} | options
+    return Follower(ReadOptions.parse(given, streaming=True))
+
+
+def seqs(offset: Offset) -> dict[str, int]:
+    return {name: at["seq"] for name, at in offset["streams"].items()}
+
+
+def spans(parts: list[Any]) -> list[tuple[int, int]]:
+    return [(part.first, part.last) for part in parts]
+
+
+async def test_from_the_earliest(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+    name = await make(10)
+    query = follower(name)
+    start = await query.initial(js)
+    assert seqs(start) == {name: 0}
+    end = await query.latest(js, start, None)
+    assert seqs(end) == {name: 10}
+    assert spans(await query.plan(js, start, end)) == [(1, 5), (6, 10)]
+    assert await query.latest(js, end, None) == end
+    assert spans(await query.plan(js, end, end)) == []
+    await more(js, name, 1)
+    later = await query.latest(js, end, None)
+    # As many partitions, whatever there is: a sink's ids hold their numbers.
+    assert spans(await query.plan(js, end, later)) == [(11, 11), (12, 11)]
+    assert query.reported() == later
+
+
+async def test_partitions_come_from_offsets_alone(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+    name = await make(100)
+    query = follower(name, minPartitions="4")
+    start = await query.initial(js)
+    end = await query.latest(js, start, None)
+    before = spans(await query.plan(js, start, end))
+    await js.purge_stream(name, seq=60)
+    await more(js, name, 50, 10_000)
+    parts = await follower(name, minPartitions="4").plan(js, start, end)
+    assert spans(parts) == before == [(1, 25), (26, 50), (51, 75), (76, 100)]
+    assert [part.from_head for part in parts] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("options", [{"startingOffsets": "latest"}, {"startingTime": "2100-01-01T00:00:00Z"}])
+async def test_a_start_that_moves_is_pinned(
+    js: JetStreamContext, make: Callable[..., Awaitable[str]], options: dict[str, str]
+) -> None:
+    name = await make(10)
+    query = follower(name, **options)
+    start = await query.initial(js)
+    await more(js, name, 2)
+    assert await query.initial(js) == start
+    assert await query.latest(js, start, None) == start  # batch 0 is empty and puts it into the checkpoint
+    end = await query.latest(js, start, None)
+    assert (seqs(start), seqs(end)) == ({name: 10}, {name: 12})
+    # The query died before batch 0 was committed: the start is resolved again, later, and the batch's end stays.
+    again = follower(name, **options)
+    await more(js, name, 3)
+    moved = await again.initial(js)
+    assert seqs(moved) == {name: 15}
+    assert await again.plan(js, moved, start) == []
+    assert seqs(await again.latest(js, start, None)) == {name: 15}
+
+
+async def test_spark_before_4_2(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+    name = await make(10)
+    query = follower(name, startingOffsets="latest")
+    pinned = await query.latest(js, None, None)
+    await more(js, name, 2)
+    assert seqs(pinned) == seqs(await query.initial(js)) == {name: 10}
+    assert seqs(await query.latest(js, None, None)) == {name: 12}
+    assert seqs(await query.latest(js, None, None)) == {name: 12}
+    earliest = follower(name)
+    assert seqs(await earliest.latest(js, None, None)) == {name: 12}
+    assert seqs(await earliest.initial(js)) == {name: 0}
+
+
+async def test_a_start_by_sequence(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+    name = await make(10)
+    query = follower(name, startingOffsets=json.dumps({name: 4}))
+    start = await query.initial(js)
+    end = await query.latest(js, start, None)
+    assert (seqs(start), spans(await query.plan(js, start, end))) == ({name: 3}, [(4, 6), (7, 10)])
+    with pytest.raises(DataLossError, match="before the start at 12"):
+        await follower(name, startingOffsets=json.dumps({name: 12})).initial(js)
+    waiting = follower(name, startingOffsets=json.dumps({name: 11}))
+    start = await waiting.initial(js)
+    assert await waiting.latest(js, start, None) == start
+
+
+async def test_a_start_by_time(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+    name = await make(10)
+    when = (await jsx.DirectGet(js, name).get(4)).time.isoformat()
+    query = follower(name, startingTime=when)
+    start = await query.initial(js)
+    assert 1 <= seqs(start)[name] <= 3
+    assert await query.latest(js, start, None) == start
+    assert seqs(await query.latest(js, start, None)) == {name: 10}
+
+
+async def test_limits(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+    large, small = await make(90), await make(10)
+    query = follower(large, small)
+    offset = await query.initial(js)
+    taken = []
+    for _ in range(30):
+        last, offset = offset, await query.latest(js, offset, Limit(rows=20))
+        if offset == last:
+            break
+        taken.append(tuple(seqs(offset)[name] for name in (large, small)))
+    assert taken[0] == (18, 2)
+    assert taken[-1] == (90, 10)
+    assert all(sum(after) - sum(before) <= 21 for before, after in itertools.pairwise(taken))
+    state = (await js.stream_info(large)).state
+    each = state.bytes / state.messages
+    by_size = await follower(large).latest(js, await follower(large).initial(js), Limit(size=int(each * 30.5)))
+    assert seqs(by_size) == {large: 30}
+    least = await follower(large).latest(js, await follower(large).initial(js), Limit(size=1))
+    assert seqs(least) == {large: 1}
+
+
+async def test_a_limit_does_not_count_a_head_that_is_gone(
+    js: JetStreamContext, make: Callable[..., Awaitable[str]]
+) -> None:
+    name = await make(50)
+    await js.purge_stream(name, seq=41)
+    query = follower(name)
+    assert seqs(await query.latest(js, await query.initial(js), Limit(rows=5))) == {name: 45}
+
+
+async def test_available_now(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+    name = await make(10)
+    query = follower(name)
+    await query.freeze(js)
+    await more(js, name, 5)
+    end = await query.latest(js, await query.initial(js), None)
+    assert seqs(end) == {name: 10}
+    assert await query.latest(js, end, None) == end
+    latest = follower(name, startingOffsets="latest")
+    await latest.freeze(js)
+    await more(js, name, 5)
+    start = await latest.initial(js)
+    assert await latest.latest(js, start, None) == await latest.latest(js, start, None) == start
+
+
+async def test_a_stream_that_comes_and_one_that_goes(
+    js: JetStreamContext, make: Callable[..., Awaitable[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = await make(10), await make(5)
+    first = follower(one)
+    start = await first.latest(js, await first.initial(js), None)
+    both = follower(one, other)
+    end = await both.latest(js, start, None)
+    assert seqs(end) == {one: 10, other: 5}
+    parts = await both.plan(js, start, end)
+    assert ({part.stream for part in parts}, spans(parts)) == ({other}, [(1, 2), (3, 5)])
+    pinned = follower(one, other, startingOffsets="latest")
+    added = await pinned.latest(js, start, None)
+    assert seqs(added) == {one: 10, other: 5}
+    assert await pinned.plan(js, start, added) == []  # and the next batch goes on from there
+    only = follower(other)
+    gone = await only.latest(js, end, None)
+    assert seqs(gone) == {other: 5}
+    with pytest.raises(DataLossError, match=f"'{one}' was read by this query and is no longer among its streams"):
+        await only.plan(js, end, gone)
+    assert await follower(other, failOnDataLoss="false").plan(js, end, gone) == []
+    assert "no longer among its streams" in caplog.text
+
+
+class TestLoss:
+    @pytest.fixture
+    async def read(self, js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> tuple[str, Offset]:
+        """A stream of 20, and an offset at 10."""
+        name = await make(10)
+        query = follower(name)
+        offset = await query.latest(js, await query.initial(js), None)
+        await more(js, name, 10)
+        return name, offset
+
+    async def test_a_purged_head(
+        self, js: JetStreamContext, read: tuple[str, Offset], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        name, start = read
+        await js.purge_stream(name, seq=15)
+        query = follower(name)
+        end = await query.latest(js, start, None)
+        with pytest.raises(DataLossError, match=f"sequences 11 to 14 of stream '{name}' are gone .*starts at 15 now"):
+            await query.plan(js, start, end)
+        with caplog.at_level(logging.WARNING, "jetstream_ext"):
+            assert spans(await follower(name, failOnDataLoss="false").plan(js, start, end)) == [(15, 17), (18, 20)]
+        assert "sequences 11 to 14" in caplog.text
+
+    async def test_a_head_purged_up_to_the_offset(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
+        name, start = read
+        await js.purge_stream(name, seq=11)
+        query = follower(name)
+        assert spans(await query.plan(js, start, await query.latest(js, start, None))) == [(11, 15), (16, 20)]
+
+    async def test_everything_purged(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
+        name, start = read
+        await js.purge_stream(name)
+        query = follower(name)
+        with pytest.raises(DataLossError, match="sequences 11 to 20"):
+            await query.plan(js, start, await query.latest(js, start, None))
+
+    async def test_interior_deletes_are_none(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
+        name, start = read
+        for seq in (12, 15):
+            await js.delete_msg(name, seq)
+        query = follower(name)
+        assert spans(await query.plan(js, start, await query.latest(js, start, None))) == [(11, 15), (16, 20)]
+
+    async def test_a_stream_made_anew(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], read: tuple[str, Offset]
+    ) -> None:
+        name, start = read
+        old_end = await follower(name).latest(js, start, None)
+        await js.delete_stream(name)
+        await make(40, name)  # grown past the offset already
+        with pytest.raises(DataLossError, match=f"'{name}' was deleted and created anew"):
+            await follower(name).latest(js, start, None)
+        lax = follower(name, failOnDataLoss="false")
+        end = await lax.latest(js, start, None)
+        assert seqs(end) == {name: 40}
+        assert spans(await lax.plan(js, start, end)) == [(1, 20), (21, 40)]
+        with pytest.raises(DataLossError, match="was deleted and created anew"):
+            await follower(name).plan(js, start, end)
+        # A batch that was planned of the old stream cannot be replayed from the new one.
+        assert await lax.plan(js, start, old_end) == []
+        with pytest.raises(DataLossError, match=r"sequences 11 to 20 .* are gone: it was deleted and created anew"):
+            await follower(name).plan(js, start, old_end)
+
+    async def test_a_stream_that_lost_its_end(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
+        name, start = read
+        start["streams"][name]["seq"] = 30
+        with pytest.raises(DataLossError, match="ends at sequence 20; the query has read up to 30 already"):
+            await follower(name).latest(js, start, None)
+        lax = follower(name, failOnDataLoss="false")
+        end = await lax.latest(js, start, None)
+        assert spans(await lax.plan(js, start, end)) == [(1, 10), (11, 20)]
+        assert await follower(name).plan(js, start, end) == []
+
+    async def test_a_missing_stream(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], stream_name: Callable[[], str]
+    ) -> None:
+        missing = stream_name()
+        with pytest.raises(DataLossError, match="does not exist"):
+            await follower(missing).initial(js)
+        lax = follower(missing, failOnDataLoss="false")
+        start = await lax.initial(js)
+        assert await lax.latest(js, start, None) == start
+        await make(3, missing)
+        end = await lax.latest(js, start, None)
+        assert spans(await lax.plan(js, start, end)) == [(1, 1), (2, 3)]
+
+    @pytest.mark.parametrize("retention", ["workqueue", "interest"])
+    async def test_rows_that_others_take_away(
+        self, js: JetStreamContext, make: Callable[..., Awaitable[str]], retention: str
+    ) -> None:
+        name = await make(0, retention=retention)
+        with pytest.raises(PlanningError, match=f"has {retention} retention.*allowUnstableRetention"):
+            await follower(name).initial(js)
+        assert seqs(await follower(name, allowUnstableRetention="true").initial(js)) == {name: 0}
