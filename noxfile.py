@@ -25,6 +25,14 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def full(session: nox.Session) -> None:
+    """Run the tests that CI runs shortened at their whole size; arguments after `--` go to pytest instead."""
+    session.install("-e", ".[server]", *group("test"))
+    files = ["tests/client/test_sources_over_a_leaf.py", "tests/conformance/test_feature_table.py"]
+    session.run("python", "-m", "pytest", *(session.posargs or files), env={"JETSTREAM_EXT_FULL": "1"})
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style and format."""
     session.install(*group("lint"))
