@@ -1,13 +1,17 @@
 """Sphinx configuration. `python -m nox -s docs` builds; every warning is an error."""
 
+import sys
 from importlib.metadata import version as _version
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent / "_ext"))
 
 project = "jetstream-ext"
 author = "the jetstream-ext authors"
 copyright = "2026, the jetstream-ext authors"
 release = version = _version("jetstream-ext")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "feature_table"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
@@ -19,9 +23,18 @@ nitpicky = True
 # Other projects' names; there is no network while the documentation is built, so nothing to link them to.
 nitpick_ignore_regex = [
     (r"py:.*", r"(nats|asyncio|pyspark|pyarrow|collections|typing|datetime|enum|types|os|pathlib)\..*"),
-    (r"py:.*", r"(JetStreamContext|KeyValue|TracebackType|StreamInfo|datetime|timedelta|Mapping|Iterable|AsyncIterable)"),
-    (r"py:class", r"(Outcome|Entry|BatchState|GapHandler|ErrorHandler|FlowHandler|Self|Unpack|PublishOptions|TTL|_Never)"),
-    (r"py:class", r"jetstream_ext\..*\.(Entry|Plan|Block|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|_Never)"),
+    (
+        r"py:.*",
+        r"(JetStreamContext|KeyValue|TracebackType|StreamInfo|datetime|timedelta|Mapping|Iterable|AsyncIterable)",
+    ),
+    (
+        r"py:class",
+        r"(Outcome|Entry|BatchState|GapHandler|ErrorHandler|FlowHandler|Self|Unpack|PublishOptions|TTL|_Never)",
+    ),
+    (
+        r"py:class",
+        r"jetstream_ext\..*\.(Entry|Plan|Block|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|_Never|_Config)",
+    ),
 ]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

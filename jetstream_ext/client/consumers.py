@@ -52,7 +52,7 @@ async def reset_consumer(
 
     Raises:
         ValueError: `seq` is not from 1 to 2**64-1, `time` is naive, or both are given.
-        NotFoundError: nats-py's: there is no such stream or consumer.
+        nats.js.errors.NotFoundError: there is no such stream or consumer.
         UnsupportedFeatureError: The consumer's server is older than 2.14.
         ConsumerInvalidResetError: 10204: with `seq` or `time` the deliver policy must be ``all``,
             ``by_start_sequence`` or ``by_start_time``, and the new start not before its own.

@@ -53,7 +53,7 @@ async def features(js: JetStreamContext, *, timeout: float | None = None) -> Fea
         timeout: Seconds to wait for the answer; None is the context's timeout.
 
     Raises:
-        ServiceUnavailableError: nats-py's: there is no JetStream.
+        nats.js.errors.ServiceUnavailableError: there is no JetStream.
         RequestTimeoutError: No answer in time, and the greeting does not say it either.
         ServerError: The server refused, for instance because JetStream is off for the account.
 

@@ -40,8 +40,8 @@ class SourceState(enum.StrEnum):
     CONSUMER_MISSING = "consumer_missing"
     """There is no such consumer; the server keeps asking, is never answered, and says nothing."""
     MISCONFIGURED = "misconfigured"
-    """It can never work, and the server does not say so: the consumer has another ack policy, another deliver subject
-    or a deliver group, or the entry names the server's own domain as another's."""
+    """It can never work, although the server reports no error. The consumer has another ack policy, another deliver
+    subject or a deliver group, or the entry names the server's own domain as another's."""
     STREAM_MISSING = "stream_missing"
     """There is no such stream."""
     UNREACHABLE = "unreachable"
@@ -101,8 +101,8 @@ async def source_health(js: JetStreamContext, stream: str, *, timeout: float | N
         last activity, error): it does not tell them apart.
 
     Raises:
-        NotFoundError: nats-py's: there is no such stream.
-        ServerError, ServiceUnavailableError, RequestTimeoutError: `stream` itself could not be asked for.
+        nats.js.errors.NotFoundError: there is no such stream.
+        nats.js.errors.ServiceUnavailableError, ServerError, RequestTimeoutError: `stream` itself could not be asked for.
 
     Cancellation: Safe; nothing is left behind.
 

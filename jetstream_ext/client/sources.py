@@ -91,10 +91,10 @@ async def create_source_consumer(
 
     Raises:
         ValueError: A name or option that servers refuse, silently replace, or that would leave the stream unread.
-        NotFoundError: nats-py's: there is no such stream.
+        nats.js.errors.NotFoundError: there is no such stream.
         UnsupportedFeatureError: The server is older than 2.14. Nothing was created.
         ServerError: The server refused; 10148: a consumer of this name exists with another configuration.
-        ServiceUnavailableError, RequestTimeoutError: There is no JetStream, or no answer in time.
+        nats.js.errors.ServiceUnavailableError, RequestTimeoutError: There is no JetStream, or no answer in time.
 
     Cancellation: The consumer may have been created; nothing else is left behind.
 

@@ -50,7 +50,7 @@ async def ensure_stream(
             it; ``diff`` maps each field to (wanted, found).
         UnsupportedFeatureError: The server is too old for an option; ``required_api_level`` says which it needs.
         ServerError: The server refused.
-        ServiceUnavailableError, RequestTimeoutError: There is no JetStream, or no answer in time.
+        nats.js.errors.ServiceUnavailableError, RequestTimeoutError: There is no JetStream, or no answer in time.
 
     Cancellation: The stream may have been created or changed; nothing else is left behind.
 

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,3 +124,17 @@ def test_the_table_in_markdown() -> None:
         "| fast ingest | `FastPublisher` | no | no | no | yes | yes | 4 |"
         in rows[support.FEATURES.index(support.FAST_INGEST)]
     )
+
+
+def test_the_table_in_a_readme() -> None:
+    script = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "_ext" / "feature_table.py"))
+    begin, end, update = script["BEGIN"], script["END"], script["update"]
+    text = f"# Title\n{begin}old\n{end}The rest.\n"
+    assert update(text) == f"# Title\n{begin}\n{support.markdown_table()}\n{end}The rest.\n"
+    assert update(update(text)) == update(text)
+    for broken in ("", begin, end, f"{end}{begin}", text + text):
+        with pytest.raises(ValueError, match="feature table"):
+            update(broken)
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    if begin in readme:
+        assert update(readme) == readme, "python docs/_ext/feature_table.py README.md"

@@ -1,0 +1,58 @@
+"""The table of features in the documentation and in the README, both from `jetstream_ext.protocol.support`.
+
+In a page, the directive `feature-table` is the table. For the README, ``python docs/_ext/feature_table.py README.md``
+replaces what stands between ``<!-- feature table -->`` and ``<!-- end of feature table -->``; with ``--check`` it only
+says, by its exit status, whether that is up to date.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jetstream_ext.protocol.support import markdown_table
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+BEGIN, END = "<!-- feature table -->\n", "<!-- end of feature table -->\n"
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the directive (called by Sphinx)."""
+    from docutils.statemachine import StringList
+    from sphinx.util.docutils import SphinxDirective
+
+    class FeatureTable(SphinxDirective):
+        def run(self) -> list[Any]:
+            return self.parse_content_to_nodes()
+
+        def parse_content_to_nodes(self, allow_section_headings: bool = False) -> list[Any]:
+            self.content = StringList(markdown_table().splitlines(), source=__file__)
+            return super().parse_content_to_nodes(allow_section_headings)
+
+    app.add_directive("feature-table", FeatureTable)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def update(text: str) -> str:
+    """Return a Markdown text with the table of today between its two marks.
+
+    Raises:
+        ValueError: The marks are not there, once each.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in after:
+        raise ValueError(f"there must be one {BEGIN.strip()} and one {END.strip()} after it")
+    return f"{before}{BEGIN}\n{markdown_table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    *options, file = sys.argv[1:]
+    old = Path(file).read_text(encoding="utf-8")
+    new = update(old)
+    if "--check" in options:
+        sys.exit(old != new and f"{file}: the table of features is out of date; run {sys.argv[0]} {file}")
+    Path(file).write_text(new, encoding="utf-8")
