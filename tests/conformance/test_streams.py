@@ -95,8 +95,6 @@ def test_create_info_delete(pair: Any) -> None:
 def test_configurations(pair: Any, config: dict[str, Any]) -> None:
     if "pedantic" in config and not pair.since("2.11.0"):
         pytest.skip("2.10 has no pedantic mode")
-    if "mirror" in config and not pair.since("2.12.0"):
-        pytest.skip("TODO")
     # A name of its own for every test: on a real server the folder of a deleted stream may still be there.
     name = f"T{next(COUNT)}"
     if config.get("name") == "T":

@@ -88,6 +88,10 @@ class JetStream:
         stream = self.streams[config["name"]] = Stream(self, config)
         stream.open()
         start_pullers(stream)
+        for other in list(self.streams.values()):
+            for puller in other.pullers:
+                if other is not stream and puller.origin_name == stream.name:
+                    puller.connect()
         return stream
 
     def delete(self, stream: Stream) -> None:
@@ -100,6 +104,9 @@ class JetStream:
         stream.fast.forget_all()
         stream.close()
         del self.streams[stream.name]
+        for other in list(self.streams.values()):
+            for puller in other.pullers:
+                puller.origin_gone(stream)
 
     def message_stored(self, stream: Stream, message: StoredMessage) -> None:
         """Let the mirrors and sources of a stream have a message."""

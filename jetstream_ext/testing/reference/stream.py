@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import headers, times
+from . import headers, ids, times
 from .acks import pub_ack, pub_error
 from .atomic import AtomicBatches
 from .checks import FULL, DuplicateMessageError, SilentRefusalError, check_direct, check_last_id, message_ttl
@@ -37,6 +37,8 @@ class Stream:
         self.jetstream = jetstream
         self.config = config
         self.created = jetstream.now
+        self.identity = ids.short(jetstream.random)
+        """What tells this stream from an earlier or later one of its name."""
         self.store = Store(file=config["storage"] == "file", first_seq=config["first_seq"])
         self.replica: Store | None = None
         """What Direct Get reads instead, while a fault makes the replicas lag."""
@@ -196,7 +198,7 @@ class Stream:
         if stored is not None:
             self.announce(stored)
 
-    def store_sourced(self, subject: str, header: bytes, payload: bytes, *, seq: int = 0) -> None:
+    def store_sourced(self, subject: str, header: bytes, payload: bytes, *, seq: int = 0, time: int = 0) -> None:
         """Store a message of another stream, without the checks of a publisher's.
 
         Args:
@@ -204,9 +206,15 @@ class Stream:
             header: Its header block.
             payload: Its payload.
             seq: The sequence it must have, in a mirror.
+            time: The time it has, in a mirror; 0 is now.
         """
+        msg_id = (headers.get(header, "Nats-Msg-Id") or "") if not seq else ""
+        if msg_id and self.duplicate_of(msg_id):
+            return
         ttl = self._ttl(header) if self.config["allow_msg_ttl"] else 0
-        stored = self.store.add(subject, header, payload, self.now, ttl, seq)
+        stored = self.store.add(subject, header, payload, time or self.now, ttl, seq)
+        if msg_id and self.config["duplicate_window"]:
+            self._seen[msg_id] = (stored.seq, self.now)
         self._expiry.watch(stored)
         self.enforce_limits(subject)
         if self.store.get(stored.seq) is not None:
