@@ -17,7 +17,7 @@ PROTOCOL = sorted((PACKAGE / "protocol").rglob("*.py"))
 
 IMPURE = {"asyncio", "socket", "time", "random", "secrets", "uuid", "nats", "pyspark", "threading", "os"}
 SPARK = {"pyspark", "pyarrow", "pandas"}
-OWN = {"self", "cls", "other"}
+OWN = {"self", "cls", "other", "copy"}
 DOOR = PACKAGE / "client" / "connection.py"
 
 # The names of the contract that exist so far; a new one is added here and in the documentation.
@@ -119,7 +119,7 @@ def test_the_library_does_not_import_its_testing_kit(path: Path) -> None:
 
 
 def private_accesses(source: str) -> Iterator[str]:
-    """Accesses to a private attribute of something that is not the class's own instance (or `other` in `__eq__`)."""
+    """Accesses to a private attribute of something that is not the class's own instance (or another of its own)."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
             if not (isinstance(node.value, ast.Name) and node.value.id in OWN):

@@ -413,6 +413,22 @@ class TestBadConnections:
                     await asyncio.to_thread(own_server.restart)
         assert read == list(range(1, 2001))
 
+    async def test_a_lost_connection_does_not_have_to_time_out(
+        self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
+    ) -> None:
+        name = await own_stream()
+        await fill(own_js, name, 3)
+        direct = jsx.DirectGet(own_js, name, timeout=60)
+        for read in (direct.get(2), direct.batch(1, seq=2).to_list()):
+            own_server.pause()
+            reading = asyncio.ensure_future(read)
+            await asyncio.sleep(0)
+            own_server.kill()
+            await asyncio.to_thread(own_server.restart)
+            async with asyncio.timeout(10):
+                found = await reading
+            assert (found if isinstance(found, jsx.StoredMsg) else found[0]).seq == 2
+
     async def test_a_connection_that_closes(
         self, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream
     ) -> None:

@@ -103,6 +103,25 @@ async def test_the_order_of_many_tasks(js: JetStreamContext, nc: Client, stream:
     assert publisher.ack.batch_size == 101
 
 
+async def test_a_cancelled_write_has_written_everything(
+    nc: Client, heard: tuple[PublicConnection, str, list[Frame]]
+) -> None:
+    connection, subject, frames = heard
+    data = [pub(subject.encode(), b"", b"", b"%d" % i) for i in range(4)]
+    nc._max_pending_size = 1  # every publish waits for the flusher
+    first = asyncio.create_task(connection.write(data[0] + data[1], 2, 2))
+    second = asyncio.create_task(connection.write(data[2] + data[3], 2, 2))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.wait([first, second])
+    assert second.cancelled()
+    async with asyncio.timeout(5):
+        while len(frames) < 4:
+            await asyncio.sleep(0.001)
+    assert [parts(frame)[2] for frame in frames] == [b"0", b"1", b"2", b"3"]
+
+
 async def test_atomic_batches(js: JetStreamContext, stream: str, left: Any) -> None:
     async with jsx.AtomicBatch(js, ack_every=2) as batch:
         for i in range(5):
@@ -158,9 +177,9 @@ async def test_a_closed_connection(nc: Client, js: JetStreamContext, stream: str
     publisher = jsx.FastPublisher(js, ack_timeout=0.2)
     await publisher.add(f"{stream}.a", b"x")
     await nc.close()
-    with pytest.raises(nats.errors.ConnectionClosedError):
+    with pytest.raises(errors.BatchAbandonedError, match="connection was lost"):
         await publisher.add(f"{stream}.a", b"y")
-    await publisher.discard()
+    assert publisher.end_reason is jsx.EndReason.DISCONNECTED
     with pytest.raises(nats.errors.ConnectionClosedError):
         await jsx.DirectGet(js, stream).get(1)
 

@@ -222,6 +222,15 @@ class TestEnding:
         assert isinstance(caught.value, errors.BatchError)
         await left.settled()
 
+    async def test_an_idle_batch_without_keepalive_asks_for_nothing(self, js: JetStreamContext, stream: str) -> None:
+        pub = jsx.FastPublisher(js, keepalive=None)
+        await pub.add(f"{stream}.a", b"1")
+        await pub.flush()
+        machine = pub._driver.machine
+        assert machine is not None
+        assert machine.next_timer() is None
+        await pub.discard()
+
     async def test_an_idle_batch_is_kept_alive(self, js: JetStreamContext, stream: str) -> None:
         pongs = asyncio.Event()
         pub = jsx.FastPublisher(js, keepalive=0.02, on_flow=lambda _: pongs.set())

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import nats
 import nats.errors
 import pytest
 from nats.aio.client import Client
@@ -12,6 +13,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
+from jetstream_ext.protocol.fast_record import State
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -63,6 +65,8 @@ class TestCancellation:
                         await pub.add(f"{stream}.a", b"x")
 
             await _cancel_after(ticks, block() if call == "block" else pub.commit(f"{stream}.a", b"x"))
+            machine = pub._driver.machine
+            assert machine is None or machine.state in (State.NEW, State.STARTING, State.OPEN, State.ENDED)
             if pub.end_reason is None and call == "commit":
                 await pub.discard()  # it did not get as far as the commit
             assert pub.end_reason is not None or pub.batch_seq == 0
@@ -114,6 +118,26 @@ async def _cancel_after(ticks: int, work: Awaitable[object]) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+async def test_discarded_while_it_opens(stream_name: Callable[[], str]) -> None:
+    # Behind a domain the API level has to be asked for, and that takes a while.
+    async with NatsServer(config="jetstream { domain: hub }") as server:
+        nc = await nats.connect(server.url)
+        js = nc.jetstream(domain="hub")
+        name = stream_name()
+        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_batched=True)
+        assert (await jsx.FastPublisher(js).commit(f"{name}.a", b"1")).domain == "hub"
+        held = set(nc._subs)
+        pub = jsx.FastPublisher(js)
+        adding = asyncio.ensure_future(pub.add(f"{name}.a", b"1"))
+        await asyncio.sleep(0)
+        await pub.discard()
+        with pytest.raises(errors.BatchClosedError):
+            await adding
+        assert (pub.end_reason, set(nc._subs)) == (jsx.EndReason.DISCARDED, held)
+        assert (await js.stream_info(name)).state.messages == 1
+        await nc.close()
 
 
 class TestBadConnections:

@@ -225,6 +225,14 @@ class TestCommitting:
         machine.handle_timer(5.0)
         assert machine.end_reason is EndReason.TIMEOUT
 
+    def test_a_marker_that_may_have_been_taken_is_not_sent_again(self) -> None:
+        machine = batch()
+        marker = machine.commit(0.0)
+        machine.receive([reply(6, 3, None)], 0.1)
+        assert machine.handle_timer(1.0) == ([], marker)
+        assert machine.next_timer() == 5.0
+        assert machine.handle_timer(4.9) == ([], b"")
+
 
 class TestSuspended:
     """In ok mode a lost connection need not be the end."""

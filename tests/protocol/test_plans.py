@@ -165,6 +165,7 @@ class TestScan:
         assert plan.end is not None
         assert plan.end.last_seq == (expected[-1] if expected else 0)
         assert driver.in_flight <= prefetch
+        assert all(up_to is None or not r.seq or r.seq + (r.batch or 0) - 1 <= up_to for r in driver.model.requests)
         if not old:
             after = [s for s in messages if s > (up_to or 999) and s >= seq and subject in (None, messages[s][0])]
             # Beyond a range nothing more is asked, so what is known of it may be nothing.
@@ -218,6 +219,16 @@ class TestScan:
         assert driver.run() == list(range(1, 31))
         starts = [request.seq for request in model.requests]
         assert len(starts) > 6, "some were asked again"
+
+    def test_a_reply_that_is_cut_by_one_voids_the_guess_too(self) -> None:
+        # The guess starts at 9, the reply before it ends at 7: taking the guess would lose 8.
+        model = Model(dict.fromkeys(range(1, 13), ("a", 1)) | {7: ("a", 100)})
+        assert Driver(Scan(batch=4, max_bytes=100, prefetch=2), model).run() == list(range(1, 13))
+
+    def test_asks_for_nothing_beyond_its_range(self) -> None:
+        model = Model(dict.fromkeys(range(1, 31), ("a", 1)))
+        assert Driver(Scan(seq=5, up_to_seq=16, batch=5, max_bytes=100, prefetch=3), model).run() == list(range(5, 17))
+        assert [(r.seq, r.batch) for r in model.requests] == [(5, 5), (10, 5), (15, 2)]
 
     def test_requests_follow_the_size_of_the_messages(self) -> None:
         big = Driver(Scan(max_bytes=1000, prefetch=1), Model(dict.fromkeys(range(1, 100), ("a", 100))))
