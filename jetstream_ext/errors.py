@@ -23,6 +23,7 @@
     │  ├─ BatchOutcomeUnknownError  the answer was lost; the messages may be stored
     │  └─ NoStreamError             no stream listens on the subject
     └─ ServerError                  the server's own refusal: one class per error code
+       └─ KeyConflictError          a key is not at the revision that a key-value operation expected
 
 A server's refusal of a batch is its `ServerError` class and a `BatchError` at once, so that both
 ``except WrongLastSequenceError`` and ``except BatchError`` see it and ``.outcome`` is always there.
@@ -322,6 +323,26 @@ class BatchServerError(ServerError, BatchError):
 
 class WrongLastSequenceError(BatchServerError):
     """10071, 10164: the stream or the subject moved on since the expected sequence."""
+
+
+class KeyConflictError(WrongLastSequenceError, nats.js.errors.KeyWrongLastSequenceError):
+    """A key is not at the revision that an operation expected; nothing was written.
+
+    Attributes:
+        keys: The keys in conflict; none where only the bucket as a whole is known to have moved on.
+        stale_read: Whether a transaction had read one of them before it changed, so that it can be run again.
+    """
+
+    def __init__(
+        self, message: str = "", *, keys: tuple[str, ...] = (), stale_read: bool = False, **refusal: Any
+    ) -> None:
+        super().__init__(message, **refusal)
+        self.keys = tuple(keys)
+        self.stale_read = stale_read
+
+    __hash__ = BaseException.__hash__
+    __eq__ = object.__eq__
+    __str__ = JetStreamExtError.__str__
 
 
 class StreamMismatchError(BatchServerError):

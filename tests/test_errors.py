@@ -42,6 +42,7 @@ TREE: dict[str, tuple[type[BaseException], ...]] = {
     "ServerError": (JetStreamExtError, nats.js.errors.APIError),
     "BatchServerError": (ServerError, BatchError),
     "ConsumerInvalidResetError": (ServerError, nats.js.errors.ConsumerInvalidResetError),
+    "KeyConflictError": (errors.WrongLastSequenceError, BatchError, nats.js.errors.KeyWrongLastSequenceError),
 }
 
 CODES = {

@@ -1,0 +1,173 @@
+"""What a bucket held at a revision, from the messages that are left. No I/O.
+
+A key at revision R is its newest message up to R. Servers remove the oldest messages of a key first, whatever the
+reason (history, purge, maximum age), so where such a message is left it is the answer, and a delete marker says that
+the key did not exist. Where none is left, either the key came later or its history is gone:
+
+=====================================================================  ====================
+the key's oldest message, which is newer than R                        the key at R
+=====================================================================  ====================
+none of the sequences up to R was ever removed                         did not exist
+has the header that says it replaced revision N > 0                    unavailable
+is a purge or a marker of the server: it removed all before it         unavailable
+was created: its header says that there was nothing before it          did not exist
+is one of as many as the bucket keeps of a key: some may be gone       unavailable
+is one of fewer: nothing of the key was ever removed                   did not exist
+there is no message at all, and the key was asked for by name          unavailable
+=====================================================================  ====================
+
+What left nothing behind has no name: a key that expired in a bucket without markers, or that an administrator purged
+from the stream. When there is reason to think so (`Verdict.lost`) the read must not be taken for the whole truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from jetstream_ext.kv.messages import Subjects, entry_of, follows, replaced_all, shows_expiry
+from jetstream_ext.kv.records import Record
+from jetstream_ext.kv.values import KeyValueEntry
+
+
+class Holes:
+    """Which sequences of ``first … last`` a reader of the whole log did not meet: removed before it came."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self._next = first
+        self._last = last
+        self.highest = 0
+        """The highest missing sequence (0: none so far)."""
+
+    def see(self, records: Iterable[Record]) -> None:
+        """Take the next messages, ascending."""
+        expected, last = self._next, self._last
+        for record in records:
+            seq = record.seq
+            if seq != expected and expected <= last:
+                self.highest = min(seq - 1, last)
+            expected = seq + 1
+        self._next = expected
+
+    def close(self) -> None:
+        """Take the end of the log."""
+        if self._next <= self._last:
+            self.highest = self._last
+            self._next = self._last + 1
+
+
+@dataclass(slots=True)
+class _Key:
+    """The messages of a key."""
+
+    oldest: int
+    newest: int
+    count: int
+    entry: KeyValueEntry | None
+    """The newest up to the revision."""
+    replaced: bool
+    """The oldest message says that there was one before it."""
+    created: bool
+    """The oldest message says that there was none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of a revision."""
+
+    entries: dict[str, KeyValueEntry]
+    unavailable: tuple[str, ...]
+    """Keys whose state is not known, sorted."""
+    complete: bool
+    """Whether there can be no other key."""
+    lost: bool
+    """Whether there is reason to think that there was another key."""
+
+
+class Past:
+    """A bucket as of one revision.
+
+    Args:
+        subjects: Which keys are wanted.
+        revision: The revision.
+        history: How many messages the bucket keeps of a key (0: all).
+    """
+
+    def __init__(self, subjects: Subjects, *, revision: int, history: int) -> None:
+        self._subjects = subjects
+        self._revision = revision
+        self._history = history
+        self._keys: dict[str, _Key] = {}
+        self._accounted = 0
+        self.expires = False
+        """Whether a message showed that values of the bucket have times to live of their own."""
+
+    def feed(self, records: Iterable[Record], *, log: bool = False) -> None:
+        """Take messages, ascending for each key, its oldest first.
+
+        Args:
+            records: The messages.
+            log: They are part of the whole log: those of other keys may explain what is missing in it.
+        """
+        bucket, wanted, revision = self._subjects.bucket, self._subjects.wanted, self._revision
+        keys, cut = self._keys, len(self._subjects.prefix)
+        for record in records:
+            subject = record.subject
+            name = subject[cut:]
+            asked = wanted(name)
+            if not (asked or log):
+                continue
+            seq, headers = record.seq, record.headers
+            key = keys.get(name)
+            if key is None:
+                key = keys[name] = _Key(seq, 0, 0, None, replaced=False, created=False)
+                if headers:
+                    before = follows(headers, subject)
+                    key.replaced = bool(before) or replaced_all(headers)
+                    key.created = before == 0
+            if seq <= key.newest:
+                continue
+            key.newest = seq
+            key.count += 1
+            if headers:
+                self._note(headers, seq)
+            if asked and seq <= revision:
+                key.entry = entry_of(bucket, name, record)
+
+    def _note(self, headers: Mapping[str, str], seq: int) -> None:
+        if replaced_all(headers):
+            self._accounted = max(self._accounted, seq)
+        self.expires = self.expires or shows_expiry(headers)
+
+    def uncertain(self, named: Iterable[str]) -> bool:
+        """Return whether it matters if sequences up to the revision are missing."""
+        doubtful = any(key.entry is None and self._gone(key) for key in self._keys.values())
+        return doubtful or any(name not in self._keys for name in named)
+
+    def _gone(self, key: _Key) -> bool:
+        return key.replaced or (not key.created and self._full(key))
+
+    def _full(self, key: _Key) -> bool:
+        return 0 < self._history <= key.count
+
+    def accounts_for(self) -> int:
+        """Return the sequence below which the history of a key that is there may explain what is missing."""
+        full = (key.oldest for key in self._keys.values() if self._full(key))
+        return max(self._accounted, max(full, default=0))
+
+    def verdict(self, *, named: Iterable[str], wild: bool, missing: bool, lost: bool) -> Verdict:
+        """Return what is known now that everything was fed.
+
+        Args:
+            named: Keys that were asked for by name.
+            wild: Whether keys were asked for by pattern, so that some may be meant that nobody can name.
+            missing: Whether messages up to the revision were, or may have been, removed.
+            lost: Whether there is reason to think that they were not those of the keys that are there.
+        """
+        wanted = self._subjects.wanted
+        entries = {name: key.entry for name, key in self._keys.items() if key.entry is not None}
+        if not missing:
+            return Verdict(entries, (), complete=True, lost=False)
+        gone = {name for name, key in self._keys.items() if key.entry is None and wanted(name) and self._gone(key)}
+        gone.update(name for name in named if name not in self._keys)
+        return Verdict(entries, tuple(sorted(gone)), complete=not wild, lost=wild and lost)

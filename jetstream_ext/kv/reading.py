@@ -1,0 +1,316 @@
+"""Many keys at once, and a bucket at one point in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timedelta
+from typing import Final
+
+from nats.js.kv import KeyValue
+
+from jetstream_ext.errors import HistoryUnavailableError, TooManySubjectsError
+from jetstream_ext.kv.bucket import Bucket, Facts
+from jetstream_ext.kv.flight import in_flight
+from jetstream_ext.kv.instants import Instant, find_instant
+from jetstream_ext.kv.keys import EVERYTHING, check_filters, check_keys, is_literal, matcher
+from jetstream_ext.kv.latest import Latest
+from jetstream_ext.kv.messages import Subjects
+from jetstream_ext.kv.past import Holes, Past, Verdict
+from jetstream_ext.kv.records import Record
+from jetstream_ext.kv.source import Answer, Source
+from jetstream_ext.kv.values import KeyValueEntry, KeyValueSnapshot
+
+_CHUNK: Final = 1_000
+"""Keys per request. Servers answer for 1024 subjects; where one answers for fewer, a chunk is halved."""
+_CHUNK_BYTES: Final = 128 * 1024
+_CHUNKS_IN_FLIGHT: Final = 3
+_HISTORIES_IN_FLIGHT: Final = 64
+_SMALL_LOG: Final = 16_000
+"""So many messages are read at once: knowing is cheaper than working around not knowing."""
+_DEEP: Final = 3
+"""From so many messages per key on, asking for the keys by name is cheaper than reading the whole log."""
+
+Take = Callable[[list[Record]], None]
+
+
+async def get_many(
+    kv: KeyValue,
+    keys: Iterable[str],
+    *,
+    at: int | datetime | None = None,
+    timeout: float | None = None,
+) -> dict[str, KeyValueEntry]:
+    """Return the entries of many keys; those that do not exist are left out.
+
+    Without `at`, every entry is at least as new as what the bucket's leader had when the call began, so what this
+    program wrote before is there; but two entries may be of two moments. With `at`, all are of that one. For a
+    consistent read of now, take a `snapshot`.
+
+    Args:
+        kv: nats-py's bucket.
+        keys: Any number of keys.
+        at: A revision, or an aware datetime; None is now.
+        timeout: Seconds to wait for each answer; None is the context's own.
+
+    Returns:
+        Key to entry, in the order of `keys`.
+
+    Raises:
+        nats.js.errors.InvalidKeyError: A key that no client would take; nothing was asked.
+        DirectGetDisabledError: The bucket does not allow direct gets; `enable` turns them on.
+        HistoryUnavailableError: With `at`: what some keys were then is no longer stored. It names them.
+        ValueError: `at` lies in the future, or is naive.
+        RequestTimeoutError: No answer, or nobody who is up to date, within `timeout`.
+
+    Cancellation: Safe; nothing is left behind.
+
+    Requires: nats-server 2.11, ``allow_direct``, permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+    """
+    wanted = check_keys(keys)
+    bucket = Bucket(kv, timeout)
+    subjects = Subjects(bucket.name, bucket.prefix, frozenset(wanted).__contains__)
+    facts = await bucket.facts()
+    if at is None:
+        latest = Latest(subjects)
+        await _by_name(bucket, Source(bucket, facts.last), wanted, latest.feed)
+        found = latest.entries()
+    else:
+        instant = await find_instant(bucket, facts, at)
+        verdict = await _past(bucket, subjects, wanted, facts, instant)
+        _insist(bucket, verdict, instant)
+        found = verdict.entries
+    return {key: found[key] for key in wanted if key in found and found[key].operation == "PUT"}
+
+
+async def snapshot(
+    kv: KeyValue,
+    filters: Sequence[str] | None = None,
+    *,
+    at: int | datetime | None = None,
+    strict: bool = True,
+    include_deletes: bool = False,
+    timeout: float | None = None,
+) -> KeyValueSnapshot:
+    """Return a bucket, or the part of it that matches `filters`, as it was at one point in time.
+
+    A snapshot of now is exact at its `revision`, however many keys there are and whoever writes meanwhile, and that
+    revision is at least the one that the leader had when the call began. No consumer is created.
+
+    A snapshot of the past is exact, or there is an error: see "Reads of the past" in the documentation for what is
+    still known of a key whose history is short, was purged, or expired.
+
+    Args:
+        kv: nats-py's bucket.
+        filters: Keys and patterns of keys (``*`` for a token, ``>`` for the rest); None is the whole bucket.
+        at: A revision, or an aware datetime (that microsecond included); None is now.
+        strict: Raise when the past cannot be told; False leaves those keys out and lists them in `unavailable`.
+        include_deletes: Include the markers of deleted, purged and expired keys, where they are still stored.
+        timeout: Seconds to wait for each answer; None is the context's own.
+
+    Raises:
+        nats.js.errors.InvalidKeyError: A filter that is no pattern of keys; nothing was asked.
+        DirectGetDisabledError: The bucket does not allow direct gets; `enable` turns them on.
+        HistoryUnavailableError: With `at`: what some keys were then is no longer stored. It names those that can be
+            named.
+        ValueError: `at` lies in the future, or is naive; or there are no filters.
+        RequestTimeoutError: No answer, or nobody who is up to date, within `timeout`.
+
+    Cancellation: Safe; nothing is left behind.
+
+    Requires: nats-server 2.11, ``allow_direct``, permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+    """
+    patterns = check_filters(filters)
+    bucket = Bucket(kv, timeout)
+    subjects = Subjects(bucket.name, bucket.prefix, matcher(patterns))
+    facts = await bucket.facts()
+    if at is None:
+        return await _now(bucket, subjects, patterns, facts, include_deletes=include_deletes)
+    instant = await find_instant(bucket, facts, at)
+    verdict = await _past(bucket, subjects, patterns, facts, instant)
+    if strict:
+        _insist(bucket, verdict, instant)
+    entries = verdict.entries
+    if not include_deletes:
+        entries = {key: entry for key, entry in entries.items() if entry.operation == "PUT"}
+    return KeyValueSnapshot(
+        entries,
+        revision=instant.revision,
+        time=instant.time,
+        unavailable=verdict.unavailable,
+        complete=verdict.complete and not verdict.lost,
+    )
+
+
+async def _now(
+    bucket: Bucket, subjects: Subjects, patterns: list[str], facts: Facts, *, include_deletes: bool
+) -> KeyValueSnapshot:
+    source = Source(bucket, facts.last)
+    latest = Latest(subjects, max_age=facts.max_age)
+    answer = await _at_once(bucket, source, patterns, facts)
+    if answer is not None:
+        latest.feed(answer.records)
+        newest = answer.records[-1] if answer.records else None
+    else:
+        names = None
+        if patterns != [EVERYTHING] or facts.messages >= _DEEP * facts.keys:
+            names = await _names(bucket, patterns)
+        if names is None:
+            async for records in source.log(facts.first, facts.last):
+                latest.feed(records)
+        else:
+            await _by_name(bucket, source, names, latest.feed)
+        newest = await source.catch_up(facts.last, latest.feed)
+    revision, time = facts.last, facts.last_time
+    if newest is not None and newest.seq > revision:
+        revision, time = newest.seq, newest.time
+    # In one answer the server has judged by itself what had expired.
+    entries = latest.entries(None if answer is not None else time, include_deletes=include_deletes)
+    return KeyValueSnapshot(entries, revision=revision, time=time)
+
+
+async def _past(bucket: Bucket, subjects: Subjects, patterns: list[str], facts: Facts, instant: Instant) -> Verdict:
+    past = Past(subjects, revision=instant.revision, history=facts.history)
+    if instant.revision < facts.first:
+        return past.verdict(named=(), wild=False, missing=False, lost=False)
+    source = Source(bucket, facts.last)
+    named = [pattern for pattern in patterns if is_literal(pattern)]
+    wild = len(named) < len(patterns)
+    names: list[str] | None = named
+    if wild:
+        log = facts.messages <= _SMALL_LOG or (patterns == [EVERYTHING] and facts.messages < _DEEP * facts.keys)
+        names = None if log else await _names(bucket, patterns)
+    if names is None:
+        holes = Holes(facts.first, instant.revision)
+
+        def take(records: list[Record]) -> None:
+            holes.see(records)
+            past.feed(records, log=True)
+
+        async for records in source.log(facts.first, facts.last):
+            take(records)
+        await source.catch_up(facts.last, take)
+        holes.close()
+        missing = holes.highest > 0
+        lost = holes.highest > past.accounts_for() or _expiring(facts, past, instant)
+    else:
+        await _histories(bucket, source, names, subjects, past, instant.revision)
+        named = names
+        lost = _expiring(facts, past, instant)
+        missing = (wild or past.uncertain(named)) and await _any_missing(bucket, source, facts, instant.revision)
+    # While a revision is the newest one, what expires in silence has been in its time and has not.
+    return past.verdict(
+        named=() if instant.present else named, wild=wild, missing=missing, lost=lost and not instant.present
+    )
+
+
+def _insist(bucket: Bucket, verdict: Verdict, instant: Instant) -> None:
+    keys = verdict.unavailable
+    what = f"bucket {bucket.name!r} at revision {instant.revision}"
+    if keys:
+        shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+        raise HistoryUnavailableError(f"{what}: what is stored no longer tells the value of {shown}", keys=keys)
+    if verdict.lost:
+        raise HistoryUnavailableError(
+            f"{what}: messages up to it were removed since (expired, or purged from the stream), "
+            "and a key of which nothing is left could be missing"
+        )
+
+
+async def _at_once(bucket: Bucket, source: Source, patterns: list[str], facts: Facts) -> Answer | None:
+    """Return the one answer that has everything, or None: it would not fit."""
+    if len(patterns) > _CHUNK or (patterns == [EVERYTHING] and facts.keys > _CHUNK):
+        return None
+    try:
+        answer = await source.last_of([bucket.subject(pattern) for pattern in patterns])
+    except TooManySubjectsError:
+        return None
+    return None if answer.cut else answer
+
+
+async def _names(bucket: Bucket, patterns: list[str]) -> list[str] | None:
+    """Return the keys that match `patterns` now, and those that are keys; None: there are too many to list."""
+    names = {pattern: None for pattern in patterns if is_literal(pattern)}
+    cut = len(bucket.prefix)
+    for pattern in patterns:
+        if not is_literal(pattern):
+            info = await bucket.info(subjects_filter=bucket.subject(pattern))
+            listed = info["state"].get("subjects") or {}
+            if int(info.get("total") or 0) > len(listed):
+                return None
+            names.update((subject[cut:], None) for subject in listed)
+    return list(names)
+
+
+async def _by_name(bucket: Bucket, source: Source, keys: Sequence[str], take: Take) -> None:
+    """Hand over the last message of each of `keys`, in chunks of one moment each."""
+
+    async def read(chunk: Sequence[str]) -> None:
+        alone = len(chunk) == 1
+        try:
+            answer = await source.last_of([bucket.subject(key) for key in chunk], limited=not alone)
+        except TooManySubjectsError:
+            if alone:
+                raise
+        else:
+            if not answer.cut:
+                take(answer.records)
+                return
+        half = len(chunk) // 2
+        await read(chunk[:half])
+        await read(chunk[half:])
+
+    await in_flight(read, _cut_up(keys), limit=_CHUNKS_IN_FLIGHT)
+
+
+def _cut_up(keys: Sequence[str]) -> list[Sequence[str]]:
+    chunks: list[Sequence[str]] = []
+    start = size = 0
+    for index, key in enumerate(keys):
+        if index - start >= _CHUNK or (size > _CHUNK_BYTES and index > start):
+            chunks.append(keys[start:index])
+            start, size = index, 0
+        size += len(key)
+    if start < len(keys):
+        chunks.append(keys[start:])
+    return chunks
+
+
+async def _histories(
+    bucket: Bucket, source: Source, names: Sequence[str], subjects: Subjects, past: Past, revision: int
+) -> None:
+    """Feed what decides about each of `names`: its last message, or where that is too new, all that it has."""
+    moved: list[Record] = []
+
+    def take(records: list[Record]) -> None:
+        past.feed(record for record in records if record.seq <= revision)
+        moved.extend(record for record in records if record.seq > revision)
+
+    await _by_name(bucket, source, names, take)
+    cut = len(bucket.prefix)
+
+    async def read(record: Record) -> None:
+        past.feed(await source.history(record.subject, record.seq))
+
+    asked = {record.subject: record for record in moved if subjects.wanted(record.subject[cut:])}
+    await in_flight(read, asked.values(), limit=_HISTORIES_IN_FLIGHT)
+
+
+async def _any_missing(bucket: Bucket, source: Source, facts: Facts, revision: int) -> bool:
+    """Return whether messages up to `revision` were removed, or may have been."""
+    if (await bucket.facts()).gapless:
+        return False
+    if revision - facts.first >= _SMALL_LOG:
+        return True
+    holes = Holes(facts.first, revision)
+    async for records in source.log(facts.first, revision):
+        holes.see(records)
+    holes.close()
+    return holes.highest > 0
+
+
+def _expiring(facts: Facts, past: Past, instant: Instant) -> bool:
+    """Return whether keys may have expired since and left nothing behind."""
+    markers_stay = min(facts.marker_ttl or timedelta(0), facts.max_age or timedelta.max)
+    if facts.now - instant.since < markers_stay:
+        return False  # those of all that expired since are still there
+    return past.expires or (facts.max_age is not None and facts.created + facts.max_age < facts.now)

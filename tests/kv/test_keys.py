@@ -1,0 +1,109 @@
+"""Keys and filters: what nats-py takes, and what matches."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nats.js.errors import InvalidKeyError
+from nats.js.kv import VALID_KEY_RE
+
+from jetstream_ext.kv.keys import check_filters, check_key, check_keys, is_literal, matcher
+
+GOOD = ["a", "A.b", "1234.address", "-", "_", "=", "/", "a/b=c-d_e", "a.b.c.d", "0"]
+BAD = [
+    "",
+    ".",
+    "a.",
+    ".a",
+    "a..b",
+    "a b",
+    "a\n",
+    "a\t",
+    "a*",
+    "*",
+    ">",
+    "a.>",
+    "é",
+    "a\0",
+    "$a",
+    "a,b",
+    "a\r\nPUB x 0\r\n",
+]
+FILTERS = [">", "*", "a", "a.*", "*.b", "*.*", "a.>", "*.>", "a.*.>", "a.b.c"]
+BAD_FILTERS = ["", ".", "a.", ".>", "a>", "a*", "*a", ">.a", "a.>.b", "a..>", "a.b>", "a b", "> ", "a\n"]
+
+keys = st.lists(st.sampled_from(["a", "b", "c1", "-"]), min_size=1, max_size=4).map(".".join)
+filters = st.lists(st.sampled_from(["a", "b", "c1", "*"]), min_size=1, max_size=4).flatmap(
+    lambda tokens: st.sampled_from([".".join(tokens), ".".join([*tokens, ">"]), ">"])
+)
+
+
+@pytest.mark.parametrize("key", GOOD)
+def test_keys_that_every_client_takes(key: str) -> None:
+    check_key(key)
+    assert VALID_KEY_RE.match(key)
+    assert check_filters([key]) == [key]
+    assert is_literal(key)
+
+
+@pytest.mark.parametrize("key", BAD)
+def test_keys_that_are_refused(key: str) -> None:
+    with pytest.raises(InvalidKeyError):
+        check_key(key)
+
+
+@pytest.mark.parametrize("pattern", FILTERS)
+def test_filters(pattern: str) -> None:
+    assert check_filters([pattern, "x"]) == ([">"] if pattern == ">" else [pattern, "x"])
+
+
+@pytest.mark.parametrize("pattern", BAD_FILTERS)
+def test_filters_that_are_refused(pattern: str) -> None:
+    with pytest.raises(InvalidKeyError):
+        check_filters([pattern])
+
+
+def test_collections() -> None:
+    assert check_keys(iter(["b", "a", "b"])) == ["b", "a"]
+    assert check_keys([]) == []
+    assert check_filters(None) == [">"]
+    for wrong in ("abc", b"abc"):
+        with pytest.raises(TypeError, match="not a single one"):
+            check_keys(wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="not a single one"):
+            check_filters(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        check_keys([b"a"])  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        check_filters([1])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="no filters"):
+        check_filters([])
+
+
+def by_tokens(pattern: str, key: str) -> bool:
+    """Matching as NATS defines it."""
+    wanted, tokens = pattern.split("."), key.split(".")
+    for i, token in enumerate(wanted):
+        if token == ">":
+            return len(tokens) > i
+        if i >= len(tokens) or token not in ("*", tokens[i]):
+            return False
+    return len(tokens) == len(wanted)
+
+
+@given(patterns=st.lists(filters, min_size=1, max_size=4), key=keys)
+def test_what_matches(patterns: list[str], key: str) -> None:
+    assert matcher(check_filters(patterns))(key) == any(by_tokens(pattern, key) for pattern in patterns)
+
+
+@given(st.text(max_size=12))
+def test_our_rule_is_nats_py_s_but_for_its_leaks(text: str) -> None:
+    try:
+        check_key(text)
+    except InvalidKeyError:
+        leaks = text.endswith("\n") or ".." in text
+        assert leaks or text[:1] in ("", ".") or text[-1:] == "." or not VALID_KEY_RE.match(text)
+    else:
+        assert VALID_KEY_RE.match(text)
+        assert not re.search(r"\s", text)

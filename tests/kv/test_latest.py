@@ -1,0 +1,82 @@
+"""Messages laid over each other, in whatever order they were read."""
+
+import random
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from jetstream_ext.kv.keys import matcher
+from jetstream_ext.kv.latest import Latest
+from jetstream_ext.kv.messages import Subjects
+from jetstream_ext.kv.records import Record
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+ALL = Subjects("B", "$KV.B.", matcher([">"]))
+
+
+def at(seconds: float) -> datetime:
+    return START + timedelta(seconds=seconds)
+
+
+def put(seq: int, key: str, value: bytes = b"v", **headers: str) -> Record:
+    return Record(seq, f"$KV.B.{key}", value, {name.replace("_", "-"): text for name, text in headers.items()}, at(seq))
+
+
+def test_the_newest_revision_of_each_key_wins_in_any_order() -> None:
+    records = [put(n, f"k{n % 7}", b"%d" % n) for n in range(1, 40)]
+    random.Random(1).shuffle(records)
+    latest = Latest(ALL)
+    for start in range(0, 39, 5):
+        latest.feed(records[start : start + 5])
+    latest.feed(records[:10])  # a page that is read twice
+    assert {key: entry.revision for key, entry in latest.entries().items()} == {f"k{n % 7}": n for n in range(33, 40)}
+
+
+def test_deleted_keys_are_left_out_or_shown() -> None:
+    latest = Latest(ALL)
+    marker = put(5, "d", b"", Nats_Marker_Reason="MaxAge")
+    latest.feed(
+        [put(1, "a"), put(2, "b"), put(3, "b", b"", KV_Operation="DEL"), put(4, "c", b"", KV_Operation="PURGE"), marker]
+    )
+    assert list(latest.entries()) == ["a"]
+    latest.feed([put(6, "b", b"again")])
+    assert {key: entry.value for key, entry in latest.entries().items()} == {"a": b"v", "b": b"again"}
+    shown = latest.entries(include_deletes=True)
+    assert [(shown[key].operation, shown[key].reason) for key in "abcd"] == [
+        ("PUT", None),
+        ("PUT", None),
+        ("PURGE", None),
+        ("PURGE", "MaxAge"),
+    ]
+
+
+def test_only_wanted_keys() -> None:
+    latest = Latest(Subjects("B", "$KV.B.", matcher(["a.*"])))
+    latest.feed([put(1, "a.x"), put(2, "b"), put(3, "a.x.y")])
+    assert list(latest.entries()) == ["a.x"]
+
+
+def test_what_had_expired_when_the_last_revision_was_stored_is_not_there() -> None:
+    records = [
+        put(1, "short", Nats_TTL="10"),
+        put(2, "long", Nats_TTL="1h"),
+        put(3, "ever"),
+        put(4, "odd", Nats_TTL="x"),
+    ]
+    latest = Latest(ALL)
+    latest.feed(records)
+    assert set(latest.entries(at(10.9))) == {"short", "long", "ever", "odd"}
+    assert set(latest.entries(at(11))) == {"long", "ever", "odd"}
+
+
+def test_a_new_revision_has_a_life_of_its_own() -> None:
+    latest = Latest(ALL)
+    latest.feed([put(1, "a", Nats_TTL="10"), put(2, "a")])
+    assert set(latest.entries(at(100))) == {"a"}
+
+
+@pytest.mark.parametrize(("seconds", "left"), [(10.9, {"a", "b", "c"}), (11, {"b", "c"}), (12, {"c"}), (99, {"c"})])
+def test_the_bucket_s_own_time_to_live(seconds: float, left: set[str]) -> None:
+    latest = Latest(ALL, max_age=timedelta(seconds=10))
+    latest.feed([put(1, "a"), put(2, "b", Nats_TTL="100"), put(3, "c", Nats_TTL="never")])
+    assert set(latest.entries(at(seconds))) == left

@@ -1,0 +1,93 @@
+"""What the headers of a stored message say."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from jetstream_ext.kv.messages import entry_of, follows, lives_forever, operation, replaced_all, shows_expiry, ttl_of
+from jetstream_ext.kv.records import Record
+from jetstream_ext.kv.values import KeyValueEntry
+
+EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("headers", "found"),
+    [
+        ({}, ("PUT", None)),
+        ({"X": "y"}, ("PUT", None)),
+        ({"KV-Operation": "DEL"}, ("DEL", None)),
+        ({"KV-Operation": "PURGE", "Nats-Rollup": "sub"}, ("PURGE", None)),
+        ({"KV-Operation": "NEW"}, ("PUT", None)),
+        ({"Nats-Marker-Reason": "MaxAge", "Nats-TTL": "1m0s"}, ("PURGE", "MaxAge")),
+        ({"Nats-Marker-Reason": "Purge"}, ("PURGE", "Purge")),
+        ({"Nats-Marker-Reason": "Remove"}, ("DEL", "Remove")),
+        ({"Nats-Marker-Reason": "Tomorrow"}, ("PURGE", "Tomorrow")),
+        ({"Nats-Applied-Limit": "MaxAge"}, ("PURGE", "MaxAge")),
+    ],
+)
+def test_operations(headers: dict[str, str], found: tuple[str, str | None]) -> None:
+    assert operation(headers) == found
+    entry = entry_of("B", "k", Record(7, "$KV.B.k", b"v", headers, NOW))
+    assert entry == KeyValueEntry("B", "k", b"v", 7, NOW, *found)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("5", 5),
+        ("05", 5),
+        ("1h", 3600),
+        ("1h30m", 5400),
+        ("1m0s", 60),
+        ("1.5s", 1),
+        ("1500ms", 1),
+        (" 5", 5),
+        ("never", None),
+        ("", None),
+        ("1d", None),
+        ("abc", None),
+        ("-1", None),
+        ("9223372036854775807", None),
+    ],
+)
+def test_times_to_live(text: str, seconds: int | None) -> None:
+    assert ttl_of({"Nats-TTL": text}) == (None if seconds is None else timedelta(seconds=seconds))
+
+
+def test_never() -> None:
+    assert lives_forever({"Nats-TTL": "Never"})
+    assert not lives_forever({"Nats-TTL": "5"})
+    assert not lives_forever({})
+
+
+@pytest.mark.parametrize(
+    ("headers", "revision"),
+    [
+        ({}, None),
+        ({EXPECTED: "7"}, 7),
+        ({EXPECTED: "0"}, 0),
+        ({EXPECTED: "x"}, None),
+        ({EXPECTED: "7", f"{EXPECTED}-Subject": "s"}, 7),
+        ({EXPECTED: "7", f"{EXPECTED}-Subject": "other"}, None),
+        ({EXPECTED: "7", "Nats-Rollup": "sub"}, None),
+    ],
+)
+def test_what_a_message_followed(headers: dict[str, str], revision: int | None) -> None:
+    assert follows(headers, "s") == revision
+
+
+def test_what_removes_everything_before_it() -> None:
+    assert replaced_all({"Nats-Rollup": "sub"})
+    assert replaced_all({"Nats-Marker-Reason": "MaxAge"})
+    assert not replaced_all({"KV-Operation": "DEL"})
+    assert not replaced_all({})
+
+
+def test_what_shows_that_values_expire() -> None:
+    assert shows_expiry({"Nats-TTL": "5"})
+    assert shows_expiry({"Nats-Marker-Reason": "MaxAge"})
+    assert not shows_expiry({"Nats-TTL": "never"})
+    assert not shows_expiry({"KV-Operation": "PURGE", "Nats-TTL": "5"})
+    assert not shows_expiry({})

@@ -1,0 +1,145 @@
+"""Random histories against a list of what happened: the bucket at every revision and at every time."""
+
+import random
+from dataclasses import dataclass, field
+from datetime import datetime
+
+import pytest
+from nats.js.kv import KeyValue
+
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
+from jetstream_ext.errors import HistoryUnavailableError
+
+KEYS = ["a", "b", "a.x", "a.y", "a.x.1", "b.x", "c/1", "d=1"]
+FILTERS = [None, ["a.>"], ["a.*"], ["*.x"], ["a", "b"], ["a.>", "c/1", "nothing"], ["*"], ["nothing.>"]]
+
+
+def matches(pattern: str, key: str) -> bool:
+    wanted, tokens = pattern.split("."), key.split(".")
+    for i, token in enumerate(wanted):
+        if token == ">":
+            return len(tokens) > i
+        if i >= len(tokens) or token not in ("*", tokens[i]):
+            return False
+    return len(tokens) == len(wanted)
+
+
+@dataclass
+class Event:
+    seq: int
+    key: str
+    operation: str
+    value: bytes
+    time: datetime | None = None
+    created: bool = False
+
+
+@dataclass
+class Model:
+    """All that ever happened to a bucket, and what a server keeps of it."""
+
+    history: int
+    events: list[Event] = field(default_factory=list)
+
+    def state(self, revision: int) -> dict[str, Event]:
+        """The key's last event up to a revision."""
+        state: dict[str, Event] = {}
+        for event in self.events[:revision]:
+            state[event.key] = event
+        return state
+
+    def held(self, key: str) -> list[Event]:
+        """What is left of a key."""
+        mine = [event for event in self.events if event.key == key]
+        purges = [i for i, event in enumerate(mine) if event.operation == "PURGE"]
+        return mine[purges[-1] if purges else 0 :][-self.history :]
+
+    def gapless(self, revision: int) -> bool:
+        """Whether everything up to a revision is left."""
+        left = {event.seq for key in {e.key for e in self.events} for event in self.held(key)}
+        return all(seq in left for seq in range(1, revision + 1))
+
+    def hidden(self, key: str, revision: int) -> bool:
+        """Whether the documentation says that a key's state at a revision is not known."""
+        held = self.held(key)
+        if self.gapless(revision) or any(event.seq <= revision for event in held):
+            return False
+        if not held:
+            return False
+        first = held[0]
+        if first.operation == "PURGE":
+            return True
+        return not first.created and len(held) >= self.history
+
+
+async def scribble(kv: KeyValue, model: Model, rng: random.Random, count: int) -> None:
+    """Do random things to a bucket."""
+    js, prefix = kv._js, kv._pre
+    for n in range(count):
+        key = rng.choice(KEYS)
+        last = model.state(len(model.events)).get(key)
+        value = b"%d" % n
+        seq = len(model.events) + 1
+        action = rng.choices(["put", "update", "create", "delete", "purge"], [8, 3, 3, 3, 1])[0]
+        operation, created = "PUT", False
+        if action == "update" and last is not None:
+            await kv.update(key, value, last=last.seq)
+        elif action == "create" and (last is None or last.operation != "PUT"):
+            await kv.create(key, value)
+            created = last is None
+        elif action == "delete":
+            operation, value = "DEL", b""
+            await kv.delete(key)
+        elif action == "purge":
+            operation, value = "PURGE", b""
+            await kv.purge(key)
+        else:
+            await js.publish(f"{prefix}{key}", value)
+        model.events.append(Event(seq, key, operation, value, created=created))
+    for message in await jsx.DirectGet(js, kv._stream).scan().to_list():
+        assert model.events[message.seq - 1].key == message.subject[len(prefix) :]
+        model.events[message.seq - 1].time = message.time
+
+
+def check(snap: kvx.KeyValueSnapshot, model: Model, revision: int, patterns: list[str] | None, deletes: bool) -> None:
+    truth = {
+        key: event
+        for key, event in model.state(revision).items()
+        if patterns is None or any(matches(pattern, key) for pattern in patterns)
+    }
+    for key, entry in snap.items():
+        event = truth[key]
+        assert (entry.key, entry.revision, entry.created) == (key, event.seq, event.time)
+        assert (entry.operation, entry.value) == (event.operation, event.value)
+        assert entry.operation == "PUT" or deletes
+    held = {key: any(event.seq <= revision for event in model.held(key)) for key in KEYS}
+    for key, event in truth.items():
+        if held[key] and (deletes or event.operation == "PUT"):
+            assert key in snap, f"{key} at {revision}"
+        elif not held[key]:
+            assert key in snap.unavailable, f"{key} at {revision}"
+    for key in snap.unavailable:
+        assert key not in snap
+        assert model.hidden(key, revision) or key == "nothing", f"{key} at {revision}"
+
+
+@pytest.mark.parametrize("history", [1, 2, 5, 64])
+@pytest.mark.parametrize("seed", range(3))
+async def test_every_revision(make_bucket, history: int, seed: int) -> None:
+    kv = await make_bucket(history=history)
+    model, rng = Model(history), random.Random(seed)
+    await scribble(kv, model, rng, 60)
+    for revision in range(1, 61):
+        patterns = rng.choice(FILTERS)
+        deletes = rng.random() < 0.5
+        snap = await kvx.snapshot(kv, patterns, at=revision, strict=False, include_deletes=deletes)
+        assert snap.revision == revision
+        check(snap, model, revision, patterns, deletes)
+        if snap.unavailable:
+            with pytest.raises(HistoryUnavailableError) as caught:
+                await kvx.snapshot(kv, patterns, at=revision)
+            assert caught.value.keys == snap.unavailable
+        else:
+            strictly = await kvx.snapshot(kv, patterns, at=revision, include_deletes=deletes)
+            assert dict(strictly) == dict(snap)

@@ -1,0 +1,179 @@
+"""What is still known of a revision: one row of the table in `past` after the other, and random histories."""
+
+import random
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from jetstream_ext.kv.keys import matcher
+from jetstream_ext.kv.messages import Subjects
+from jetstream_ext.kv.past import Holes, Past, Verdict
+from jetstream_ext.kv.records import Record
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+ALL = Subjects("B", "$KV.B.", matcher([">"]))
+EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+PURGE = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}
+MARKER = {"Nats-Marker-Reason": "MaxAge", "Nats-Rollup": "sub"}
+
+
+def message(seq: int, key: str, headers: dict[str, str] | None = None) -> Record:
+    return Record(seq, f"$KV.B.{key}", b"%d" % seq, headers or {}, START + timedelta(seconds=seq))
+
+
+def judge(
+    past: Past, *, named: tuple[str, ...] = (), wild: bool = True, missing: bool = True, lost: bool = False
+) -> Verdict:
+    return past.verdict(named=named, wild=wild, missing=missing, lost=lost)
+
+
+def known(verdict: Verdict) -> dict[str, int]:
+    return {key: entry.revision for key, entry in verdict.entries.items()}
+
+
+def test_the_newest_up_to_the_revision_is_the_answer() -> None:
+    past = Past(ALL, revision=4, history=3)
+    past.feed([message(2, "a"), message(4, "a"), message(5, "a")])
+    verdict = judge(past)
+    assert known(verdict) == {"a": 4}
+    assert verdict.unavailable == ()
+
+
+@pytest.mark.parametrize(
+    ("history", "after", "unavailable"),
+    [
+        (1, [message(5, "a")], True),
+        (1, [message(5, "a", {EXPECTED: "0"})], False),
+        (1, [message(5, "a", {EXPECTED: "3"})], True),
+        (1, [message(5, "a", {EXPECTED: "0", f"{EXPECTED}-Subject": "$KV.B.other"})], True),
+        (3, [message(5, "a")], False),
+        (3, [message(5, "a"), message(6, "a")], False),
+        (3, [message(5, "a"), message(6, "a"), message(7, "a")], True),
+        (3, [message(5, "a", {EXPECTED: "0"}), message(6, "a"), message(7, "a")], False),
+        (3, [message(5, "a", {EXPECTED: "2"})], True),
+        (3, [message(5, "a", PURGE)], True),
+        (3, [message(5, "a", MARKER)], True),
+        (3, [message(5, "a", {"KV-Operation": "DEL"})], False),
+        (3, [message(5, "a", {"Nats-Rollup": "sub", EXPECTED: "0"})], True),
+        (0, [message(n, "a") for n in range(5, 90)], False),
+    ],
+)
+def test_a_key_of_which_only_newer_messages_are_left(history: int, after: list[Record], unavailable: bool) -> None:
+    past = Past(ALL, revision=4, history=history)
+    past.feed(after)
+    assert past.uncertain(()) == unavailable
+    assert judge(past).unavailable == (("a",) if unavailable else ())
+    assert judge(past, missing=False).unavailable == ()
+    assert known(judge(past)) == {}
+
+
+def test_a_key_of_which_nothing_is_left_is_unavailable_if_it_was_named() -> None:
+    past = Past(ALL, revision=4, history=1)
+    past.feed([message(2, "a")])
+    assert not past.uncertain(["a"])
+    assert past.uncertain(["a", "gone"])
+    assert judge(past, named=("a", "gone"), wild=False) == Verdict(
+        judge(past).entries, ("gone",), complete=True, lost=False
+    )
+    assert judge(past, named=("a", "gone"), missing=False).unavailable == ()
+
+
+def test_nothing_missing_is_the_whole_truth() -> None:
+    past = Past(ALL, revision=4, history=1)
+    past.feed([message(2, "a"), message(9, "b", PURGE)])
+    verdict = judge(past, missing=False, lost=True)
+    assert verdict.complete
+    assert not verdict.lost
+
+
+def test_a_pattern_may_mean_keys_that_left_nothing() -> None:
+    past = Past(ALL, revision=4, history=1)
+    past.feed([message(2, "a")])
+    assert judge(past).complete is False
+    assert judge(past, lost=True).lost
+    assert judge(past, wild=False).complete
+    assert not judge(past, wild=False, lost=True).lost
+
+
+def test_repetitions_do_no_harm() -> None:
+    past = Past(ALL, revision=4, history=3)
+    for _ in range(3):
+        past.feed([message(5, "a"), message(6, "a")])
+    assert judge(past).unavailable == ()
+
+
+def test_other_keys_account_for_what_is_missing() -> None:
+    past = Past(Subjects("B", "$KV.B.", matcher(["a"])), revision=9, history=2)
+    past.feed([message(3, "b"), message(4, "c"), message(6, "b"), message(7, "a")], log=True)
+    assert past.accounts_for() == 3  # b keeps two: what is missing below may have been its
+    past.feed([message(8, "d", PURGE)], log=True)
+    assert past.accounts_for() == 8
+    assert known(judge(past)) == {"a": 7}
+    assert judge(past).unavailable == ()
+
+
+def test_holes() -> None:
+    def highest(first: int, last: int, *seqs: int) -> int:
+        holes = Holes(first, last)
+        for seq in seqs:
+            holes.see([message(seq, "k")])
+        holes.close()
+        return holes.highest
+
+    assert highest(1, 4, 1, 2, 3, 4) == 0
+    assert highest(1, 4, 1, 2, 3, 4, 7, 9) == 0
+    assert highest(1, 4, 2, 3, 4) == 1
+    assert highest(1, 4, 1, 2, 4) == 3
+    assert highest(1, 4, 1, 2, 3, 6) == 4
+    assert highest(1, 4) == 4
+    assert highest(5, 4) == 0
+    assert highest(5, 6, 5, 6) == 0
+    assert highest(5, 9, 7, 9) == 8
+
+
+class Server:
+    """A bucket that keeps so many messages of a key, and all that ever happened to it."""
+
+    def __init__(self, history: int) -> None:
+        self.history = history
+        self.happened: list[Record] = []
+
+    def store(self, key: str, headers: dict[str, str]) -> None:
+        self.happened.append(message(len(self.happened) + 1, key, headers))
+
+    def held(self) -> list[Record]:
+        held: dict[str, list[Record]] = {}
+        for record in self.happened:
+            mine = held.setdefault(record.subject, [])
+            if "Nats-Rollup" in record.headers:
+                mine.clear()
+            mine.append(record)
+            del mine[: -self.history]
+        return sorted((record for mine in held.values() for record in mine), key=lambda record: record.seq)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_answer_is_ever_wrong(seed: int) -> None:
+    rng = random.Random(seed)
+    server = Server(history=rng.choice([1, 2, 3, 8]))
+    for _ in range(50):
+        key = rng.choice("abcdef")
+        before = [record.seq for record in server.happened if record.subject == f"$KV.B.{key}"]
+        last = str(before[-1] if before else 0)
+        server.store(
+            key, rng.choice([{}, {}, {EXPECTED: last}, {"KV-Operation": "DEL"}, PURGE if rng.random() < 0.3 else {}])
+        )
+    held = server.held()
+    for revision in range(1, 51):
+        truth = {record.subject.removeprefix("$KV.B."): record.seq for record in server.happened[:revision]}
+        past, holes = Past(ALL, revision=revision, history=server.history), Holes(1, revision)
+        past.feed(held, log=True)
+        holes.see(held)
+        holes.close()
+        verdict = past.verdict(
+            named=("a", "z"), wild=True, missing=holes.highest > 0, lost=holes.highest > past.accounts_for()
+        )
+        assert not verdict.lost, "histories account for all that is missing"
+        assert known(verdict).items() <= truth.items()
+        assert truth.keys() - known(verdict).keys() <= set(verdict.unavailable)
+        assert known(verdict).keys().isdisjoint(verdict.unavailable)
