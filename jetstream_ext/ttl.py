@@ -24,9 +24,10 @@ _Config = TypeVar("_Config", StreamConfig, KeyValueConfig)
 def ttl_headers(
     ttl: TTL, headers: Mapping[str, str] | None = None, *, dialect: Literal["2.14", "draft"] = "2.14"
 ) -> dict[str, str]:
-    """Return `headers` with a time to live, for nats-py's ``js.publish(subject, payload, headers=...)`` (ADR-43).
+    """Return `headers` with a time to live, for nats-py's ``js.publish(subject, payload, headers=...)``.
 
-    nats-py's own ``msg_ttl=`` cannot say "never", and turns half a second into the 0 that servers refuse.
+    ADR-43, Per-Message TTL. nats-py's own ``msg_ttl=`` cannot say "never", and turns half a second into the 0 that
+    servers refuse.
 
     Args:
         ttl: Whole seconds from 1 to 100 years, a timedelta of such, or `NEVER`. The shorter of it and the stream's
@@ -61,7 +62,9 @@ def ttl_headers(
 
 
 def marker_reason(headers: Mapping[str, str] | None) -> str | None:
-    """Return why the server put this message in place of a removed one (ADR-43), or None for any other message.
+    """Return why the server put this message in place of a removed one, or None for any other message.
+
+    ADR-43, Limit Tombstones.
 
     Args:
         headers: The headers of a received or stored message, as nats-py or `StoredMsg` has them.
@@ -79,9 +82,9 @@ def marker_reason(headers: Mapping[str, str] | None) -> str | None:
 
 
 def with_ttl(config: _Config, *, marker_ttl: float | timedelta | None = None) -> _Config:
-    """Return a stream's or bucket's configuration that allows times to live, and delete markers if asked (ADR-43).
+    """Return a stream's or bucket's configuration that allows times to live, and delete markers if asked.
 
-    For ``js.add_stream``, `ensure_stream` and ``js.create_key_value``. The options that servers turn on silently
+    ADR-43, Stream Configuration. For ``js.add_stream``, `ensure_stream` and ``js.create_key_value``. The options that servers turn on silently
     together with markers are written out, so that what is asked for is what comes back.
 
     Args:
