@@ -118,10 +118,15 @@ class _Base:
             raise nats.errors.ConnectionReconnectingError
 
 
+_Line = tuple[Sink | None, bytes, int, int, int]
+"""What a control line says, and its own length: who takes the message, its subject, its header size, its whole size."""
+
+
 class Connection(_Base):
     """The fast road: nats-py's parser and write buffer, directly."""
 
     _TOMBSTONES = 64
+    _KNOWN_LIMIT = 4096
 
     def __init__(self, nc: Client) -> None:
         super().__init__(nc)
@@ -131,6 +136,9 @@ class Connection(_Base):
         self._graves: deque[bytes] = deque()
         self._buffer: bytearray = nc._ps.buf
         self._needed = 0
+        # Control lines of our messages that were read before, and how long the newest was, its end included.
+        self._known: dict[bytes, _Line] = {}
+        self._width = 1
         self._watched: asyncio.Task[Any] | None = None
         self._connection_lost = False
 
@@ -165,6 +173,7 @@ class Connection(_Base):
                 self._append(b"UNSUB %b\r\n" % sid)
         # Late frames of a reply that was left early are thrown away here, not parsed by nats-py one by one.
         self._sinks[sid] = None
+        self._known.clear()
         self._graves.append(sid)
         if len(self._graves) > self._TOMBSTONES:
             self._sinks.pop(self._graves.popleft(), None)
@@ -245,67 +254,70 @@ class Connection(_Base):
             if not data or parser.buf is not buffer:
                 return
         elif buffer:
-            buffer.extend(data)
-            if len(buffer) < self._needed:
+            if len(buffer) + len(data) < self._needed:
+                buffer.extend(data)
                 return  # a large message of ours is still coming in; do not look at it again until it is whole
-            data = bytes(buffer)
+            data = b"".join((buffer, data))
             buffer.clear()
         self._needed = 0
         await self._cut(data, buffer)
 
     async def _cut(self, data: bytes, buffer: bytearray) -> None:
-        parser, sinks = self._parser, self._sinks
-        pos, size = 0, len(data)
+        parser, sinks, known = self._parser, self._sinks, self._known
+        pos, size, width = 0, len(data), self._width
         sink: Sink | None = None
         batch: list[Frame] = []
-        # Frames of one subscription come in runs with one subject and few sizes: recognise the beginning of the line
-        # that the last one had, and remember what its numbers mean.
-        lead, lead_size, subject = b"HMSG ?", 6, b""
-        sizes: dict[bytes, tuple[int, int]] = {}
+        payloads = 0
         while pos < size:
-            eol = data.find(b"\r\n", pos)
-            if eol < 0:
-                if size - pos <= _MAX_CONTROL_LINE:
-                    break
-                eol = size - 2  # longer than any control line of a message; nats-py decides
-            start = eol + 2
-            if data.startswith(lead, pos) and (known := sizes.get(data[pos + lead_size : eol])) is not None:
-                header_size, total = known
-            else:
-                line = _message_line(data[pos:eol])
-                if line is None or line.sid not in sinks:
-                    end = start if line is None else start + line.total + 2
+            # Frames of one subscription come in runs with one subject and few sizes, so few control lines are new, and
+            # most are as long as the one before.
+            line = known.get(data[pos : pos + width])
+            if line is None:
+                eol = data.find(b"\r\n", pos)
+                if eol < 0:
+                    if size - pos <= _MAX_CONTROL_LINE:
+                        break
+                    eol = size - 2  # longer than any control line of a message; nats-py decides
+                read = _message_line(data[pos:eol])
+                if read is None or read.sid not in sinks:
                     if batch:
-                        self._deliver(sink, batch)
-                        batch = []
+                        self._deliver(sink, batch, payloads)
+                        batch, payloads = [], 0
+                    end = eol + 2 if read is None else eol + read.total + 4
                     await self._parse(data[pos:end])
                     if parser.buf is not buffer:
                         return  # the parser was reset meanwhile: the rest belongs to a connection that is gone
                     pos = end
                     continue
-                header_size, total = line.header_size, line.total
-                if line.lead != lead:
-                    if batch:
-                        self._deliver(sink, batch)
-                        batch = []
-                    lead, lead_size, subject, sink = line.lead, len(line.lead), line.subject, sinks[line.sid]
-                    sizes.clear()
-                sizes[data[pos + lead_size : eol]] = header_size, total
-            end = start + total + 2
-            if end > size:
-                self._needed = end - pos
+                width = eol + 2 - pos
+                line = (sinks[read.sid], read.subject, read.header_size, read.total, width)
+                if len(known) >= self._KNOWN_LIMIT:
+                    known.clear()
+                known[data[pos : pos + width]] = line
+            to, subject, header_size, total, length = line
+            start = pos + length
+            end = start + total
+            if end + 2 > size:
+                self._needed = end + 2 - pos
                 break
-            batch.append((subject, data[start : end - 2], header_size))
-            pos = end
+            if to is not sink:
+                if batch:
+                    self._deliver(sink, batch, payloads)
+                    batch, payloads = [], 0
+                sink = to
+            batch.append((subject, data[start:end], header_size))
+            payloads += total - header_size
+            pos = end + 2
+        self._width = width
         if pos < size:
             buffer += memoryview(data)[pos:]
         if batch:
-            self._deliver(sink, batch)
+            self._deliver(sink, batch, payloads)
 
-    def _deliver(self, sink: Sink | None, batch: list[Frame]) -> None:
+    def _deliver(self, sink: Sink | None, batch: list[Frame], payload_bytes: int) -> None:
         stats = self.nc.stats
         stats["in_msgs"] += len(batch)
-        stats["in_bytes"] += sum([len(body) - header_size for _, body, header_size in batch])
+        stats["in_bytes"] += payload_bytes
         if sink is not None:
             try:
                 sink.frames(batch)
@@ -334,8 +346,6 @@ async def _cancellable(operation: Awaitable[_T]) -> _T:
 class _MessageLine(NamedTuple):
     """The control line of a delivered message."""
 
-    lead: bytes
-    """What all deliveries of this subject to this subscription begin with."""
     subject: bytes
     sid: bytes
     header_size: int
@@ -352,8 +362,7 @@ def _message_line(line: bytes) -> _MessageLine | None:
         return None  # not as servers write it: nats-py says what it is
     total = int(words[-1])
     header_size = int(words[-2]) if numbers == 2 else 0
-    lead = b" ".join(words[:-numbers]) + b" "
-    return _MessageLine(lead, words[1], words[2], min(header_size, total), total)
+    return _MessageLine(words[1], words[2], min(header_size, total), total)
 
 
 class PublicConnection(_Base):

@@ -360,7 +360,7 @@ class MessageBatch:
             block = await self._next_block()
             if block is None:
                 raise StopAsyncIteration
-            self._ready = iter(block.messages())
+            self._ready = block.messages()
             for message in self._ready:
                 return message
 
@@ -374,7 +374,7 @@ class MessageBatch:
         """
         messages = list(self._ready)
         while (block := await self._next_block()) is not None:
-            messages.extend(block.messages())
+            messages += block.messages()
         return messages
 
     async def _next_block(self) -> Block | None:

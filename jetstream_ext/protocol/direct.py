@@ -15,7 +15,7 @@ What tells the frames apart, on every server from 2.10 on:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import compress, repeat
@@ -143,9 +143,9 @@ class Block:
         row = h.reply_row(self.bodies[index][: self.header_sizes[index]])
         return h.line_number(row[h.ROW_PENDING])
 
-    def messages(self) -> list[StoredMsg]:
-        """Return the rows as messages."""
-        return list(map(StoredMsg.from_wire, repeat(self.stream), self.seqs, self.bodies, self.header_sizes))
+    def messages(self) -> Iterator[StoredMsg]:
+        """Return the rows as messages, made one by one as they are taken."""
+        return map(StoredMsg.from_wire, repeat(self.stream), self.seqs, self.bodies, self.header_sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class ReplyDecoder:
         self._asked = stream
         self._prev = b"0"
         self._responder = b""
-        self._prefix = b""
+        self._stream_line = b""
         self._added = 0
         self._stream = ""
 
@@ -198,37 +198,34 @@ class ReplyDecoder:
             DirectGetDisabledError, BadRequestError, TooManySubjectsError, ServerError: The server refused.
             ResponseError: A frame is no direct-get reply.
         """
+        frames = list(frames)
         raws: list[bytes] = []
-        bodies: list[bytes] = []
-        sizes: list[int] = []
-        prev, prefix, skip = self._prev, self._prefix, len(self._prefix)
-        for _, body, size in frames:
-            # Nearly every message: no stored headers, then the server's six lines as on the first message of the
-            # reply, whose names were looked at. One with stored headers that imitate the beginning has lines over.
-            row = body[skip:size].split(b"\r\n") if skip and body.startswith(prefix) else ()
-            if len(row) == 7 and row[4][20:] == prev:
-                prev = row[1][15:]
-            else:
-                self._prev = prev
-                header = self._general(body[:size])
-                if not header:
-                    break
-                lines = h.reply_row(header)
-                last = h.line_value(lines[h.ROW_LAST])
-                if last != prev:
-                    self.broken = self._lost(last, prev)
-                    break
-                prev = h.line_value(lines[h.ROW_SEQUENCE])
-                prefix, skip = self._prefix, len(self._prefix)
-                if len(header) != size or not body.startswith(header):
-                    body, size = header + body[size:], len(header)  # the same message, laid out anew
-            raws.append(prev)
-            bodies.append(body)
-            sizes.append(size)
+        prev, stream_line = self._prev, self._stream_line
+        for place, (_, body, size) in enumerate(frames):
+            # Nearly every message: the server's six lines end its header block as they ended the first one of the
+            # reply, whose names were looked at.
+            row = body[:size].rsplit(b"\r\n", 8)
+            if len(row) == 9 and row[1] == stream_line and row[6][20:] == prev:
+                raws.append(prev := row[3][15:])
+                continue
+            self._prev = prev
+            header = self._general(body[:size])
+            if not header:
+                break
+            lines = h.reply_row(header)
+            last = h.line_value(lines[h.ROW_LAST])
+            if last != prev:
+                self.broken = self._lost(last, prev)
+                break
+            raws.append(prev := h.line_value(lines[h.ROW_SEQUENCE]))
+            stream_line = self._stream_line
+            if not body.startswith(header):
+                frames[place] = (b"", header + body[size:], len(header))  # the same message, laid out anew
         self._prev = prev
         if not raws:
             self._check_end()
             return Block(self._stream)
+        del frames[len(raws) :]
         try:
             seqs = list(map(int, raws))
         except ValueError:
@@ -237,6 +234,8 @@ class ReplyDecoder:
             raise ResponseError(f"a direct-get reply does not go upwards from sequence {self.last_seq}")
         self.last_seq = seqs[-1]
         self.count += len(seqs)
+        bodies = [body for _, body, _ in frames]
+        sizes = [size for _, _, size in frames]
         # What max_bytes counts, nearly: the lines that the server adds have about this length on every message.
         self.size += sum(map(len, bodies)) - len(bodies) * self._added
         self._check_end()
@@ -282,7 +281,7 @@ class ReplyDecoder:
             raise ResponseError("one direct-get reply came from two streams", frame=header)
         self._responder = responder
         self._stream = responder.decode("utf-8", "replace")
-        self._prefix = _prefix(responder)
+        self._stream_line = b"Nats-Stream: %b" % responder
 
     def _finish(self, header: bytes, values: dict[str, str]) -> None:
         status = h.parse_status(header) if header else None

@@ -318,7 +318,7 @@ def test_columns_and_rows_agree_and_can_be_cut() -> None:
     assert [block.pending(i) for i in range(3)] == [6, 5, 4]
     block.keep(3, 3)
     assert len(block) == 0
-    assert block.messages() == []
+    assert list(block.messages()) == []
 
 
 def test_blocks_can_be_filtered_and_joined() -> None:
