@@ -58,7 +58,7 @@ from jetstream_ext.errors import (
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol import support
 from jetstream_ext.protocol.acks import parse_batch_ack, parse_refusal
-from jetstream_ext.protocol.atomic_messages import Block, Encoded, Encoder
+from jetstream_ext.protocol.atomic_messages import Block, Encoded, Encoder, header_of
 from jetstream_ext.protocol.atomic_messages import Step as Step
 from jetstream_ext.protocol.options import check_batch_id
 from jetstream_ext.types import BatchAck, BatchMessage
@@ -156,39 +156,44 @@ class AtomicBatchMachine:
         self.check_open()
         out: list[bytes] = []
         size = ask = acked = 0
-        stopped: BaseException | None = None
-        encode, count = self._encoder.encode, self._encoder.count
-        every, hold_back = self._ack_every, self._hold_back
+        names: list[str] = []  # counted in one go, unless something has to look at them
+        stopped: BaseException | None = StopIteration()
+        encode, hold_back = self._encoder.encode, self._hold_back
         try:
-            while size < limit and not ask:
-                message = next(messages)
-                encoded = encode(message, None, first=not self.size)
+            for message in messages:
+                if names and (message.expected_last_subject_seq is not None or message.headers):
+                    self._count(names)
+                    names = []
+                encoded = encode(message, None, first=not (self.size or names))
+                names.append(encoded[0])
                 if hold_back:
-                    held, self._held = self._held, encoded
+                    ready, self._held = self._held, encoded
+                    if ready is None:
+                        continue
                 else:
-                    held = encoded
-                self.size += 1
-                count(encoded.name)
-                self._subject_before, self.last_subject = self.last_subject, encoded.name
-                if held is None:
-                    continue
+                    ready = encoded
                 seq = self.sent + 1
-                if seq == 1 or every or self._doubt_from or held.ack is not None:
-                    step = self._step(held)
+                if seq == 1 or self._ack_every or self._doubt_from or ready[4] is not None:
+                    step = self._step(ready)
                     out.append(step.encode((reply + b"%d" % seq).decode() if step.wants_reply else ""))
                     if step.wants_reply:
                         acked = seq
                         ask = seq if self._doubt_from else 0
                 else:
-                    header, payload = held.header(seq), held.payload
-                    total = len(header)
-                    out.append(
-                        b"HPUB %b %d %d\r\n%b%b\r\n" % (held.subject, total, total + len(payload), header, payload)
-                    )
                     self.sent = seq
-                size += len(held.payload)
+                    _, subject, head, payload, _ = ready
+                    total = len(head) + len(str(seq)) + 4
+                    out.append(
+                        b"HPUB %b %d %d\r\n%b%d\r\n\r\n%b\r\n"
+                        % (subject, total, total + len(payload), head, seq, payload)
+                    )
+                size += len(ready[3])
+                if size >= limit or ask:
+                    stopped = None
+                    break
         except BaseException as error:  # the caller raises it, once what was taken is sent
             stopped = error
+        self._count(names)
         return Block(b"".join(out), len(out), size, ask, acked, stopped)
 
     def commit(self, message: BatchMessage | None) -> list[Step]:
@@ -206,7 +211,7 @@ class AtomicBatchMachine:
             if self._held is not None:
                 held, self._held = self._held, None
                 steps.append(self._step(held))
-            self._count(last.name)
+            self._count([last[0]])
             steps.append(self._step(last, commit=True))
         elif self._held is not None:
             self._commit_held, self._held = self._held, None
@@ -258,23 +263,25 @@ class AtomicBatchMachine:
                 step = self._step(held)
         else:
             step = self._step(encoded)
-        self._count(encoded.name)
+        self._count([encoded[0]])
         return step
 
     def _step(self, encoded: Encoded, *, commit: bool = False) -> Step:
         seq = self.sent = self.sent + 1
         if seq == 1:
-            self._first_subject = encoded.subject
-        ack = encoded.ack
+            self._first_subject = encoded[1]
+        ack = encoded[4]
         if ack is None:
             ack = (seq == 1 and self._ack_first) or bool(self._ack_every and seq % self._ack_every == 0)
         wants_reply = ack or commit or bool(self._doubt_from)
-        return Step(seq, encoded.subject, encoded.header(seq, commit=commit), encoded.payload, wants_reply)
+        return Step(seq, encoded[1], header_of(encoded, seq, commit=commit), encoded[3], wants_reply)
 
-    def _count(self, name: str) -> None:
-        self.size += 1
-        self._encoder.count(name)
-        self._subject_before, self.last_subject = self.last_subject, name
+    def _count(self, names: list[str]) -> None:
+        if names:
+            self.size += len(names)
+            self._encoder.count(names)
+            self._subject_before = names[-2] if len(names) > 1 else self.last_subject
+            self.last_subject = names[-1]
 
     def _uncount(self) -> None:
         self.size -= 1

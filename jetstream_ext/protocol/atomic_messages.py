@@ -7,8 +7,9 @@ added when it is sent, so a message that is held back, or sent again after a ref
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from jetstream_ext.errors import BadHeaderError, MaxPayloadError
@@ -18,6 +19,11 @@ from jetstream_ext.protocol.options import check_batch_id, message_headers, payl
 from jetstream_ext.types import BatchMessage
 
 _MANAGED: Final = frozenset({h.BATCH_ID.lower(), h.BATCH_SEQUENCE.lower(), h.BATCH_COMMIT.lower()})
+
+_options = attrgetter(
+    "headers", "msg_id", "msg_ttl", "stream", "expected_last_seq", "expected_last_subject_seq", "expected_last_subject"
+)
+_NO_OPTIONS: Final = (None,) * 7
 
 _END: Final = b"\r\n\r\n"
 _COMMIT: Final = b"\r\nNats-Batch-Commit: 1" + _END
@@ -56,21 +62,14 @@ class Block(NamedTuple):
     """What the source raised (``StopIteration`` at its end), or the refusal of one of its messages."""
 
 
-class Encoded(NamedTuple):
-    """A checked message without its batch sequence."""
+Encoded = tuple[str, bytes, bytes, bytes, bool | None]
+"""A checked message without its batch sequence: its subject, that in bytes, its header block up to the sequence, its
+payload, and whether its sender wants a reply (None leaves it to the batch). A plain tuple: one is made per message."""
 
-    name: str
-    """Its subject."""
-    subject: bytes
-    head: bytes
-    """Its header block up to the sequence."""
-    payload: bytes
-    ack: bool | None
-    """Whether its sender wants a reply; None leaves it to the batch."""
 
-    def header(self, seq: int, *, commit: bool = False) -> bytes:
-        """Return the whole header block."""
-        return b"%b%d%b" % (self.head, seq, _COMMIT if commit else _END)
+def header_of(encoded: Encoded, seq: int, *, commit: bool = False) -> bytes:
+    """Return the whole header block of a message."""
+    return b"%b%d%b" % (encoded[2], seq, _COMMIT if commit else _END)
 
 
 class Encoder:
@@ -97,36 +96,26 @@ class Encoder:
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: Refused; nothing changed.
         """
         name, payload = message.subject, message.payload
-        if (
-            message.headers is None
-            and type(payload) is bytes
-            and message.msg_id is None
-            and message.msg_ttl is None
-            and message.stream is None
-            and message.expected_last_seq is None
-            and message.expected_last_subject_seq is None
-            and message.expected_last_subject is None
-        ):
+        if _options(message) == _NO_OPTIONS and type(payload) is bytes:
             # Nearly every message of a bulk.
-            subject = self._subjects.encode(name)
             if len(payload) > self._plain_room:
                 self._check_size(self._plain, payload)
-            return Encoded(name, subject, self._plain, payload, ack)
+            return name, self._subjects.encode(name), self._plain, payload, ack
         self._check(message, first)
         subject = self._subjects.encode(name)
         payload = payload_bytes(payload)
         block = h.encode(message_headers(message))
         head = block[: -len(_END)] + self._tail
         self._check_size(head, payload)
-        return Encoded(name, subject, head, payload, ack)
+        return name, subject, head, payload, ack
 
     def marker(self, seq: int) -> bytes:
         """Return the header block of the end-of-batch marker."""
         return b"%b%d%b" % (self._plain, seq, _MARKER)
 
-    def count(self, name: str) -> None:
-        """Take it that a message on `name` is part of the batch."""
-        self._written[name] += 1
+    def count(self, names: Iterable[str]) -> None:
+        """Take it that messages on these subjects are part of the batch."""
+        self._written.update(names)
 
     def uncount(self, name: str) -> None:
         """Take it back."""

@@ -1,0 +1,231 @@
+"""The bulk road of the atomic batch sends what the other one sends; a lost connection and a found truth."""
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jetstream_ext import errors
+from jetstream_ext.protocol import frames
+from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.atomic import AtomicBatchMachine, State
+from jetstream_ext.types import BatchAck, BatchMessage
+
+LEVELS = pytest.mark.parametrize("level", [2, 5])
+INCOMPLETE = orjson.dumps({"error": {"code": 400, "err_code": 10176, "description": "no"}, "stream": "A", "seq": 0})
+TOO_LARGE = orjson.dumps({"error": {"code": 400, "err_code": 10054, "description": "no"}, "stream": "A", "seq": 0})
+
+
+def batch(level: int = 5, **options: Any) -> AtomicBatchMachine:
+    return AtomicBatchMachine(batch_id="b1", api_level=level, **options)
+
+
+def message(subject: str = "a.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
+    return BatchMessage(subject, payload, **options)
+
+
+def on_the_wire(data: bytes) -> list[tuple[str, str, list[tuple[str, str]], bytes]]:
+    return [(c.subject, c.reply, h.parse_lines(c.header), c.payload) for c in frames.parse_pubs(data)]
+
+
+messages = st.builds(
+    BatchMessage,
+    st.sampled_from(["a.1", "a.2", "a.3"]),
+    st.binary(max_size=40),
+    headers=st.sampled_from([None, None, {"K": "v"}, {}, {"Nats-Expected-Last-Subject-Sequence": "4"}]),
+    msg_id=st.sampled_from([None, None, "m"]),
+    stream=st.sampled_from([None, None, "S"]),
+    expected_last_seq=st.sampled_from([None, None, None, 7]),
+    expected_last_subject_seq=st.sampled_from([None, None, None, 7]),
+)
+bad = st.sampled_from(
+    [
+        message("a b"),
+        message(payload=bytes(2000)),
+        message(headers={"K": "\n"}),
+        message(msg_id=""),
+        message(payload="x"),
+    ]  # type: ignore[arg-type]
+)
+
+
+@LEVELS
+@given(st.lists(messages | bad, max_size=25), st.integers(1, 200), st.data())
+def test_the_two_roads_are_one(level: int, given: list[BatchMessage], limit: int, data: st.DataObject) -> None:
+    options = {
+        "ack_first": data.draw(st.booleans()),
+        "ack_every": data.draw(st.sampled_from([None, 1, 3])),
+        "hold_back": data.draw(st.booleans()),
+        "max_payload": 1000,
+    }
+    one, many = batch(level, **options), batch(level, **options)
+    single, refused = b"", []
+    for each in given:
+        try:
+            step = one.add(each)
+        except (ValueError, TypeError) as error:
+            refused.append(type(error))
+            continue
+        if step is not None:
+            single += step.encode(f"_INBOX.r.{step.seq}" if step.wants_reply else "")
+    source, bulk, stopped = iter(given), b"", []
+    while True:
+        block = many.add_many(source, b"_INBOX.r.", limit)
+        sent = on_the_wire(block.data)
+        assert (len(sent), sum(len(each[3]) for each in sent)) == (block.messages, block.size)
+        asked = [int(reply.rpartition(".")[2]) for _, reply, _, _ in sent if reply]
+        assert (block.acked, block.ask) == (max(asked, default=0), 0)
+        bulk += block.data
+        if isinstance(block.stopped, StopIteration):
+            break
+        if block.stopped is not None:
+            stopped.append(type(block.stopped))
+        else:
+            assert block.size >= limit
+    assert (bulk, stopped) == (single, refused)
+    assert (one.size, one.sent, one.last_subject) == (many.size, many.sent, many.last_subject)
+    if one.size:
+        assert [s.encode() for s in one.commit(None)] == [s.encode() for s in many.commit(None)]
+
+
+def test_a_source_that_fails_leaves_what_it_gave() -> None:
+    machine = batch()
+
+    def source() -> Any:
+        yield message()
+        yield message("a.2")
+        raise KeyboardInterrupt
+
+    block = machine.add_many(source(), b"r.", 1 << 20)
+    assert isinstance(block.stopped, KeyboardInterrupt)
+    assert (block.messages, machine.size, machine.sent) == (2, 2, 2)
+
+
+def test_a_closed_batch_takes_nothing_from_the_source() -> None:
+    machine = batch()
+    machine.discard()
+    source = iter([message()])
+    with pytest.raises(errors.BatchClosedError):
+        machine.add_many(source, b"r.", 100)
+    assert next(source)
+
+
+class TestDisconnection:
+    """The server keeps the batch by its id; whether it has all of it, the next reply tells."""
+
+    def test_the_next_message_must_be_acknowledged(self) -> None:
+        machine = batch(ack_first=False)
+        for _ in range(3):
+            step = machine.add(message())
+            assert step
+            assert not step.wants_reply
+        machine.disconnected()
+        assert machine.state is State.OPEN
+        step = machine.add(message(), ack=False)
+        assert step
+        assert (step.seq, step.wants_reply) == (4, True)
+        machine.receive(4, b"", b"")
+        step = machine.add(message())
+        assert step
+        assert not step.wants_reply
+
+    def test_in_bulk(self) -> None:
+        machine = batch()
+        machine.add(message())
+        machine.disconnected()
+        source = iter([message()] * 5)
+        block = machine.add_many(source, b"r.", 1 << 20)
+        assert (block.messages, block.ask, block.acked, block.stopped) == (1, 2, 2, None)
+        machine.receive(2, b"", b"")
+        block = machine.add_many(source, b"r.", 1 << 20)
+        assert (block.messages, block.ask) == (4, 0)
+
+    def test_a_reply_to_an_earlier_message_settles_nothing(self) -> None:
+        machine = batch()
+        machine.add(message())
+        machine.disconnected()
+        machine.receive(1, b"", b"")
+        step = machine.add(message())
+        assert step
+        assert step.wants_reply
+
+    @LEVELS
+    @pytest.mark.parametrize("at_commit", [True, False])
+    def test_the_server_no_longer_has_it(self, level: int, at_commit: bool) -> None:
+        machine = batch(level)
+        machine.add(message())
+        machine.add(message())
+        machine.disconnected()
+        if at_commit:
+            machine.commit(None)
+        else:
+            machine.add(message())
+        assert machine.receive(machine.sent, b"", INCOMPLETE) is None
+        assert machine.state is State.FAILED
+        with pytest.raises(errors.BatchAbandonedError, match="connection was lost") as caught:
+            machine.add(message())
+        assert caught.value.outcome == "not_stored"
+        assert isinstance(caught.value.__cause__, errors.AtomicPublishIncompleteError)
+
+    def test_without_one_it_is_the_server_s_refusal(self) -> None:
+        machine = batch()
+        machine.add(message())
+        machine.receive(1, b"", INCOMPLETE)
+        assert isinstance(machine.error, errors.AtomicPublishIncompleteError)
+
+    def test_a_message_that_is_given_back_is_asked_for_again(self) -> None:
+        machine = batch()
+        machine.add(message())
+        machine.disconnected()
+        machine.add(message())
+        assert isinstance(machine.receive(2, b"", TOO_LARGE), errors.MessageTooLargeError)
+        step = machine.add(message())
+        assert step
+        assert (step.seq, step.wants_reply) == (2, True)
+
+    @pytest.mark.parametrize("state", [State.COMMITTING, State.DISCARDED])
+    def test_in_other_states_it_says_nothing(self, state: State) -> None:
+        machine = batch()
+        machine.add(message())
+        machine.commit(None) if state is State.COMMITTING else machine.discard()
+        machine.disconnected()
+        assert machine.state is state
+
+
+class TestResolved:
+    def test_stored(self) -> None:
+        machine, ack = batch(), BatchAck("S", 7, "b1", 1)
+        machine.add(message())
+        machine.commit(None)
+        machine.lost("silence")
+        machine.resolved(ack)
+        assert (machine.state, machine.ack) == (State.COMMITTED, ack)
+        with pytest.raises(errors.BatchClosedError) as caught:
+            machine.add(message())
+        assert caught.value.outcome == "stored"
+
+    def test_not_stored(self) -> None:
+        machine = batch()
+        machine.add(message())
+        machine.commit(None)
+        machine.lost("silence")
+        machine.resolved(None)
+        with pytest.raises(errors.BatchAbandonedError) as caught:
+            machine.add(message())
+        assert caught.value.outcome == "not_stored"
+        assert isinstance(caught.value.__cause__, errors.BatchOutcomeUnknownError)
+
+    @pytest.mark.parametrize("end", ["open", "discard", "commit"])
+    def test_of_a_batch_whose_end_is_known(self, end: str) -> None:
+        machine = batch()
+        machine.add(message())
+        if end == "discard":
+            machine.discard()
+        elif end == "commit":
+            machine.commit(None)
+        state = machine.state
+        machine.resolved(None)
+        machine.resolved(BatchAck("S", 7, "b1", 1))
+        assert machine.state is state
