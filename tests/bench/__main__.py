@@ -29,6 +29,7 @@ from jetstream_ext.testing import NatsServer
 
 SUBJECTS = [f"bench.{i}" for i in range(10)]
 FLOW, OUTSTANDING = 100, 2
+ATOMIC = 1000  # messages in an atomic batch: what servers allow by default
 Case = Callable[[], Awaitable[int]]
 
 
@@ -58,7 +59,7 @@ class Bench:
             await self.js.delete_stream("BENCH")
         except nats.js.errors.NotFoundError:
             pass
-        await self.js.add_stream(name="BENCH", subjects=["bench.>"], allow_batched=True)
+        await self.js.add_stream(name="BENCH", subjects=["bench.>"], allow_batched=True, allow_atomic=True)
 
     # -- publishing
 
@@ -96,6 +97,51 @@ class Bench:
 
         async def run() -> int:
             return bare.publish(self.bare, first, blocks, end, FLOW, OUTSTANDING)
+
+        return run
+
+    # -- atomic batches
+
+    def batches(self) -> list[list[jsx.BatchMessage]]:
+        batch = [jsx.BatchMessage(SUBJECTS[i % 10], self.payload) for i in range(ATOMIC)]
+        return [batch] * max(1, self.messages // ATOMIC // 4)
+
+    async def atomic_add(self) -> int:
+        count = 0
+        for batch in self.batches():
+            async with jsx.AtomicBatch(self.js) as opened:
+                for message in batch:
+                    await opened.add_message(message)
+            count += opened.size
+        return count
+
+    def prepare_atomic(self) -> Case:
+        batches = self.batches()
+
+        async def run() -> int:
+            return sum([(await jsx.publish_atomic(self.js, batch)).batch_size or 0 for batch in batches])
+
+        return run
+
+    def prepare_atomic_many(self, in_flight: int) -> Case:
+        batches = self.batches()
+
+        async def run() -> int:
+            acks = await jsx.publish_atomic_many(self.js, batches, in_flight=in_flight)
+            return sum(ack.batch_size or 0 for ack in acks)
+
+        return run
+
+    def prepare_bare_atomic(self) -> Case:
+        raw = [subject.encode() for subject in SUBJECTS]
+        self.batch += 1
+        batches = [
+            bare.atomic_frames(raw, self.payload, len(batch), b"bare%d-%d" % (self.batch, number))
+            for number, batch in enumerate(self.batches())
+        ]
+
+        async def run() -> int:
+            return bare.publish_atomic(self.bare, batches)
 
         return run
 
@@ -147,16 +193,23 @@ async def measure(url: str, messages: int, size: int, rounds: int, console: Cons
         "FastPublisher.add_many": lambda: bench.add_many,
         "bare socket, joined frames": bench.prepare_bare,
     }
+    atomic: dict[str, Callable[[], Case]] = {
+        "AtomicBatch.add": lambda: bench.atomic_add,
+        "publish_atomic": bench.prepare_atomic,
+        "publish_atomic_many, 2 in flight": lambda: bench.prepare_atomic_many(2),
+        "publish_atomic_many, 4 in flight": lambda: bench.prepare_atomic_many(4),
+        "bare socket, joined batches": bench.prepare_bare_atomic,
+    }
     reading: dict[str, Callable[[], Case]] = {
         "js.get_msg(direct=True)": lambda: bench.get_msg,
         "batched get by hand over nats-py": lambda: bench.hand_written,
         "DirectGet.scan": lambda: bench.scan,
         "bare socket, frames counted": lambda: bench.bare_read,
     }
-    rates: dict[str, list[float]] = {name: [] for name in [*publishing, *reading]}
+    rates: dict[str, list[float]] = {name: [] for name in [*publishing, *atomic, *reading]}
     for round_number in range(rounds + 1):  # the first warms up
-        for name, prepare in [*publishing.items(), *reading.items()]:
-            if name in publishing:
+        for name, prepare in [*publishing.items(), *atomic.items(), *reading.items()]:
+            if name not in reading:
                 await bench.fresh()
             run = prepare()
             await asyncio.sleep(0.05)  # let the server finish what the last case left it
@@ -170,6 +223,7 @@ async def measure(url: str, messages: int, size: int, rounds: int, console: Cons
     bench.bare.close()
     for title, cases, baseline, limit in (
         ("publish", publishing, "js.publish_async", "bare socket, joined frames"),
+        (f"atomic batches of {ATOMIC:,}", atomic, "AtomicBatch.add", "bare socket, joined batches"),
         ("read", reading, "batched get by hand over nats-py", "bare socket, frames counted"),
     ):
         table = Table(title=f"{title}: {messages:,} messages of {size} bytes, medians of {rounds} rounds")

@@ -89,6 +89,29 @@ def publish(bare: Bare, first: bytes, blocks: list[bytes], end: bytes, flow: int
     return count
 
 
+def atomic_frames(subjects: list[bytes], payload: bytes, count: int, batch: bytes) -> bytes:
+    """Return an atomic batch, joined: a reply to the first message is asked for, the last one commits."""
+    out = []
+    for seq in range(1, count + 1):
+        commit = b"Nats-Batch-Commit: 1\r\n" if seq == count else b""
+        header = b"NATS/1.0\r\nNats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\n%b\r\n" % (batch, seq, commit)
+        reply = b"%b.%d " % (INBOX, seq) if seq in (1, count) else b""
+        size = len(header)
+        subject = subjects[seq % len(subjects)]
+        out.append(b"HPUB %b %b%d %d\r\n%b%b\r\n" % (subject, reply, size, size + len(payload), header, payload))
+    return b"".join(out)
+
+
+def publish_atomic(bare: Bare, batches: list[bytes]) -> int:
+    """Write atomic batches one after another; return how many messages the server says it stored."""
+    stored = 0
+    for batch in batches:
+        bare.socket.sendall(batch)
+        bare.until(b'"count":')
+        stored += int(bare.until(b"}")[:-1])
+    return stored
+
+
 def read(bare: Bare, stream: str, count: int, batch: int, max_bytes: int) -> int:
     """Read messages 1 to `count` with two requests in flight; return how many the server says it sent."""
     subject = f"$JS.API.DIRECT.GET.{stream}".encode()
