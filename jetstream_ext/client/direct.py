@@ -13,7 +13,8 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.client.leader import get_at_leader, wait_for_leader
-from jetstream_ext.client.replies import Reply, read_blocks, read_proved, reconnected
+from jetstream_ext.client.replies import Reply, read_blocks, reconnected
+from jetstream_ext.client.whole import read_proved
 from jetstream_ext.errors import JetStreamExtError, MessageNotFoundError, MessagesLostError
 from jetstream_ext.protocol import direct as wire
 from jetstream_ext.protocol import frames
@@ -130,8 +131,7 @@ class DirectGet:
         except MessageNotFoundError as error:
             missing = error
         else:
-            # A message by its sequence is what it is; any other answer proves itself only from min_seq on.
-            if min_seq is None or found.seq >= min_seq or (request.seq is not None and request.next_by_subj is None):
+            if min_seq is None or self._proves_itself(found, request, min_seq):
                 return found
         if min_seq is None:
             assert missing is not None
@@ -141,6 +141,12 @@ class DirectGet:
         if truth is None:
             raise wire.status_error(self._stream, b"NATS/1.0 404 Message Not Found\r\n\r\n")
         return truth
+
+    def _proves_itself(self, found: StoredMsg, request: Request, min_seq: int) -> bool:
+        if request.seq == found.seq:
+            return True  # nothing can come before it
+        # Who has min_seq has what is before it, except a mirror: that can lack the message asked for and have a later.
+        return found.seq >= min_seq and (request.last_by_subj is not None or found.stream == self._stream)
 
     async def _ask(self, request: Request, subject: str | None) -> StoredMsg:
         if request.start_time is not None:

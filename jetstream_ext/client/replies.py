@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator
 
 import nats.errors
 
 from jetstream_ext.client.connection import Inbox, JetStream, Sink
-from jetstream_ext.client.leader import LAG_PAUSE, get_at_leader, wait_for_leader
 from jetstream_ext.errors import JetStreamExtError, MessagesLostError, RequestTimeoutError
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.direct import Block, ReplyDecoder
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.plans import Ask, Plan, Scan
+from jetstream_ext.protocol.plans import Ask, Plan
 
 
 class Reply:
@@ -127,49 +125,6 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
     finally:
         for reply in replies.values():
             reply.close()
-
-
-async def read_proved(
-    js: JetStream, stream: str, plan: Scan, timeout: float, *, confirm: bool, min_seq: int | None
-) -> AsyncGenerator[Block, None]:
-    """Drive a range read and prove its end at the stream's leader; replicas that lag are asked again.
-
-    Args:
-        js: The context.
-        stream: The stream.
-        plan: The range.
-        timeout: Seconds without progress that replicas may take to catch up.
-        confirm: Prove the whole range.
-        min_seq: Prove it up to this sequence, at least.
-    """
-    loop = asyncio.get_running_loop()
-    if min_seq is not None:
-        await wait_for_leader(js, stream, min_seq, timeout)
-    if confirm and plan.up_to_seq is None:
-        plan.up_to_seq = (await js.context.stream_info(stream)).state.last_seq
-    proved = plan.up_to_seq if confirm else min_seq
-    assert proved is not None
-    if plan.up_to_seq is not None:
-        proved = min(proved, plan.up_to_seq)
-    deadline = loop.time() + timeout
-    while True:
-        # Closed here, not when it is collected: a read that is left early leaves no subscription.
-        async with contextlib.aclosing(read_blocks(js, stream, plan, timeout)) as blocks:
-            async for block in blocks:
-                deadline = loop.time() + timeout
-                yield block
-        if plan.position >= proved:
-            return
-        missing = await get_at_leader(js, stream, plan.rest().body(), timeout)
-        if missing is None or missing.seq > proved:
-            return
-        if loop.time() >= deadline:
-            raise RequestTimeoutError(
-                f"stream {stream!r}: the leader has sequence {missing.seq}, but no replica that answers direct gets "
-                f"delivered it within {timeout:g} s"
-            )
-        await asyncio.sleep(LAG_PAUSE)
-        plan.reopen()
 
 
 async def reconnected(js: JetStream, timeout: float) -> None:

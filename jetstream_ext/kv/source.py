@@ -16,7 +16,8 @@ from nats.js.errors import NotFoundError
 
 from jetstream_ext.client.api import Api
 from jetstream_ext.client.leader import LAG_PAUSE
-from jetstream_ext.client.replies import read_blocks, read_proved
+from jetstream_ext.client.replies import read_blocks
+from jetstream_ext.client.whole import read_proved
 from jetstream_ext.errors import MessagesLostError, RequestTimeoutError, ServerError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.records import Record, records
