@@ -39,70 +39,70 @@ def info(pair: Any, name: str = "C") -> Any:
     return pair.api(f"CONSUMER.INFO.S.{name}")
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"ack_policy": "none"},
-        {"ack_policy": "all"},
-        {"ack_policy": "odd"},
-        {"ack_policy": "flow_control"},
-        {"ack_policy": "flow_control", "deliver_subject": "out"},
-        {"ack_policy": "flow_control", "deliver_subject": "out", "idle_heartbeat": 5 * SECOND},
-        {"ack_policy": "flow_control", "deliver_subject": "out", "max_deliver": 5},
-        {"ack_policy": "flow_control", "deliver_subject": "out", "ack_wait": 5 * SECOND},
-        {"ack_policy": "flow_control", "deliver_subject": "out", "max_ack_pending": -1},
-        {"deliver_policy": "last"},
-        {"deliver_policy": "new"},
-        {"deliver_policy": "last_per_subject"},
-        {"deliver_policy": "last_per_subject", "filter_subject": "s.>"},
-        {"deliver_policy": "last", "filter_subject": "s.a"},
-        {"deliver_policy": "by_start_sequence"},
-        {"deliver_policy": "by_start_sequence", "opt_start_seq": 4},
-        {"deliver_policy": "by_start_sequence", "opt_start_seq": 99},
-        {"deliver_policy": "by_start_time", "opt_start_time": "2020-01-01T00:00:00Z"},
-        {"deliver_policy": "by_start_time", "opt_start_time": "2100-01-01T00:00:00Z"},
-        {"deliver_policy": "by_start_time"},
-        {"deliver_policy": "all", "opt_start_seq": 4},
-        {"deliver_policy": "new", "opt_start_time": "2020-01-01T00:00:00Z"},
-        {"filter_subject": "s.a"},
-        {"filter_subject": "s..a"},
-        {"filter_subjects": ["s.a", "s.b"]},
-        {"filter_subjects": ["s.a", "s.*"]},
-        {"filter_subjects": ["s.a", ""]},
-        {"filter_subject": "s.a", "filter_subjects": ["s.b"]},
-        {"max_deliver": 3, "backoff": [SECOND, 2 * SECOND, 3 * SECOND]},
-        {"max_deliver": 2, "backoff": [SECOND, 2 * SECOND, 3 * SECOND]},
-        {"max_ack_pending": 5, "max_waiting": 3, "description": "d", "ack_wait": 5 * SECOND},
-        {"deliver_subject": "out"},
-        {"deliver_subject": "out", "ack_policy": "none", "max_ack_pending": 5},
-        {"deliver_subject": "out.*"},
-        {"deliver_subject": "s.x"},
-        {"deliver_subject": "out", "max_waiting": 5},
-        {"deliver_subject": "out", "flow_control": True},
-        {"deliver_subject": "out", "flow_control": True, "idle_heartbeat": 5 * SECOND},
-        {"deliver_subject": "out", "idle_heartbeat": 5},
-        {"deliver_subject": "out", "deliver_group": "g"},
-        {"idle_heartbeat": SECOND},
-        {"flow_control": True},
-        {"max_expires": 5},
-        {"rate_limit_bps": 1000},
-        {"num_replicas": 3},
-        {"num_replicas": -1},
-        {"name": "other"},
-        {"durable_name": "other"},
-        {"inactive_threshold": 60 * SECOND},
-        {"headers_only": True, "mem_storage": True, "metadata": {"a": "b"}},
-        {"nonsense": 1},
-        {"max_deliver": -5, "max_ack_pending": -5},
-    ],
-    ids=str,
-)
-def test_configurations(stream: Any, config: dict[str, Any]) -> None:
-    create(stream, **config)
-    if config.get("durable_name") != "other":
-        info(stream)
-    stream.api("CONSUMER.LIST.S")
+CONFIGURATIONS: list[dict[str, Any]] = [
+    {},
+    {"ack_policy": "none"},
+    {"ack_policy": "all"},
+    {"ack_policy": "odd"},
+    {"ack_policy": "flow_control"},
+    {"ack_policy": "flow_control", "deliver_subject": "out"},
+    {"ack_policy": "flow_control", "deliver_subject": "out", "idle_heartbeat": 5 * SECOND},
+    {"ack_policy": "flow_control", "deliver_subject": "out", "max_deliver": 5},
+    {"ack_policy": "flow_control", "deliver_subject": "out", "ack_wait": 5 * SECOND},
+    {"ack_policy": "flow_control", "deliver_subject": "out", "max_ack_pending": -1},
+    {"deliver_policy": "last"},
+    {"deliver_policy": "new"},
+    {"deliver_policy": "last_per_subject"},
+    {"deliver_policy": "last_per_subject", "filter_subject": "s.>"},
+    {"deliver_policy": "last", "filter_subject": "s.a"},
+    {"deliver_policy": "by_start_sequence"},
+    {"deliver_policy": "by_start_sequence", "opt_start_seq": 4},
+    {"deliver_policy": "by_start_sequence", "opt_start_seq": 99},
+    {"deliver_policy": "by_start_time", "opt_start_time": "2020-01-01T00:00:00Z"},
+    {"deliver_policy": "by_start_time", "opt_start_time": "2100-01-01T00:00:00Z"},
+    {"deliver_policy": "by_start_time"},
+    {"deliver_policy": "all", "opt_start_seq": 4},
+    {"deliver_policy": "new", "opt_start_time": "2020-01-01T00:00:00Z"},
+    {"filter_subject": "s.a"},
+    {"filter_subject": "s..a"},
+    {"filter_subjects": ["s.a", "s.b"]},
+    {"filter_subjects": ["s.a", "s.*"]},
+    {"filter_subjects": ["s.a", ""]},
+    {"filter_subject": "s.a", "filter_subjects": ["s.b"]},
+    {"max_deliver": 3, "backoff": [SECOND, 2 * SECOND, 3 * SECOND]},
+    {"max_deliver": 2, "backoff": [SECOND, 2 * SECOND, 3 * SECOND]},
+    {"max_ack_pending": 5, "max_waiting": 3, "description": "d", "ack_wait": 5 * SECOND},
+    {"deliver_subject": "out"},
+    {"deliver_subject": "out", "ack_policy": "none", "max_ack_pending": 5},
+    {"deliver_subject": "out.*"},
+    {"deliver_subject": "s.x"},
+    {"deliver_subject": "out", "max_waiting": 5},
+    {"deliver_subject": "out", "flow_control": True},
+    {"deliver_subject": "out", "flow_control": True, "idle_heartbeat": 5 * SECOND},
+    {"deliver_subject": "out", "idle_heartbeat": 5},
+    {"deliver_subject": "out", "deliver_group": "g"},
+    {"idle_heartbeat": SECOND},
+    {"flow_control": True},
+    {"max_expires": 5},
+    {"rate_limit_bps": 1000},
+    {"num_replicas": 3},
+    {"num_replicas": -1},
+    {"name": "other"},
+    {"durable_name": "other"},
+    {"inactive_threshold": 60 * SECOND},
+    {"headers_only": True, "mem_storage": True, "metadata": {"a": "b"}},
+    {"nonsense": 1},
+    {"max_deliver": -5, "max_ack_pending": -5},
+]
+
+
+def test_configurations(stream: Any) -> None:
+    for config in CONFIGURATIONS:
+        create(stream, **config)
+        if config.get("durable_name") != "other":
+            info(stream)
+        stream.api("CONSUMER.LIST.S")
+        stream.api("CONSUMER.DELETE.S.C")
 
 
 def test_requests_of_the_api(stream: Any) -> None:
@@ -219,6 +219,7 @@ def test_acknowledgements(stream: Any, policy: str) -> None:
     stream.api("STREAM.INFO.S")
 
 
+@pytest.mark.parametrize("version", ["2.10.26", "2.12.8", "2.15.1"])
 def test_naks_and_redelivery(stream: Any) -> None:
     create(stream, ack_wait=SECOND // 2, max_deliver=3)
     pull(stream, {"batch": 2, "no_wait": True}, wait=2)
@@ -386,20 +387,21 @@ RESETS: list[object] = [
 ]
 
 
-@pytest.mark.parametrize("request_", RESETS, ids=str)
 @pytest.mark.parametrize("policy", ["explicit", "all"])
-def test_reset(stream: Any, request_: object, policy: str) -> None:
+def test_reset(stream: Any, policy: str) -> None:
     if not stream.since("2.14.0"):
         assert stream.api("CONSUMER.RESET.S.C", timeout=0.05) is None
         return
-    create(stream, ack_policy=policy)
-    pull(stream, {"batch": 4, "no_wait": True}, wait=4)
-    for seq in (1, 2, 4):
-        ack(stream, seq)
-    stream.api("CONSUMER.RESET.S.C", request_)
-    info(stream)
-    pull(stream, {"batch": 2, "no_wait": True})
-    info(stream)
+    for request in RESETS:
+        create(stream, ack_policy=policy)
+        pull(stream, {"batch": 4, "no_wait": True}, wait=4)
+        for seq in (1, 2, 4):
+            ack(stream, seq)
+        stream.api("CONSUMER.RESET.S.C", request)
+        info(stream)
+        pull(stream, {"batch": 2, "no_wait": True})
+        info(stream)
+        stream.api("CONSUMER.DELETE.S.C")
 
 
 @pytest.mark.parametrize(

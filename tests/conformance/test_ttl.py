@@ -8,6 +8,7 @@ import pytest
 SECOND = 1_000_000_000
 
 
+@pytest.mark.parametrize("version", ["2.10.26", "2.11.11", "2.15.1"])
 def test_what_expires_in_a_second_and_a_half(pair: Any, headers: Any) -> None:
     streams: dict[str, dict[str, Any]] = {
         "PLAIN": {},
