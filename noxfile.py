@@ -33,6 +33,20 @@ def full(session: nox.Session) -> None:
 
 
 @nox.session
+def simulation(session: nox.Session) -> None:
+    """Run 200,000 schedules of the fast batch in virtual time, some minutes; arguments after `--` go to the script."""
+    session.install("-e", ".")
+    session.run("python", "tests/simulation", *session.posargs)
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """Kill, pause and restart real servers under load, in full size; arguments after `--` go to pytest."""
+    session.install("-e", ".[server]", *group("test"))
+    session.run("python", "-m", "pytest", "tests/faults", *session.posargs, env={"FAULTS": "full"})
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style and format."""
     session.install(*group("lint"))

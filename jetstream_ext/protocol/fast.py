@@ -101,6 +101,8 @@ class FastBatch(FastRecord):
         self._asks_again = False  # the server is to be asked again while draining or committing
         self._doubtful = 0  # while suspended: nothing is known from this sequence on
         self._connected = True
+        self._proved = 0, 0  # what the newest ping proved to have arrived, and what was acknowledged then
+        self._proved_at = 0.0
         self._probed = False  # while suspended: the connection was back once
 
     # -- sending ------------------------------------------------------------------------------------------------
@@ -279,7 +281,7 @@ class FastBatch(FastRecord):
         if isinstance(said, BatchFlowAck):
             self._flow_ack(said, events)
             if reply.op == PING:
-                self._pong(reply.seq, events)
+                self._pong(reply.seq, now, events)
         elif isinstance(said, BatchFlowGap):
             self._gap(reply, said, now, events)
         elif isinstance(said, BatchFlowError):
@@ -299,13 +301,16 @@ class FastBatch(FastRecord):
 
     def _flow_ack(self, ack: BatchFlowAck, events: list[Event]) -> None:
         self._started()
-        if ack.seq >= self.acked:
-            self.acked = min(ack.seq, self.sent)
-            self.flow = max(1, ack.msgs)
-            events.append(ack)
+        self.note_ack(ack, events)
 
-    def _pong(self, seq: int, events: list[Event]) -> None:
-        self.received = max(self.received, min(seq, self.sent))
+    def _pong(self, seq: int, now: float, events: list[Event]) -> None:
+        seq = min(seq, self.sent)
+        if self._proved != (seq, self.acked):
+            self._proved, self._proved_at = (seq, self.acked), now
+        elif self.gap is GapMode.OK and now >= self._proved_at + self._timers.stall_ping:
+            # The server has it all and acknowledges no more of it: they were refused, and the reports are lost.
+            self.answered = seq
+        self.received = max(self.received, seq)
         self.pongs += 1
         events.append(Pong(seq))
         if self.state is State.SUSPENDED and self._connected and seq >= self.sent:
@@ -330,7 +335,7 @@ class FastBatch(FastRecord):
 
     def _message_refused(self, report: BatchFlowError, now: float, events: list[Event]) -> None:
         self._started()
-        self.note_error(report, events)
+        self.note_refusal(report, events)
         if self.gap is GapMode.FAIL and self.state is not State.DRAINING:
             # The server ends the batch by itself; its final ack follows.
             self._drain(endings.refused(self, report.error, report.seq, "partial"), now)

@@ -70,6 +70,8 @@ class FastRecord:
         """The highest batch sequence the server acknowledged."""
         self.received = 0
         """The highest batch sequence that a ping proved to have arrived (or to be reported as a gap)."""
+        self.answered = 0
+        """The highest batch sequence that the window no longer waits for, though it was not acknowledged."""
         self.pongs = 0
         """How many pings were answered."""
         self.end_reason: EndReason | None = None
@@ -82,6 +84,8 @@ class FastRecord:
         self.error_count = 0
         self.in_doubt: deque[InDoubt] = deque(maxlen=KEPT_REPORTS)
         """What nobody knows of after a loss of the connection."""
+        self._refused: set[int] = set()
+        """Refused messages after the last acknowledged one: no ack covers them before a later message is stored."""
         self.cause: BatchError | None = None
         """Why it is draining."""
 
@@ -90,7 +94,10 @@ class FastRecord:
         """How many messages the window still takes."""
         if self.state in (State.STARTING, State.SUSPENDED):
             return 0
-        return self.flow * self.max_outstanding_acks - (self.sent - self.acked)
+        done = max(self.answered, self.acked)
+        if self._refused:
+            done += sum(seq > self.answered for seq in self._refused)
+        return self.flow * self.max_outstanding_acks - (self.sent - done)
 
     @property
     def ready(self) -> bool:
@@ -105,6 +112,21 @@ class FastRecord:
         after everything before it was taken in, and after the report of any gap.
         """
         return max(self.acked, self.received) >= self.sent
+
+    def note_ack(self, ack: BatchFlowAck, events: list[Event]) -> None:
+        """Move the window; an ack that is older than what is known changes nothing."""
+        if ack.seq >= self.acked:
+            self.acked = min(ack.seq, self.sent)
+            self.flow = max(1, ack.msgs)
+            if self._refused:
+                self._refused = {seq for seq in self._refused if seq > self.acked}
+            events.append(ack)
+
+    def note_refusal(self, report: BatchFlowError, events: list[Event]) -> None:
+        """Take that a message was checked and refused: it is dealt with, and has no place in the window."""
+        if report.seq > self.acked:
+            self._refused.add(report.seq)
+        self.note_error(report, events)
 
     def note_gap(self, report: BatchFlowGap, events: list[Event]) -> None:
         """Keep and count the report of a gap."""

@@ -354,6 +354,37 @@ def test_reports_are_bounded_and_counted() -> None:
     assert (machine.error_count, len(machine.errors)) == (1005, 1000)
 
 
+def test_a_refused_message_has_no_place_in_the_window() -> None:
+    # No ack covers it before a later message is stored: a window full of refused messages would never open again.
+    machine = batch(OK, max_outstanding_acks=1)
+    machine.add(message(), 0.0)
+    machine.receive([ack(0, 3, op=0)], 0.0)
+    machine.add(message(), 0.0)
+    machine.add(message(), 0.0)
+    assert machine.room == 0
+    machine.receive([err(2), err(2), err(3)], 0.0)
+    assert machine.room == 2
+    machine.receive([ack(1, 3)], 0.0)
+    assert machine.room == 3
+    machine.add(message(), 0.0)
+    machine.receive([ack(4, 3)], 0.0)
+    assert machine.room == 3
+
+
+def test_a_window_that_only_lost_reports_fill_opens_again() -> None:
+    machine = batch(OK, max_outstanding_acks=1, stall_ping=1.0)
+    machine.add(message(), 0.0)
+    machine.receive([ack(0, 2, op=0)], 0.0)
+    machine.add(message(), 0.0)
+    machine.receive([ack(0, 2, seq=2, op=4)], 1.0)
+    machine.receive([ack(0, 2, seq=2, op=4)], 1.5)
+    assert machine.room == 0, "a replica may be slow"
+    machine.receive([ack(0, 2, seq=2, op=4)], 2.0)
+    assert (machine.room, machine.acked) == (2, 0)
+    machine.add(message(), 2.0)
+    assert machine.room == 1
+
+
 def test_a_refused_message_is_reported_with_its_sequence() -> None:
     machine = in_state(O, OK)
     for frame, cls in ((err(2), errors.WrongLastSequenceError), (refusal(10054, 3), errors.MessageTooLargeError)):

@@ -1,0 +1,70 @@
+"""A few seconds of the simulation; `nox -s simulation` runs all of it."""
+
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fast_schedules import name_of, replay, run
+
+from jetstream_ext.protocol.fast import FastBatch
+from jetstream_ext.protocol.fast_record import FastRecord
+from jetstream_ext.types import GapMode
+
+SCHEDULES = 600  # of each mode
+
+
+def test_schedules() -> None:
+    first = Random().randrange(10**9)  # others in every run: a failure names its seed
+    failures = [f"{name_of(*schedule)}: {error}" for schedule, error in run(first, SCHEDULES) if error is not None]
+    assert not failures, "replay with: python tests/simulation --replay <name>\n" + "\n".join(failures)
+
+
+def test_a_schedule_can_be_replayed() -> None:
+    for name in ("ok:wire:58", "fail:chaos:25"):
+        one: list[str] = []
+        other: list[str] = []
+        replay(name, one.append)
+        replay(name, other.append)
+        assert one == other
+        assert len(one) > 3
+
+
+# Schedules that found something once.
+@pytest.mark.parametrize("name", [
+    "ok:wire:176",  # a window full of refused messages is never acknowledged
+    "ok:chaos:1025",  # … nor is one whose reports were lost
+])  # fmt: skip
+def test_found_before(name: str) -> None:
+    replay(name)
+
+
+def _moves_back(self: FastRecord, ack: object, events: object) -> None:
+    self.acked = min(ack.seq, self.sent)  # type: ignore[attr-defined]
+
+
+def _trusts_gaps(self: FastRecord, report: object, events: object) -> None:
+    self.acked = min(report.seq, self.sent)  # type: ignore[attr-defined]
+
+
+def _never_asks(self: FastBatch, now: float) -> tuple[list[object], bytes]:
+    return [], b""
+
+
+BUGS = {
+    "acks that go back": (FastRecord, "note_ack", _moves_back, GapMode.FAIL),
+    "a gap that moves the window": (FastRecord, "note_gap", _trusts_gaps, GapMode.FAIL),
+    "no timers": (FastBatch, "handle_timer", _never_asks, GapMode.OK),
+    "no doubts": (FastBatch, "_resumed", lambda self, *_: setattr(self, "state", type(self.state).OPEN), GapMode.OK),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_finds_bugs(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+    """The simulation is worth something only if it notices a machine that is wrong."""
+    owner, name, wrong, mode = BUGS[bug]
+    monkeypatch.setattr(owner, name, wrong)
+    assert any(error is not None for (at, _, _), error in run(0, 2000) if at is mode)
