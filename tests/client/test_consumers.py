@@ -196,7 +196,7 @@ class FakeApi:
                 await msg.respond(payload)
 
         await self._nc.subscribe(f"{self._prefix}.{what}", cb=reply)
-        await self._nc.flush()
+        await self._nc.request("$JS.API.INFO", timeout=SLACK)  # nats-py's flush() overtakes the subscription
 
 
 @pytest.fixture
@@ -333,9 +333,14 @@ async def test_a_push_subscription_lives_through_it(
     await until(lambda: got[10:] == list(range(4, 11)))
     await js.publish(f"{name}.11", b"11")
     await until(lambda: got[17:] == [11])
-    info = await sub.consumer_info()
-    assert info.ack_floor is not None
-    assert info.ack_floor.stream_seq == 11
+
+    async def acknowledged() -> bool:
+        info = await sub.consumer_info()
+        return info.ack_floor is not None and info.ack_floor.stream_seq == 11
+
+    async with asyncio.timeout(SLACK):
+        while not await acknowledged():
+            await asyncio.sleep(0.01)
     await sub.unsubscribe()
 
 
