@@ -236,10 +236,14 @@ class FastBatch(FastRecord):
         """Go on after the answer to the ping; the server lost what is from sequence `tail` on."""
         self.state = State.OPEN
         self._timers.stop()
-        if self._doubtful < tail:
-            doubt = InDoubt(self._doubtful, tail - 1)
-            self.in_doubt.append(doubt)
-            events.append(doubt)
+        events += self._doubts(tail)
+
+    def _doubts(self, tail: int) -> list[Event]:
+        if self._doubtful >= tail:
+            return []
+        doubt = InDoubt(self._doubtful, tail - 1)
+        self.in_doubt.append(doubt)
+        return [doubt]
 
     # -- receiving ----------------------------------------------------------------------------------------------
 
@@ -307,7 +311,7 @@ class FastBatch(FastRecord):
         seq = min(seq, self.sent)
         if self._proved != (seq, self.acked):
             self._proved, self._proved_at = (seq, self.acked), now
-        elif self.gap is GapMode.OK and now >= self._proved_at + self._timers.stall_ping:
+        elif self.gap is GapMode.OK and self.room <= 0 and now >= self._proved_at + self._timers.stall_ping:
             # The server has it all and acknowledges no more of it: they were refused, and the reports are lost.
             self.answered = seq
         self.received = max(self.received, seq)
@@ -416,6 +420,7 @@ class FastBatch(FastRecord):
         self._timers.wait_anew(now)
 
     def _end(self, reason: EndReason, error: JetStreamExtError | None) -> list[Event]:
+        doubts = self._doubts(self.sent + 1) if self.state is State.SUSPENDED else []
         self.state = State.ENDED
         self.end_reason = reason
         self._timers.stop()
@@ -423,7 +428,7 @@ class FastBatch(FastRecord):
             error.ack = self.ack
             error.sent, error.acked = self.sent, self.acked
         self.error = error
-        return [Ended(reason)]
+        return [*doubts, Ended(reason)]
 
     # -- timers -------------------------------------------------------------------------------------------------
 

@@ -249,7 +249,7 @@ def test_discarding(state: State) -> None:
     if state is E:
         assert (events, machine.end_reason) == ([], EndReason.COMMITTED)
         return
-    assert events == [Ended(EndReason.DISCARDED)]
+    assert events[-1:] == [Ended(EndReason.DISCARDED)]
     expected = errors.BatchOutcomeUnknownError if state is C else errors.BatchClosedError
     with pytest.raises(expected):
         machine.add(message(), 1.0)
@@ -379,6 +379,7 @@ def test_a_window_that_only_lost_reports_fill_opens_again() -> None:
     machine.receive([ack(0, 2, seq=2, op=4)], 1.0)
     machine.receive([ack(0, 2, seq=2, op=4)], 1.5)
     assert machine.room == 0, "a replica may be slow"
+    assert machine.answered == 0
     machine.receive([ack(0, 2, seq=2, op=4)], 2.0)
     assert (machine.room, machine.acked) == (2, 0)
     machine.add(message(), 2.0)
