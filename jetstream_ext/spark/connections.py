@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Final, Generic, TypeVar
 
@@ -32,6 +33,7 @@ class Lease:
     def __init__(self, loop: asyncio.AbstractEventLoop, connection: WorkerConnection) -> None:
         self.connection = connection
         self._loop = loop
+        self._started: Future[Any] | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         """Run a coroutine on the connection's loop; return its result.
@@ -39,12 +41,28 @@ class Lease:
         Raises:
             RefusedError: It timed out, and the server had refused permission for something meanwhile.
         """
-        try:
-            return _run(self._loop, coroutine)
-        except nats.errors.TimeoutError as error:
-            if self.connection.refusal is None:
-                raise
-            raise RefusedError(f"{error}; the server said: {self.connection.refusal}") from error
+        return self.start(coroutine)()
+
+    def start(self, coroutine: Coroutine[Any, Any, _Result]) -> Callable[[], _Result]:
+        """Start a coroutine on the connection's loop; return what waits for its result, as `run` does."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self._started = future
+
+        def wait() -> _Result:
+            try:
+                return _wait(future)
+            except nats.errors.TimeoutError as error:
+                if self.connection.refusal is None:
+                    raise
+                raise RefusedError(f"{error}; the server said: {self.connection.refusal}") from error
+
+        return wait
+
+    def abandon(self) -> None:
+        """Cancel what was started last, and wait for its end, whatever that is."""
+        if self._started is not None:
+            self._started.cancel()
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result()
 
     def iterate(self, items: AsyncGenerator[_Item, None]) -> Iterator[_Item]:
         """Iterate over an async generator, which makes one item while the caller is busy with the last."""
@@ -189,7 +207,10 @@ class Connections:
 
 
 def _run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    return _wait(asyncio.run_coroutine_threadsafe(coroutine, loop))
+
+
+def _wait(future: Future[_Result]) -> _Result:
     try:
         return future.result()
     except BaseException:  # an interrupt of this thread, too

@@ -6,12 +6,21 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+    InputPartition,
+)
 from pyspark.sql.types import ArrayType, BinaryType, DataType, LongType, MapType, StringType, StructType, TimestampType
 
+from jetstream_ext.spark.given import OptionError
 from jetstream_ext.spark.options import ReadOptions
 from jetstream_ext.spark.partitions import JetStreamPartition, read_partition
 from jetstream_ext.spark.pushed import NOTHING_PUSHED, understand
+from jetstream_ext.spark.write_options import WriteOptions
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -94,6 +103,33 @@ class JetStreamDataSource(DataSource):
         options = ReadOptions.parse(self.options)
         _check_schema(schema)
         return (PushDownReader if _push_down_is_on() else JetStreamReader)(options, schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        """Return the writer of a DataFrame; whatever can be checked is checked here, on the driver.
+
+        Raises:
+            OptionError: An option or a column is missing, unknown, malformed or in conflict with another; or the mode
+                is overwrite.
+            PlanningError: The stream cannot be written to this way.
+        """
+        from jetstream_ext.spark.sink import JetStreamWriter
+
+        return JetStreamWriter(self._write_options(overwrite, streaming=False), schema)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 - Spark's name
+        """Return the writer of a micro-batch; otherwise as `writer`."""
+        from jetstream_ext.spark.sink import JetStreamStreamWriter
+
+        writer: DataSourceStreamWriter = JetStreamStreamWriter(self._write_options(overwrite, streaming=True), schema)
+        return writer
+
+    def _write_options(self, overwrite: bool, *, streaming: bool) -> WriteOptions:
+        if overwrite:
+            raise OptionError(
+                "mode 'overwrite' (and output mode 'complete'): a stream is only ever appended to; use "
+                ".mode('append'), and purge the stream yourself if that is what you want"
+            )
+        return WriteOptions.parse(self.options, streaming=streaming)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """Return the reader of a streaming query.

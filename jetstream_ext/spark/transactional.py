@@ -1,0 +1,199 @@
+"""Writing by atomic batches: rows and a marker of them, stored together or not at all.
+
+::
+
+    open      layout record: written for this micro-batch, or the same as it was ─── other ──► ReplayError
+              marker: how many rows of this micro-batch are there already ────────── newer ──► FencedError
+    store     rows that are there: their digest must be the marker's ─────────────── other ──► ReplayError
+              the rest and a new marker, if the marker is still the one that was read
+                 stored                 → next
+                 the marker has moved   → another attempt was here: read it, look again
+                 outcome unknown        → the marker knows: read it, look again
+                 refused for now        → the same again, a little later
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from nats.js import JetStreamContext
+
+from jetstream_ext.client.atomic import publish_atomic
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.leader import get_at_leader
+from jetstream_ext.errors import AtomicPublishTooLargeError, WrongLastSequenceError
+from jetstream_ext.spark.dedupe import content
+from jetstream_ext.spark.markers import FencedError, Marker, ReplayError
+from jetstream_ext.spark.patience import Patience, SinkError, passes
+from jetstream_ext.spark.rows import Message
+from jetstream_ext.spark.write_options import WriteOptions
+from jetstream_ext.types import BatchMessage
+
+_ADVICE = (
+    "the input is not the same each time (see the documentation on exactly-once), or its partitions have changed; "
+    "nothing was stored"
+)
+
+
+class Digest:
+    """A digest of the rows so far."""
+
+    def __init__(self) -> None:
+        self._hash = blake2b(digest_size=16)
+
+    def add(self, message: Message) -> None:
+        """Take one row more."""
+        row = content(message.subject, message.data, message.headers)
+        self._hash.update(b"%d:" % len(row))
+        self._hash.update(row)
+
+    def copy(self) -> Digest:
+        """Return another one with the same rows."""
+        other = Digest()
+        other._hash = self._hash.copy()
+        return other
+
+    def text(self) -> str:
+        """Return the digest."""
+        return self._hash.hexdigest()
+
+
+class Transactions:
+    """The transactions of one attempt at one partition.
+
+    Args:
+        context: The context.
+        options: The write.
+        writer: The name of the query, or of the batch write.
+        batch: The micro-batch; 0 for a batch write.
+        partition: The partition.
+        rollup: Whether a marker may take away the one before.
+    """
+
+    def __init__(
+        self, context: JetStreamContext, options: WriteOptions, writer: str, batch: int, partition: int, *, rollup: bool
+    ) -> None:
+        self._context = context
+        self._js = JetStream(context)
+        self._options = options
+        self._batch = batch
+        self._partition = partition
+        self._rollup = rollup
+        self._subject = f"{options.marker_prefix}.{writer}.{partition}"
+        self._marker = Marker(-1, 0, "", done=False)
+        self._digest = Digest()
+        self._position = 0
+        self._patience = Patience(self._what())
+        self.skipped = 0
+        """Rows that were stored by an earlier attempt."""
+
+    async def open(self) -> None:
+        """Find out what is stored already.
+
+        Raises:
+            FencedError: A later micro-batch has been here.
+            SinkError: The leader does not say.
+        """
+        await self._read_marker()
+
+    async def store(self, messages: Sequence[Message], *, last: bool) -> None:
+        """Store the next rows, or find that they are stored.
+
+        Args:
+            messages: The rows.
+            last: There are no more.
+
+        Raises:
+            FencedError, ReplayError: As for `open`; or the rows are not those that were stored before.
+            SinkError: It could not be done.
+            ServerError: The server refused a row.
+        """
+        start, end = self._position, self._position + len(messages)
+        digest = self._digest
+        self._digest = after = digest.copy()
+        for message in messages:
+            after.add(message)
+        while True:
+            stored = self._marker.rows if self._marker.batch == self._batch else 0
+            if stored >= end:
+                self._check(stored, end, after, last=last)
+                self.skipped += end - start
+                break
+            if stored > start:
+                if self._marker.done:
+                    raise self._has_more(stored)
+                some = digest.copy()
+                for message in messages[: stored - start]:
+                    some.add(message)
+                self._compare(some)
+            elif stored < start:
+                raise ReplayError(f"{self._what()}: the marker of {start} rows is gone from {self._subject!r}")
+            marker = Marker(self._batch, end, after.text(), done=last)
+            if await self._commit(messages[stored - start :], marker):
+                break
+        self._position = end
+
+    async def _commit(self, messages: Sequence[Message], marker: Marker) -> bool:
+        """Store rows and their marker; False: look at the marker again."""
+        rows = [BatchMessage(subject, data, headers) for subject, data, headers, _ in messages]
+        rows.append(marker.message(self._subject, self._marker.seq, rollup=self._rollup))
+        try:
+            ack = await publish_atomic(self._context, rows)
+        except WrongLastSequenceError:
+            seen = self._marker
+            await self._read_marker()
+            if self._marker == seen:
+                raise
+            return False
+        except AtomicPublishTooLargeError as error:
+            raise SinkError(
+                f"{self._what()}: the server takes fewer than {len(rows)} messages per batch ({error}); set the option "
+                "transactionRows below that"
+            ) from error
+        except Exception as error:
+            if not passes(error):
+                raise
+            # Stored or not, and if the commit is still on its way: the marker tells, and fences.
+            await self._patience.after(error)
+            await self._read_marker()
+            return False
+        self._patience.reset()
+        self._marker = Marker(marker.batch, marker.rows, marker.digest, marker.done, ack.seq)
+        return True
+
+    def _check(self, stored: int, end: int, digest: Digest, *, last: bool) -> None:
+        if last and stored > end:
+            raise ReplayError(f"{self._what()}: {stored} rows of it are stored, and now it has {end} only; {_ADVICE}")
+        if stored == end and stored:
+            if self._marker.done and not last:
+                raise self._has_more(stored)
+            self._compare(digest)
+
+    def _has_more(self, stored: int) -> ReplayError:
+        return ReplayError(f"{self._what()}: it had {stored} rows, and now it has more; {_ADVICE}")
+
+    def _compare(self, digest: Digest) -> None:
+        if digest.text() != self._marker.digest:
+            raise ReplayError(
+                f"{self._what()}: {self._marker.rows} rows of it are stored, and now they are others; {_ADVICE}"
+            )
+
+    def _what(self) -> str:
+        return f"stream {self._options.stream!r}, partition {self._partition} of micro-batch {self._batch}"
+
+    async def _read_marker(self) -> None:
+        while True:
+            try:
+                stored = await get_at_leader(
+                    self._js, self._options.stream, {"last_by_subj": self._subject}, self._js.timeout
+                )
+                break
+            except Exception as error:
+                if not passes(error):
+                    raise
+                await self._patience.after(error)
+        marker = Marker(-1, 0, "", done=False) if stored is None else Marker.decode(stored)
+        if marker.batch > self._batch:
+            raise FencedError(f"{self._what()}: micro-batch {marker.batch} has been here; this attempt is out of date")
+        self._marker = marker

@@ -1,0 +1,384 @@
+"""Exactly once under faults, by content: from one stream to another, 0 missing and 0 duplicated.
+
+Short here; ``nox -s spark_faults`` runs each with 40,000 rows (``JSX_FAULT_ROWS``) and adds those that need a cluster of
+several JVMs (``JSX_FAULT_CLUSTER``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig
+
+import jetstream_ext as jsx
+from jetstream_ext.testing import NatsServer
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+ROWS = int(os.environ.get("JSX_FAULT_ROWS", "4000"))
+JOB = Path(__file__).with_name("fault_job.py")
+EXACT = ["dedupe", "transactional"]
+
+pytestmark = pytest.mark.timeout(600)
+in_cluster = pytest.mark.skipif("JSX_FAULT_CLUSTER" not in os.environ, reason="nox -s spark_faults runs it")
+
+
+class Pipeline:
+    """Two streams on a server, and a checkpoint."""
+
+    def __init__(self, server: NatsServer, run: Callable[..., Any], name: str, folder: Path) -> None:
+        self.server, self._run = server, run
+        self.source, self.sink = f"{name}IN", f"{name}OUT"
+        self.checkpoint = folder / "checkpoint"
+
+    def make(self, **config: Any) -> None:
+        async def fill(js: JetStreamContext) -> None:
+            await js.add_stream(
+                StreamConfig(name=self.source, subjects=[f"{self.source}.*"], allow_direct=True, allow_batched=True)
+            )
+            sink = StreamConfig(
+                name=self.sink,
+                subjects=[f"{self.sink}.*", f"_spark.{self.sink}.>"],
+                allow_direct=True,
+                allow_batched=True,
+                allow_atomic=True,
+            )
+            await js.add_stream(sink.evolve(**config))
+
+        self._run(fill, self.server.url)
+        self.more(0)
+
+    def more(self, first: int, rows: int = ROWS) -> None:
+        async def publish(js: JetStreamContext) -> None:
+            async with jsx.FastPublisher(js) as publisher:
+                await publisher.add_many((f"{self.source}.a", b"row %d" % row) for row in range(first, first + rows))
+
+        self._run(publish, self.server.url)
+
+    def stored(self) -> Counter[bytes]:
+        async def scan(js: JetStreamContext) -> Counter[bytes]:
+            found: Counter[bytes] = Counter()
+            async with jsx.DirectGet(js, self.sink).scan(subject=f"{self.sink}.out", confirm=True) as messages:
+                async for message in messages:
+                    found[message.data] += 1
+            return found
+
+        return self._run(scan, self.server.url)
+
+    def count(self) -> int:
+        return self._run(lambda js: _count(js, self.sink), self.server.url)
+
+    def check(self, rows: int = ROWS) -> None:
+        """Every row is there, once."""
+        missing, duplicated = self.compare(rows)
+        assert (missing, duplicated) == (0, 0)
+
+    def compare(self, rows: int = ROWS) -> tuple[int, int]:
+        found = self.stored()
+        expected = {b"row %d" % row for row in range(rows)}
+        assert not set(found) - expected
+        return len(expected - set(found)), sum(found.values()) - len(found)
+
+    def query(self, spark: SparkSession, semantics: str, *, through: Any = None, limit: int | None = None) -> Any:
+        """Start the query in this session."""
+        source = spark.readStream.format("jetstream").options(servers=self.server.url, minPartitions="2")
+        if tuple(map(int, spark.version.split(".")[:2])) >= (4, 2):
+            source = source.option("maxOffsetsPerTrigger", str(limit or ROWS // 4))
+        frame = source.load(self.source).selectExpr(f"'{self.sink}.out' AS subject", "data")
+        if through is not None:
+            frame = frame.mapInArrow(through, frame.schema)
+        options = {"servers": self.server.url, "stream": self.sink, "semantics": semantics}
+        if semantics == "transactional":
+            options["sinkPartitions"] = "2"
+        writer = frame.writeStream.format("jetstream").options(**options).trigger(availableNow=True)
+        return writer.option("checkpointLocation", str(self.checkpoint)).start()
+
+    def run(self, spark: SparkSession, semantics: str, **options: Any) -> None:
+        self.query(spark, semantics, **options).awaitTermination()
+
+    def forget_commit(self) -> None:
+        """Take back Spark's record that the newest micro-batch is committed: what a crash right before it leaves."""
+        commits = sorted(int(path.name) for path in (self.checkpoint / "commits").iterdir() if path.name.isdigit())
+        for name in (f"{commits[-1]}", f".{commits[-1]}.crc"):
+            (self.checkpoint / "commits" / name).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def job(self, semantics: str, **given: Any) -> Iterator[subprocess.Popen[str]]:
+        """The query in a process of its own."""
+        text = json.dumps(
+            {
+                "servers": self.server.url,
+                "source": self.source,
+                "sink": self.sink,
+                "semantics": semantics,
+                "checkpoint": str(self.checkpoint),
+                "limit": ROWS // 4,
+                "pause": 200 / ROWS,
+            }
+            | given
+        )
+        environment = os.environ | {"PYSPARK_PYTHON": sys.executable}
+        process = subprocess.Popen(
+            [sys.executable, str(JOB), text],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+            start_new_session=True,  # the driver's JVM and Python workers die with it
+        )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+    def until(self, rows: int, seconds: float = 120) -> None:
+        """Wait until the sink has so many rows."""
+        deadline = time.monotonic() + seconds
+        while self.count() < rows:
+            assert time.monotonic() < deadline, f"{self.count()} rows after {seconds} s"
+            time.sleep(0.05)
+
+
+async def _count(js: JetStreamContext, stream: str) -> int:
+    return int((await js.stream_info(stream)).state.messages)
+
+
+@pytest.fixture
+def pipeline(server: NatsServer, with_js: Any, stream_name: Callable[[], str], tmp_path: Path) -> Pipeline:
+    return Pipeline(server, with_js, stream_name(), tmp_path)
+
+
+def dying(rows: int) -> Any:
+    """Fail the first attempt at partition 0 of every micro-batch after `rows` rows."""
+
+    def work(batches: Any) -> Any:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        passed = 0
+        for batch in batches:
+            for first in range(0, batch.num_rows, 100):
+                yield batch.slice(first, 100)
+                passed += 100
+                if passed >= rows and context.partitionId() == 0 and context.attemptNumber() == 0:
+                    raise RuntimeError("a task dies")
+
+    return work
+
+
+@pytest.mark.parametrize("semantics", EXACT)
+def test_a_task_dies_in_every_micro_batch(spark: SparkSession, pipeline: Pipeline, semantics: str) -> None:
+    pipeline.make()
+    # Arrow batches are small, so that some were handed on and stored when the task dies.
+    before = spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch")
+    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "100")
+    try:
+        pipeline.run(spark, semantics, through=dying(ROWS // 16))
+    finally:
+        spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", before)
+    pipeline.check()
+
+
+def test_a_task_dies_without_protection(spark: SparkSession, pipeline: Pipeline) -> None:
+    """The fault is one: without ids, rows are there twice."""
+    pipeline.make()
+    before = spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch")
+    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "100")
+    try:
+        pipeline.run(spark, "none", through=dying(ROWS // 16))
+    finally:
+        spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", before)
+    missing, duplicated = pipeline.compare()
+    assert missing == 0
+    assert duplicated > 0
+
+
+@pytest.mark.parametrize("semantics", EXACT)
+def test_a_failure_between_the_write_and_the_commit_log(
+    spark: SparkSession, pipeline: Pipeline, semantics: str
+) -> None:
+    pipeline.make()
+    pipeline.run(spark, semantics)
+    for _ in range(2):
+        pipeline.forget_commit()
+        pipeline.run(spark, semantics)
+    pipeline.check()
+    pipeline.more(ROWS, 100)
+    pipeline.run(spark, semantics)
+    pipeline.check(ROWS + 100)
+
+
+def test_the_same_after_the_duplicate_window(spark: SparkSession, pipeline: Pipeline) -> None:
+    pipeline.make(duplicate_window=1)
+    pipeline.run(spark, "transactional")
+    pipeline.forget_commit()
+    time.sleep(2)
+    pipeline.run(spark, "transactional")
+    pipeline.check()
+
+
+def test_the_same_after_the_duplicate_window_by_ids(spark: SparkSession, pipeline: Pipeline) -> None:
+    """Outside the window ids repeat rows, as documented, and lose none."""
+    pipeline.make(duplicate_window=1)
+    pipeline.run(spark, "dedupe")
+    pipeline.forget_commit()
+    time.sleep(2)
+    pipeline.run(spark, "dedupe")
+    missing, duplicated = pipeline.compare()
+    assert missing == 0
+    assert duplicated > 0
+
+
+@pytest.mark.parametrize("semantics", EXACT)
+def test_a_query_that_fails_before_the_write(spark: SparkSession, pipeline: Pipeline, semantics: str) -> None:
+    """The micro-batch is in the offset log, nothing of it in the sink; then some of it."""
+    from pyspark.errors import StreamingQueryException
+
+    pipeline.make()
+
+    def failing(rows: int) -> Any:
+        def work(batches: Any) -> Any:
+            passed = 0
+            for batch in batches:
+                for first in range(0, batch.num_rows, 100):
+                    if passed >= rows:
+                        raise RuntimeError("every attempt fails")
+                    yield batch.slice(first, 100)
+                    passed += 100
+
+        return work
+
+    for rows in (0, ROWS // 20):
+        with pytest.raises(StreamingQueryException):
+            pipeline.run(spark, semantics, through=failing(rows))
+    assert sum(pipeline.stored().values()) < ROWS
+    pipeline.run(spark, semantics)
+    pipeline.check()
+
+
+def test_a_replay_in_other_partitions_is_refused(spark: SparkSession, pipeline: Pipeline) -> None:
+    from pyspark.errors import StreamingQueryException
+
+    pipeline.make()
+    pipeline.run(spark, "transactional")
+    pipeline.forget_commit()
+    source = spark.readStream.format("jetstream").options(servers=pipeline.server.url, minPartitions="3")
+    frame = source.load(pipeline.source).selectExpr(f"'{pipeline.sink}.out' AS subject", "data")
+    options = {"servers": pipeline.server.url, "stream": pipeline.sink, "semantics": "transactional"}
+    writer = frame.writeStream.format("jetstream").options(**options, sinkPartitions="3").trigger(availableNow=True)
+    query = writer.option("checkpointLocation", str(pipeline.checkpoint)).start()
+    with pytest.raises(StreamingQueryException, match="came in 2 partitions before, and in 3 now"):
+        query.awaitTermination()
+    pipeline.check()
+    pipeline.run(spark, "transactional")
+    pipeline.check()
+
+
+@pytest.mark.parametrize("semantics", EXACT)
+def test_the_server_is_killed(spark: SparkSession, with_js: Any, tmp_path: Path, semantics: str) -> None:
+    with NatsServer() as server:
+        pipeline = Pipeline(server, with_js, "K", tmp_path)
+        pipeline.make()
+        pause = 200 / ROWS
+
+        def slow(batches: Any) -> Any:
+            import time
+
+            for batch in batches:
+                for first in range(0, batch.num_rows, 500):
+                    time.sleep(pause)
+                    yield batch.slice(first, 500)
+
+        query = pipeline.query(spark, semantics, through=slow)
+        pipeline.until(ROWS // 8)
+        for _ in range(2):
+            server.kill()
+            time.sleep(0.5)
+            server.restart()
+            time.sleep(1.0)
+        for _ in range(3):
+            try:
+                query.awaitTermination()
+                break
+            except Exception:  # the driver asked while the server was away: the user starts the query again
+                query = pipeline.query(spark, semantics)
+        pipeline.check()
+
+
+@pytest.mark.parametrize("semantics", EXACT)
+def test_the_driver_is_killed(pipeline: Pipeline, semantics: str) -> None:
+    if semantics == "dedupe" and "JSX_FAULT_CLUSTER" not in os.environ:
+        pytest.skip("nox -s spark_faults runs it")
+    pipeline.make()
+    with pipeline.job(semantics) as job:
+        pipeline.until(ROWS // 3)
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    assert sum(pipeline.stored().values()) < ROWS
+    with pipeline.job(semantics, pause=0) as job:
+        assert job.wait(timeout=300) == 0
+    pipeline.check()
+
+
+CLUSTER = {"master": "local-cluster[2,1,1024]", "conf": {"spark.executor.memory": "1g", "spark.executor.cores": "1"}}
+
+
+@in_cluster
+@pytest.mark.parametrize("semantics", EXACT)
+def test_an_executor_is_killed(pipeline: Pipeline, semantics: str) -> None:
+    pipeline.make()
+    with pipeline.job(semantics, **CLUSTER) as job:
+        pipeline.until(ROWS // 3)
+        executors = _executors(job.pid)
+        assert executors
+        os.kill(executors[0], signal.SIGKILL)
+        assert job.wait(timeout=500) == 0
+    pipeline.check()
+
+
+def _executors(session: int) -> list[int]:
+    """The JVMs of the executors among the processes of one session."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            command = (path / "cmdline").read_bytes()
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and b"CoarseGrainedExecutorBackend" in command:
+                found.append(int(path.name))
+    return found
+
+
+@in_cluster
+@pytest.mark.parametrize("semantics", EXACT)
+def test_speculative_attempts(pipeline: Pipeline, semantics: str) -> None:
+    pipeline.make()
+    conf = CLUSTER["conf"] | {
+        "spark.speculation": "true",
+        "spark.speculation.interval": "100ms",
+        "spark.speculation.multiplier": "1.1",
+        "spark.speculation.quantile": "0.3",
+        "spark.speculation.minTaskRuntime": "100ms",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "500",
+    }
+    given = CLUSTER | {"conf": conf, "straggler": True}
+    with pipeline.job(semantics, **given) as job:
+        assert job.wait(timeout=500) == 0
+    pipeline.check()

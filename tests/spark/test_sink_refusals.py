@@ -1,0 +1,153 @@
+"""What is refused on the driver before any task runs: the sink's writers are made there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from nats.js.api import StreamConfig
+from pyspark.sql.datasource import CaseInsensitiveDict
+from pyspark.sql.types import StructType
+
+from jetstream_ext.spark import connections as worker_connections
+from jetstream_ext.spark.connections import Connections
+from jetstream_ext.spark.given import OptionError
+from jetstream_ext.spark.source import JetStreamDataSource
+from jetstream_ext.spark.states import PlanningError
+from jetstream_ext.testing import NatsServer
+
+BOTH = {"subject": "string", "data": "string"}
+
+
+@pytest.fixture
+def make(with_js: Any, stream_name: Callable[[], str]) -> Callable[..., str]:
+    def make_stream(**config: Any) -> str:
+        name = stream_name()
+        defaults = StreamConfig(
+            name=name, subjects=[f"{name}.*", f"_spark.{name}.>"], allow_batched=True, allow_atomic=True
+        )
+        with_js(lambda js: js.add_stream(defaults.evolve(**config)))
+        return name
+
+    return make_stream
+
+
+@pytest.fixture
+def writer(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> Any:
+    cache = Connections()
+    monkeypatch.setattr(worker_connections, "connections", lambda: cache)
+
+    def make_writer(
+        columns: dict[str, str], name: str, *, overwrite: bool = False, streaming: bool = False, **options: str
+    ) -> Any:
+        given = CaseInsensitiveDict({"servers": server.url, "stream": name, "requestTimeout": "5"} | options)
+        source, schema = JetStreamDataSource(given), StructType()
+        for column, kind in columns.items():
+            schema = schema.add(column, kind)
+        return (source.streamWriter if streaming else source.writer)(schema, overwrite)
+
+    yield make_writer
+    cache.close()
+
+
+TRANSACTIONAL = {"semantics": "transactional"}
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["batch", "streaming"])
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({"allow_batched": False}, {}, "has no allow_batched, which semantics=dedupe needs; turn it on"),
+        ({"allow_batched": False}, {"semantics": "none"}, "has no allow_batched"),
+        ({"allow_atomic": False}, TRANSACTIONAL | {"sinkPartitions": "2"}, "has no allow_atomic"),
+        (
+            {"subjects": ["only.this"]},
+            TRANSACTIONAL | {"sinkPartitions": "2"},
+            "keeps its markers: add that to the stream",
+        ),
+        ({}, {"subject": "other.subject"}, "'other.subject' is not among the subjects of stream"),
+        ({}, {"subject": "a.*"}, "'subject': subject 'a.*' has a wildcard"),
+        ({}, {"stream": "NOT_THERE"}, "stream 'NOT_THERE' does not exist"),
+        ({}, {"stream": "A,B"}, "rows go into one stream"),
+        ({}, {"semantic": "none"}, "did you mean 'semantics'"),
+        ({}, {"semantics": "exactly"}, "none of dedupe, transactional, none"),
+        ({}, {"startingOffsets": "latest"}, "belongs to reading"),
+        ({}, {"sinkPartitions": "3"}, "belongs to semantics=transactional, not dedupe"),
+        ({}, TRANSACTIONAL | {"sinkPartitions": "0"}, "'sinkPartitions': '0' is no integer from 1"),
+        ({}, TRANSACTIONAL | {"sinkPartitions": "2", "transactionRows": "1000"}, "more than the 1000 messages"),
+        ({}, {"domain": "a", "apiPrefix": "b"}, "cannot go together"),
+        ({}, {"natsHeaders": "keep"}, "neither refuse nor strip"),
+        ({}, {"password": "hunter2"}, "use 'passwordEnv'"),
+    ],
+)
+def test_streams_and_options(
+    make: Any, writer: Any, config: dict[str, Any], options: dict[str, str], message: str, streaming: bool
+) -> None:
+    name = make(**config)
+    options = {"subject": f"{name}.a"} | options
+    with pytest.raises((OptionError, PlanningError)) as caught:
+        writer({"data": "string"}, options.pop("stream", name), streaming=streaming, **options)
+    assert message in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "streaming", "message"),
+    [
+        (TRANSACTIONAL | {"writeId": "a"}, False, "'sinkPartitions': it is missing"),
+        (TRANSACTIONAL, True, "'sinkPartitions': it is missing"),
+        ({"semantics": "none", "writeId": "a"}, False, "'writeId': it has no effect"),
+        ({"writeId": "a b"}, False, "'writeId': 'a b' is not"),
+        ({"writeId": "a"}, True, "a streaming query has an id of its own"),
+    ],
+)
+def test_options_of_one_kind(make: Any, writer: Any, options: dict[str, str], streaming: bool, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        writer(BOTH, make(), streaming=streaming, **options)
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        (BOTH | {"data": "bigint"}, {}, "column 'data': it is bigint, but must be binary or string; cast it"),
+        (BOTH | {"subject": "int"}, {}, "column 'subject': it is int, but must be string"),
+        ({"data": "string"}, {}, "column 'subject': it is missing"),
+        ({"subject": "string"}, {}, "column 'data': it is missing"),
+        (BOTH | {"seq": "int"}, {}, "column 'seq': a message has the columns"),
+        (BOTH | {"DATA": "binary"}, {}, "column 'DATA': it is there twice"),
+        (BOTH, {"subject": "s"}, "there is a column 'subject', too"),
+        (BOTH | {"headers": "array<string>"}, {}, "column 'headers': it is array<string>"),
+        (BOTH | {"msgId": "string"}, {"semantics": "none"}, "'msgId': it belongs to semantics=dedupe"),
+    ],
+)
+def test_columns(make: Any, writer: Any, columns: dict[str, str], options: dict[str, str], message: str) -> None:
+    with pytest.raises(OptionError, match="^(column|option) ") as caught:
+        writer(columns, make(), **options)
+    assert message in str(caught.value)
+
+
+def test_what_is_fine(make: Any, writer: Any) -> None:
+    for headers in ("map<string,string>", "map<string,array<string>>"):
+        writer({"SUBJECT": "string", "Data": "binary", "headers": headers, "msgid": "string"}, make())
+    writer(BOTH, make(), streaming=True, checkpointLocation="/somewhere", queryName="q")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_overwriting(make: Any, writer: Any, streaming: bool) -> None:
+    with pytest.raises(OptionError, match=r"mode 'overwrite'.*use \.mode\('append'\)"):
+        writer(BOTH, make(), overwrite=True, streaming=streaming)
+
+
+def test_mirrors(make: Any, writer: Any, with_js: Any, stream_name: Callable[[], str]) -> None:
+    from nats.js.api import StreamSource
+
+    origin, mirror = make(), stream_name()
+    with_js(lambda js: js.add_stream(StreamConfig(name=mirror, mirror=StreamSource(name=origin))))
+    with pytest.raises(PlanningError, match="is a mirror: nothing can be published"):
+        writer(BOTH, mirror)
+
+
+def test_a_short_window_is_warned_of(make: Any, writer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    writer(BOTH, make(duplicate_window=5))
+    assert "its duplicate window is 5 s" in caplog.text

@@ -1,0 +1,294 @@
+"""One partition, written as an executor does, without Spark around it."""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig
+
+import jetstream_ext as jsx
+from jetstream_ext.errors import AtomicPublishTooManyInflightError, BatchOutcomeUnknownError, StreamMismatchError
+from jetstream_ext.spark import transactional, writing
+from jetstream_ext.spark.connections import Connections
+from jetstream_ext.spark.markers import FencedError, ReplayError
+from jetstream_ext.spark.patience import SinkError
+from jetstream_ext.spark.rows import Message
+from jetstream_ext.spark.sink_states import SinkFacts
+from jetstream_ext.spark.write_options import WriteOptions
+from jetstream_ext.spark.writing import Done, Task, write_partition
+from jetstream_ext.testing import NatsServer
+
+QUERY = "q1"
+
+
+@pytest.fixture
+def stream(with_js: Any, stream_name: Callable[[], str]) -> str:
+    name = stream_name()
+
+    async def make(js: JetStreamContext) -> None:
+        await js.add_stream(
+            StreamConfig(
+                name=name,
+                subjects=[f"{name}.*", f"_spark.{name}.>"],
+                allow_direct=True,
+                allow_batched=True,
+                allow_atomic=True,
+            )
+        )
+
+    with_js(make)
+    return name
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
+    cache = Connections()
+    monkeypatch.setattr(writing, "connections", lambda: cache)
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def write(server: NatsServer, stream: str, cache: Connections) -> Callable[..., Done]:
+    def run(rows: Any, batch: int = 0, partition: int = 0, semantics: str = "transactional", **options: str) -> Done:
+        given = {"servers": server.url, "stream": stream, "semantics": semantics, "requestTimeout": "3"} | options
+        if semantics == "transactional":
+            given.setdefault("sinkPartitions", "2")
+        facts = SinkFacts((f"{stream}.*", f"_spark.{stream}.>"), rollup=False)
+        parsed = WriteOptions.parse(given, streaming=True)
+        return write_partition(parsed, facts, Task(QUERY, batch, partition), chunks(stream, rows))
+
+    return run
+
+
+def chunks(stream: str, rows: Any) -> Iterator[list[Message]]:
+    """Rows as numbers, ten at a time; an exception among them is raised."""
+    chunk: list[Message] = []
+    for row in rows:
+        if isinstance(row, Exception):
+            raise row
+        chunk.append(Message(f"{stream}.{row % 3}", b"%d" % row, None, None))
+        if len(chunk) == 10:
+            yield chunk
+            chunk = []
+    yield chunk
+
+
+@pytest.fixture
+def stored(with_js: Any, stream: str) -> Callable[[], list[int]]:
+    def read() -> list[int]:
+        messages = with_js(lambda js: jsx.DirectGet(js, stream).scan(subject=f"{stream}.*").to_list())
+        return [int(message.data) for message in messages]
+
+    return read
+
+
+def last(with_js: Any, stream: str, name: str) -> dict[str, Any]:
+    message = with_js(lambda js: jsx.DirectGet(js, stream).get_last(f"_spark.{stream}.{QUERY}.{name}"))
+    return json.loads(message.data)
+
+
+@pytest.mark.parametrize("semantics", ["dedupe", "transactional", "none"])
+def test_rows_in_order(write: Any, stored: Any, semantics: str) -> None:
+    assert write(range(2500), semantics=semantics) == Done(2500)
+    assert stored() == list(range(2500))
+
+
+@pytest.mark.parametrize("semantics", ["dedupe", "transactional", "none"])
+def test_no_rows(write: Any, stored: Any, semantics: str) -> None:
+    assert write([], semantics=semantics) == Done(0)
+    assert stored() == []
+
+
+def test_ids(write: Any, with_js: Any, stream: str) -> None:
+    write([5, 5, 6], batch=3, partition=1, semantics="dedupe")
+    messages = with_js(lambda js: jsx.DirectGet(js, stream).scan().to_list())
+    ids = [message.headers["Nats-Msg-Id"] for message in messages]
+    assert [one.rpartition(":")[0] for one in ids] == [f"{QUERY}:3:1:{row}" for row in range(3)]
+    assert ids[0].rpartition(":")[2] == ids[1].rpartition(":")[2] != ids[2].rpartition(":")[2]
+
+
+def test_dedupe_again(write: Any, stored: Any) -> None:
+    with pytest.raises(ZeroDivisionError):
+        write([*range(150), ZeroDivisionError()], semantics="dedupe")
+    write(range(200), semantics="dedupe")
+    write(range(200), semantics="dedupe")
+    assert stored() == list(range(200))
+    write(range(200), batch=1, semantics="dedupe")
+    assert len(stored()) == 400
+
+
+def test_dedupe_of_rows_in_another_order_loses_none(write: Any, stored: Any) -> None:
+    write([1, 2, 3], semantics="dedupe")
+    write([2, 1, 3], semantics="dedupe")
+    assert Counter(stored()) == {1: 2, 2: 2, 3: 1}
+
+
+class TestTransactions:
+    def test_markers(self, write: Any, with_js: Any, stream: str) -> None:
+        write(range(2500), batch=7, partition=1)
+        assert {name: last(with_js, stream, "1")[name] for name in ("batch", "rows", "done")} == {
+            "batch": 7,
+            "rows": 2500,
+            "done": True,
+        }
+        assert last(with_js, stream, "_layout") == {"v": 1, "batch": 7, "partitions": 2}
+
+    def test_again(self, write: Any, stored: Any) -> None:
+        rows = range(2500)
+        assert write(rows) == Done(2500)
+        assert write(rows) == Done(2500, skipped=2500)
+        assert stored() == list(rows)
+        assert write(rows, batch=1) == Done(2500)
+        assert len(stored()) == 5000
+
+    def test_the_rest_of_it(self, write: Any, stored: Any) -> None:
+        with pytest.raises(ZeroDivisionError):
+            write([*range(2100), ZeroDivisionError()])
+        assert stored() in (list(range(999)), list(range(1998)))
+        assert write(range(2500)).rows == 2500
+        assert stored() == list(range(2500))
+
+    def test_the_rest_of_it_with_other_transactions(self, write: Any, stored: Any) -> None:
+        with pytest.raises(ZeroDivisionError):
+            write([*range(2100), ZeroDivisionError()])
+        write(range(2500), transactionRows="70")
+        assert stored() == list(range(2500))
+
+    @pytest.mark.parametrize(
+        "rows",
+        [[*range(1, 2500), 0], range(1000), range(2600), [], [*range(2499), 7]],
+        ids=["another order", "fewer", "more", "none", "another last one"],
+    )
+    def test_other_rows_are_refused(self, write: Any, stored: Any, rows: Any) -> None:
+        write(range(2500))
+        with pytest.raises(ReplayError, match="micro-batch 0"):
+            write(rows)
+        assert stored() == list(range(2500))
+
+    def test_an_old_attempt_is_fenced(self, write: Any, stored: Any) -> None:
+        write(range(10), batch=0)
+        write(range(10, 20), batch=1)
+        with pytest.raises(FencedError, match="micro-batch 1 has been here"):
+            write(range(10), batch=0)
+        assert stored() == list(range(20))
+
+    def test_an_old_attempt_is_fenced_by_the_layout_alone(self, write: Any, stored: Any) -> None:
+        write(range(10), batch=1, partition=1)
+        with pytest.raises(FencedError):
+            write(range(10), batch=0, partition=0)
+        assert stored() == list(range(10))
+
+    def test_another_number_of_partitions_is_refused(self, write: Any, stored: Any) -> None:
+        write(range(10), partition=1)
+        with pytest.raises(ReplayError, match="came in 2 partitions before, and in 3 now"):
+            write(range(10), partition=0, sinkPartitions="3")
+        with pytest.raises(ReplayError, match="there is a partition 2"):
+            write(range(10), partition=2)
+        assert stored() == list(range(10))
+        write(range(10), batch=1, sinkPartitions="3")
+
+    def test_two_attempts_at_once(self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """While the first is between reading the marker and storing, the second stores everything."""
+        publish, others = transactional.publish_atomic, [True]
+
+        async def late(js: JetStreamContext, messages: Any, **options: Any) -> Any:
+            if others:
+                others.clear()
+                cache = Connections()  # another process's
+                monkeypatch.setattr(writing, "connections", lambda: cache)
+                await asyncio.to_thread(write, range(2500))
+                cache.close()
+            return await publish(js, messages, **options)
+
+        monkeypatch.setattr(transactional, "publish_atomic", late)
+        assert write(range(2500)).rows == 2500
+        assert stored() == list(range(2500))
+
+    @pytest.mark.parametrize("stored_before", [True, False])
+    def test_an_unknown_outcome(
+        self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch, stored_before: bool
+    ) -> None:
+        publish, calls = transactional.publish_atomic, [0]
+
+        async def unsure(js: JetStreamContext, messages: Any, **options: Any) -> Any:
+            calls[0] += 1
+            if calls[0] != 2:
+                return await publish(js, messages, **options)
+            if stored_before:
+                await publish(js, messages, **options)
+            raise BatchOutcomeUnknownError("no answer")
+
+        monkeypatch.setattr(transactional, "publish_atomic", unsure)
+        write(range(3500))
+        assert stored() == list(range(3500))
+
+    def test_what_passes_is_tried_again_and_what_does_not_is_raised(
+        self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        publish = transactional.publish_atomic
+        failures: list[Exception] = [
+            AtomicPublishTooManyInflightError("busy"),
+            AtomicPublishTooManyInflightError("busy"),
+        ]
+
+        async def refused(js: JetStreamContext, messages: Any, **options: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return await publish(js, messages, **options)
+
+        monkeypatch.setattr(transactional, "publish_atomic", refused)
+        write(range(10))
+        failures.append(StreamMismatchError("not that stream"))
+        with pytest.raises(StreamMismatchError):
+            write(range(10), batch=1)
+        assert stored() == list(range(10))
+
+    def test_what_does_not_pass_in_time(self, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def busy(js: JetStreamContext, messages: Any, **options: Any) -> Any:
+            raise AtomicPublishTooManyInflightError("busy")
+
+        monkeypatch.setattr(transactional, "publish_atomic", busy)
+        monkeypatch.setattr("jetstream_ext.spark.patience.PATIENCE", 0.2)
+        with pytest.raises(SinkError, match=r"partition 0 of micro-batch 0: nothing could be stored for 0\.2 s: busy"):
+            write(range(10))
+
+    def test_a_foreign_message_in_the_markers_place(self, write: Any, with_js: Any, stream: str) -> None:
+        with_js(lambda js: js.publish(f"_spark.{stream}.{QUERY}.0", b"hello"))
+        with pytest.raises(ReplayError, match="is no marker of this sink"):
+            write(range(10))
+
+    def test_rollup(self, write: Any, with_js: Any, stream: str, server: NatsServer, cache: Connections) -> None:
+        config = StreamConfig(
+            name=stream,
+            subjects=[f"{stream}.*", f"_spark.{stream}.>"],
+            allow_direct=True,
+            allow_batched=True,
+            allow_atomic=True,
+            allow_rollup_hdrs=True,
+        )
+        with_js(lambda js: js.update_stream(config))
+        given = {"servers": server.url, "stream": stream, "semantics": "transactional", "sinkPartitions": "2"}
+        options = WriteOptions.parse(given, streaming=True)
+        facts = SinkFacts((f"{stream}.*",), rollup=True)
+        for batch in range(3):
+            for _ in range(2):
+                write_partition(options, facts, Task(QUERY, batch, 0), chunks(stream, range(2500)))
+        messages = with_js(lambda js: jsx.DirectGet(js, stream).scan().to_list())
+        assert Counter(message.subject.startswith("_spark") for message in messages) == {False: 7500, True: 2}
+
+
+def test_a_row_that_is_refused_is_named(stream: str, server: NatsServer, cache: Connections) -> None:
+    options = WriteOptions.parse({"servers": server.url, "stream": stream, "requestTimeout": "3"}, streaming=True)
+    messages = [Message(f"{stream}.1", bytes(2 << 20) if row == 3 else b"", None, None) for row in range(5)]
+    with pytest.raises(SinkError, match=r"row 13 of partition 1: .* over the server's limit"):
+        write_partition(
+            options,
+            SinkFacts((">",), rollup=False),
+            Task(QUERY, 0, 1),
+            [[message._replace(data=b"") for message in messages] * 2, messages],
+        )
