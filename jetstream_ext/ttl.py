@@ -84,8 +84,8 @@ def marker_reason(headers: Mapping[str, str] | None) -> str | None:
 def with_ttl(config: _Config, *, marker_ttl: float | timedelta | None = None) -> _Config:
     """Return a stream's or bucket's configuration that allows times to live, and delete markers if asked.
 
-    ADR-43, Stream Configuration. For ``js.add_stream``, `ensure_stream` and ``js.create_key_value``. The options that servers turn on silently
-    together with markers are written out, so that what is asked for is what comes back.
+    ADR-43, Stream Configuration. For ``js.add_stream``, `ensure_stream` and ``js.create_key_value``. The options that
+    servers turn on silently together with markers are written out, so that what is asked for is what comes back.
 
     Args:
         config: nats-py's ``StreamConfig`` or ``KeyValueConfig``; copied, not changed. (nats-py's buckets allow times

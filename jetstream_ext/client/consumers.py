@@ -27,11 +27,11 @@ async def reset_consumer(
 ) -> ConsumerReset:
     """Start a consumer again, from its ack floor, a sequence or a time.
 
-    ADR-60, Consumer delivery state reset API. What was delivered and not acknowledged is delivered again, with delivery counts from 1; without `seq` and `time`
-    also what was acknowledged out of order above the floor. Subscribers go on where the consumer now stands, and need
-    not be told. An acknowledgement of a delivery from before the reset is ignored, unless the message was delivered
-    again meanwhile. On a work queue, messages that a reset skips stay in the stream; on an interest stream they are
-    removed.
+    ADR-60, Consumer delivery state reset API. What was delivered and not acknowledged is delivered again, with delivery
+    counts from 1; without `seq` and `time` also what was acknowledged out of order above the floor. Subscribers go on
+    where the consumer now stands, and need not be told. An acknowledgement of a delivery from before the reset is
+    ignored, unless the message was delivered again meanwhile. On a work queue, messages that a reset skips stay in the
+    stream; on an interest stream they are removed.
 
     As nats-py's ``js.reset_consumer``, but a server never answers a reset of what it does not have, or does not know:
     here the consumer is asked for first, once, so that both fail at once instead of by timeout.

@@ -102,7 +102,8 @@ async def source_health(js: JetStreamContext, stream: str, *, timeout: float | N
 
     Raises:
         nats.js.errors.NotFoundError: there is no such stream.
-        nats.js.errors.ServiceUnavailableError, ServerError, RequestTimeoutError: `stream` itself could not be asked for.
+        nats.js.errors.ServiceUnavailableError, ServerError, RequestTimeoutError: `stream` itself could not be asked
+            for.
 
     Cancellation: Safe; nothing is left behind.
 

@@ -58,10 +58,10 @@ async def create_source_consumer(
 ) -> StreamSource:
     """Create the durable consumer that another stream reads `stream` through, and return the entry for it.
 
-    ADR-60, Pre-created durable consumer. The entry goes into the reading stream's ``sources`` or ``mirror``. Unlike the consumer that a server makes for
-    itself, this one stays while the two are apart and acknowledges only what the reading stream has stored, so that
-    nothing is lost from a work queue or an interest stream either. One consumer serves one reading stream: two that
-    share it acknowledge for each other.
+    ADR-60, Pre-created durable consumer. The entry goes into the reading stream's ``sources`` or ``mirror``. Unlike the
+    consumer that a server makes for itself, this one stays while the two are apart and acknowledges only what the
+    reading stream has stored, so that nothing is lost from a work queue or an interest stream either. One consumer
+    serves one reading stream: two that share it acknowledge for each other.
 
     Calling it again with the same arguments is fine; an existing consumer is never changed.
 

@@ -273,7 +273,7 @@ async def test_behind_a_domain() -> None:
         await nc.close()
 
 
-# -- nats-py's subscribers, and a reset made by another process ---------------------------------------------------------
+# -- nats-py's subscribers, and a reset made by another process -------------------------------------------------------
 
 
 async def test_a_waiting_fetch_lives_through_it(js: JetStreamContext, server: NatsServer, ten: Any) -> None:

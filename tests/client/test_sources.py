@@ -74,7 +74,7 @@ async def becomes(js: JetStreamContext, stream: str, state: jsx.SourceState) -> 
             await asyncio.sleep(0.05)
 
 
-# -- the consumer and its entry -----------------------------------------------------------------------------------------
+# -- the consumer and its entry ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("retention", list(RetentionPolicy))
@@ -256,7 +256,7 @@ async def test_the_entry_of_a_domain_refers_to_it() -> None:
         await nc.close()
 
 
-# -- the draft's form ---------------------------------------------------------------------------------------------------
+# -- the draft's form -------------------------------------------------------------------------------------------------
 
 
 def test_the_entry_of_the_draft() -> None:
@@ -293,7 +293,7 @@ async def test_the_reference_server_s_draft_takes_it() -> None:
         await nc.close()
 
 
-# -- what can be seen of it -----------------------------------------------------------------------------------------------
+# -- what can be seen of it -------------------------------------------------------------------------------------------
 
 
 async def test_a_stream_that_reads_no_other(js: JetStreamContext, origin: Any) -> None:
