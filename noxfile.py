@@ -47,6 +47,14 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session
+def atomic_faults(session: nox.Session) -> None:
+    """Kill leaders under 200 atomic batches (an argument after `--` is another number): some ten minutes."""
+    session.install("-e", ".[server]", *group("test"))
+    batches = session.posargs[0] if session.posargs else "200"
+    session.run("python", "-m", "pytest", "-s", "tests/faults/test_atomic_leader.py", env={"ATOMIC_FAULTS": batches})
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style and format."""
     session.install(*group("lint"))

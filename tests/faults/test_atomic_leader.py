@@ -1,0 +1,205 @@
+"""Atomic batches while the leader of their stream dies: between add and commit, and between commit and its answer.
+
+One round kills (or freezes) the server that leads most of the streams, while a batch is under way in each of them.
+Afterwards, with all servers back: a batch is stored whole or not at all, what its client was told is true or "unknown",
+and `resolve` finds out the truth. ``ATOMIC_FAULTS`` is how many batches are to be tried, ``ATOMIC_SEED`` the first seed;
+``python -m nox -s atomic_faults`` tries 200.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import nats
+import nats.errors
+import nats.js.errors
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.testing import NatsCluster, NatsServer
+
+BATCHES = int(os.environ.get("ATOMIC_FAULTS", "8"))
+SEED = int(os.environ.get("ATOMIC_SEED", "1"))
+STREAMS = 9
+
+
+async def connect(servers: list[NatsServer]) -> Client:
+    async def quiet(error: Exception) -> None:
+        pass
+
+    return await nats.connect(
+        [server.url for server in servers],
+        connect_timeout=10,
+        reconnect_time_wait=0.05,
+        max_reconnect_attempts=-1,
+        dont_randomize=True,
+        error_cb=quiet,
+    )
+
+
+async def leader(js: JetStreamContext, stream: str) -> str | None:
+    try:
+        info = await js.stream_info(stream)
+    except (nats.errors.Error, nats.js.errors.APIError):
+        return None
+    return info.cluster.leader if info.cluster else None
+
+
+async def healthy(js: JetStreamContext, stream: str) -> None:
+    """Wait until all replicas of a stream are up to date."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                cluster = (await js.stream_info(stream)).cluster
+                peers = (cluster and cluster.leader and cluster.replicas) or []
+                if len(peers) == 2 and all(peer.current and not peer.lag for peer in peers):
+                    return
+            except (nats.errors.Error, nats.js.errors.APIError):
+                pass
+            await asyncio.sleep(0.1)
+
+
+@dataclass
+class Told:
+    """What the client of one batch was told."""
+
+    stream: str
+    batch_id: str
+    size: int
+    stage: str
+    outcome: str = ""
+    resolved: str = ""
+    error: Exception | None = None
+
+
+class Round:
+    """One batch in each stream that a server leads, and the end of that server."""
+
+    def __init__(self, seed: int, cluster: NatsCluster, victim: NatsServer, streams: list[str]) -> None:
+        self.random = random.Random(seed)
+        self.cluster = cluster
+        self.victim = victim
+        self.streams = streams
+        self.ready = 0
+        self.begin = asyncio.Event()
+
+    async def batch(self, stream: str, seed: int) -> Told:
+        rng = random.Random(seed)
+        others = [server for server in self.cluster.servers if server is not self.victim]
+        rng.shuffle(others)
+        # Most often the client keeps its connection; else it loses that, too.
+        nc = await connect([self.victim, *others] if rng.random() < 0.3 else others)
+        js = nc.jetstream(timeout=2)
+        told = Told(stream, f"b{seed}", rng.randint(1, 12), rng.choice(["add", "commit", "answer"]))
+        batch = jsx.AtomicBatch(js, batch_id=told.batch_id, ack_first=rng.random() < 0.7)
+        entries = [jsx.BatchMessage(f"{stream}.{i}", b"x" * rng.randint(0, 200)) for i in range(told.size)]
+        last = entries.pop() if rng.random() < 0.5 else None
+        try:
+            head = 0 if told.stage == "add" else len(entries)
+            for message in entries[:head]:
+                await batch.add_message(message)
+            self.ready += 1
+            await self.begin.wait()
+            if told.stage == "add":
+                await asyncio.sleep(rng.uniform(0, 0.05))
+                for message in entries:
+                    await batch.add_message(message)
+            if told.stage == "answer":
+                await asyncio.sleep(rng.uniform(0, 0.01))
+            else:
+                await asyncio.sleep(rng.choice([rng.uniform(0, 0.05), rng.uniform(0, 8)]))
+            if last is not None:
+                await batch.commit(last.subject, last.payload)
+            else:
+                await batch.commit_eob()
+            told.outcome = "stored"
+        except errors.BatchOutcomeUnknownError as error:
+            told.outcome, told.error = "unknown", error
+            try:
+                told.resolved = await batch.resolve(timeout=40)
+            except errors.BatchOutcomeUnknownError as unresolved:
+                told.resolved, told.error = "unknown", unresolved
+        except errors.BatchError as error:
+            told.outcome, told.error = error.outcome, error
+        except (nats.errors.Error, nats.js.errors.APIError) as error:
+            # Refused before anything was sent: the connection is away.
+            told.outcome, told.error = "not_stored", error
+            await batch.discard()
+        finally:
+            with contextlib.suppress(OSError):  # the connection may be breaking
+                await nc.close()
+        return told
+
+    async def run(self, first_seed: int) -> list[Told]:
+        tasks = [asyncio.ensure_future(self.batch(name, first_seed + i)) for i, name in enumerate(self.streams)]
+        async with asyncio.timeout(30):
+            while self.ready < len(tasks):
+                await asyncio.sleep(0.01)
+        freeze = self.random.random() < 0.3
+        self.begin.set()
+        await asyncio.sleep(self.random.uniform(0, 0.012))
+        if freeze:
+            self.victim.pause()
+            await asyncio.sleep(self.random.uniform(5, 9))  # the others elect a leader; this one does not know
+            self.victim.resume()
+        else:
+            await asyncio.to_thread(self.victim.kill)
+            await asyncio.sleep(self.random.uniform(0, 8))
+            await asyncio.to_thread(self.victim.restart)
+        return await asyncio.gather(*tasks)
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[NatsCluster]:
+    async with NatsCluster() as cluster:
+        yield cluster
+
+
+async def verify(js: JetStreamContext, told: Told) -> None:
+    await healthy(js, told.stream)
+    stored = [
+        message
+        async for message in jsx.DirectGet(js, told.stream, timeout=10).scan(confirm=True)
+        if message.headers["Nats-Batch-Id"] == told.batch_id
+    ]
+    truth = {0: "not_stored", told.size: "stored"}.get(len(stored), f"{len(stored)} of {told.size}")
+    claims = {told.outcome, told.resolved} - {"unknown", ""}
+    assert truth in ("stored", "not_stored"), told
+    assert claims <= {truth}, (truth, told)
+
+
+@pytest.mark.timeout(60 + 8 * BATCHES)
+async def test_what_clients_are_told_is_true(cluster: NatsCluster) -> None:
+    nc = await connect(list(cluster.servers))
+    js = nc.jetstream(timeout=1.5)
+    names = [f"S{i}" for i in range(STREAMS)]
+    for name in names:
+        await nc.jetstream(timeout=10).add_stream(
+            name=name, subjects=[f"{name}.>"], num_replicas=3, allow_atomic=True, allow_direct=True
+        )
+    tried: list[Told] = []
+    while len(tried) < BATCHES:
+        leads: dict[str, list[str]] = {}
+        for name in names:
+            await healthy(js, name)
+            leads.setdefault(await leader(js, name) or "", []).append(name)
+        victim = max((server for server in cluster.servers), key=lambda server: len(leads.get(server.name or "", ())))
+        seed = SEED + len(tried)
+        told = await Round(seed, cluster, victim, leads[victim.name or ""]).run(seed)
+        await asyncio.to_thread(cluster.wait_ready)
+        for each in told:
+            await verify(js, each)
+        tried += told
+        summary = Counter(f"{each.stage}: {each.outcome} {each.resolved}".strip() for each in tried)
+        print(len(tried), dict(sorted(summary.items())), flush=True)
+        for each in told:
+            if each.resolved == "unknown":
+                print(each, repr(each.error), flush=True)
+    await nc.close()
