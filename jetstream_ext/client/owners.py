@@ -20,8 +20,10 @@ from jetstream_ext.types import BatchAck
 
 # For so many seconds an answer is taken again. It bounds how much `AtomicBatch.resolve` may have to read.
 _FRESH: Final = 30.0
-# A user may lack the permission to ask, which looks like silence: it must not cost a batch its whole timeout.
+# A user may lack the permission to ask, which looks like silence (as an election does): it must not cost a batch its
+# whole timeout, nor every batch anything. After silence nothing is asked for a while, twice as long every time.
 _PATIENCE: Final = 2.0
+_LONGEST_SILENCE: Final = 3600.0
 
 
 @dataclass(slots=True)
@@ -31,7 +33,8 @@ class _Known:
     session: int
     streams: dict[str, tuple[float, StreamFacts]] = field(default_factory=dict)
     last_seq: dict[str, int] = field(default_factory=dict)
-    silent: bool = False
+    ask_at: float = 0.0
+    silence: float = _FRESH
 
 
 _known: WeakKeyDictionary[Client, dict[str, _Known]] = WeakKeyDictionary()
@@ -65,7 +68,7 @@ async def find_owner(js: JetStream, subject: str, stream: str | None, timeout: f
     for at, facts in memory.streams.values():
         if now - at < _FRESH and (facts.name == stream if stream else facts.takes(subject)):
             return facts, max(facts.last_seq, memory.last_seq.get(facts.name, 0))
-    if memory.silent:
+    if now < memory.ask_at:
         return None
     try:
         async with asyncio.timeout(min(timeout, _PATIENCE)):
@@ -76,10 +79,12 @@ async def find_owner(js: JetStream, subject: str, stream: str | None, timeout: f
     except nats.js.errors.NotFoundError:
         return None
     except (TimeoutError, RequestTimeoutError):
-        memory.silent = True
+        memory.ask_at = now + memory.silence
+        memory.silence = min(memory.silence * 2, _LONGEST_SILENCE)
         return None
     except (nats.js.errors.APIError, ResponseError):
         return None  # the server's refusal of the batch itself says more
+    memory.silence = _FRESH
     memory.streams[facts.name] = now, facts
     memory.last_seq.pop(facts.name, None)
     return facts, facts.last_seq
