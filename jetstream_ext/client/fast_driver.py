@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 import nats.errors
@@ -106,8 +107,10 @@ class FastDriver:
         connection = self._connection
         assert connection is not None
         while True:
-            while not machine.ready:
-                await self._event(machine)
+            if not machine.ready:
+                with self._stalling(machine):
+                    while not machine.ready:
+                        await self._event(machine)
             if machine.state is not State.OPEN:
                 machine.check_open()
             if connection.usable:
@@ -134,38 +137,42 @@ class FastDriver:
         """Wait for `done`, as long as the machine's timers allow and the batch lives; raise what ended it otherwise."""
         machine = self.machine
         assert machine is not None
-        while machine.state is not State.ENDED:
-            if machine.state is not State.DRAINING and done():
-                return
-            await self._event(machine)
+        with self._stalling(machine):
+            while machine.state is not State.ENDED:
+                if machine.state is not State.DRAINING and done():
+                    return
+                await self._event(machine)
         if machine.end_reason is not EndReason.COMMITTED:
             machine.check_open()
 
+    @contextlib.contextmanager
+    def _stalling(self, machine: FastBatch) -> Iterator[None]:
+        """Let the machine's stall timers run: one wait, however often its waiter is woken for nothing."""
+        self._stalled += 1
+        try:
+            yield
+        finally:
+            self._stalled -= 1
+            if not self._stalled:
+                machine.not_waiting()
+
     async def _event(self, machine: FastBatch) -> None:
-        """Wait until something happens; meanwhile the machine's stall timers run."""
+        """Wait until something happens."""
+        if self._stalled:
+            machine.waiting(self.now())
+            self._arm()
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
-        self._stalled += 1
-        machine.waiting(self.now())
-        self._arm()
         try:
             await waiter
         finally:
             self._waiters.discard(waiter)
-            self._stalled -= 1
-            if not self._stalled:
-                machine.not_waiting()
 
     async def ended(self) -> EndReason:
         """Wait for the end of the batch without asking the server for anything."""
         machine = self.machine or await self.open()
         while machine.end_reason is None:
-            waiter = asyncio.get_running_loop().create_future()
-            self._waiters.add(waiter)
-            try:
-                await waiter
-            finally:
-                self._waiters.discard(waiter)
+            await self._event(machine)
         return machine.end_reason
 
     def discard(self) -> None:
@@ -247,7 +254,10 @@ class FastDriver:
         self._timer = None
         assert self.machine is not None
         events, out = self.machine.handle_timer(self.now())
-        self.happened(events, out)
+        if events or out:
+            self.happened(events, out)
+        else:
+            self._arm()
 
     def _arm(self) -> None:
         due = self.machine.next_timer() if self.machine is not None else None

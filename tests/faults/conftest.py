@@ -1,0 +1,72 @@
+"""Servers to break, and connections that come back quickly."""
+
+import asyncio
+import gc
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+import nats
+import pytest
+from nats.aio.client import Client
+
+import jetstream_ext as jsx
+from jetstream_ext.testing import NatsCluster, NatsServer
+
+FULL = os.environ.get("FAULTS") == "full"
+Connect = Callable[..., Awaitable[Client]]
+Stored = Callable[[str], Awaitable[list[int]]]
+
+
+@pytest.fixture
+def full() -> bool:
+    """Whether to take the time that it takes: the nox session `faults`."""
+    return FULL
+
+
+@pytest.fixture
+def victim() -> Iterator[NatsServer]:
+    """A server of this test's own."""
+    with NatsServer() as server:
+        yield server
+
+
+@pytest.fixture
+def cluster() -> Iterator[NatsCluster]:
+    """Three servers of this test's own; ask for it before `connect`, so that connections are closed first."""
+    with NatsCluster(3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """A factory of connections that never give up."""
+    made: list[Client] = []
+
+    async def quiet(error: Exception) -> None:
+        pass
+
+    async def connect(url: str | list[str]) -> Client:
+        nc = await nats.connect(
+            url, connect_timeout=5, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=quiet
+        )
+        made.append(nc)
+        return nc
+
+    yield connect
+    for nc in made:
+        await nc.close()
+    made.clear()
+    gc.collect()  # here, where what nats-py leaves open is expected
+    await asyncio.sleep(0)
+
+
+@pytest.fixture
+def stored(connect: Connect) -> Callable[[str, str], Awaitable[list[int]]]:
+    """Read the numbers in a stream over a connection of its own."""
+
+    async def stored(url: str | list[str], stream: str) -> list[int]:
+        nc = await connect(url)
+        reader = jsx.DirectGet(nc.jetstream(), stream)
+        return [int(message.data) async for message in reader.scan(confirm=True)]
+
+    return stored

@@ -1,0 +1,199 @@
+"""`ingest` through everything that can happen to a server: the stored set is exact."""
+
+import asyncio
+import itertools
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nats.js.errors
+import pytest
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext.testing import NatsCluster, NatsServer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from proxy import Proxy
+
+# nats-py leaves the sockets of connections that failed while they were made to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in. <function StreamWriter")
+Connect = Callable[..., Awaitable[Any]]
+Stored = Callable[[Any, str], Awaitable[list[int]]]
+
+
+def numbers(count: int) -> Iterator[tuple[str, bytes]]:
+    return ((f"s.{i % 10}", b"%d" % i) for i in range(count))
+
+
+async def make_stream(js: JetStreamContext, **config: Any) -> None:
+    await js.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True, **config)
+
+
+class Milestones:
+    """Waits for shares of the work to be done."""
+
+    def __init__(self, total: int) -> None:
+        self.stored = 0
+        self.most = 0
+        self._total = total
+
+    def __call__(self, progress: jsx.IngestProgress) -> None:
+        assert progress.stored >= self.stored
+        self.stored = progress.stored
+        self.most = max(self.most, progress.window)
+
+    async def until(self, share: float) -> None:
+        while self.stored < share * self._total:
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.timeout(600)
+async def test_through_kills(victim: NatsServer, connect: Connect, stored: Stored, full: bool) -> None:
+    count, kills = (1_000_000, 5) if full else (50_000, 5)
+    js = (await connect(victim.url)).jetstream()
+    await make_stream(js)
+    done = Milestones(count)
+
+    async def kill() -> None:
+        for i in range(kills):
+            await done.until((i + 1) / (kills + 1))
+            await asyncio.to_thread(victim.kill)
+            await asyncio.to_thread(victim.restart)
+
+    killing = asyncio.create_task(kill())
+    report = await jsx.ingest(js, numbers(count), on_progress=done, progress_every=0.0, flow=100)
+    await killing
+    assert await stored(victim.url, "S") == list(range(count)), "everything, once, and in order"
+    assert (report.stored, done.stored) == (count, count)
+    assert report.batches == kills + 1
+    assert 0 <= report.duplicates <= report.resent <= kills * 200
+    assert done.most <= 201
+
+
+@pytest.mark.parametrize("fault", ["cut", "refuse", "stall", "pause"])
+async def test_through_a_bad_connection(victim: NatsServer, connect: Connect, stored: Stored, fault: str) -> None:
+    count = 20_000
+    async with Proxy(victim.port) as proxy:
+        nc = await connect(proxy.url)
+        js = nc.jetstream(timeout=0.5)
+        await make_stream(js)
+        done = Milestones(count)
+
+        async def break_it() -> None:
+            for i in range(4):
+                await done.until((i + 1) / 5)
+                if fault in ("cut", "refuse"):
+                    proxy.cut(refuse=fault == "refuse")
+                    await asyncio.sleep(0.1)
+                    proxy.accept()
+                elif fault == "stall":
+                    proxy.stall()
+                    await asyncio.sleep(0.8)  # longer than the publisher waits, so that late messages meet their copies
+                    proxy.flow()
+                else:
+                    victim.pause()
+                    await asyncio.sleep(0.8)
+                    victim.resume()
+
+        breaking = asyncio.create_task(break_it())
+        report = await jsx.ingest(js, numbers(count), on_progress=done, progress_every=0.0)
+        await breaking
+        assert await stored(victim.url, "S") == list(range(count))
+        assert report.stored == count
+        await nc.close()
+
+
+async def test_through_overload(connect: Connect, stored: Stored) -> None:
+    # A queue of five messages: nearly every window is too much for it.
+    with NatsServer(config="jetstream { max_buffered_msgs: 5 }") as server:
+        nc = await connect(server.url)
+        js = nc.jetstream()
+        await make_stream(js)
+        report = await jsx.ingest(js, numbers(2000), flow=50)
+        assert await stored(server.url, "S") == list(range(2000))
+        assert report.stored == 2000
+        await nc.close()
+
+
+async def test_while_others_fill_the_server(victim: NatsServer, connect: Connect, stored: Stored) -> None:
+    # One batch at most, and it is taken: everything goes as ordinary messages until it is free.
+    with NatsServer(config="jetstream { limits { batch { max_inflight_per_stream: 1 } } }") as server:
+        nc = await connect(server.url)
+        js = nc.jetstream()
+        await make_stream(js)
+        other = jsx.FastPublisher(js)
+        await other.add("s.1", b"0")
+        done = Milestones(3000)
+
+        async def leave() -> None:
+            await done.until(0.05)
+            await other.commit_eob()
+
+        leaving = asyncio.create_task(leave())
+        entries = itertools.islice(numbers(3001), 1, None)
+        report = await jsx.ingest(js, entries, on_progress=done, progress_every=0.0)
+        await leaving
+        assert await stored(server.url, "S") == list(range(3001))
+        assert (report.stored, report.batches) == (3000, 1)
+        assert report.resent >= 150
+        await nc.close()
+
+
+@pytest.mark.timeout(300)
+async def test_through_leader_kills(cluster: NatsCluster, connect: Connect, stored: Stored, full: bool) -> None:
+    count, kills = (300_000, 4) if full else (20_000, 1)
+    js = (await connect(cluster.urls)).jetstream()
+    await make_stream(js, num_replicas=3)
+    done = Milestones(count)
+
+    async def kill() -> None:
+        for i in range(kills):
+            await done.until((i + 1) / (kills + 1))
+            name = None
+            while name is None:
+                try:
+                    info = await js.stream_info("S")
+                    name = info.cluster.leader if info.cluster else None
+                except (nats.errors.Error, nats.js.errors.APIError):
+                    await asyncio.sleep(0.05)
+            leader = next(server for server in cluster.servers if server.name == name)
+            await asyncio.to_thread(leader.kill)
+            await asyncio.sleep(1.0)
+            await asyncio.to_thread(leader.restart)
+            await asyncio.to_thread(cluster.wait_ready)
+
+    killing = asyncio.create_task(kill())
+    report = await jsx.ingest(js, numbers(count), on_progress=done, progress_every=0.0)
+    await killing
+    got = await stored(cluster.urls, "S")
+    assert sorted(got) == list(range(count)), "everything, once"
+    assert got == sorted(got), "in order"
+    assert report.stored == count
+
+
+async def test_a_server_that_stays_away(victim: NatsServer, connect: Connect) -> None:
+    js = (await connect(victim.url)).jetstream(timeout=0.5)
+    await make_stream(js)
+    done = Milestones(10**9)
+
+    async def endless() -> AsyncIterator[tuple[str, bytes]]:
+        for entry in numbers(10**9):
+            yield entry
+
+    async def kill() -> None:
+        while done.stored < 1000:
+            await asyncio.sleep(0.002)
+        victim.kill()
+
+    killing = asyncio.create_task(kill())
+    async with asyncio.timeout(6):
+        with pytest.raises(jsx.errors.IngestError) as caught:
+            await jsx.ingest(js, endless(), timeout=1.0, on_progress=done, progress_every=0.0)
+    await killing
+    assert caught.value.index == done.stored >= 1000
+    assert caught.value.report is not None
+    assert caught.value.report.stored == done.stored
+    await asyncio.to_thread(victim.restart)
