@@ -413,6 +413,23 @@ class TestBadConnections:
                     await asyncio.to_thread(own_server.restart)
         assert read == list(range(1, 2001))
 
+    async def test_a_reply_that_breaks_off_while_nobody_waits(
+        self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
+    ) -> None:
+        name = await own_stream()
+        await fill(own_js, name, 2000, size=4000)
+        read: list[int] = []
+        async with (
+            asyncio.timeout(20),
+            jsx.DirectGet(own_js, name, timeout=60).scan(batch=2000, max_bytes=1 << 25) as messages,
+        ):
+            async for message in messages:
+                read.append(message.seq)
+                if len(read) == 1:
+                    own_server.kill()  # at once, with most of the reply still on its way
+                    await asyncio.to_thread(own_server.restart)
+        assert read == list(range(1, 2001))
+
     async def test_a_lost_connection_does_not_have_to_time_out(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
