@@ -198,7 +198,7 @@ async def _origin(api: Api, entry: Mapping[str, Any]) -> tuple[SourceState, str,
     pending = int(info.get("num_pending", 0)) + int(info.get("num_ack_pending", 0))
     if config.get("ack_policy") != "flow_control":
         unfit = f"has ack policy {config.get('ack_policy')!r}, not 'flow_control'"
-    elif config.get("deliver_subject") != consumer.get("deliver_subject"):
+    elif not consumer.get("server_managed") and config.get("deliver_subject") != consumer.get("deliver_subject"):
         unfit = f"delivers to {config.get('deliver_subject')!r}, not to {consumer.get('deliver_subject')!r}"
     elif config.get("deliver_group"):
         unfit = f"delivers to the group {config['deliver_group']!r}, which a reading server does not join"

@@ -289,7 +289,12 @@ async def test_the_reference_server_s_draft_takes_it() -> None:
         entry = jsx.server_managed_source("S", "c")
         info = await jsx.ensure_stream(js, name="T", sources=[entry])
         assert info.config.sources[0].consumer.name == "c"
-        await jsx.ensure_stream(js, name="T", sources=[entry])
+        await js.publish("s.1", b"1")
+        async with asyncio.timeout(SLACK):  # nats-py's own stream_info cannot read the draft's entry
+            while not (await jsx.ensure_stream(js, name="T", sources=[entry])).state.messages:
+                await asyncio.sleep(0.02)
+        assert (await js.consumer_info("S", "c")).config.ack_policy == AckPolicy.FLOW_CONTROL
+        await becomes(js, "T", jsx.SourceState.OK)
         await nc.close()
 
 

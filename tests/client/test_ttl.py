@@ -7,6 +7,7 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
+import nats
 import nats.js.errors
 import pytest
 from nats.js import JetStreamContext
@@ -14,6 +15,7 @@ from nats.js.api import KeyValueConfig, StreamConfig, StreamSource
 
 import jetstream_ext as jsx
 from jetstream_ext.errors import BadHeaderError, MessageTTLDisabledError
+from jetstream_ext.testing.reference import ReferenceServer
 
 # Servers end a TTL to the second; the rest is for a busy machine.
 SLACK = 10.0
@@ -242,6 +244,22 @@ async def test_the_ttl_of_every_publisher_is_stored(js: JetStreamContext, stream
         await publisher.commit(f"{name}.7", b"x", msg_ttl=60)
     stored = await jsx.DirectGet(js, name).scan().to_list()
     assert [message.headers.get("Nats-TTL") for message in stored] == ["60", "60", "never", "60", "60", "never", "60"]
+
+
+async def test_the_reference_server_s_draft_knows_the_draft_s_never() -> None:
+    async with ReferenceServer(dialect="draft") as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream()
+        await js.add_stream(jsx.with_ttl(StreamConfig(name="S", subjects=["s"], max_age=1, duplicate_window=1)))
+        await js.publish("s", b"stays", headers=jsx.ttl_headers(jsx.NEVER, dialect="draft"))
+        await js.publish("s", b"goes")
+
+        async def one_left() -> bool:
+            return (await js.stream_info("S")).state.messages == 1
+
+        await until(one_left)
+        assert (await js.get_last_msg("S", "s")).data == b"stays"
+        await nc.close()
 
 
 async def test_a_stream_that_does_not_allow_it(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
