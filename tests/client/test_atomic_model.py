@@ -197,6 +197,15 @@ class Run:
             self.said.append("stored")
 
 
+async def read(js: JetStreamContext, stream: str, version: str) -> list[tuple[str, bytes]]:
+    if version == "2.12.0":
+        # Now and then a direct get right after a commit locks up this server for good.
+        last = (await js.stream_info(stream)).state.last_seq
+        found = [await js.get_msg(stream, seq) for seq in range(1, last + 1)]
+        return [(message.subject or "", message.data or b"") for message in found]
+    return [(message.subject, message.data) for message in await jsx.DirectGet(js, stream).scan().to_list()]
+
+
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.8", "2.14.6", "2.15.1"])
 async def test_the_server_agrees_with_the_model(version: str) -> None:
     said: set[str] = set()
@@ -214,8 +223,8 @@ async def test_the_server_agrees_with_the_model(version: str) -> None:
             try:
                 for _ in range(16):
                     await run.batch(stream)
-                stored = await jsx.DirectGet(js, stream.name).scan().to_list()
-                assert [(message.subject, message.data) for message in stored] == stream.messages
+                stored = await read(js, stream.name, version)
+                assert stored == stream.messages
             except BaseException as error:
                 error.add_note(f"version {version}, seed {seed}")
                 raise

@@ -1,0 +1,135 @@
+"""Every refusal has its class, whenever it arrives, on every server that has atomic batches."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import nats
+import nats.js.errors
+import pytest
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.testing import NatsServer
+
+VERSIONS = ["2.12.0", "2.12.8", "2.14.6", "2.15.1"]
+M = jsx.BatchMessage
+#: What is published, the stream's configuration, the code, its class, and the first server that refuses it so.
+CASES: dict[str, tuple[list[M], dict[str, Any], int, type[errors.BatchError], str]] = {
+    "too large": ([M("S.a", bytes(400))], {"max_msg_size": 300}, 10054, errors.MessageTooLargeError, "2.12.0"),
+    "another stream": ([M("S.a"), M("S.b", stream="T")], {}, 10060, errors.StreamMismatchError, "2.12.0"),
+    "last sequence": ([M("S.a", expected_last_seq=9), M("S.b")], {}, 10071, errors.WrongLastSequenceError, "2.12.0"),
+    "of a subject": ([M("S.a", expected_last_subject_seq=9)], {}, 10071, errors.WrongLastSequenceError, "2.12.0"),
+    "full": ([M("S.a")] * 3, {"max_msgs": 2, "discard": "new"}, 10077, errors.BatchServerError, "2.12.8"),
+    "roll-up": ([M("S.a", headers={"Nats-Rollup": "sub"})], {}, 10111, errors.BatchServerError, "2.12.0"),
+    "odd time to live": (
+        [M("S.a", headers={"Nats-TTL": "soon"})], {"allow_msg_ttl": True}, 10165, errors.MessageTTLInvalidError, "2.12.0",
+    ),
+    "time to live": ([M("S.a", msg_ttl=5)], {}, 10166, errors.MessageTTLDisabledError, "2.12.0"),
+    "not allowed": ([M("S.a")] * 2, {"allow_atomic": False}, 10174, errors.AtomicPublishDisabledError, "2.12.0"),
+    "too many": ([M("S.a")] * 1001, {}, 10199, errors.AtomicPublishTooLargeError, "2.12.0"),
+    "level": (
+        [M("S.a", headers={"Nats-Required-Api-Level": "99"})] * 2, {}, 10185, errors.RequiredApiLevelError, "2.12.8",
+    ),
+    "override alone": (
+        [M("S.a", headers={"Nats-Expected-Last-Subject-Sequence-Subject": "S.b"})], {}, 10193, errors.BatchServerError,
+        "2.12.0",
+    ),
+    "ids twice": (
+        [M("S.a", msg_id="1"), M("S.b", msg_id="1")], {}, 10201, errors.AtomicPublishDuplicateMessageIDError, "2.12.8",
+    ),
+    "no such stream": ([M("nowhere")], {}, 0, errors.NoStreamError, "2.12.0"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def old_server(request: pytest.FixtureRequest) -> Any:
+    with NatsServer(version=request.param) as server:
+        yield server
+
+
+@pytest.fixture
+async def old_js(old_server: NatsServer) -> AsyncIterator[JetStreamContext]:
+    nc = await nats.connect(old_server.url)
+    js = nc.jetstream()
+    yield js
+    with contextlib.suppress(nats.js.errors.NotFoundError):
+        await js.delete_stream("S")
+    await nc.close()
+
+
+@pytest.mark.parametrize("how", ["bulk", "every", "none"])
+@pytest.mark.parametrize("case", CASES)
+async def test_a_refusal(old_server: NatsServer, old_js: JetStreamContext, case: str, how: str) -> None:
+    messages, config, code, cls, since = CASES[case]
+    if old_server.version < since:
+        pytest.skip("this server says something else")
+    await old_js.add_stream(name="S", subjects=["S.>"], **{"allow_atomic": True, **config})
+
+    async def publish() -> None:
+        if how == "bulk":
+            await jsx.publish_atomic(old_js, messages)
+            return
+        options: Any = {"ack_every": 1} if how == "every" else {"ack_first": False}
+        async with jsx.AtomicBatch(old_js, **options) as batch:
+            for message in messages:
+                await batch.add_message(message)
+
+    async with asyncio.timeout(10):
+        with pytest.raises(errors.BatchError) as caught:
+            await publish()
+    error = caught.value
+    assert error.outcome == "not_stored"
+    if (how != "every" and len(messages) > 1 and code in (10185, 10199)) or (how == "none" and code == 10054):
+        # Unheard when it came: by the time of the commit the server has forgotten the batch.
+        assert isinstance(error, cls | errors.AtomicPublishIncompleteError)
+    else:
+        assert type(error) is cls
+        assert getattr(error, "err_code", 0) == code
+    assert (await old_js.stream_info("S")).state.messages == 0
+
+
+async def test_too_many_in_flight(old_server: NatsServer, old_js: JetStreamContext) -> None:
+    await old_js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
+    batches = [jsx.AtomicBatch(old_js) for _ in range(51)]
+    for batch in batches[:50]:
+        await batch.add("S.a")
+        await batch.add("S.a")  # before 2.14 the first waits for it
+    with pytest.raises(errors.BatchServerError) as caught:
+        await batches[50].commit("S.a")
+    assert caught.value.err_code == (10210 if old_server.version >= "2.14" else 10176)
+    assert caught.value.retryable is (old_server.version >= "2.14")
+    for batch in batches:
+        await batch.discard()
+
+
+async def test_it_is_switched_off_meanwhile(old_js: JetStreamContext) -> None:
+    await old_js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
+    batch = jsx.AtomicBatch(old_js)
+    await batch.add("S.a")
+    await batch.add("S.a")
+    await old_js.update_stream(name="S", subjects=["S.>"], allow_atomic=False)
+    with pytest.raises(errors.AtomicPublishDisabledError, match="allow_atomic"):
+        await batch.commit_eob()
+
+
+async def test_an_overload() -> None:
+    # A status and a JSON body at once: the message was dropped, and the batch is open without it.
+    async with NatsServer(config="jetstream { max_buffered_msgs: 1 }") as server:
+        nc = await nats.connect(server.url)
+        js = nc.jetstream()
+        await js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
+        refused = 0
+        for _ in range(50):
+            try:
+                await jsx.publish_atomic(js, [M("S.a", bytes(1000))] * 900)
+            except (errors.TooManyRequestsError, errors.AtomicPublishIncompleteError) as error:
+                refused += 1
+                assert error.outcome == "not_stored"  # noqa: PT017
+            except errors.BatchAbandonedError:
+                refused += 1
+        assert refused
+        assert (await js.stream_info("S")).state.messages % 900 == 0
+        await nc.close()

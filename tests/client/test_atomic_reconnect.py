@@ -1,0 +1,89 @@
+"""The connection breaks in the middle of a batch: it goes on if the server has all of it, and ends at once if not."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.testing import NatsServer
+
+
+async def connected(nc: Client, reconnects: int) -> None:
+    async with asyncio.timeout(10):
+        while not (nc.is_connected and nc.stats["reconnects"] > reconnects):
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def stream(own_stream: Any) -> str:
+    return await own_stream()
+
+
+@pytest.mark.parametrize("acked", [True, False])
+@pytest.mark.parametrize("bulk", [True, False])
+async def test_the_server_lives(own_nc: Client, own_js: JetStreamContext, stream: str, acked: bool, bulk: bool) -> None:
+    batch = jsx.AtomicBatch(own_js, ack_first=acked)
+    for _ in range(3):
+        await batch.add(f"{stream}.a", b"x", ack=acked)
+    await own_nc.flush()
+    await own_nc.force_reconnect()
+    await connected(own_nc, 0)
+    if bulk:
+        await batch.add_many([jsx.BatchMessage(f"{stream}.a", b"x")] * 4)
+    else:
+        for _ in range(4):
+            await batch.add(f"{stream}.a", b"x", ack=False)
+    assert batch._wire.machine is not None
+    assert batch._wire.machine.staged >= 4, "the first message after the reconnect was acknowledged"
+    assert (await batch.commit_eob()).batch_size == 7
+
+
+@pytest.mark.parametrize("acked", [True, False])
+@pytest.mark.parametrize("call", ["add", "add_many", "commit", "exit"])
+async def test_the_server_dies(
+    own_server: NatsServer, own_nc: Client, own_js: JetStreamContext, stream: str, acked: bool, call: str
+) -> None:
+    batch = jsx.AtomicBatch(own_js, ack_first=acked)
+    for _ in range(3):
+        await batch.add(f"{stream}.a", b"x")
+    await own_nc.flush()
+    await asyncio.to_thread(own_server.kill)
+    await asyncio.to_thread(own_server.restart)
+    await connected(own_nc, 0)
+    held = set(own_nc._subs)
+
+    async def leave() -> None:
+        async with batch:
+            pass
+
+    async with asyncio.timeout(3):
+        with pytest.raises(errors.BatchAbandonedError, match="no longer has the whole batch") as caught:
+            await {
+                "add": lambda: batch.add(f"{stream}.a", b"y", ack=False),
+                "add_many": lambda: batch.add_many([jsx.BatchMessage(f"{stream}.a")] * 1000),
+                "commit": lambda: batch.commit(f"{stream}.a"),
+                "exit": leave,
+            }[call]()
+    assert (caught.value.outcome, batch.state) == ("not_stored", "failed")
+    assert await batch.resolve() == "not_stored"
+    assert (await own_js.stream_info(stream)).state.messages == 0
+    assert len(held - set(own_nc._subs)) == 1, "its inbox is gone"
+
+
+async def test_while_a_reply_is_waited_for(
+    own_server: NatsServer, own_nc: Client, own_js: JetStreamContext, stream: str
+) -> None:
+    batch = jsx.AtomicBatch(own_js, timeout=60)
+    await batch.add(f"{stream}.a", b"x")
+    own_server.pause()
+    adding = asyncio.ensure_future(batch.add(f"{stream}.a", b"x", ack=True))
+    await asyncio.sleep(0.01)
+    own_server.kill()
+    async with asyncio.timeout(3):
+        with pytest.raises(errors.BatchAbandonedError, match="connection was lost"):
+            await adding
+    assert batch.state == "failed"
