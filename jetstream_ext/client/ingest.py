@@ -147,19 +147,23 @@ class _Source:
         return entry
 
     def _named(self, entry: Entry) -> Entry:
+        """Return the message with an id; what is no message stays as it is, to be refused where all are checked."""
         self._taken += 1
-        if type(entry) is tuple:
-            headers = entry[2] if len(entry) == 3 else None
-            if headers and h.MSG_ID in headers:
+        if type(entry) is tuple and len(entry) == 2:
+            return entry[0], entry[1], {h.MSG_ID: self._name(entry)}
+        try:
+            message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
+            if message.msg_id is not None or h.MSG_ID in (message.headers or ()):
                 return entry
-            name = f"{self._run}-{self._taken}" if self._msg_id is None else self._msg_id(entry)
-            if len(entry) == 2:
-                return entry[0], entry[1], {h.MSG_ID: name}
-            return entry[0], entry[1], {**(headers or {}), h.MSG_ID: name}
-        if not isinstance(entry, BatchMessage) or entry.msg_id is not None or h.MSG_ID in (entry.headers or ()):
-            return entry  # no message at all is refused where all messages are checked
-        name = f"{self._run}-{self._taken}" if self._msg_id is None else self._msg_id(entry)
-        return dataclasses.replace(entry, msg_id=name)
+            headers = dict(message.headers or {}) if isinstance(entry, tuple) and len(entry) == 3 else None
+        except (TypeError, ValueError):
+            return entry
+        if headers is not None:
+            return message.subject, message.payload, headers | {h.MSG_ID: self._name(entry)}
+        return dataclasses.replace(message, msg_id=self._name(entry))
+
+    def _name(self, entry: Entry) -> str:
+        return f"{self._run}-{self._taken}" if self._msg_id is None else self._msg_id(entry)
 
 
 class _Progress:
@@ -272,10 +276,12 @@ class _Ingest:
             await self._send(publisher)
             if publisher.batch_seq:
                 await publisher.commit_eob()
+        except IngestError:
+            raise
         except (UnsupportedFeatureError, *_CLOSED_TO_FAST_INGEST) as error:
             if self._stored == 0 and isinstance(error, UnsupportedFeatureError):
                 raise
-            raise self._failure("cannot be sent by fast ingest", self._window[0] if self._window else None) from error
+            raise self._failure(f"could not be sent: {error}", self._window[0] if self._window else None) from error
         except (BatchError, nats.errors.Error) as error:
             self._in_trouble(error)
         finally:
@@ -294,7 +300,10 @@ class _Ingest:
                 return
             while (entry := await source.next(self._window)) is not None:
                 await publisher.add_message(entry if isinstance(entry, BatchMessage) else BatchMessage(*entry))
-        except (TypeError, ValueError) as error:
+        except Exception as error:
+            broken = isinstance(error, BatchError | UnsupportedFeatureError | nats.errors.Error)
+            if broken and not isinstance(error, ValueError):
+                raise
             # A message that was refused here has no place in the batch; everything before it has.
             self._refused = self._window.pop(), error
             source.ended = True

@@ -1,0 +1,208 @@
+"""`ingest` on a server that behaves: sources, ids, numbers, poison messages, progress, cancellation."""
+
+import asyncio
+import pickle
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import nats
+import nats.errors
+import pytest
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.testing import NatsServer
+
+MakeStream = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+async def stream(make_stream: MakeStream) -> str:
+    return await make_stream()
+
+
+async def messages(js: JetStreamContext, stream: str) -> list[jsx.StoredMsg]:
+    return await jsx.DirectGet(js, stream).scan().to_list()
+
+
+class TestSources:
+    @pytest.mark.parametrize("count", [0, 1, 2, 199, 200, 201, 1000])
+    @pytest.mark.parametrize("kind", ["sync", "async"])
+    async def test_everything_is_stored_in_order(
+        self, js: JetStreamContext, stream: str, left: Any, count: int, kind: str
+    ) -> None:
+        entries = [(f"{stream}.{i % 3}", b"%d" % i) for i in range(count)]
+
+        async def slowly() -> AsyncIterator[tuple[str, bytes]]:
+            for entry in entries:
+                await asyncio.sleep(0)
+                yield entry
+
+        report = await jsx.ingest(js, entries if kind == "sync" else slowly())
+        assert [(each.subject, each.data) for each in await messages(js, stream)] == entries
+        assert (report.stored, report.duplicates, report.resent) == (count, 0, 0)
+        assert report.batches == (1 if count else 0)
+        assert report.seconds > 0
+        await left.settled()
+
+    async def test_every_kind_of_message(self, js: JetStreamContext, stream: str) -> None:
+        headers = {"K": "v"}
+        await jsx.ingest(js, [
+            (f"{stream}.1", b"plain"), (f"{stream}.2", b"headers", headers), (f"{stream}.3",),
+            jsx.BatchMessage(f"{stream}.4", b"full", headers={"K": "w"}, msg_ttl=60),
+            (f"{stream}.5", b"own", {"Nats-Msg-Id": "mine"}), jsx.BatchMessage(f"{stream}.6", b"too", msg_id="my own"),
+            (f"{stream}.7", memoryview(b"view")),
+        ])  # type: ignore[list-item]  # fmt: skip
+        stored = await messages(js, stream)
+        assert [each.data for each in stored] == [b"plain", b"headers", b"", b"full", b"own", b"too", b"view"]
+        assert (stored[1].headers["K"], stored[3].headers["K"], stored[3].headers["Nats-TTL"]) == ("v", "w", "60")
+        assert (stored[4].headers["Nats-Msg-Id"], stored[5].headers["Nats-Msg-Id"]) == ("mine", "my own")
+        assert headers == {"K": "v"}
+
+    async def test_what_the_source_raises_comes_after_what_it_gave(self, js: JetStreamContext, stream: str) -> None:
+        def source() -> Iterator[tuple[str, bytes]]:
+            for i in range(250):
+                yield f"{stream}.a", b"%d" % i
+            raise RuntimeError("source")
+
+        with pytest.raises(RuntimeError, match="source"):
+            await jsx.ingest(js, source())
+        assert len(await messages(js, stream)) == 250
+
+
+class TestIds:
+    async def test_are_of_this_run_and_the_place_in_it(self, js: JetStreamContext, stream: str) -> None:
+        for _ in range(2):
+            await jsx.ingest(js, [(f"{stream}.a", b"x")] * 3)
+        ids = [each.headers["Nats-Msg-Id"] for each in await messages(js, stream)]
+        runs = [re.fullmatch(r"([A-Za-z0-9]{22})-(\d+)", each) for each in ids]
+        assert [each and each[2] for each in runs] == ["1", "2", "3"] * 2
+        assert len({each and each[1] for each in runs}) == 2
+
+    async def test_of_the_caller_make_a_second_run_store_nothing(self, js: JetStreamContext, stream: str) -> None:
+        entries = [(f"{stream}.a", b"%d" % i) for i in range(500)]
+
+        def content(entry: Any) -> str:
+            return entry[1].decode()
+
+        first = await jsx.ingest(js, entries[:300], msg_id=content)
+        second = await jsx.ingest(js, entries, msg_id=content)
+        # All 500 are in the stream; fast ingest does not tell which of them it skipped.
+        assert (first.stored, second.stored, second.duplicates) == (300, 500, 0)
+        assert [each.data for each in await messages(js, stream)] == [each[1] for each in entries]
+
+    async def test_an_id_that_cannot_be_made_ends_it_after_what_came_before(
+        self, js: JetStreamContext, stream: str
+    ) -> None:
+        def broken(entry: Any) -> str:
+            return {b"0": "a", b"1": "b"}[entry[1]]
+
+        with pytest.raises(KeyError):
+            await jsx.ingest(js, [(f"{stream}.a", b"%d" % i) for i in range(5)], msg_id=broken)
+        assert len(await messages(js, stream)) == 2
+
+
+POISON: list[tuple[str, Any, type[BaseException]]] = [
+    ("subject", ("a b", b"x"), errors.BadSubjectError),
+    ("header", ("{}.a", b"x", {"K": "a\r\nb"}), errors.BadHeaderError),
+    ("no message", 7, TypeError),
+    ("text", ("{}.a", "text"), TypeError),
+    ("headers", ("{}.a", b"x", ["K"]), AttributeError),
+    ("too much", ("{}.a", b"x", None, None, None, None, None, None, None, None, None), TypeError),
+    ("size", ("{}.a", bytes(2_000_000)), errors.MaxPayloadError),
+    ("size of the stream", ("{}.a", bytes(5000)), nats.js.errors.APIError),
+    ("expectation", jsx.BatchMessage("{}.a", b"x", expected_last_seq=10**9), nats.js.errors.APIError),
+    ("no stream", ("nobody.listens", b"x"), nats.js.errors.NoStreamResponseError),
+]
+
+
+class TestPoison:
+    @pytest.mark.parametrize(("bad", "cause"), [each[1:] for each in POISON], ids=[each[0] for each in POISON])
+    @pytest.mark.parametrize("place", [0, 1, 333])
+    async def test_is_named_and_everything_before_it_is_stored(
+        self, js: JetStreamContext, make_stream: MakeStream, left: Any, bad: Any, cause: type[BaseException], place: int
+    ) -> None:
+        stream = await make_stream(max_msg_size=2000)
+        if isinstance(bad, jsx.BatchMessage):
+            bad = jsx.BatchMessage(f"{stream}.a", bad.payload, expected_last_seq=bad.expected_last_seq)
+        elif isinstance(bad, tuple):
+            bad = (bad[0].format(stream), *bad[1:])
+        entries: list[Any] = [(f"{stream}.a", b"%d" % i) for i in range(700)]
+        entries[place] = bad
+        with pytest.raises(errors.IngestError, match=f"message {place}\\b") as caught:
+            await jsx.ingest(js, entries)
+        assert caught.value.index == place
+        assert isinstance(caught.value.__cause__, cause)
+        report = caught.value.report
+        assert report is not None
+        assert report.stored == place
+        assert [each.data for each in await messages(js, stream)] == [b"%d" % i for i in range(place)]
+        assert pickle.loads(pickle.dumps(caught.value)).report == report
+        await left.settled()
+
+
+class TestRefusals:
+    async def test_a_stream_without_allow_batched(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        stream = await make_stream(allow_batched=False)
+        with pytest.raises(errors.IngestError, match="allow_batched") as caught:
+            await jsx.ingest(js, [(f"{stream}.a", b"x")] * 3)
+        assert isinstance(caught.value.__cause__, errors.FastPublishDisabledError)
+        assert await messages(js, stream) == []
+
+    @pytest.mark.parametrize("version", ["2.11.11", "2.12.8"])
+    async def test_a_server_without_fast_ingest(self, version: str) -> None:
+        async with NatsServer(version=version) as server:
+            nc = await nats.connect(server.url)
+            js = nc.jetstream()
+            await js.add_stream(name="S", subjects=["s.>"])
+            with pytest.raises(errors.UnsupportedFeatureError, match=f"{version}.*nothing was sent"):
+                await jsx.ingest(js, [("s.1", b"x")])
+            assert (await js.stream_info("S")).state.messages == 0
+            await nc.close()
+
+    @pytest.mark.parametrize("options", [{"timeout": 0}, {"timeout": float("nan")}, {"progress_every": -1}])
+    async def test_options_are_checked(self, js: JetStreamContext, options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="timeout"):
+            await jsx.ingest(js, [], **options)
+
+    async def test_a_closed_connection(self, own_nc: Any, own_js: JetStreamContext) -> None:
+        await own_nc.close()
+        with pytest.raises(errors.IngestError, match="connection is closed"):
+            await jsx.ingest(own_js, [("s.1", b"x")])
+
+
+class TestProgress:
+    async def test_counts_up_to_everything(self, js: JetStreamContext, stream: str) -> None:
+        heard: list[jsx.IngestProgress] = []
+        await jsx.ingest(
+            js, [(f"{stream}.a", b"x")] * 1000, flow=50, on_progress=heard.append, progress_every=0.0
+        )  # fmt: skip
+        assert [each.stored for each in heard] == sorted(each.stored for each in heard)
+        assert (heard[0].stored, heard[-1].stored, heard[-1].window) == (0, 1000, 0)
+        assert max(each.window for each in heard) <= 101
+        assert all(each.rate >= 0 for each in heard)
+
+    async def test_that_fails_does_not_stop_it(
+        self, js: JetStreamContext, stream: str, loop_is_quiet: list[dict[str, Any]]
+    ) -> None:
+        def broken(progress: jsx.IngestProgress) -> None:
+            raise RuntimeError("progress")
+
+        report = await jsx.ingest(js, [(f"{stream}.a", b"x")] * 10, on_progress=broken)
+        assert report.stored == 10
+        assert {str(each["exception"]) for each in loop_is_quiet} == {"progress"}
+        loop_is_quiet.clear()
+
+
+async def test_cancelling_leaves_nothing_behind(js: JetStreamContext, stream: str, left: Any) -> None:
+    for ticks in (0, 1, 2, 3, 5, 8, 13, 21, 34, 55):
+        endless = ((f"{stream}.a", b"x") for _ in range(10**6))
+        running = asyncio.create_task(jsx.ingest(js, endless))
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await left.settled()
