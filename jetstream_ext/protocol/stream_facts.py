@@ -18,12 +18,10 @@ class StreamFacts:
         name: The stream.
         created: When it was made; another time is another stream of the same name.
         subjects: What it listens on.
-        first_seq: Its first sequence.
         last_seq: Its last sequence.
         replicated: Whether several servers hold it.
         leader: The server that answered, in a cluster.
         leads: Whether the answering server is beyond doubt the only leader.
-        atomic: ``allow_atomic``, as its server echoes it: one that does not know the option drops it.
         direct: ``allow_direct``.
         contiguous: Whether the messages of a batch follow each other: nothing but publishers writes to the stream.
         window_ns: The duplicate window.
@@ -34,12 +32,10 @@ class StreamFacts:
     name: str
     created: str
     subjects: tuple[str, ...] = ()
-    first_seq: int = 0
     last_seq: int = 0
     replicated: bool = False
     leader: str = ""
     leads: bool = True
-    atomic: bool = False
     direct: bool = False
     contiguous: bool = True
     window_ns: int = 0
@@ -79,12 +75,10 @@ def parse_stream_info(reply: dict[str, Any]) -> StreamFacts:
         name=str(config["name"]),
         created=str(reply["created"]),
         subjects=tuple(map(str, config.get("subjects") or ())),
-        first_seq=int(state["first_seq"]),
         last_seq=int(state["last_seq"]),
         replicated=bool(peers) or int(config.get("num_replicas") or 1) > 1,
         leader=str(cluster.get("leader") or ""),
         leads=not peers or (len(fresh) + 1) * 2 > len(peers) + 1,
-        atomic=bool(config.get("allow_atomic")),
         direct=bool(config.get("allow_direct")),
         contiguous=not config.get("sources"),
         window_ns=int(config.get("duplicate_window") or 0),
