@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Final
 
 from nats.js.errors import BucketNotFoundError, NotFoundError
 from nats.js.kv import KeyValue
@@ -15,8 +15,14 @@ from jetstream_ext.client.connection import JetStream, bucket_of
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.leader import get_at_leader
 from jetstream_ext.errors import DirectGetDisabledError
+from jetstream_ext.kv.flight import in_flight
+from jetstream_ext.kv.messages import entry_of
+from jetstream_ext.kv.records import record
+from jetstream_ext.kv.values import KeyValueEntry
 from jetstream_ext.protocol.support import DIRECT_BATCH
 from jetstream_ext.types import StoredMsg
+
+_LOOKS_IN_FLIGHT: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +143,21 @@ class Bucket:
             RequestTimeoutError: It does not answer.
         """
         return await get_at_leader(self.js, self.stream, request, self.timeout)
+
+    async def look_up(self, keys: Iterable[str]) -> dict[str, KeyValueEntry | None]:
+        """Return what keys are at the leader, markers included.
+
+        Raises:
+            RequestTimeoutError: It does not answer.
+        """
+        found: dict[str, KeyValueEntry | None] = {}
+
+        async def read(key: str) -> None:
+            message = await self.at_leader(last_by_subj=self.subject(key))
+            found[key] = None if message is None else entry_of(self.name, key, record(message))
+
+        await in_flight(read, keys, limit=_LOOKS_IN_FLIGHT)
+        return found
 
 
 def _time(text: str) -> datetime:

@@ -71,6 +71,12 @@ class _Key:
     """The oldest message says that there was none."""
 
 
+def _first(oldest: Record) -> _Key:
+    before = follows(oldest.headers, oldest.subject)
+    replaced = bool(before) or replaced_all(oldest.headers)
+    return _Key(oldest.seq, 0, 0, None, replaced=replaced, created=before == 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What is known of a revision."""
@@ -94,8 +100,8 @@ class Past:
     """
 
     def __init__(self, subjects: Subjects, *, revision: int, history: int) -> None:
+        self.revision = revision
         self._subjects = subjects
-        self._revision = revision
         self._history = history
         self._keys: dict[str, _Key] = {}
         self._accounted = 0
@@ -103,13 +109,13 @@ class Past:
         """Whether a message showed that values of the bucket have times to live of their own."""
 
     def feed(self, records: Iterable[Record], *, log: bool = False) -> None:
-        """Take messages, ascending for each key, its oldest first.
+        """Take messages, ascending for each key.
 
         Args:
-            records: The messages.
+            records: The messages: all that a key has, or its newest one up to the revision.
             log: They are part of the whole log: those of other keys may explain what is missing in it.
         """
-        bucket, wanted, revision = self._subjects.bucket, self._subjects.wanted, self._revision
+        bucket, wanted, revision = self._subjects.bucket, self._subjects.wanted, self.revision
         keys, cut = self._keys, len(self._subjects.prefix)
         for record in records:
             subject = record.subject
@@ -120,11 +126,7 @@ class Past:
             seq, headers = record.seq, record.headers
             key = keys.get(name)
             if key is None:
-                key = keys[name] = _Key(seq, 0, 0, None, replaced=False, created=False)
-                if headers:
-                    before = follows(headers, subject)
-                    key.replaced = bool(before) or replaced_all(headers)
-                    key.created = before == 0
+                key = keys[name] = _first(record)
             if seq <= key.newest:
                 continue
             key.newest = seq
@@ -133,6 +135,17 @@ class Past:
                 self._note(headers, seq)
             if asked and seq <= revision:
                 key.entry = entry_of(bucket, name, record)
+
+    def feed_oldest(self, record: Record, count: int) -> None:
+        """Take the oldest message of a key that has none up to the revision, and how many it has."""
+        key = self._keys[record.subject[len(self._subjects.prefix) :]] = _first(record)
+        key.count = count
+        self._note(record.headers, record.seq)
+
+    def knows(self, name: str) -> bool:
+        """Return whether a message of the key up to the revision was fed."""
+        key = self._keys.get(name)
+        return key is not None and key.entry is not None
 
     def _note(self, headers: Mapping[str, str], seq: int) -> None:
         if replaced_all(headers):

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import Final
 
 from nats.js.kv import KeyValue
 
-from jetstream_ext.errors import HistoryUnavailableError, TooManySubjectsError
+from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv.bucket import Bucket, Facts
-from jetstream_ext.kv.flight import in_flight
+from jetstream_ext.kv.gathering import SMALL_LOG, any_missing, at_once, by_name, names_of, past_by_name
 from jetstream_ext.kv.instants import Instant, find_instant
 from jetstream_ext.kv.keys import EVERYTHING, check_filters, check_keys, is_literal, matcher
 from jetstream_ext.kv.latest import Latest
 from jetstream_ext.kv.messages import Subjects
 from jetstream_ext.kv.past import Holes, Past, Verdict
 from jetstream_ext.kv.records import Record
-from jetstream_ext.kv.source import Answer, Source
+from jetstream_ext.kv.source import Source
 from jetstream_ext.kv.values import KeyValueEntry, KeyValueSnapshot
 
-_CHUNK: Final = 1_000
-"""Keys per request. Servers answer for 1024 subjects; where one answers for fewer, a chunk is halved."""
-_CHUNK_BYTES: Final = 128 * 1024
-_CHUNKS_IN_FLIGHT: Final = 3
-_HISTORIES_IN_FLIGHT: Final = 64
-_SMALL_LOG: Final = 16_000
-"""So many messages are read at once: knowing is cheaper than working around not knowing."""
 _DEEP: Final = 3
 """From so many messages per key on, asking for the keys by name is cheaper than reading the whole log."""
-
-Take = Callable[[list[Record]], None]
 
 
 async def get_many(
@@ -72,7 +63,7 @@ async def get_many(
     facts = await bucket.facts()
     if at is None:
         latest = Latest(subjects)
-        await _by_name(bucket, Source(bucket, facts.last), wanted, latest.feed)
+        await by_name(bucket, Source(bucket, facts.last), wanted, latest.feed)
         found = latest.entries()
     else:
         instant = await find_instant(bucket, facts, at)
@@ -146,19 +137,19 @@ async def _now(
 ) -> KeyValueSnapshot:
     source = Source(bucket, facts.last)
     latest = Latest(subjects, max_age=facts.max_age)
-    answer = await _at_once(bucket, source, patterns, facts)
+    answer = await at_once(bucket, source, patterns, facts)
     if answer is not None:
         latest.feed(answer.records)
         newest = answer.records[-1] if answer.records else None
     else:
         names = None
         if patterns != [EVERYTHING] or facts.messages >= _DEEP * facts.keys:
-            names = await _names(bucket, patterns)
+            names = await names_of(bucket, patterns)
         if names is None:
             async for records in source.log(facts.first, facts.last):
                 latest.feed(records)
         else:
-            await _by_name(bucket, source, names, latest.feed)
+            await by_name(bucket, source, names, latest.feed)
         newest = await source.catch_up(facts.last, latest.feed)
     revision, time = facts.last, facts.last_time
     if newest is not None and newest.seq > revision:
@@ -177,8 +168,8 @@ async def _past(bucket: Bucket, subjects: Subjects, patterns: list[str], facts: 
     wild = len(named) < len(patterns)
     names: list[str] | None = named
     if wild:
-        log = facts.messages <= _SMALL_LOG or (patterns == [EVERYTHING] and facts.messages < _DEEP * facts.keys)
-        names = None if log else await _names(bucket, patterns)
+        log = facts.messages <= SMALL_LOG or (patterns == [EVERYTHING] and facts.messages < _DEEP * facts.keys)
+        names = None if log else await names_of(bucket, patterns)
     if names is None:
         holes = Holes(facts.first, instant.revision)
 
@@ -193,10 +184,12 @@ async def _past(bucket: Bucket, subjects: Subjects, patterns: list[str], facts: 
         missing = holes.highest > 0
         lost = holes.highest > past.accounts_for() or _expiring(facts, past, instant)
     else:
-        await _histories(bucket, source, names, subjects, past, instant.revision)
+        known = await past_by_name(bucket, source, names, facts, past)
         named = names
         lost = _expiring(facts, past, instant)
-        missing = (wild or past.uncertain(named)) and await _any_missing(bucket, source, facts, instant.revision)
+        missing = bool(known)
+        if known is None and (wild or past.uncertain(named)):
+            missing = await any_missing(bucket, source, facts, instant.revision)
     # While a revision is the newest one, what expires in silence has been in its time and has not.
     return past.verdict(
         named=() if instant.present else named, wild=wild, missing=missing, lost=lost and not instant.present
@@ -214,98 +207,6 @@ def _insist(bucket: Bucket, verdict: Verdict, instant: Instant) -> None:
             f"{what}: messages up to it were removed since (expired, or purged from the stream), "
             "and a key of which nothing is left could be missing"
         )
-
-
-async def _at_once(bucket: Bucket, source: Source, patterns: list[str], facts: Facts) -> Answer | None:
-    """Return the one answer that has everything, or None: it would not fit."""
-    if len(patterns) > _CHUNK or (patterns == [EVERYTHING] and facts.keys > _CHUNK):
-        return None
-    try:
-        answer = await source.last_of([bucket.subject(pattern) for pattern in patterns])
-    except TooManySubjectsError:
-        return None
-    return None if answer.cut else answer
-
-
-async def _names(bucket: Bucket, patterns: list[str]) -> list[str] | None:
-    """Return the keys that match `patterns` now, and those that are keys; None: there are too many to list."""
-    names = {pattern: None for pattern in patterns if is_literal(pattern)}
-    cut = len(bucket.prefix)
-    for pattern in patterns:
-        if not is_literal(pattern):
-            info = await bucket.info(subjects_filter=bucket.subject(pattern))
-            listed = info["state"].get("subjects") or {}
-            if int(info.get("total") or 0) > len(listed):
-                return None
-            names.update((subject[cut:], None) for subject in listed)
-    return list(names)
-
-
-async def _by_name(bucket: Bucket, source: Source, keys: Sequence[str], take: Take) -> None:
-    """Hand over the last message of each of `keys`, in chunks of one moment each."""
-
-    async def read(chunk: Sequence[str]) -> None:
-        alone = len(chunk) == 1
-        try:
-            answer = await source.last_of([bucket.subject(key) for key in chunk], limited=not alone)
-        except TooManySubjectsError:
-            if alone:
-                raise
-        else:
-            if not answer.cut:
-                take(answer.records)
-                return
-        half = len(chunk) // 2
-        await read(chunk[:half])
-        await read(chunk[half:])
-
-    await in_flight(read, _cut_up(keys), limit=_CHUNKS_IN_FLIGHT)
-
-
-def _cut_up(keys: Sequence[str]) -> list[Sequence[str]]:
-    chunks: list[Sequence[str]] = []
-    start = size = 0
-    for index, key in enumerate(keys):
-        if index - start >= _CHUNK or (size > _CHUNK_BYTES and index > start):
-            chunks.append(keys[start:index])
-            start, size = index, 0
-        size += len(key)
-    if start < len(keys):
-        chunks.append(keys[start:])
-    return chunks
-
-
-async def _histories(
-    bucket: Bucket, source: Source, names: Sequence[str], subjects: Subjects, past: Past, revision: int
-) -> None:
-    """Feed what decides about each of `names`: its last message, or where that is too new, all that it has."""
-    moved: list[Record] = []
-
-    def take(records: list[Record]) -> None:
-        past.feed(record for record in records if record.seq <= revision)
-        moved.extend(record for record in records if record.seq > revision)
-
-    await _by_name(bucket, source, names, take)
-    cut = len(bucket.prefix)
-
-    async def read(record: Record) -> None:
-        past.feed(await source.history(record.subject, record.seq))
-
-    asked = {record.subject: record for record in moved if subjects.wanted(record.subject[cut:])}
-    await in_flight(read, asked.values(), limit=_HISTORIES_IN_FLIGHT)
-
-
-async def _any_missing(bucket: Bucket, source: Source, facts: Facts, revision: int) -> bool:
-    """Return whether messages up to `revision` were removed, or may have been."""
-    if (await bucket.facts()).gapless:
-        return False
-    if revision - facts.first >= _SMALL_LOG:
-        return True
-    holes = Holes(facts.first, revision)
-    async for records in source.log(facts.first, revision):
-        holes.see(records)
-    holes.close()
-    return holes.highest > 0
 
 
 def _expiring(facts: Facts, past: Past, instant: Instant) -> bool:

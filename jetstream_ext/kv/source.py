@@ -1,8 +1,9 @@
 """Reading a bucket's stream without being misled by who answers.
 
 Direct gets are answered by whichever replica or mirror is free. A replica may lag. A mirror may hold a part of the
-bucket only, and answers all the same. So an answer counts only if it shows that the one who gave it *has* the sequence
-that the leader had when the read began, and if he is the bucket's own stream or a mirror of all of it.
+bucket only, or what the bucket has long forgotten, and answers all the same. So an answer counts only if it shows that
+the one who gave it *has* the sequence that the leader had when the read began, and that it is the bucket's own stream
+or a mirror that takes in all of it and keeps it for as long.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from jetstream_ext.client.replies import read_blocks
 from jetstream_ext.client.whole import read_proved
 from jetstream_ext.errors import MessagesLostError, RequestTimeoutError, ServerError
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.records import Record, records
+from jetstream_ext.kv.records import Record, record, records
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request
 from jetstream_ext.protocol.plans import OneAnswer, Scan
 
 _LOG_BATCH = 16_000
-_HISTORY_BATCH = 1_000
 _NO_LIMIT = 1 << 31
+_FIRST_PAUSE = 0.001
+# What a mirror must have in common with its origin to hold the same messages for the same time.
+_SAME = ("max_msgs_per_subject", "max_age", "allow_msg_ttl")
+_PART = ("filter_subject", "subject_transforms", "opt_start_seq", "opt_start_time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,8 @@ class Answer:
     stream: str
     """Who gave it; nothing, if there are no messages."""
     records: list[Record]
-    cut: bool
-    """There is more, which did not fit."""
+    pending: int
+    """How many more there are, which did not fit."""
     up_to_seq: int
     """The newest sequence that the one who answered had (`multi_last` only)."""
 
@@ -53,16 +57,18 @@ class _Patience:
     def reset(self) -> None:
         """Start anew: there was progress."""
         self._end = self._loop.time() + self._bucket.timeout
+        self._next = _FIRST_PAUSE
 
     async def pause(self, why: str) -> None:
-        """Wait a moment before the next try.
+        """Wait a moment before the next try; a little at first, because somebody else may answer it.
 
         Raises:
             RequestTimeoutError: It has been too long.
         """
         if self._loop.time() >= self._end:
             raise RequestTimeoutError(f"bucket {self._bucket.name!r}: for {self._bucket.timeout:g} s {why}")
-        await asyncio.sleep(LAG_PAUSE)
+        await asyncio.sleep(self._next)
+        self._next = min(LAG_PAUSE, self._next * 1.5)
 
 
 class Source:
@@ -79,27 +85,32 @@ class Source:
         self._known = {bucket.stream: True}
         self._witness: str | None = None
 
-    async def last_of(self, subjects: Sequence[str], *, limited: bool = True) -> Answer:
+    async def last_of(self, subjects: Sequence[str], *, up_to: Record | None = None, limited: bool = True) -> Answer:
         """Return the last message of every subject that matches one of `subjects`, all of one moment.
 
         Its messages may include that of one more subject.
 
         Args:
             subjects: The subjects and patterns.
+            up_to: Look no further than this message, which must be stored still; see `newest_up_to`.
             limited: Cut the answer where it would need much memory.
 
         Raises:
             TooManySubjectsError: They match too many.
             RequestTimeoutError: Nobody who is up to date answered in time.
+            LookupError: `up_to` is not stored any more.
         """
         patience = _Patience(self._bucket)
         while True:
-            # A reply without messages does not tell who gave it, nor what he has; so ask for one that there is.
-            witness = self._witness or await self._find_witness()
+            # A reply without messages does not tell who gave it, nor what it has; so ask for one that there is.
+            witness = up_to.subject if up_to is not None else self._witness or await self._find_witness()
             if witness is None:
-                return Answer("", [], cut=False, up_to_seq=self._need)
-            limit = DEFAULT_MAX_BYTES if limited else _NO_LIMIT
-            request = Request(multi_last=(*subjects, witness), max_bytes=limit)
+                return Answer("", [], pending=0, up_to_seq=self._need)
+            request = Request(
+                multi_last=(*subjects, witness),
+                up_to_seq=None if up_to is None else up_to.seq,
+                max_bytes=DEFAULT_MAX_BYTES if limited else _NO_LIMIT,
+            )
             answer = await self._ask(request)
             if answer is None:
                 why = "replies broke off"
@@ -107,39 +118,66 @@ class Source:
                 self._witness = None
                 why = "nobody who answers direct gets had what the leader has"
             elif not await self._trusted(answer.stream):
-                why = f"only stream {answer.stream!r} answered, which mirrors a part of the bucket"
+                why = _strange(answer.stream)
+            elif up_to is not None:
+                # In ascending order: where nothing was cut off, the last one is the newest up to that point.
+                if answer.pending or answer.records[-1].seq == up_to.seq:
+                    return answer
+                if await self._bucket.at_leader(seq=up_to.seq) is None:
+                    raise LookupError
+                why = f"nobody who answers direct gets had revision {up_to.seq}"
             elif answer.up_to_seq < self._need:
                 why = f"nobody who answers direct gets had revision {self._need}"
             else:
                 return answer
             await patience.pause(why)
 
-    async def history(self, subject: str, newest: int) -> list[Record]:
-        """Return all messages that one subject has left, by somebody who has its message `newest`.
+    async def newest_up_to(self, revision: int, first: int) -> Record | None:
+        """Return the newest message up to `revision` that the leader still has, or None.
+
+        Args:
+            revision: The revision.
+            first: The lowest sequence that there can be.
+        """
+        found = await self._bucket.at_leader(seq=revision)
+        if found is not None:
+            return record(found)
+        low, high, newest = first, revision - 1, None
+        while low <= high:
+            middle = (low + high + 1) // 2
+            found = await self._bucket.at_leader(seq=middle, next_by_subj=">")
+            if found is None or found.seq > revision:
+                high = middle - 1
+            else:
+                newest, low = record(found), found.seq + 1
+        return newest
+
+    async def oldest_of(self, subject: str, after: int) -> tuple[Record, int] | None:
+        """Return the oldest message of a subject, and how many it has; None: it has none.
+
+        Args:
+            subject: The subject.
+            after: A sequence up to which it is known to have none.
 
         Raises:
-            RequestTimeoutError: Nobody who has it answered in time.
+            RequestTimeoutError: Nobody who knows that answered in time.
         """
-        found: list[Record] = []
         patience = _Patience(self._bucket)
+        request = Request(seq=1, next_by_subj=subject, batch=1, max_bytes=DEFAULT_MAX_BYTES)
         while True:
-            start = found[-1].seq + 1 if found else 1
-            request = Request(seq=start, next_by_subj=subject, batch=_HISTORY_BATCH, max_bytes=DEFAULT_MAX_BYTES)
             answer = await self._ask(request)
-            why = "replies broke off"
-            if answer is not None:
-                if answer.records and not await self._trusted(answer.stream):
-                    why = f"only stream {answer.stream!r} answered, which mirrors a part of the bucket"
-                else:
-                    found += answer.records
-                    if answer.cut:
-                        continue
-                    if found and found[-1].seq >= newest:
-                        return found
-                    last = await self._bucket.at_leader(last_by_subj=subject)
-                    if last is None or last.seq < newest:
-                        return found  # it was removed while we looked
-                    why = f"nobody who answers direct gets had revision {newest}"
+            if answer is None:
+                why = "replies broke off"
+            elif not answer.records:
+                if await self._bucket.at_leader(last_by_subj=subject) is None:
+                    return None
+                why = "nobody who answers direct gets had what the leader has"
+            elif not await self._trusted(answer.stream):
+                why = _strange(answer.stream)
+            elif answer.records[0].seq <= after:
+                why = f"nobody who answers direct gets had revision {after + 1}"
+            else:
+                return answer.records[0], answer.pending + 1
             await patience.pause(why)
 
     async def log(self, first: int, last: int) -> AsyncGenerator[list[Record], None]:
@@ -164,7 +202,7 @@ class Source:
                     yield records(block)
             if not stranger:
                 return
-            await patience.pause(f"only stream {stranger!r} answered, which mirrors a part of the bucket")
+            await patience.pause(_strange(stranger))
 
     async def catch_up(self, position: int, take: Callable[[list[Record]], None]) -> Record | None:
         """Hand over the messages behind `position`, up to an end that no reply of this read has passed.
@@ -185,14 +223,14 @@ class Source:
             why = "replies broke off"
             if answer is not None:
                 if answer.records and not await self._trusted(answer.stream):
-                    why = f"only stream {answer.stream!r} answered, which mirrors a part of the bucket"
+                    why = _strange(answer.stream)
                 else:
                     if answer.records:
                         take(answer.records)
                         newest = answer.records[-1]
                         position = newest.seq
                         patience.reset()
-                    if answer.cut:
+                    if answer.pending:
                         continue
                     if position >= leader:
                         return newest
@@ -216,7 +254,7 @@ class Source:
             return None
         end = plan.end
         assert end is not None
-        return Answer(stream, found, cut=end.num_pending > 0, up_to_seq=end.up_to_seq or 0)
+        return Answer(stream, found, pending=end.num_pending, up_to_seq=end.up_to_seq or 0)
 
     async def _find_witness(self) -> str | None:
         """Return a subject that has a message now, or None: the bucket is empty."""
@@ -225,7 +263,7 @@ class Source:
         return self._witness
 
     async def _trusted(self, stream: str) -> bool:
-        """Return whether `stream` has all of the bucket."""
+        """Return whether `stream` holds what the bucket holds."""
         known = self._known.get(stream)
         if known is None:
             known = self._known[stream] = await self._mirrors_all(stream)
@@ -236,6 +274,13 @@ class Source:
             info = await Api(self._bucket.js, self._bucket.timeout).ask(f"STREAM.INFO.{stream}")
         except (NotFoundError, ServerError):
             return False  # of another account or domain: nothing is known of it
-        mirror = info["config"].get("mirror") or {}
-        part = ("filter_subject", "subject_transforms", "opt_start_seq", "opt_start_time")
-        return mirror.get("name") == self._bucket.stream and not any(mirror.get(name) for name in part)
+        found = info["config"]
+        mirror = found.get("mirror") or {}
+        if mirror.get("name") != self._bucket.stream or any(mirror.get(name) for name in _PART):
+            return False
+        own = (await self._bucket.facts()).config
+        return all(found.get(name) == own.get(name) for name in _SAME)
+
+
+def _strange(stream: str) -> str:
+    return f"only stream {stream!r} answered, a mirror that does not hold the same as the bucket"

@@ -12,28 +12,22 @@ from nats.nuid import NUID
 
 from jetstream_ext.client.atomic import AtomicBatch, publish_atomic
 from jetstream_ext.errors import (
-    AtomicPublishDisabledError,
     AtomicPublishDuplicateMessageIDError,
     AtomicPublishIncompleteError,
     AtomicPublishUnsupportedHeaderError,
     BatchClosedError,
     BatchServerError,
-    MessageTooLargeError,
-    MessageTTLDisabledError,
     WrongLastSequenceError,
 )
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.flight import in_flight
 from jetstream_ext.kv.keys import check_key, check_keys
-from jetstream_ext.kv.messages import entry_of
-from jetstream_ext.kv.records import record
+from jetstream_ext.kv.refusals import explained
 from jetstream_ext.kv.staging import Staging
 from jetstream_ext.kv.values import KeyValueEntry
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
 State = Literal["open", "committed", "failed", "discarded", "unknown"]
 
-_READS_IN_FLIGHT: Final = 32
 _MENDS: Final = 3
 """How often a commit is tried again because a key that was to be created had left a marker meanwhile."""
 
@@ -161,7 +155,7 @@ class Transaction:
     async def _get(self, keys: Iterable[str]) -> dict[str, KeyValueEntry]:
         staging = self._staging
         new = [key for key in keys if key not in staging.writes and key not in staging.reads]
-        for key, entry in (await self._look_up(new)).items():
+        for key, entry in (await self._bucket.look_up(new)).items():
             staging.read(key, entry)
         found: dict[str, KeyValueEntry] = {}
         for key in keys:
@@ -172,18 +166,6 @@ class Transaction:
                 entry = staging.reads[key]
             if entry is not None and entry.operation == "PUT":
                 found[key] = entry
-        return found
-
-    async def _look_up(self, keys: Iterable[str]) -> dict[str, KeyValueEntry | None]:
-        """Return what keys are at the leader, markers included."""
-        bucket = self._bucket
-        found: dict[str, KeyValueEntry | None] = {}
-
-        async def read(key: str) -> None:
-            message = await bucket.at_leader(last_by_subj=bucket.subject(key))
-            found[key] = None if message is None else entry_of(bucket.name, key, record(message))
-
-        await in_flight(read, keys, limit=_READS_IN_FLIGHT)
         return found
 
     # -- the end ------------------------------------------------------------------------------------------------
@@ -232,7 +214,7 @@ class Transaction:
                 self._accept(await batch.commit_eob())
                 return
             except WrongLastSequenceError as refusal:
-                conflict = staging.refused(await self._look_up(staging.expectations))
+                conflict = staging.refused(await self._bucket.look_up(staging.expectations))
                 if conflict is not None or mended == _MENDS:
                     raise conflict or refusal from refusal
             except AtomicPublishUnsupportedHeaderError:
@@ -240,7 +222,10 @@ class Transaction:
                     raise
                 self._with_id = False  # 2.12.0 takes no message ids in a batch
             except BatchServerError as refusal:
-                raise await self._explained(refusal) from refusal.__cause__
+                limit = -1
+                if isinstance(refusal, AtomicPublishIncompleteError):
+                    limit = int((await self._bucket.facts(direct=False)).config.get("max_msg_size", -1))
+                raise explained(refusal, self._bucket.name, staging.writes, limit) from refusal.__cause__
             finally:
                 await batch.discard()
             self._batch_id = NUID().next().decode()
@@ -287,7 +272,7 @@ class Transaction:
             pass  # it was written, and others have written to its keys since
         except WrongLastSequenceError as refusal:
             self._state = "failed"
-            conflict = self._staging.refused(await self._look_up(self._staging.expectations))
+            conflict = self._staging.refused(await self._bucket.look_up(self._staging.expectations))
             raise conflict or refusal from refusal
         else:
             self._accept(ack)
@@ -331,54 +316,9 @@ class Transaction:
         staging = self._staging
         if len(staging.reads) < 2 and not staging.writes:
             return  # one key is as it was when it was read
-        conflict = staging.moved(await self._look_up(staging.reads))
+        conflict = staging.moved(await self._bucket.look_up(staging.reads))
         if conflict is not None:
             raise conflict
-
-    # -- refusals that do not name a key ------------------------------------------------------------------------
-
-    async def _explained(self, refusal: BatchServerError) -> BatchServerError:
-        """Return a refusal with what the caller can do about it."""
-        name, writes = self._bucket.name, self._staging.writes
-        if isinstance(refusal, AtomicPublishDisabledError):
-            return _again(
-                refusal,
-                f"bucket {name!r} does not allow atomic batches, which transactions are made of; turn them on once, "
-                "with `await jetstream_ext.kv.enable(kv, atomic=True)`",
-            )
-        if isinstance(refusal, MessageTTLDisabledError):
-            keys = ", ".join(repr(key) for key, staged in writes.items() if staged.ttl is not None)
-            return _again(
-                refusal,
-                f"bucket {name!r} does not allow times to live (key {keys}); turn them on once, "
-                "with `await jetstream_ext.kv.enable(kv, ttl=True)`",
-            )
-        if isinstance(refusal, AtomicPublishIncompleteError):
-            # The refusal of a message that is too large comes to nobody, and then the batch has a hole.
-            limit = int((await self._bucket.facts(direct=False)).config.get("max_msg_size", -1))
-            large = [key for key, staged in writes.items() if 0 <= limit < len(staged.value)]
-            if large:
-                return MessageTooLargeError(
-                    f"key {large[0]!r}: {len(writes[large[0]].value)} bytes are over the {limit} that "
-                    f"bucket {name!r} allows",
-                    code=400,
-                    err_code=10054,
-                    description="message size exceeds maximum allowed",
-                    batch_id=refusal.batch_id,
-                    outcome="not_stored",
-                )
-        return refusal
-
-
-def _again(refusal: BatchServerError, message: str) -> BatchServerError:
-    return type(refusal)(
-        message,
-        code=refusal.code,
-        err_code=refusal.err_code,
-        description=refusal.description or "",
-        batch_id=refusal.batch_id,
-        outcome="not_stored",
-    )
 
 
 def transaction(kv: KeyValue, *, timeout: float | None = None) -> Transaction:

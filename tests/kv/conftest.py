@@ -1,24 +1,64 @@
-"""What the key-value tests share: buckets that allow everything."""
+"""What the key-value tests share: buckets, and the proof that nothing is left behind."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
+
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
 
 MakeBucket = Callable[..., Awaitable[KeyValue]]
 
 
 @pytest.fixture
 def make_bucket(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeBucket:
-    """Create a bucket as nats-py does, with direct gets, atomic batches and fast ingest."""
+    """Create a bucket as nats-py does, with everything turned on that this package needs (or not, `allow=False`)."""
 
     async def make(*, allow: bool = True, **config: Any) -> KeyValue:
-        kv = await js.create_key_value(bucket=stream_name(), **{"direct": True, **config})
+        kv = await js.create_key_value(bucket=stream_name(), **config)
         if allow:
-            found = (await js.stream_info(f"KV_{kv._name}")).config
-            await js.update_stream(found.evolve(allow_atomic=True, allow_batched=True))
+            kv = await kvx.enable(kv)
+            found = (await js.stream_info(kv._stream)).config
+            await js.update_stream(found.evolve(allow_batched=True))
         return kv
 
     return make
+
+
+@pytest.fixture
+def load() -> Callable[..., Awaitable[None]]:
+    """Put many keys at once."""
+
+    async def put(kv: KeyValue, entries: dict[str, bytes]) -> None:
+        async with jsx.FastPublisher(kv._js, flow=500) as publisher:
+            await publisher.add_many((f"{kv._pre}{key}", value) for key, value in entries.items())
+
+    return put
+
+
+class Left:
+    """What a connection and the loop hold beyond what they held at the beginning."""
+
+    def __init__(self, nc: Client) -> None:
+        self.nc = nc
+        self.subscriptions = set(nc._subs)
+        self.tasks = asyncio.all_tasks()
+
+    async def nothing(self) -> None:
+        """Fail unless nothing is left: subscriptions at once, tasks within a second."""
+        assert set(self.nc._subs) <= self.subscriptions
+        async with asyncio.timeout(1):
+            while asyncio.all_tasks() - self.tasks - {asyncio.current_task()}:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def left(nc: Client, js: JetStreamContext) -> Left:
+    """Proof that nothing is left behind on `nc`."""
+    await js.account_info()  # nats-py's own response subscription is there from the first request on
+    return Left(nc)

@@ -2,7 +2,7 @@
 
 import random
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import pytest
 from nats.js.kv import KeyValue
@@ -10,6 +10,7 @@ from nats.js.kv import KeyValue
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import HistoryUnavailableError
+from jetstream_ext.kv import gathering, reading
 
 KEYS = ["a", "b", "a.x", "a.y", "a.x.1", "b.x", "c/1", "d=1"]
 FILTERS = [None, ["a.>"], ["a.*"], ["*.x"], ["a", "b"], ["a.>", "c/1", "nothing"], ["*"], ["nothing.>"]]
@@ -60,10 +61,10 @@ class Model:
         left = {event.seq for key in {e.key for e in self.events} for event in self.held(key)}
         return all(seq in left for seq in range(1, revision + 1))
 
-    def hidden(self, key: str, revision: int) -> bool:
+    def hidden(self, key: str, revision: int, *, precise: bool) -> bool:
         """Whether the documentation says that a key's state at a revision is not known."""
         held = self.held(key)
-        if self.gapless(revision) or any(event.seq <= revision for event in held):
+        if self.gapless(revision if precise else len(self.events)) or any(event.seq <= revision for event in held):
             return False
         if not held:
             return False
@@ -102,7 +103,15 @@ async def scribble(kv: KeyValue, model: Model, rng: random.Random, count: int) -
         model.events[message.seq - 1].time = message.time
 
 
-def check(snap: kvx.KeyValueSnapshot, model: Model, revision: int, patterns: list[str] | None, deletes: bool) -> None:
+def check(
+    snap: kvx.KeyValueSnapshot,
+    model: Model,
+    revision: int,
+    patterns: list[str] | None,
+    *,
+    deletes: bool,
+    precise: bool,
+) -> None:
     truth = {
         key: event
         for key, event in model.state(revision).items()
@@ -121,12 +130,23 @@ def check(snap: kvx.KeyValueSnapshot, model: Model, revision: int, patterns: lis
             assert key in snap.unavailable, f"{key} at {revision}"
     for key in snap.unavailable:
         assert key not in snap
-        assert model.hidden(key, revision) or key == "nothing", f"{key} at {revision}"
+        assert model.hidden(key, revision, precise=precise) or key == "nothing", f"{key} at {revision}"
+
+
+@pytest.fixture(params=["as it is", "by name"])
+def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the past is read: small buckets by their log, large ones by the names of the keys."""
+    if request.param == "by name":
+        monkeypatch.setattr(reading, "SMALL_LOG", 0)
+        monkeypatch.setattr(reading, "_DEEP", 0)
+        monkeypatch.setattr(gathering, "SMALL_LOG", 0)
+        monkeypatch.setattr(gathering, "_ROWS_PER_LOOK", 0)
+    return request.param
 
 
 @pytest.mark.parametrize("history", [1, 2, 5, 64])
 @pytest.mark.parametrize("seed", range(3))
-async def test_every_revision(make_bucket, history: int, seed: int) -> None:
+async def test_every_revision(make_bucket, history: int, seed: int, road: str) -> None:
     kv = await make_bucket(history=history)
     model, rng = Model(history), random.Random(seed)
     await scribble(kv, model, rng, 60)
@@ -135,7 +155,7 @@ async def test_every_revision(make_bucket, history: int, seed: int) -> None:
         deletes = rng.random() < 0.5
         snap = await kvx.snapshot(kv, patterns, at=revision, strict=False, include_deletes=deletes)
         assert snap.revision == revision
-        check(snap, model, revision, patterns, deletes)
+        check(snap, model, revision, patterns, deletes=deletes, precise=road == "as it is")
         if snap.unavailable:
             with pytest.raises(HistoryUnavailableError) as caught:
                 await kvx.snapshot(kv, patterns, at=revision)
@@ -143,3 +163,33 @@ async def test_every_revision(make_bucket, history: int, seed: int) -> None:
         else:
             strictly = await kvx.snapshot(kv, patterns, at=revision, include_deletes=deletes)
             assert dict(strictly) == dict(snap)
+    now = await kvx.snapshot(kv, include_deletes=True)
+    check(now, model, 60, None, deletes=True, precise=True)
+
+
+@pytest.mark.parametrize("history", [1, 4])
+async def test_every_time_and_many_keys(make_bucket, history: int, road: str) -> None:
+    kv = await make_bucket(history=history)
+    model, rng = Model(history), random.Random(history)
+    await scribble(kv, model, rng, 40)
+    stored = [event for event in model.events if event.time is not None]
+    for event in stored:
+        for time in (event.time, event.time - timedelta(microseconds=1)):
+            revision = next((later.seq - 1 for later in stored if later.time > time), 40)
+            snap = await kvx.snapshot(kv, at=time, strict=False)
+            assert (snap.time, snap.revision) == (time, revision)
+            check(snap, model, revision, None, deletes=False, precise=road == "as it is")
+            keys = rng.sample(KEYS, 3)
+            truth = {key: e for key, e in model.state(revision).items() if key in keys}
+            lost = {key for key in truth if not any(e.seq <= revision for e in model.held(key))}
+            try:
+                found = await kvx.get_many(kv, keys, at=time)
+            except HistoryUnavailableError as error:
+                named = error.keys
+            else:
+                named = ()
+                assert {key: entry.value for key, entry in found.items()} == {
+                    key: e.value for key, e in truth.items() if e.operation == "PUT"
+                }
+            assert lost <= set(named) <= set(keys)
+            assert not {key for key in named if any(e.seq <= revision for e in model.held(key))}

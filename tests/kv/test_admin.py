@@ -1,0 +1,94 @@
+"""Turning on what a bucket lacks."""
+
+from datetime import timedelta
+from typing import Any
+
+import nats
+import pytest
+from nats.js.errors import BucketNotFoundError
+
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
+from jetstream_ext.testing import NatsServer
+
+
+async def config_of(kv: Any) -> dict[str, Any]:
+    return vars((await kv._js.stream_info(kv._stream)).config)
+
+
+async def test_everything_is_turned_on_and_nothing_else_changed(make_bucket) -> None:
+    kv = await make_bucket(allow=False, history=7, description="mine", ttl=3600, max_value_size=1000)
+    before = await config_of(kv)
+    assert not before["allow_direct"]
+    bound = await kvx.enable(kv)
+    after = await config_of(kv)
+    changed = {name for name in after if after[name] != before[name]}
+    assert changed == {"allow_direct", "allow_atomic", "metadata"}
+    await bound.put("a", b"1")
+    assert bound._direct
+    assert (await kvx.get_many(bound, ["a"]))["a"].value == b"1"
+    assert (await kvx.get_many(kv, ["a"]))["a"].value == b"1"
+    async with kvx.transaction(kv) as tx:
+        tx.put("a", b"2")
+
+
+async def test_only_what_is_asked_for(make_bucket) -> None:
+    kv = await make_bucket(allow=False)
+    await kvx.enable(kv, direct=False)
+    assert not (await config_of(kv))["allow_direct"]
+    await kvx.enable(kv, atomic=False)
+    assert (await config_of(kv))["allow_direct"]
+    assert (await config_of(kv))["allow_atomic"]
+
+
+async def test_markers(make_bucket) -> None:
+    kv = await make_bucket(allow=False)
+    await kvx.enable(kv, ttl=timedelta(minutes=1))
+    assert (await config_of(kv))["subject_delete_marker_ttl"] == 60
+    await kvx.enable(kv, ttl=90)
+    assert (await config_of(kv))["subject_delete_marker_ttl"] == 90
+    await kvx.enable(kv, ttl=True)
+    assert (await config_of(kv))["subject_delete_marker_ttl"] == 90
+
+
+async def test_a_bucket_that_has_it_all_is_not_written_to(make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = await make_bucket()
+    asked = []
+    ask = kvx.admin.Api.ask
+
+    async def listen(self: Any, what: str, body: Any = None, **options: Any) -> Any:
+        asked.append(what)
+        return await ask(self, what, body, **options)
+
+    monkeypatch.setattr(kvx.admin.Api, "ask", listen)
+    await kvx.enable(kv, ttl=True)
+    assert not any("UPDATE" in what for what in asked)
+
+
+async def test_wrong_arguments(make_bucket) -> None:
+    kv = await make_bucket(allow=False)
+    with pytest.raises(ValueError, match="turned off"):
+        await kvx.enable(kv, ttl=False)
+    for wrong in (0, 0.5, -3):
+        with pytest.raises(ValueError, match="TTL"):
+            await kvx.enable(kv, ttl=wrong)
+    with pytest.raises(TypeError):
+        await kvx.enable(kv, ttl="1m")  # type: ignore[arg-type]
+    await kv._js.delete_key_value(kv._name)
+    with pytest.raises(BucketNotFoundError):
+        await kvx.enable(kv)
+
+
+@pytest.mark.parametrize(("version", "options"), [("2.11.11", {}), ("2.10.26", {"atomic": False, "ttl": 60})])
+async def test_servers_that_do_not_know_an_option(version: str, options: dict[str, Any]) -> None:
+    with NatsServer(version=version) as server:
+        nc = await nats.connect(server.url)
+        try:
+            kv = await nc.jetstream().create_key_value(bucket="B")
+            with pytest.raises(jsx.errors.UnsupportedFeatureError, match="nothing was changed"):
+                await kvx.enable(kv, **options)
+            assert not (await config_of(kv))["allow_direct"]
+            await kvx.enable(kv, atomic=False)
+            assert (await config_of(kv))["allow_direct"]
+        finally:
+            await nc.close()

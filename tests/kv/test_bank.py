@@ -1,0 +1,145 @@
+"""A bank: 20 workers transfer between 100 accounts while leaders are killed, and no snapshot ever shows a wrong total.
+
+Every transfer also counts itself, in the same transaction: at the end each worker's count must be the number of
+transfers that it was told of. A lost answer must neither lose a transfer nor let it happen twice.
+"""
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
+from jetstream_ext.testing import NatsCluster, NatsServer
+
+FULL = bool(os.environ.get("JETSTREAM_EXT_FULL"))
+WORKERS, ACCOUNTS, EACH = 20, 100, 1000
+NAMES = [f"account.{n}" for n in range(ACCOUNTS)]
+TIMEOUT = 2.0
+
+Trouble = Callable[[JetStreamContext, float], Awaitable[int]]
+
+
+async def ignore(_: Exception) -> None:
+    """Take what nats-py has to say of a server that is gone."""
+
+
+@asynccontextmanager
+async def connected(urls: list[str]) -> AsyncIterator[Client]:
+    nc = await nats.connect(urls, max_reconnect_attempts=-1, reconnect_time_wait=0.1, error_cb=ignore)
+    try:
+        yield nc
+    finally:
+        await nc.close()
+
+
+async def transfer(tx: kvx.Transaction, worker: int, rng: random.Random) -> None:
+    a, b = rng.sample(NAMES, 2)
+    balances = await tx.get_many([a, b])
+    amount = min(rng.randrange(1, 50), int(balances[a].value))
+    tx.put(a, b"%d" % (int(balances[a].value) - amount))
+    tx.put(b, b"%d" % (int(balances[b].value) + amount))
+    count = await tx.get(f"count.{worker}")
+    tx.put(f"count.{worker}", b"%d" % (int(count.value) + 1 if count else 1))
+
+
+async def bank(urls: list[str], seconds: float, replicas: int, storage: str, trouble: Trouble | None = None) -> None:
+    made = dict.fromkeys(range(WORKERS), 0)
+    doubtful: set[int] = set()
+    snapshots = troubles = 0
+    async with connected(urls) as nc:
+        js = nc.jetstream(timeout=TIMEOUT)
+        kv = await kvx.enable(await js.create_key_value(bucket="BANK", replicas=replicas, storage=storage))
+        async with kvx.transaction(kv) as tx:
+            for name in NAMES:
+                tx.create(name, b"%d" % EACH)
+        end = time.monotonic() + seconds
+
+        async def work(worker: int) -> None:
+            rng = random.Random(worker)
+            async with connected(urls) as own:
+                mine = await own.jetstream(timeout=TIMEOUT).key_value("BANK")
+                while time.monotonic() < end:
+                    try:
+                        await kvx.retry_transaction(mine, lambda tx: transfer(tx, worker, rng), give_up_after=60)
+                    except jsx.errors.BatchOutcomeUnknownError:
+                        doubtful.add(worker)
+                    else:
+                        made[worker] += 1
+
+        async def audit() -> None:
+            nonlocal snapshots
+            rng = random.Random(0)
+            while time.monotonic() < end:
+                try:
+                    snap = await kvx.snapshot(kv, rng.choice([["account.*"], NAMES]))
+                except (jsx.errors.RequestTimeoutError, nats.js.errors.ServiceUnavailableError):
+                    continue  # an election
+                assert sum(int(entry.value) for entry in snap.values()) == ACCOUNTS * EACH
+                assert len(snap) == ACCOUNTS
+                snapshots += 1
+                await asyncio.sleep(0.005)
+
+        async with asyncio.TaskGroup() as group:
+            for worker in range(WORKERS):
+                group.create_task(work(worker))
+            group.create_task(audit())
+            made_trouble = group.create_task(trouble(js, end)) if trouble else None
+        troubles = made_trouble.result() if made_trouble else 0
+        counts = {int(key[6:]): int(entry.value) for key, entry in (await kvx.snapshot(kv, ["count.*"])).items()}
+        final = await kvx.snapshot(kv, NAMES)
+    print(f"{sum(made.values())} transfers, {snapshots} snapshots, {troubles} leaders killed, {len(doubtful)} in doubt")
+    assert sum(int(entry.value) for entry in final.values()) == ACCOUNTS * EACH
+    assert snapshots > seconds
+    for worker, count in made.items():
+        if worker not in doubtful:
+            assert counts.get(worker, 0) == count
+
+
+@pytest.mark.parametrize("storage", ["file", "memory"])
+@pytest.mark.timeout(180)
+async def test_on_one_server(storage: str) -> None:
+    with NatsServer() as server:
+        await bank([server.url], 30 if FULL else 2, 1, storage)
+
+
+@pytest.mark.timeout(300)
+async def test_on_a_cluster_whose_leaders_are_killed() -> None:
+    async with NatsCluster() as cluster:
+
+        async def kill_leaders(js: JetStreamContext, end: float) -> int:
+            killed = 0
+            while not killed or (FULL and time.monotonic() < end - 5):
+                await asyncio.sleep(1)
+                leader = (await settled(js)).leader
+                server = next(server for server in cluster.servers if server.name == leader)
+                await asyncio.to_thread(server.kill)
+                killed += 1
+                await asyncio.sleep(1)
+                await asyncio.to_thread(server.restart)
+                await asyncio.to_thread(cluster.wait_ready)
+                await settled(js)
+            return killed
+
+        await bank(cluster.urls, 30 if FULL else 6, 3, "file", kill_leaders)
+
+
+async def settled(js: JetStreamContext) -> nats.js.api.ClusterInfo:
+    """Wait until the bucket has a leader that all others follow."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                cluster = (await js.stream_info("KV_BANK")).cluster
+            except (nats.errors.TimeoutError, nats.js.errors.ServiceUnavailableError):
+                cluster = None
+            if cluster is not None and cluster.leader and all(peer.current for peer in cluster.replicas or ()):
+                return cluster
+            await asyncio.sleep(0.1)

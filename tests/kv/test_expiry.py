@@ -1,0 +1,199 @@
+"""Times to live: markers are seen, what left none is not guessed at, and a touch prolongs."""
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from nats.js.errors import KeyNotFoundError
+
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
+from jetstream_ext.errors import HistoryUnavailableError, KeyConflictError, MessageTTLDisabledError
+from jetstream_ext.kv import admin
+
+
+async def expired(kv, key: str) -> None:
+    """Wait until a key has expired."""
+    async with asyncio.timeout(10):
+        while True:
+            entry = (await kvx.snapshot(kv, [key], include_deletes=True)).get(key)
+            if entry is None or entry.operation != "PUT":
+                return
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("history", [1, 4])
+async def test_markers_tell(make_bucket, history: int) -> None:
+    kv = await make_bucket(history=history, limit_marker_ttl=60 if history == 1 else 1)
+    await kv.put("other", b"1")
+    await kv.create("session", b"2", msg_ttl=1)
+    await kv.put("last", b"3")
+    await expired(kv, "session")
+    now = await kvx.snapshot(kv, include_deletes=True)
+    if history == 1:
+        marker = now["session"]
+        assert (marker.operation, marker.reason, marker.value) == ("PURGE", "MaxAge", b"")
+        with pytest.raises(HistoryUnavailableError) as caught:
+            await kvx.snapshot(kv, at=3)
+        assert caught.value.keys == ("session",)
+        after = await kvx.snapshot(kv, at=marker.revision, include_deletes=True)
+        assert after["session"] == marker
+        assert after.unavailable == ()
+    assert set(await kvx.snapshot(kv)) == {"other", "last"}
+    assert set(await kvx.get_many(kv, ["other", "session", "last"])) == {"other", "last"}
+    assert await kvx.snapshot(kv, at=1) is not None
+
+
+async def test_what_expired_without_a_marker_is_not_guessed(make_bucket) -> None:
+    kv = await make_bucket()
+    await kv.create("session", b"1", msg_ttl=1)
+    await kv.put("a", b"2")
+    await kv.create("b", b"3")
+    assert set(await kvx.snapshot(kv, at=2)) == {"session", "a"}
+    await expired(kv, "session")
+    for read in (kvx.get_many(kv, ["session", "a"], at=2), kvx.snapshot(kv, ["session", "a"], at=2)):
+        with pytest.raises(HistoryUnavailableError) as caught:
+            await read
+        assert caught.value.keys == ("session",)
+    loose = await kvx.snapshot(kv, ["session", "a"], at=2, strict=False)
+    assert (set(loose), loose.unavailable) == ({"a"}, ("session",))
+    assert (await kvx.snapshot(kv, at=2, strict=False)).complete is False
+
+
+async def test_a_bucket_that_shows_that_keys_expire_is_not_taken_for_whole(make_bucket) -> None:
+    kv = await make_bucket(history=4)
+    await kv.create("session", b"1", msg_ttl=1)
+    await kv.create("other", b"2", msg_ttl=3600)
+    for n in range(3, 9):
+        await kv.put("hot", b"%d" % n)
+    await expired(kv, "session")
+    with pytest.raises(HistoryUnavailableError, match="nothing is left") as caught:
+        await kvx.snapshot(kv, at=7)
+    assert caught.value.keys == ()
+    loose = await kvx.snapshot(kv, at=7, strict=False)
+    assert (set(loose), loose.complete) == ({"other", "hot"}, False)
+    assert set(await kvx.snapshot(kv, at=8)) == {"other", "hot"}  # still the newest: the bucket is as it is
+
+
+async def test_the_bucket_s_own_time_to_live(make_bucket) -> None:
+    kv = await make_bucket(ttl=1, history=3)
+    await kv.put("old", b"1")
+    first = (await kvx.snapshot(kv)).time
+    assert set(await kvx.snapshot(kv, at=first)) == {"old"}
+    await expired(kv, "old")
+    await kv.put("new", b"2")
+    await kv.put("new", b"3")
+    with pytest.raises(HistoryUnavailableError):
+        await kvx.snapshot(kv, at=2)
+    assert set(await kvx.snapshot(kv, at=3)) == {"new"}
+
+
+async def test_markers_that_are_all_still_there_prove_that_nothing_else_expired(make_bucket) -> None:
+    kv = await make_bucket(history=1, limit_marker_ttl=60)
+    await kv.create("session", b"1", msg_ttl=1)
+    await kv.put("a", b"2")
+    await kv.create("b", b"3")
+    await expired(kv, "session")
+    loose = await kvx.snapshot(kv, at=2, strict=False)
+    assert (set(loose), loose.unavailable) == ({"a"}, ("session",))
+
+
+async def test_snapshots_drop_what_had_expired_at_their_revision(make_bucket, load) -> None:
+    kv = await make_bucket()
+    await load(kv, {f"k.{n}": b"" for n in range(2_000)})
+    await kv.create("lock", b"1", msg_ttl=1)
+    lock = (await kvx.snapshot(kv, ["lock"]))["lock"]
+    while datetime.now(UTC) < lock.created + timedelta(seconds=1.2):
+        snap = await kvx.snapshot(kv)
+        if snap.time >= lock.created + timedelta(seconds=1):
+            assert "lock" not in snap
+        await kv.put("k.0", b"tick")
+
+
+class TestTouch:
+    async def test_a_touched_key_lives_on_and_then_ends(self, make_bucket) -> None:
+        kv = await make_bucket(history=3)
+        await kv.create("s", b"value", msg_ttl=2)
+        await asyncio.sleep(1)
+        assert await kvx.touch(kv, "s", ttl=2) == 2
+        await asyncio.sleep(1.5)
+        assert (await kv.get("s")).value == b"value"
+        await expired(kv, "s")
+        with pytest.raises(KeyNotFoundError):
+            await kv.get("s")
+
+    async def test_nothing_comes_back_when_it_ends(self, make_bucket) -> None:
+        kv = await make_bucket(history=5)
+        await kv.put("s", b"older")
+        await kv.put("s", b"newer")
+        await kvx.touch(kv, "s", ttl=timedelta(seconds=1))
+        await expired(kv, "s")
+        assert len(await kvx.snapshot(kv, include_deletes=True)) == 0
+
+    async def test_never(self, make_bucket) -> None:
+        kv = await make_bucket(history=2, ttl=1)
+        await kv.put("s", b"1")
+        await kvx.touch(kv, "s", ttl=jsx.NEVER)
+        await kv.put("other", b"2")
+        await expired(kv, "other")
+        assert (await kv.get("s")).value == b"1"
+        assert len(await kv.history("s")) == 1
+
+    async def test_what_else_was_stored_with_it_stays(self, make_bucket) -> None:
+        kv = await make_bucket()
+        await kv._js.publish(f"{kv._pre}s", b"v", headers={"Content-Type": "text/plain", "Nats-Msg-Id": "1"})
+        await kvx.touch(kv, "s", ttl=60)
+        stored = await jsx.DirectGet(kv._js, kv._stream).get_last(f"{kv._pre}s")
+        assert stored.data == b"v"
+        assert stored.headers["Content-Type"] == "text/plain"
+        assert stored.headers["Nats-TTL"] == "60"
+        assert "Nats-Msg-Id" not in stored.headers
+
+    async def test_not_if_somebody_changes_it_meanwhile(self, make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+        kv = await make_bucket()
+        await kv.put("s", b"1")
+        read = admin.Bucket.at_leader
+
+        async def slow(self, **request: object) -> jsx.StoredMsg | None:
+            found = await read(self, **request)
+            await kv.put("s", b"2")
+            return found
+
+        monkeypatch.setattr(admin.Bucket, "at_leader", slow)
+        with pytest.raises(KeyConflictError) as caught:
+            await kvx.touch(kv, "s", ttl=60)
+        assert caught.value.keys == ("s",)
+        assert caught.value.outcome == "not_stored"
+        assert (await kv.get("s")).value == b"2"
+
+    async def test_a_key_that_is_not_there(self, make_bucket) -> None:
+        kv = await make_bucket()
+        with pytest.raises(KeyNotFoundError, match="nothing"):
+            await kvx.touch(kv, "nothing", ttl=60)
+        await kv.put("gone", b"1")
+        await kv.delete("gone")
+        with pytest.raises(KeyNotFoundError):
+            await kvx.touch(kv, "gone", ttl=60)
+
+    @pytest.mark.parametrize("ttl", [0, 0.5, -1, timedelta(milliseconds=1500)])
+    async def test_times_that_servers_do_not_take(self, make_bucket, ttl: float) -> None:
+        kv = await make_bucket()
+        await kv.put("s", b"1")
+        with pytest.raises(ValueError, match="TTL"):
+            await kvx.touch(kv, "s", ttl=ttl)
+
+    async def test_a_bucket_without_times_to_live(self, js, stream_name) -> None:
+        name = stream_name()
+        await js.add_stream(
+            name=f"KV_{name}",
+            subjects=[f"$KV.{name}.>"],
+            max_msgs_per_subject=1,
+            allow_rollup_hdrs=True,
+            allow_direct=True,
+        )
+        kv = await js.key_value(name)
+        await kv.put("s", b"1")
+        with pytest.raises(MessageTTLDisabledError, match="enable"):
+            await kvx.touch(kv, "s", ttl=60)
+        kv = await kvx.enable(kv, ttl=True)
+        assert await kvx.touch(kv, "s", ttl=60) == 2

@@ -1,0 +1,162 @@
+"""Many keys at once."""
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+
+import nats
+import pytest
+from nats.js.errors import BucketNotFoundError, InvalidKeyError
+
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
+from jetstream_ext.errors import DirectGetDisabledError, HistoryUnavailableError
+from jetstream_ext.kv import gathering
+from jetstream_ext.testing import NatsServer
+
+
+async def test_what_is_there_in_the_order_of_the_keys(make_bucket) -> None:
+    kv = await make_bucket()
+    for n, key in enumerate(["a", "b.c", "d", "e"], 1):
+        assert await kv.put(key, b"%d" % n) == n
+    await kv.delete("d")
+    await kv.purge("e")
+    found = await kvx.get_many(kv, ["b.c", "never", "e", "a", "d", "a"])
+    assert list(found) == ["b.c", "a"]
+    entry = found["a"]
+    assert (entry.bucket, entry.key, entry.value, entry.revision) == (kv._name, "a", b"1", 1)
+    assert (entry.operation, entry.reason) == ("PUT", None)
+    assert abs(entry.created - datetime.now(UTC)) < timedelta(minutes=1)
+    assert (await kv.get("a")).value == entry.value
+    assert await kvx.get_many(kv, []) == {}
+    assert await kvx.get_many(kv, (key for key in ["a"])) == {"a": entry}
+
+
+async def test_any_number_of_keys(make_bucket, load) -> None:
+    kv = await make_bucket()
+    there = {f"k.{n}": b"%d" % n for n in range(10_000)}
+    await load(kv, there)
+    await kv.delete("k.17")
+    del there["k.17"]
+    asked = [f"k.{n}" for n in range(9_999, -2_000, -1)]
+    found = await kvx.get_many(kv, asked)
+    assert {key: entry.value for key, entry in found.items()} == there
+    assert list(found) == [key for key in asked if key in there]
+
+
+async def test_values_larger_than_one_reply(make_bucket) -> None:
+    kv = await make_bucket()
+    there = {f"large.{n}": bytes([n]) * 900_000 for n in range(24)}
+    await asyncio.gather(*(kv.put(key, value) for key, value in there.items()))
+    found = await kvx.get_many(kv, there)
+    assert {key: entry.value for key, entry in found.items()} == there
+    snap = await kvx.snapshot(kv)
+    assert {key: entry.value for key, entry in snap.items()} == there
+
+
+async def test_keys_longer_than_one_request(make_bucket, load, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = await make_bucket()
+    there = {f"{'x' * 1500}.{n}": b"v" for n in range(500)}
+    await load(kv, there)
+    assert len(await kvx.get_many(kv, there)) == 500
+
+
+async def test_a_server_that_answers_for_fewer_subjects_is_asked_for_fewer(
+    make_bucket, load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = await make_bucket()
+    there = {f"k.{n}": b"%d" % n for n in range(3_000)}
+    await load(kv, there)
+    monkeypatch.setattr(gathering, "_CHUNK", 2_900)
+    assert len(await kvx.get_many(kv, there)) == 3_000
+
+
+async def test_what_this_program_wrote_before_is_there(make_bucket) -> None:
+    kv = await make_bucket()
+    for n in range(50):
+        await kv.put("a", b"%d" % n)
+        assert (await kvx.get_many(kv, ["a"]))["a"].value == b"%d" % n
+
+
+async def test_one_consistent_moment_for_all_chunks(make_bucket, load) -> None:
+    kv = await make_bucket(history=3)
+    keys = [f"k.{n}" for n in range(3_000)]
+    await load(kv, dict.fromkeys(keys, b"old"))
+    then = (await kv._js.stream_info(kv._stream)).state.last_seq
+    await load(kv, dict.fromkeys(keys[::2], b"new"))
+    await kv.delete(keys[1])
+    found = await kvx.get_many(kv, keys, at=then)
+    assert list(found) == keys
+    assert {entry.value for entry in found.values()} == {b"old"}
+    now = await kvx.get_many(kv, keys)
+    assert sum(entry.value == b"new" for entry in now.values()) == 1_500
+    assert keys[1] not in now
+
+
+async def test_the_past_is_never_guessed(make_bucket) -> None:
+    kv = await make_bucket(history=1)
+    await kv.put("stays", b"1")
+    await kv.put("moves", b"2")
+    await kv.put("moves", b"3")
+    assert list(await kvx.get_many(kv, ["stays"], at=2)) == ["stays"]
+    with pytest.raises(HistoryUnavailableError, match="moves") as caught:
+        await kvx.get_many(kv, ["stays", "moves"], at=2)
+    assert caught.value.keys == ("moves",)
+
+
+@pytest.mark.parametrize("key", ["", "a b", "a..b", ".a", "a.", "a.*", ">", "é", "a\n"])
+async def test_invalid_keys_are_refused_before_anything_is_asked(make_bucket, key: str) -> None:
+    kv = await make_bucket(allow=False)
+    with pytest.raises(InvalidKeyError):
+        await kvx.get_many(kv, ["good", key])
+
+
+async def test_a_bucket_without_direct_gets(make_bucket) -> None:
+    kv = await make_bucket(allow=False)
+    await kv.put("a", b"1")
+    for read in (kvx.get_many(kv, ["a"]), kvx.snapshot(kv), kvx.snapshot(kv, ["a"], at=1)):
+        with pytest.raises(DirectGetDisabledError, match="enable") as caught:
+            await read
+        assert caught.value.stream == kv._stream
+
+
+async def test_a_bucket_that_is_gone(make_bucket) -> None:
+    kv = await make_bucket()
+    await kv._js.delete_key_value(kv._name)
+    with pytest.raises(BucketNotFoundError, match=kv._name):
+        await kvx.get_many(kv, ["a"])
+
+
+async def test_wrong_arguments(make_bucket) -> None:
+    kv = await make_bucket()
+    await kv.put("a", b"1")
+    with pytest.raises(TypeError, match="nats-py bucket"):
+        await kvx.get_many("bucket", ["a"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="single"):
+        await kvx.get_many(kv, "a")
+    with pytest.raises(ValueError, match="from 1 up"):
+        await kvx.get_many(kv, ["a"], at=0)
+    with pytest.raises(ValueError, match="no revision 2 yet"):
+        await kvx.get_many(kv, ["a"], at=2)
+    with pytest.raises(TypeError, match="revision or a datetime"):
+        await kvx.get_many(kv, ["a"], at="now")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        await kvx.get_many(kv, ["a"], at=True)
+    with pytest.raises(ValueError, match="timezone"):
+        await kvx.get_many(kv, ["a"], at=datetime(2026, 1, 1))  # noqa: DTZ001
+    with pytest.raises(ValueError, match="future"):
+        await kvx.get_many(kv, ["a"], at=datetime.now(UTC) + timedelta(hours=1))
+    with pytest.raises(ValueError, match="timeout"):
+        await kvx.get_many(kv, ["a"], timeout=0)
+
+
+async def test_a_server_without_batched_gets() -> None:
+    with NatsServer(version="2.10.26") as server:
+        nc = await nats.connect(server.url)
+        try:
+            kv = await nc.jetstream().create_key_value(bucket="B", direct=True)
+            await kv.put("a", b"1")
+            for read in (kvx.get_many(kv, ["a"]), kvx.snapshot(kv)):
+                with pytest.raises(jsx.errors.UnsupportedFeatureError, match=r"2\.11"):
+                    await read
+        finally:
+            await nc.close()

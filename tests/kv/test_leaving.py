@@ -1,0 +1,143 @@
+"""Cancelled calls leave nothing behind, and a transaction is written whole or not at all."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+import jetstream_ext.kv as kvx
+from jetstream_ext.errors import HistoryUnavailableError, KeyConflictError
+from jetstream_ext.kv.flight import in_flight
+
+KEYS = [f"k.{n}" for n in range(3_000)]
+CALLS: list[Callable[[Any], Awaitable[Any]]] = [
+    lambda kv: kvx.get_many(kv, KEYS),
+    lambda kv: kvx.get_many(kv, KEYS, at=2_000),
+    lambda kv: kvx.snapshot(kv),
+    lambda kv: kvx.snapshot(kv, ["k.1", "k.2"]),
+    lambda kv: kvx.snapshot(kv, at=2_000),
+    lambda kv: kvx.touch(kv, "k.1", ttl=60),
+    lambda kv: kvx.enable(kv, ttl=True),
+]
+
+
+async def cancelled_everywhere(call: Callable[[], Awaitable[Any]]) -> int:
+    """Cancel a call after ever more turns of the loop, until it is through; return how often."""
+    turns = 0
+    while True:
+        task = asyncio.ensure_future(call())
+        for _ in range(turns):
+            if task.done():
+                break
+            await asyncio.sleep(0)
+        if task.done():
+            await task
+            return turns
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if not task.cancelled():
+            task.result()  # the answer was there already: asyncio.wait_for then forgets the cancellation
+        turns = turns + 1 + turns // 4
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_nothing_is_left_of_a_cancelled_call(
+    make_bucket, load, left, call: Callable[[Any], Awaitable[Any]]
+) -> None:
+    kv = await make_bucket(history=3)
+    await load(kv, dict.fromkeys(KEYS, b"1"))
+    await load(kv, dict.fromkeys(KEYS, b"2"))
+    await call(kv)
+    assert await cancelled_everywhere(lambda: call(kv)) > 5
+    await left.nothing()
+
+
+async def test_nothing_is_left_of_a_failed_call(make_bucket, load, left) -> None:
+    kv = await make_bucket()
+    await load(kv, dict.fromkeys(KEYS, b"1"))
+    await load(kv, dict.fromkeys(KEYS, b"2"))
+    with pytest.raises(HistoryUnavailableError):
+        await kvx.snapshot(kv, at=2_000)
+    with pytest.raises(KeyConflictError):
+        async with kvx.transaction(kv) as tx:
+            tx.create("k.1", b"")
+    await kv._js.delete_key_value(kv._name)
+    with pytest.raises(kvx.bucket.BucketNotFoundError):
+        await kvx.get_many(kv, KEYS)
+    await left.nothing()
+
+
+async def test_a_cancelled_transaction_is_written_whole_or_not_at_all(make_bucket, left) -> None:
+    kv = await make_bucket(storage="memory")
+    round_ = 0
+
+    async def run() -> None:
+        nonlocal round_
+        round_ += 1
+        async with kvx.transaction(kv) as tx:
+            await tx.get("a")
+            tx.put("a", b"%d" % round_)
+            tx.put("b", b"%d" % round_)
+            tx.put("c", b"%d" % round_)
+
+    assert await cancelled_everywhere(run) > 5
+    snap = await kvx.snapshot(kv)
+    assert len({entry.value for entry in snap.values()}) == 1
+    assert snap.revision % 3 == 0
+    await left.nothing()
+
+
+async def test_a_cancelled_retry_is_over(make_bucket, left) -> None:
+    kv = await make_bucket()
+    runs = 0
+
+    async def never(tx: kvx.Transaction) -> None:
+        nonlocal runs
+        runs += 1
+        await tx.get("a")
+        await kv.put("a", b"%d" % runs)
+        tx.put("a", b"mine")
+
+    task = asyncio.create_task(kvx.retry_transaction(kv, never))
+    while runs < 3:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await left.nothing()
+
+
+class TestInFlight:
+    async def test_no_more_than_so_many(self) -> None:
+        now = most = 0
+        done = []
+
+        async def work(item: int) -> None:
+            nonlocal now, most
+            now += 1
+            most = max(most, now)
+            await asyncio.sleep(0.001)
+            now -= 1
+            done.append(item)
+
+        await in_flight(work, range(20), limit=4)
+        assert sorted(done) == list(range(20))
+        assert most == 4
+        await in_flight(work, [], limit=4)
+
+    async def test_the_first_failure_ends_it(self) -> None:
+        cancelled = []
+
+        async def work(item: int) -> None:
+            try:
+                await asyncio.sleep(0.001 if item == 1 else 30)
+            except asyncio.CancelledError:
+                cancelled.append(item)
+                raise
+            raise KeyError(item)
+
+        with pytest.raises(KeyError) as caught:
+            await in_flight(work, range(9), limit=3)
+        assert caught.value.args == (1,)
+        assert sorted(cancelled) == [0, 2]

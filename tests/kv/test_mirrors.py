@@ -1,0 +1,104 @@
+"""Mirrors and replicas answer too: the ones that hold less, more, or not yet, must not be believed."""
+
+import asyncio
+
+import nats
+import pytest
+from nats.js.api import StreamSource
+
+import jetstream_ext.kv as kvx
+from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.testing import NatsCluster
+
+KEYS = [f"k{n % 600}.{n % 3}" for n in range(600)]
+
+
+async def mirrored(kv, name: str, wait: int, **config) -> str:
+    source = {key: config.pop(key) for key in ("filter_subject", "opt_start_seq") if key in config}
+    stream = f"{kv._name}_{name}"
+    await kv._js.add_stream(name=stream, mirror=StreamSource(name=kv._stream, **source), **config)
+    async with asyncio.timeout(10):
+        while (await kv._js.stream_info(stream)).state.messages < wait:
+            await asyncio.sleep(0.02)
+    return stream
+
+
+async def test_mirrors_of_a_part_are_not_believed(make_bucket, load) -> None:
+    kv = await make_bucket(history=2)
+    await load(kv, dict.fromkeys(KEYS, b"1"))
+    await load(kv, dict.fromkeys(KEYS, b"2"))
+    await mirrored(kv, "FILTERED", 400, filter_subject=f"$KV.{kv._name}.*.0")
+    await mirrored(kv, "LATE", 400, opt_start_seq=801)
+    for _ in range(10):
+        assert len(await kvx.snapshot(kv)) == 600
+        assert len(await kvx.snapshot(kv, ["*.1"])) == 200
+        assert len(await kvx.get_many(kv, KEYS)) == 600
+        assert await kvx.get_many(kv, ["nothing", "else"]) == {}
+        past = await kvx.snapshot(kv, at=600)
+        assert (len(past), {entry.value for entry in past.values()}) == (600, {b"1"})
+        assert len(await kvx.get_many(kv, KEYS[:20], at=600)) == 20
+
+
+async def test_mirrors_that_keep_what_the_bucket_forgot_are_not_believed(make_bucket, load) -> None:
+    kv = await make_bucket()
+    await load(kv, {"stays": b"1", "goes": b"1"})
+    stream = await mirrored(kv, "ARCHIVE", 2)
+    await kv._js.purge_stream(kv._stream, subject=f"{kv._pre}goes")
+    for _ in range(10):
+        assert set(await kvx.snapshot(kv)) == {"stays"}
+        assert set(await kvx.get_many(kv, ["stays", "goes"])) == {"stays"}
+    await kv._js.delete_stream(stream)
+
+
+async def test_a_mirror_that_holds_the_same_is_believed(make_bucket, load, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = await make_bucket()
+    await load(kv, dict.fromkeys(KEYS, b"1"))
+    stream = await mirrored(kv, "SAME", 600, max_msgs_per_subject=1, allow_msg_ttl=True)
+    asked: set[str] = set()
+    trusted = kvx.source.Source._trusted
+
+    async def listen(self, name: str) -> bool:
+        asked.add(name)
+        return await trusted(self, name)
+
+    monkeypatch.setattr(kvx.source.Source, "_trusted", listen)
+    for n in range(40):
+        await kv.put("k0.0", b"%d" % n)
+        assert (await kvx.get_many(kv, ["k0.0"]))["k0.0"].value == b"%d" % n
+        assert len(await kvx.snapshot(kv)) == 600
+    assert asked == {kv._stream, stream}
+
+
+async def test_when_nobody_else_answers_it_says_so(make_bucket, load, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = await make_bucket()
+    await load(kv, {"a.0": b"1", "b.1": b"1"})
+    stream = await mirrored(kv, "FILTERED", 1, filter_subject=f"$KV.{kv._name}.*.0")
+    ask = kvx.source.Source._ask
+
+    async def near(self, request):
+        while (answer := await ask(self, request)) is None or answer.stream != stream:
+            pass
+        return answer
+
+    monkeypatch.setattr(kvx.source.Source, "_ask", near)
+    with pytest.raises(RequestTimeoutError, match="does not hold the same"):
+        await kvx.get_many(kv, ["a.0"], timeout=0.5)
+
+
+@pytest.mark.timeout(180)
+async def test_replicas_that_lag_are_waited_for() -> None:
+    async with NatsCluster() as cluster:
+        nc = await nats.connect(cluster.urls)
+        try:
+            js = nc.jetstream()
+            kv = await kvx.enable(await js.create_key_value(bucket="B", replicas=3, history=2))
+            for n in range(150):
+                revision = await kv.put("a", b"%d" % n)
+                assert (await kvx.get_many(kv, ["a"]))["a"].value == b"%d" % n
+                snap = await kvx.snapshot(kv)
+                assert (snap["a"].value, snap.revision) == (b"%d" % n, revision)
+                if n:
+                    past = await kvx.get_many(kv, ["a"], at=revision - 1)
+                    assert past["a"].value == b"%d" % (n - 1)
+        finally:
+            await nc.close()

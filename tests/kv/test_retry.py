@@ -1,0 +1,246 @@
+"""Transactions that are run again: when, how long, and what a lost answer means."""
+
+import asyncio
+from typing import Any
+
+import nats.errors
+import pytest
+
+import jetstream_ext.kv as kvx
+from jetstream_ext.errors import (
+    BatchAbandonedError,
+    BatchOutcomeUnknownError,
+    KeyConflictError,
+    NoStreamError,
+    RequestTimeoutError,
+    TooManyRequestsError,
+)
+from jetstream_ext.kv import retrying
+from jetstream_ext.kv.transaction import Transaction
+
+
+class Counting:
+    """Adds one to a key, and counts how often it was asked to."""
+
+    def __init__(self, *failures: Exception) -> None:
+        self.runs = 0
+        self.failures = list(failures)
+
+    async def __call__(self, tx: Transaction) -> int:
+        self.runs += 1
+        entry = await tx.get("count")
+        count = int(entry.value) + 1 if entry else 1
+        tx.put("count", b"%d" % count)
+        if self.failures:
+            raise self.failures.pop(0)
+        return count
+
+
+async def test_the_result_of_the_run_that_was_committed(make_bucket) -> None:
+    kv = await make_bucket()
+    runs = 0
+
+    async def add(tx: Transaction) -> int:
+        nonlocal runs
+        runs += 1
+        await tx.get("a")
+        if runs < 4:
+            await kv.put("a", b"%d" % runs)
+        tx.put("a", b"mine")
+        return runs
+
+    assert await kvx.retry_transaction(kv, add) == 4
+    assert (await kv.get("a")).value == b"mine"
+
+
+async def test_a_conflict_that_does_not_end_is_raised_in_the_end(make_bucket) -> None:
+    kv = await make_bucket()
+    runs = 0
+
+    async def never(tx: Transaction) -> None:
+        nonlocal runs
+        runs += 1
+        await tx.get("a")
+        await kv.put("a", b"%d" % runs)
+        tx.put("a", b"mine")
+
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    with pytest.raises(KeyConflictError):
+        await kvx.retry_transaction(kv, never, give_up_after=0.5)
+    assert loop.time() - start < 2
+    assert runs > 3
+
+
+async def test_a_condition_of_the_caller_s_own_is_not_tried_again(make_bucket) -> None:
+    kv = await make_bucket()
+    await kv.put("a", b"1")
+    for operation in (lambda tx: tx.create("a", b""), lambda tx: tx.update("a", b"", last=7)):
+        runs = 0
+
+        async def once(tx: Transaction, operation: Any = operation) -> None:
+            nonlocal runs
+            runs += 1
+            await tx.get("other")
+            operation(tx)
+
+        with pytest.raises(KeyConflictError) as caught:
+            await kvx.retry_transaction(kv, once)
+        assert (caught.value.keys, runs) == (("a",), 1)
+
+
+async def test_an_exception_of_the_function_ends_it(make_bucket) -> None:
+    kv = await make_bucket()
+    fn = Counting(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        await kvx.retry_transaction(kv, fn)
+    assert fn.runs == 1
+    assert (await kvx.snapshot(kv)).revision == 0
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        RequestTimeoutError(),
+        NoStreamError(outcome="not_stored"),
+        BatchAbandonedError(outcome="not_stored"),
+        TooManyRequestsError(),
+        nats.errors.ConnectionReconnectingError(),
+        nats.js.errors.ServiceUnavailableError(),
+    ],
+    ids=lambda failure: type(failure).__name__,
+)
+async def test_what_passes_is_waited_for(make_bucket, failure: Exception) -> None:
+    kv = await make_bucket()
+    fn = Counting(failure, failure)
+    assert await kvx.retry_transaction(kv, fn) == 1
+    assert fn.runs == 3
+    with pytest.raises(type(failure)):
+        await kvx.retry_transaction(kv, Counting(*[failure] * 50), give_up_after=0.2)
+
+
+async def test_a_function_may_commit_or_give_up_itself(make_bucket) -> None:
+    kv = await make_bucket()
+
+    async def commits(tx: Transaction) -> dict[str, int]:
+        tx.put("a", b"1")
+        return dict(await tx.commit())
+
+    async def discards(tx: Transaction) -> str:
+        tx.put("a", b"2")
+        await tx.discard()
+        return "no"
+
+    assert await kvx.retry_transaction(kv, commits) == {"a": 1}
+    assert await kvx.retry_transaction(kv, discards) == "no"
+    assert (await kv.get("a")).value == b"1"
+
+
+async def test_wrong_arguments(make_bucket) -> None:
+    kv = await make_bucket(allow=False)
+    for wrong in (0, -1, True):
+        with pytest.raises(ValueError, match="give_up_after"):
+            await kvx.retry_transaction(kv, Counting(), give_up_after=wrong)
+
+
+class Lossy:
+    """Loses the answers of commits: of those that were stored, or together with the commit itself."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, stored: bool, then: Any = None, resolves: bool = True
+    ) -> None:
+        self.stored, self.then, self.resolves = stored, then, resolves
+        self.lost = self.repeated = 0
+        self.commit = Transaction.commit
+        repeat = Transaction.repeat
+
+        async def lossy(tx: Transaction) -> Any:
+            if self.lost:
+                return await self.commit(tx)
+            self.lost += 1
+            if self.stored:
+                await self.commit(tx)
+            else:
+                tx._messages = tx._staging.messages(msg_id=tx._batch_id)
+            tx._state = "unknown"
+            tx._revisions = {}
+            if self.then is not None:
+                await self.then()
+            raise BatchOutcomeUnknownError(batch_id=tx._batch_id)
+
+        async def counting(tx: Transaction) -> None:
+            self.repeated += 1
+            await repeat(tx)
+
+        monkeypatch.setattr(Transaction, "commit", lossy)
+        monkeypatch.setattr(Transaction, "repeat", counting)
+
+
+class TestLostAnswers:
+    @pytest.mark.parametrize("stored", [True, False])
+    async def test_count_once(self, make_bucket, monkeypatch: pytest.MonkeyPatch, stored: bool) -> None:
+        kv = await make_bucket()
+        lossy, fn = Lossy(monkeypatch, stored=stored), Counting()
+        assert await kvx.retry_transaction(kv, fn) == 1
+        assert (fn.runs, lossy.repeated) == (1, 1)
+        assert (await kv.get("count")).value == b"1"
+        assert await kvx.retry_transaction(kv, fn) == 2
+
+    async def test_even_when_others_have_written_over_it(self, make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+        kv = await make_bucket()
+        lossy, fn = Lossy(monkeypatch, stored=True, then=lambda: kv.put("count", b"100")), Counting()
+        assert await kvx.retry_transaction(kv, fn) == 1
+        assert (fn.runs, lossy.repeated) == (1, 1)
+        assert (await kv.get("count")).value == b"100"
+
+    async def test_and_are_run_again_when_others_were_first(self, make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+        kv = await make_bucket()
+        _, fn = Lossy(monkeypatch, stored=False, then=lambda: kv.put("count", b"100")), Counting()
+        assert await kvx.retry_transaction(kv, fn) == 101
+        assert fn.runs == 2
+        assert (await kv.get("count")).value == b"101"
+
+    async def test_are_not_repeated_beyond_the_duplicate_window(
+        self, make_bucket, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kv = await make_bucket()
+        lossy = Lossy(monkeypatch, stored=True)
+
+        async def closed(bucket: Any) -> float:
+            return 0.0
+
+        async def cannot(tx: Transaction, *, timeout: float | None = None) -> Any:
+            raise BatchOutcomeUnknownError("cannot be known")
+
+        monkeypatch.setattr(retrying, "_duplicate_window", closed)
+        monkeypatch.setattr(Transaction, "resolve", cannot)
+        with pytest.raises(BatchOutcomeUnknownError, match="cannot be known"):
+            await kvx.retry_transaction(kv, Counting(), give_up_after=0.3)
+        assert lossy.repeated == 0
+
+    async def test_are_looked_up_where_no_id_could_be_sent(self, make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+        kv = await make_bucket()
+        for outcome, result, runs in (("stored", 1, 1), ("not_stored", 2, 2)):
+            with pytest.MonkeyPatch.context() as patch:
+                Lossy(patch, stored=outcome == "stored")
+
+                async def resolve(tx: Transaction, *, timeout: float | None = None, outcome: Any = outcome) -> Any:
+                    tx._state = "committed" if outcome == "stored" else "failed"
+                    return outcome
+
+                patch.setattr(Transaction, "resolve", resolve)
+                patch.setattr(Transaction, "can_repeat", False)
+                fn = Counting()
+                assert await kvx.retry_transaction(kv, fn) == result
+                assert fn.runs == runs
+
+    async def test_of_a_plain_transaction_are_the_caller_s_to_resolve(
+        self, make_bucket, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kv = await make_bucket()
+        Lossy(monkeypatch, stored=False)
+        with pytest.raises(BatchOutcomeUnknownError):
+            async with kvx.transaction(kv) as tx:
+                tx.put("a", b"1")
+        assert tx.state == "unknown"
+        assert not tx.can_repeat

@@ -1,0 +1,229 @@
+"""A bucket at one point in time, on a real server."""
+
+import asyncio
+import pickle
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from nats.js.errors import InvalidKeyError
+
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
+from jetstream_ext.errors import HistoryUnavailableError
+from jetstream_ext.kv import reading
+
+
+def values(snap: kvx.KeyValueSnapshot) -> dict[str, bytes]:
+    return {key: entry.value for key, entry in snap.items()}
+
+
+async def users(make_bucket) -> tuple[object, list[datetime]]:
+    """The worked example of ADR-31, and when each of its revisions was stored."""
+    kv = await make_bucket(history=5)
+    for key, value in [
+        ("1234.name", b"Bob"),
+        ("1234.surname", b"Smith"),
+        ("1234.address", b"1 Main Street"),
+        ("1234.address", b"10 Oak Lane"),
+    ]:
+        await kv.put(key, value)
+        await asyncio.sleep(0.002)
+    stored = await jsx.DirectGet(kv._js, kv._stream).scan().to_list()
+    return kv, [message.time for message in stored]
+
+
+NOW = {"1234.name": b"Bob", "1234.surname": b"Smith", "1234.address": b"10 Oak Lane"}
+THEN = {**NOW, "1234.address": b"1 Main Street"}
+
+
+async def test_the_worked_example(make_bucket) -> None:
+    kv, times = await users(make_bucket)
+    now = await kvx.snapshot(kv, ["1234.>"])
+    assert (values(now), now.revision, now.time) == (NOW, 4, times[3])
+    then = await kvx.snapshot(kv, ["1234.>"], at=3)
+    assert (values(then), then.revision, then.time) == (THEN, 3, times[2])
+    assert then.complete
+    assert then.unavailable == ()
+    assert values(await kvx.snapshot(kv, ["1234.name", "1234.address"], at=2)) == {"1234.name": b"Bob"}
+
+
+async def test_times(make_bucket) -> None:
+    kv, times = await users(make_bucket)
+    microsecond = timedelta(microseconds=1)
+    assert values(await kvx.snapshot(kv, at=times[3])) == NOW
+    before = await kvx.snapshot(kv, at=times[3] - microsecond)
+    assert (values(before), before.revision, before.time) == (THEN, 3, times[3] - microsecond)
+    assert values(await kvx.snapshot(kv, at=times[2])) == THEN
+    assert len(await kvx.snapshot(kv, at=times[0] - microsecond)) == 0
+    assert len(await kvx.snapshot(kv, at=datetime(1970, 1, 1, tzinfo=UTC))) == 0
+    zone = times[2].astimezone(tz=datetime.fromisoformat("2026-01-01T00:00:00+05:30").tzinfo)
+    assert values(await kvx.snapshot(kv, at=zone)) == THEN
+
+
+async def test_a_time_just_ahead_is_waited_for(make_bucket) -> None:
+    kv, _ = await users(make_bucket)
+    soon = datetime.now(UTC) + timedelta(seconds=0.3)
+    snap = await kvx.snapshot(kv, at=soon)
+    assert datetime.now(UTC) > soon
+    assert (values(snap), snap.time) == (NOW, soon)
+    with pytest.raises(ValueError, match="future"):
+        await kvx.snapshot(kv, at=datetime.now(UTC) + timedelta(seconds=5), timeout=0.5)
+
+
+async def test_what_a_snapshot_is(make_bucket) -> None:
+    kv, _ = await users(make_bucket)
+    snap = await kvx.snapshot(kv)
+    assert snap["1234.name"].value == b"Bob"
+    assert "1234.name" in snap
+    assert "other" not in snap
+    assert snap.get("other") is None
+    assert len(snap) == 3
+    assert set(snap) == set(snap.keys()) == set(NOW)
+    assert {entry.key for entry in snap.values()} == set(NOW)
+    assert "3 keys at revision 4" in repr(snap)
+    with pytest.raises(KeyError):
+        snap["other"]
+    with pytest.raises(AttributeError):
+        snap.revision = 7  # type: ignore[misc]
+    again = pickle.loads(pickle.dumps(snap))
+    assert (dict(again), again.revision, again.time) == (dict(snap), snap.revision, snap.time)
+    assert hash(snap["1234.name"]) == hash(again["1234.name"])
+    with pytest.raises(AttributeError):
+        snap["1234.name"].value = b"x"  # type: ignore[misc]
+
+
+async def test_an_empty_bucket(make_bucket) -> None:
+    kv = await make_bucket()
+    snap = await kvx.snapshot(kv)
+    assert (len(snap), snap.revision) == (0, 0)
+    assert abs(snap.time - datetime.now(UTC)) < timedelta(minutes=1)
+    for key in ("a", "b"):
+        await kv.put(key, b"1")
+    await kv._js.purge_stream(kv._stream)
+    snap = await kvx.snapshot(kv)
+    assert (len(snap), snap.revision) == (0, 2)
+
+
+@pytest.mark.parametrize("count", [3, 1_500])
+async def test_filters(make_bucket, load, count: int) -> None:
+    kv = await make_bucket()
+    await load(kv, {f"{name}.{n}.x": b"%d" % n for name in "abc" for n in range(count)})
+    await load(kv, {"a": b"", "a.b": b"", "q": b""})
+    assert len(await kvx.snapshot(kv)) == 3 * count + 3
+    assert len(await kvx.snapshot(kv, ["a.>"])) == count + 1
+    assert len(await kvx.snapshot(kv, ["a.*.x", "b.>"])) == 2 * count
+    assert set(await kvx.snapshot(kv, ["*", "a.1.x", "c.2.x", "none"])) == {"a", "q", "a.1.x", "c.2.x"}
+    assert len(await kvx.snapshot(kv, ["*.*.x", "q"])) == 3 * count + 1
+    assert len(await kvx.snapshot(kv, ["none.>"])) == 0
+    assert len(await kvx.snapshot(kv, [f"b.{n}.x" for n in range(count)])) == count
+    last = (await kvx.snapshot(kv)).revision
+    assert len(await kvx.snapshot(kv, ["a.*.x", "b.>"], at=last)) == 2 * count
+    assert len(await kvx.snapshot(kv, ["a.*.x", "b.>"], at=count)) == count
+
+
+async def test_bad_filters(make_bucket) -> None:
+    kv = await make_bucket(allow=False)
+    with pytest.raises(InvalidKeyError):
+        await kvx.snapshot(kv, ["a.>.b"])
+    with pytest.raises(TypeError):
+        await kvx.snapshot(kv, "a.>")
+    with pytest.raises(ValueError, match="no filters"):
+        await kvx.snapshot(kv, [])
+
+
+async def test_deleted_keys_are_shown_when_asked_for(make_bucket) -> None:
+    kv = await make_bucket(history=3)
+    for key in ("a", "b", "c"):
+        await kv.put(key, b"1")
+    await kv.delete("b")
+    await kv.purge("c")
+    for at in (None, 5):
+        assert set(await kvx.snapshot(kv, at=at)) == {"a"}
+        shown = await kvx.snapshot(kv, at=at, include_deletes=True)
+        assert {key: entry.operation for key, entry in shown.items()} == {"a": "PUT", "b": "DEL", "c": "PURGE"}
+        assert shown["b"].value == b""
+    assert set(await kvx.snapshot(kv, ["a", "b"], at=3)) == {"a", "b"}
+
+
+async def test_short_history_raises_or_is_listed(make_bucket) -> None:
+    kv = await make_bucket(history=2)
+    await kv.put("hot", b"1")
+    await kv.put("cold", b"2")
+    for n in range(3, 7):
+        await kv.put("hot", b"%d" % n)
+    assert set(await kvx.snapshot(kv, at=5)) == {"hot", "cold"}
+    with pytest.raises(HistoryUnavailableError) as caught:
+        await kvx.snapshot(kv, at=4)
+    assert caught.value.keys == ("hot",)
+    assert "revision 4" in str(caught.value)
+    loose = await kvx.snapshot(kv, at=4, strict=False)
+    assert (values(loose), loose.unavailable) == ({"cold": b"2"}, ("hot",))
+    assert "1 unavailable" in repr(loose)
+
+
+async def test_a_key_that_came_later_is_simply_absent(make_bucket) -> None:
+    kv = await make_bucket(history=1)
+    await kv.put("a", b"1")
+    await kv.put("b", b"2")
+    await kv.put("later", b"3")
+    await kv.create("made", b"4")
+    assert set(await kvx.snapshot(kv, at=2)) == {"a", "b"}
+    assert set(await kvx.snapshot(kv, ["a", "later", "made", "never"], at=2)) == {"a"}
+    await kv.put("a", b"5")  # revision 1 is gone, so what came later by a mere put may have been there before
+    loose = await kvx.snapshot(kv, at=2, strict=False)
+    assert (values(loose), loose.unavailable) == ({"b": b"2"}, ("a", "later"))
+
+
+async def test_a_purge_takes_its_key_s_past_along(make_bucket) -> None:
+    kv = await make_bucket(history=5)
+    await kv.put("a", b"1")
+    await kv.put("b", b"2")
+    await kv.purge("b")
+    await kv.put("b", b"4")
+    assert (await kvx.snapshot(kv, at=1)).unavailable == ()
+    with pytest.raises(HistoryUnavailableError) as caught:
+        await kvx.snapshot(kv, at=2)
+    assert caught.value.keys == ("b",)
+    assert set(await kvx.snapshot(kv, at=3)) == {"a"}
+    assert set(await kvx.snapshot(kv, at=4)) == {"a", "b"}
+
+
+async def test_what_an_administrator_removed_is_noticed_where_nothing_accounts_for_it(make_bucket) -> None:
+    kv = await make_bucket(history=5)
+    await kv.put("x", b"1")
+    await kv.put("y", b"2")
+    await kv.delete("x")
+    await kv.purge_deletes(olderthan=0)
+    with pytest.raises(HistoryUnavailableError, match="nothing is left") as caught:
+        await kvx.snapshot(kv, at=2)
+    assert caught.value.keys == ()
+    loose = await kvx.snapshot(kv, at=2, strict=False)
+    assert (values(loose), loose.complete) == ({"y": b"2"}, False)
+    with pytest.raises(HistoryUnavailableError) as caught:
+        await kvx.snapshot(kv, ["x", "y"], at=2)
+    assert caught.value.keys == ("x",)
+    now = await kvx.snapshot(kv)
+    assert (values(now), now.complete) == ({"y": b"2"}, True)
+
+
+@pytest.mark.parametrize("at", [None, 6_000])
+async def test_deep_histories_are_read_by_name(
+    make_bucket, load, at: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = await make_bucket(history=5)
+    for n in range(6):
+        await load(kv, {f"k.{i}": b"%d" % n for i in range(2_000)})
+    monkeypatch.setattr(reading, "SMALL_LOG", 100)
+    snap = await kvx.snapshot(kv, at=at)
+    assert len(snap) == 2_000
+    assert {entry.value for entry in snap.values()} == {b"5" if at is None else b"2"}
+    some = await kvx.snapshot(kv, ["k.1.>", "k.*"], at=at)
+    assert len(some) == 2_000
+
+
+async def test_no_consumer_is_made(make_bucket, load) -> None:
+    kv = await make_bucket()
+    await load(kv, {f"k.{n}": b"" for n in range(3_000)})
+    await kvx.snapshot(kv)
+    await kvx.snapshot(kv, at=10)
+    assert (await kv._js.stream_info(kv._stream)).state.consumer_count == 0

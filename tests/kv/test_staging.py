@@ -1,0 +1,198 @@
+"""What a transaction is going to send, and what it knows by itself."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from nats.js.errors import InvalidKeyError
+
+from jetstream_ext.errors import KeyConflictError, MaxPayloadError
+from jetstream_ext.kv.staging import Staging
+from jetstream_ext.kv.values import KeyValueEntry
+from jetstream_ext.types import NEVER, BatchMessage
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def entry(key: str, revision: int, operation: str = "PUT") -> KeyValueEntry:
+    return KeyValueEntry("B", key, b"v", revision, NOW, operation)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def staging() -> Staging:
+    return Staging("$KV.B.", max_payload=1000)
+
+
+def message(key: str, value: bytes = b"", **options: Any) -> BatchMessage:
+    return BatchMessage(f"$KV.B.{key}", value, **options)
+
+
+def test_operations_as_every_client_writes_them(staging: Staging) -> None:
+    staging.put("a", b"1", None)
+    staging.create("b", b"2", None)
+    staging.update("c", b"3", 17, None)
+    staging.delete("d", None)
+    staging.delete("e", 5)
+    staging.purge("f", None, None)
+    staging.purge("g", 6, 60)
+    purge = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}
+    assert staging.messages() == [
+        message("a", b"1"),
+        message("b", b"2", expected_last_subject_seq=0),
+        message("c", b"3", expected_last_subject_seq=17),
+        message("d", headers={"KV-Operation": "DEL"}),
+        message("e", headers={"KV-Operation": "DEL"}, expected_last_subject_seq=5),
+        message("f", headers=purge),
+        message("g", headers=purge, expected_last_subject_seq=6, msg_ttl=60),
+    ]
+    assert staging.expectations == {"b": 0, "c": 17, "e": 5, "g": 6}
+
+
+def test_a_value_that_expires_replaces_its_history(staging: Staging) -> None:
+    staging.put("a", b"1", timedelta(minutes=1))
+    staging.put("b", b"1", NEVER)
+    assert staging.messages() == [
+        message("a", b"1", headers={"Nats-Rollup": "sub"}, msg_ttl=timedelta(minutes=1)),
+        message("b", b"1", msg_ttl=NEVER),
+    ]
+
+
+def test_the_last_operation_on_a_key_counts_with_the_first_one_s_condition(staging: Staging) -> None:
+    staging.update("a", b"1", 17, None)
+    staging.put("b", b"1", None)
+    staging.put("a", b"2", None)
+    staging.delete("a", None)
+    staging.purge("b", None, None)
+    staging.create("b", b"3", None)
+    staging.create("a", b"4", None)
+    assert staging.messages() == [message("a", b"4", expected_last_subject_seq=17), message("b", b"3")]
+
+
+def test_what_was_read_and_is_written_is_guarded_by_its_own_message(staging: Staging) -> None:
+    staging.read("a", entry("a", 7))
+    staging.read("b", None)
+    staging.read("c", entry("c", 9, "DEL"))
+    for key in "abc":
+        staging.put(key, b"1", None)
+    assert [m.expected_last_subject_seq for m in staging.messages()] == [7, 0, 9]
+    assert not staging.only_read
+    staging.read("a", entry("a", 99))
+    assert staging.expectations["a"] == 7
+
+
+def test_what_was_only_read_is_guarded_by_messages_without_a_condition(staging: Staging) -> None:
+    staging.read("x", entry("x", 7))
+    staging.read("y", None)
+    staging.read("a", entry("a", 3))
+    staging.put("a", b"1", None)
+    staging.put("b", b"2", None)
+    staging.delete("c", None)
+    assert not staging.needs_fence
+    sent = staging.messages()
+    assert sent[0] == message("a", b"1", expected_last_subject_seq=3)
+    guards = {(m.expected_last_subject, m.expected_last_subject_seq) for m in sent[1:]}
+    assert guards == {("$KV.B.x", 7), ("$KV.B.y", 0)}
+    assert staging.expectations == {"a": 3, "x": 7, "y": 0}
+
+
+def test_too_many_of_those_need_the_whole_bucket_to_stand_still(staging: Staging) -> None:
+    for key in "xyz":
+        staging.read(key, entry(key, 5))
+    staging.put("a", b"1", None)
+    staging.create("b", b"2", None)
+    assert staging.needs_fence
+    assert staging.messages(fence=40) == [
+        message("a", b"1", expected_last_seq=40),
+        message("b", b"2", expected_last_subject_seq=0),
+    ]
+
+
+def test_a_message_id_is_on_the_first_message(staging: Staging) -> None:
+    staging.put("a", b"1", None)
+    staging.put("b", b"2", None)
+    assert [m.msg_id for m in staging.messages(msg_id="t1")] == ["t1", None]
+
+
+def test_conflicts_that_the_transaction_knows_by_itself(staging: Staging) -> None:
+    staging.read("there", entry("there", 7))
+    staging.read("gone", entry("gone", 8, "PURGE"))
+    staging.put("mine", b"", None)
+    for key in ("there", "mine"):
+        with pytest.raises(KeyConflictError, match=key) as caught:
+            staging.create(key, b"", None)
+        assert caught.value.keys == (key,)
+        assert not caught.value.stale_read
+    with pytest.raises(KeyConflictError, match="revision 7, not 6"):
+        staging.update("there", b"", 6, None)
+    with pytest.raises(KeyConflictError):
+        staging.delete("there", 6)
+    with pytest.raises(ValueError, match="no revision yet"):
+        staging.update("mine", b"", 1, None)
+    staging.update("there", b"", 7, None)
+    staging.create("gone", b"", None)
+    assert staging.expectations == {"there": 7, "gone": 8}
+
+
+def test_refused_arguments_change_nothing(staging: Staging) -> None:
+    with pytest.raises(InvalidKeyError):
+        staging.put("a..b", b"", None)
+    with pytest.raises(TypeError):
+        staging.put("a", "text", None)  # type: ignore[arg-type]
+    with pytest.raises(MaxPayloadError, match="'a'"):
+        staging.put("a", b"x" * 1001, None)
+    with pytest.raises(ValueError, match="TTL"):
+        staging.put("a", b"", 0.5)
+    with pytest.raises(TypeError, match="revision"):
+        staging.update("a", b"", "7", None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="from 0 up"):
+        staging.delete("a", -1)
+    assert staging.writes == {}
+
+
+class TestRefusals:
+    def test_the_keys_that_moved_are_named(self, staging: Staging) -> None:
+        staging.read("a", entry("a", 3))
+        staging.put("a", b"", None)
+        staging.update("b", b"", 4, None)
+        staging.update("c", b"", 5, None)
+        conflict = staging.refused({"a": entry("a", 9), "b": None, "c": entry("c", 5)})
+        assert conflict is not None
+        assert conflict.keys == ("a", "b")
+        assert conflict.stale_read
+        assert str(conflict).startswith("key 'a' is at revision 9, not 3; key 'b' is at revision 0, not 4")
+
+    def test_a_condition_of_the_caller_is_no_stale_read(self, staging: Staging) -> None:
+        staging.read("a", entry("a", 3))
+        staging.put("a", b"", None)
+        staging.update("b", b"", 4, None)
+        staging.create("c", b"", None)
+        conflict = staging.refused({"a": entry("a", 3), "b": entry("b", 6), "c": entry("c", 7)})
+        assert conflict is not None
+        assert conflict.keys == ("b", "c")
+        assert not conflict.stale_read
+        assert "cannot be created" in str(conflict)
+
+    def test_a_deleted_key_can_be_created(self, staging: Staging) -> None:
+        staging.create("a", b"1", None)
+        assert staging.refused({"a": entry("a", 8, "DEL")}) is None
+        assert staging.messages() == [message("a", b"1", expected_last_subject_seq=8)]
+        conflict = staging.refused({"a": entry("a", 9)})
+        assert conflict is not None
+        assert conflict.keys == ("a",)
+
+    def test_nobody_is_named_when_the_bucket_moved_on(self, staging: Staging) -> None:
+        staging.read("a", entry("a", 3))
+        staging.read("b", entry("b", 4))
+        staging.put("c", b"", None)
+        conflict = staging.refused({"a": entry("a", 3), "b": entry("b", 4)})
+        assert conflict is not None
+        assert conflict.keys == ()
+        assert conflict.stale_read
+
+    def test_reads_that_moved(self, staging: Staging) -> None:
+        staging.read("a", entry("a", 3))
+        staging.read("b", None)
+        assert staging.moved({"a": entry("a", 3), "b": None}) is None
+        conflict = staging.moved({"a": entry("a", 3), "b": entry("b", 5)})
+        assert conflict is not None
+        assert (conflict.keys, conflict.stale_read) == (("b",), True)
