@@ -184,12 +184,14 @@ class Scan:
         assert ask is self.oldest
         self._asks.popleft()
         self.end = replace(end, last_seq=self.position if self.read else 0)
+        # A replica that lags may answer "nothing" where another one just counted more: that is asked once again.
+        doubtful = not end.found and self._pending > 0
         self._pending = end.num_pending
-        if not end.found or end.num_pending == 0 or (self.up_to_seq is not None and self.position >= self.up_to_seq):
-            self.done = True
+        reached = self.up_to_seq is not None and self.position >= self.up_to_seq
+        self.done = reached or (end.num_pending == 0 and not doubtful)
         self._resize(ask)
         void: list[Ask] = []
-        if self.done or (self._asks and self._asks[0].start > self.position + 1):
+        if self.done or doubtful or (self._asks and self._asks[0].start > self.position + 1):
             void = list(self._asks)
             self._asks.clear()
         return void

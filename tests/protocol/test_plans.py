@@ -212,6 +212,28 @@ class TestScan:
             driver.run()
             assert driver.in_flight == 1
 
+    def test_nothing_from_a_replica_that_lags_is_asked_once_again(self) -> None:
+        plan = Scan(batch=2, max_bytes=100, prefetch=1)
+        for seqs, end in (([1, 2], EndOfBatch(2, 2)), ([], NOT_FOUND), ([3, 4], EndOfBatch(0, 4))):
+            assert not plan.done
+            ask = plan.next_request()
+            assert ask is not None
+            assert ask.request.seq == (seqs[0] if seqs else 3)
+            plan.accept(ask, Block("S", list(seqs), [b""] * len(seqs), [0] * len(seqs)), 1, end.num_pending)
+            plan.finish(ask, end)
+        assert plan.done
+
+    def test_nothing_twice_is_the_end(self) -> None:
+        plan = Scan(batch=2, max_bytes=100, prefetch=1)
+        for end in (EndOfBatch(2, 2), NOT_FOUND, NOT_FOUND):
+            ask = plan.next_request()
+            assert ask is not None
+            seqs = [1, 2] if end.found else []
+            plan.accept(ask, Block("S", seqs, [b""] * len(seqs), [0] * len(seqs)), 1, end.num_pending)
+            plan.finish(ask, end)
+        assert plan.done
+        assert plan.end == EndOfBatch(0, 2, found=False)
+
     def test_a_guess_after_a_cut_reply_is_void(self) -> None:
         model = Model(dict.fromkeys(range(1, 31), ("a", 10)))
         model.messages |= dict.fromkeys(range(15, 18), ("a", 100))
