@@ -1,8 +1,8 @@
-"""The PySpark connector: ``spark.read.format("jetstream")``.
+"""The PySpark connector: formats `jetstream` (streams, read and written) and `jetstream_kv` (buckets, read).
 
-Spark finds the format by itself (`pyspark_jetstream`); `register` does it by hand. Needs ``jetstream-ext[spark]``.
+Spark finds the formats by itself (`pyspark_jetstream`); `register` does it by hand. Needs ``jetstream-ext[spark]``.
 
-From a query to rows::
+From a query to rows, and from rows to messages::
 
     source.py       what Spark calls: the data source and its reader
       options.py    every option parsed and checked, before anything is connected (given.py: looked up, refused)
@@ -16,6 +16,15 @@ From a query to rows::
     stream_source.py  what Spark calls in a streaming query
       following.py  driver: where the query starts, how far a batch goes, what to read for it
       offsets.py    the offsets in Spark's checkpoint; `lag`
+    sink.py         what Spark calls to write, in batches and in streaming queries
+      write_options.py  every option parsed and checked
+      sink_states.py    driver: refuse a stream that cannot be written to this way
+      rows.py       executor: rows as messages, refused where they cannot be
+      writing.py    executor: one partition, by fast ingest (dedupe.py: the ids) or by transactions
+      transactional.py  rows and a marker in one atomic batch (markers.py, layout.py: what is kept in the stream)
+      patience.py   what passes by itself, and how long a sink waits for it
+    kv_source.py    what Spark calls to read a bucket
+      kv_options.py, kv_planning.py, kv_reading.py: options; keys and revision; the values, as of that revision
       arrow.py      blocks to Arrow record batches
       connections.py  one connection per worker process, kept between tasks (connect.py: opened, with its secrets)
 """
@@ -33,12 +42,14 @@ __all__ = ["lag", "register"]
 
 
 def register(spark: SparkSession) -> None:
-    """Register the `jetstream` format with a session (classic or Connect).
+    """Register the `jetstream` and `jetstream_kv` formats with a session (classic or Connect).
 
     Only needed where the executors' Python finds this package but the driver's search for ``pyspark_*`` modules was
     over before it was installed, as in notebooks.
     """
     # Not at the top: pyspark is an extra, and heavy.
+    from jetstream_ext.spark.kv_source import JetStreamKvDataSource
     from jetstream_ext.spark.source import JetStreamDataSource
 
     spark.dataSource.register(JetStreamDataSource)
+    spark.dataSource.register(JetStreamKvDataSource)

@@ -34,19 +34,17 @@ class Marker:
         batch: The micro-batch.
         rows: How many of its rows.
         digest: A digest of them.
-        done: Those are all its rows.
         seq: The marker's own place in the stream; 0: there is none yet.
     """
 
     batch: int
     rows: int
     digest: str
-    done: bool
     seq: int = 0
 
     def message(self, subject: str, after: int, *, rollup: bool) -> BatchMessage:
         """Return the marker to store, if the one before it is still at `after`."""
-        body = {"v": _VERSION, "batch": self.batch, "rows": self.rows, "digest": self.digest, "done": self.done}
+        body = {"v": _VERSION, "batch": self.batch, "rows": self.rows, "digest": self.digest}
         return _message(subject, body, after, rollup=rollup)
 
     @classmethod
@@ -58,7 +56,7 @@ class Marker:
         """
         body = _body(stored)
         try:
-            return cls(int(body["batch"]), int(body["rows"]), str(body["digest"]), bool(body["done"]), stored.seq)
+            return cls(int(body["batch"]), int(body["rows"]), str(body["digest"]), stored.seq)
         except (KeyError, TypeError, ValueError):
             raise _alien(stored) from None
 

@@ -20,6 +20,7 @@ from jetstream_ext.spark.given import OptionError
 from jetstream_ext.spark.options import ReadOptions
 from jetstream_ext.spark.partitions import JetStreamPartition, read_partition
 from jetstream_ext.spark.pushed import NOTHING_PUSHED, understand
+from jetstream_ext.spark.schemas import SchemaError, check_schema, schema_of
 from jetstream_ext.spark.write_options import WriteOptions
 
 if TYPE_CHECKING:
@@ -35,8 +36,7 @@ _COLUMNS: dict[str, DataType] = {
 }
 
 
-class SchemaError(ValueError):
-    """The schema given with ``.schema(...)`` has columns that the format does not have."""
+__all__ = ["JetStreamDataSource", "JetStreamReader", "SchemaError"]
 
 
 class JetStreamDataSource(DataSource):
@@ -88,10 +88,7 @@ class JetStreamDataSource(DataSource):
             OptionError: An option is missing, unknown, malformed or in conflict with another.
         """
         ReadOptions.parse(self.options, streaming=None)
-        schema = StructType()
-        for name, kind in _COLUMNS.items():
-            schema = schema.add(name, kind)
-        return schema
+        return schema_of(_COLUMNS)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch query.
@@ -101,7 +98,7 @@ class JetStreamDataSource(DataSource):
             SchemaError: The schema names other columns, or other types, than the format has.
         """
         options = ReadOptions.parse(self.options)
-        _check_schema(schema)
+        check_schema(schema, _COLUMNS)
         return (PushDownReader if _push_down_is_on() else JetStreamReader)(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
@@ -140,7 +137,7 @@ class JetStreamDataSource(DataSource):
         from jetstream_ext.spark.stream_source import JetStreamStreamReader
 
         options = ReadOptions.parse(self.options, streaming=True)
-        _check_schema(schema)
+        check_schema(schema, _COLUMNS)
         return JetStreamStreamReader(options, schema)
 
 
@@ -187,18 +184,3 @@ class PushDownReader(JetStreamReader):
 def _push_down_is_on() -> bool:
     # Spark asks in a worker made for this if, and only if, push-down is on and the query has filters.
     return "pyspark.sql.worker.data_source_pushdown_filters" in sys.modules
-
-
-def _check_schema(schema: StructType) -> None:
-    declared = ", ".join(f"{name} {kind.simpleString()}" for name, kind in _COLUMNS.items())
-    if not schema.fields or len(set(schema.names)) != len(schema.names):
-        raise SchemaError(f"the schema must name some of these columns, each once: {declared}")
-    for field in schema.fields:
-        kind = _COLUMNS.get(field.name)
-        if kind is None:
-            raise SchemaError(f"there is no column {field.name!r}; the format has: {declared}")
-        if field.dataType != kind:
-            raise SchemaError(
-                f"column {field.name!r} is {kind.simpleString()}, not {field.dataType.simpleString()}; "
-                "declare it so and cast it in the query"
-            )

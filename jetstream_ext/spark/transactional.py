@@ -81,7 +81,7 @@ class Transactions:
         self._partition = partition
         self._rollup = rollup
         self._subject = f"{options.marker_prefix}.{writer}.{partition}"
-        self._marker = Marker(-1, 0, "", done=False)
+        self._marker = Marker(-1, 0, "")
         self._digest = Digest()
         self._position = 0
         self._patience = Patience(self._what())
@@ -102,7 +102,8 @@ class Transactions:
 
         Args:
             messages: The rows.
-            last: There are no more.
+            last: There are no more. That is what it looks like: Spark ends the input of an attempt that fails
+                before, too. So the next one may have more, and only fewer are a contradiction.
 
         Raises:
             FencedError, ReplayError: As for `open`; or the rows are not those that were stored before.
@@ -121,15 +122,13 @@ class Transactions:
                 self.skipped += end - start
                 break
             if stored > start:
-                if self._marker.done:
-                    raise self._has_more(stored)
                 some = digest.copy()
                 for message in messages[: stored - start]:
                     some.add(message)
                 self._compare(some)
             elif stored < start:
                 raise ReplayError(f"{self._what()}: the marker of {start} rows is gone from {self._subject!r}")
-            marker = Marker(self._batch, end, after.text(), done=last)
+            marker = Marker(self._batch, end, after.text())
             if await self._commit(messages[stored - start :], marker):
                 break
         self._position = end
@@ -159,19 +158,14 @@ class Transactions:
             await self._read_marker()
             return False
         self._patience.reset()
-        self._marker = Marker(marker.batch, marker.rows, marker.digest, marker.done, ack.seq)
+        self._marker = Marker(marker.batch, marker.rows, marker.digest, ack.seq)
         return True
 
     def _check(self, stored: int, end: int, digest: Digest, *, last: bool) -> None:
         if last and stored > end:
             raise ReplayError(f"{self._what()}: {stored} rows of it are stored, and now it has {end} only; {_ADVICE}")
         if stored == end and stored:
-            if self._marker.done and not last:
-                raise self._has_more(stored)
             self._compare(digest)
-
-    def _has_more(self, stored: int) -> ReplayError:
-        return ReplayError(f"{self._what()}: it had {stored} rows, and now it has more; {_ADVICE}")
 
     def _compare(self, digest: Digest) -> None:
         if digest.text() != self._marker.digest:
@@ -193,7 +187,7 @@ class Transactions:
                 if not passes(error):
                     raise
                 await self._patience.after(error)
-        marker = Marker(-1, 0, "", done=False) if stored is None else Marker.decode(stored)
+        marker = Marker(-1, 0, "") if stored is None else Marker.decode(stored)
         if marker.batch > self._batch:
             raise FencedError(f"{self._what()}: micro-batch {marker.batch} has been here; this attempt is out of date")
         self._marker = marker

@@ -36,6 +36,11 @@ pytestmark = pytest.mark.timeout(600)
 in_cluster = pytest.mark.skipif("JSX_FAULT_CLUSTER" not in os.environ, reason="nox -s spark_faults runs it")
 
 
+def row_of(number: int) -> bytes:
+    """Larger than what Spark's buffers hide: some rows are stored before a task dies."""
+    return b"row %d " % number + b"." * 400
+
+
 class Pipeline:
     """Two streams on a server, and a checkpoint."""
 
@@ -64,7 +69,7 @@ class Pipeline:
     def more(self, first: int, rows: int = ROWS) -> None:
         async def publish(js: JetStreamContext) -> None:
             async with jsx.FastPublisher(js) as publisher:
-                await publisher.add_many((f"{self.source}.a", b"row %d" % row) for row in range(first, first + rows))
+                await publisher.add_many((f"{self.source}.a", row_of(row)) for row in range(first, first + rows))
 
         self._run(publish, self.server.url)
 
@@ -88,7 +93,7 @@ class Pipeline:
 
     def compare(self, rows: int = ROWS) -> tuple[int, int]:
         found = self.stored()
-        expected = {b"row %d" % row for row in range(rows)}
+        expected = set(map(row_of, range(rows)))
         assert not set(found) - expected
         return len(expected - set(found)), sum(found.values()) - len(found)
 
@@ -102,7 +107,7 @@ class Pipeline:
             frame = frame.mapInArrow(through, frame.schema)
         options = {"servers": self.server.url, "stream": self.sink, "semantics": semantics}
         if semantics == "transactional":
-            options["sinkPartitions"] = "2"
+            options |= {"sinkPartitions": "2", "transactionRows": str(max(50, min(999, ROWS // 80)))}
         writer = frame.writeStream.format("jetstream").options(**options).trigger(availableNow=True)
         return writer.option("checkpointLocation", str(self.checkpoint)).start()
 
@@ -169,6 +174,8 @@ def dying(rows: int) -> Any:
     """Fail the first attempt at partition 0 of every micro-batch after `rows` rows."""
 
     def work(batches: Any) -> Any:
+        import time
+
         from pyspark import TaskContext
 
         context = TaskContext.get()
@@ -179,6 +186,7 @@ def dying(rows: int) -> Any:
                 yield batch.slice(first, 100)
                 passed += 100
                 if passed >= rows and context.partitionId() == 0 and context.attemptNumber() == 0:
+                    time.sleep(0.5)  # what was passed on is stored meanwhile
                     raise RuntimeError("a task dies")
 
     return work

@@ -131,11 +131,7 @@ def test_dedupe_of_rows_in_another_order_loses_none(write: Any, stored: Any) -> 
 class TestTransactions:
     def test_markers(self, write: Any, with_js: Any, stream: str) -> None:
         write(range(2500), batch=7, partition=1)
-        assert {name: last(with_js, stream, "1")[name] for name in ("batch", "rows", "done")} == {
-            "batch": 7,
-            "rows": 2500,
-            "done": True,
-        }
+        assert last(with_js, stream, "1").items() >= {"batch": 7, "rows": 2500}.items()
         assert last(with_js, stream, "_layout") == {"v": 1, "batch": 7, "partitions": 2}
 
     def test_again(self, write: Any, stored: Any) -> None:
@@ -161,13 +157,19 @@ class TestTransactions:
 
     @pytest.mark.parametrize(
         "rows",
-        [[*range(1, 2500), 0], range(1000), range(2600), [], [*range(2499), 7]],
-        ids=["another order", "fewer", "more", "none", "another last one"],
+        [[*range(1, 2500), 0], range(1000), [], [*range(2499), 7]],
+        ids=["another order", "fewer", "none", "another last one"],
     )
     def test_other_rows_are_refused(self, write: Any, stored: Any, rows: Any) -> None:
         write(range(2500))
         with pytest.raises(ReplayError, match="micro-batch 0"):
             write(rows)
+        assert stored() == list(range(2500))
+
+    def test_an_attempt_that_ended_early_is_gone_on_with(self, write: Any, stored: Any) -> None:
+        # Spark ends the input of an attempt whose upstream fails as if that were all.
+        write(range(1234))
+        assert write(range(2500)).skipped == 999
         assert stored() == list(range(2500))
 
     def test_an_old_attempt_is_fenced(self, write: Any, stored: Any) -> None:

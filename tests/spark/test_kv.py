@@ -1,0 +1,265 @@
+"""Buckets as tables: which keys, as of which revision, and what is done about lost history."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import KeyValueConfig
+from nats.js.kv import KeyValue
+from pyspark.sql.datasource import CaseInsensitiveDict
+
+from jetstream_ext.errors import HistoryUnavailableError
+from jetstream_ext.spark import kv_planning, kv_reading
+from jetstream_ext.spark.connections import Connections
+from jetstream_ext.spark.given import OptionError
+from jetstream_ext.spark.kv_options import KvOptions
+from jetstream_ext.spark.kv_planning import plan_kv
+from jetstream_ext.spark.kv_source import JetStreamKvDataSource
+from jetstream_ext.spark.states import PlanningError
+from jetstream_ext.testing import NatsCluster, NatsServer
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
+    cache = Connections()
+    monkeypatch.setattr(kv_reading, "connections", lambda: cache)
+    yield cache
+    cache.close()
+
+
+Read = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def read(server: NatsServer, cache: Connections) -> Read:
+    """Plan a read, do something, and read."""
+
+    def run(bucket: str, *, between: Any = None, url: str = server.url, **given: str) -> list[dict[str, Any]]:
+        options = KvOptions.parse(
+            CaseInsensitiveDict({"servers": url, "bucket": bucket, "requestTimeout": "3"} | given)
+        )
+        schema = JetStreamKvDataSource(CaseInsensitiveDict({"servers": url, "bucket": bucket})).schema()
+        with cache.lend(options.connection, "test") as lease:
+            parts = lease.run(plan_kv(lease.connection.context(options), options))
+            if between is not None:
+                lease.run(between(lease.connection.context(options)))
+        return [
+            row for part in parts for batch in kv_reading.read_keys(options, schema, part) for row in batch.to_pylist()
+        ]
+
+    return run
+
+
+@pytest.fixture
+def make(with_js: Any, stream_name: Callable[[], str]) -> Callable[..., str]:
+    def bucket(fill: Callable[[KeyValue], Awaitable[None]], **config: Any) -> str:
+        name = stream_name()
+
+        async def create(js: JetStreamContext) -> None:
+            await fill(await js.create_key_value(KeyValueConfig(bucket=name, direct=True, **config)))
+
+        with_js(create)
+        return name
+
+    return bucket
+
+
+async def ten(kv: KeyValue) -> None:
+    for i in range(10):
+        await kv.put(f"k.{i}", b"%d" % i)
+
+
+def values(rows: list[dict[str, Any]]) -> dict[str, bytes]:
+    assert len({row["key"] for row in rows}) == len(rows)
+    return {row["key"]: row["value"] for row in rows}
+
+
+TEN = {f"k.{i}": b"%d" % i for i in range(10)}
+
+
+def put(bucket: str, **changes: bytes | None) -> Any:
+    async def change(js: JetStreamContext) -> None:
+        kv = await js.key_value(bucket)
+        for key, value in changes.items():
+            key = key.replace("_", ".")
+            await (kv.delete(key) if value is None else kv.put(key, value))
+
+    return change
+
+
+def test_columns(make: Callable[..., str], read: Read) -> None:
+    bucket = make(ten)
+    row = read(bucket, keys="k.3")[0]
+    assert abs((datetime.now(UTC) - row.pop("created")).total_seconds()) < 60
+    assert row == {"bucket": bucket, "key": "k.3", "value": b"3", "revision": 4, "operation": "PUT"}
+
+
+def test_keys(make: Callable[..., str], read: Read) -> None:
+    bucket = make(ten)
+    assert values(read(bucket)) == TEN
+    assert values(read(bucket, keys="k.*")) == TEN
+    assert sorted(values(read(bucket, keys="k.1,k.5,none"))) == ["k.1", "k.5"]
+    assert read(bucket, keys="none.>") == []
+    assert read(make(lambda kv: asyncio.sleep(0))) == []
+
+
+def test_deleted_keys(make: Callable[..., str], read: Read, with_js: Any) -> None:
+    bucket = make(ten, history=5)
+    with_js(put(bucket, k_1=None))
+
+    async def purge(js: JetStreamContext) -> None:
+        await (await js.key_value(bucket)).purge("k.2")
+
+    with_js(purge)
+    assert values(read(bucket)) == {key: value for key, value in TEN.items() if key not in ("k.1", "k.2")}
+    found = {row["key"]: row["operation"] for row in read(bucket, includeDeleted="true")}
+    assert (found["k.1"], found["k.2"], found["k.3"], len(found)) == ("DEL", "PURGE", "PUT", 10)
+
+
+@pytest.mark.parametrize("count", [1023, 1024, 1025, 3000])
+def test_many_keys(make: Callable[..., str], read: Read, count: int) -> None:
+    async def fill(kv: KeyValue) -> None:
+        await asyncio.gather(*(kv.put(f"k{i}", b"%d" % i) for i in range(count)))
+
+    assert values(read(make(fill), minPartitions="1")) == {f"k{i}": b"%d" % i for i in range(count)}
+
+
+class TestChangedMeanwhile:
+    @pytest.mark.parametrize("consistency", ["latest", "strict"])
+    def test_with_history_nothing_shows(self, make: Callable[..., str], read: Read, consistency: str) -> None:
+        bucket = make(ten, history=5)
+        between = put(bucket, k_1=b"new", k_2=None, k_new=b"new")
+        assert values(read(bucket, between=between, consistency=consistency)) == TEN
+
+    def test_without_history_every_key_is_there_once(self, make: Callable[..., str], read: Read) -> None:
+        bucket = make(ten)
+        rows = read(bucket, between=put(bucket, k_1=b"new", k_2=b"new", k_new=b"new"))
+        assert values(rows) == TEN | {"k.1": b"new", "k.2": b"new"}
+        assert sorted(row["revision"] for row in rows)[-2:] == [11, 12]
+
+    def test_without_history_strict_fails(self, make: Callable[..., str], read: Read) -> None:
+        bucket = make(ten)
+        with pytest.raises(HistoryUnavailableError, match=r"2 keys of .* changed after revision 10.*such as 'k.1'"):
+            read(bucket, between=put(bucket, k_1=b"new", k_2=None), consistency="strict", minPartitions="1")
+
+
+class TestThePast:
+    def test_with_history(self, make: Callable[..., str], read: Read, with_js: Any) -> None:
+        bucket = make(ten, history=5)
+        with_js(put(bucket, k_1=b"new", k_2=None, k_new=b"new"))
+        for consistency in ("latest", "strict"):
+            assert values(read(bucket, asOf="10", consistency=consistency)) == TEN
+            assert sorted(values(read(bucket, asOf="4", consistency=consistency))) == ["k.0", "k.1", "k.2", "k.3"]
+        after = values(read(bucket))
+        assert (after["k.1"], "k.2" in after, after["k.new"]) == (b"new", False, b"new")
+        assert values(read(bucket, asOf="2020-01-01T00:00:00Z")) == {}
+        assert values(read(bucket, asOf="2100-01-01T00:00:00Z")) == after
+
+    def test_without_history(self, make: Callable[..., str], read: Read, with_js: Any) -> None:
+        bucket = make(ten)
+        with_js(put(bucket, k_1=b"new"))
+        assert values(read(bucket, asOf="10")) == TEN | {"k.1": b"new"}
+        with pytest.raises(HistoryUnavailableError, match="1 keys"):
+            read(bucket, asOf="10", consistency="strict")
+
+    def test_a_purge_takes_history_away(self, make: Callable[..., str], read: Read, with_js: Any) -> None:
+        bucket = make(ten, history=5)
+
+        async def purge(js: JetStreamContext) -> None:
+            await (await js.key_value(bucket)).purge("k.1")
+
+        with_js(purge)
+        with pytest.raises(HistoryUnavailableError, match=r"'k\.1'"):
+            read(bucket, asOf="10", consistency="strict")
+        assert "k.1" not in values(read(bucket, asOf="10"))
+
+    def test_the_future(self, make: Callable[..., str], read: Read) -> None:
+        with pytest.raises(PlanningError, match="is at revision 10, not 11 yet"):
+            read(make(ten), asOf="11")
+
+
+def test_more_keys_than_a_listing_has(make: Callable[..., str], read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = make(ten)
+    whole = kv_planning.Api.ask
+
+    async def from_start(self: Any, what: str, body: Any = None, **more: Any) -> Any:
+        return await whole(self, what, body and (body | {"offset": 0}), **more)
+
+    async def paged(self: Any, what: str, body: Any = None, **more: Any) -> Any:
+        answer = await from_start(self, what, body, **more)
+        if body and "offset" in body:
+            subjects = answer["state"].get("subjects") or {}
+            page = sorted(subjects)[body["offset"] : body["offset"] + 3]
+            answer["total"] = len(subjects)
+            answer["state"]["subjects"] = {name: subjects[name] for name in page}
+        return answer
+
+    monkeypatch.setattr(kv_planning.Api, "ask", paged)
+    assert values(read(bucket)) == TEN
+
+
+@pytest.mark.timeout(180)
+def test_replicas(with_js: Any, read: Read) -> None:
+    with NatsCluster() as cluster:
+        url = cluster.servers[0].url
+
+        async def create(js: JetStreamContext) -> None:
+            await ten(await js.create_key_value(KeyValueConfig(bucket="R", direct=True, replicas=3)))
+
+        with_js(create, url)
+        for i in range(20):
+            with_js(put("R", k_1=b"%d" % i, k_2=b"%d" % i), url)
+            assert values(read("R", url=url)) == TEN | {"k.1": b"%d" % i, "k.2": b"%d" % i}
+        # Overwritten between the plan and the read: the message that proves a replica up to date is gone.
+        rows = read("R", url=url, between=put("R", k_1=b"x", k_2=b"x"))
+        assert values(rows) == TEN | {"k.1": b"x", "k.2": b"x"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "'bucket': give the name of one bucket"),
+        ({"bucket": "A,B"}, "'bucket': give the name of one"),
+        ({"bucket": "a.b"}, "'bucket': 'a.b' is no name"),
+        ({"bucket": "A", "asOf": "yesterday"}, "'asOf': 'yesterday' is no RFC 3339 time"),
+        ({"bucket": "A", "consistency": "exact"}, "'consistency': 'exact' is neither latest nor strict"),
+        ({"bucket": "A", "keys": "a..b"}, "'keys'"),
+        ({"bucket": "A", "key": "a"}, "did you mean 'keys'"),
+    ],
+)
+def test_options(options: dict[str, str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        JetStreamKvDataSource(CaseInsensitiveDict({"servers": "nats://n"} | options)).schema()
+
+
+def test_buckets_that_cannot_be_read(with_js: Any, read: Read, stream_name: Callable[[], str]) -> None:
+    with pytest.raises(PlanningError, match="bucket 'NONE' does not exist"):
+        read("NONE")
+    name = stream_name()
+
+    async def create(js: JetStreamContext) -> None:
+        await js.create_key_value(KeyValueConfig(bucket=name, direct=False))
+        config = (await js.stream_info(f"KV_{name}")).config
+        await js.update_stream(config.evolve(allow_direct=False))
+
+    with_js(create)
+    with pytest.raises(PlanningError, match="has no allow_direct"):
+        read(name)
+
+
+@pytest.mark.timeout(300)
+def test_through_spark(spark: SparkSession, server: NatsServer, make: Callable[..., str]) -> None:
+    bucket = make(ten, history=3)
+    reader = spark.read.format("jetstream_kv").option("servers", server.url)
+    frame = reader.load(bucket)
+    assert {row.key: bytes(row.value) for row in frame.collect()} == TEN
+    rows = reader.option("asOf", "3").schema("revision long, key string").load(bucket).collect()
+    assert sorted(map(tuple, rows)) == [(1, "k.0"), (2, "k.1"), (3, "k.2")]
