@@ -63,7 +63,8 @@ from jetstream_ext.types import (
 )
 
 # Error codes after which the server still has the batch: only the message they answer is missing.
-_STILL_OPEN: Final = frozenset({10054, 10167})
+_TOO_LARGE: Final = 10054
+_STILL_OPEN: Final = frozenset({_TOO_LARGE, 10167})
 _UNKNOWN_BATCH: Final = 10208
 
 
@@ -388,7 +389,11 @@ class FastBatch(FastRecord):
         if reply.op == COMMIT_EOB:
             self._asks_again = True  # it was not taken, so the batch is as it was
             return b""
-        self.note_error(BatchFlowError(reply.seq, error), events)
+        report = BatchFlowError(reply.seq, error)
+        if error.err_code == _TOO_LARGE:
+            self.note_refusal(report, events)
+        else:
+            self.note_error(report, events)  # it stays in the window, which closes while nobody takes messages
         if self.gap is GapMode.OK or self.state is not State.OPEN:
             return b""
         # In fail mode the hole ends the batch as soon as the server sees what comes after it: make it see now, so

@@ -23,6 +23,7 @@ APPEND: Final = b"1"
 COMMIT_EOB: Final = b"3"
 PING: Final = b"4"
 
+_OPERATIONS: Final = frozenset({START, APPEND, COMMIT_EOB, PING})
 _MAX_DIGITS: Final = 20  # 2**64
 
 
@@ -65,7 +66,7 @@ def decode(frame: Frame) -> Reply:
     """
     subject, header, payload = parts(frame)
     words = subject.rsplit(b".", 3)
-    if len(words) != 4 or not words[1].isdigit() or len(words[1]) > _MAX_DIGITS:
+    if len(words) != 4 or not words[1].isdigit() or len(words[1]) > _MAX_DIGITS or words[2] not in _OPERATIONS:
         raise ResponseError("a reply came to a subject that is no fast-ingest reply subject", frame=subject)
     return Reply(int(words[1]), words[2], _said(header, payload))
 

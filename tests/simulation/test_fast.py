@@ -14,7 +14,7 @@ from jetstream_ext.protocol.fast import FastBatch
 from jetstream_ext.protocol.fast_record import FastRecord
 from jetstream_ext.types import GapMode
 
-SCHEDULES = 600  # of each mode
+SCHEDULES = 400  # of each mode
 
 
 def test_schedules() -> None:

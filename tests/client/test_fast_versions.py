@@ -1,0 +1,275 @@
+"""Fast ingest on every release that has it, and its refusal on those that do not; and what strangers may say to it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import nats
+import orjson
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.testing import NatsServer
+
+CONFIG = "jetstream { limits { batch { timeout: 1s } } }"
+OK, FAIL = jsx.GapMode.OK, jsx.GapMode.FAIL
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Callable[[str], NatsServer]]:
+    with ExitStack() as stack:
+        running: dict[str, NatsServer] = {}
+
+        def get(version: str) -> NatsServer:
+            if version not in running:
+                config = CONFIG if version > "2.12" else None
+                running[version] = stack.enter_context(NatsServer(version=version, config=config))
+            return running[version]
+
+        yield get
+
+
+@pytest.fixture(params=["2.14.0", "2.14.6", "2.15.1"])
+def version(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
+
+
+@pytest.fixture
+async def there(servers: Callable[[str], NatsServer], version: str) -> AsyncIterator[Client]:
+    nc = await nats.connect(servers(version).url)
+    yield nc
+    await nc.close()
+
+
+@pytest.fixture
+async def js(there: Client, stream_name: Callable[[], str]) -> JetStreamContext:
+    return there.jetstream()
+
+
+@pytest.fixture
+async def stream(js: JetStreamContext, stream_name: Callable[[], str]) -> str:
+    name = stream_name()
+    await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_batched=True, max_msg_size=1000)
+    return name
+
+
+async def stored(js: JetStreamContext, stream: str) -> list[bytes]:
+    return [message.data for message in await jsx.DirectGet(js, stream).scan().to_list()]
+
+
+@pytest.mark.parametrize("gap", list(jsx.GapMode))
+@pytest.mark.parametrize("count", [1, 2, 99, 100, 101, 1234])
+async def test_everything_in_order(js: JetStreamContext, stream: str, gap: jsx.GapMode, count: int) -> None:
+    async with jsx.FastPublisher(js, gap=gap) as pub:
+        await pub.add_many((f"{stream}.{i % 3}", b"%d" % i) for i in range(count - 1))
+        await pub.add(f"{stream}.a", b"last", headers={"K": "v"})
+        await pub.flush()
+        await pub.ping()
+    assert pub.ack is not None
+    assert (pub.end_reason, pub.ack.batch_size, pub.ack.stream) == (jsx.EndReason.COMMITTED, count, stream)
+    assert await stored(js, stream) == [*(b"%d" % i for i in range(count - 1)), b"last"]
+
+
+async def test_a_last_message_that_is_a_duplicate_or_refused_hangs_nowhere(js: JetStreamContext, stream: str) -> None:
+    # Servers 2.14.0 to 2.14.2 never answer such a message if it commits; the end has a message of its own here.
+    for gap in jsx.GapMode:
+        pub = jsx.FastPublisher(js, gap=gap, ack_timeout=2)
+        await pub.add(f"{stream}.a", b"1", msg_id=f"{gap}")
+        async with asyncio.timeout(3):
+            ack = await pub.commit(f"{stream}.a", b"1", msg_id=f"{gap}")
+        assert ack.batch_size == 2
+    pub = jsx.FastPublisher(js, gap=OK, ack_timeout=2)
+    await pub.add(f"{stream}.a", b"2")
+    async with asyncio.timeout(3):
+        await pub.commit(f"{stream}.a", b"3", expected_last_seq=10**6)
+    assert [each.seq for each in pub.errors] == [2]
+    assert await stored(js, stream) == [b"1", b"1", b"2"]
+
+
+class TestRealGaps:
+    async def test_end_a_batch_that_fails(self, js: JetStreamContext, stream: str) -> None:
+        pub = jsx.FastPublisher(js, flow=10)
+        await pub.add_many([(f"{stream}.a", b"x")] * 15)
+        _lose(pub, 3)
+        with pytest.raises(errors.BatchGapError) as caught:
+            await pub.add_many([(f"{stream}.a", b"y")] * 100)
+        assert (caught.value.first_lost, caught.value.last_lost) == (16, 18)
+        assert caught.value.ack is not None
+        assert (caught.value.ack.batch_size, caught.value.acked) == (15, 15)
+        assert await stored(js, stream) == [b"x"] * 15
+
+    async def test_are_reported_by_a_batch_that_goes_on(self, js: JetStreamContext, stream: str) -> None:
+        heard: list[jsx.BatchFlowGap] = []
+        async with jsx.FastPublisher(js, flow=10, gap=OK, on_gap=heard.append) as pub:
+            for _ in range(3):
+                await pub.add_many([(f"{stream}.a", b"x")] * 15)
+                _lose(pub, 2)
+            await pub.add_many([(f"{stream}.a", b"x")] * 15)
+            _lose(pub, 1)
+            await pub.flush()
+        assert heard == pub.gaps == [jsx.BatchFlowGap(16, 18), jsx.BatchFlowGap(33, 35), jsx.BatchFlowGap(50, 52),
+                                     jsx.BatchFlowGap(67, 68)]  # fmt: skip
+        assert pub.ack is not None
+        assert pub.ack.batch_size == 67, "the highest sequence, not how many are stored"
+        assert len(await stored(js, stream)) == 60
+
+    @pytest.mark.parametrize("gap", list(jsx.GapMode))
+    async def test_a_message_that_comes_back(
+        self, js: JetStreamContext, there: Client, stream: str, gap: jsx.GapMode
+    ) -> None:
+        pub = jsx.FastPublisher(js, flow=10, gap=gap)
+        await pub.add_many([(f"{stream}.a", b"x")] * 5)
+        await pub.flush()
+        # Somebody publishes into the batch: a sequence that the server had already ends it in both modes.
+        await there.publish(f"{stream}.a", b"z", reply=f"{_inbox(pub)}.{pub.batch_id}.10.{gap.value}.3.1.$FI")
+        async with asyncio.timeout(3):
+            assert await pub.wait_closed() is jsx.EndReason.ERROR
+        with pytest.raises(errors.BatchAbandonedError):
+            await pub.add(f"{stream}.a", b"6")
+        assert pub.ack is not None
+        assert pub.ack.batch_size == 5
+        assert pub.gap_count == 0
+        assert await stored(js, stream) == [b"x"] * 5
+
+
+@pytest.mark.parametrize("kind", ["too large", "expectation"])
+async def test_refused_messages(js: JetStreamContext, stream: str, kind: str) -> None:
+    bad = (
+        jsx.BatchMessage(f"{stream}.a", bytes(2000))
+        if kind == "too large"
+        else jsx.BatchMessage(f"{stream}.a", b"bad", expected_last_seq=10**6)
+    )
+    error = errors.MessageTooLargeError if kind == "too large" else errors.WrongLastSequenceError
+    good = [jsx.BatchMessage(f"{stream}.a", b"good")] * 10
+    async with jsx.FastPublisher(js, flow=2, gap=OK, max_outstanding_acks=1) as pub:
+        # More of them than a window holds.
+        await pub.add_many([*good, *[bad] * 10, *good])
+        await pub.flush()
+    assert [each.seq for each in pub.errors] == list(range(11, 21))
+    assert {type(each.error) for each in pub.errors} == {error}
+    assert await stored(js, stream) == [b"good"] * 20
+    pub = jsx.FastPublisher(js, flow=2)
+    with pytest.raises(error) as caught:
+        await pub.add_many([*good, bad, *good])
+    assert isinstance(caught.value, errors.BatchError)
+    assert (caught.value.acked, caught.value.outcome) == (10, "partial")
+    assert await stored(js, stream) == [b"good"] * 30
+
+
+@pytest.mark.parametrize("sent", [1, 5])
+@pytest.mark.parametrize("gap", list(jsx.GapMode))
+async def test_a_batch_that_the_server_forgot(js: JetStreamContext, stream: str, gap: jsx.GapMode, sent: int) -> None:
+    # Servers before 2.15 would open another batch for a ping after message 1, and call that message lost.
+    pub = jsx.FastPublisher(js, gap=gap, keepalive=0)
+    await pub.add_many([(f"{stream}.a", b"x")] * sent)
+    await asyncio.sleep(1.4)
+    with pytest.raises(errors.FastPublishUnknownBatchError) as caught:
+        await pub.ping()
+    assert (caught.value.outcome, pub.gap_count, pub.end_reason) == ("unknown", 0, jsx.EndReason.ERROR)
+    assert len(await stored(js, stream)) == sent
+
+
+async def test_an_idle_batch_is_kept_alive(js: JetStreamContext, stream: str) -> None:
+    pub = jsx.FastPublisher(js, keepalive=0.4)
+    await pub.add(f"{stream}.a", b"1")
+    await asyncio.sleep(2.2)
+    assert (await pub.commit(f"{stream}.a", b"2")).batch_size == 2
+
+
+@pytest.mark.parametrize("version", ["2.11.11", "2.12.8"])
+@pytest.mark.parametrize("prefix", [{}, {"prefix": "$JS.API"}])
+async def test_servers_without_it_are_refused_before_anything_is_sent(
+    js: JetStreamContext, there: Client, version: str, stream_name: Callable[[], str], prefix: dict[str, str]
+) -> None:
+    name = stream_name()
+    await js.add_stream(name=name, subjects=[f"{name}.>"])
+    pub = jsx.FastPublisher(there.jetstream(**prefix))
+    with pytest.raises(errors.UnsupportedFeatureError, match=rf"nats-server {version} .* nothing was sent") as caught:
+        await pub.add(f"{name}.a", b"1")
+    assert (caught.value.required_api_level, caught.value.server_version) == (4, version)
+    assert (await js.stream_info(name)).state.messages == 0
+
+
+def _frame(kind: str, **fields: Any) -> bytes:
+    return orjson.dumps({"type": kind, **fields})
+
+
+ERROR = {"code": 400, "err_code": 10071, "description": "no"}
+# what somebody says, on which sequence and operation  ->  ack_seq, flow, gaps, errors, what ended it
+INJECTED: list[tuple[str, int, int, bytes, Any]] = [
+    ("an ack", 5, 1, _frame("ack", seq=4, msgs=7), (4, 7, 0, 0, None)),
+    ("a stale ack", 5, 1, _frame("ack", seq=0, msgs=9), (0, 9, 0, 0, None)),
+    ("a zero ack", 5, 1, _frame("ack", seq=3, msgs=0), (3, 1, 0, 0, None)),
+    ("an ack of the future", 5, 1, _frame("ack", seq=99, msgs=7), (0, 10, 0, 0, None)),
+    ("an ack without numbers", 5, 1, _frame("ack"), (0, 10, 0, 0, None)),
+    ("a negative ack", 5, 1, _frame("ack", seq=-1, msgs=1), (0, 10, 0, 0, None)),
+    ("a gap", 5, 1, _frame("gap", last_seq=3, seq=5), (0, 10, 1, 0, None)),
+    ("a gap twice", 5, 1, _frame("gap", last_seq=3, seq=5), (0, 10, 1, 0, None)),
+    ("an err", 5, 1, _frame("err", seq=2, error=ERROR), (0, 10, 0, 1, None)),
+    ("an err of the future", 99, 1, _frame("err", seq=99, error=ERROR), (0, 10, 0, 0, None)),
+    ("an unknown type", 5, 1, _frame("weather", seq=1), (0, 10, 0, 0, None)),
+    ("no JSON", 5, 1, b"\xff{", (0, 10, 0, 0, None)),
+    ("a list", 5, 1, b"[1]", (0, 10, 0, 0, None)),
+    ("nothing", 5, 1, b"", (0, 10, 0, 0, None)),
+    ("a long number", 5, 1, b'{"type":"ack","seq":' + b"9" * 500 + b',"msgs":1}', (0, 10, 0, 0, None)),
+    ("another batch's end", 5, 3, orjson.dumps({"stream": "S", "seq": 9, "batch": "x", "count": 5}), (0, 10, 0, 0, None)),
+    ("an unknown batch", 5, 1, orjson.dumps({"error": {"code": 400, "err_code": 10208, "description": "?"}}),
+     (0, 10, 0, 0, jsx.EndReason.ERROR)),
+    ("the draft's ack", 5, 1, b'{"last_seq":4,"seq":4,"ack_msgs":6}', (4, 6, 0, 0, None)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("version", ["2.15.1"])
+@pytest.mark.parametrize(
+    ("seq", "op", "said", "after"), [each[1:] for each in INJECTED], ids=[each[0] for each in INJECTED]
+)
+async def test_frames_of_strangers(
+    js: JetStreamContext, there: Client, stream: str, request: Any, seq: int, op: int, said: bytes, after: Any
+) -> None:
+    pub = jsx.FastPublisher(js, flow=10, gap=OK, batch_id="b", stall_ping=0.2)
+    await pub.add_many([(f"{stream}.a", b"x")] * 5)
+    await pub.flush()
+    for _ in range(2 if "twice" in request.node.name else 1):
+        await there.publish(f"{_inbox(pub)}.b.10.ok.{seq}.{op}.$FI", said)
+    await there.flush()
+    await asyncio.sleep(0.02)
+    acked, flow, gaps, errors_, ended = after
+    assert (pub.ack_seq, pub.flow, pub.gap_count, pub.error_count, pub.end_reason) == (
+        acked,
+        flow,
+        gaps,
+        errors_,
+        ended,
+    )
+    if ended is None:
+        await pub.add_many([(f"{stream}.a", b"x")] * 50)
+        assert (await pub.commit_eob()).batch_size == 55
+        assert len(await stored(js, stream)) == 55
+
+
+@pytest.mark.parametrize("version", ["2.15.1"])
+async def test_frames_on_subjects_that_are_none(js: JetStreamContext, there: Client, stream: str) -> None:
+    async with jsx.FastPublisher(js, batch_id="b") as pub:
+        await pub.add(f"{stream}.a", b"1")
+        for tail in ("x", "10.ok.1", "10.ok.x.1.$FI", "10.ok.-1.1.$FI", f"10.ok.{'9' * 5000}.1.$FI"[:3000]):
+            await there.publish(f"{_inbox(pub)}.b.{tail}", _frame("gap", last_seq=1, seq=9))
+        await there.flush()
+        await pub.add(f"{stream}.a", b"2")
+    assert (pub.gap_count, await stored(js, stream)) == (0, [b"1", b"2"])
+
+
+def _lose(pub: jsx.FastPublisher, count: int) -> None:
+    """As if that many messages had been lost on their way."""
+    assert pub._machine is not None
+    pub._machine.sent += count
+
+
+def _inbox(pub: jsx.FastPublisher) -> str:
+    inbox = pub._driver._inbox
+    assert inbox is not None
+    return inbox.subject
