@@ -6,6 +6,8 @@ from collections.abc import AsyncIterable, Iterable
 from types import TracebackType
 from typing import Final, Literal, Self, Unpack
 
+import nats.errors
+import nats.js.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
@@ -244,20 +246,19 @@ async def publish_atomic(
     wire = new_wire(js, batch_id, timeout, hold_back=True)
     try:
         await wire.fill(messages)
-        return await finish(wire)
-    finally:
-        wire.discard()
-
-
-async def finish(wire: AtomicWire) -> BatchAck:
-    """Commit a filled batch; take it for committed if it was stored before under the same id."""
-    try:
         return await wire.commit(None)
-    except AtomicPublishDuplicateMessageIDError:
-        ack = await wire.resolve(None)
+    except AtomicPublishDuplicateMessageIDError as refusal:
+        if batch_id is None:
+            raise  # nobody else can have used this id
+        try:
+            ack = await wire.resolve(None)
+        except (nats.errors.Error, nats.js.errors.APIError) as unknown:
+            raise refusal from unknown
         if ack is None:
             raise
         return ack
+    finally:
+        wire.discard()
 
 
 def new_wire(

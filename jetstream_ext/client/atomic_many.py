@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.atomic import finish, new_wire
+from jetstream_ext.client.atomic import new_wire
 from jetstream_ext.types import BatchAck, BatchMessage
 
 Messages = Iterable[BatchMessage] | AsyncIterable[BatchMessage]
@@ -128,7 +128,7 @@ async def _begin(js: JetStreamContext, messages: Messages, timeout: float | None
     except BaseException:
         wire.discard()
         raise
-    commit = asyncio.get_running_loop().create_task(finish(wire))
+    commit = asyncio.get_running_loop().create_task(wire.commit(None))
     commit.add_done_callback(lambda _: wire.discard())
     return commit
 

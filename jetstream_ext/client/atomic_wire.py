@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Final
 
@@ -120,6 +121,7 @@ class AtomicWire:
         machine.check_open()
         self._js.connection.check_usable()
         steps = machine.commit(message)
+        self._question = replace(self._question, session=session_of(self._js))
         try:
             await self._send(steps)
         except asyncio.CancelledError:
@@ -183,7 +185,6 @@ class AtomicWire:
         """Return the API level of the server that will take the batch."""
         # A server before 2.12 stores the messages of a batch as ordinary ones. The greeting speaks for the server at
         # the other end of the connection only; the stream's own answer speaks for the one that matters.
-        session = session_of(self._js)
         owner = await find_owner(self._js, first.subject, first.stream, self._timeout) if first is not None else None
         if owner is None:
             level, version = await api_level(self._js), self._js.connection.server_version
@@ -197,7 +198,7 @@ class AtomicWire:
                 required_api_level=ATOMIC_LEVEL,
                 server_version=version,
             )
-        self._question = Question(owner, session)
+        self._question = Question(owner, session_of(self._js))
         return level
 
     def _check_discarded(self) -> None:

@@ -85,6 +85,9 @@ async def find_owner(js: JetStream, subject: str, stream: str | None, timeout: f
     except (nats.js.errors.APIError, ResponseError):
         return None  # the server's refusal of the batch itself says more
     memory.silence = _FRESH
+    for old in [old for old, (at, _) in memory.streams.items() if now - at >= _FRESH]:
+        del memory.streams[old]
+        memory.last_seq.pop(old, None)
     memory.streams[facts.name] = now, facts
     memory.last_seq.pop(facts.name, None)
     return facts, facts.last_seq
@@ -93,7 +96,7 @@ async def find_owner(js: JetStream, subject: str, stream: str | None, timeout: f
 def remember(js: JetStream, ack: BatchAck) -> None:
     """Take it that a stream has the messages that `ack` speaks of."""
     memory = _memory(js)
-    if memory.last_seq.get(ack.stream, 0) < ack.seq:
+    if ack.stream in memory.streams and memory.last_seq.get(ack.stream, 0) < ack.seq:
         memory.last_seq[ack.stream] = ack.seq
 
 

@@ -47,11 +47,11 @@ _FORGOTTEN: Final = frozenset({10174, 10176, 10199})
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What was known when the batch was opened.
+    """What was known when the batch was committed.
 
     Attributes:
-        owner: The stream, and a sequence that it had then; None where it could not be found out.
-        session: The connection, by `session_of`.
+        owner: The stream, and a sequence that it had when the batch was opened; None where it could not be found out.
+        session: The connection that the commit was written to, by `session_of`.
     """
 
     owner: tuple[StreamFacts, int] | None
@@ -132,7 +132,7 @@ async def _attempt(js: JetStream, question: Question, machine: AtomicBatchMachin
     opened, after = question.owner
     facts = await _facts(js, opened)
     if facts.last_seq < after:
-        raise _NeverKnown("the stream has lost messages that it had")
+        raise _NotYet("its leader does not have the messages that it had")
     search = Search(machine.batch_id, machine.size, after, contiguous=facts.contiguous)
 
     last = await get_at_leader(js, facts.name, {"last_by_subj": machine.last_subject}, _QUESTION)
@@ -142,8 +142,7 @@ async def _attempt(js: JetStream, question: Question, machine: AtomicBatchMachin
         if seen.last_seq is not None:
             return _ack(facts, seen, machine)
 
-    ordered = question.session == session_of(js)
-    until = await _fence(js, machine, facts)
+    session, until = await _fence(js, machine, facts)
     leader = facts.leader
     while True:
         facts = await _facts(js, opened)
@@ -163,7 +162,7 @@ async def _attempt(js: JetStream, question: Question, machine: AtomicBatchMachin
         raise _NotYet("the stream's leader does not hear from a majority")
     if search.room:
         raise _NeverKnown("messages were removed from the stream since, and its own may have been among them")
-    if not ordered and not machine.staged:
+    if session != question.session and not machine.staged:
         raise _NeverKnown("the connection was replaced, and the commit may still be on its way through the old one")
     return None
 
@@ -202,8 +201,8 @@ def _direct(js: JetStream, stream: str, timeout: float) -> DirectGet:
     return DirectGet(js.context, stream, timeout=timeout)
 
 
-async def _fence(js: JetStream, machine: AtomicBatchMachine, facts: StreamFacts) -> int | None:
-    """Send the fence; return the sequence that the leader will reach, where it says so."""
+async def _fence(js: JetStream, machine: AtomicBatchMachine, facts: StreamFacts) -> tuple[int, int | None]:
+    """Send the fence; return the connection it went through, and the sequence that the leader will reach if known."""
     loop = asyncio.get_running_loop()
     answers: dict[bytes, Frame] = {}
     complete: asyncio.Future[None] = loop.create_future()
@@ -225,6 +224,7 @@ async def _fence(js: JetStream, machine: AtomicBatchMachine, facts: StreamFacts)
         subject, own = machine.last_subject.encode(), inbox.subject.encode()
         kill, mark = fence(machine.batch_id, facts.name)
         data = frames.pub(subject, own + b".kill", kill, b"") + frames.pub(subject, own + b".mark", mark, b"")
+        session = session_of(js)
         await connection.write(data, 2, 0)
         async with asyncio.timeout(_QUESTION):
             await complete
@@ -232,13 +232,13 @@ async def _fence(js: JetStream, machine: AtomicBatchMachine, facts: StreamFacts)
         raise RequestTimeoutError(f"stream {facts.name!r}: no answer within {_QUESTION:g} s") from None
     finally:
         inbox.close()
-    killed, marked = _refusal(answers[b"kill"]), _refusal(answers[b"mark"])
+    killed, marked = (_refusal(answers[which], facts.name) for which in (b"kill", b"mark"))
     if killed.err_code not in _FORGOTTEN or marked.code == 503:
         raise _NotYet(f"the stream's leader does not answer for the batch: {killed.description}")
-    return reached(marked.description or "")
+    return session, reached(marked.description or "")
 
 
-def _refusal(frame: Frame) -> ServerError:
+def _refusal(frame: Frame, stream: str) -> ServerError:
     _, header, payload = frames.parts(frame)
     if not payload:
         code, text = (h.parse_status(header) if header else None) or (0, "")
@@ -249,6 +249,8 @@ def _refusal(frame: Frame) -> ServerError:
         raise _NotYet("the answer to a fence is not JSON") from None
     if not isinstance(reply, dict) or reply.get("error") is None:
         raise _NotYet("the server did not refuse what cannot be stored")
+    if reply.get("stream", stream) != stream:
+        raise _NeverKnown(f"the batch's last subject belongs to stream {reply['stream']!r} by now")
     return parse_refusal(reply["error"], payload)
 
 

@@ -160,6 +160,20 @@ async def test_a_stream_that_was_made_again(
         await batch.resolve()
 
 
+async def test_a_subject_that_moved_to_another_stream(
+    js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes]
+) -> None:
+    name = await make_stream()
+    batch = jsx.AtomicBatch(js, timeout=0.3)
+    await batch.add_many(messages(name, 3))
+    with pytest.raises(errors.BatchOutcomeUnknownError):
+        await batch.commit_eob()
+    await js.update_stream(name=name, subjects=[f"{name}none"], allow_atomic=True, allow_msg_ttl=True)
+    await js.add_stream(name=f"{name}2", subjects=[f"{name}.*"], allow_atomic=True)
+    with pytest.raises(errors.BatchOutcomeUnknownError, match="belongs to stream"):
+        await batch.resolve()
+
+
 async def test_nothing_answers(
     own_server: Any, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream
 ) -> None:
