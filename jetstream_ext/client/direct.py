@@ -120,7 +120,7 @@ class DirectGet:
         rfc3339(when, "when")
         if subject is not None:
             frames.check_filter(subject)
-        return await self._single(Request(start_time=when, next_by_subj=subject), min_seq=min_seq)
+        return await self._single(Request(start_time=when, next_by_subj=subject or ">"), min_seq=min_seq)
 
     async def _single(self, request: Request, subject: str | None = None, *, min_seq: int | None) -> StoredMsg:
         if min_seq is not None:
@@ -204,7 +204,7 @@ class DirectGet:
         request = Request(
             seq=start,
             start_time=start_time,
-            next_by_subj=subject,
+            next_by_subj=subject or ">",  # without one, 2.11.0 answers 404 where `seq` itself was deleted
             batch=_count("batch", batch),
             max_bytes=_count("max_bytes", max_bytes),
         )

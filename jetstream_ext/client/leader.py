@@ -11,6 +11,7 @@ import nats.errors
 import nats.js.errors
 import orjson
 
+from jetstream_ext.client.api import Api
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.errors import RequestTimeoutError, ResponseError
 from jetstream_ext.protocol import headers as h
@@ -59,15 +60,34 @@ async def get_at_leader(js: JetStream, stream: str, request: dict[str, Any], tim
         raise ResponseError(f"stream {stream!r}: its leader's answer is malformed", frame=msg.data) from None
 
 
+async def last_at_leader(js: JetStream, stream: str, timeout: float) -> int:
+    """Return the last sequence that the leader has given out (0: none).
+
+    Raises:
+        nats.js.errors.NotFoundError: No such stream.
+        nats.js.errors.ServiceUnavailableError: Nobody answers.
+        RequestTimeoutError: No answer within `timeout` seconds.
+        ServerError, ResponseError: The leader refused, or its answer is malformed.
+    """
+    answer = await Api(js, timeout).ask(f"STREAM.INFO.{stream}")
+    try:
+        return int(answer["state"]["last_seq"])
+    except (KeyError, TypeError, ValueError):
+        raise ResponseError(
+            f"stream {stream!r}: its leader's answer is malformed", frame=repr(answer).encode()
+        ) from None
+
+
 async def wait_for_leader(js: JetStream, stream: str, seq: int, timeout: float) -> None:
     """Wait until the leader's last sequence is at least `seq`.
 
     Raises:
         RequestTimeoutError: It was not within `timeout` seconds.
+        nats.js.errors.NotFoundError, ServerError, ResponseError: As for `last_at_leader`.
     """
     try:
         async with asyncio.timeout(timeout):
-            while (await js.context.stream_info(stream)).state.last_seq < seq:  # noqa: ASYNC110 - no event tells
+            while await last_at_leader(js, stream, timeout) < seq:  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(LAG_PAUSE)
     except TimeoutError:
         raise RequestTimeoutError(f"stream {stream!r} did not reach sequence {seq} within {timeout:g} s") from None

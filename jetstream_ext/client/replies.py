@@ -57,9 +57,7 @@ class Reply:
                 async with asyncio.timeout(timeout):
                     await self._waiter
             except TimeoutError:
-                raise RequestTimeoutError(
-                    f"stream {self._stream!r}: no answer to a direct get within {timeout:g} s"
-                ) from None
+                raise RequestTimeoutError(self._silence(timeout)) from None
             finally:
                 self._waiter = None
         received, self._received = self._received, []
@@ -70,6 +68,15 @@ class Reply:
             )
         return received
 
+    def _silence(self, timeout: float) -> str:
+        if not self.decoder.count:
+            return f"stream {self._stream!r}: no answer to a direct get within {timeout:g} s"
+        return (
+            f"stream {self._stream!r}: the answer to a direct get stopped after {self.decoder.count} messages, and "
+            f"nothing came for {timeout:g} s (an API imported from another account has to be exported with "
+            "response_type stream)"
+        )
+
     def close(self) -> None:
         """Stop listening."""
         if self._inbox is not None:
@@ -77,10 +84,14 @@ class Reply:
 
 
 async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) -> AsyncGenerator[Block, None]:
-    """Drive `plan`: yield its rows as they come, retrying once from the last good row wherever that is stateless."""
+    """Drive `plan`: yield its rows as they come, retrying once from the last good row wherever that is stateless.
+
+    A reply that only goes silent counts as progress when it ends, and not before: who always lets one message through
+    would make the read take a timeout for each of them.
+    """
     subject = f"{js.prefix}.DIRECT.GET.{stream}"
     replies: dict[Ask, Reply] = {}
-    retried = False
+    retried = silent = False
 
     def finished() -> bool:
         return plan.done
@@ -110,15 +121,16 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
                     break
                 failure = decoder.broken
                 if decoder.end is not None:
+                    silent = False
                     for void in [oldest, *plan.finish(oldest, decoder.end)]:
                         replies.pop(void).close()
             if failure is not None:
                 voids = plan.retry()
                 if finished():
                     break
-                if retried or voids is None:
+                if retried or silent or voids is None:
                     raise failure
-                retried = True
+                retried, silent = True, isinstance(failure, RequestTimeoutError)
                 for void in voids:
                     replies.pop(void).close()
                 await reconnected(js, timeout)

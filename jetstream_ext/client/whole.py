@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Final
 
 from jetstream_ext.client.connection import JetStream
-from jetstream_ext.client.leader import LAG_PAUSE, get_at_leader, wait_for_leader
+from jetstream_ext.client.leader import LAG_PAUSE, get_at_leader, last_at_leader, wait_for_leader
 from jetstream_ext.client.replies import read_blocks
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.direct import Block, Request
@@ -50,7 +50,7 @@ async def read_proved(
     if min_seq is not None:
         await wait_for_leader(js, stream, min_seq, timeout)
     if confirm and plan.up_to_seq is None:
-        plan.up_to_seq = (await js.context.stream_info(stream)).state.last_seq
+        plan.up_to_seq = await last_at_leader(js, stream, timeout)
     async with contextlib.aclosing(read_whole(js, stream, plan, timeout, to=None if confirm else min_seq)) as blocks:
         async for block in blocks:
             yield block

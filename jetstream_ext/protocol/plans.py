@@ -110,6 +110,8 @@ class Scan:
         self._asks: deque[Ask] = deque()
         self._dense = False
         self._pending = 0
+        self._reached = False
+        self._beyond = 0
 
     @property
     def oldest(self) -> Ask | None:
@@ -118,7 +120,7 @@ class Scan:
 
     def next_request(self) -> Ask | None:
         """Return the next request to send, or None: nothing to ask (now)."""
-        if self.done or len(self._asks) >= self._prefetch:
+        if self.done or self._reached or len(self._asks) >= self._prefetch:
             return None
         if not self._asks:
             return self._ask(self.position + 1)
@@ -137,7 +139,8 @@ class Scan:
         request = Request(
             seq=None if by_time else start,
             start_time=by_time,
-            next_by_subj=self.subject,
+            # Without a subject 2.11.0 answers 404 where `start` itself was deleted.
+            next_by_subj=self.subject or ">",
             batch=count,
             max_bytes=self._max_bytes,
         )
@@ -167,13 +170,12 @@ class Scan:
         stop = len(seqs)
         if self.up_to_seq is not None and seqs[-1] >= self.up_to_seq:
             stop = bisect_right(seqs, self.up_to_seq)
-            self.done = True
+            # Only the end of the reply says what is pending: on 2.11 a message counts itself.
+            self._reached = True
+            self._beyond += len(seqs) - stop
         if stop > start:
             self.position = seqs[stop - 1]
             self.read = True
-        if self.done:
-            after = pending + len(seqs) - stop
-            self.end = EndOfBatch(after, self.position if self.read else 0)
         if start or stop < len(seqs):
             block.keep(start, stop)
         self.start_time = None
@@ -183,12 +185,11 @@ class Scan:
         """Take the end of the oldest reply; return the guesses that are void now and must be dropped unread."""
         assert ask is self.oldest
         self._asks.popleft()
-        self.end = replace(end, last_seq=self.position if self.read else 0)
+        self.end = replace(end, num_pending=end.num_pending + self._beyond, last_seq=self.position if self.read else 0)
         # A replica that lags may answer "nothing" where another one just counted more: that is asked once again.
         doubtful = not end.found and self._pending > 0
         self._pending = end.num_pending
-        reached = self.up_to_seq is not None and self.position >= self.up_to_seq
-        self.done = reached or (end.num_pending == 0 and not doubtful)
+        self.done = self._reached or (end.num_pending == 0 and not doubtful)
         self._resize(ask)
         void: list[Ask] = []
         if self.done or doubtful or (self._asks and self._asks[0].start > self.position + 1):
@@ -200,6 +201,10 @@ class Scan:
         """Start over behind the cursor; return everything in flight, to be dropped unread."""
         void = list(self._asks)
         self._asks.clear()
+        if self._reached:
+            # All of the range came and only the end of the reply did not: the newest row said nearly the same.
+            self.end = EndOfBatch(self._pending + self._beyond, self.position if self.read else 0)
+            self.done = True
         return void
 
     def _resize(self, ask: Ask) -> None:
@@ -222,9 +227,9 @@ class Scan:
 
     def reopen(self) -> None:
         """Go on behind the cursor after all: the range was found to hold more."""
-        self.done = False
-        self._dense = False
-        self._asks.clear()  # the range can have ended in the middle of a reply
+        self.done = self._reached = self._dense = False
+        self._beyond = 0
+        self._asks.clear()  # the reader can have left in the middle of a reply
 
 
 class OneBatch:

@@ -45,7 +45,7 @@ class Model:
         assert (request.seq is None) != (request.start_time is None)
         first = request.seq or int(request.start_time.timestamp())  # type: ignore[union-attr]
         wanted = request.next_by_subj
-        found = [s for s in sorted(self.messages) if s >= first and wanted in (None, self.messages[s][0])]
+        found = [s for s in sorted(self.messages) if s >= first and wanted in (None, ">", self.messages[s][0])]
         taken = self._cut(found, request)
         if not taken:
             return Reply([], [], NOT_FOUND)

@@ -1,0 +1,518 @@
+"""Direct Get on every server from 2.10 on: the same calls, and what each version makes of them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.protocol.direct import Request
+from jetstream_ext.testing import NatsServer
+
+VERSIONS = ["2.10.26", "2.11.0", "2.11.11", "2.12.8", "2.14.6", "2.15.1"]
+
+# The users of one account with different rights and inboxes, an account that imports the first one's API as it should be
+# exported, and one that imports it as it must not be: with an export that lets one message through for each request.
+CONFIG = """
+jetstream { domain: hub }
+accounts {
+  APP {
+    jetstream: enabled
+    users: [
+      { user: all, password: p }
+      { user: reader, password: p, permissions: {
+          publish: ["$JS.API.DIRECT.GET.PERM.PERM.open"], subscribe: ["_INBOX.>"] } }
+      { user: direct, password: p, permissions: {
+          publish: ["$JS.API.DIRECT.GET.PERM", "$JS.API.DIRECT.GET.PERM.>"], subscribe: ["_MINE.>"] } }
+      { user: prover, password: p, permissions: {
+          publish: ["$JS.API.DIRECT.GET.PERM", "$JS.API.STREAM.INFO.PERM", "$JS.API.STREAM.MSG.GET.PERM"],
+          subscribe: ["_INBOX.>"] } }
+    ]
+    exports: [
+      { service: "$JS.API.>", response_type: stream, accounts: [GOOD] }
+      { service: "$JS.hub.API.>", accounts: [NARROW] }
+    ]
+  }
+  GOOD {
+    users: [ { user: good, password: p } ]
+    imports: [ { service: { account: APP, subject: "$JS.API.>" }, to: "APP.API.>" } ]
+  }
+  NARROW {
+    users: [ { user: narrow, password: p } ]
+    imports: [ { service: { account: APP, subject: "$JS.hub.API.>" }, to: "APP.API.>" } ]
+  }
+}
+no_auth_user: all
+"""
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def server(request: pytest.FixtureRequest) -> Iterator[NatsServer]:
+    with NatsServer(version=request.param, config=CONFIG) as server:
+        yield server
+
+
+@pytest.fixture
+def version(server: NatsServer) -> tuple[int, ...]:
+    return tuple(map(int, server.version.split(".")))
+
+
+@pytest.fixture
+def batches(version: tuple[int, ...]) -> None:
+    if version < (2, 11):
+        pytest.skip("this server has no batches; see TestBefore211")
+
+
+Make = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+def make(js: JetStreamContext, stream_name: Callable[[], str]) -> Make:
+    async def make(name: str | None = None, **config: Any) -> str:
+        name = name or stream_name()
+        await js.add_stream(name=name, subjects=[f"{name}.>"], **{"allow_direct": True, **config})
+        return name
+
+    return make
+
+
+@pytest.fixture
+async def stream(js: JetStreamContext, make: Make) -> str:
+    """Messages 1 to 12 on the subjects A, B, C in turn; 5 has a header, 6 no payload, 8 is deleted."""
+    name = await make()
+    for seq in range(1, 13):
+        headers = {"X-U": "v5"} if seq == 5 else None
+        payload = b"" if seq == 6 else b"m%d" % seq
+        await js.publish(f"{name}.{'CAB'[seq % 3]}", payload, headers=headers)
+    await js.delete_msg(name, 8)
+    return name
+
+
+@pytest.fixture
+def direct(js: JetStreamContext, stream: str) -> jsx.DirectGet:
+    return jsx.DirectGet(js, stream, timeout=5)
+
+
+async def seqs(batch: jsx.MessageBatch) -> list[int]:
+    return [message.seq for message in await batch.to_list()]
+
+
+async def time_of(direct: jsx.DirectGet, seq: int) -> datetime:
+    """The microsecond that the message was stored in: its beginning."""
+    return (await direct.get(seq)).time
+
+
+async def raw(server: NatsServer, *publishes: tuple[str, bytes, bytes]) -> None:
+    """Publish header blocks that no client library would send."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b'CONNECT {"headers":true,"verbose":false}\r\n')
+    for subject, header, payload in publishes:
+        sizes = b"%d %d" % (len(header), len(header) + len(payload))
+        writer.write(b"HPUB %b %b\r\n%b%b\r\n" % (subject.encode(), sizes, header, payload))
+    writer.write(b"PING\r\n")
+    async with asyncio.timeout(5):
+        while b"PONG" not in await reader.readline():
+            pass
+    writer.close()
+    await writer.wait_closed()
+
+
+async def stored(js: JetStreamContext, stream: str, count: int) -> None:
+    async with asyncio.timeout(5):
+        while (await js.stream_info(stream)).state.last_seq < count:
+            await asyncio.sleep(0.005)
+
+
+class TestSingle:
+    async def test_by_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
+        assert [((m := await direct.get(seq)).seq, m.data, m.headers) for seq in (5, 6, 7)] == [
+            (5, b"m5", {"X-U": "v5"}), (6, b"", {}), (7, b"m7", {}),
+        ]  # fmt: skip
+        assert (m.stream, m.subject, m.num_pending, m.last_seq) == (stream, f"{stream}.A", None, None)
+
+    async def test_by_subject(self, direct: jsx.DirectGet, stream: str) -> None:
+        assert (await direct.get_last(f"{stream}.B")).seq == 11
+        assert (await direct.get_last(f"{stream}.>")).seq == 12
+        assert (await direct.get_next(f"{stream}.B", seq=6)).seq == 11
+        assert (await direct.get_next(f"{stream}.*", seq=8)).seq == 9
+        assert (await direct.get_next(f"{stream}.C")).seq == 3
+
+    async def test_one_s_own_write(self, direct: jsx.DirectGet, stream: str) -> None:
+        assert (await direct.get(12, min_seq=12)).seq == 12
+        assert (await direct.get_last(f"{stream}.A", min_seq=12)).seq == 10
+        assert (await direct.get_next(f"{stream}.B", seq=6, min_seq=12)).seq == 11
+        for missing in (direct.get(8, min_seq=12), direct.get_next(f"{stream}.A", seq=11, min_seq=12)):
+            with pytest.raises(errors.MessageNotFoundError):
+                await missing
+
+    async def test_what_is_not_there(self, direct: jsx.DirectGet, stream: str) -> None:
+        for missing in (
+            direct.get(8), direct.get(13), direct.get(2**64 - 1), direct.get_last(f"{stream}.D"),
+            direct.get_next(f"{stream}.A", seq=11),
+        ):  # fmt: skip
+            with pytest.raises(errors.MessageNotFoundError, match=stream):
+                await missing
+
+    async def test_by_time(self, direct: jsx.DirectGet, stream: str, batches: None) -> None:
+        assert (await direct.get_at(await time_of(direct, 5))).seq == 5
+        assert (await direct.get_at(await time_of(direct, 5), subject=f"{stream}.B")).seq == 5
+        assert (await direct.get_at(await time_of(direct, 5), subject=f"{stream}.C", min_seq=12)).seq == 6
+        with pytest.raises(errors.MessageNotFoundError, match=stream):
+            await direct.get_at(datetime.now(UTC) + timedelta(days=1))
+
+
+class TestBefore211:
+    @pytest.fixture(autouse=True)
+    def _old(self, version: tuple[int, ...]) -> None:
+        if version >= (2, 11):
+            pytest.skip("this server has batches")
+
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda d, s: d.batch(3).to_list(),
+            lambda d, s: d.batch(3, subject=f"{s}.>", start_time=datetime.now(UTC)).to_list(),
+            lambda d, s: d.batch(3, start_time=datetime.now(UTC)).to_list(),
+            lambda d, s: d.scan().to_list(),
+            lambda d, s: d.scan(confirm=True).to_list(),
+            lambda d, s: d.scan(min_seq=12).to_list(),
+            lambda d, s: d.multi_last([f"{s}.>"]).to_list(),
+            lambda d, s: d.multi_last([f"{s}.>"], up_to_seq=5).to_list(),
+            lambda d, s: d.multi_last([f"{s}.>"], up_to_time=datetime.now(UTC), batch=2).to_list(),
+            lambda d, s: d.get_at(datetime.now(UTC)),
+            lambda d, s: d.get_at(datetime.now(UTC), subject=f"{s}.>"),
+            lambda d, s: d.get_at(datetime.now(UTC), min_seq=1),
+        ],
+    )
+    async def test_no_wrong_data(
+        self, direct: jsx.DirectGet, stream: str, left: Any, read: Callable[[jsx.DirectGet, str], Awaitable[object]]
+    ) -> None:
+        async with asyncio.timeout(2):
+            with pytest.raises(errors.UnsupportedFeatureError, match=r"nats-server 2\.11"):
+                await read(direct, stream)
+        await left.settled()
+
+
+@pytest.mark.usefixtures("batches")
+class TestBatchForms:
+    """The six forms of ADR-31."""
+
+    async def test_1_from_the_start(self, direct: jsx.DirectGet, stream: str, version: tuple[int, ...]) -> None:
+        batch = direct.batch(3, subject=f"{stream}.>")
+        messages = await batch.to_list()
+        assert [(m.seq, m.subject, m.data, m.last_seq) for m in messages] == [
+            (1, f"{stream}.A", b"m1", 0), (2, f"{stream}.B", b"m2", 1), (3, f"{stream}.C", b"m3", 2),
+        ]  # fmt: skip
+        assert (batch.num_pending, batch.last_seq, batch.up_to_seq) == (8, 3, None)
+        # 2.11 counts the message itself among those that follow it; its end is right.
+        itself = 1 if version < (2, 12) else 0
+        assert [m.num_pending for m in messages] == [10 + itself, 9 + itself, 8 + itself]
+
+    async def test_2_from_a_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
+        batch = direct.batch(3, subject=f"{stream}.>", seq=7)
+        assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([7, 9, 10], 2, 10)
+        assert await seqs(direct.batch(3, seq=7)) == [7, 9, 10]
+        assert await seqs(direct.batch(3, seq=8)) == [9, 10, 11], "also on 2.11.0, whose 404 without a subject is wrong"
+        assert await seqs(direct.batch(100, subject=f"{stream}.B", seq=3)) == [5, 11]
+
+    async def test_3_from_a_time(self, direct: jsx.DirectGet, stream: str) -> None:
+        batch = direct.batch(3, subject=f"{stream}.>", start_time=await time_of(direct, 5))
+        assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([5, 6, 7], 4, 7)
+        assert await seqs(direct.batch(3, start_time=await time_of(direct, 5))) == [5, 6, 7]
+
+    async def test_4_to_6_with_max_bytes(self, direct: jsx.DirectGet, stream: str) -> None:
+        two = 2 * (len(f"{stream}.A") + len("m1")) - 1  # the message that reaches it is still sent
+        for start, expected in (
+            ({}, [1, 2]), ({"seq": 9}, [9, 10]), ({"start_time": await time_of(direct, 9)}, [9, 10]),
+        ):  # fmt: skip
+            batch = direct.batch(5, subject=f"{stream}.>", max_bytes=two, **start)  # type: ignore[arg-type]
+            assert (await seqs(batch), batch.last_seq) == (expected, expected[-1])
+            assert batch.num_pending == (9 if expected[0] == 1 else 2)
+
+    async def test_nothing_there(self, direct: jsx.DirectGet, stream: str) -> None:
+        for batch in (
+            direct.batch(5, seq=13), direct.batch(5, subject=f"{stream}.D"), direct.scan(seq=2**64 - 1),
+            direct.batch(5, start_time=datetime.now(UTC) + timedelta(days=1)),
+            direct.multi_last([f"{stream}.D", "elsewhere.>"]),
+        ):  # fmt: skip
+            assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([], 0, 0)
+
+
+@pytest.mark.usefixtures("batches")
+class TestMultiLastForms:
+    """The six forms of ADR-31."""
+
+    async def test_1_now(self, direct: jsx.DirectGet, stream: str) -> None:
+        multi = direct.multi_last([f"{stream}.A", f"{stream}.C", f"{stream}.D"])
+        messages = await multi.to_list()
+        assert [(m.seq, m.subject) for m in messages] == [(10, f"{stream}.A"), (12, f"{stream}.C")]
+        assert (multi.num_pending, multi.last_seq, multi.up_to_seq) == (0, 12, 12)
+        assert await seqs(direct.multi_last([f"{stream}.>", f"{stream}.*", f"{stream}.A"])) == [10, 11, 12]
+
+    async def test_2_up_to_a_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
+        multi = direct.multi_last([f"{stream}.>"], up_to_seq=8)
+        assert (await seqs(multi), multi.up_to_seq) == ([5, 6, 7], 8)
+
+    async def test_3_up_to_a_time(self, direct: jsx.DirectGet, stream: str, version: tuple[int, ...]) -> None:
+        # Exclusive, and a datetime cannot name the nanosecond: just after 5, so that 6 is the first one left out.
+        when = await time_of(direct, 6)
+        assert await seqs(direct.multi_last([f"{stream}.>"], up_to_time=when)) == [3, 4, 5]
+        before = await time_of(direct, 1) - timedelta(seconds=1)
+        expected = [10, 11, 12] if version == (2, 11, 0) else []  # 2.11.0 takes a time before the stream for now
+        assert await seqs(direct.multi_last([f"{stream}.>"], up_to_time=before)) == expected
+
+    async def test_4_to_6_with_a_cap(self, direct: jsx.DirectGet, stream: str) -> None:
+        for point, expected in (
+            ({}, [10, 11]), ({"up_to_seq": 8}, [5, 6]), ({"up_to_time": await time_of(direct, 6)}, [3, 4]),
+        ):  # fmt: skip
+            multi = direct.multi_last([f"{stream}.>"], batch=2, **point)  # type: ignore[arg-type]
+            assert (await seqs(multi), multi.last_seq) == (expected, expected[-1])
+            assert multi.num_pending == 1, "also where the server's own end says 0 (2.11)"
+
+    @pytest.mark.parametrize("max_bytes", [1, 60, 100, 1 << 20])
+    async def test_pages_reach_the_end(self, direct: jsx.DirectGet, stream: str, max_bytes: int) -> None:
+        """On 2.11 the end of a cut page counts one too few: 0 where one more follows."""
+        multi = direct.multi_last([f"{stream}.>"], max_bytes=max_bytes)
+        assert (await seqs(multi), multi.num_pending, multi.last_seq, multi.up_to_seq) == ([10, 11, 12], 0, 12, 12)
+        assert await seqs(direct.multi_last([f"{stream}.>"], max_bytes=max_bytes, up_to_seq=8)) == [5, 6, 7]
+        when = await time_of(direct, 6)
+        assert await seqs(direct.multi_last([f"{stream}.>"], max_bytes=max_bytes, up_to_time=when)) == [3, 4, 5]
+
+    async def test_pages_are_of_one_moment(self, js: JetStreamContext, make: Make) -> None:
+        for history, expected in ((1, [1, 3]), (2, [1, 2, 3])):
+            name = await make(max_msgs_per_subject=history)
+            for key in "abc":
+                await js.publish(f"{name}.{key}", key.encode())
+            multi = jsx.DirectGet(js, name).multi_last([f"{name}.>"], max_bytes=1)
+            read = [(await anext(multi)).seq]
+            await js.publish(f"{name}.b", b"newer")
+            # ADR-31's caveat: what the stream does not keep cannot be told of the past.
+            assert read + await seqs(multi) == expected
+
+    async def test_1024_subjects(self, js: JetStreamContext, make: Make) -> None:
+        name = await make()
+        await asyncio.gather(*(js.publish(f"{name}.{i}", b"") for i in range(1024)))
+        direct = jsx.DirectGet(js, name)
+        everything = [f"{name}.>"]
+        assert len(await direct.multi_last(everything).to_list()) == 1024
+        assert len(await direct.multi_last([f"{name}.{i}" for i in range(2000)]).to_list()) == 1024
+        await js.publish(f"{name}.1024", b"")
+        for multi in (direct.multi_last(everything), direct.multi_last(everything, batch=10)):
+            with pytest.raises(errors.TooManySubjectsError, match=name):
+                await multi.to_list()
+        assert len(await direct.multi_last(everything, up_to_seq=1024).to_list()) == 1024
+
+
+@pytest.mark.usefixtures("batches")
+class TestScan:
+    async def test_ranges(self, direct: jsx.DirectGet, stream: str) -> None:
+        everything = [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12]
+        for options in ({}, {"confirm": True}, {"min_seq": 12}):
+            for batch in (1, 3, None):
+                scan = direct.scan(batch=batch, **options)  # type: ignore[arg-type]
+                assert (await seqs(scan), scan.num_pending, scan.last_seq) == (everything, 0, 12)
+                assert await seqs(direct.scan(seq=5, up_to_seq=9, batch=batch, **options)) == [5, 6, 7, 9]  # type: ignore[arg-type]
+                assert await seqs(direct.scan(subject=f"{stream}.B", batch=batch, **options)) == [2, 5, 11]  # type: ignore[arg-type]
+                when = await time_of(direct, 7)
+                assert await seqs(direct.scan(start_time=when, batch=batch, **options)) == [7, 9, 10, 11, 12]  # type: ignore[arg-type]
+            assert await seqs(direct.scan(max_bytes=1, **options)) == everything  # type: ignore[arg-type]
+
+    async def test_messages_over_max_bytes(self, js: JetStreamContext, make: Make) -> None:
+        name = await make()
+        sizes = [0, 300_000, 10, 900_000, 900_000, 1, 0]
+        for size in sizes:
+            await js.publish(f"{name}.x", bytes(size))
+        for max_bytes in (1000, 1 << 20, 8 << 20):
+            messages = await jsx.DirectGet(js, name).scan(max_bytes=max_bytes).to_list()
+            assert [len(message.data) for message in messages] == sizes
+
+    async def test_a_stream_without_messages(self, js: JetStreamContext, make: Make) -> None:
+        name = await make()
+        direct = jsx.DirectGet(js, name)
+        for scan in (direct.scan(), direct.scan(confirm=True), direct.scan(subject=f"{name}.a", confirm=True)):
+            assert (await seqs(scan), scan.num_pending, scan.last_seq) == ([], 0, 0)
+        await js.publish(f"{name}.a", b"")
+        await js.purge_stream(name)
+        assert await seqs(direct.scan(confirm=True)) == []
+        assert await seqs(direct.scan(min_seq=1)) == []
+
+
+OURS = {"Status": "204", "Description": "EOB", "K": "v"}
+SPOOF = {
+    "Nats-Sequence": "77", "Nats-Stream": "EVIL", "Nats-Subject": "evil", "Nats-Last-Sequence": "76",
+    "Nats-Num-Pending": "0", "Nats-Time-Stamp": "1999-01-01T00:00:00Z", "Nats-UpTo-Sequence": "1", **OURS,
+}  # fmt: skip
+IMITATION = (
+    b"NATS/1.0\r\nNats-Stream: X\r\nNats-Subject: x\r\nNats-Sequence: 9\r\nNats-Time-Stamp: 2020-01-01T00:00:00Z\r\n"
+    b"Nats-Num-Pending: 0\r\nNats-Last-Sequence: 8\r\n\r\n"
+)
+
+
+class TestImpostors:
+    async def test_headers(self, js: JetStreamContext, make: Make, version: tuple[int, ...]) -> None:
+        name = await make()
+        for payload in (b"", b"x", b"\r\nNATS/1.0 204 EOB\r\n\r\n"):
+            await js.publish(f"{name}.a", payload, headers=SPOOF)
+        direct = jsx.DirectGet(js, name)
+        reads = [[await direct.get(seq) for seq in (1, 2, 3)]]
+        if version >= (2, 11):
+            reads += [await direct.scan(batch=size, max_bytes=1 << 20).to_list() for size in (1, 2, 9)]
+        for messages in reads:
+            assert [(m.stream, m.subject, m.seq, m.headers) for m in messages] == [
+                (name, f"{name}.a", seq, OURS) for seq in (1, 2, 3)
+            ]
+            assert all(m.time.year > 2000 for m in messages)
+
+    @pytest.mark.parametrize(
+        "block",
+        [
+            b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 0\r\nNats-Last-Sequence: 0\r\n\r\n",
+            b"NATS/1.0 404 Message Not Found\r\n\r\n",
+            b"NATS/1.0 503\r\n\r\n",
+            b"NATS/1.0 408 Bad Request\r\nNats-Stream: EVIL\r\n\r\n",
+            IMITATION,
+        ],
+    )
+    async def test_status_lines(
+        self, js: JetStreamContext, make: Make, server: NatsServer, version: tuple[int, ...], block: bytes
+    ) -> None:
+        """Servers before 2.12 give a stored status line back as it was stored."""
+        name = await make()
+        await raw(server, *((f"{name}.{i}", block, payload) for i, payload in enumerate((b"", b"x", b"", b"end"))))
+        await stored(js, name, 4)
+        direct = jsx.DirectGet(js, name)
+        reads = [[await direct.get(seq) for seq in range(1, 5)]]
+        if version >= (2, 11):
+            reads += [await direct.scan(batch=size).to_list() for size in (1, 2, 9)]
+            reads += [await direct.multi_last([f"{name}.>"], max_bytes=size).to_list() for size in (1, 9999)]
+        for messages in reads:
+            assert [(m.seq, m.subject, m.data) for m in messages] == [
+                (1, f"{name}.0", b""), (2, f"{name}.1", b"x"), (3, f"{name}.2", b""), (4, f"{name}.3", b"end"),
+            ]  # fmt: skip
+            assert [m.headers for m in messages] == [{}] * 4
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("missing", ["stream", "allow_direct"])
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda d: d.get(1), lambda d: d.get_last("a"), lambda d: d.get_next("a"),
+            lambda d: d.get_at(datetime.now(UTC)), lambda d: d.batch(1).to_list(), lambda d: d.scan().to_list(),
+            lambda d: d.multi_last([">"]).to_list(),
+        ],
+    )  # fmt: skip
+    async def test_503_is_prompt(
+        self, js: JetStreamContext, make: Make, left: Any, missing: str,
+        read: Callable[[jsx.DirectGet], Awaitable[object]],
+    ) -> None:  # fmt: skip
+        name = "NONE" if missing == "stream" else await make(allow_direct=False)
+        async with asyncio.timeout(2):
+            with pytest.raises(errors.DirectGetDisabledError, match=rf"{name}.*allow_direct"):
+                await read(jsx.DirectGet(js, name, timeout=30))
+        await left.settled()
+
+    async def test_408_says_what_the_server_says(
+        self, direct: jsx.DirectGet, monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...]
+    ) -> None:
+        monkeypatch.setattr(Request, "encode", lambda self: b'{"seq":1,"last_by_subj":"x","batch":1}')
+        with pytest.raises(errors.BadRequestError, match="Bad Request") as caught:
+            await direct.get(1)
+        assert caught.value.description == "Bad Request"
+        monkeypatch.setattr(Request, "encode", lambda self: b'{"seq":-1}')
+        for read in (direct.get(1), direct.batch(1).to_list(), direct.multi_last([">"]).to_list()):
+            with pytest.raises(errors.BadRequestError, match="Malformed Request"):
+                await read
+
+
+class TestConnections:
+    async def connect(self, server: NatsServer, user: str, **options: Any) -> Client:
+        async def quiet(error: Exception) -> None:
+            pass
+
+        return await nats.connect(server.url, user=user, password="p", error_cb=quiet, **options)
+
+    @pytest.fixture
+    async def perm(self, js: JetStreamContext, make: Make) -> Any:
+        name = await make("PERM")
+        for i in range(3):
+            await js.publish(f"{name}.open", b"%d" % i)
+            await js.publish(f"{name}.shut", b"%d" % i)
+        yield name
+        await js.delete_stream(name)
+
+    async def test_one_subject_is_allowed(self, server: NatsServer, perm: str) -> None:
+        nc = await self.connect(server, "reader")
+        direct = jsx.DirectGet(nc.jetstream(), perm, timeout=0.3)
+        assert (await direct.get_last("PERM.open")).data == b"2"
+        for refused in (
+            direct.get_last("PERM.shut"),
+            direct.get_last("PERM.>"),
+            direct.get(1),
+            direct.scan().to_list(),
+        ):
+            async with asyncio.timeout(2):
+                with pytest.raises(
+                    errors.RequestTimeoutError
+                ):  # servers drop what is not allowed, and tell only error_cb
+                    await refused
+        await nc.close()
+
+    async def test_an_inbox_prefix_of_one_s_own(self, server: NatsServer, perm: str, version: tuple[int, ...]) -> None:
+        nc = await self.connect(server, "direct", inbox_prefix="_MINE")
+        direct = jsx.DirectGet(nc.jetstream(), perm, timeout=2)
+        assert (await direct.get_last("PERM.shut")).seq == 6
+        assert (await direct.get(3)).seq == 3
+        if version >= (2, 11):
+            assert await seqs(direct.scan(batch=2)) == [1, 2, 3, 4, 5, 6]
+            assert await seqs(direct.multi_last(["PERM.>"], max_bytes=1)) == [5, 6]
+            with pytest.raises(errors.RequestTimeoutError):
+                await jsx.DirectGet(nc.jetstream(timeout=0.3), perm, timeout=0.3).scan(confirm=True).to_list()
+        await nc.close()
+
+    async def test_what_proofs_need(self, server: NatsServer, perm: str, batches: None) -> None:
+        nc = await self.connect(server, "prover")
+        direct = jsx.DirectGet(nc.jetstream(), perm, timeout=2)
+        assert await seqs(direct.scan(confirm=True)) == [1, 2, 3, 4, 5, 6]
+        assert await seqs(direct.scan(confirm=True, up_to_seq=9, subject="PERM.open")) == [1, 3, 5]
+        assert await seqs(direct.scan(min_seq=6)) == [1, 2, 3, 4, 5, 6]
+        with pytest.raises(errors.MessageNotFoundError):
+            await direct.get(7, min_seq=6)
+        await nc.close()
+
+    async def test_domain(self, nc: Client, stream: str, version: tuple[int, ...]) -> None:
+        direct = jsx.DirectGet(nc.jetstream(domain="hub"), stream)
+        assert (await direct.get_last(f"{stream}.A")).seq == 10
+        with pytest.raises(errors.DirectGetDisabledError):
+            await jsx.DirectGet(nc.jetstream(domain="elsewhere"), stream).get(1)
+        if version >= (2, 11):
+            assert len(await direct.scan(batch=4, confirm=True).to_list()) == 11
+
+    async def test_an_imported_api(self, server: NatsServer, stream: str, version: tuple[int, ...]) -> None:
+        nc = await self.connect(server, "good")
+        direct = jsx.DirectGet(nc.jetstream(prefix="APP.API"), stream, timeout=2)
+        assert (await direct.get_last(f"{stream}.A", min_seq=12)).seq == 10
+        assert (await direct.get_next(f"{stream}.C", seq=4)).seq == 6
+        if version >= (2, 11):
+            for confirm in (False, True):
+                assert await seqs(direct.scan(batch=4, confirm=confirm)) == [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12]
+            assert await seqs(direct.multi_last([f"{stream}.>"], max_bytes=1)) == [10, 11, 12]
+        with pytest.raises(errors.DirectGetDisabledError):
+            await jsx.DirectGet(nc.jetstream(), stream).get(1)
+        await nc.close()
+
+    async def test_an_export_for_single_answers(self, server: NatsServer, stream: str, batches: None) -> None:
+        nc = await self.connect(server, "narrow")
+        direct = jsx.DirectGet(nc.jetstream(prefix="APP.API"), stream, timeout=0.3)
+        assert (await direct.get(3)).seq == 3
+        async with asyncio.timeout(3):
+            for read in (direct.scan(), direct.batch(5), direct.multi_last([f"{stream}.>"])):
+                with pytest.raises(errors.RequestTimeoutError, match="response_type"):
+                    await read.to_list()
+        await nc.close()
