@@ -85,6 +85,38 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+@nox.parametrize("version", ["4.0.*", "4.1.*", "4.3.0"])
+def spark(session: nox.Session, version: str) -> None:
+    """Run the tests of the connector with one version of Spark; arguments after `--` go to pytest."""
+    session.install("-e", ".[spark,server]", f"pyspark=={version}", *group("test"))
+    session.run("python", "-m", "pytest", "tests/spark", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("where", ["cluster", "connect"])
+def spark_elsewhere(session: nox.Session, where: str) -> None:
+    """Run the connector's main tests on executors with JVMs of their own, and through Spark Connect."""
+    session.install("-e", ".[spark,server]", *group("test"))
+    if where == "connect":
+        session.install("grpcio", "grpcio-status", "googleapis-common-protos", "zstandard")
+    name, value = {
+        "cluster": ("JSX_SPARK_MASTER", "local-cluster[2,1,1024]"),
+        "connect": ("JSX_SPARK_REMOTE", "local[2]"),
+    }[where]
+    tests = ["test_streaming.py", "test_sink.py", "test_kv.py"]
+    paths = session.posargs or [f"tests/spark/{test}" for test in tests]
+    session.run("python", "-m", "pytest", *paths, env={name: value})
+
+
+@nox.session
+def spark_faults(session: nox.Session) -> None:
+    """Kill everything that can be killed under the connector, with 40,000 rows each."""
+    session.install("-e", ".[spark,server]", *group("test"))
+    env = {"JSX_FAULT_ROWS": "40000", "JSX_FAULT_CLUSTER": "1"}
+    session.run("python", "-m", "pytest", "tests/spark/test_faults.py", *session.posargs, env=env)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation into docs/_build/html; a warning is an error."""
     session.install("-e", ".[spark,server,cli]", *group("docs"), *group("test"))

@@ -1,4 +1,4 @@
-"""What Spark calls: the `jetstream` data source and its batch reader."""
+"""What Spark calls: the `jetstream` data source and its batch reader (the others: `stream_source`, `sink`)."""
 
 from __future__ import annotations
 
@@ -40,27 +40,19 @@ __all__ = ["JetStreamDataSource", "JetStreamReader", "SchemaError"]
 
 
 class JetStreamDataSource(DataSource):
-    """The `jetstream` format: a JetStream stream as a table of its messages.
+    """The `jetstream` format: a JetStream stream as a table of its messages, and rows as its messages.
 
-    Columns: ``stream string, seq long, subject string, time timestamp, data binary, headers
-    map<string,array<string>>``. An explicit ``.schema("seq long, data binary")`` reads only the columns it names.
+    Columns when read: ``stream string, seq long, subject string, time timestamp, data binary, headers
+    map<string,array<string>>``; an explicit ``.schema("seq long, data binary")`` reads only the columns it names. When
+    written: ``subject string, data binary|string``, and perhaps ``headers`` (values ``string`` or ``array<string>``) and
+    ``msgId string``.
 
-    Options:
+    Options everywhere:
 
     =========================================  ======================================================================
     ``servers``                                URLs, comma-separated; credentials never in them (required)
-    ``stream``                                 stream names, comma-separated; or as the argument of ``load()``
-    ``subjects``                               filters, comma-separated, any of which lets a message through
-    ``startingOffsets``                        ``earliest`` (default), ``latest``, or JSON: ``{"ORDERS": 42}``, the
-                                               first sequence that is read
-    ``startingTime``                           RFC 3339 with zone, or JSON per stream: what was stored from then on
-    ``endingOffsets``                          ``latest`` (default; when the query is planned), or JSON:
-                                               ``{"ORDERS": 99}``, the last sequence that is read
-    ``endingTime``                             as ``startingTime``: what was stored before
-    ``minPartitions``                          partitions at least (2)
-    ``maxBytesPerPartition``                   bytes of messages per partition, about (64m)
-    ``failOnDataLoss``                         fail where messages that should be there are gone (true), or warn
-    ``tailCheck``                              prove at the stream's leader that no replica answered short (true)
+    ``stream``                                 stream names, comma-separated (to write: one); or as the argument of
+                                               ``load()``
     ``domain`` or ``apiPrefix``                where the JetStream is, if not at the servers themselves
     ``requestTimeout``                         seconds to get a connection, and to wait for each reply (10)
     ``credsFile``                              path of a credentials file, or the name of one shipped with ``--files``
@@ -70,8 +62,45 @@ class JetStreamDataSource(DataSource):
     ``tlsCa``, ``tlsCert`` and ``tlsKey``      paths (or names) of CA certificates, client certificate and its key
     =========================================  ======================================================================
 
-    Needs nats-server 2.11, ``allow_direct`` on the streams, and permission to publish to ``$JS.API.STREAM.INFO.<stream>``,
-    ``$JS.API.DIRECT.GET.<stream>`` and (for ``tailCheck`` and times) ``$JS.API.STREAM.MSG.GET.<stream>``.
+    Options to read:
+
+    =========================================  ======================================================================
+    ``subjects``                               filters, comma-separated, any of which lets a message through
+    ``startingOffsets``                        ``earliest`` (default), ``latest``, or JSON: ``{"ORDERS": 42}``, the
+                                               first sequence that is read
+    ``startingTime``                           RFC 3339 with zone, or JSON per stream: what was stored from then on
+    ``endingOffsets``                          batch: ``latest`` (default; when the query is planned), or JSON:
+                                               ``{"ORDERS": 99}``, the last sequence that is read
+    ``endingTime``                             batch: as ``startingTime``: what was stored before
+    ``minPartitions``                          partitions at least (2); streaming: exactly, for every micro-batch
+    ``maxBytesPerPartition``                   batch: bytes of messages per partition, about (64m)
+    ``maxOffsetsPerTrigger``                   streaming, Spark 4.2: sequences per micro-batch at most
+    ``maxBytesPerTrigger``                     streaming, Spark 4.2: bytes of messages per micro-batch, about
+    ``failOnDataLoss``                         fail where messages that should be there are gone (true), or warn
+    ``tailCheck``                              prove at the stream's leader that no replica or mirror left something
+                                               out (true)
+    ``allowUnstableRetention``                 read ``workqueue`` and ``interest`` streams all the same (false)
+    =========================================  ======================================================================
+
+    Options to write:
+
+    =========================================  ======================================================================
+    ``subject``                                the subject of all rows, instead of a column
+    ``semantics``                              ``dedupe`` (default), ``transactional`` or ``none``
+    ``natsHeaders``                            what becomes of ``Nats-*`` headers in rows: ``refuse`` (default), or
+                                               ``strip``
+    ``writeId``                                batch: names the write, so that it can be run again
+    ``sinkPartitions``                         transactional: in how many partitions the rows come (required, except
+                                               for a batch write without ``writeId``)
+    ``markerPrefix``                           transactional: where its markers are stored (``_spark.<stream>``)
+    ``transactionRows``                        transactional: rows per transaction at most (999)
+    =========================================  ======================================================================
+
+    Reading needs nats-server 2.11, ``allow_direct`` on the streams, and permission to publish to
+    ``$JS.API.STREAM.INFO.<stream>``, ``$JS.API.DIRECT.GET.<stream>`` and (for ``tailCheck`` and times)
+    ``$JS.API.STREAM.MSG.GET.<stream>``. Writing needs permission for the rows' subjects and ``$JS.API.STREAM.INFO``;
+    ``dedupe`` and ``none`` nats-server 2.14 and ``allow_batched``; ``transactional`` nats-server 2.12, ``allow_atomic``,
+    and permission for ``$JS.API.STREAM.MSG.GET`` and the markers.
 
     Spark makes an instance in a planning process and sends copies of it everywhere: it holds nothing but the options.
     """

@@ -61,24 +61,33 @@ def connection_names(guarded: NatsServer) -> Callable[[], list[str]]:
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """Two threads; the third attempt of a task is its last (plain ``local[2]`` would not retry any)."""
+    """Two threads; the third attempt of a task is its last (plain ``local[2]`` would not retry any).
+
+    ``JSX_SPARK_MASTER`` and ``JSX_SPARK_REMOTE`` run the tests elsewhere.
+    """
     from pyspark.sql import SparkSession
 
     # The JVM keeps the environment that it was started in, and looks for formats with the first python3 on PATH.
     os.environ["JSX_TEST_PASSWORD"] = SECRET
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    builder = SparkSession.builder
+    if remote := os.environ.get("JSX_SPARK_REMOTE"):
+        builder = builder.remote(remote)  # Spark Connect
+    else:
+        builder = builder.master(os.environ.get("JSX_SPARK_MASTER", "local[2,3]"))
     session = (
-        SparkSession.builder.master("local[2,3]")
-        .appName("jetstream-ext tests")
+        builder.appName("jetstream-ext tests")
         .config("spark.ui.enabled", "false")
         .config("spark.ui.showConsoleProgress", "false")
         .config("spark.driver.host", "127.0.0.1")
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.sql.session.timeZone", "UTC")
         .config("spark.sql.shuffle.partitions", "2")
+        .config("spark.executor.memory", "1g")
         .getOrCreate()
     )
-    session.sparkContext.setLogLevel("OFF")
+    if not remote:
+        session.sparkContext.setLogLevel("OFF")
     yield session
     session.stop()
 

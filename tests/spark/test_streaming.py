@@ -1,0 +1,219 @@
+"""``spark.readStream.format("jetstream")`` against a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig
+
+import jetstream_ext as jsx
+from jetstream_ext.spark import lag
+from jetstream_ext.testing import NatsServer
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Query:
+    """A streaming query from a stream into Parquet."""
+
+    def __init__(self, spark: SparkSession, server: NatsServer, folder: Path) -> None:
+        self._spark, self._server = spark, server
+        self.out, self.checkpoint = folder / "out", folder / "checkpoint"
+
+    @property
+    def limited(self) -> bool:
+        """Whether this Spark limits micro-batches."""
+        return tuple(map(int, self._spark.version.split(".")[:2])) >= (4, 2)
+
+    def start(self, stream: str, now: bool = True, **options: str) -> Any:
+        source = self._spark.readStream.format("jetstream").options(**({"servers": self._server.url} | options))
+        writer = source.load(stream).select("stream", "seq", "data").writeStream.format("parquet")
+        writer = writer.options(path=str(self.out), checkpointLocation=str(self.checkpoint))
+        return (writer.trigger(availableNow=True) if now else writer).start()
+
+    def run(self, stream: str, **options: str) -> Any:
+        query = self.start(stream, **options)
+        query.awaitTermination()
+        return query
+
+    def seqs(self) -> list[int]:
+        rows = self._spark.read.schema("stream string, seq long, data binary").parquet(str(self.out)).collect()
+        assert all(bytes(row.data) == b"%d" % row.seq for row in rows)
+        return sorted(row.seq for row in rows)
+
+    def offsets(self) -> list[dict[str, Any]]:
+        """The offsets in Spark's write-ahead log."""
+        found = []
+        for path in sorted((self.checkpoint / "offsets").glob("[0-9]*"), key=lambda path: int(path.name)):
+            found.append(json.loads(path.read_text().splitlines()[2]))
+        return found
+
+    def forget(self, folder: str) -> None:
+        """Remove the newest entry of a log of the checkpoint."""
+        newest = max((path for path in (self.checkpoint / folder).glob("[0-9]*")), key=lambda path: int(path.name))
+        (newest.parent / f".{newest.name}.crc").unlink(missing_ok=True)
+        newest.unlink()
+
+
+@pytest.fixture
+def query(spark: SparkSession, server: NatsServer, tmp_path: Path) -> Query:
+    return Query(spark, server, tmp_path)
+
+
+@pytest.fixture
+def more(with_js: Any) -> Callable[[str, int], None]:
+    """Publish messages whose payloads are their sequences."""
+
+    def publish(stream: str, count: int) -> None:
+        async def many(js: JetStreamContext) -> None:
+            last = (await js.stream_info(stream)).state.last_seq
+            async with jsx.FastPublisher(js) as publisher:
+                await publisher.add_many((f"{stream}.a", b"%d" % (last + i)) for i in range(1, count + 1))
+
+        with_js(many)
+
+    return publish
+
+
+@pytest.fixture
+def make(with_js: Any, more: Any, stream_name: Callable[[], str]) -> Callable[[int], str]:
+    def stream(count: int) -> str:
+        name = stream_name()
+        config = StreamConfig(name=name, subjects=[f"{name}.*"], allow_direct=True, allow_batched=True)
+        with_js(lambda js: js.add_stream(config))
+        if count:
+            more(name, count)
+        return name
+
+    return stream
+
+
+def test_offsets_and_restarts(query: Query, make: Any, more: Any) -> None:
+    name = make(100)
+    query.run(name)
+    more(name, 50)
+    query.run(name)
+    query.run(name)
+    assert query.seqs() == list(range(1, 151))
+    assert [offset["streams"][name]["seq"] for offset in query.offsets()][-1] == 150
+    assert all(list(offset) == ["v", "streams"] and offset["v"] == 1 for offset in query.offsets())
+
+
+def test_limits_and_lag(query: Query, make: Any) -> None:
+    if not query.limited:
+        pytest.skip("Spark 4.2 has limits")
+    name = make(100)
+    done = query.run(name, maxOffsetsPerTrigger="30")
+    assert [offset["streams"][name]["seq"] for offset in query.offsets()] == [30, 60, 90, 100]
+    assert [lag(progress) for progress in done.recentProgress if progress["numInputRows"]] == [
+        {name: 70},
+        {name: 40},
+        {name: 10},
+        {name: 0},
+    ]
+    assert query.seqs() == list(range(1, 101))
+
+
+def test_limits_are_refused_where_there_are_none(query: Query, make: Any) -> None:
+    from pyspark.errors import PySparkException
+
+    if query.limited:
+        pytest.skip("before Spark 4.2")
+    with pytest.raises(PySparkException, match="'maxOffsetsPerTrigger': .*needs Spark 4.2"):
+        query.run(make(10), maxOffsetsPerTrigger="30")
+
+
+def test_a_latest_start_is_pinned(query: Query, make: Any, more: Any) -> None:
+    name = make(5)
+    query.run(name, startingOffsets="latest")
+    assert query.offsets()[0]["streams"][name]["seq"] == 5
+    # The query stopped before its first micro-batch was committed, and more came before it was started again.
+    query.forget("commits")
+    more(name, 7)
+    query.run(name, startingOffsets="latest")
+    assert query.seqs() == list(range(6, 13))
+
+
+def test_a_restart_in_every_gap_of_a_micro_batch(query: Query, make: Any, more: Any) -> None:
+    name = make(20)
+    query.run(name)
+    # After the write, before the commit log.
+    query.forget("commits")
+    query.run(name)
+    # After the commit log, before the next offset: nothing to do again. After the offset log, before the write:
+    more(name, 20)
+    query.run(name)
+    query.forget("commits")
+    more(name, 5)
+    query.run(name)
+    # Before the offset log: the micro-batch is planned anew.
+    more(name, 5)
+    query.run(name)
+    query.forget("commits")
+    query.forget("offsets")
+    query.run(name)
+    assert query.seqs() == list(range(1, 51)) or sorted(set(query.seqs())) == list(range(1, 51))
+
+
+def test_a_continuous_query(query: Query, make: Any, more: Any) -> None:
+    name = make(10)
+    running = query.start(name, now=False)
+    try:
+        running.processAllAvailable()
+        for _ in range(3):
+            more(name, 10)
+            running.processAllAvailable()
+    finally:
+        running.stop()
+    assert query.seqs() == list(range(1, 41))
+
+
+def test_several_streams(query: Query, spark: SparkSession, make: Any) -> None:
+    one, other = make(10), make(20)
+    query.run(f"{one},{other}")
+    counts = spark.read.schema("stream string").parquet(str(query.out)).groupBy("stream").count().collect()
+    assert {row.stream: row["count"] for row in counts} == {one: 10, other: 20}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"endingOffsets": "latest"}, "'endingoffsets': it ends batch reads"),
+        ({"maxBytesPerPartition": "1m"}, "give their number by 'minPartitions'"),
+        ({"startingOfsets": "latest"}, "did you mean 'startingOffsets'"),
+    ],
+)
+def test_options(query: Query, make: Any, options: dict[str, str], message: str) -> None:
+    from pyspark.errors import PySparkException
+
+    with pytest.raises(PySparkException) as caught:
+        query.run(make(1), **options)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_filters_are_pushed_down_where_that_is_on(spark: SparkSession, server: NatsServer, make: Any, on: bool) -> None:
+    if on and tuple(map(int, spark.version.split(".")[:2])) < (4, 1):
+        pytest.skip("Spark 4.1 has it")
+    name = make(100)
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", str(on).lower())
+    try:
+        frame = spark.read.format("jetstream").option("servers", server.url).load(name)
+        assert frame.count() == 100
+        assert [row.seq for row in frame.where("seq > 40 AND seq <= 43").collect()] == [41, 42, 43]
+        assert frame.where(f"subject = '{name}.a' AND seq IN (5, 7)").count() == 2
+        assert frame.where(f"subject LIKE '{name}.%'").count() == 100
+        assert frame.where("subject = 'other'").count() == 0
+        assert frame.where("seq = 1 OR subject = 'other'").count() == 1
+        parts = frame.where("seq > 40 AND seq <= 43").selectExpr("spark_partition_id() AS part").distinct().count()
+        assert parts == (2 if on else 1)  # only the range itself was cut up
+    finally:
+        spark.conf.set("spark.sql.python.filterPushdown.enabled", "false")
