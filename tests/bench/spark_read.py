@@ -26,6 +26,8 @@ from jetstream_ext.testing import NatsServer
 
 DDL = "stream string, seq long, subject string, time timestamp, data binary, headers map<string,array<string>>"
 
+DDL_NAMES = ["stream", "seq", "subject", "time", "data", "headers"]
+
 
 class Synthetic(DataSource):
     """The same columns, from memory."""
@@ -39,6 +41,71 @@ class Synthetic(DataSource):
 
     def reader(self, schema: Any) -> DataSourceReader:
         return SyntheticReader(int(self.options["rows"]), int(self.options["size"]))
+
+
+class Plain(DataSource):
+    """The same reader over nats-py's own message objects."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "plain"
+
+    def schema(self) -> str:
+        return DDL
+
+    def reader(self, schema: Any) -> DataSourceReader:
+        return PlainReader(self.options["servers"], int(self.options["rows"]))
+
+
+class PlainReader(DataSourceReader):
+    """Batched direct gets of 1000 messages by ``nc.request`` semantics: a subscription and its messages."""
+
+    def __init__(self, url: str, rows: int) -> None:
+        self.url, self.rows = url, rows
+
+    def partitions(self) -> list[InputPartition]:
+        half = self.rows // 2
+        return [InputPartition((1, half)), InputPartition((half + 1, self.rows))]
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        return iter(asyncio.run(self._read(*partition.value)))
+
+    async def _read(self, first: int, last: int) -> list[Any]:
+        import json
+
+        import pyarrow as pa
+
+        types = [pa.string(), pa.int64(), pa.string(), pa.timestamp("us", tz="UTC"), pa.binary()]
+        types.append(pa.map_(pa.string(), pa.list_(pa.string())))
+        batches = []
+        nc = await nats.connect(self.url)
+        rows: list[Any] = []
+
+        def flush() -> None:
+            columns = [pa.array(column, kind) for column, kind in zip(zip(*rows, strict=True), types, strict=True)]
+            batches.append(pa.RecordBatch.from_arrays(columns, names=DDL_NAMES))
+            rows.clear()
+
+        while first <= last:
+            inbox = nc.new_inbox()
+            subscription = await nc.subscribe(inbox, pending_msgs_limit=-1, pending_bytes_limit=-1)
+            request = {"seq": first, "batch": min(1000, last - first + 1)}
+            await nc.publish("$JS.API.DIRECT.GET.BENCH", json.dumps(request).encode(), reply=inbox)
+            while True:
+                msg = await subscription.next_msg(timeout=10)
+                headers = msg.headers or {}
+                if headers.get("Status") == "204":
+                    break
+                first = int(headers["Nats-Sequence"]) + 1
+                when = datetime.fromisoformat(headers["Nats-Time-Stamp"])
+                rows.append((headers["Nats-Stream"], first - 1, headers["Nats-Subject"], when, msg.data, []))
+            await subscription.unsubscribe()
+            if len(rows) >= 10_000:
+                flush()
+        if rows:
+            flush()
+        await nc.close()
+        return batches
 
 
 class SyntheticReader(DataSourceReader):
@@ -108,6 +175,7 @@ def main() -> int:
 def measure(spark: SparkSession, url: str, options: argparse.Namespace) -> int:
     jetstream_ext.spark.register(spark)
     spark.dataSource.register(Synthetic)
+    spark.dataSource.register(Plain)
     source = spark.read.format("jetstream").option("servers", url)
     synthetic = spark.read.format("synthetic").option("rows", options.messages).option("size", options.size)
     cases: dict[str, DataFrame] = {
@@ -115,6 +183,9 @@ def measure(spark: SparkSession, url: str, options: argparse.Namespace) -> int:
         "seq, data": source.schema("seq long, data binary").load("BENCH"),
         "all columns, messages with 2 headers": spark.read.format("jetstream").option("servers", url).load("HEADERS"),
         "synthetic Arrow source": synthetic.load(),
+        "the same over nats-py's objects": spark.read.format("plain")
+        .options(servers=url, rows=options.messages)
+        .load(),
     }
     if options.only:
         cases = {options.only: cases[options.only]}
