@@ -37,6 +37,7 @@ from jetstream_ext.protocol.frames import Frame
 # States of nats-py's parser (nats.protocol.parser).
 _AWAITING_CONTROL_LINE = 1
 _MAX_CONTROL_LINE = 4096
+_USABLE = frozenset({Client.CONNECTED, Client.DRAINING_SUBS})
 
 _T = TypeVar("_T")
 
@@ -110,12 +111,13 @@ class _Base:
 
     def check_usable(self) -> None:
         """Raise nats-py's own error unless what is written now can reach the server."""
+        if self.usable:
+            return
         if self.nc.is_closed:
             raise nats.errors.ConnectionClosedError
         if self.nc.is_draining_pubs:
             raise nats.errors.ConnectionDrainingError
-        if not self.nc.is_connected:
-            raise nats.errors.ConnectionReconnectingError
+        raise nats.errors.ConnectionReconnectingError
 
 
 _Line = tuple[Sink | None, bytes, int, int, int]
@@ -141,6 +143,11 @@ class Connection(_Base):
         self._width = 1
         self._watched: asyncio.Task[Any] | None = None
         self._connection_lost = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether what is written now can reach the server it is meant for."""
+        return self.nc._status in _USABLE  # asked for every message
 
     # -- subscriptions ------------------------------------------------------------------------------------------
 
@@ -477,6 +484,7 @@ def _internals_known(nc: Client) -> bool:
         and isinstance(getattr(parser, "state", None), int)
         and isinstance(getattr(parser, "needed", None), int)
         and asyncio.iscoroutinefunction(getattr(parser, "parse", None))
+        and isinstance(getattr(nc, "_status", None), int)
         and isinstance(getattr(nc, "_pending", None), list)
         and isinstance(getattr(nc, "_pending_data_size", None), int)
         and isinstance(getattr(nc, "_max_pending_size", None), int)

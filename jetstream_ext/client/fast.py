@@ -191,7 +191,7 @@ class FastPublisher:
         if options:
             return await self.add_message(BatchMessage(subject, payload, **options))
         driver = self._driver
-        machine = await driver.ready(None if driver.machine else BatchMessage(subject, payload))
+        machine = driver.open_machine or await driver.ready(None if driver.machine else BatchMessage(subject, payload))
         return await self._sent(machine, machine.add_plain(subject, payload, driver.now()), len(payload))
 
     async def add_message(self, message: BatchMessage) -> FastPubAck:

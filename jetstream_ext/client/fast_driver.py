@@ -37,6 +37,10 @@ class Handlers:
     flow: FlowHandler | None = None
 
 
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
 class FastDriver:
     """Opens one batch on first use and runs it. It decides nothing: the machine does.
 
@@ -52,6 +56,8 @@ class FastDriver:
     ) -> None:
         self.machine: FastBatch | None = None
         self.discarded = False
+        self.now: Callable[[], float] = _loop_time
+        """The time that the machine goes by."""
         self._js = js
         self._batch_id = batch_id
         self._new_machine = new_machine
@@ -64,9 +70,14 @@ class FastDriver:
         self._timer: asyncio.TimerHandle | None = None
         self._callbacks: set[asyncio.Task[None]] = set()
 
-    def now(self) -> float:
-        """Return the time that the machine goes by."""
-        return asyncio.get_running_loop().time()
+    @property
+    def open_machine(self) -> FastBatch | None:
+        """The machine, if it takes a message right now: what `ready` would return without a wait."""
+        machine = self.machine
+        if machine is None or machine.state is not State.OPEN:
+            return None
+        assert self._connection is not None
+        return machine if self._connection.usable else None
 
     async def open(self, first: BatchMessage | None = None) -> FastBatch:
         """Return the machine; where there is none yet, refuse a bad `first` message before anything is open.
@@ -92,6 +103,7 @@ class FastDriver:
                 inbox.close()
                 raise
             self._connection, self._inbox = connection, inbox
+            self.now = asyncio.get_running_loop().time  # without a look-up for every message
             self.machine = self._new_machine(inbox.subject, connection.max_payload)
             return self.machine
 
@@ -231,7 +243,7 @@ class FastDriver:
                 result = handlers.gap(event) if handlers.gap else None
             elif isinstance(event, BatchFlowError):
                 result = handlers.error(event) if handlers.error else None
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # the latter is not ours: nothing here suspends
             self._handler_failed(error)
         else:
             if inspect.isawaitable(result):
@@ -245,7 +257,7 @@ class FastDriver:
         except Exception as error:
             self._handler_failed(error)
 
-    def _handler_failed(self, error: Exception) -> None:
+    def _handler_failed(self, error: BaseException) -> None:
         asyncio.get_running_loop().call_exception_handler(
             {"message": f"a handler of batch {self._batch_id} failed", "exception": error}
         )
