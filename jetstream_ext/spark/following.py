@@ -3,8 +3,8 @@
 Spark keeps the offsets; nothing here has to survive. Two things are special:
 
 * Spark asks for the initial offset again if a query stops before its first batch is committed, and keeps no record of
-  the first answer. So a start that depends on the moment (``latest``, a time) is *pinned*: the first batch ends where it
-  starts, is empty, and puts the start into the checkpoint.
+  the first answer. So a start that depends on the moment (``latest``, a time that nothing was stored after yet) is
+  *pinned*: the first batch ends where it starts, is empty, and puts the start into the checkpoint.
 * A replay of a batch must give the same partitions, or a sink would not recognize its rows. So the cuts come from the
   offsets and the options alone.
 """
@@ -51,6 +51,7 @@ class Follower:
         self._options = options
         self._initial: Positions | None = None
         self._fresh = False
+        self._pinned = False
         self._target: Positions | None = None
         self._latest: Positions = {}
         self._idle_since: float | None = None
@@ -88,7 +89,7 @@ class Follower:
             return await self._latest_of_all(context)
         if self._initial is not None and self._fresh:
             self._fresh = False
-            if self._pins() and start == encode(self._initial):
+            if self._pinned and start == encode(self._initial):
                 return dict(start)
         if self._idle_since is not None and self._target is None:
             left = self._idle_since + IDLE_PAUSE - asyncio.get_running_loop().time()
@@ -129,9 +130,6 @@ class Follower:
 
     # -- where it starts and ends -------------------------------------------------------------------------------
 
-    def _pins(self) -> bool:
-        return any(self._moves(stream) for stream in self._options.streams)
-
     def _moves(self, stream: str) -> bool:
         """Return whether the start in `stream` depends on the moment."""
         start = self._options.starting[stream]
@@ -147,13 +145,15 @@ class Follower:
         first = await first_from(context, state, start)
         if isinstance(start, AtSequence) and first > state.last + 1:
             lose(self._options, f"stream {stream!r} ends at sequence {state.last}, before the start at {first}")
+        if start is Named.LATEST or first > state.last:
+            self._pinned = True
         return Position(state.created, first - 1)
 
     async def _latest_of_all(self, context: JetStreamContext) -> dict[str, Any]:
         """Return the newest offset, without knowing where the batch starts."""
         new = self._initial is None
         initial = await self.initial(context)
-        if new and self._pins():
+        if new and self._pinned:
             return initial
         if self._idle_since is not None:
             await asyncio.sleep(max(0.0, self._idle_since + IDLE_PAUSE - asyncio.get_running_loop().time()))

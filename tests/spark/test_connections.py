@@ -1,6 +1,7 @@
 """One connection per worker process and way to connect."""
 
 import asyncio
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -228,6 +229,15 @@ def test_tls_both_ways(cache: Connections, tmp_path: Path) -> None:
         )
         with cache.lend(trusted, "tls") as lease:
             assert lease.run(rtt(lease.connection.client)) > 0
+        subprocess.run(
+            "openssl ec -aes256 -passout pass:x -in client.key -out locked.key".split(),
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+        )
+        locked = dataclasses.replace(trusted, tls_key=str(tmp_path / "locked.key"))
+        with pytest.raises(OptionError, match="unencrypted"), cache.lend(locked, "x"):
+            pass
         stranger = ConnectionOptions((server.url,), tls_ca=pem["client.pem"], timeout=0.5)
         with pytest.raises(ConnectError, match="CERTIFICATE_VERIFY_FAILED"), cache.lend(stranger, "x"):
             pass
@@ -239,6 +249,8 @@ def test_tls_both_ways(cache: Connections, tmp_path: Path) -> None:
         ({"user": "u", "password_env": "JSX_NOT_SET"}, "'passwordEnv'.*environment variable that is set"),
         ({"token_env": "JSX_NOT_SET"}, "'tokenEnv'.*environment variable that is set"),
         ({"tls_ca": "/no/such/file"}, "'tlsCa'.*no file '/no/such/file' on this node"),
+        ({"nkey_file": "SU" + "A" * 56}, "'nkeyFile'.*holds the secret itself"),
+        ({"creds_file": "-----BEGIN NATS USER JWT-----\nJSX_NOT_SET" + "x" * 1000}, "'credsFile'.*holds the secret"),
         ({"tls_ca": __file__}, "'tlsCa'.*holds no certificates"),
         ({"tls_cert": __file__, "tls_key": __file__}, "'tlsCert', 'tlsKey'"),
     ],
@@ -252,6 +264,7 @@ def test_names_the_reference_that_leads_nowhere(
     ):
         pass
     assert "JSX_NOT_SET" not in str(caught.value)
+    assert "SUAA" not in str(caught.value)
 
 
 def test_credentials_files(

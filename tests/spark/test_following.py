@@ -139,8 +139,11 @@ async def test_a_start_by_time(js: JetStreamContext, make: Callable[..., Awaitab
     query = follower(name, startingTime=when)
     start = await query.initial(js)
     assert 1 <= seqs(start)[name] <= 3
-    assert await query.latest(js, start, None) == start
+    # Asked again later it is the same: nothing to pin.
     assert seqs(await query.latest(js, start, None)) == {name: 10}
+    assert seqs(await follower(name, startingTime=when).latest(js, None, None)) == {name: 10}
+    await more(js, name, 5)
+    assert await follower(name, startingTime=when).initial(js) == start
 
 
 async def test_limits(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:

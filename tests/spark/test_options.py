@@ -125,6 +125,8 @@ def test_streams_from_load(loaded: dict[str, str]) -> None:
         ({"requestTimeout": "nan"}, "'requestTimeout'.*seconds"),
         ({"domain": "hub", "apiPrefix": "X"}, "'domain'.*cannot go together with 'apiPrefix'"),
         ({"domain": " "}, "'domain'.*empty"),
+        ({"domain": "a b"}, "'domain'.*not allowed in a name"),
+        ({"apiPrefix": "JS.a b.API"}, "'apiPrefix'.*white space"),
         ({"user": "me"}, "'user'.*needs 'passwordEnv'"),
         ({"passwordEnv": "PW"}, "'passwordEnv'.*needs 'user'"),
         ({"tlsCert": "c"}, "'tlsCert'.*needs 'tlsKey'"),
