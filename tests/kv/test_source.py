@@ -1,0 +1,251 @@
+"""Whom a read believes: every way in which an answer can be late, partial or broken, one after the other."""
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from nats.js.errors import NotFoundError
+
+from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.kv import source as module
+from jetstream_ext.kv.bucket import Facts
+from jetstream_ext.kv.records import Record
+from jetstream_ext.kv.source import Answer, Source
+from jetstream_ext.types import StoredMsg
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+CONFIG = {"max_msgs_per_subject": 1, "max_age": 0, "allow_msg_ttl": True}
+
+
+class Log:
+    """A leader's messages: sequence to key."""
+
+    name, stream, js, timeout = "B", "KV_B", None, 0.3
+
+    def __init__(self, **keys: str) -> None:
+        self.messages = {int(seq[1:]): f"$KV.B.{key}" for seq, key in keys.items()}
+        self.last = max(self.messages, default=0)
+        self.asked: list[dict[str, Any]] = []
+
+    def subject(self, key: str) -> str:
+        return f"$KV.B.{key}"
+
+    async def facts(self) -> Facts:
+        return Facts(
+            config=CONFIG,
+            now=NOW,
+            created=NOW,
+            first=1,
+            last=self.last,
+            last_time=NOW,
+            messages=len(self.messages),
+            keys=len(set(self.messages.values())),
+        )
+
+    async def at_leader(self, **request: Any) -> StoredMsg | None:
+        self.asked.append(request)
+        seqs = sorted(self.messages)
+        if "last_by_subj" in request:
+            subject = request["last_by_subj"]
+            found = [seq for seq in seqs if subject in ("$KV.B.>", self.messages[seq])][-1:]
+        elif "next_by_subj" in request:
+            found = [seq for seq in seqs if seq >= request["seq"]][:1]
+        else:
+            found = [seq for seq in seqs if seq == request["seq"]]
+        return StoredMsg(stream="KV_B", subject=self.messages[found[0]], seq=found[0]) if found else None
+
+
+def answer(*seqs: int, stream: str = "KV_B", up_to: int = 0, pending: int = 0, key: str = "a") -> Answer:
+    records = [Record(seq, f"$KV.B.{key}", b"", {}, NOW + timedelta(seconds=seq)) for seq in seqs]
+    return Answer(stream if seqs else "", records, pending=pending, up_to_seq=up_to)
+
+
+class Scripted(Source):
+    """Gets the next answer of a list to whatever it asks, and the last one from then on."""
+
+    def __init__(self, log: Log, need: int, *answers: Answer | None) -> None:
+        super().__init__(log, need)  # type: ignore[arg-type]
+        self.answers = list(answers)
+        self.requests: list[Any] = []
+
+    async def _ask(self, request: Any) -> Answer | None:
+        self.requests.append(request)
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@pytest.fixture(autouse=True)
+def mirrors(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """The configurations of the streams that there are besides."""
+    known: dict[str, dict[str, Any]] = {}
+
+    class Api:
+        def __init__(self, *_: Any) -> None: ...
+
+        async def ask(self, what: str) -> dict[str, Any]:
+            name = what.rpartition(".")[2]
+            if name not in known:
+                raise NotFoundError
+            return {"config": known[name]}
+
+    monkeypatch.setattr(module, "Api", Api)
+    return known
+
+
+class TestLastOf:
+    async def test_the_first_good_answer_counts(self) -> None:
+        good = answer(5, 9, up_to=9)
+        source = Scripted(Log(s5="a", s9="b"), 9, good)
+        assert await source.last_of(["$KV.B.a"]) is good
+        assert source.requests[0].multi_last == ("$KV.B.a", "$KV.B.b")
+
+    @pytest.mark.parametrize(
+        "bad",
+        [
+            answer(5, up_to=8),
+            answer(),
+            None,
+            answer(5, 9, up_to=9, stream="STRANGER"),
+        ],
+        ids=["lags", "knows nothing", "broke off", "of another stream"],
+    )
+    async def test_a_bad_one_is_asked_for_again(self, bad: Answer | None) -> None:
+        good = answer(5, 9, up_to=9)
+        source = Scripted(Log(s5="a", s9="b"), 9, bad, bad, good)
+        assert await source.last_of(["$KV.B.a"]) is good
+        assert len(source.requests) == 3
+
+    @pytest.mark.parametrize(
+        ("bad", "why"),
+        [
+            (answer(5, up_to=8), "had revision 9"),
+            (answer(), "had what the leader has"),
+            (None, "broke off"),
+            (answer(5, up_to=9, stream="STRANGER"), "'STRANGER'"),
+        ],
+    )
+    async def test_but_not_for_ever(self, bad: Answer | None, why: str) -> None:
+        source = Scripted(Log(s9="b"), 9, bad)
+        with pytest.raises(RequestTimeoutError, match=why):
+            await source.last_of(["$KV.B.a"])
+
+    async def test_an_empty_bucket_answers_by_its_leader(self) -> None:
+        source = Scripted(Log(), 0, answer())
+        assert (await source.last_of(["$KV.B.a"])).records == []
+        assert source.requests == []
+
+    async def test_a_witness_that_is_gone_is_replaced(self) -> None:
+        log = Log(s5="a", s9="b")
+        source = Scripted(log, 9, answer(5, 9, up_to=9), answer(), answer(5, up_to=9))
+        await source.last_of(["$KV.B.a"])
+        del log.messages[9]
+        await source.last_of(["$KV.B.a"])
+        assert [request.multi_last[-1] for request in source.requests] == ["$KV.B.b", "$KV.B.b", "$KV.B.a"]
+
+    async def test_up_to_a_message_only_one_that_has_it_counts(self) -> None:
+        source = Scripted(Log(s5="a", s9="b"), 9, answer(3), answer(), answer(3, 5))
+        up_to = answer(5).records[0]
+        assert (await source.last_of(["$KV.B.x"], up_to=up_to)).records[-1].seq == 5
+        assert {request.up_to_seq for request in source.requests} == {5}
+
+    async def test_up_to_a_message_that_is_gone_it_says_so(self) -> None:
+        source = Scripted(Log(s9="b"), 9, answer(3))
+        with pytest.raises(LookupError):
+            await source.last_of(["$KV.B.x"], up_to=answer(5).records[0])
+
+
+class TestMirrors:
+    @pytest.mark.parametrize(
+        ("config", "believed"),
+        [
+            ({**CONFIG, "mirror": {"name": "KV_B"}}, True),
+            ({**CONFIG, "mirror": {"name": "KV_B", "filter_subject": "$KV.B.a"}}, False),
+            ({**CONFIG, "mirror": {"name": "KV_B", "opt_start_seq": 7}}, False),
+            ({**CONFIG, "mirror": {"name": "KV_B", "opt_start_time": "2026-01-01T00:00:00Z"}}, False),
+            ({**CONFIG, "mirror": {"name": "KV_B", "subject_transforms": [{"src": ">"}]}}, False),
+            ({**CONFIG, "mirror": {"name": "OTHER"}}, False),
+            ({**CONFIG}, False),
+            ({**CONFIG, "max_msgs_per_subject": -1, "mirror": {"name": "KV_B"}}, False),
+            ({**CONFIG, "max_age": 7, "mirror": {"name": "KV_B"}}, False),
+            ({**CONFIG, "allow_msg_ttl": False, "mirror": {"name": "KV_B"}}, False),
+        ],
+    )
+    async def test_who_is_believed(self, mirrors: dict[str, Any], config: dict[str, Any], believed: bool) -> None:
+        mirrors["M"] = config
+        of_mirror, own = answer(9, up_to=9, stream="M"), answer(9, up_to=9)
+        source = Scripted(Log(s9="b"), 9, of_mirror, own)
+        assert await source.last_of(["$KV.B.a"]) is (of_mirror if believed else own)
+
+
+class TestNewestUpTo:
+    @pytest.mark.parametrize(
+        ("held", "revision", "newest"),
+        [
+            ([1, 2, 3], 3, 3),
+            ([1, 2, 3], 2, 2),
+            ([1, 2, 9], 8, 2),
+            ([9], 8, None),
+            ([], 8, None),
+            ([1], 1_000_000, 1),
+            ([4], 4, 4),
+            (list(range(1, 100, 7)), 60, 57),
+        ],
+    )
+    async def test_it_is_found(self, held: list[int], revision: int, newest: int | None) -> None:
+        log = Log(**{f"s{seq}": "k" for seq in held})
+        found = await Scripted(log, 0, None).newest_up_to(revision, 1)
+        assert (found.seq if found else None) == newest
+        assert len(log.asked) < 25
+
+
+class TestOldestOf:
+    async def test_it_comes_with_how_many_there_are(self) -> None:
+        source = Scripted(Log(s9="a"), 9, answer(9, pending=3))
+        found = await source.oldest_of("$KV.B.a", after=7)
+        assert found is not None
+        assert (found[0].seq, found[1]) == (9, 4)
+
+    @pytest.mark.parametrize("bad", [answer(5), answer(), None, answer(9, stream="STRANGER")])
+    async def test_one_who_does_not_know_is_not_believed(self, bad: Answer | None) -> None:
+        source = Scripted(Log(s9="a"), 9, bad, answer(9))
+        assert (await source.oldest_of("$KV.B.a", after=7)) == (answer(9).records[0], 1)
+        with pytest.raises(RequestTimeoutError):
+            await Scripted(Log(s9="a"), 9, bad).oldest_of("$KV.B.a", after=7)
+
+    async def test_a_key_that_left_nothing(self) -> None:
+        assert await Scripted(Log(s9="b"), 9, answer()).oldest_of("$KV.B.a", after=7) is None
+
+
+class TestCatchUp:
+    async def test_to_an_end_that_the_leader_confirms(self) -> None:
+        taken: list[int] = []
+        log = Log(s10="a", s11="b", s12="c")
+        source = Scripted(log, 9, answer(10), answer(), answer(11, 12))
+        newest = await source.catch_up(9, lambda records: taken.extend(record.seq for record in records))
+        assert newest is not None
+        assert (newest.seq, taken) == (12, [10, 11, 12])
+
+    async def test_nothing_is_new(self) -> None:
+        assert await Scripted(Log(s9="a"), 9, answer()).catch_up(9, lambda _: None) is None
+
+    async def test_what_was_removed_is_not_waited_for(self) -> None:
+        log = Log(s9="a")
+        log.last = 12
+        assert await Scripted(log, 9, answer()).catch_up(9, lambda _: None) is None
+
+    async def test_pages_that_do_not_reach_the_end(self) -> None:
+        taken: list[int] = []
+        source = Scripted(
+            Log(s12="a"), 9, answer(10, pending=2), None, answer(11, 12, stream="STRANGER"), answer(11, 12)
+        )
+        newest = await source.catch_up(9, lambda records: taken.extend(record.seq for record in records))
+        assert newest is not None
+        assert (newest.seq, taken) == (12, [10, 11, 12])
+        assert [request.seq for request in source.requests] == [10, 11, 11, 11]
+
+    async def test_not_for_ever(self) -> None:
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        with pytest.raises(RequestTimeoutError, match="had revision 12"):
+            await Scripted(Log(s12="a"), 9, answer()).catch_up(9, lambda _: None)
+        assert loop.time() - start < 2
