@@ -20,7 +20,7 @@ import warnings
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import nats.errors
 from nats.aio.client import Client
@@ -38,6 +38,9 @@ from jetstream_ext.protocol.frames import Frame
 _AWAITING_CONTROL_LINE = 1
 _MAX_CONTROL_LINE = 4096
 _USABLE = frozenset({Client.CONNECTED, Client.DRAINING_SUBS})
+
+# A sink does not suspend, so a cancellation out of one is not nats-py's: what it looked at was cancelled.
+_SINK_FAILURES = (Exception, asyncio.CancelledError)
 
 _T = TypeVar("_T")
 
@@ -235,7 +238,7 @@ class Connection(_Base):
             if sink is not None:
                 try:
                     what(sink)
-                except Exception as error:
+                except _SINK_FAILURES as error:
                     _sink_failed(error)
 
     async def parse(self, data: bytes = b"") -> None:
@@ -285,7 +288,7 @@ class Connection(_Base):
                     if size - pos <= _MAX_CONTROL_LINE:
                         break
                     eol = size - 2  # longer than any control line of a message; nats-py decides
-                read = _message_line(data[pos:eol])
+                read = frames.message_line(data[pos:eol])
                 if read is None or read.sid not in sinks:
                     if batch:
                         self._deliver(sink, batch, payloads)
@@ -328,11 +331,11 @@ class Connection(_Base):
         if sink is not None:
             try:
                 sink.frames(batch)
-            except Exception as error:
+            except _SINK_FAILURES as error:
                 _sink_failed(error)
 
 
-def _sink_failed(error: Exception) -> None:
+def _sink_failed(error: BaseException) -> None:
     # Whatever is wrong with a sink, nats-py's read loop must go on: it would end without a word, and never reconnect.
     asyncio.get_running_loop().call_exception_handler(
         {"message": "jetstream_ext could not take what the server sent", "exception": error}
@@ -348,28 +351,6 @@ async def _cancellable(operation: Awaitable[_T]) -> _T:
     if task.cancelling() > before:
         raise asyncio.CancelledError
     return result
-
-
-class _MessageLine(NamedTuple):
-    """The control line of a delivered message."""
-
-    subject: bytes
-    sid: bytes
-    header_size: int
-    total: int
-
-
-def _message_line(line: bytes) -> _MessageLine | None:
-    """Read ``MSG <subject> <sid> [reply] <size>`` or ``HMSG … <header size> <size>``; None is anything else."""
-    words = line.split(b" ")
-    numbers = {b"MSG": 1, b"HMSG": 2}.get(words[0])
-    if numbers is None or not 3 <= len(words) - numbers <= 4:
-        return None
-    if not all(word.isdigit() and len(word) < 20 for word in words[-numbers:]):
-        return None  # not as servers write it: nats-py says what it is
-    total = int(words[-1])
-    header_size = int(words[-2]) if numbers == 2 else 0
-    return _MessageLine(words[1], words[2], min(header_size, total), total)
 
 
 class PublicConnection(_Base):
@@ -498,11 +479,17 @@ def _internals_known(nc: Client) -> bool:
 
 
 class JetStream:
-    """What this library needs of a caller's JetStream context: its connection, prefix and default timeout."""
+    """What this library needs of a caller's JetStream context: its connection, prefix and default timeout.
+
+    Raises:
+        TypeError: It is something else.
+        BadSubjectError: Its prefix or domain cannot be part of a subject.
+    """
 
     def __init__(self, js: JetStreamContext | JetStreamManager) -> None:
         if not isinstance(js, JetStreamManager):
             raise TypeError(f"expected a nats-py JetStream context (nc.jetstream()), not {type(js).__name__}")
+        frames.check_subject(js._prefix)  # nats-py takes any: with a space in it the server ends the connection
         self.context = js
         self.prefix: str = js._prefix
         self.timeout = float(js._timeout)

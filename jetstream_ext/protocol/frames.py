@@ -1,4 +1,4 @@
-"""Client commands in bytes, made in bulk: PUB and HPUB as nats-py would write them, without its per-message cost."""
+"""Frames in bytes: PUB and HPUB made in bulk, as nats-py would write them, and the control lines of MSG and HMSG."""
 
 from __future__ import annotations
 
@@ -22,6 +22,28 @@ def parts(frame: Frame) -> tuple[bytes, bytes, bytes]:
     """Return subject, header block (or nothing) and payload."""
     subject, body, header_size = frame
     return subject, body[:header_size], body[header_size:]
+
+
+class MessageLine(NamedTuple):
+    """The control line of a delivered message."""
+
+    subject: bytes
+    sid: bytes
+    header_size: int
+    total: int
+
+
+def message_line(line: bytes) -> MessageLine | None:
+    """Read ``MSG <subject> <sid> [reply] <size>`` or ``HMSG … <header size> <size>``; None is anything else."""
+    words = line.split(b" ")
+    numbers = {b"MSG": 1, b"HMSG": 2}.get(words[0])
+    if numbers is None or not 3 <= len(words) - numbers <= 4:
+        return None
+    if not all(word.isdigit() and len(word) < 20 for word in words[-numbers:]):
+        return None  # not as servers write it: nats-py says what it is
+    total = int(words[-1])
+    header_size = int(words[-2]) if numbers == 2 else 0
+    return MessageLine(words[1], words[2], min(header_size, total), total)
 
 
 class Command(NamedTuple):

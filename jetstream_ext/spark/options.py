@@ -158,7 +158,7 @@ class ReadOptions:
             max_bytes_per_partition=given.take("maxBytesPerPartition", size, 64 << 20),
             fail_on_data_loss=given.take("failOnDataLoss", boolean, True),
             tail_check=given.take("tailCheck", boolean, True),
-            domain=given.take("domain", nonempty, None),
+            domain=given.take("domain", domain, None),
             api_prefix=given.take("apiPrefix", api_prefix, None),
             allow_unstable_retention=given.take("allowUnstableRetention", boolean, False),
             max_offsets=given.take(
@@ -198,7 +198,16 @@ def _known(streaming: bool | None) -> dict[str, Any]:
 
 def api_prefix(text: str) -> str:
     """Return a prefix of the JetStream API, without the dot at its end."""
-    return nonempty(text).rstrip(".")
+    prefix = nonempty(text).rstrip(".")
+    frames.check_subject(prefix)
+    return prefix
+
+
+def domain(text: str) -> str:
+    """Return a JetStream domain, which is one token of a subject."""
+    name = nonempty(text)
+    frames.check_name(name, "domain")
+    return name
 
 
 def connection_options(given: Given) -> ConnectionOptions:

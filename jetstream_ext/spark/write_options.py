@@ -10,7 +10,7 @@ from typing import Final
 
 from jetstream_ext.protocol import frames
 from jetstream_ext.spark.given import Given, nonempty, positive
-from jetstream_ext.spark.options import CONNECTION_OPTIONS, ConnectionOptions, api_prefix, connection_options
+from jetstream_ext.spark.options import CONNECTION_OPTIONS, ConnectionOptions, api_prefix, connection_options, domain
 
 _WRITE_OPTIONS: Final = (
     "stream",
@@ -115,7 +115,7 @@ class WriteOptions:
             sink_partitions=given.take("sinkPartitions", positive, None),
             marker_prefix=given.take("markerPrefix", _subject, f"_spark.{stream}"),
             transaction_rows=given.take("transactionRows", _transaction_rows, _MOST_ROWS),
-            domain=given.take("domain", nonempty, None),
+            domain=given.take("domain", domain, None),
             api_prefix=given.take("apiPrefix", api_prefix, None),
         )
         if streaming and write.write_id is not None:

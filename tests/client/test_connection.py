@@ -13,6 +13,7 @@ from nats.protocol.parser import Parser
 
 from jetstream_ext.client import connection as door
 from jetstream_ext.client.connection import Connection, Inbox, Sink, connection_of
+from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.frames import Frame, parts
 
 Heard = tuple[Any, ...]
@@ -292,12 +293,15 @@ async def test_closing_an_inbox_inside_its_own_delivery() -> None:
     assert parts(taken[0]) == (b"a.b", b"", b"x")
 
 
-async def test_a_sink_that_fails_does_not_end_the_connection(loop_is_quiet: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("failure", [ZeroDivisionError, asyncio.CancelledError])
+async def test_a_sink_that_fails_does_not_end_the_connection(
+    loop_is_quiet: list[dict[str, Any]], failure: type[BaseException]
+) -> None:
     # nats-py's read loop logs what it does not know and ends, for ever.
     nc, connection, *_ = await opened()
 
     def fail(*_: object) -> None:
-        raise ZeroDivisionError
+        raise failure
 
     await connection.inbox(Sink(fail, fail))
     await nc._ps.parse(msg(13, b"x") + msg(1, b"ours"))
@@ -308,7 +312,7 @@ async def test_a_sink_that_fails_does_not_end_the_connection(loop_is_quiet: list
     await reader
     await asyncio.sleep(0)
     assert nc.heard[1:] == [("one", "gone"), ("two", "gone")]
-    assert [type(context["exception"]) for context in loop_is_quiet] == [ZeroDivisionError] * 2
+    assert [type(context["exception"]) for context in loop_is_quiet] == [failure] * 2
     loop_is_quiet.clear()
 
 
@@ -395,6 +399,14 @@ async def test_writing_counts_and_wakes_the_flusher_once() -> None:
     assert nc._flush_queue.qsize() == 1
     assert (len(nc._pending), nc._pending_data_size) == (3, 36)
     assert (nc.stats["out_msgs"], nc.stats["out_bytes"]) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    "where", [{"domain": "a b"}, {"domain": "x\r\nPUB a 0"}, {"prefix": "a..b"}, {"prefix": "a.>"}]
+)
+async def test_a_prefix_that_would_be_other_words_is_refused(where: dict[str, str]) -> None:
+    with pytest.raises(BadSubjectError):
+        door.JetStream(Client().jetstream(**where))
 
 
 @pytest.mark.parametrize("thing", [None, "js", object()])

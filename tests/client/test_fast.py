@@ -464,22 +464,24 @@ class TestHandlers:
         assert seen
         assert all(known >= ack.seq for ack, known in seen)
 
-    @pytest.mark.parametrize("kind", ["plain", "coroutine"])
+    @pytest.mark.parametrize("kind", ["plain", "cancelled", "coroutine"])
     async def test_a_handler_that_raises_is_the_loop_s_business(
         self, js: JetStreamContext, stream: str, loop_is_quiet: list[dict[str, Any]], kind: str
     ) -> None:
+        failure = asyncio.CancelledError if kind == "cancelled" else ZeroDivisionError
+
         def plain(_: object) -> None:
-            raise ZeroDivisionError
+            raise failure  # the second as by the result of a future that was cancelled
 
         async def coroutine(_: object) -> None:
             raise ZeroDivisionError
 
-        async with jsx.FastPublisher(js, flow=2, on_flow=plain if kind == "plain" else coroutine) as pub:
+        async with jsx.FastPublisher(js, flow=2, on_flow=coroutine if kind == "coroutine" else plain) as pub:
             for _ in range(5):
                 await pub.add(f"{stream}.a", b"x")
         assert pub.end_reason is jsx.EndReason.COMMITTED
         await asyncio.sleep(0)
         assert loop_is_quiet
-        assert {type(context["exception"]) for context in loop_is_quiet} == {ZeroDivisionError}
+        assert {type(context["exception"]) for context in loop_is_quiet} == {failure}
         assert pub.batch_id in loop_is_quiet[0]["message"]
         loop_is_quiet.clear()
