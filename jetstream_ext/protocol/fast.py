@@ -133,6 +133,8 @@ class FastBatch(FastRecord):
     ) -> tuple[bytes, int, int, BaseException | None]:
         """Take up to `limit` messages from `entries`; return their bytes, count, payload bytes, and what stopped it.
 
+        A block ends after about `fast_frames.BLOCK` payload bytes, too; then nothing has stopped it.
+
         What `entries` raises, and the refusal of a message, comes back as the last value: the messages before it are
         in the bytes and have their sequences, the refused one has none. ``StopIteration`` is the end of `entries`.
         """

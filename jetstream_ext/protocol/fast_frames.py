@@ -7,13 +7,16 @@ flow that was asked for, whatever the server sets later.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.fast_replies import APPEND, COMMIT_EOB, PING, START
 from jetstream_ext.protocol.frames import SubjectCache, check_size, pub
 from jetstream_ext.protocol.options import message_headers, payload_bytes
 from jetstream_ext.types import BatchMessage, GapMode
+
+BLOCK: Final = 1 << 20
+"""Payload bytes after which a block of the bulk road ends: a window of large messages is not held in memory twice."""
 
 Entry = tuple[str, bytes] | tuple[str, bytes, Any] | BatchMessage
 """What the bulk road takes: ``(subject, payload)``, ``(subject, payload, headers)`` or a `BatchMessage`."""
@@ -53,7 +56,7 @@ class FastFrames:
         return b"PUB %b %b%d%b %d\r\n%b\r\n" % (raw, self._reply, seq, self._append_tail, len(payload), payload)
 
     def many(self, entries: Iterator[Entry], limit: int, sent: int) -> tuple[list[bytes], int, BaseException | None]:
-        """Encode up to `limit` messages from `entries`, numbered from ``sent + 1``.
+        """Encode up to `limit` messages (and about `BLOCK` bytes) from `entries`, numbered from ``sent + 1``.
 
         Returns:
             Their bytes, the sum of their payloads' sizes, and what `entries` raised or a message was refused with.
@@ -63,7 +66,7 @@ class FastFrames:
         reply, tail, known, top = self._reply, self._append_tail, self._subjects.encode, self._max_payload
         seq = sent
         try:
-            while len(out) < limit:
+            while len(out) < limit and size < BLOCK:
                 entry = next(entries)
                 if seq and type(entry) is tuple:
                     # Nearly every message of a bulk is one of these two, made in one step.

@@ -68,6 +68,16 @@ def test_plain_and_full_messages_are_the_same_bytes() -> None:
     assert (count, size) == (3, 4)
 
 
+def test_a_block_of_large_messages_ends_before_its_window() -> None:
+    machine = opened(max_payload=1 << 20)
+    for large in (("f.1", bytes(600_000)), ("f.1", bytes(600_000), {"K": "v"}), message(payload=bytes(600_000))):
+        entries = iter([large] * 5)
+        data, count, size, stopped = machine.add_many(entries, 200, 1.0)
+        assert (count, size, stopped) == (2, 1_200_000, None)
+        assert len(commands(data)) == 2
+        assert len(list(entries)) == 3
+
+
 REFUSED: list[tuple[Any, type[Exception]]] = [
     (message(subject="a b"), errors.BadSubjectError),
     (message(subject="a.*"), errors.BadSubjectError),
