@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import re
 import ssl
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ from jetstream_ext.spark.options import ConnectionOptions
 
 # Short enough for a read to survive a server's restart within its own timeout.
 _RECONNECT_WAIT = 0.25
+# What people may put where a file's name belongs: an nkey seed, a token, a credentials or PEM file's content.
+_SECRET = re.compile(r"^\s*S[A-Z2-7]{50,}\s*$|-----|[\r\n\0]|.{1025}")
 
 
 class ConnectError(JetStreamExtError):
@@ -149,9 +152,12 @@ def _tls(options: ConnectionOptions) -> ssl.SSLContext:
     if options.tls_cert and options.tls_key:
         certificate, key = _file("tlsCert", options.tls_cert), _file("tlsKey", options.tls_key)
         try:
-            context.load_cert_chain(certificate, key)
+            # With no password of its own OpenSSL would ask for that of an encrypted key on the terminal, and wait.
+            context.load_cert_chain(certificate, key, password="")
         except ssl.SSLError as error:
-            raise OptionError(f"options 'tlsCert', 'tlsKey': they are no certificate and its key: {error}") from None
+            raise OptionError(
+                f"options 'tlsCert', 'tlsKey': they are no certificate and its (unencrypted) key: {error}"
+            ) from None
     return context
 
 
@@ -172,6 +178,8 @@ def _secret(option: str, variable: str) -> str:
 
 
 def _file(option: str, name: str) -> Path:
+    if _SECRET.search(name):
+        raise OptionError(f"option {option!r}: it holds the secret itself; give the path of the file that holds it")
     path = Path(name)
     if not path.is_file() and path.name == name:
         from pyspark import SparkFiles  # only here: what was shipped with spark.files or --files

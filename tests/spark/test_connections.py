@@ -230,7 +230,7 @@ def test_tls_both_ways(cache: Connections, tmp_path: Path) -> None:
         with cache.lend(trusted, "tls") as lease:
             assert lease.run(rtt(lease.connection.client)) > 0
         subprocess.run(
-            "openssl ec -aes256 -passout pass:x -in client.key -out locked.key".split(),
+            ["openssl", "ec", "-aes256", "-passout", "pass:x", "-in", "client.key", "-out", "locked.key"],
             cwd=tmp_path,
             check=True,
             capture_output=True,
