@@ -6,7 +6,7 @@ from pathlib import Path
 
 import nox
 
-nox.needs_version = ">=2024.4.15"  # nox.project
+nox.needs_version = ">=2025.2.9"  # nox.project.dependency_groups
 nox.options.sessions = ["lint", "types", "tests"]
 
 PROJECT = nox.project.load_toml("pyproject.toml")
