@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator
 import nats.errors
 
 from jetstream_ext.client.connection import Inbox, JetStream, Sink
-from jetstream_ext.errors import JetStreamExtError, MessagesLostError, RequestTimeoutError
+from jetstream_ext.client.leader import LAG_PAUSE
+from jetstream_ext.errors import DirectGetDisabledError, JetStreamExtError, MessagesLostError, RequestTimeoutError
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.direct import Block, ReplyDecoder
 from jetstream_ext.protocol.frames import Frame
@@ -87,11 +88,14 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
     """Drive `plan`: yield its rows as they come, retrying once from the last good row wherever that is stateless.
 
     A reply that only goes silent counts as progress when it ends, and not before: who always lets one message through
-    would make the read take a timeout for each of them.
+    would make the read take a timeout for each of them. Where somebody answered before, nobody to ask (503) is taken
+    for a server that went down or a leader that is being elected, and asked again for `timeout` seconds.
     """
     subject = f"{js.prefix}.DIRECT.GET.{stream}"
+    loop = asyncio.get_running_loop()
     replies: dict[Ask, Reply] = {}
-    retried = silent = False
+    retried = silent = answered = False
+    deadline = 0.0
 
     def finished() -> bool:
         return plan.done
@@ -99,6 +103,7 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
     try:
         while not finished():
             failure: JetStreamExtError | nats.errors.Error | None = None
+            away = False
             try:
                 while (ask := plan.next_request()) is not None:
                     reply = replies[ask] = Reply(stream)
@@ -106,13 +111,20 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
                 oldest = plan.oldest
                 assert oldest is not None
                 reply = replies[oldest]
-                received = await reply.take(timeout)
+                decoder = reply.decoder
+                block = decoder.feed(await reply.take(timeout))
             except (MessagesLostError, RequestTimeoutError, nats.errors.ConnectionReconnectingError) as error:
                 failure = error
+            except DirectGetDisabledError as error:
+                failure = error
+                deadline = deadline or loop.time() + timeout
+                away = answered and loop.time() < deadline
+                if not away:
+                    raise
             else:
-                decoder = reply.decoder
-                block = decoder.feed(received)
+                deadline = 0.0
                 if block.seqs:
+                    answered = True
                     block = plan.accept(oldest, block, decoder.size, block.pending(-1))
                     if block.seqs:
                         retried = False
@@ -128,9 +140,12 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
                 voids = plan.retry()
                 if finished():
                     break
-                if retried or silent or voids is None:
+                if voids is None or ((retried or silent) and not away):
                     raise failure
-                retried, silent = True, isinstance(failure, RequestTimeoutError)
+                if away:
+                    await asyncio.sleep(LAG_PAUSE)
+                else:
+                    retried, silent = True, isinstance(failure, RequestTimeoutError)
                 for void in voids:
                     replies.pop(void).close()
                 await reconnected(js, timeout)

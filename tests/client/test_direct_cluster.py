@@ -1,0 +1,212 @@
+"""Direct Get on a cluster: replicas that lag or die, and mirrors that hold a part of the stream."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import nats
+import nats.errors
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.api import StreamSource
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.testing import NatsCluster
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[NatsCluster]:
+    with NatsCluster(3) as cluster:
+        yield cluster
+
+
+async def quiet(error: Exception) -> None:
+    pass
+
+
+@pytest.fixture
+async def nc(cluster: NatsCluster) -> AsyncIterator[Client]:
+    nc = await nats.connect(cluster.urls, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=quiet)
+    yield nc
+    await nc.close()
+
+
+@pytest.fixture
+def js(nc: Client) -> JetStreamContext:
+    return nc.jetstream(timeout=10)
+
+
+Make = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+async def make(js: JetStreamContext, stream_name: Callable[[], str]) -> AsyncIterator[Make]:
+    made: list[str] = []
+
+    async def make(**config: Any) -> str:
+        name = stream_name()
+        config = {"allow_direct": True, "num_replicas": 3, **config}
+        if "mirror" not in config:
+            config["subjects"] = [f"{name}.>"]
+        await js.add_stream(name=name, **config)
+        made.append(name)
+        return name
+
+    yield make
+    for name in reversed(made):
+        with contextlib.suppress(nats.errors.Error):  # what a test broke may still be recovering
+            await js.delete_stream(name)
+
+
+async def fill(js: JetStreamContext, name: str, first: int, last: int) -> None:
+    await asyncio.gather(*(js.publish(f"{name}.{seq % 3}", b"%d" % seq) for seq in range(first, last + 1)))
+
+
+async def caught_up(js: JetStreamContext, mirror: str, messages: int) -> None:
+    async with asyncio.timeout(20):
+        while (await js.stream_info(mirror)).state.messages < messages:
+            await asyncio.sleep(0.02)
+
+
+async def seqs(batch: jsx.MessageBatch) -> list[int]:
+    return [message.seq for message in await batch.to_list()]
+
+
+async def test_every_read_after_a_write(js: JetStreamContext, make: Make) -> None:
+    """Replicas may lag behind what was just acknowledged; whoever asks for proof sees it."""
+    name = await make()
+    direct = jsx.DirectGet(js, name, timeout=10)
+    for turn in range(1, 16):
+        ack = await js.publish(f"{name}.a", b"%d" % turn)
+        assert (await direct.get_last(f"{name}.a", min_seq=ack.seq)).data == b"%d" % turn
+        assert await seqs(direct.scan(confirm=True)) == list(range(1, turn + 1))
+        assert (await seqs(direct.scan(seq=turn, min_seq=ack.seq)))[:1] == [turn]
+
+
+async def test_a_leader_that_dies_in_mid_scan(cluster: NatsCluster, js: JetStreamContext, make: Make) -> None:
+    name = await make()
+    await fill(js, name, 1, 3000)
+    read: list[int] = []
+    leader = (await js.stream_info(name)).cluster.leader  # type: ignore[union-attr]
+    killed = next(server for server in cluster.servers if server.name == leader)
+    try:
+        async with jsx.DirectGet(js, name, timeout=20).scan(batch=100, confirm=True) as messages:
+            async for message in messages:
+                read.append(message.seq)
+                if len(read) == 1050:
+                    await asyncio.to_thread(killed.kill)
+    finally:
+        await asyncio.to_thread(killed.restart)
+        await asyncio.to_thread(cluster.wait_ready)
+    assert read == list(range(1, 3001))
+
+
+async def test_a_server_that_hangs_in_mid_scan(cluster: NatsCluster, js: JetStreamContext, make: Make) -> None:
+    """A paused server keeps its subscription, and what it is asked goes unanswered: that is asked again."""
+    name = await make()
+    await fill(js, name, 1, 1000)
+    connected = js._nc.connected_url.netloc  # type: ignore[union-attr]
+    other = next(server for server in cluster.servers if connected not in server.url)
+    read: list[int] = []
+    try:
+        async with jsx.DirectGet(js, name, timeout=2).scan(batch=50, prefetch=2) as messages:
+            async for message in messages:
+                read.append(message.seq)
+                if len(read) == 200:
+                    await asyncio.to_thread(other.pause)
+    except errors.RequestTimeoutError:
+        pass  # two questions in a row went to the one that hangs
+    finally:
+        await asyncio.to_thread(other.resume)
+    assert read == list(range(1, len(read) + 1))
+    assert len(read) >= 200
+
+
+async def test_a_mirror_that_lags(cluster: NatsCluster, js: JetStreamContext, make: Make) -> None:
+    """The mirror is on a server of its own, which hangs while the stream goes on."""
+    name = await make(num_replicas=1)
+    await fill(js, name, 1, 100)
+    mirror = await make(num_replicas=1, mirror=StreamSource(name=name), mirror_direct=True)
+    await caught_up(js, mirror, 100)
+    direct = jsx.DirectGet(js, name, timeout=10)
+    for turn in range(1, 11):
+        await fill(js, name, 100 * turn + 1, 100 * turn + 100)
+        last = 100 * turn + 100
+        assert (await seqs(direct.scan(seq=last - 50, min_seq=last))) == list(range(last - 50, last + 1))
+        assert (await seqs(direct.scan(seq=last - 50, confirm=True))) == list(range(last - 50, last + 1))
+        assert (await direct.get_last(f"{name}.>", min_seq=last)).seq == last
+
+
+@pytest.mark.parametrize(
+    ("source", "kept"),
+    [
+        ({"filter_subject": "1"}, lambda seq: seq % 3 == 1),
+        ({"opt_start_seq": 250}, lambda seq: seq >= 250),
+    ],
+    ids=["filter", "start"],
+)
+async def test_a_mirror_that_holds_a_part(
+    js: JetStreamContext, make: Make, source: dict[str, Any], kept: Callable[[int], bool]
+) -> None:
+    """Its answers look whole: short at the end, or with messages missing in the middle."""
+    name = await make(num_replicas=1)
+    await fill(js, name, 1, 300)
+    gone = {7, 8, 9, 150, 300}
+    for seq in gone:
+        await js.delete_msg(name, seq)
+    everything = [seq for seq in range(1, 301) if seq not in gone]
+    if "filter_subject" in source:
+        source = {"filter_subject": f"{name}.1"}
+    mirror = await make(num_replicas=1, mirror=StreamSource(name=name, **source), mirror_direct=True)
+    await caught_up(js, mirror, sum(map(kept, everything)))
+    direct = jsx.DirectGet(js, name, timeout=10)
+    short = 0
+    for _ in range(6):
+        short += await seqs(direct.scan(batch=40)) != everything
+        assert await seqs(direct.scan(batch=40, confirm=True)) == everything
+        assert await seqs(direct.scan(min_seq=299)) == everything
+        assert await seqs(direct.scan(subject=f"{name}.2", confirm=True)) == [seq for seq in everything if seq % 3 == 2]
+        assert (await direct.get_next(f"{name}.*", seq=7, min_seq=300)).seq == 10
+        assert (await direct.get(10, min_seq=300)).seq == 10
+        since = (await direct.get(100, min_seq=300)).time
+        found = await seqs(direct.scan(start_time=since, confirm=True, up_to_seq=200))
+        assert found[-100:] == [seq for seq in everything if 100 <= seq <= 200][-100:]
+    assert short, "without proof a part passes for the whole, as documented"
+
+
+async def test_many_gaps_of_a_mirror(js: JetStreamContext, make: Make) -> None:
+    """Every other message is missing in the mirror: its answers are not proved gap by gap, but asked for again."""
+    name = await make(num_replicas=1)
+    await fill(js, name, 1, 3000)
+    mirror = await make(num_replicas=1, mirror=StreamSource(name=name), mirror_direct=True)
+    await caught_up(js, mirror, 3000)
+    await asyncio.gather(*(js.delete_msg(mirror, seq) for seq in range(2, 3000, 2)))
+    direct = jsx.DirectGet(js, name, timeout=10)
+    before = js._nc.stats["out_msgs"]
+    for _ in range(3):
+        assert await seqs(direct.scan(confirm=True, batch=500)) == list(range(1, 3001))
+    assert js._nc.stats["out_msgs"] - before < 3 * 600, "far from one question for each gap"
+
+
+async def test_only_a_mirror_answers(js: JetStreamContext, make: Make) -> None:
+    """Where nobody else is near, its gaps are proved one by one, and what it cannot have ends the read in time."""
+    name = await make(num_replicas=1)
+    await fill(js, name, 1, 400)
+    for seq in range(2, 400, 2):
+        await js.delete_msg(name, seq)
+    mirror = await make(num_replicas=1, mirror=StreamSource(name=name), mirror_direct=True)
+    await caught_up(js, mirror, 201)
+    config = (await js.stream_info(name)).config
+    config.allow_direct = False  # the mirror goes on answering for it
+    await js.update_stream(config)
+    direct = jsx.DirectGet(js, name, timeout=0.5)
+    assert await seqs(direct.scan(confirm=True)) == [*range(1, 400, 2), 400]
+    await js.delete_msg(mirror, 201)
+    async with asyncio.timeout(5):
+        with pytest.raises(errors.RequestTimeoutError, match=rf"the leader has sequence 201.*{mirror}"):
+            await direct.scan(confirm=True).to_list()
