@@ -312,6 +312,9 @@ class ReplyDecoder:
         if self.end is not None and self.end.last_seq != self.last_seq:
             self.broken = self._lost(b"%d" % self.end.last_seq, self._prev)
             self.end = None
+        elif self.end is not None and self.end.num_pending and not self.count:
+            # Asking for the rest of nothing would never end.
+            raise ResponseError(f"stream {self._asked!r}: an answer without messages says that more follow")
 
 
 def status_error(stream: str, header: bytes) -> JetStreamExtError:

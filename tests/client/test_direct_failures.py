@@ -1,0 +1,265 @@
+"""What goes wrong while a direct get is answered: each wait ends, with the rest of the answer or a clear error."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import nats
+import nats.errors
+import pytest
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.testing import NatsServer
+
+Frame = tuple[bytes, bytes]
+Answer = Callable[[dict[str, Any]], list[Frame]]
+
+
+def row(seq: int, last: int, pending: int, stream: str = "FAKE") -> Frame:
+    block = (
+        f"NATS/1.0\r\nNats-Stream: {stream}\r\nNats-Subject: a\r\nNats-Sequence: {seq}\r\n"
+        f"Nats-Time-Stamp: 2026-11-20T21:23:31.2Z\r\nNats-Num-Pending: {pending}\r\nNats-Last-Sequence: {last}\r\n\r\n"
+    )
+    return block.encode(), b"%d" % seq
+
+
+def end(last: int, pending: int) -> Frame:
+    return b"NATS/1.0 204 EOB\r\nNats-Num-Pending: %d\r\nNats-Last-Sequence: %d\r\n\r\n" % (pending, last), b""
+
+
+def status(text: str) -> Frame:
+    return f"NATS/1.0 {text}\r\n\r\n".encode(), b""
+
+
+class Responder:
+    """Answers direct gets for a stream that does not exist, frame by frame as told."""
+
+    def __init__(self, stream: str) -> None:
+        self.stream = stream
+        self.requests: list[dict[str, Any]] = []
+        self.answers: list[Answer] = []
+
+    async def serve(self, server: NatsServer) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        try:
+            writer.write(b'CONNECT {"headers":true,"verbose":false}\r\n')
+            writer.write(f"SUB $JS.API.DIRECT.GET.{self.stream} 1\r\nPING\r\n".encode())
+            while line := await reader.readline():
+                words = line.split()
+                if words[:1] == [b"PING"]:
+                    writer.write(b"PONG\r\n")
+                elif words[:1] == [b"PONG"]:
+                    self.ready.set()
+                elif words[:1] == [b"MSG"]:
+                    request = json.loads((await reader.readexactly(int(words[-1]) + 2))[:-2])
+                    self.requests.append(request)
+                    answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+                    for header, payload in answer(request):
+                        sizes = b"%d %d" % (len(header), len(header) + len(payload))
+                        writer.write(b"HPUB %b %b\r\n%b%b\r\n" % (words[3], sizes, header, payload))
+        finally:
+            writer.close()
+
+    ready: asyncio.Event
+
+
+@pytest.fixture
+async def fake(server: NatsServer, stream_name: Callable[[], str], left: Any) -> AsyncIterator[Responder]:
+    responder = Responder(stream_name())
+    responder.ready = asyncio.Event()
+    task = asyncio.create_task(responder.serve(server))
+    async with asyncio.timeout(5):
+        await responder.ready.wait()
+    yield responder
+    task.cancel()
+    await asyncio.wait([task])
+    await left.settled()
+
+
+@pytest.fixture
+def direct(js: JetStreamContext, fake: Responder) -> jsx.DirectGet:
+    return jsx.DirectGet(js, fake.stream, timeout=0.2)
+
+
+async def seqs(batch: jsx.MessageBatch) -> list[int]:
+    return [message.seq for message in await batch.to_list()]
+
+
+async def read_until_error(batch: jsx.MessageBatch, read: list[int]) -> None:
+    async for message in batch:
+        read.append(message.seq)  # noqa: PERF401 - what came before the error counts
+
+
+def from_(first: int, last: int, total: int) -> list[Frame]:
+    """Rows `first` to `last` of `total`, and no end."""
+    return [row(seq, seq - 1 if seq > first else 0, total - seq) for seq in range(first, last + 1)]
+
+
+class TestSilence:
+    async def test_before_the_end_is_asked_again_behind_the_last_row(
+        self, fake: Responder, direct: jsx.DirectGet
+    ) -> None:
+        fake.answers = [lambda _: from_(1, 3, 5), lambda _: [*from_(4, 5, 5), end(5, 0)]]
+        assert await seqs(direct.scan(batch=5, prefetch=1)) == [1, 2, 3, 4, 5]
+        assert [request["seq"] for request in fake.requests] == [1, 4]
+
+    async def test_again_and_again_is_an_error(self, fake: Responder, direct: jsx.DirectGet) -> None:
+        fake.answers = [lambda request: from_(request["seq"], request["seq"], 9)]
+        read: list[int] = []
+        async with asyncio.timeout(2):
+            with pytest.raises(errors.RequestTimeoutError, match=r"stopped after 1 messages.*0\.2 s"):
+                await read_until_error(direct.scan(batch=5), read)
+        assert read == [1, 2]
+
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda d: d.get(1), lambda d: d.batch(3).to_list(), lambda d: d.scan().to_list(),
+            lambda d: d.multi_last(["a"]).to_list(),
+        ],
+    )  # fmt: skip
+    async def test_from_the_start(
+        self, fake: Responder, direct: jsx.DirectGet, read: Callable[[jsx.DirectGet], Awaitable[object]]
+    ) -> None:
+        fake.answers = [lambda _: []]
+        async with asyncio.timeout(2):
+            with pytest.raises(errors.RequestTimeoutError, match=f"{fake.stream}.*no answer"):
+                await read(direct)
+
+    async def test_a_lost_end_of_one_batch_costs_no_message(self, fake: Responder, direct: jsx.DirectGet) -> None:
+        fake.answers = [lambda _: from_(1, 3, 5)]
+        batch = direct.batch(3)
+        assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([1, 2, 3], 2, 3)
+        assert len(fake.requests) == 1
+
+    async def test_multi_last_without_its_point_in_time_cannot_go_on(
+        self, fake: Responder, direct: jsx.DirectGet
+    ) -> None:
+        fake.answers = [lambda _: [row(4, 0, 2)]]
+        with pytest.raises(errors.RequestTimeoutError, match="stopped after 1"):
+            await direct.multi_last(["a"]).to_list()
+        fake.answers = [lambda _: [row(4, 0, 1)], lambda _: [row(6, 0, 0), end(6, 0)]]
+        assert await seqs(direct.multi_last(["a"], up_to_seq=8)) == [4, 6]
+        assert (fake.requests[-1]["seq"], fake.requests[-1]["up_to_seq"]) == (5, 8)
+
+
+class TestHoles:
+    async def test_one_is_read_again(self, fake: Responder, direct: jsx.DirectGet) -> None:
+        holed = [*from_(1, 2, 5), row(4, 3, 1), row(5, 4, 0), end(5, 0)]
+        fake.answers = [lambda _: holed, lambda _: [*from_(3, 5, 5), end(5, 0)]]
+        assert await seqs(direct.scan(prefetch=1)) == [1, 2, 3, 4, 5]
+        assert [request["seq"] for request in fake.requests] == [1, 3]
+
+    async def test_twice_at_one_place_is_an_error(self, fake: Responder, direct: jsx.DirectGet) -> None:
+        fake.answers = [lambda _: [*from_(1, 2, 5), row(4, 3, 1)], lambda _: [row(4, 3, 1)]]
+        read: list[int] = []
+        with pytest.raises(errors.MessagesLostError) as caught:
+            await read_until_error(direct.scan(prefetch=1), read)
+        assert read == [1, 2]
+        assert (caught.value.expected, caught.value.got) == (0, 3)
+
+    async def test_an_end_that_names_a_lost_message(self, fake: Responder, direct: jsx.DirectGet) -> None:
+        fake.answers = [lambda _: [*from_(1, 2, 3), end(3, 0)], lambda _: [row(3, 0, 0), end(3, 0)]]
+        assert await seqs(direct.scan()) == [1, 2, 3]
+
+
+class TestNonsense:
+    @pytest.mark.parametrize(
+        "frames",
+        [
+            [end(0, 7)],
+            [status("299 What")],
+            [(b"", b"no headers")],
+            [(b"NATS/1.0\r\n\r\n", b"neither")],
+            [row(5, 0, 1), row(5, 5, 0)],
+            [row(1, 0, 1), row(2, 1, 0, stream="OTHER")],
+            [(b"NATS/1.0 204 EOB\r\nNats-Num-Pending: x\r\n\r\n", b"")],
+        ],
+    )
+    async def test_is_a_response_error(self, fake: Responder, direct: jsx.DirectGet, frames: list[Frame]) -> None:
+        fake.answers = [lambda _: frames]
+        async with asyncio.timeout(2):
+            with pytest.raises(errors.ResponseError):
+                await direct.scan(batch=2).to_list()
+
+    @pytest.mark.parametrize(
+        ("text", "error"),
+        [
+            ("404 Message Not Found", errors.MessageNotFoundError),
+            ("408 Bad Request", errors.BadRequestError),
+            ("412 Required Api Level", errors.RequiredApiLevelError),
+            ("413 Too Many Results", errors.TooManySubjectsError),
+            ("500 disk is full", errors.ServerError),
+            ("503", errors.DirectGetDisabledError),
+        ],
+    )
+    async def test_refusals(
+        self, fake: Responder, direct: jsx.DirectGet, text: str, error: type[errors.JetStreamExtError]
+    ) -> None:
+        fake.answers = [lambda _: [status(text)]]
+        with pytest.raises(error):
+            await direct.get(1)
+        if error is errors.MessageNotFoundError:
+            assert await direct.scan().to_list() == []
+        else:
+            with pytest.raises(error):
+                await direct.scan().to_list()
+
+    async def test_nobody_there_in_the_middle_is_waited_for(self, fake: Responder, direct: jsx.DirectGet) -> None:
+        """A leader that is being elected; before the first row it is a stream without direct gets."""
+        fake.answers = [
+            lambda _: [*from_(1, 2, 4), end(2, 2)], lambda _: [status("503")], lambda _: [status("503")],
+            lambda _: [*from_(3, 4, 4), end(4, 0)],
+        ]  # fmt: skip
+        assert await seqs(direct.scan(batch=2, prefetch=1)) == [1, 2, 3, 4]
+        fake.answers = [lambda _: [*from_(1, 2, 4), end(2, 2)], lambda _: [status("503")]]
+        async with asyncio.timeout(2):
+            with pytest.raises(errors.DirectGetDisabledError):
+                await direct.scan(batch=2, prefetch=1).to_list()
+
+
+async def quiet(error: Exception) -> None:
+    pass
+
+
+@pytest.mark.parametrize("max_bytes", [100_000, 8 << 20])
+async def test_a_server_that_cuts_slow_consumers(max_bytes: int) -> None:
+    """A reply larger than what the server holds back for a client can cost the connection, and no message."""
+    with NatsServer(config="max_pending: 262144\nmax_payload: 65536\nwrite_deadline: 200ms") as server:
+        nc = await nats.connect(server.url, reconnect_time_wait=0.02, max_reconnect_attempts=-1, error_cb=quiet)
+        js = nc.jetstream()
+        await js.add_stream(name="S", subjects=["s"], allow_direct=True)
+        for _ in range(1000):
+            await js.publish("s", bytes(10_000))
+        read: list[int] = []
+        try:
+            async with asyncio.timeout(30), jsx.DirectGet(js, "S", timeout=2).scan(max_bytes=max_bytes) as messages:
+                async for message in messages:
+                    read.append(message.seq)
+                    if len(read) % 300 == 0:
+                        time.sleep(0.3)  # the whole loop stands still, and the socket fills up
+        except (errors.MessagesLostError, errors.RequestTimeoutError, nats.errors.Error):
+            assert max_bytes > 100_000, "only a reply over max_pending can fail"
+        else:
+            assert len(read) == 1000
+        assert read == list(range(1, len(read) + 1))
+        await nc.close()
+
+
+async def test_the_connection_is_closed_in_the_middle(fake: Responder, server: NatsServer) -> None:
+    fake.answers = [lambda _: from_(1, 3, 5)]
+    nc = await nats.connect(server.url)
+    scan = jsx.DirectGet(nc.jetstream(), fake.stream, timeout=30).scan(batch=5)
+    assert [(await anext(scan)).seq for _ in range(3)] == [1, 2, 3]
+    waiting = asyncio.ensure_future(anext(scan))
+    await asyncio.sleep(0.05)
+    await nc.close()
+    async with asyncio.timeout(2):
+        with pytest.raises(nats.errors.ConnectionClosedError):
+            await waiting
+    await scan.aclose()
+    assert not nc._subs
