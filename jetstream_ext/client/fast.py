@@ -178,8 +178,16 @@ class FastPublisher:
     ) -> FastPubAck:
         """Publish one message; return when the window has room again.
 
-        The options are those of `BatchMessage`. Everything is checked before the message takes a sequence: a refused
+        Everything is checked before the message takes a sequence: a refused
         call changes nothing. The first call waits for the server's first reply.
+
+        Args:
+            subject: Where it is stored.
+            payload: Its bytes.
+            options: As for `BatchMessage`.
+
+        Returns:
+            The message's batch sequence, and up to where the server has acknowledged.
 
         Raises:
             BatchError: The batch has ended; the error says why, what is stored, and holds the server's final ack.
@@ -195,7 +203,7 @@ class FastPublisher:
         return await self._sent(machine, machine.add_plain(subject, payload, driver.now()), len(payload))
 
     async def add_message(self, message: BatchMessage) -> FastPubAck:
-        """Publish one `BatchMessage`; otherwise as `add`."""
+        """Publish one `BatchMessage`; arguments, errors, result and cancellation as for `add`."""
         driver = self._driver
         machine = await driver.ready(message)
         return await self._sent(machine, machine.add(message, driver.now()), len(message.payload))
@@ -295,6 +303,11 @@ class FastPublisher:
     ) -> BatchAck:
         """Publish a last message, end the batch and return the server's final ack.
 
+        Args:
+            subject: Where the message is stored.
+            payload: Its bytes.
+            options: As for `BatchMessage`.
+
         Raises:
             BatchOutcomeUnknownError: The ack did not come; the messages may be stored.
             BatchError: The batch had ended.
@@ -335,12 +348,10 @@ class FastPublisher:
         self._driver.discard()
 
     async def wait_closed(self) -> EndReason:
-        """Wait until the batch ends, for whatever reason, and return it.
+        """Wait until the batch ends, and return why it did.
 
-        Cancellation: The batch goes on.
+        Cancellation: The batch goes on; nothing is left behind.
         """
-        if self._machine is None and self._driver.discarded:
-            return EndReason.DISCARDED
         return await self._driver.ended()
 
     async def __aenter__(self) -> Self:

@@ -173,6 +173,9 @@ class FastDriver:
         if self._stalled:
             machine.waiting(self.now())
             self._arm()
+        await self._woken()
+
+    async def _woken(self) -> None:
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
@@ -182,9 +185,11 @@ class FastDriver:
 
     async def ended(self) -> EndReason:
         """Wait for the end of the batch without asking the server for anything."""
-        machine = self.machine or await self.open()
-        while machine.end_reason is None:
-            await self._event(machine)
+        # Nothing is opened for it: whoever gives the waiting up would leave that behind.
+        while (machine := self.machine) is None or machine.end_reason is None:
+            if machine is None and self.discarded:
+                return EndReason.DISCARDED
+            await self._woken()
         return machine.end_reason
 
     def discard(self) -> None:
@@ -192,6 +197,8 @@ class FastDriver:
         self.discarded = True
         if self.machine is not None:
             self.happened(self.machine.discard())
+        else:
+            self._wake()
 
     # -- what the connection says -------------------------------------------------------------------------------
 
@@ -228,10 +235,13 @@ class FastDriver:
                 self._close()
             else:
                 self._call(event)
+        self._wake()
+        self._arm()
+
+    def _wake(self) -> None:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        self._arm()
 
     def _call(self, event: Event) -> None:
         handlers = self._handlers

@@ -103,6 +103,23 @@ class TestCancellation:
         assert set(own_nc._subs) == held
         own_server.resume()
 
+    async def test_wait_closed_opens_nothing(self, js: JetStreamContext, stream: str) -> None:
+        pub = jsx.FastPublisher(js)
+        before = len(js._nc._subs)
+        waiters = [asyncio.create_task(pub.wait_closed()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiters[0].cancel()
+        await asyncio.wait(waiters[:1])
+        assert len(js._nc._subs) == before
+        await pub.add(f"{stream}.a", b"x")
+        await pub.commit_eob()
+        assert await asyncio.gather(*waiters[1:]) == [jsx.EndReason.COMMITTED] * 2
+        unused = jsx.FastPublisher(js)
+        waiter = asyncio.create_task(unused.wait_closed())
+        await asyncio.sleep(0)
+        await unused.discard()
+        assert await waiter is jsx.EndReason.DISCARDED
+
     async def test_of_wait_closed(self, js: JetStreamContext, stream: str, left: Any) -> None:
         pub = jsx.FastPublisher(js)
         await pub.add(f"{stream}.a", b"1")
