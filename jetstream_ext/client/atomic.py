@@ -119,7 +119,7 @@ class AtomicBatch:
         await self.add_message(message, ack=ack)
 
     async def add_message(self, message: BatchMessage, *, ack: bool | None = None) -> None:
-        """Add one `BatchMessage`; otherwise as `add`."""
+        """Add one `BatchMessage`; arguments, errors and cancellation as for `add`."""
         await self._wire.add(message, ack)
 
     async def add_many(self, messages: Iterable[BatchMessage] | AsyncIterable[BatchMessage]) -> None:
@@ -146,6 +146,11 @@ class AtomicBatch:
         **options: Unpack[PublishOptions],
     ) -> BatchAck:
         """Add a last message, commit, and return the server's ack.
+
+        Args:
+            subject: Where the message will be stored.
+            payload: Its bytes.
+            options: As for `add`.
 
         Raises:
             BatchOutcomeUnknownError: The answer was lost; the batch is either stored whole or not at all.
@@ -192,7 +197,10 @@ class AtomicBatch:
         return "not_stored" if await self._wire.resolve(timeout) is None else "stored"
 
     async def discard(self) -> None:
-        """Give the batch up; nothing of it is stored."""
+        """Give the batch up: nothing of it is stored, unless its commit was on its way already.
+
+        Cancellation: The batch is over all the same.
+        """
         self._wire.discard()
 
     async def __aenter__(self) -> Self:

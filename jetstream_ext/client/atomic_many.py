@@ -43,14 +43,23 @@ class AtomicBatches:
         return self.to_list().__await__()
 
     async def to_list(self) -> list[BatchAck]:
-        """Publish everything and return all acks."""
+        """Publish everything and return all acks.
+
+        Raises:
+            BatchError, UnsupportedFeatureError: As for `publish_atomic_many`.
+
+        Cancellation: As for `publish_atomic_many`.
+        """
         try:
             return [ack async for ack in self._acks]
         finally:
             await self._acks.aclose()
 
     async def aclose(self) -> None:
-        """Take no more batches; those whose commit is on its way may still be stored."""
+        """Take no more batches; those whose commit is on its way may still be stored.
+
+        Cancellation: As for `publish_atomic_many`.
+        """
         await self._acks.aclose()
 
 

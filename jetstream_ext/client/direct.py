@@ -25,7 +25,7 @@ from jetstream_ext.types import StoredMsg
 
 
 class DirectGet:
-    """Read stored messages from any replica of a stream, without a consumer.
+    """Read stored messages from any replica of a stream, without a consumer (ADR-31).
 
     Answers come from whichever replica (or mirror) is free: they can lag behind a publish that was just acknowledged.
     Needs ``allow_direct`` on the stream. Batches, times and `multi_last` need nats-server 2.11; `get` and `get_last`
@@ -37,7 +37,8 @@ class DirectGet:
         timeout: Seconds without any answer before a read gives up; None is the context's own.
 
     Raises:
-        BadSubjectError: The name cannot be a stream's.
+        BadSubjectError: The name cannot be a stream's, or the context's prefix or domain cannot be in a subject.
+        ValueError: `timeout` is not over 0.
     """
 
     def __init__(self, js: JetStreamContext, stream: str, *, timeout: float | None = None) -> None:
@@ -193,6 +194,9 @@ class DirectGet:
             start_time: Start at the first message stored at or after this aware datetime instead.
             max_bytes: Stop after the message that brings subjects, headers and payloads to this many bytes.
 
+        Returns:
+            The messages; the request goes out when they are first asked for.
+
         Raises:
             ValueError: A number is out of range, `start_time` is naive, or both starts are given.
 
@@ -231,6 +235,9 @@ class DirectGet:
             up_to_time: The point in time as an aware datetime (exclusive) instead.
             batch: Return at most this many, with one request.
             max_bytes: Bytes per page.
+
+        Returns:
+            The messages, in the order of their sequences; nothing is asked before they are.
 
         Raises:
             ValueError: No subjects, a number out of range, a naive datetime, or both points in time.
@@ -286,6 +293,9 @@ class DirectGet:
                 leader holds when the read starts. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
             min_seq: Read your own writes: wait (within the timeout) until the leader has this sequence, and prove the
                 range up to it.
+
+        Returns:
+            The messages, in the order of their sequences; nothing is asked before they are.
 
         Raises:
             ValueError: A number is out of range, `start_time` is naive, or both starts are given.
@@ -397,7 +407,10 @@ class MessageBatch:
             raise
 
     async def aclose(self) -> None:
-        """End the read; safe to call at any time and more than once."""
+        """End the read; safe to call at any time and more than once.
+
+        Cancellation: The read is over all the same; nothing is left behind.
+        """
         self._closed = True
         self._ready = iter(())
         await self._blocks.aclose()
