@@ -367,7 +367,7 @@ class PublicConnection(_Base):
         inbox = Inbox(self, subject, sink)
 
         async def deliver(msg: Msg) -> None:
-            block = _header_block(msg.headers)
+            block = h.rebuild(msg.headers)
             sink.frames([(msg.subject.encode(), block + msg.data, len(block))])
 
         inbox.subscription = await self.nc.subscribe(subject + tail, cb=deliver)
@@ -417,19 +417,6 @@ def _seen(task: asyncio.Task[None]) -> None:
     # A failure means that the connection is going; who waits for an answer learns it by its timeout.
     if not task.cancelled():
         task.exception()
-
-
-def _header_block(headers: dict[str, str] | None) -> bytes:
-    """Return the bytes that nats-py parsed into `headers`, as nearly as can be told."""
-    if not headers:
-        return b""
-    lines = dict(headers)
-    first = h.VERSION
-    if h.SEQUENCE not in lines and "Status" in lines:
-        # Where nats-py found both a status line and headers it leaves the headers in the description as well.
-        text = lines.pop("Description", "").split("\n")[0].strip()
-        first += f" {lines.pop('Status')} {text}".rstrip().encode()
-    return b"\r\n".join([first, *(f"{name}: {value}".encode() for name, value in lines.items()), b"", b""])
 
 
 _REASON = (

@@ -141,6 +141,19 @@ def encode_mapping(headers: Mapping[str, str] | None) -> bytes:
     return encode(headers.items()) if headers else b""
 
 
+def rebuild(headers: Mapping[str, str] | None) -> bytes:
+    """Return the bytes that nats-py parsed into `headers`, as nearly as can be told."""
+    if not headers:
+        return b""
+    lines = dict(headers)
+    first = VERSION
+    if SEQUENCE not in lines and "Status" in lines:
+        # Where nats-py found both a status line and headers it leaves the headers in the description as well.
+        text = lines.pop("Description", "").split("\n")[0].strip()
+        first += f" {lines.pop('Status')} {text}".rstrip().encode()
+    return b"\r\n".join([first, *(f"{name}: {value}".encode() for name, value in lines.items()), b"", b""])
+
+
 def parse_status(block: bytes) -> tuple[int, str] | None:
     """Return the inline status ``(code, text)`` of a header block, or None where it has none.
 
