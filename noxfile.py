@@ -55,6 +55,15 @@ def atomic_faults(session: nox.Session) -> None:
 
 
 @nox.session
+def differential(session: nox.Session) -> None:
+    """Compare the reference server with real ones on 10,000 random sequences of commands; takes an hour."""
+    session.install("-e", ".[server]", *group("test"))
+    every = "2.10.26,2.11.11,2.12.8,2.14.6,2.15.1"
+    env = {"JETSTREAM_EXT_DIFFERENTIAL": "10000", "JETSTREAM_EXT_DIFFERENTIAL_VERSIONS": every}
+    session.run("python", "-m", "pytest", "tests/conformance/test_differential.py", *session.posargs, env=env)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style and format."""
     session.install(*group("lint"))

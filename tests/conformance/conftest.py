@@ -168,6 +168,8 @@ class Pair:
         self._ports = (real, reference)
         self._count = itertools.count(1)
         self._barriers: dict[str, str] = {}
+        self._history: list[str] = []
+        self._created: Any = None
         self.quiet = 0.0
         """How long to wait for replies that no barrier can wait for, in seconds."""
         self._clients = [Raw(real), Raw(reference)]
@@ -193,7 +195,12 @@ class Pair:
         if not config.get("mirror") and not config.get("sources"):
             config.setdefault("subjects", [f"{name.lower()}.>"])
         config.setdefault("storage", "memory")
-        subject, payload = f"$JS.API.STREAM.CREATE.{name}", json.dumps({"name": name, **config}).encode()
+        assert self.try_stream({"name": name, **config})
+        return self._created
+
+    def try_stream(self, config: dict[str, Any]) -> bool:
+        """Create a stream, and return whether the servers, which must agree, accepted it."""
+        subject, payload = f"$JS.API.STREAM.CREATE.{config['name']}", json.dumps(config).encode()
         for raw in self._clients:
             # Right after a stream was deleted, its folder may still be there.
             while True:
@@ -202,12 +209,13 @@ class Pair:
                 raw.wait(lambda raw=raw: bool(raw.frames))
                 if raw.frames[0].json.get("error", {}).get("err_code") != 10049:
                     break
-        answer = self.settle(wait=1, what=f"create {config}")[0].json
-        assert "error" not in answer, answer
+        answer = self._created = self.settle(wait=1, what=f"create {config}")[0].json
+        if "error" in answer:
+            return False
         if answer["config"].get("subjects") and not answer["config"].get("no_ack"):
-            subject = answer["config"]["subjects"][0]
-            self._barriers[name] = subject.replace("*", "zz").replace(">", "zz")
-        return answer
+            first = answer["config"]["subjects"][0]
+            self._barriers[config["name"]] = first.replace("*", "zz").replace(">", "zz")
+        return True
 
     def publish(
         self,
@@ -261,7 +269,9 @@ class Pair:
             [self._shown(frame) for frame in sorted(frames, key=lambda f: f.subject)] for frames in found
         )
         if reference != real:
-            pytest.fail(f"{self.version}: {what}\n{difference(real, reference)}", pytrace=False)
+            before = "\n".join(self._history[-20:])
+            pytest.fail(f"after\n{before}\n{self.version}: {what}\n{difference(real, reference)}", pytrace=False)
+        self._history.append(what)
         return found[1]
 
     def compare_advisories(self) -> list[Frame]:

@@ -124,3 +124,23 @@ def test_limit_tombstones() -> None:
     bench.engine.handle_timer(bench.now + SECOND)
     bench.now += SECOND
     assert bench.get().startswith(b"NATS/1.0\r\nNats-Applied-Limit: MaxAge\r\nNats-TTL: 1\r\nNats-Stream: S\r\n")
+
+
+def test_a_reset_to_zero_is_refused() -> None:
+    bench = Bench()
+    bench.api("CONSUMER.CREATE.S.C", {"stream_name": "S", "config": {"durable_name": "C", "ack_policy": "explicit"}})
+    assert bench.api("CONSUMER.RESET.S.C", {"seq": 0})["error"]["err_code"] == 10204
+    assert bench.api("CONSUMER.RESET.S.C", {"seq": 1})["reset_seq"] == 1
+    assert bench.api("CONSUMER.RESET.S.C")["reset_seq"] == 1
+
+
+def test_a_source_may_have_its_consumer_made_by_the_server() -> None:
+    bench = Bench(retention="workqueue")
+    bench.send("s.a", b"x")
+    source = {"name": "S", "consumer": {"name": "mine", "server_managed": True}}
+    assert "error" not in bench.api("STREAM.CREATE.C", {"name": "C", "sources": [source]})
+    assert bench.api("CONSUMER.NAMES.S")["consumers"] == ["mine"]
+    assert bench.api("STREAM.INFO.C")["state"]["messages"] == 1
+    bench.now += 2 * SECOND
+    bench.engine.handle_timer(bench.now)
+    assert bench.api("STREAM.INFO.S")["state"]["messages"] == 0

@@ -186,8 +186,12 @@ def _delete_message(request: Request) -> dict[str, Any]:
         raise api_error(10109)
     if stream.config["deny_delete"]:
         raise api_error(10057, "message delete not permitted")
-    if not stream.remove(wanted.get("seq", 0)):
-        raise api_error(10043, wanted.get("seq", 0))
+    seq = wanted.get("seq", 0)
+    if not stream.remove(seq):
+        outside = seq == 0 or not stream.store.first <= seq <= stream.store.last
+        if outside and stream.config["storage"] == "file":
+            raise api_error(10057, "stream store EOF" if seq > stream.store.last else "no message found")
+        raise api_error(10043, seq)
     return {"success": True}
 
 

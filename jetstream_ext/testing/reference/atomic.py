@@ -122,7 +122,8 @@ class AtomicBatches:
             return batch
         limits = self._stream.limits
         if part.seq != 1:
-            if part.seq - part.eob > limits.batch_messages:
+            # The server counts without a sign: the end of a batch at sequence 0 is a very large batch.
+            if (part.seq - part.eob) % (1 << 64) > limits.batch_messages:
                 raise api_error(10199, limits.batch_messages)
             raise api_error(10176)
         total = self._stream.count_atomic_batches()

@@ -99,6 +99,8 @@ def check_direct(stream: Stream, subject: str, header: bytes, payload: bytes) ->
     profile, config = stream.profile, stream.config
     if config["sealed"]:
         raise api_error(10109)
+    if profile.release >= (2, 15, 0):
+        _check_size(stream, header, payload)
     if header:
         _check_stream(stream, header)
         if _ttl_or_zero(profile, header) and not config["allow_msg_ttl"]:

@@ -71,7 +71,7 @@ class Consumer:
         """Stop, and be gone from the stream."""
         self.close()
         self.stream.consumers.pop(self.name, None)
-        self.stream.drop_uninteresting()
+        self.stream.drop_uninteresting(deleted=True)
 
     def update(self, config: ConsumerConfig) -> None:
         """Go on under another configuration."""
@@ -269,9 +269,11 @@ class Consumer:
             return
         stream_seq, number = int(seq), int(delivery)
         word = message.payload
-        answers = bool(message.reply)
+        answers = bool(message.reply) and stream_seq > 0
+        in_place = self.stream.config["retention"] == "limits" and self.config["ack_policy"] == "explicit"
         if word in (b"", b"+ACK", b"+OK"):
-            answers = answers and self.acknowledge(stream_seq, number)
+            # The store itself answers for sequence 0, where the consumer does not.
+            answers = self.acknowledge(stream_seq, number) and (answers or (in_place and bool(message.reply)))
         elif word.startswith(b"+NXT"):
             self.acknowledge(stream_seq, number)
             if message.reply:
@@ -284,7 +286,7 @@ class Consumer:
                 self.pending[stream_seq].since = self.stream.now
                 self._arm()
         elif word.startswith(b"+TERM"):
-            answers = self.acknowledge(stream_seq, number) and answers
+            answers = self.acknowledge(stream_seq, number) and (answers or (in_place and bool(message.reply)))
         if answers:
             self.stream.send(message.reply)
 
@@ -411,20 +413,38 @@ class Consumer:
             self.pump()
 
     def stream_purged(self, pattern: str) -> None:
-        """Take note of a purge."""
+        """Take note of a purge of everything under a pattern; an empty one is everything."""
         store = self.stream.store
-        if pattern and not any(subjects.collide(pattern, each) for each in self.filters or [">"]):
-            return
-        self.next = max(self.next, store.first)
-        for seq in [seq for seq in self.pending if store.get(seq) is None]:
-            del self.pending[seq]
-            self._redelivered.pop(seq, None)
-        self.redeliver = [seq for seq in self.redeliver if seq in self.pending]
+        wider = False
+        first = store.first
+        if pattern and not (self.filters and any(subjects.is_subset(each, pattern) for each in self.filters)):
+            if not self.overlaps([pattern]):
+                return
+            wider = True
+        elif pattern:
+            following = store.next_for(pattern, 0)
+            first = following.seq if following is not None else store.last + 1
+        self.next = max(self.next, first)
+        if self._floor[1] < first:
+            self._drop_purged(first, wider=wider)
         if not self.pending:
             self._redelivered.clear()
-            self._floor = self._progress.floor = (self.next_delivery - 1, self.next - 1)
+            self._floor = (self.next_delivery - 1, self.next - 1)
+        self.redeliver = [seq for seq in self.redeliver if seq >= self.next]
         self._progress.delivered = (self.next_delivery - 1, self.next - 1)
+        self._progress.floor = self._floor
         self._arm()
+
+    def _drop_purged(self, first: int, *, wider: bool) -> None:
+        delivery = self._floor[0]
+        for seq, entry in list(self.pending.items()):
+            if seq < first or (wider and self.stream.store.get(seq) is None):
+                delivery = max(delivery, entry.delivery)
+                del self.pending[seq]
+                self._redelivered.pop(seq, None)
+                if self.stream.profile.reset:
+                    self._progress.last_ack = self.stream.now
+        self._floor = (delivery, first - 1)
 
     def interest_changed(self) -> None:
         """See who listens now."""
@@ -437,7 +457,7 @@ class Consumer:
             "name": self.name,
             "created": times.rfc3339(self.created),
             "config": consumer_json(self.config, self.stream.profile, stored=stored),
-            **self._progress.as_json(),
+            **self._progress.as_json((self.next_delivery - 1, self.next - 1)),
             "num_ack_pending": len(self.pending),
             "num_redelivered": 0 if self.config["max_deliver"] == 1 else len(self._redelivered),
             "num_waiting": self._target.waiting,

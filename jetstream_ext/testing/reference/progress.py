@@ -35,10 +35,11 @@ class Progress:
         self.delivered = (delivery, max(seq, self.delivered[1]))
         self.last_delivery = now
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the two fields."""
+    def as_json(self, position: tuple[int, int]) -> dict[str, Any]:
+        """Return the two fields; `position` is where the consumer stands, if nothing was ever delivered."""
+        delivered = position if self.delivered == (0, 0) else self.delivered
         return {
-            "delivered": self._pair(self.delivered, self.last_delivery),
+            "delivered": self._pair(delivered, self.last_delivery),
             "ack_floor": self._pair(self.floor, self.last_ack),
         }
 

@@ -130,11 +130,11 @@ class Stream:
     def update(self, config: StreamConfig) -> None:
         """Go on under another configuration."""
         self.close()
-        was_limited = self.config["max_msgs_per_subject"] > 0
+        lowered = 0 < config["max_msgs_per_subject"] < self.config["max_msgs_per_subject"]
         self.config = config
         self.open()
         # Older releases do not look back at every subject.
-        self.enforce_limits(every_subject=was_limited or self.profile.fast)
+        self.enforce_limits(every_subject=lowered or self.profile.fast)
         if config["retention"] == "interest" and self.profile.release >= (2, 15, 0):
             for message in self.store:
                 if not self._has_interest(message.subject):
@@ -297,12 +297,18 @@ class Stream:
         if message is not None and (retention == "workqueue" or not self._is_needed(message)):
             self.store.remove(seq)
 
-    def drop_uninteresting(self) -> None:
-        """Let go of what no consumer needs any more, in a stream that keeps messages for its consumers."""
+    def drop_uninteresting(self, *, deleted: bool = False) -> None:
+        """Let go of what no consumer needs any more, in a stream that keeps messages for its consumers.
+
+        Args:
+            deleted: Whether that is because a consumer is gone.
+        """
         if self.config["retention"] == "interest":
             for message in self.store:
                 if not self._is_needed(message):
                     self.store.remove(message.seq)
+            if self.store.last == 0 and (deleted or self.profile.release >= (2, 15, 0)):
+                self.store.compact(1)  # as the server's own clean-up leaves an empty stream
 
     def _is_needed(self, message: StoredMessage) -> bool:
         return any(consumer.needs(message) for consumer in self.consumers.values())
@@ -371,6 +377,8 @@ class Stream:
             shown["num_deleted"] = state.deleted
             if deleted:
                 shown["deleted"] = self.store.deleted()
+        if deleted and state.last_seq == state.first_seq == 0 and self.config["storage"] == "file":
+            shown |= {"num_deleted": 1, "deleted": [0]}  # how an empty file store counts
         shown["consumer_count"] = len(self.consumers)
         return shown
 
