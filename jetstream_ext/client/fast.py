@@ -43,9 +43,10 @@ class FastPublisher:
             publishers of a stream.
         max_outstanding_acks: Acknowledgements' worth of messages in the window, 1 to 3.
         gap: What happens when messages are lost on their way: `GapMode.FAIL` ends the batch, `GapMode.OK` reports it
-            and goes on.
+            and goes on, also over a reconnect.
         batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None makes one.
-        ack_timeout: Seconds without any sign of the server that a wait may last; None is the context's timeout.
+        ack_timeout: Seconds without any sign of the server that a wait may last; None is the context's timeout. After a
+            loss of the connection `GapMode.OK` waits so long for another one, and then so long for the batch.
         stall_ping: Seconds of waiting after which the server is asked where it is.
         keepalive: Seconds without traffic after which an idle batch is kept alive (the server drops it after 10);
             0 is never.
@@ -191,10 +192,12 @@ class FastPublisher:
 
         Raises:
             BatchError: The batch has ended; the error says why, what is stored, and holds the server's final ack.
-            UnsupportedFeatureError: The server is older than 2.14; it stored this one message as an ordinary one.
+            UnsupportedFeatureError: The server is older than 2.14. Nothing was sent; where that could not be known
+                beforehand, the error says that this one message was stored as an ordinary one.
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message was refused here.
 
-        Cancellation: The message is on the wire and counted; the batch stays usable.
+        Cancellation: The message is on the wire and counted, unless the call still waited for the first reply or for the
+        connection (`batch_seq` tells); the batch stays usable.
         """
         if options:
             return await self.add_message(BatchMessage(subject, payload, **options))
@@ -259,8 +262,11 @@ class FastPublisher:
     async def flush(self) -> None:
         """Wait until the server has dealt with everything sent so far.
 
-        Servers acknowledge every `flow` messages; that the last ones arrived in order is proved by a ping. On a
-        replicated stream only the final ack of the batch proves that those last ones are stored.
+        Servers acknowledge every `flow` messages only. What an acknowledgement covers is stored (in `GapMode.OK`:
+        stored, or reported as lost or refused). For the last messages the answer to a ping has to do, which comes after
+        everything before it was taken in, and after the report of any loss: on a stream with one replica they are
+        stored, on a replicated one they are on their way to the replicas, and only a later acknowledgement or the final
+        one proves them stored.
 
         Raises:
             BatchError: The batch ended first.
