@@ -119,7 +119,7 @@ class AtomicWire:
             raise EmptyBatchError("there is nothing to commit", batch_id=self.batch_id, outcome="not_stored")
         machine = self.machine or await self._open(message)
         machine.check_open()
-        self._js.connection.check_usable()
+        self._check_usable()
         steps = machine.commit(message)
         self._question = replace(self._question, session=session_of(self._js))
         try:
@@ -201,6 +201,19 @@ class AtomicWire:
         self._question = Question(owner, session_of(self._js))
         return level
 
+    def _check_usable(self) -> None:
+        """Raise unless something can be written: nats-py's error, or what that means for a batch sent in one go."""
+        try:
+            self._js.connection.check_usable()
+        except nats.errors.ConnectionReconnectingError:
+            machine = self.machine
+            if self._hold_back and machine is not None and machine.sent:
+                # Its caller cannot come back to it when the connection is there again.
+                machine.lost("the connection was lost while the batch was being sent")
+                self._settle()
+                machine.check_open()
+            raise
+
     def _check_discarded(self) -> None:
         if self.discarded:
             raise BatchClosedError(
@@ -229,7 +242,7 @@ class AtomicWire:
         self, machine: AtomicBatchMachine, source: Iterator[BatchMessage]
     ) -> tuple[int, BaseException | None]:
         """Send one block of `source`; return as `Block.acked` and `Block.stopped`."""
-        self._js.connection.check_usable()
+        self._check_usable()
         assert self._inbox is not None
         block = machine.add_many(source, f"{self._inbox.subject}.".encode(), _BLOCK)
         if block.messages:

@@ -1,14 +1,17 @@
 """The connection breaks in the middle of a batch: it goes on if the server has all of it, and ends at once if not."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
+import nats.errors
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
+from jetstream_ext.client.connection import connection_of
 from jetstream_ext.testing import NatsServer
 
 
@@ -87,3 +90,45 @@ async def test_while_a_reply_is_waited_for(
         with pytest.raises(errors.BatchAbandonedError, match="connection was lost"):
             await adding
     assert batch.state == "failed"
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("many", [True, False])
+async def test_while_a_batch_is_sent_in_one_go(
+    own_server: NatsServer, own_nc: Client, own_js: JetStreamContext, stream: str, many: bool, last: bool
+) -> None:
+    async def source() -> AsyncIterator[jsx.BatchMessage]:
+        for _ in range(3):
+            yield jsx.BatchMessage(f"{stream}.a")
+        await own_nc.flush()
+        await asyncio.to_thread(own_server.kill)
+        while own_nc.is_connected:
+            await asyncio.sleep(0.001)
+        if not last:
+            yield jsx.BatchMessage(f"{stream}.a")
+
+    async with asyncio.timeout(3):
+        with pytest.raises(errors.BatchAbandonedError, match="while the batch was being sent") as caught:
+            await (jsx.publish_atomic_many(own_js, [source()]) if many else jsx.publish_atomic(own_js, source()))
+    assert caught.value.outcome == "not_stored"
+
+
+@pytest.mark.parametrize("error", [OSError("broken pipe"), nats.errors.ConnectionClosedError()])
+async def test_a_write_that_fails_half_way_closes_the_batch(
+    js: JetStreamContext, nc: Client, make_stream: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    name = await make_stream()
+
+    async def fails(data: bytes, messages: int, size: int) -> None:
+        raise error
+
+    for commit in (False, True):
+        batch = jsx.AtomicBatch(js)
+        await batch.add(f"{name}.a")
+        with monkeypatch.context() as patch:
+            patch.setattr(connection_of(nc), "write", fails)
+            expected = errors.BatchOutcomeUnknownError if commit else errors.BatchAbandonedError
+            with pytest.raises(expected, match="failed while it was written to"):
+                await (batch.commit(f"{name}.a") if commit else batch.add(f"{name}.a"))
+        assert batch.state == ("unknown" if commit else "failed")
+        assert await batch.resolve() == "not_stored"

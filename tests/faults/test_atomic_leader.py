@@ -175,7 +175,7 @@ async def verify(js: JetStreamContext, told: Told) -> None:
     assert claims <= {truth}, (truth, told)
 
 
-@pytest.mark.timeout(60 + 8 * BATCHES)
+@pytest.mark.timeout(120 + 8 * BATCHES)
 async def test_what_clients_are_told_is_true(cluster: NatsCluster) -> None:
     nc = await connect(list(cluster.servers))
     js = nc.jetstream(timeout=1.5)
