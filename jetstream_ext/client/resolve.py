@@ -143,13 +143,16 @@ async def _attempt(js: JetStream, question: Question, machine: AtomicBatchMachin
             return _ack(facts, seen, machine)
 
     session, until = await _fence(js, machine, facts)
-    leader = facts.leader
+    leader, give_up = facts.leader, asyncio.get_running_loop().time() + _QUESTION
     while True:
         facts = await _facts(js, opened)
         if facts.leader != leader:
             raise _NotYet("the stream changed its leader")
         if facts.last_seq >= (until or 0):
             break
+        if asyncio.get_running_loop().time() > give_up:
+            # It may have refused one of those when it applied them, and then counts anew.
+            raise _NotYet("the leader has not applied everything that is on its way")
         await asyncio.sleep(LAG_PAUSE)
     if until is None and facts.replicated:
         raise _NotYet("the leader does not say how far it is")
