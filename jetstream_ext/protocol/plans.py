@@ -176,9 +176,9 @@ class Scan:
         if stop > start:
             self.position = seqs[stop - 1]
             self.read = True
+            self.start_time = None
         if start or stop < len(seqs):
             block.keep(start, stop)
-        self.start_time = None
         return block
 
     def finish(self, ask: Ask, end: EndOfBatch) -> list[Ask]:
@@ -293,6 +293,10 @@ class MultiLast:
     The page's EOB is not what says whether more follows: on 2.11 it counts one too few when it was cut. The value on
     the page's last message is right everywhere.
 
+    A 404 is not what says that there is nothing, either. Servers with file storage answer so, too, if they have not
+    reached `up_to_seq` yet. So on the first page it is asked what they did reach, and that becomes the point in time; on
+    a later page somebody did have the point, and is asked once again.
+
     Args:
         request: The first page; its `batch` is the caller's cap and makes it the only one.
     """
@@ -305,6 +309,8 @@ class MultiLast:
         self._rows = 0
         self._last = 0
         self._pending = 0
+        self._doubted = False
+        self._probing = False
         self._asks: list[Ask] = []
 
     @property
@@ -317,15 +323,21 @@ class MultiLast:
         if self.done or self._asks:
             return None
         request = self._request
-        if self._last:
+        if self._probing:
+            request = replace(request, up_to_seq=None, batch=1)
+        elif self._last:
             cap = None if request.batch is None else request.batch - self._rows
             request = replace(request, seq=self._last + 1, up_to_seq=self._pinned, up_to_time=None, batch=cap)
+        elif self._pinned is not None:
+            request = replace(request, up_to_seq=self._pinned)
         self._asks.append(Ask(request, 0, 0))
         return self._asks[0]
 
     def accept(self, ask: Ask, block: Block, size: int, pending: int) -> Block:
-        """Take rows; all of them count."""
-        if block.seqs:
+        """Take rows; all of them count, but for those of a question how far the stream goes."""
+        if self._probing:
+            block.keep(0, 0)
+        elif block.seqs:
             self._rows += len(block.seqs)
             self._last = block.seqs[-1]
             self._pending = pending
@@ -335,6 +347,17 @@ class MultiLast:
     def finish(self, ask: Ask, end: EndOfBatch) -> list[Ask]:
         """Take the page's end."""
         self._asks.clear()
+        if self._probing:
+            self._probing = False
+            if end.up_to_seq is not None and end.up_to_seq < (self._pinned or 0):
+                self._pinned = end.up_to_seq
+                return []
+            end = replace(end, num_pending=0, found=False)
+        elif not end.found and not self._doubted and self._pinned is not None:
+            self._doubted = True
+            self._probing = not self._rows
+            if self._probing or self._pending:
+                return []
         if self._pinned is None:
             self._pinned = end.up_to_seq
         if not ask.rows:

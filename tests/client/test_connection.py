@@ -14,7 +14,9 @@ from nats.protocol.parser import Parser
 from jetstream_ext.client import connection as door
 from jetstream_ext.client.connection import Connection, Inbox, Sink, connection_of
 from jetstream_ext.errors import BadSubjectError
+from jetstream_ext.protocol.direct import ReplyDecoder
 from jetstream_ext.protocol.frames import Frame, parts
+from jetstream_ext.types import StoredMsg
 
 Heard = tuple[Any, ...]
 
@@ -138,6 +140,46 @@ def test_in_any_order_and_pieces(order: list[int], cuts: list[int]) -> None:
     data = b"".join(STREAM[i][0] for i in order)
     pieces = [data[a:b] for a, b in itertools.pairwise([0, *sorted(cuts), len(data)])]
     assert asyncio.run(fed(pieces)) == [heard for i in order if (heard := STREAM[i][1])]
+
+
+def direct_get_reply() -> bytes:
+    """A reply with and without stored headers, an imposter, empty payloads, and payloads that look like frames."""
+    own = "X-U: v5\r\nY: ä\r\n".encode()
+    imposter = b"Nats-Stream: S\r\nNats-Subject: x\r\nNats-Sequence: 77\r\nStatus: 204\r\n"
+    data, last = b"", 0
+    for i, (stored, payload) in enumerate(
+        [(b"", b"one"), (b"", b""), (own, b"two"), (own, b""), (imposter, TRAP), (b"", TRAP), (b"", b"end" * 40)]
+    ):
+        block = (
+            b"NATS/1.0\r\n%bNats-Stream: S\r\nNats-Subject: a.b\r\nNats-Sequence: %d\r\nNats-Time-Stamp: "
+            b"2026-11-20T21:23:31.2Z\r\nNats-Num-Pending: %d\r\nNats-Last-Sequence: %d\r\n\r\n"
+        ) % (stored, i * 3 + 1, 6 - i, last)
+        last = i * 3 + 1
+        data += msg(1, payload, header=block)
+    return data + msg(
+        1, b"", header=b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 0\r\nNats-Last-Sequence: %d\r\n\r\n" % last
+    )
+
+
+async def test_a_direct_get_reply_cut_anywhere_decodes_the_same() -> None:
+    reply = direct_get_reply()
+
+    async def decoded(*pieces: bytes) -> tuple[list[StoredMsg], Any]:
+        nc, connection, *_ = await opened()
+        decoder, messages = ReplyDecoder("S"), []
+        sink = Sink(lambda frames: messages.extend(decoder.feed(frames).messages()), lambda: None)
+        connection._sinks[b"1"] = sink
+        for piece in pieces:
+            await nc._ps.parse(piece)
+        return messages, decoder.end
+
+    whole, end = await decoded(reply)
+    assert [message.seq for message in whole] == [1, 4, 7, 10, 13, 16, 19]
+    assert whole[4].headers == {"Status": "204"}
+    assert end.last_seq == 19
+    for cut in range(1, len(reply)):
+        assert await decoded(reply[:cut], reply[cut:]) == (whole, end), cut
+    assert await decoded(*(reply[i : i + 1] for i in range(len(reply)))) == (whole, end)
 
 
 @pytest.mark.parametrize("sid", [1, 2], ids=["ours", "foreign"])

@@ -394,6 +394,42 @@ class TestMultiLast:
             (None, None, False), (3, 6, True), (5, 6, True),
         ]  # fmt: skip
 
+    def test_a_point_beyond_the_stream_is_the_end_of_the_stream(self) -> None:
+        """With file storage servers answer 404 to that."""
+        plan = MultiLast(Request(multi_last=(">",), up_to_seq=9, max_bytes=1))
+        said = [
+            ([], NOT_FOUND), ([3], EndOfBatch(1, 3, 5)),  # the second is not delivered: it only tells the point
+            ([3], EndOfBatch(1, 3, 5)), ([5], EndOfBatch(0, 5, 5)),
+        ]  # fmt: skip
+        asked, delivered = [], []
+        for seqs, end in said:
+            ask = plan.next_request()
+            assert ask is not None
+            asked.append((ask.request.seq, ask.request.up_to_seq, ask.request.batch))
+            block = Block("S", list(seqs), [b""] * len(seqs), [0] * len(seqs))
+            delivered += plan.accept(ask, block, 1, end.num_pending).seqs
+            plan.finish(ask, end)
+        assert asked == [(None, 9, None), (None, None, 1), (None, 5, None), (4, 5, None)]
+        assert (delivered, plan.done, plan.end) == ([3, 5], True, EndOfBatch(0, 5, 5))
+
+    @pytest.mark.parametrize("reached", [NOT_FOUND, EndOfBatch(3, 4, 9)])
+    def test_nothing_at_a_point_that_the_stream_has(self, reached: EndOfBatch) -> None:
+        plan = MultiLast(Request(multi_last=("a",), up_to_seq=9, max_bytes=1))
+        for end in (NOT_FOUND, reached):
+            ask = plan.next_request()
+            assert ask is not None
+            plan.finish(ask, end)
+        assert (plan.done, plan.end) == (True, EndOfBatch(0, 0, 9, found=False))
+
+    def test_a_replica_that_has_not_reached_the_point_is_asked_once_again(self) -> None:
+        plan = MultiLast(Request(multi_last=(">",), max_bytes=1))
+        for seq, end in ((3, EndOfBatch(1, 3, 5)), (0, NOT_FOUND), (5, EndOfBatch(0, 5, 5))):
+            ask = plan.next_request()
+            assert ask is not None
+            plan.accept(ask, Block("S", *(([seq], [b""], [0]) if seq else ([], [], []))), 1, end.num_pending)
+            plan.finish(ask, end)
+        assert (plan.done, plan.end) == (True, EndOfBatch(0, 5, 5))
+
     def test_an_empty_page_ends_it(self) -> None:
         plan = MultiLast(Request(multi_last=("a",), max_bytes=10))
         ask = plan.next_request()
