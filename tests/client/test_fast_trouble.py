@@ -145,6 +145,10 @@ async def test_discarded_while_it_opens(stream_name: Callable[[], str]) -> None:
         name = stream_name()
         await js.add_stream(name=name, subjects=[f"{name}.>"], allow_batched=True)
         assert (await jsx.FastPublisher(js).commit(f"{name}.a", b"1")).domain == "hub"
+        await nc.close()  # the level was learnt
+        nc = await nats.connect(server.url)
+        js = nc.jetstream(domain="hub")
+        await js.stream_info(name)
         held = set(nc._subs)
         pub = jsx.FastPublisher(js)
         adding = asyncio.ensure_future(pub.add(f"{name}.a", b"1"))
@@ -267,3 +271,24 @@ async def _read_after_restart(js: JetStreamContext, stream: str) -> list[bytes]:
         while not js._nc.is_connected:
             await asyncio.sleep(0.005)
     return await payloads(js, stream)
+
+
+async def test_who_may_not_ask_for_the_level_waits_once() -> None:
+    config = """
+        jetstream { domain: hub }
+        authorization { users = [ { user: u, password: p, permissions: { publish: { deny: "$JS.API.INFO" } } } ] }
+    """
+    async with NatsServer(config=config) as server:
+        nc = await nats.connect(server.url, user="u", password="p")
+        js = nc.jetstream(domain="hub", timeout=0.5)
+        await js.add_stream(name="S", subjects=["s.>"], allow_batched=True)
+        loop = asyncio.get_running_loop()
+        took = []
+        for _ in range(3):
+            began = loop.time()
+            async with jsx.FastPublisher(js) as pub:
+                await pub.add("s.a", b"x")
+            took.append(loop.time() - began)
+        assert took[0] >= 0.5
+        assert max(took[1:]) < 0.5
+        await nc.close()
