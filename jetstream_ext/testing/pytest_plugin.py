@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from .cluster import NatsCluster
 from .reference import ReferenceServer
 from .server import NatsServer
 
-__all__ = ["nats_server", "reference_server"]
+__all__ = ["nats_cluster", "nats_server", "reference_server"]
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +20,13 @@ def nats_server() -> Iterator[NatsServer]:
     """
     with NatsServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def nats_cluster() -> Iterator[NatsCluster]:
+    """Run one cluster of three nats-servers with JetStream for the whole test session; see `nats_server`."""
+    with NatsCluster() as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -202,13 +202,16 @@ class Pair:
         """Create a stream, and return whether the servers, which must agree, accepted it."""
         subject, payload = f"$JS.API.STREAM.CREATE.{config['name']}", json.dumps(config).encode()
         for raw in self._clients:
-            # Right after a stream was deleted, its folder may still be there.
+            # Right after a stream was deleted, its folder may still be there, or even come back to life.
             while True:
                 raw.frames.clear()
                 raw.publish(subject, payload, reply="R.create")
                 raw.wait(lambda raw=raw: bool(raw.frames))
-                if raw.frames[0].json.get("error", {}).get("err_code") != 10049:
+                answer = raw.frames[0].json
+                if answer.get("error", {}).get("err_code") != 10049 and not answer.get("state", {}).get("messages"):
                     break
+                raw.publish(f"$JS.API.STREAM.DELETE.{config['name']}", reply="R.delete")
+                raw.wait(lambda raw=raw: len(raw.frames) > 1)
         answer = self._created = self.settle(wait=1, what=f"create {config}")[0].json
         if "error" in answer:
             return False

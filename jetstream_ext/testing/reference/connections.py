@@ -1,6 +1,6 @@
 """Client connections and their subscriptions: core NATS, without any JetStream."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from . import subjects
@@ -45,10 +45,10 @@ class Subscription:
 class Permissions:
     """What a user may publish and subscribe to; `None` allows everything that is not denied."""
 
-    publish: Iterable[str] | None = None
-    publish_deny: Iterable[str] = ()
-    subscribe: Iterable[str] | None = None
-    subscribe_deny: Iterable[str] = ()
+    publish: Sequence[str] | None = None
+    publish_deny: Sequence[str] = ()
+    subscribe: Sequence[str] | None = None
+    subscribe_deny: Sequence[str] = ()
 
     def may_publish(self, subject: str) -> bool:
         """Whether a message may go to this subject."""

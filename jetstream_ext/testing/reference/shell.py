@@ -97,6 +97,7 @@ class ReferenceServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._stop: asyncio.Event | None = None
+        self._failure: OSError | None = None
 
     def __enter__(self) -> Self:
         """Start listening, on an event loop in a thread of its own: for tests that are not coroutines.
@@ -109,8 +110,8 @@ class ReferenceServer:
             target=lambda: asyncio.run(self._run(ready)), name="reference-server", daemon=True
         )
         self._thread.start()
-        if not ready.wait(_THREAD_TIMEOUT):
-            raise RuntimeError("the reference server did not start")
+        if not ready.wait(_THREAD_TIMEOUT) or self._failure is not None:
+            raise RuntimeError("the reference server did not start") from self._failure
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -123,9 +124,13 @@ class ReferenceServer:
 
     async def _run(self, ready: threading.Event) -> None:
         self._stop = asyncio.Event()
-        async with self:
+        try:
+            async with self:
+                ready.set()
+                await self._stop.wait()
+        except OSError as error:
+            self._failure = error  # which `__enter__` raises on the other thread
             ready.set()
-            await self._stop.wait()
 
     async def __aenter__(self) -> Self:
         """Start listening."""
