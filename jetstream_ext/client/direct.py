@@ -335,7 +335,7 @@ class MessageBatch:
     """The messages of one read: iterate it, use it as an async context manager, or take `to_list`.
 
     The first request goes out on first use. Leave early with ``break`` and then `aclose` (or the end of the
-    ``async with`` block): nothing stays behind.
+    ``async with`` block): nothing stays behind. One task at a time may read.
 
     Cancellation: A cancelled read is over and has cleaned up; it cannot be continued.
     """
@@ -346,6 +346,7 @@ class MessageBatch:
         self._ready: Iterator[StoredMsg] = iter(())
         self._failure: BaseException | None = None
         self._closed = False
+        self._reading = False
 
     @property
     def num_pending(self) -> int | None:
@@ -398,6 +399,8 @@ class MessageBatch:
             raise JetStreamExtError(f"this read ended early and cannot be continued: {self._failure!r}")
         if self._closed:
             return None
+        self._check_alone()
+        self._reading = True
         try:
             return await anext(self._blocks)
         except StopAsyncIteration:
@@ -405,12 +408,22 @@ class MessageBatch:
         except BaseException as failure:
             self._failure = failure
             raise
+        finally:
+            self._reading = False
+
+    def _check_alone(self) -> None:
+        if self._reading:
+            raise RuntimeError("another task is waiting for the next messages of this read; cancel it first")
 
     async def aclose(self) -> None:
-        """End the read; safe to call at any time and more than once.
+        """End the read; safe to call more than once.
+
+        Raises:
+            RuntimeError: Another task is waiting for messages of it; that one has to be cancelled.
 
         Cancellation: The read is over all the same; nothing is left behind.
         """
+        self._check_alone()
         self._closed = True
         self._ready = iter(())
         await self._blocks.aclose()

@@ -136,11 +136,6 @@ def encode(items: Iterable[tuple[str, str]]) -> bytes:
     return (text + "\r\n").encode()
 
 
-def encode_mapping(headers: Mapping[str, str] | None) -> bytes:
-    """Encode a caller's headers, or nothing at all where there are none."""
-    return encode(headers.items()) if headers else b""
-
-
 def rebuild(headers: Mapping[str, str] | None) -> bytes:
     """Return the bytes that nats-py parsed into `headers`, as nearly as can be told."""
     if not headers:

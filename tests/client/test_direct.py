@@ -351,6 +351,16 @@ class TestLeaving:
             pass
         await left.settled()
 
+    async def test_one_task_at_a_time(self, direct: jsx.DirectGet, left: Any) -> None:
+        batch = direct.scan(batch=2)
+        first = asyncio.create_task(batch.to_list())
+        await asyncio.sleep(0)
+        for second in (batch.to_list(), anext(batch), batch.aclose()):
+            with pytest.raises(RuntimeError, match="another task"):
+                await second
+        assert await first == await direct.scan(batch=2).to_list()
+        await left.settled()
+
     async def test_the_end_leaves_nothing(self, direct: jsx.DirectGet, left: Any) -> None:
         await direct.scan(batch=5).to_list()
         await direct.get(1)
