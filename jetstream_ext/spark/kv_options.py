@@ -9,8 +9,8 @@ from typing import Final
 
 from jetstream_ext.protocol import frames
 from jetstream_ext.spark.bounds import AtSequence, AtTime, Named, parse_times
-from jetstream_ext.spark.given import Given, boolean, nonempty, positive
-from jetstream_ext.spark.options import CONNECTION_OPTIONS, ConnectionOptions, api_prefix, connection_options
+from jetstream_ext.spark.given import Given, boolean, positive
+from jetstream_ext.spark.options import CONNECTION_OPTIONS, ConnectionOptions, api_prefix, connection_options, domain
 
 _KV_OPTIONS: Final = ("bucket", "keys", "asOf", "includeDeleted", "consistency", "minPartitions")
 
@@ -61,7 +61,7 @@ class KvOptions:
             include_deleted=given.take("includeDeleted", boolean, False),
             strict=given.take("consistency", _strict, False),
             min_partitions=given.take("minPartitions", positive, 2),
-            domain=given.take("domain", nonempty, None),
+            domain=given.take("domain", domain, None),
             api_prefix=given.take("apiPrefix", api_prefix, None),
         )
 
