@@ -49,12 +49,21 @@ class Bare:
         self.socket.close()
 
 
-def frames(subjects: list[bytes], payload: bytes, count: int, batch: bytes, flow: int) -> Iterator[bytes]:
-    """Yield the fast-ingest frames of a batch, its end included."""
+def frames(
+    subjects: list[bytes], payload: bytes, count: int, batch: bytes, flow: int, *, ids: bool = False
+) -> Iterator[bytes]:
+    """Yield the fast-ingest frames of a batch, its end included; with `ids` each has a ``Nats-Msg-Id``."""
     reply = b"%b.%b.%d.fail." % (INBOX, batch, flow)
     for seq in range(1, count + 1):
         op = 0 if seq == 1 else 1
         subject = subjects[seq % len(subjects)]
+        if ids:
+            header = b"NATS/1.0\r\nNats-Msg-Id: %b-%d\r\n\r\n" % (batch, seq)
+            total = len(header) + len(payload)
+            yield b"HPUB %b %b%d.%d.$FI %d %d\r\n%b%b\r\n" % (
+                subject, reply, seq, op, len(header), total, header, payload
+            )  # fmt: skip
+            continue
         yield b"PUB %b %b%d.%d.$FI %d\r\n%b\r\n" % (subject, reply, seq, op, len(payload), payload)
     yield b"PUB %b %b%d.3.$FI 0\r\n\r\n" % (subjects[0], reply, count + 1)
 
