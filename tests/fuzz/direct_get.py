@@ -1,0 +1,97 @@
+"""Fuzz what decodes direct-get replies: whatever comes, only documented errors escape.
+
+    python tests/fuzz/direct_get.py -max_total_time=300
+
+Needs atheris; arguments are libFuzzer's. `python -m nox -s fuzz` runs it.
+"""
+
+import sys
+
+import atheris
+
+with atheris.instrument_imports(include=["jetstream_ext"]):
+    from jetstream_ext.errors import JetStreamExtError
+    from jetstream_ext.protocol.direct import ReplyDecoder, decode_single
+    from jetstream_ext.protocol.plans import MultiLast, OneBatch, Request, Scan
+
+NAMES = ["Stream", "Subject", "Sequence", "Time-Stamp", "Num-Pending", "Last-Sequence", "UpTo-Sequence", "Other"]
+STATUSES = [b"", b" 204 EOB", b" 404 Message Not Found", b" 408 Bad Request", b" 413 x", b" 500", b" 503", b" x"]
+
+
+def header_block(data: atheris.FuzzedDataProvider, last: int) -> bytes:
+    """A block that is mostly as servers send it."""
+    if data.ConsumeIntInRange(0, 9) == 0:
+        return data.ConsumeBytes(200)
+    block = b"NATS/1.0" + (data.PickValueInList(STATUSES) if data.ConsumeBool() else b"") + b"\r\n"
+    for _ in range(data.ConsumeIntInRange(0, 3)):
+        block += data.ConsumeBytes(20) + (b"\r\n" if data.ConsumeBool() else b"")
+    if data.ConsumeIntInRange(0, 3):
+        values = [
+            b"S",
+            b"a.b",
+            b"%d" % (last + data.ConsumeIntInRange(0, 3)),
+            b"2026-11-20T21:23:31.2Z",
+            b"7",
+            b"%d" % last,
+        ]
+    else:
+        values = [data.ConsumeBytes(12) for _ in range(data.ConsumeIntInRange(0, 8))]
+    for name, value in zip(NAMES, values, strict=False):
+        block += b"Nats-%b: %b\r\n" % (name.encode(), value)
+    return block + b"\r\n"
+
+
+def look_at(messages: object) -> int:
+    """Use all of a message that is decoded late; return the last sequence."""
+    last = 0
+    for message in messages:  # type: ignore[attr-defined]
+        last = message.seq
+        try:
+            assert isinstance(message.data, bytes)
+            assert isinstance(message.headers, dict)
+            hash(message)
+            repr(message)
+            assert (message.subject, message.time, message.time_ns, message.num_pending, message.last_seq) is not None
+        except JetStreamExtError:
+            pass
+    return last
+
+
+def one_input(raw: bytes) -> None:
+    data = atheris.FuzzedDataProvider(raw)
+    plans = [
+        Scan(max_bytes=1000, up_to_seq=data.ConsumeIntInRange(1, 50) if data.ConsumeBool() else None),
+        OneBatch(Request(batch=5, seq=1)),
+        MultiLast(Request(multi_last=("a",), up_to_seq=9 if data.ConsumeBool() else None)),
+    ]
+    plan = plans[data.ConsumeIntInRange(0, 2)]
+    try:
+        for _ in range(20):
+            while plan.next_request() is not None:
+                pass
+            oldest = plan.oldest
+            if plan.done or oldest is None or not data.remaining_bytes():
+                break
+            decoder, last = ReplyDecoder("S"), 0
+            while decoder.end is None and decoder.broken is None and data.remaining_bytes():
+                frames = []
+                for _ in range(data.ConsumeIntInRange(1, 4)):
+                    header = header_block(data, last)
+                    frames.append((b"_INBOX.x", header + data.ConsumeBytes(5), len(header)))
+                block = decoder.feed(frames)
+                last = look_at(block.messages())
+                if block.seqs:
+                    plan.accept(oldest, block, decoder.size, block.pending(-1))
+            if decoder.end is not None:
+                plan.finish(oldest, decoder.end)
+            elif plan.retry() is None:
+                break
+        header = header_block(data, 1)
+        look_at([decode_single("S", (b"_INBOX.x", header + b"x", len(header)))])
+    except JetStreamExtError:
+        pass
+
+
+if __name__ == "__main__":
+    atheris.Setup(sys.argv, one_input)
+    atheris.Fuzz()
