@@ -24,6 +24,7 @@ from jetstream_ext.errors import (
 from jetstream_ext.protocol import support
 from jetstream_ext.protocol.atomic import ATOMIC_LEVEL, AtomicBatchMachine, State, Step
 from jetstream_ext.protocol.frames import Frame, parts
+from jetstream_ext.protocol.options import check_message
 from jetstream_ext.types import BatchAck, BatchMessage
 
 # Payload bytes per write of a bulk: the server works on one block while the next is encoded.
@@ -85,6 +86,7 @@ class AtomicWire:
         if isinstance(messages, AsyncIterable):
             # One write each: nats-py's buffer joins them, and a slow source is not held back by a block.
             async for message in messages:
+                check_message(message)
                 machine = self.machine or await self._open(message)
                 asked, stopped = await self._block(machine, iter((message,)))
                 acked = max(acked, asked)
@@ -95,6 +97,7 @@ class AtomicWire:
         first = next(source, None)
         if first is None:
             return 0
+        check_message(first)
         source = chain((first,), source)
         machine = self.machine or await self._open(first)
         while True:

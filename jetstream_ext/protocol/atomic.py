@@ -60,7 +60,7 @@ from jetstream_ext.protocol import support
 from jetstream_ext.protocol.acks import parse_batch_ack, parse_refusal
 from jetstream_ext.protocol.atomic_messages import Block, Encoded, Encoder, header_of
 from jetstream_ext.protocol.atomic_messages import Step as Step
-from jetstream_ext.protocol.options import check_batch_id
+from jetstream_ext.protocol.options import check_batch_id, check_message
 from jetstream_ext.types import BatchAck, BatchMessage
 
 ATOMIC_LEVEL: Final = support.ATOMIC.api_level
@@ -161,6 +161,7 @@ class AtomicBatchMachine:
         encode, hold_back = self._encoder.encode, self._hold_back
         try:
             for message in messages:
+                check_message(message)
                 if names and (message.expected_last_subject_seq is not None or message.headers):
                     self._count(names)
                     names = []

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 from jetstream_ext.errors import BadHeaderError
 from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.frames import check_name
 from jetstream_ext.types import NEVER, TTL, BatchMessage
 
 _BATCH_ID_CHARS = frozenset("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_-")
@@ -69,6 +70,7 @@ def message_headers(message: BatchMessage) -> list[tuple[str, str]]:
     if message.msg_ttl is not None:
         options.append((h.MSG_TTL, ttl_value(message.msg_ttl)))
     if message.stream is not None:
+        check_name(message.stream, "stream name")
         options.append((h.EXPECTED_STREAM, message.stream))
     if message.expected_last_seq is not None:
         options.append((h.EXPECTED_LAST_SEQ, _sequence("expected_last_seq", message.expected_last_seq)))
@@ -83,6 +85,16 @@ def message_headers(message: BatchMessage) -> list[tuple[str, str]]:
         if name in own:
             raise BadHeaderError(f"header {name!r} is set both in headers and by an option")
     return pairs + options
+
+
+def check_message(message: object) -> None:
+    """Refuse what is no `BatchMessage`.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(message, BatchMessage):
+        raise TypeError(f"an atomic batch is made of BatchMessage, not {type(message).__name__}")
 
 
 def payload_bytes(payload: object) -> bytes:

@@ -369,3 +369,19 @@ class TestPublishAtomic:
         assert caught.value.outcome == "not_stored"
         assert await count(js, stream) == 0
         await left.settled()
+
+
+@pytest.mark.parametrize("position", [0, 1])
+async def test_what_is_no_message_is_refused_and_stores_nothing(
+    js: JetStreamContext, stream: str, position: int
+) -> None:
+    messages: list[Any] = [jsx.BatchMessage(f"{stream}.a"), jsx.BatchMessage(f"{stream}.a")]
+    messages[position] = (f"{stream}.a", b"")
+    with pytest.raises(TypeError, match="BatchMessage"):
+        await jsx.publish_atomic(js, messages)
+    assert await count(js, stream) == 0
+
+
+async def test_a_stream_name_that_is_none_is_refused(js: JetStreamContext, stream: str) -> None:
+    with pytest.raises(errors.BadSubjectError, match="stream name"):
+        await jsx.AtomicBatch(js).add(f"{stream}.a", b"", stream="A B")
