@@ -140,6 +140,17 @@ def test_the_level_that_a_request_asks_for(pair: Any, headers: Any) -> None:
         pair.api("STREAM.INFO.D", header=headers(Nats_Required_Api_Level=level))
 
 
+@pytest.mark.parametrize("storage", ["memory", "file"])
+def test_the_last_of_all_when_that_was_removed(pair: Any, storage: str) -> None:
+    pair.stream("D", allow_direct=True, storage=storage)
+    for _ in range(3):
+        pair.publish("d.A", b"x")
+    pair.api("STREAM.MSG.DELETE.D", {"seq": 3})
+    for pattern in (">", "d.>", "d.A"):
+        pair.publish("$JS.API.DIRECT.GET.D", json.dumps({"last_by_subj": pattern}).encode(), wait=1)
+        pair.api("STREAM.MSG.GET.D", {"last_by_subj": pattern})
+
+
 def test_without_allow_direct_nobody_answers(pair: Any) -> None:
     pair.stream("D", max_msgs_per_subject=1)
     pair.publish("$JS.API.DIRECT.GET.D", b'{"seq":1}', wait=1)

@@ -27,7 +27,7 @@ def start_position(stream: Stream, config: ConsumerConfig, filters: list[str]) -
     if policy == "all" or (policy == "last_per_subject" and stream.config["max_msgs_per_subject"] == 1):
         first = state.first_seq
     elif policy == "last":
-        newest = [store.last_for(each) for each in filters]
+        newest = [store.last_for(each, store.last) for each in filters]
         first = max((message.seq for message in newest if message), default=0) if filters else state.last_seq
     elif policy == "last_per_subject":
         newest = [store.last_for(subject) for each in filters for subject in store.totals(each)]

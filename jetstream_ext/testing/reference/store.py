@@ -120,7 +120,12 @@ class Store:
         return self._messages.get(seq)
 
     def last_for(self, pattern: str, up_to: int | None = None) -> StoredMessage | None:
-        """Return the newest message under a subject or pattern, up to a sequence."""
+        """Return the newest message under a subject or pattern, up to a sequence.
+
+        For `>` that is the message with the last sequence, and none if it was removed, as on a real server.
+        """
+        if pattern == ">" and up_to is None:
+            return self._messages.get(self.last)
         newest = 0
         for _, seqs in self._matching(pattern):
             index = len(seqs) if up_to is None else bisect_left(seqs, up_to + 1)

@@ -351,6 +351,8 @@ class Stream:
             for each in list(store.totals(">")) if every_subject else [subject] if subject else []:
                 while store.count(each) > limit:
                     self._discard(store.next_for(each, 0))
+        if config["discard"] == "new":
+            return  # what is there already may stay
         while 0 < config["max_msgs"] < len(store) or 0 < config["max_bytes"] < store.bytes:
             self._discard(store.get(store.first))
 
