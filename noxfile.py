@@ -139,6 +139,13 @@ def bench(session: nox.Session) -> None:
     session.run("python", "tests/bench", *session.posargs)
 
 
+@nox.session(python="3.11")
+def fuzz(session: nox.Session) -> None:
+    """Fuzz the decoder of direct-get replies; arguments after `--` go to libFuzzer (default: five minutes)."""
+    session.install("-e", ".", "atheris>=2.3")
+    session.run("python", "tests/fuzz/direct_get.py", *(session.posargs or ["-max_total_time=300"]))
+
+
 @nox.session
 def wheel(session: nox.Session) -> None:
     """Build the wheel, and import it from an environment that has nothing else."""
