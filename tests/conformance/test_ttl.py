@@ -16,7 +16,6 @@ def test_what_expires_in_a_second_and_a_half(pair: Any, headers: Any) -> None:
         "TTL": {"allow_msg_ttl": True},
         "BOTH": {"allow_msg_ttl": True, "max_age": SECOND},
         "MARKED": {"subject_delete_marker_ttl": 60 * SECOND},
-        "AGED": {"subject_delete_marker_ttl": 60 * SECOND, "max_age": SECOND, "max_msgs_per_subject": 1},
         "HISTORY": {"allow_msg_ttl": True, "max_msgs_per_subject": 5},
     }
     if not pair.since("2.11.0"):
@@ -39,6 +38,15 @@ def test_what_expires_in_a_second_and_a_half(pair: Any, headers: Any) -> None:
             pair.publish(f"$JS.API.DIRECT.GET.{name}.{low}.{key}", wait=1)
         pair.publish(f"{low}.a", b"again", header=headers(Nats_Msg_Id="a"))
         pair.publish(f"{low}.b", b"new", header=headers(Nats_Expected_Last_Subject_Sequence=0))
+
+
+def test_markers_of_a_stream_with_an_age(newest: Any) -> None:
+    # The markers live as long as the age of the stream lets them: there is little time to see them.
+    newest.stream("A", subject_delete_marker_ttl=60 * SECOND, max_age=2 * SECOND, max_msgs_per_subject=1)
+    newest.publish("a.x", b"1")
+    newest.publish("a.y", b"2")
+    time.sleep(2.6)
+    newest.api("STREAM.INFO.A", {"subjects_filter": ">"})
 
 
 def test_a_marker_says_why(newest: Any, headers: Any) -> None:
