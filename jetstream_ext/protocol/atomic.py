@@ -58,7 +58,7 @@ from jetstream_ext.errors import (
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol import support
 from jetstream_ext.protocol.acks import parse_batch_ack, parse_refusal
-from jetstream_ext.protocol.atomic_messages import Block, Encoded, Encoder, header_of
+from jetstream_ext.protocol.atomic_messages import NO_OPTIONS, Block, Encoded, Encoder, header_of, options_of
 from jetstream_ext.protocol.atomic_messages import Step as Step
 from jetstream_ext.protocol.options import check_batch_id, check_message
 from jetstream_ext.types import BatchAck, BatchMessage
@@ -159,13 +159,22 @@ class AtomicBatchMachine:
         names: list[str] = []  # counted in one go, unless something has to look at them
         stopped: BaseException | None = StopIteration()
         encode, hold_back = self._encoder.encode, self._hold_back
+        plain, room, known = self._encoder.plain, self._encoder.plain_room, self._encoder.subjects.encode
         try:
             for message in messages:
-                check_message(message)
-                if names and (message.expected_last_subject_seq is not None or message.headers):
+                if (
+                    type(message) is BatchMessage
+                    and options_of(message) == NO_OPTIONS
+                    and type(message.payload) is bytes
+                    and len(message.payload) <= room
+                ):
+                    # Nearly every message of a bulk; the same as `Encoder.encode` makes of it.
+                    encoded: Encoded = (message.subject, known(message.subject), plain, message.payload, None)
+                else:
+                    check_message(message)
                     self._count(names)
                     names = []
-                encoded = encode(message, None, first=not (self.size or names))
+                    encoded = encode(message, None, first=not self.size)
                 names.append(encoded[0])
                 if hold_back:
                     ready, self._held = self._held, encoded

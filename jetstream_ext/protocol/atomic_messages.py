@@ -20,10 +20,10 @@ from jetstream_ext.types import BatchMessage
 
 _MANAGED: Final = frozenset({h.BATCH_ID.lower(), h.BATCH_SEQUENCE.lower(), h.BATCH_COMMIT.lower()})
 
-_options = attrgetter(
+options_of = attrgetter(
     "headers", "msg_id", "msg_ttl", "stream", "expected_last_seq", "expected_last_subject_seq", "expected_last_subject"
 )
-_NO_OPTIONS: Final = (None,) * 7
+NO_OPTIONS: Final = (None,) * 7
 
 _END: Final = b"\r\n\r\n"
 _COMMIT: Final = b"\r\nNats-Batch-Commit: 1" + _END
@@ -83,10 +83,10 @@ class Encoder:
     def __init__(self, batch_id: str, max_payload: int) -> None:
         own = h.encode([(h.BATCH_ID, check_batch_id(batch_id))])[: -len(h.CRLF)]
         self._tail = own[len(h.VERSION) :] + f"{h.BATCH_SEQUENCE}: ".encode()
-        self._plain = h.VERSION + self._tail
+        self.plain = h.VERSION + self._tail
         self._max_payload = max_payload
-        self._plain_room = max_payload - len(self._plain) - _LONGEST
-        self._subjects = SubjectCache()
+        self.plain_room = max_payload - len(self.plain) - _LONGEST
+        self.subjects = SubjectCache()
         self._written: Counter[str] = Counter()
 
     def encode(self, message: BatchMessage, ack: bool | None, *, first: bool) -> Encoded:
@@ -96,13 +96,13 @@ class Encoder:
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: Refused; nothing changed.
         """
         name, payload = message.subject, message.payload
-        if _options(message) == _NO_OPTIONS and type(payload) is bytes:
+        if options_of(message) == NO_OPTIONS and type(payload) is bytes:
             # Nearly every message of a bulk.
-            if len(payload) > self._plain_room:
-                self._check_size(self._plain, payload)
-            return name, self._subjects.encode(name), self._plain, payload, ack
+            if len(payload) > self.plain_room:
+                self._check_size(self.plain, payload)
+            return name, self.subjects.encode(name), self.plain, payload, ack
         self._check(message, first)
-        subject = self._subjects.encode(name)
+        subject = self.subjects.encode(name)
         payload = payload_bytes(payload)
         block = h.encode(message_headers(message))
         head = block[: -len(_END)] + self._tail
@@ -111,7 +111,7 @@ class Encoder:
 
     def marker(self, seq: int) -> bytes:
         """Return the header block of the end-of-batch marker."""
-        return b"%b%d%b" % (self._plain, seq, _MARKER)
+        return b"%b%d%b" % (self.plain, seq, _MARKER)
 
     def count(self, names: Iterable[str]) -> None:
         """Take it that messages on these subjects are part of the batch."""
