@@ -345,6 +345,7 @@ class MessageBatch:
         self._blocks = blocks
         self._ready: Iterator[StoredMsg] = iter(())
         self._failure: BaseException | None = None
+        self._over = False
         self._closed = False
         self._reading = False
 
@@ -365,7 +366,7 @@ class MessageBatch:
 
     @property
     def _end(self) -> EndOfBatch | None:
-        return self._plan.end if self._plan.done else None
+        return self._plan.end if self._over else None
 
     def __aiter__(self) -> Self:
         return self
@@ -404,6 +405,7 @@ class MessageBatch:
         try:
             return await anext(self._blocks)
         except StopAsyncIteration:
+            self._over = self._plan.done
             return None
         except BaseException as failure:
             self._failure = failure

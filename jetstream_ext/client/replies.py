@@ -96,50 +96,57 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
     replies: dict[Ask, Reply] = {}
     retried = silent = answered = False
     deadline = 0.0
-
-    def finished() -> bool:
-        return plan.done
+    rows = Block()
 
     try:
-        while not finished():
+        while True:
             failure: JetStreamExtError | nats.errors.Error | None = None
             away = False
             try:
                 while (ask := plan.next_request()) is not None:
                     reply = replies[ask] = Reply(stream)
                     await reply.send(js, subject, ask.request.encode())
+            except (MessagesLostError, nats.errors.ConnectionReconnectingError) as error:
+                failure = error
+            # Only now, so that the server has something to do while the reader has.
+            if rows.seqs:
+                ready, rows = rows, Block()
+                yield ready
+            if plan.done:
+                return
+            if failure is None:
                 oldest = plan.oldest
                 assert oldest is not None
                 reply = replies[oldest]
                 decoder = reply.decoder
-                block = decoder.feed(await reply.take(timeout))
-            except (MessagesLostError, RequestTimeoutError, nats.errors.ConnectionReconnectingError) as error:
-                failure = error
-            except DirectGetDisabledError as error:
-                failure = error
-                deadline = deadline or loop.time() + timeout
-                away = answered and loop.time() < deadline
-                if not away:
-                    raise
-            else:
-                deadline = 0.0
-                if block.seqs:
-                    answered = True
-                    block = plan.accept(oldest, block, decoder.size, block.pending(-1))
+                try:
+                    block = decoder.feed(await reply.take(timeout))
+                except (MessagesLostError, RequestTimeoutError) as error:
+                    failure = error
+                except DirectGetDisabledError as error:
+                    failure = error
+                    deadline = deadline or loop.time() + timeout
+                    away = answered and loop.time() < deadline
+                    if not away:
+                        raise
+                else:
+                    deadline = 0.0
                     if block.seqs:
-                        retried = False
-                        yield block
-                if finished():
-                    break
-                failure = decoder.broken
-                if decoder.end is not None:
-                    silent = False
-                    for void in [oldest, *plan.finish(oldest, decoder.end)]:
-                        replies.pop(void).close()
+                        answered = True
+                        rows = plan.accept(oldest, block, decoder.size, block.pending(-1))
+                        retried = retried and not rows.seqs
+                    failure = decoder.broken
+                    if decoder.end is not None:
+                        silent = False
+                        for void in [oldest, *plan.finish(oldest, decoder.end)]:
+                            replies.pop(void).close()
             if failure is not None:
+                if rows.seqs:
+                    ready, rows = rows, Block()
+                    yield ready
                 voids = plan.retry()
-                if finished():
-                    break
+                if plan.done:
+                    return
                 if voids is None or ((retried or silent) and not away):
                     raise failure
                 if away:
