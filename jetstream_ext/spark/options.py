@@ -42,11 +42,13 @@ _READ_OPTIONS: Final = (
     "failOnDataLoss",
     "tailCheck",
     "allowUnstableRetention",
+    "pushDown",
 )
 _ONLY_STREAMING: Final = ("maxOffsetsPerTrigger", "maxMessagesPerTrigger", "maxBytesPerTrigger")
 _ONLY_BATCH: Final = {
     "endingOffsets": "it ends batch reads; a streaming query has no end (use trigger(availableNow=True))",
     "endingTime": "it ends batch reads; a streaming query has no end (use trigger(availableNow=True))",
+    "pushDown": "Spark hands no filters to streaming reads; leave it out and use 'subjects'",
     "maxBytesPerPartition": "in a streaming query the partitions of a batch must not depend on what the stream holds "
     "at the moment, or a replay would cut it differently; give their number by 'minPartitions'",
 }
@@ -114,6 +116,7 @@ class ReadOptions:
         domain: JetStream domain.
         api_prefix: Prefix of the JetStream API, such as of an imported account.
         allow_unstable_retention: Read streams whose consumers' acknowledgements delete messages.
+        push_down: Take the filters that Spark hands down.
         max_offsets: Sequences per micro-batch at most.
         max_bytes: Bytes of messages per micro-batch, about.
     """
@@ -130,6 +133,7 @@ class ReadOptions:
     domain: str | None = None
     api_prefix: str | None = None
     allow_unstable_retention: bool = False
+    push_down: bool = False
     max_offsets: int | None = None
     max_bytes: int | None = None
 
@@ -161,6 +165,7 @@ class ReadOptions:
             domain=given.take("domain", domain, None),
             api_prefix=given.take("apiPrefix", api_prefix, None),
             allow_unstable_retention=given.take("allowUnstableRetention", boolean, False),
+            push_down=given.take("pushDown", boolean, False),
             max_offsets=given.take(
                 "maxOffsetsPerTrigger", positive, given.take("maxMessagesPerTrigger", positive, None)
             ),

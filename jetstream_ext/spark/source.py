@@ -79,6 +79,9 @@ class JetStreamDataSource(DataSource):
     ``failOnDataLoss``                         fail where messages that should be there are gone (true), or warn
     ``tailCheck``                              prove at the stream's leader that no replica or mirror left something
                                                out (true)
+    ``pushDown``                               batch, Spark 4.1: take the query's filters on ``seq`` and ``subject``,
+                                               where Spark hands them down (false). Only for a DataFrame that is used
+                                               in one query, with one filter: see the documentation
     ``allowUnstableRetention``                 read ``workqueue`` and ``interest`` streams all the same (false)
     =========================================  ======================================================================
 
@@ -128,7 +131,7 @@ class JetStreamDataSource(DataSource):
         """
         options = ReadOptions.parse(self.options)
         check_schema(schema, _COLUMNS)
-        return (PushDownReader if _push_down_is_on() else JetStreamReader)(options, schema)
+        return (PushDownReader if options.push_down and _push_down_is_on() else JetStreamReader)(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """Return the writer of a DataFrame; whatever can be checked is checked here, on the driver.
@@ -202,6 +205,8 @@ class PushDownReader(JetStreamReader):
     """Takes the query's filters, too.
 
     A class of its own: where Spark's filter push-down is off, it refuses to read from a reader that has `pushFilters`.
+    And only by option: Spark 4.1 to 4.3 keep what was planned with filters on the DataFrame, and take it for other
+    queries of the same DataFrame, too, which then lack rows.
     """
 
     def pushFilters(self, filters: list[Any]) -> Iterator[Any]:  # noqa: N802 - Spark's name

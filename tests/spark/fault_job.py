@@ -23,7 +23,7 @@ def slow(pause: float, straggler: bool) -> Any:
         late = straggler and context.partitionId() == 0 and context.attemptNumber() == 0
         for batch in batches:
             for first in range(0, batch.num_rows, 500):
-                time.sleep(pause * (20 if late else 1))
+                time.sleep(pause * (200 if late else 1))
                 yield batch.slice(first, 500)
 
     return work

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from jetstream_ext.spark import lag
 from jetstream_ext.testing import NatsServer
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -197,21 +197,63 @@ def test_options(query: Query, make: Any, options: dict[str, str], message: str)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("on", [False, True])
-def test_filters_are_pushed_down_where_that_is_on(spark: SparkSession, server: NatsServer, make: Any, on: bool) -> None:
-    if on and tuple(map(int, spark.version.split(".")[:2])) < (4, 1):
+@pytest.fixture(params=[False, True], ids=["off", "on"])
+def push_down(request: pytest.FixtureRequest, spark: SparkSession) -> Iterator[bool]:
+    """Spark's own switch."""
+    if request.param and tuple(map(int, spark.version.split(".")[:2])) < (4, 1):
         pytest.skip("Spark 4.1 has it")
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", str(request.param).lower())
+    yield request.param
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "false")
+
+
+def test_filters_are_pushed_down_by_option(spark: SparkSession, server: NatsServer, make: Any, push_down: bool) -> None:
     name = make(100)
-    spark.conf.set("spark.sql.python.filterPushdown.enabled", str(on).lower())
-    try:
-        frame = spark.read.format("jetstream").option("servers", server.url).load(name)
-        assert frame.count() == 100
-        assert [row.seq for row in frame.where("seq > 40 AND seq <= 43").collect()] == [41, 42, 43]
-        assert frame.where(f"subject = '{name}.a' AND seq IN (5, 7)").count() == 2
-        assert frame.where(f"subject LIKE '{name}.%'").count() == 100
-        assert frame.where("subject = 'other'").count() == 0
-        assert frame.where("seq = 1 OR subject = 'other'").count() == 1
-        parts = frame.where("seq > 40 AND seq <= 43").selectExpr("spark_partition_id() AS part").distinct().count()
-        assert parts == (2 if on else 1)  # only the range itself was cut up
-    finally:
-        spark.conf.set("spark.sql.python.filterPushdown.enabled", "false")
+
+    def frame() -> DataFrame:
+        return spark.read.format("jetstream").options(servers=server.url, pushDown="true").load(name)
+
+    assert frame().count() == 100
+    assert [row.seq for row in frame().where("seq > 40 AND seq <= 43").collect()] == [41, 42, 43]
+    assert frame().where(f"subject = '{name}.a' AND seq IN (5, 7)").count() == 2
+    assert frame().where(f"subject LIKE '{name}.%'").count() == 100
+    assert frame().where("subject = 'other'").count() == 0
+    assert frame().where("seq = 1 OR subject = 'other'").count() == 1
+    parts = frame().where("seq > 40 AND seq <= 43").selectExpr("spark_partition_id() AS part").distinct().count()
+    assert parts == (2 if push_down else 1)  # only the range itself was cut up
+
+
+def test_a_frame_is_right_however_often_it_is_used(
+    spark: SparkSession, server: NatsServer, make: Any, push_down: bool
+) -> None:
+    """Spark keeps what it planned with one filter for other queries of the frame: nothing may be taken from it."""
+    frame = spark.read.format("jetstream").option("servers", server.url).load(make(100))
+    assert frame.where("seq <= 10").count() == 10
+    assert frame.count() == 100
+    assert frame.where("seq <= 10").union(frame.where("seq > 90")).count() == 20
+    assert frame.where("seq = 1 OR seq = 99").count() == 2
+
+
+def test_the_checkpoint_holds_no_secret(
+    spark: SparkSession, guarded: NatsServer, with_js: Any, secret: str, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    one, other = stream_name(), stream_name()
+
+    async def fill(js: JetStreamContext) -> None:
+        for name in (one, other):
+            await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.*"], allow_direct=True, allow_batched=True))
+        await js.publish(f"{one}.a", b"1")
+
+    with_js(fill, guarded.url, user="all", password=secret)
+    credentials = {"servers": guarded.url, "user": "all", "passwordEnv": "JSX_TEST_PASSWORD"}
+    frame = spark.readStream.format("jetstream").options(**credentials).load(one)
+    writer = frame.selectExpr(f"'{other}.a' AS subject", "data").writeStream.format("jetstream")
+    writer = writer.options(**credentials, stream=other, checkpointLocation=str(tmp_path)).trigger(availableNow=True)
+    query = writer.start()
+    query.awaitTermination()
+    assert query.lastProgress["sources"][0]["endOffset"]
+    assert with_js(lambda js: js.stream_info(other), guarded.url, user="all", password=secret).state.messages == 1
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 3
+    assert not any(secret.encode() in path.read_bytes() for path in files)
+    assert secret not in str(query.lastProgress)
