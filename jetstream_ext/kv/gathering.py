@@ -28,7 +28,7 @@ Take = Callable[[list[Record]], None]
 
 async def at_once(bucket: Bucket, source: Source, patterns: list[str], facts: Facts) -> Answer | None:
     """Return the one answer that has everything, or None: it would not fit."""
-    if len(patterns) > _CHUNK or (patterns == [EVERYTHING] and facts.keys > _CHUNK):
+    if len(_cut_up(bucket, patterns)) > 1 or (patterns == [EVERYTHING] and facts.keys > _CHUNK):
         return None
     try:
         answer = await source.last_of([bucket.subject(pattern) for pattern in patterns])
@@ -82,17 +82,20 @@ async def by_name(
         await read(chunk[:half])
         await read(chunk[half:])
 
-    await in_flight(read, _cut_up(keys), limit=_CHUNKS_IN_FLIGHT)
+    await in_flight(read, _cut_up(bucket, keys), limit=_CHUNKS_IN_FLIGHT)
 
 
-def _cut_up(keys: Sequence[str]) -> list[Sequence[str]]:
+def _cut_up(bucket: Bucket, keys: Sequence[str]) -> list[Sequence[str]]:
+    """Return `keys` in chunks that one request has room for."""
+    room = min(_CHUNK_BYTES, bucket.js.connection.max_payload // 4)
+    each = len(bucket.prefix) + 3  # with its quotes and comma
     chunks: list[Sequence[str]] = []
     start = size = 0
     for index, key in enumerate(keys):
-        if index - start >= _CHUNK or (size > _CHUNK_BYTES and index > start):
+        size += len(key) + each
+        if index - start >= _CHUNK or (size > room and index > start):
             chunks.append(keys[start:index])
-            start, size = index, 0
-        size += len(key)
+            start, size = index, len(key) + each
     if start < len(keys):
         chunks.append(keys[start:])
     return chunks

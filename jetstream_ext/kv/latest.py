@@ -39,10 +39,10 @@ class Latest:
     def feed(self, records: Iterable[Record]) -> None:
         """Take messages, in any order."""
         entries, bucket, wanted = self._entries, self._subjects.bucket, self._subjects.wanted
-        cut = len(self._subjects.prefix)
+        prefix, cut = self._subjects.prefix, len(self._subjects.prefix)
         for seq, subject, data, headers, time in records:
             key = subject[cut:]
-            if not wanted(key):
+            if not wanted(key) or not subject.startswith(prefix):
                 continue
             known = entries.get(key)
             if known is not None and known.revision >= seq:

@@ -116,11 +116,11 @@ class Past:
             log: They are part of the whole log: those of other keys may explain what is missing in it.
         """
         bucket, wanted, revision = self._subjects.bucket, self._subjects.wanted, self.revision
-        keys, cut = self._keys, len(self._subjects.prefix)
+        keys, prefix, cut = self._keys, self._subjects.prefix, len(self._subjects.prefix)
         for record in records:
             subject = record.subject
             name = subject[cut:]
-            asked = wanted(name)
+            asked = wanted(name) and subject.startswith(prefix)
             if not (asked or log):
                 continue
             seq, headers = record.seq, record.headers

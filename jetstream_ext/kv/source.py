@@ -258,8 +258,10 @@ class Source:
 
     async def _find_witness(self) -> str | None:
         """Return a subject that has a message now, or None: the bucket is empty."""
-        newest = await self._bucket.at_leader(last_by_subj=self._bucket.subject(">"))
-        self._witness = None if newest is None else newest.subject
+        # The first message, not the last: it is found at once in a bucket of any size, it seldom goes away, and of the
+        # last one servers may say that there is none where its sequence was deleted.
+        oldest = await self._bucket.at_leader(seq=1, next_by_subj=">")
+        self._witness = None if oldest is None else oldest.subject
         return self._witness
 
     async def _trusted(self, stream: str) -> bool:

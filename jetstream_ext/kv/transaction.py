@@ -108,7 +108,7 @@ class Transaction:
         """Leave a delete marker, on condition of revision `last` if that is given; the key's history stays.
 
         Raises:
-            As `update`.
+            KeyConflictError, ValueError, nats.js.errors.InvalidKeyError, TypeError: As for `update`.
         """
         self._open()
         self._staging.delete(key, last)
@@ -122,7 +122,7 @@ class Transaction:
             ttl: How long the marker stays; None is for ever.
 
         Raises:
-            As `update`.
+            KeyConflictError, ValueError, nats.js.errors.InvalidKeyError, TypeError: As for `update`.
         """
         self._open()
         self._staging.purge(key, last, ttl)
@@ -207,7 +207,10 @@ class Transaction:
             fence = await self._find_fence() if staging.needs_fence else None
             self._messages = staging.messages(fence=fence, msg_id=self._batch_id if self._with_id else None)
             self._batch = batch = AtomicBatch(
-                self._bucket.context, batch_id=self._batch_id, ack_first=False, timeout=self._bucket.timeout
+                self._bucket.context,
+                batch_id=self._batch_id,
+                ack_first=not self._with_id,
+                timeout=self._bucket.timeout,
             )
             try:
                 await batch.add_many(self._messages)

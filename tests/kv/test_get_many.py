@@ -58,6 +58,21 @@ async def test_keys_longer_than_one_request(make_bucket, load, monkeypatch: pyte
     there = {f"{'x' * 1500}.{n}": b"v" for n in range(500)}
     await load(kv, there)
     assert len(await kvx.get_many(kv, there)) == 500
+    assert len(await kvx.snapshot(kv, list(there))) == 500
+
+
+async def test_a_server_with_small_messages() -> None:
+    with NatsServer(config="max_payload: 16384") as server:
+        nc = await nats.connect(server.url)
+        try:
+            kv = await kvx.enable(await nc.jetstream().create_key_value(bucket="B"), atomic=False)
+            keys = [f"{'x' * 100}.{n}" for n in range(400)]
+            await asyncio.gather(*(kv.put(key, b"v") for key in keys))
+            assert len(await kvx.get_many(kv, keys)) == 400
+            assert len(await kvx.snapshot(kv, keys)) == 400
+            assert len(await kvx.snapshot(kv)) == 400
+        finally:
+            await nc.close()
 
 
 async def test_a_server_that_answers_for_fewer_subjects_is_asked_for_fewer(

@@ -1,5 +1,6 @@
 """Random histories against a list of what happened: the bucket at every revision and at every time."""
 
+import asyncio
 import random
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -193,3 +194,49 @@ async def test_every_time_and_many_keys(make_bucket, history: int, road: str) ->
                 }
             assert lost <= set(named) <= set(keys)
             assert not {key for key in named if any(e.seq <= revision for e in model.held(key))}
+
+
+@pytest.mark.parametrize(("history", "markers"), [(1, None), (1, 60), (3, None), (3, 1)])
+async def test_keys_that_expire(make_bucket, history: int, markers: int | None, road: str) -> None:
+    """After the fact, every answer about the time before is right or refused."""
+    kv = await make_bucket(history=history, limit_marker_ttl=markers)
+    model, rng = Model(history), random.Random(history)
+    sessions = [f"session.{n}" for n in range(8)]
+    await kv.create("long", b"0", msg_ttl=3600)
+    model.events.append(Event(1, "long", "PUT", b"0", created=True))
+    for n, key in enumerate(rng.sample([*sessions, *KEYS * 3], 30), 2):
+        if key in sessions:
+            await kv.create(key, b"%d" % n, msg_ttl=1)
+        else:
+            await kv.put(key, b"%d" % n)
+        model.events.append(Event(n, key, "PUT", b"%d" % n))
+    async with asyncio.timeout(15):
+        while set(await kvx.snapshot(kv)) & set(sessions):
+            await asyncio.sleep(0.1)
+    last = len(model.events)
+    keys = ["long", *sessions, *KEYS]
+    exact = 0
+    for revision in range(1, last + 1):
+        truth = {key: event.value for key, event in model.state(revision).items()}
+        loose = await kvx.snapshot(kv, at=revision, strict=False)
+        for key, entry in loose.items():
+            assert entry.value == truth[key], f"{key} at {revision}"
+        unknown = truth.keys() - loose.keys() - set(loose.unavailable)
+        present = revision == last == (await kvx.snapshot(kv)).revision  # then what has expired may be left out
+        assert not unknown or not loose.complete or present, f"{unknown} at {revision}"
+        try:
+            strict = await kvx.snapshot(kv, at=revision)
+        except HistoryUnavailableError:
+            assert loose.unavailable or not loose.complete
+        else:
+            assert {key: entry.value for key, entry in strict.items()} == truth or present, f"at {revision}"
+        try:
+            many = await kvx.get_many(kv, keys, at=revision)
+        except HistoryUnavailableError as error:
+            refused = set(error.keys)
+        else:
+            refused = set()
+            exact += 1
+            assert {key: entry.value for key, entry in many.items()} == truth or present, f"at {revision}"
+        assert refused.isdisjoint(loose.keys())
+    assert exact

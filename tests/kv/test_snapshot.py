@@ -221,6 +221,31 @@ async def test_deep_histories_are_read_by_name(
     assert len(some) == 2_000
 
 
+async def test_a_bucket_that_does_not_begin_at_one(js, stream_name) -> None:
+    name = stream_name()
+    await js.add_stream(
+        name=f"KV_{name}", subjects=[f"$KV.{name}.>"], max_msgs_per_subject=1, allow_direct=True, first_seq=100
+    )
+    kv = await js.key_value(name)
+    assert await kv.put("a", b"1") == 100
+    assert await kv.put("b", b"1") == 101
+    assert len(await kvx.snapshot(kv, at=99)) == 0
+    then = await kvx.snapshot(kv, at=100)
+    assert (set(then), then.complete) == ({"a"}, True)
+
+
+async def test_what_is_not_the_bucket_s_is_not_taken_for_a_key(js, make_bucket, stream_name, load) -> None:
+    kv = await make_bucket()
+    await load(kv, {f"k.{n}": b"1" for n in range(1_100)})
+    config = (await js.stream_info(kv._stream)).config
+    other = stream_name()
+    await js.update_stream(config.evolve(subjects=[*config.subjects, f"{other}.>"]))
+    await js.publish(f"{other}.a.very.long.subject.indeed", b"not a value")
+    assert len(await kvx.snapshot(kv)) == 1_100
+    assert len(await kvx.snapshot(kv, at=1_101)) == 1_100
+    assert len(await kvx.get_many(kv, ["k.1", "k.2"])) == 2
+
+
 async def test_no_consumer_is_made(make_bucket, load) -> None:
     kv = await make_bucket()
     await load(kv, {f"k.{n}": b"" for n in range(3_000)})
