@@ -1,0 +1,26 @@
+"""The door of the command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line; the exit status is 0, 1 (failed), 2 (wrong usage) or 130 (stopped with Ctrl-C)."""
+    missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.stderr.write(f"jetstream-ext: needs {' and '.join(missing)}: pip install 'jetstream-ext[cli]'\n")
+        sys.exit(1)
+    try:
+        from jetstream_ext.cli.app import cli  # only now: it imports both
+
+        cli(prog_name="jetstream-ext")
+    except KeyboardInterrupt:  # before there is a command that could say more
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

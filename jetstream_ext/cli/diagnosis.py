@@ -1,0 +1,158 @@
+"""What a server can do, and what its streams lack."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from nats.js import JetStreamContext
+
+from jetstream_ext.client.api import Api
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.features import features
+from jetstream_ext.client.health import source_health
+from jetstream_ext.protocol import support
+from jetstream_ext.protocol.support import Feature
+
+_KV: Final = "KV_"
+_OF_STREAMS: Final = (support.DIRECT_GET, support.MSG_TTL, support.ATOMIC, support.FAST_INGEST)
+_OF_BUCKETS: Final = {support.DIRECT_GET: "direct=True", support.ATOMIC: "atomic=True", support.MSG_TTL: "ttl=True"}
+_NOT_FOR_MIRRORS: Final = (support.ATOMIC, support.FAST_INGEST)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReport:
+    """What one stream has and lacks.
+
+    Attributes:
+        name: The stream.
+        messages: How many it holds.
+        has: The options that it allows.
+        lacks: The options that its server has and it does not allow.
+        never: What it can never have, and why.
+        fix: The call that turns on what it lacks; empty if there is nothing to turn on.
+        sources: What is wrong with its mirror or sources.
+    """
+
+    name: str
+    messages: int
+    has: tuple[str, ...]
+    lacks: tuple[str, ...]
+    never: tuple[str, ...]
+    fix: str
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the doctor found.
+
+    Attributes:
+        version: The version of the connected server.
+        api_level: The API level of the JetStream behind it.
+        works: The features that it has.
+        missing: Those that it has not.
+        streams: The streams, by name.
+    """
+
+    version: str
+    api_level: int
+    works: tuple[Feature, ...]
+    missing: tuple[Feature, ...]
+    streams: tuple[StreamReport, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for scripts."""
+        return {
+            "server_version": self.version,
+            "api_level": self.api_level,
+            "works": [feature.title for feature in self.works],
+            "missing": {feature.title: feature.since for feature in self.missing},
+            "streams": [{name: getattr(stream, name) for name in StreamReport.__slots__} for stream in self.streams],
+        }
+
+
+async def examine(js: JetStreamContext, stream: str | None = None) -> Report:
+    """Ask the server, and one stream or all of them.
+
+    Args:
+        js: The JetStream.
+        stream: The stream to look at; None is all.
+
+    Raises:
+        NotFoundError: nats-py's: there is no such stream.
+        ServiceUnavailableError, ServerError, RequestTimeoutError: As for `features`.
+    """
+    found = await features(js)
+    works = tuple(feature for feature in support.FEATURES if feature.at(found.api_level))
+    door = JetStream(js)
+    if stream is not None:
+        infos = [await Api(door).ask(f"STREAM.INFO.{stream}")]
+    else:
+        infos = [info async for info in _streams(door)]
+    return Report(
+        version=found.server_version,
+        api_level=found.api_level,
+        works=works,
+        missing=tuple(feature for feature in support.FEATURES if feature not in works),
+        streams=tuple([await _examine(js, info, works) for info in sorted(infos, key=_name)]),
+    )
+
+
+def _name(info: Mapping[str, Any]) -> str:
+    return str(info["config"]["name"])
+
+
+async def _streams(js: JetStream) -> AsyncIterator[dict[str, Any]]:
+    seen = 0
+    while True:
+        page = await Api(js).ask("STREAM.LIST", {"offset": seen})
+        infos = page.get("streams") or []
+        for info in infos:
+            yield info
+        seen += len(infos)
+        if not infos or seen >= page["total"]:
+            return
+
+
+async def _examine(js: JetStreamContext, info: Mapping[str, Any], works: tuple[Feature, ...]) -> StreamReport:
+    config, name = info["config"], _name(info)
+    has = tuple(feature for feature in _OF_STREAMS if config.get(feature.option))
+    never = _never(config)
+    lacks = tuple(
+        feature for feature in _OF_STREAMS if feature in works and feature not in has and feature not in never
+    )
+    sources: tuple[str, ...] = ()
+    if config.get("mirror") or config.get("sources"):
+        rows = await source_health(js, name)
+        sources = tuple(f"{row.name} is {row.state}. {row.detail}".rstrip() for row in rows if not row.ok)
+    return StreamReport(
+        name=name,
+        messages=info["state"]["messages"],
+        has=tuple(feature.option for feature in has),
+        lacks=tuple(feature.option for feature in lacks),
+        never=tuple(f"{feature.option}: {why}" for feature, why in never.items()),
+        fix=_fix(name, lacks),
+        sources=sources,
+    )
+
+
+def _never(config: Mapping[str, Any]) -> dict[Feature, str]:
+    if config.get("sealed"):
+        return dict.fromkeys(_OF_STREAMS, "the stream is sealed")
+    if config.get("mirror"):
+        return dict.fromkeys(_NOT_FOR_MIRRORS, "the stream is a mirror")
+    if config.get("persist_mode") == "async":
+        return {support.ATOMIC: "the stream persists asynchronously"}
+    return {}
+
+
+def _fix(stream: str, lacks: tuple[Feature, ...]) -> str:
+    if not lacks:
+        return ""
+    if stream.startswith(_KV) and all(feature in _OF_BUCKETS for feature in lacks):
+        options = ", ".join(_OF_BUCKETS[feature] for feature in lacks)
+        return f'await jetstream_ext.kv.enable(await js.key_value("{stream.removeprefix(_KV)}"), {options})'
+    options = ", ".join(f"{feature.option}=True" for feature in lacks)
+    return f'await jetstream_ext.ensure_stream(js, (await js.stream_info("{stream}")).config, {options})'

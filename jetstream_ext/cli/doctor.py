@@ -1,0 +1,67 @@
+"""``jetstream-ext doctor``: what works here, and what would make the rest work."""
+
+from __future__ import annotations
+
+import asyncio
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from jetstream_ext.cli.connection import Target, connected, connection_options, target
+from jetstream_ext.cli.diagnosis import Report, StreamReport, examine
+from jetstream_ext.cli.output import console, write_json
+from jetstream_ext.protocol import support
+
+
+@click.command("doctor")
+@click.argument("url", envvar="NATS_URL", default="")
+@click.option("--stream", metavar="NAME", help="Look at this stream only.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, for scripts.")
+@connection_options(server=False)
+@click.pass_context
+def command(ctx: click.Context, url: str, stream: str | None, as_json: bool, timeout: float) -> None:
+    """Say what the server at URL can do, and what its streams lack.
+
+    For each stream the call is shown that turns on what it lacks. An option that is not turned on is no fault: the
+    exit status is 0 whenever the server could be asked.
+    """
+    report = asyncio.run(_ask(target(ctx, timeout, url), stream))
+    if as_json:
+        write_json(report.as_json())
+    else:
+        _show(report)
+
+
+async def _ask(where: Target, stream: str | None) -> Report:
+    async with connected(where) as js:
+        return await examine(js, stream)
+
+
+def _show(report: Report) -> None:
+    screen = console()
+    screen.print(f"nats-server {report.version}, JetStream API level {report.api_level}")
+    table = Table("feature", "here", "calls", title_justify="left")
+    for feature in support.FEATURES:
+        here = Text("yes", "green") if feature in report.works else Text(f"from {feature.since} on", "yellow")
+        table.add_row(feature.title, here, feature.calls.replace("`", ""))
+    screen.print(table)
+    if not report.streams:
+        screen.print("There are no streams.")
+    for stream in report.streams:
+        _show_stream(stream)
+
+
+def _show_stream(stream: StreamReport) -> None:
+    screen = console()
+    screen.print(Text.assemble("\n", (stream.name, "bold"), f"  {stream.messages:,} messages"))
+    if stream.has:
+        screen.print(f"  allows {', '.join(stream.has)}", markup=False)
+    for reason in stream.never:
+        screen.print(f"  never {reason}", markup=False)
+    if stream.lacks:
+        screen.print(Text(f"  lacks {', '.join(stream.lacks)}", "yellow"))
+        screen.print("  turn on what you need with")
+        click.echo(f"    {stream.fix}")  # never wrapped: it is there to be copied
+    for trouble in stream.sources:
+        screen.print(Text(f"  {trouble}", "red"))

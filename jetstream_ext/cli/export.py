@@ -1,0 +1,134 @@
+"""``jetstream-ext export``: a stream into a file."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import click
+from nats.js.errors import NotFoundError
+
+from jetstream_ext.cli import parts
+from jetstream_ext.cli.connection import Target, connected, connection_options, target
+from jetstream_ext.cli.formats import FORMATS, WRITERS, format_of
+from jetstream_ext.cli.output import progress, write_json
+from jetstream_ext.cli.parts import Part, Progress
+from jetstream_ext.client.api import Api
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.direct import DirectGet
+
+_TELL_EVERY = 500
+
+
+@click.command("export")
+@click.argument("stream")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--format", "given", type=click.Choice(FORMATS), help="Otherwise by the name of FILE.")
+@click.option("--subject", default="", metavar="FILTER", help="Only messages of these subjects.")
+@click.option("--start-seq", type=click.IntRange(1), default=1, show_default=True, help="Begin at this sequence.")
+@click.option("--resume", is_flag=True, help="Go on where an earlier export to FILE stopped.")
+@click.option("--overwrite", is_flag=True, help="Replace FILE, and what an earlier export left of it.")
+@click.option("--json", "as_json", is_flag=True, help="The result as a JSON object; no progress bar.")
+@connection_options()
+@click.pass_context
+def command(
+    ctx: click.Context,
+    stream: str,
+    file: Path,
+    given: str | None,
+    subject: str,
+    start_seq: int,
+    resume: bool,
+    overwrite: bool,
+    as_json: bool,
+    timeout: float,
+) -> None:
+    """Write the messages of STREAM, up to its last one now, to FILE: CSV, JSON lines or Parquet.
+
+    Until it is complete it is FILE.part; after Ctrl-C, a lost connection or a full disk the same command with --resume
+    goes on. That nothing is missing is proved at the stream's leader. Needs allow_direct, and nats-server 2.11.
+    """
+    form = format_of(file, given)
+    if file.exists() and not overwrite:
+        raise click.ClickException(f"{file} is there already; --overwrite replaces it")
+    part_file = file.with_name(f"{file.name}.part")
+    if part_file.exists() and not (resume or overwrite):
+        raise click.ClickException(
+            f"{part_file} is there of an earlier export; --resume goes on, --overwrite starts anew"
+        )
+    began = time.monotonic()
+    job = _Export(target(ctx, timeout), file, Progress(stream, "", subject, start_seq, 0, form), resume=resume)
+    try:
+        done = asyncio.run(job.run(show=not as_json))
+    except KeyboardInterrupt:
+        if job.part is not None:
+            click.echo(f"stopped: {_stored(job.part)}", err=True)
+            ctx.exit(130)
+        raise
+    except OSError as error:
+        if job.part is None:
+            raise
+        raise click.ClickException(f"{error.strerror or error}: {_stored(job.part)}") from error
+    except Exception:
+        if job.part is not None:
+            click.echo(_stored(job.part), err=True)
+        raise
+    seconds = time.monotonic() - began
+    if as_json:
+        write_json(parts.as_json(done, file, seconds=seconds))
+    else:
+        click.echo(f"{done.messages:,} messages up to sequence {done.seq:,} in {file} ({seconds:.1f} s)")
+
+
+def _stored(part: Part) -> str:
+    done = part.progress
+    return (
+        f"{done.messages:,} messages up to sequence {done.seq:,} of {done.end:,} are in {part.path}; "
+        "the same command with --resume goes on"
+    )
+
+
+class _Export:
+    """One run; `part` is there as soon as something may be in it."""
+
+    def __init__(self, where: Target, file: Path, wanted: Progress, *, resume: bool) -> None:
+        self.part: Part | None = None
+        self._where = where
+        self._file = file
+        self._wanted = wanted
+        self._resume = resume
+
+    async def run(self, *, show: bool) -> Progress:
+        """Export, and return what was written."""
+        wanted = self._wanted
+        async with connected(self._where) as js:
+            try:
+                info = await Api(JetStream(js)).ask(f"STREAM.INFO.{wanted.stream}")
+            except NotFoundError as error:
+                raise click.ClickException(f"there is no stream {wanted.stream!r}") from error
+            if not self._resume:
+                parts.remove(self._file)
+            first = max(wanted.first, info["state"]["first_seq"])
+            begin = Progress(
+                wanted.stream, info["created"], wanted.subject, wanted.first, info["state"]["last_seq"], wanted.format
+            )
+            with Part(self._file, WRITERS[wanted.format], begin, resume=self._resume) as part:
+                self.part = part
+                end = part.progress.end
+                start = max(first, part.progress.seq + 1)
+                if start <= end:
+                    reads = DirectGet(js, wanted.stream).scan(
+                        subject=wanted.subject or None, seq=start, up_to_seq=end, confirm=True
+                    )
+                    count = part.progress.messages
+                    with progress(wanted.stream, end - first + 1, show=show) as tell:
+                        async with reads as messages:
+                            async for message in messages:
+                                part.add(message)
+                                count += 1
+                                if not count % _TELL_EVERY:
+                                    tell(message.seq - first + 1, count)
+                        tell(end - first + 1, count)
+                part.finish()
+                return part.progress

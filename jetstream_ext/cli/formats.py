@@ -1,0 +1,141 @@
+"""The files that ``export`` writes: CSV, JSON lines and Parquet."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import importlib.util
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any, Final, Protocol
+
+import click
+import orjson
+
+from jetstream_ext.cli.output import text_or_base64
+from jetstream_ext.types import StoredMsg
+
+FORMATS: Final = ("csv", "jsonl", "parquet")
+_SUFFIXES: Final = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+_COLUMNS: Final = ("seq", "time", "subject", "headers", "data", "data_base64")
+_ROWS: Final = 10_000
+
+
+def format_of(path: Path, given: str | None) -> str:
+    """Return the format that was given, or that the name of the file says.
+
+    Raises:
+        click.ClickException: Its name does not say, or what it needs is not installed.
+    """
+    chosen = given or _SUFFIXES.get(path.suffix.lower())
+    if chosen is None:
+        raise click.ClickException(f"{path}: say which format it has, with --format {'|'.join(FORMATS)}")
+    if chosen == "parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise click.ClickException("Parquet needs pyarrow: pip install pyarrow")
+    return chosen
+
+
+class Writer(Protocol):
+    """Turns messages into the bytes of the unfinished file, and that into the finished one."""
+
+    def head(self) -> bytes:
+        """Return what comes before the first message."""
+
+    def rows(self, messages: Iterable[StoredMsg]) -> bytes:
+        """Return messages as bytes."""
+
+    def finish(self, part: Path, file: Path) -> None:
+        """Make the finished file."""
+
+
+class JsonLines:
+    """One JSON object per message; a payload that is no text is ``data_base64``."""
+
+    def head(self) -> bytes:  # noqa: D102 - documented in the protocol
+        return b""
+
+    def rows(self, messages: Iterable[StoredMsg]) -> bytes:  # noqa: D102
+        return b"".join(orjson.dumps(_row(message)) + b"\n" for message in messages)
+
+    def finish(self, part: Path, file: Path) -> None:  # noqa: D102
+        part.replace(file)
+
+
+class Csv:
+    """One row per message; headers are a JSON object, and a payload that is no text is in ``data_base64``."""
+
+    def head(self) -> bytes:  # noqa: D102
+        return f"{','.join(_COLUMNS)}\n".encode()
+
+    def rows(self, messages: Iterable[StoredMsg]) -> bytes:  # noqa: D102
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
+        for message in messages:
+            row = _row(message)
+            writer.writerow(row | {"headers": orjson.dumps(row["headers"]).decode() if row["headers"] else ""})
+        return text.getvalue().encode()
+
+    def finish(self, part: Path, file: Path) -> None:  # noqa: D102
+        part.replace(file)
+
+
+class Parquet(JsonLines):
+    """Columns seq, time, subject, headers (JSON) and data (binary).
+
+    A Parquet file cannot be continued, so what is unfinished is JSON lines, and the file is made of them at the end.
+    """
+
+    def finish(self, part: Path, file: Path) -> None:  # noqa: D102
+        import pyarrow as pa  # an extra, and heavy
+        import pyarrow.parquet as pq
+
+        schema = pa.schema(
+            [
+                ("seq", pa.uint64()),
+                ("time", pa.timestamp("us", tz="UTC")),
+                ("subject", pa.string()),
+                ("headers", pa.string()),
+                ("data", pa.binary()),
+            ]
+        )
+        fresh = file.with_name(f"{file.name}.new")
+        try:
+            with part.open("rb") as lines, pq.ParquetWriter(fresh, schema, compression="zstd") as writer:
+                while rows := _take(lines, _ROWS):
+                    writer.write_table(_table(pa, schema, rows))
+            fresh.replace(file)
+        except BaseException:
+            fresh.unlink(missing_ok=True)
+            raise
+        part.unlink()
+
+
+WRITERS: Final[dict[str, Writer]] = {"csv": Csv(), "jsonl": JsonLines(), "parquet": Parquet()}
+
+
+def _row(message: StoredMsg) -> dict[str, Any]:
+    return {
+        "seq": message.seq,
+        "time": message.time.isoformat(),
+        "subject": message.subject,
+        "headers": message.headers,
+        **text_or_base64("data", message.data),
+    }
+
+
+def _take(lines: IO[bytes], count: int) -> list[dict[str, Any]]:
+    return [orjson.loads(line) for _, line in zip(range(count), lines, strict=False)]
+
+
+def _table(pa: Any, schema: Any, rows: list[dict[str, Any]]) -> Any:
+    from datetime import datetime
+
+    columns = {
+        "seq": [row["seq"] for row in rows],
+        "time": [datetime.fromisoformat(row["time"]) for row in rows],
+        "subject": [row["subject"] for row in rows],
+        "headers": [orjson.dumps(row["headers"]).decode() if row["headers"] else None for row in rows],
+        "data": [row["data"].encode() if "data" in row else base64.b64decode(row["data_base64"]) for row in rows],
+    }
+    return pa.table(columns, schema=schema)

@@ -1,0 +1,154 @@
+"""The files that ``ingest`` reads, row by row, and the message that a row becomes."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import csv
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import orjson
+
+_PLACEHOLDER: Final = re.compile(r"\{([^{}]+)\}")
+_CHUNK: Final = 1 << 20
+Row = Mapping[str, Any]
+
+
+class RowError(click.ClickException):
+    """A row that cannot be read or sent."""
+
+
+class Rows:
+    """The rows of a file.
+
+    Attributes:
+        total: The size of the whole,
+        position: and of what was read of it: bytes, or rows of a Parquet file.
+    """
+
+    def __init__(self, path: Path, form: str) -> None:
+        self._path = path
+        self._form = form
+        self.position = 0
+        self.total = path.stat().st_size
+        if form == "parquet":
+            import pyarrow.parquet as pq  # an extra, and heavy
+
+            with pq.ParquetFile(path) as file:
+                self.total = file.metadata.num_rows
+
+    def __iter__(self) -> Iterator[Row]:
+        return {"csv": self._csv, "jsonl": self._jsonl, "parquet": self._parquet}[self._form]()
+
+    def _csv(self) -> Iterator[Row]:
+        reader = csv.DictReader(self._lines(), strict=True)
+        number = 0
+        try:
+            for number, row in enumerate(reader, 1):
+                if None in row or None in row.values():
+                    raise RowError(f"{self._path}, row {number}: it has not as many fields as the header")
+                yield row
+        except csv.Error as error:
+            raise RowError(f"{self._path}, after row {number}: {error}") from error
+
+    def _jsonl(self) -> Iterator[Row]:
+        for number, line in enumerate(self._lines(), 1):
+            if not line.strip():
+                continue
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise RowError(f"{self._path}, line {number}: {error}") from error
+            if not isinstance(row, dict):
+                raise RowError(f"{self._path}, line {number}: not a JSON object")
+            yield row
+
+    def _lines(self) -> Iterator[str]:
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                self.position += len(line)
+                try:
+                    yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise RowError(f"{self._path}, line {number}: not UTF-8") from error
+
+    def _parquet(self) -> Iterator[Row]:
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(self._path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    self.position += 1
+                    yield row
+
+
+class Template:
+    """What subject and payload a row has.
+
+    Args:
+        subject: The subject; ``{column}`` stands for a row's value.
+        data_from: The column that is the payload, as text, or in base64 in the column of that name and ``_base64``.
+            None is the whole row as JSON.
+    """
+
+    def __init__(self, subject: str, data_from: str | None = None) -> None:
+        self._subject = subject
+        self._data_from = data_from
+
+    def message(self, row: Row, place: str) -> tuple[str, bytes]:
+        """Return subject and payload.
+
+        Args:
+            row: The row.
+            place: Where it is, for errors.
+
+        Raises:
+            RowError: It lacks a column, or the column is no text.
+        """
+
+        def value(match: re.Match[str]) -> str:
+            found = row.get(match[1])
+            if isinstance(found, bool) or not isinstance(found, str | int):
+                what = "has no value" if found is None else "is neither a text nor a whole number"
+                raise RowError(f"{place}: column {match[1]!r} {what}, and the subject is made of it")
+            return str(found)
+
+        return _PLACEHOLDER.sub(value, self._subject), self._payload(row, place)
+
+    def _payload(self, row: Row, place: str) -> bytes:
+        name = self._data_from
+        if name is None:
+            return orjson.dumps(row, default=_plain)
+        found, coded = row.get(name), row.get(f"{name}_base64")
+        if coded and not found:
+            try:
+                return base64.b64decode(coded, validate=True)
+            except (TypeError, ValueError, binascii.Error) as error:
+                raise RowError(f"{place}: column {name + '_base64'!r} is not base64") from error
+        if isinstance(found, bytes):
+            return found
+        if isinstance(found, str):
+            return found.encode()
+        if found is None:
+            raise RowError(f"{place}: column {name!r} has no value, and it is the payload")
+        return orjson.dumps(found, default=_plain)
+
+
+def fingerprint(path: Path, subject: str, data_from: str | None) -> str:
+    """Return a name for what a file sends: the same content sent the same way has the same name."""
+    digest = hashlib.sha256(orjson.dumps([subject, data_from]))
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()[:24]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return str(value)  # decimals, durations

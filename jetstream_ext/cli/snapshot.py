@@ -1,0 +1,105 @@
+"""``jetstream-ext snapshot``: a key-value bucket at one point in time."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime
+from typing import Any
+
+import click
+from nats.js.errors import InvalidBucketNameError, NotFoundError
+from rich.table import Table
+from rich.text import Text
+
+from jetstream_ext.cli.connection import Target, connected, connection_options, target
+from jetstream_ext.cli.output import console, text_or_base64, write_json
+from jetstream_ext.kv import KeyValueSnapshot
+from jetstream_ext.kv import snapshot as take_snapshot
+
+
+def _moment(text: str) -> int | datetime:
+    """Return a revision, or a time with its zone."""
+    if text.isascii() and text.isdecimal():
+        return int(text)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        wanted = "a revision nor a time such as 2026-03-01T12:00:00Z"
+        raise click.BadParameter(f"{text!r} is neither {wanted}") from None
+    if moment.tzinfo is None:
+        raise click.BadParameter(f"{text!r} does not say in which zone: add Z, or an offset such as +01:00")
+    return moment
+
+
+@click.command("snapshot")
+@click.argument("bucket")
+@click.option("--at", type=_moment, metavar="REVISION|TIME", help="The bucket as it was then; otherwise as it is now.")
+@click.option("--key", "filters", multiple=True, metavar="PATTERN", help="Only these keys; * and > as in subjects.")
+@click.option("--partial", is_flag=True, help="Leave out keys whose past is gone, instead of failing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, for scripts.")
+@connection_options()
+@click.pass_context
+def command(
+    ctx: click.Context,
+    bucket: str,
+    at: int | datetime | None,
+    filters: tuple[str, ...],
+    partial: bool,
+    as_json: bool,
+    timeout: float,
+) -> None:
+    """Show BUCKET as it is or was at one moment, exactly.
+
+    What cannot be told of the past, because the bucket's history is too short, is an error and never a guess.
+    """
+    found = asyncio.run(_take(target(ctx, timeout), bucket, at, filters, partial=partial))
+    if as_json:
+        write_json(_as_json(bucket, found))
+        return
+    table = Table("key", "value", "revision", "created", title=f"{bucket} at revision {found.revision}, {found.time}")
+    for key in sorted(found):
+        entry = found[key]
+        [value] = text_or_base64("value", entry.value).values()
+        shown = value if value.isprintable() else repr(value)  # no escape sequence reaches the terminal
+        table.add_row(
+            Text(key), Text(shown), str(entry.revision), entry.created.isoformat(sep=" ", timespec="milliseconds")
+        )
+    screen = console()
+    screen.print(table)
+    screen.print(f"{len(found):,} keys")
+    if found.unavailable:
+        screen.print(f"left out, their past is gone: {', '.join(found.unavailable)}", markup=False)
+    if not found.complete:
+        screen.print("keys that left nothing behind may be missing: messages were removed since")
+
+
+async def _take(
+    where: Target, bucket: str, at: int | datetime | None, filters: tuple[str, ...], *, partial: bool
+) -> KeyValueSnapshot:
+    async with connected(where) as js:
+        try:
+            kv = await js.key_value(bucket)
+        except (NotFoundError, InvalidBucketNameError) as error:
+            raise click.ClickException(f"there is no bucket {bucket!r}") from error
+        try:
+            return await take_snapshot(kv, list(filters) or None, at=at, strict=not partial)
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
+
+
+def _as_json(bucket: str, found: KeyValueSnapshot) -> dict[str, Any]:
+    return {
+        "bucket": bucket,
+        "revision": found.revision,
+        "time": found.time.isoformat(),
+        "complete": found.complete,
+        "unavailable": found.unavailable,
+        "entries": {
+            key: {
+                **text_or_base64("value", entry.value),
+                "revision": entry.revision,
+                "created": entry.created.isoformat(),
+            }
+            for key, entry in sorted(found.items())
+        },
+    }

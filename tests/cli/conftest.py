@@ -1,0 +1,61 @@
+"""The command line, run in this process or as a process of its own, with no connection settings of the machine's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from jetstream_ext.cli.app import cli
+from jetstream_ext.testing import NatsServer
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(server: NatsServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Run a command against the shared server, or with `url` against another one."""
+    for name in [name for name in os.environ if name.startswith("NATS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+    def invoke(*arguments: object, url: str | None = server.url) -> Result:
+        environment = {} if url is None else {"NATS_URL": url}
+        return CliRunner().invoke(cli, [str(argument) for argument in arguments], env=environment)
+
+    return invoke
+
+
+@pytest.fixture
+def ok(run: Run) -> Callable[..., Any]:
+    """Run a command that must succeed, with --json; return what it says."""
+
+    def invoke(*arguments: object, **options: Any) -> Any:
+        done = run(*arguments, "--json", **options)
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    return invoke
+
+
+@pytest.fixture
+def process(run: Run, server: NatsServer) -> Callable[..., subprocess.Popen[str]]:
+    """Start a command as a process."""
+
+    def start(*arguments: object) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "jetstream_ext.cli", *map(str, arguments)],
+            env=os.environ | {"NATS_URL": server.url},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start

