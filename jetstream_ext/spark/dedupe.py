@@ -34,9 +34,17 @@ def with_ids(messages: Sequence[Message], prefix: str, first: int) -> list[Entry
 
 
 def _named(messages: Iterable[Message], prefix: str, first: int) -> Iterator[Entry]:
+    heads: dict[str, bytes] = {}  # what `content` begins with, for messages without headers
     for row, (subject, data, headers, msg_id) in enumerate(messages, first):
         if msg_id is None:
-            msg_id = f"{prefix}:{row}:{blake2b(content(subject, data, headers), digest_size=8).hexdigest()}"
+            if headers:
+                whole = content(subject, data, headers)
+            else:
+                head = heads.get(subject)
+                if head is None:
+                    head = heads[subject] = content(subject, b"", None)
+                whole = head + data
+            msg_id = f"{prefix}:{row}:{blake2b(whole, digest_size=8).hexdigest()}"
         yield subject, data, {**headers, MSG_ID: msg_id} if headers else {MSG_ID: msg_id}
 
 
