@@ -1,0 +1,39 @@
+"""Store an order and all its lines, or nothing of it: ``python examples/01_order_batch.py nats://localhost:4222``."""
+
+import asyncio
+import json
+import sys
+
+import nats
+
+import jetstream_ext as jsx
+
+LINES = [("book", 2), ("lamp", 1), ("pen", 12)]
+
+
+async def main(url: str) -> None:
+    async with await nats.connect(url) as nc:
+        js = nc.jetstream()
+        await jsx.ensure_stream(js, name="ORDERS", subjects=["orders.>"], allow_atomic=True, allow_direct=True)
+
+        # The order must be new: nothing may be stored on its subject yet.
+        async with jsx.AtomicBatch(js) as batch:
+            await batch.add("orders.1042", b'{"customer": "ann"}', expected_last_subject_seq=0)
+            for number, (item, count) in enumerate(LINES):
+                await batch.add(f"orders.1042.{number}", json.dumps({"item": item, "count": count}).encode())
+        print(f"stored {batch.ack.batch_size} messages at once, the last as number {batch.ack.seq}")
+
+        # The same order again: refused as a whole, with the reason.
+        try:
+            async with jsx.AtomicBatch(js) as batch:
+                await batch.add("orders.1042.9", b"{}")
+                await batch.add("orders.1042", b"{}", expected_last_subject_seq=0)
+        except jsx.errors.WrongLastSequenceError as error:
+            print(f"refused, {error.outcome}: {error}")
+
+        info = await js.stream_info("ORDERS")
+        print(f"the stream has {info.state.messages} messages")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

@@ -1,0 +1,43 @@
+"""A user's record as it was at an earlier moment: ``python examples/04_user_record_then.py nats://localhost:4222``."""
+
+import asyncio
+import sys
+
+import nats
+
+import jetstream_ext as jsx
+from jetstream_ext import kv as kvx
+
+
+def show(when: str, entries: kvx.KeyValueSnapshot) -> None:
+    print(when, {key: entry.value.decode() for key, entry in sorted(entries.items())})
+
+
+async def main(url: str) -> None:
+    async with await nats.connect(url) as nc:
+        js = nc.jetstream()
+        users = await kvx.enable(await js.create_key_value(bucket="users", history=10), direct=True)
+        await users.put("1234.name", b"Ann")
+        await users.put("1234.address", b"Alder Street 1")
+        before = await users.put("1234.email", b"ann@example.org")
+
+        # She moves, and removes her email; another user comes.
+        await users.put("1234.address", b"Birch Road 2")
+        await users.delete("1234.email")
+        await users.put("5678.name", b"Bob")
+
+        show("now: ", await kvx.snapshot(users, ["1234.>"]))
+        show("then:", await kvx.snapshot(users, ["1234.>"], at=before))
+
+        # A bucket that keeps only the newest revision cannot tell the past, and says so instead of guessing.
+        short = await kvx.enable(await js.create_key_value(bucket="users_short"), direct=True)
+        then = await short.put("1234.name", b"Ann")
+        await short.put("1234.name", b"Anna")
+        try:
+            await kvx.snapshot(short, at=then)
+        except jsx.errors.HistoryUnavailableError as error:
+            print("gone:", *error.keys)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

@@ -1,0 +1,35 @@
+"""Test an application against things that go wrong, without a server: ``python examples/08_test_with_faults.py``.
+
+With pytest, ``pytest_plugins = ["jetstream_ext.testing.pytest_plugin"]`` has a fixture ``reference_server``.
+"""
+
+import asyncio
+
+import nats
+
+import jetstream_ext as jsx
+from jetstream_ext.testing.reference import Drop, Faults, Lose, ReferenceServer
+
+
+async def application(url: str) -> jsx.IngestReport:
+    """What is to be tested: it must store every measurement once."""
+    async with await nats.connect(url) as nc:
+        js = nc.jetstream(timeout=0.5)
+        await jsx.ensure_stream(js, name="M", subjects=["m.>"], allow_batched=True)
+        return await jsx.ingest(js, ((f"m.{n % 4}", b"%d" % n) for n in range(500)), ack_timeout=0.5)
+
+
+async def main() -> None:
+    # Two messages never reach the stream, and the answer to a third, sent again, is lost. A seed would make chances
+    # repeatable.
+    faults = Faults(Lose("m.>", nth=100), Lose("m.>", nth=300), Drop(kind="pub_ack", nth=3))
+    async with ReferenceServer(faults=faults) as server:
+        report = await application(server.url)
+        async with await nats.connect(server.url) as nc:
+            stored = (await nc.jetstream().stream_info("M")).state.messages
+    print(f"reported {report.stored}, stored {stored}, sent again: {report.resent > 0}")
+    assert report.stored == stored == 500
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,58 @@
+"""Every numbered example, run as its first line says, against a real server of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jetstream_ext.testing import NatsServer
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("[0-9]*.py"))
+LONGEST = 60
+
+# What each of them must say, last line first where there are many.
+SAYS = {
+    "01_order_batch": ["stored 4 messages at once", "refused, not_stored", "the stream has 4 messages"],
+    "02_metrics_ingest": ["50,000 metrics in", "the stream has 50,000 messages"],
+    "03_bulk_export": ["4,000 messages"],
+    "04_user_record_then": [
+        "now:  {'1234.address': 'Birch Road 2', '1234.name': 'Ann'}",
+        "then: {'1234.address': 'Alder Street 1', '1234.email': 'ann@example.org', '1234.name': 'Ann'}",
+        "gone: 1234.name",
+    ],
+    "05_bank_transfer": ["of 12 transfers", "in the bank: 300"],
+    "06_work_queue_mirror": ["2,000 in the archive, each once: True; 0 in the queue"],
+    "07_spark_batch": ["clicks.page0: 10,000 clicks", "clicks.page2: 10,000 clicks"],
+    "08_test_with_faults": ["reported 500, stored 500, sent again: True"],
+}
+
+
+def test_there_is_an_expectation_for_each() -> None:
+    assert [path.stem for path in EXAMPLES] == sorted(SAYS)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_it_is_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) < LONGEST
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_it_does_what_it_says(path: Path, tmp_path: Path) -> None:
+    with NatsServer() as server:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", path, server.url]
+            if "spark" not in path.stem  # pyspark has warnings of its own
+            else [sys.executable, path, server.url],
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+            cwd=tmp_path,
+        )
+    assert done.returncode == 0, done.stderr
+    for words in SAYS[path.stem]:
+        assert words in done.stdout
