@@ -140,6 +140,8 @@ def test_a_latest_start_is_pinned(query: Query, make: Any, more: Any) -> None:
     query.forget("commits")
     more(name, 7)
     query.run(name, startingOffsets="latest")
+    if not query.limited:  # before Spark 4.2 such a run only ends the batch that was open
+        query.run(name, startingOffsets="latest")
     assert query.seqs() == list(range(6, 13))
 
 
@@ -156,7 +158,7 @@ def test_a_restart_in_every_gap_of_a_micro_batch(query: Query, make: Any, more: 
         query.run(name, failing="no_such")
     more(name, 5)
     query.run(name)
-    # After the commit log, before the next offset.
+    # After the commit log, before the next offset (and before Spark 4.2 a run after a failure only ends the open batch).
     query.run(name)
     assert query.seqs() == list(range(1, 51))
 
