@@ -285,13 +285,13 @@ class TestMultiLastForms:
         assert await seqs(direct.multi_last([f"{stream}.>"], max_bytes=max_bytes, up_to_time=when)) == [3, 4, 5]
 
     async def test_pages_are_of_one_moment(self, js: JetStreamContext, make: Make) -> None:
-        for history, expected in ((1, [1, 3]), (2, [1, 2, 3])):
+        for history, expected in ((1, [1, 2]), (2, [1, 2, 3])):
             name = await make(max_msgs_per_subject=history)
             for key in "abc":
                 await js.publish(f"{name}.{key}", key.encode())
             multi = jsx.DirectGet(js, name).multi_last([f"{name}.>"], max_bytes=1)
             read = [(await anext(multi)).seq]
-            await js.publish(f"{name}.b", b"newer")
+            await js.publish(f"{name}.c", b"newer")  # the page with b is on its way already
             # ADR-31's caveat: what the stream does not keep cannot be told of the past.
             assert read + await seqs(multi) == expected
 
