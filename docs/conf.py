@@ -35,6 +35,7 @@ nitpick_ignore_regex = [
         r"py:class",
         r"jetstream_ext\..*\.(Entry|Plan|Block|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|_Never|_Config)",
     ),
+    (r"py:class", r"jetstream_ext\.testing\.reference\.connections\.Message"),
 ]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

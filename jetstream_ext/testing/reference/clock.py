@@ -28,7 +28,8 @@ class SystemClock:
 class VirtualClock:
     """Time that stands still until a test moves it.
 
-    Example:
+    Example::
+
         clock = VirtualClock()
         async with ReferenceServer(clock=clock) as server:
             ...
