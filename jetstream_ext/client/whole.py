@@ -79,14 +79,14 @@ async def read_whole(
     deadline = loop.time() + timeout
     thrown_away = 0
     while True:
-        before, since, hole, responder, again = plan.position, plan.start_time, 0, stream, False
+        begun, since = plan.position, plan.start_time
+        before, hole, responder, again = begun, 0, stream, False
         # Closed here, not when it is collected: a read that is left early leaves no subscription.
         async with contextlib.aclosing(read_blocks(js, stream, plan, timeout)) as blocks:
             async for block in blocks:
-                gaps = _gaps(before, block.seqs, end)
-                if gaps and block.stream == stream:
+                if block.stream == stream:
                     thrown_away = 0
-                elif gaps:
+                elif gaps := _gaps(before, block.seqs, end):
                     responder = block.stream
                     if again := len(gaps) > _AT_ONCE and thrown_away < _THROWN_AWAY:
                         thrown_away += 1
@@ -96,6 +96,7 @@ async def read_whole(
                     if hole:
                         block.keep(0, bisect_left(block.seqs, hole))
                         plan.position = block.seqs[-1] if len(block) else before
+                        plan.start_time = since if plan.position == begun else None
                 if len(block):
                     before = block.seqs[-1]
                     yield block
