@@ -64,6 +64,20 @@ def differential(session: nox.Session) -> None:
 
 
 @nox.session
+def containers(session: nox.Session) -> None:
+    """Test against a server in a container, with the engine that answers or a throw-away one; else say why not."""
+    session.install("-e", ".[server]", *group("test"))
+    test = ["python", "-m", "pytest", "tests/containers", *session.posargs]
+    probe = "import docker; docker.from_env(timeout=5).ping()"
+    if session.run("python", "-c", probe, success_codes=range(256), silent=True, log=False) == "":
+        session.run(*test)
+    else:
+        # 75: there can be no engine here; it has said why.
+        required = {"JETSTREAM_EXT_REQUIRE_CONTAINER": "1"}
+        session.run(".ci/container-engine", *test, external=True, env=required, success_codes=[0, 75])
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style and format."""
     session.install(*group("lint"))
