@@ -98,6 +98,9 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
     deadline = 0.0
     rows = Block()
 
+    def finished() -> bool:
+        return plan.done
+
     try:
         while True:
             failure: JetStreamExtError | nats.errors.Error | None = None
@@ -112,7 +115,7 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
             if rows.seqs:
                 ready, rows = rows, Block()
                 yield ready
-            if plan.done:
+            if finished():
                 return
             if failure is None:
                 oldest = plan.oldest
@@ -145,7 +148,7 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
                     ready, rows = rows, Block()
                     yield ready
                 voids = plan.retry()
-                if plan.done:
+                if finished():
                     return
                 if voids is None or ((retried or silent) and not away):
                     raise failure
