@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -165,7 +165,8 @@ async def connected(target: Target) -> AsyncIterator[JetStreamContext]:
         )
         yield client.jetstream(timeout=target.timeout, **where)
     finally:
-        await client.close()
+        with suppress(OSError):  # a server that refuses does not wait for a goodbye
+            await client.close()
 
 
 def _seconds(text: str) -> float:
