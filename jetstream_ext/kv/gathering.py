@@ -10,7 +10,7 @@ from jetstream_ext.kv.bucket import Bucket, Facts
 from jetstream_ext.kv.flight import in_flight
 from jetstream_ext.kv.keys import EVERYTHING, is_literal
 from jetstream_ext.kv.past import Holes, Past
-from jetstream_ext.kv.records import Record
+from jetstream_ext.kv.records import Record, Records
 from jetstream_ext.kv.source import Answer, Source
 
 _CHUNK: Final = 1_000
@@ -23,7 +23,7 @@ _ROWS_PER_LOOK: Final = 40
 SMALL_LOG: Final = 16_000
 """So many messages are read at once: knowing is cheaper than working around not knowing."""
 
-Take = Callable[[list[Record]], None]
+Take = Callable[[Records], None]
 
 
 async def at_once(bucket: Bucket, source: Source, patterns: list[str], facts: Facts) -> Answer | None:
@@ -112,8 +112,9 @@ async def past_by_name(bucket: Bucket, source: Source, names: Sequence[str], fac
     revision, cut = past.revision, len(bucket.prefix)
     last: dict[str, Record] = {}
 
-    def take(records: list[Record]) -> None:
-        for record in records:
+    def take(records: Records) -> None:
+        for row in records:
+            record = Record(*row)
             if record.seq <= revision:
                 past.feed((record,))
             else:
@@ -141,7 +142,7 @@ async def _read_log(source: Source, facts: Facts, past: Past) -> bool:
     """Feed the whole log up to the revision; return whether messages of it are missing."""
     holes = Holes(facts.first, past.revision)
     async for records in source.log(facts.first, past.revision):
-        holes.see(records)
+        holes.see(records.seqs)
         past.feed(records)
     holes.close()
     return holes.highest > 0
@@ -165,6 +166,6 @@ async def any_missing(bucket: Bucket, source: Source, facts: Facts, revision: in
         return True
     holes = Holes(facts.first, revision)
     async for records in source.log(facts.first, revision):
-        holes.see(records)
+        holes.see(records.seqs)
     holes.close()
     return holes.highest > 0

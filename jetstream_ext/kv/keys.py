@@ -28,7 +28,7 @@ def check_key(key: str) -> None:
         raise InvalidKeyError(f"key {key!r} is not tokens of [-/_=a-zA-Z0-9] joined by single dots")
 
 
-def check_keys(keys: Iterable[str]) -> list[str]:
+def check_keys(keys: Iterable[str]) -> dict[str, None]:
     """Return `keys` without repetitions, in order.
 
     Raises:
@@ -37,9 +37,10 @@ def check_keys(keys: Iterable[str]) -> list[str]:
     """
     if isinstance(keys, str | bytes):
         raise TypeError("keys must be a collection of keys, not a single one")
-    wanted = list(dict.fromkeys(keys))
+    wanted = dict.fromkeys(keys)
     for key in wanted:
-        check_key(key)
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            check_key(key)
     return wanted
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 
 from jetstream_ext.kv.messages import TTL, Subjects, lives_forever, operation, ttl_of
-from jetstream_ext.kv.records import Record
+from jetstream_ext.kv.records import Row
 from jetstream_ext.kv.values import KeyValueEntry
 
 
@@ -33,39 +33,51 @@ class Latest:
         self._subjects = subjects
         self._max_age = max_age
         self._entries: dict[str, KeyValueEntry] = {}
+        self._deleted: set[str] = set()
+        """The keys among them whose entry is a marker."""
         self._ttls: dict[str, tuple[int, timedelta | None]] = {}
         """Key: the revision that has a time to live, and how long that is (None: for ever)."""
 
-    def feed(self, records: Iterable[Record]) -> None:
+    def feed(self, records: Iterable[Row]) -> None:
         """Take messages, in any order."""
-        entries, bucket, wanted = self._entries, self._subjects.bucket, self._subjects.wanted
+        entries, deleted = self._entries, self._deleted
+        bucket, wanted = self._subjects.bucket, self._subjects.wanted
         prefix, cut = self._subjects.prefix, len(self._subjects.prefix)
         for seq, subject, data, headers, time in records:
             key = subject[cut:]
             if not wanted(key) or not subject.startswith(prefix):
                 continue
             known = entries.get(key)
-            if known is not None and known.revision >= seq:
-                continue
+            if known is not None:
+                if known.revision >= seq:
+                    continue
+                deleted.discard(key)
             if not headers:
                 entries[key] = KeyValueEntry(bucket, key, data, seq, time)
                 continue
             op, reason = operation(headers)
             entries[key] = KeyValueEntry(bucket, key, data, seq, time, op, reason)
+            if op != "PUT":
+                deleted.add(key)
             if TTL in headers:
                 ttl = ttl_of(headers)
                 if ttl is not None or lives_forever(headers):
                     self._ttls[key] = seq, ttl
 
     def entries(self, time: datetime | None = None, *, include_deletes: bool = False) -> dict[str, KeyValueEntry]:
-        """Return what there was at `time`, when the newest message was stored; None: do not judge what has expired."""
+        """Return what there was at `time`, when the newest message was stored, and give it away.
+
+        Args:
+            time: That time; None: do not judge what has expired.
+            include_deletes: Return markers, too.
+        """
         entries = self._entries
-        if time is not None:
-            for key in self._expired(time):
-                del entries[key]
-        if include_deletes:
-            return entries
-        return {key: entry for key, entry in entries.items() if entry.operation == "PUT"}
+        gone = set() if time is None else self._expired(time)
+        if not include_deletes:
+            gone |= self._deleted
+        for key in gone:
+            del entries[key]
+        return entries
 
     def _expired(self, time: datetime) -> set[str]:
         entries = self._entries

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jetstream_ext.kv.messages import Subjects, entry_of, follows, replaced_all, shows_expiry
-from jetstream_ext.kv.records import Record
+from jetstream_ext.kv.records import Record, Row
 from jetstream_ext.kv.values import KeyValueEntry
 
 
@@ -39,11 +39,10 @@ class Holes:
         self.highest = 0
         """The highest missing sequence (0: none so far)."""
 
-    def see(self, records: Iterable[Record]) -> None:
-        """Take the next messages, ascending."""
+    def see(self, seqs: Iterable[int]) -> None:
+        """Take the next sequences, ascending."""
         expected, last = self._next, self._last
-        for record in records:
-            seq = record.seq
+        for seq in seqs:
             if seq != expected and expected <= last:
                 self.highest = min(seq - 1, last)
             expected = seq + 1
@@ -71,10 +70,11 @@ class _Key:
     """The oldest message says that there was none."""
 
 
-def _first(oldest: Record) -> _Key:
-    before = follows(oldest.headers, oldest.subject)
-    replaced = bool(before) or replaced_all(oldest.headers)
-    return _Key(oldest.seq, 0, 0, None, replaced=replaced, created=before == 0)
+def _first(seq: int, subject: str, headers: Mapping[str, str]) -> _Key:
+    if not headers:
+        return _Key(seq, 0, 0, None, replaced=False, created=False)
+    before = follows(headers, subject)
+    return _Key(seq, 0, 0, None, replaced=bool(before) or replaced_all(headers), created=before == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Past:
         self.expires = False
         """Whether a message showed that values of the bucket have times to live of their own."""
 
-    def feed(self, records: Iterable[Record], *, log: bool = False) -> None:
+    def feed(self, records: Iterable[Row], *, log: bool = False) -> None:
         """Take messages, ascending for each key.
 
         Args:
@@ -117,16 +117,14 @@ class Past:
         """
         bucket, wanted, revision = self._subjects.bucket, self._subjects.wanted, self.revision
         keys, prefix, cut = self._keys, self._subjects.prefix, len(self._subjects.prefix)
-        for record in records:
-            subject = record.subject
+        for seq, subject, data, headers, time in records:
             name = subject[cut:]
             asked = wanted(name) and subject.startswith(prefix)
             if not (asked or log):
                 continue
-            seq, headers = record.seq, record.headers
             key = keys.get(name)
             if key is None:
-                key = keys[name] = _first(record)
+                key = keys[name] = _first(seq, subject, headers)
             if seq <= key.newest:
                 continue
             key.newest = seq
@@ -134,11 +132,13 @@ class Past:
             if headers:
                 self._note(headers, seq)
             if asked and seq <= revision:
-                key.entry = entry_of(bucket, name, record)
+                key.entry = entry_of(bucket, name, Record(seq, subject, data, headers, time))
 
     def feed_oldest(self, record: Record, count: int) -> None:
         """Take the oldest message of a key that has none up to the revision, and how many it has."""
-        key = self._keys[record.subject[len(self._subjects.prefix) :]] = _first(record)
+        key = self._keys[record.subject[len(self._subjects.prefix) :]] = _first(
+            record.seq, record.subject, record.headers
+        )
         key.count = count
         self._note(record.headers, record.seq)
 

@@ -16,7 +16,7 @@ from jetstream_ext.kv.keys import EVERYTHING, check_filters, check_keys, is_lite
 from jetstream_ext.kv.latest import Latest
 from jetstream_ext.kv.messages import Subjects
 from jetstream_ext.kv.past import Holes, Past, Verdict
-from jetstream_ext.kv.records import Record
+from jetstream_ext.kv.records import Records
 from jetstream_ext.kv.source import Source
 from jetstream_ext.kv.values import KeyValueEntry, KeyValueSnapshot
 
@@ -59,18 +59,18 @@ async def get_many(
     """
     wanted = check_keys(keys)
     bucket = Bucket(kv, timeout)
-    subjects = Subjects(bucket.name, bucket.prefix, frozenset(wanted).__contains__)
+    subjects = Subjects(bucket.name, bucket.prefix, wanted.__contains__)
     facts = await bucket.facts()
     if at is None:
         latest = Latest(subjects)
-        await by_name(bucket, Source(bucket, facts.last), wanted, latest.feed)
+        await by_name(bucket, Source(bucket, facts.last), list(wanted), latest.feed)
         found = latest.entries()
     else:
         instant = await find_instant(bucket, facts, at)
-        verdict = await _past(bucket, subjects, wanted, facts, instant)
+        verdict = await _past(bucket, subjects, list(wanted), facts, instant)
         _insist(bucket, verdict, instant)
-        found = verdict.entries
-    return {key: found[key] for key in wanted if key in found and found[key].operation == "PUT"}
+        found = _without_deleted(verdict.entries)
+    return {key: entry for key in wanted if (entry := found.get(key)) is not None}
 
 
 async def snapshot(
@@ -120,11 +120,8 @@ async def snapshot(
     verdict = await _past(bucket, subjects, patterns, facts, instant)
     if strict:
         _insist(bucket, verdict, instant)
-    entries = verdict.entries
-    if not include_deletes:
-        entries = {key: entry for key, entry in entries.items() if entry.operation == "PUT"}
     return KeyValueSnapshot(
-        entries,
+        verdict.entries if include_deletes else _without_deleted(verdict.entries),
         revision=instant.revision,
         time=instant.time,
         unavailable=verdict.unavailable,
@@ -140,7 +137,7 @@ async def _now(
     answer = await at_once(bucket, source, patterns, facts)
     if answer is not None:
         latest.feed(answer.records)
-        newest = answer.records[-1] if answer.records else None
+        newest = answer.records[-1] if len(answer.records) else None
     else:
         names = None
         if patterns != [EVERYTHING] or facts.messages >= _DEEP * facts.keys:
@@ -173,8 +170,8 @@ async def _past(bucket: Bucket, subjects: Subjects, patterns: list[str], facts: 
     if names is None:
         holes = Holes(facts.first, instant.revision)
 
-        def take(records: list[Record]) -> None:
-            holes.see(records)
+        def take(records: Records) -> None:
+            holes.see(records.seqs)
             past.feed(records, log=True)
 
         async for records in source.log(facts.first, facts.last):
@@ -194,6 +191,10 @@ async def _past(bucket: Bucket, subjects: Subjects, patterns: list[str], facts: 
     return past.verdict(
         named=() if instant.present else named, wild=wild, missing=missing, lost=lost and not instant.present
     )
+
+
+def _without_deleted(entries: dict[str, KeyValueEntry]) -> dict[str, KeyValueEntry]:
+    return {key: entry for key, entry in entries.items() if entry.operation == "PUT"}
 
 
 def _insist(bucket: Bucket, verdict: Verdict, instant: Instant) -> None:

@@ -21,7 +21,7 @@ from jetstream_ext.client.replies import read_blocks
 from jetstream_ext.client.whole import read_proved
 from jetstream_ext.errors import MessagesLostError, RequestTimeoutError, ServerError
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.records import Record, record, records
+from jetstream_ext.kv.records import Record, Records, record
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request
 from jetstream_ext.protocol.plans import OneAnswer, Scan
 
@@ -39,7 +39,7 @@ class Answer:
 
     stream: str
     """Who gave it; nothing, if there are no messages."""
-    records: list[Record]
+    records: Records
     pending: int
     """How many more there are, which did not fit."""
     up_to_seq: int
@@ -105,7 +105,7 @@ class Source:
             # A reply without messages does not tell who gave it, nor what it has; so ask for one that there is.
             witness = up_to.subject if up_to is not None else self._witness or await self._find_witness()
             if witness is None:
-                return Answer("", [], pending=0, up_to_seq=self._need)
+                return Answer("", Records(), pending=0, up_to_seq=self._need)
             request = Request(
                 multi_last=(*subjects, witness),
                 up_to_seq=None if up_to is None else up_to.seq,
@@ -114,14 +114,14 @@ class Source:
             answer = await self._ask(request)
             if answer is None:
                 why = "replies broke off"
-            elif not answer.records:
+            elif not len(answer.records):
                 self._witness = None
                 why = "nobody who answers direct gets had what the leader has"
             elif not await self._trusted(answer.stream):
                 why = _strange(answer.stream)
             elif up_to is not None:
                 # In ascending order: where nothing was cut off, the last one is the newest up to that point.
-                if answer.pending or answer.records[-1].seq == up_to.seq:
+                if answer.pending or answer.records.seqs[-1] == up_to.seq:
                     return answer
                 if await self._bucket.at_leader(seq=up_to.seq) is None:
                     raise LookupError
@@ -168,19 +168,19 @@ class Source:
             answer = await self._ask(request)
             if answer is None:
                 why = "replies broke off"
-            elif not answer.records:
+            elif not len(answer.records):
                 if await self._bucket.at_leader(last_by_subj=subject) is None:
                     return None
                 why = "nobody who answers direct gets had what the leader has"
             elif not await self._trusted(answer.stream):
                 why = _strange(answer.stream)
-            elif answer.records[0].seq <= after:
+            elif answer.records.seqs[0] <= after:
                 why = f"nobody who answers direct gets had revision {after + 1}"
             else:
                 return answer.records[0], answer.pending + 1
             await patience.pause(why)
 
-    async def log(self, first: int, last: int) -> AsyncGenerator[list[Record], None]:
+    async def log(self, first: int, last: int) -> AsyncGenerator[Records, None]:
         """Yield every message of ``first … last`` that there is, in order, proved at the leader.
 
         Raises:
@@ -199,12 +199,14 @@ class Source:
                         break
                     position = block.seqs[-1]
                     patience.reset()
-                    yield records(block)
+                    records = Records()
+                    records.add(block)
+                    yield records
             if not stranger:
                 return
             await patience.pause(_strange(stranger))
 
-    async def catch_up(self, position: int, take: Callable[[list[Record]], None]) -> Record | None:
+    async def catch_up(self, position: int, take: Callable[[Records], None]) -> Record | None:
         """Hand over the messages behind `position`, up to an end that no reply of this read has passed.
 
         Returns:
@@ -222,10 +224,10 @@ class Source:
             answer = await self._ask(request)
             why = "replies broke off"
             if answer is not None:
-                if answer.records and not await self._trusted(answer.stream):
+                if len(answer.records) and not await self._trusted(answer.stream):
                     why = _strange(answer.stream)
                 else:
-                    if answer.records:
+                    if len(answer.records):
                         take(answer.records)
                         newest = answer.records[-1]
                         position = newest.seq
@@ -243,18 +245,18 @@ class Source:
     async def _ask(self, request: Request) -> Answer | None:
         """Return the reply to one request, or None: it broke off."""
         bucket, plan = self._bucket, OneAnswer(request)
-        found: list[Record] = []
+        records = Records()
         stream = ""
         try:
             async with aclosing(read_blocks(bucket.js, bucket.stream, plan, bucket.timeout)) as blocks:
                 async for block in blocks:
                     stream = block.stream
-                    found += records(block)
+                    records.add(block)
         except MessagesLostError:
             return None
         end = plan.end
         assert end is not None
-        return Answer(stream, found, pending=end.num_pending, up_to_seq=end.up_to_seq or 0)
+        return Answer(stream, records, pending=end.num_pending, up_to_seq=end.up_to_seq or 0)
 
     async def _find_witness(self) -> str | None:
         """Return a subject that has a message now, or None: the bucket is empty."""

@@ -119,14 +119,16 @@ class Block:
     @property
     def rows(self) -> list[h.Row]:
         """Return each message's header lines (see `headers.reply_row`; `ROW_STREAM` may be empty)."""
+        return list(self.each_row())
+
+    def each_row(self) -> Iterator[h.Row]:
+        """Yield the same one by one: thousands of lists at once keep the garbage collector busy."""
         prefix = _prefix(self.stream.encode())
         skip = len(prefix)
-        rows: list[h.Row] = []
         for body, size in zip(self.bodies, self.header_sizes, strict=True):
             # Without stored headers one split gives the same places, the last of them empty.
             row = body[skip:size].split(b"\r\n") if body.startswith(prefix) else []
-            rows.append(row if len(row) == 7 else h.reply_row(body[:size]))
-        return rows
+            yield row if len(row) == 7 else h.reply_row(body[:size])
 
     @property
     def subjects(self) -> list[bytes]:

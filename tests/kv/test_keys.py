@@ -65,8 +65,8 @@ def test_filters_that_are_refused(pattern: str) -> None:
 
 
 def test_collections() -> None:
-    assert check_keys(iter(["b", "a", "b"])) == ["b", "a"]
-    assert check_keys([]) == []
+    assert list(check_keys(iter(["b", "a", "b"]))) == ["b", "a"]
+    assert list(check_keys([])) == []
     assert check_filters(None) == [">"]
     for wrong in ("abc", b"abc"):
         with pytest.raises(TypeError, match="not a single one"):

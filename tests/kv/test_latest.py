@@ -22,6 +22,12 @@ def put(seq: int, key: str, value: bytes = b"v", **headers: str) -> Record:
     return Record(seq, f"$KV.B.{key}", value, {name.replace("_", "-"): text for name, text in headers.items()}, at(seq))
 
 
+def fed(records: list[Record]) -> Latest:
+    latest = Latest(ALL)
+    latest.feed(records)
+    return latest
+
+
 def test_the_newest_revision_of_each_key_wins_in_any_order() -> None:
     records = [put(n, f"k{n % 7}", b"%d" % n) for n in range(1, 40)]
     random.Random(1).shuffle(records)
@@ -33,18 +39,20 @@ def test_the_newest_revision_of_each_key_wins_in_any_order() -> None:
 
 
 def test_deleted_keys_are_left_out_or_shown() -> None:
-    latest = Latest(ALL)
-    marker = put(5, "d", b"", Nats_Marker_Reason="MaxAge")
-    latest.feed(
-        [put(1, "a"), put(2, "b"), put(3, "b", b"", KV_Operation="DEL"), put(4, "c", b"", KV_Operation="PURGE"), marker]
-    )
-    assert list(latest.entries()) == ["a"]
-    latest.feed([put(6, "b", b"again")])
-    assert {key: entry.value for key, entry in latest.entries().items()} == {"a": b"v", "b": b"again"}
-    shown = latest.entries(include_deletes=True)
+    records = [
+        put(1, "a"),
+        put(2, "b"),
+        put(3, "b", b"", KV_Operation="DEL"),
+        put(4, "c", b"", KV_Operation="PURGE"),
+        put(5, "d", b"", Nats_Marker_Reason="MaxAge"),
+    ]
+    assert list(fed(records).entries()) == ["a"]
+    again = fed([*records, put(6, "b", b"again")])
+    assert {key: entry.value for key, entry in again.entries().items()} == {"a": b"v", "b": b"again"}
+    shown = fed(records).entries(include_deletes=True)
     assert [(shown[key].operation, shown[key].reason) for key in "abcd"] == [
         ("PUT", None),
-        ("PUT", None),
+        ("DEL", None),
         ("PURGE", None),
         ("PURGE", "MaxAge"),
     ]
@@ -63,10 +71,8 @@ def test_what_had_expired_when_the_last_revision_was_stored_is_not_there() -> No
         put(3, "ever"),
         put(4, "odd", Nats_TTL="x"),
     ]
-    latest = Latest(ALL)
-    latest.feed(records)
-    assert set(latest.entries(at(10.9))) == {"short", "long", "ever", "odd"}
-    assert set(latest.entries(at(11))) == {"long", "ever", "odd"}
+    assert set(fed(records).entries(at(10.9))) == {"short", "long", "ever", "odd"}
+    assert set(fed(records).entries(at(11))) == {"long", "ever", "odd"}
 
 
 def test_a_new_revision_has_a_life_of_its_own() -> None:

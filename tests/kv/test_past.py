@@ -116,7 +116,7 @@ def test_holes() -> None:
     def highest(first: int, last: int, *seqs: int) -> int:
         holes = Holes(first, last)
         for seq in seqs:
-            holes.see([message(seq, "k")])
+            holes.see([seq])
         holes.close()
         return holes.highest
 
@@ -168,7 +168,7 @@ def test_no_answer_is_ever_wrong(seed: int) -> None:
         truth = {record.subject.removeprefix("$KV.B."): record.seq for record in server.happened[:revision]}
         past, holes = Past(ALL, revision=revision, history=server.history), Holes(1, revision)
         past.feed(held, log=True)
-        holes.see(held)
+        holes.see(record.seq for record in held)
         holes.close()
         verdict = past.verdict(
             named=("a", "z"), wild=True, missing=holes.highest > 0, lost=holes.highest > past.accounts_for()

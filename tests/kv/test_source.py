@@ -10,8 +10,9 @@ from nats.js.errors import NotFoundError
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.kv import source as module
 from jetstream_ext.kv.bucket import Facts
-from jetstream_ext.kv.records import Record
+from jetstream_ext.kv.records import Records
 from jetstream_ext.kv.source import Answer, Source
+from jetstream_ext.protocol.direct import Block
 from jetstream_ext.types import StoredMsg
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -57,7 +58,12 @@ class Log:
 
 
 def answer(*seqs: int, stream: str = "KV_B", up_to: int = 0, pending: int = 0, key: str = "a") -> Answer:
-    records = [Record(seq, f"$KV.B.{key}", b"", {}, NOW + timedelta(seconds=seq)) for seq in seqs]
+    records = Records()
+    for seq in seqs:
+        time = (NOW + timedelta(seconds=seq)).isoformat().replace("+00:00", "Z")
+        head = f"NATS/1.0\r\nNats-Stream: {stream}\r\nNats-Subject: $KV.B.{key}\r\nNats-Sequence: {seq}\r\n"
+        head += f"Nats-Time-Stamp: {time}\r\nNats-Num-Pending: 0\r\nNats-Last-Sequence: 0\r\n\r\n"
+        records.add(Block(stream, [seq], [head.encode()], [len(head)]))
     return Answer(stream if seqs else "", records, pending=pending, up_to_seq=up_to)
 
 
@@ -131,7 +137,7 @@ class TestLastOf:
 
     async def test_an_empty_bucket_answers_by_its_leader(self) -> None:
         source = Scripted(Log(), 0, answer())
-        assert (await source.last_of(["$KV.B.a"])).records == []
+        assert len((await source.last_of(["$KV.B.a"])).records) == 0
         assert source.requests == []
 
     async def test_a_witness_that_is_gone_is_replaced(self) -> None:
@@ -221,7 +227,7 @@ class TestCatchUp:
         taken: list[int] = []
         log = Log(s10="a", s11="b", s12="c")
         source = Scripted(log, 9, answer(10), answer(), answer(11, 12))
-        newest = await source.catch_up(9, lambda records: taken.extend(record.seq for record in records))
+        newest = await source.catch_up(9, lambda records: taken.extend(records.seqs))
         assert newest is not None
         assert (newest.seq, taken) == (12, [10, 11, 12])
 
@@ -238,7 +244,7 @@ class TestCatchUp:
         source = Scripted(
             Log(s12="a"), 9, answer(10, pending=2), None, answer(11, 12, stream="STRANGER"), answer(11, 12)
         )
-        newest = await source.catch_up(9, lambda records: taken.extend(record.seq for record in records))
+        newest = await source.catch_up(9, lambda records: taken.extend(records.seqs))
         assert newest is not None
         assert (newest.seq, taken) == (12, [10, 11, 12])
         assert [request.seq for request in source.requests] == [10, 11, 11, 11]
