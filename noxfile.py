@@ -28,7 +28,11 @@ def tests(session: nox.Session) -> None:
 def full(session: nox.Session) -> None:
     """Run the tests that CI runs shortened at their whole size; arguments after `--` go to pytest instead."""
     session.install("-e", ".[server]", *group("test"))
-    files = ["tests/client/test_sources_over_a_leaf.py", "tests/conformance/test_feature_table.py"]
+    files = [
+        "tests/client/test_sources_over_a_leaf.py",
+        "tests/conformance/test_feature_table.py",
+        "tests/kv/test_bank.py",
+    ]
     session.run("python", "-m", "pytest", *(session.posargs or files), env={"JETSTREAM_EXT_FULL": "1"})
 
 

@@ -81,8 +81,7 @@ async def retry_transaction(
 
     Cancellation: Nothing is written, unless a commit was on its way already.
 
-    Requires: As for `transaction`. On nats-server 2.12.0, which takes no message ids in a batch, a lost answer is
-        looked up but never sent again.
+    Requires: As for `transaction`.
     """
     if isinstance(give_up_after, bool) or not give_up_after > 0:
         raise ValueError(f"give_up_after must be over 0 seconds, not {give_up_after!r}")

@@ -198,7 +198,11 @@ class Staging:
         if mended and not wrong:
             return None
         stale = not wrong or not self.reads.keys().isdisjoint(wrong)
-        return _conflict("; ".join(words[:5]) or "the bucket was written to by others", wrong, stale_read=stale)
+        if not wrong:
+            words.append(
+                "the bucket was written to by others" if self.needs_fence else "a key was in conflict, and is not now"
+            )
+        return _conflict("; ".join(words[:5]), wrong, stale_read=stale)
 
     def moved(self, now: Mapping[str, KeyValueEntry | None]) -> KeyConflictError | None:
         """Return the conflict, if a key that was read is now something else."""

@@ -11,12 +11,13 @@ from nats.js.kv import KeyValue
 from nats.nuid import NUID
 
 from jetstream_ext.client.atomic import AtomicBatch, publish_atomic
+from jetstream_ext.client.owners import find_owner
 from jetstream_ext.errors import (
     AtomicPublishDuplicateMessageIDError,
     AtomicPublishIncompleteError,
-    AtomicPublishUnsupportedHeaderError,
     BatchClosedError,
     BatchServerError,
+    UnsupportedFeatureError,
     WrongLastSequenceError,
 )
 from jetstream_ext.kv.bucket import Bucket
@@ -24,6 +25,7 @@ from jetstream_ext.kv.keys import check_key, check_keys
 from jetstream_ext.kv.refusals import explained
 from jetstream_ext.kv.staging import Staging
 from jetstream_ext.kv.values import KeyValueEntry
+from jetstream_ext.protocol.atomic import ATOMIC_LEVEL
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
 State = Literal["open", "committed", "failed", "discarded", "unknown"]
@@ -184,7 +186,7 @@ class Transaction:
             MessageTTLDisabledError: The bucket does not allow times to live; `enable` turns them on.
             MessageTooLargeError: A value is larger than the bucket allows; the error names its key.
             BatchError: Any other refusal; nothing is written.
-            UnsupportedFeatureError: The server is older than 2.12.
+            UnsupportedFeatureError: The server is older than 2.12.1.
 
         Cancellation: Nothing is written, unless the commit was on its way already (`state` is ``"unknown"`` then).
         """
@@ -203,6 +205,7 @@ class Transaction:
 
     async def _commit(self) -> None:
         staging = self._staging
+        await self._check_server()
         for mended in range(_MENDS + 1):
             fence = await self._find_fence() if staging.needs_fence else None
             self._messages = staging.messages(fence=fence, msg_id=self._batch_id if self._with_id else None)
@@ -220,10 +223,6 @@ class Transaction:
                 conflict = staging.refused(await self._bucket.look_up(staging.expectations))
                 if conflict is not None or mended == _MENDS:
                     raise conflict or refusal from refusal
-            except AtomicPublishUnsupportedHeaderError:
-                if not self._with_id:
-                    raise
-                self._with_id = False  # 2.12.0 takes no message ids in a batch
             except BatchServerError as refusal:
                 limit = -1
                 if isinstance(refusal, AtomicPublishIncompleteError):
@@ -232,6 +231,22 @@ class Transaction:
             finally:
                 await batch.discard()
             self._batch_id = NUID().next().decode()
+
+    async def _check_server(self) -> None:
+        """Refuse the one release that checks the expectations of a batch against the wrong messages."""
+        bucket = self._bucket
+        owner = await find_owner(
+            bucket.js, bucket.subject(next(iter(self._staging.writes))), bucket.stream, bucket.timeout
+        )
+        version = (owner[0].version if owner else None) or bucket.js.connection.server_version
+        if version == "2.12.0":
+            raise UnsupportedFeatureError(
+                "transactions need nats-server 2.12.1: 2.12.0 commits batches whose expectations do not hold; "
+                "nothing was written",
+                feature="transaction",
+                required_api_level=ATOMIC_LEVEL,
+                server_version=version,
+            )
 
     def _accept(self, ack: BatchAck) -> None:
         first = ack.seq - len(self._messages) + 1
@@ -347,7 +362,7 @@ def transaction(kv: KeyValue, *, timeout: float | None = None) -> Transaction:
 
     Cancellation: Nothing is written, unless the commit was on its way already.
 
-    Requires: nats-server 2.12, ``allow_atomic``, permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``. A server takes
+    Requires: nats-server 2.12.1, ``allow_atomic``, permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``. A server takes
         1000 keys at a time.
     """
     return Transaction(Bucket(kv, timeout))
