@@ -124,14 +124,14 @@ class Bucket:
         version, level = answering_server(config)
         if direct and not DIRECT_BATCH.at(level):
             raise DIRECT_BATCH.unsupported(server_version=version or self.js.connection.server_version, api_level=level)
-        created, last = _time(info["created"]), int(state["last_seq"])
+        created, last, last_time = _time(info["created"]), int(state["last_seq"]), _time(state["last_ts"])
         return Facts(
             config=config,
             now=_time(info["ts"]),
             created=created,
             first=max(1, int(config.get("first_seq") or 1)),
             last=last,
-            last_time=max(created, _time(state["last_ts"])) if last else created,
+            last_time=last_time if last_time.year > 1 else created,
             messages=int(state["messages"]),
             keys=int(state.get("num_subjects", 0)),
         )

@@ -43,6 +43,9 @@ async def test_reading(kv: KeyValue) -> None:
     assert len(then) == 1_499
     with pytest.raises(HistoryUnavailableError):
         await kvx.get_many(kv, keys, at=1_500)
+    last_of_the_first = max(entry.created for entry in then.values())
+    by_time = await kvx.snapshot(kv, at=last_of_the_first, strict=False)
+    assert (by_time.revision, dict(by_time)) == (1_500, dict(then))
     assert len(await kvx.get_many(kv, keys[8:], at=now.time)) == 1_492
     assert len(await kvx.get_many(kv, keys)) == 1_499
     values = {f"large.{n}": bytes(900_000) for n in range(12)}
