@@ -15,6 +15,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Awaitable, Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import nats
@@ -327,9 +328,7 @@ def main() -> None:
     options = parser.parse_args()
     with NatsServer() as server:
         console = Console(width=110)
-        console.print(
-            f"nats-server {server.version}, nats-py {nats.__version__ if hasattr(nats, '__version__') else ''}"
-        )
+        console.print(f"nats-server {server.version}, nats-py {version('nats-py')}")
         run = measure_memory if options.memory else measure
         asyncio.run(run(server, options, console))
 

@@ -10,6 +10,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Awaitable, Callable
+from importlib.metadata import version
 
 import nats
 from nats.js import JetStreamContext
@@ -133,5 +134,5 @@ if __name__ == "__main__":
     options = parser.parse_args()
     out = Console(width=100)
     with NatsServer() as server:
-        out.print(f"nats-server {server.version}, nats-py {nats.__version__ if hasattr(nats, '__version__') else ''}")
+        out.print(f"nats-server {server.version}, nats-py {version('nats-py')}")
         asyncio.run(main(server.url, options.rounds, options.largest, options.size, out))
