@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import nats.errors
 import nats.js.errors
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from jetstream_ext.types import BatchAck, IngestReport
@@ -52,9 +53,11 @@ class JetStreamExtError(nats.errors.Error):
         self.args = (message,) if message else ()
         self.message = message
 
+    @override
     def __str__(self) -> str:
         return self.message or type(self).__name__
 
+    @override
     def __reduce__(self) -> tuple[Any, ...]:
         # An exception's own pickling forgets the cause.
         state = dict(self.__dict__)
@@ -296,6 +299,7 @@ class ServerError(JetStreamExtError, nats.js.errors.APIError):
     __hash__ = BaseException.__hash__
     __eq__ = object.__eq__
 
+    @override
     def __str__(self) -> str:
         text = JetStreamExtError.__str__(self)
         return f"{text} (error {self.err_code})" if self.err_code else text
