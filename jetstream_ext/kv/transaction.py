@@ -25,7 +25,7 @@ from jetstream_ext.kv.keys import check_key, check_keys
 from jetstream_ext.kv.refusals import explained
 from jetstream_ext.kv.staging import Staging
 from jetstream_ext.kv.values import KeyValueEntry
-from jetstream_ext.protocol.atomic import ATOMIC_LEVEL
+from jetstream_ext.protocol import support
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
 State = Literal["open", "committed", "failed", "discarded", "unknown"]
@@ -243,8 +243,8 @@ class Transaction:
             raise UnsupportedFeatureError(
                 "transactions need nats-server 2.12.1: 2.12.0 commits batches whose expectations do not hold; "
                 "nothing was written",
-                feature="transaction",
-                required_api_level=ATOMIC_LEVEL,
+                feature=support.ATOMIC.title,
+                required_api_level=support.ATOMIC.api_level,
                 server_version=version,
             )
 

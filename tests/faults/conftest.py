@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import nats
+import nats.errors
 import pytest
 from nats.aio.client import Client
 
@@ -67,6 +68,12 @@ def stored(connect: Connect) -> Callable[[str, str], Awaitable[list[int]]]:
     async def stored(url: str | list[str], stream: str) -> list[int]:
         nc = await connect(url)
         reader = jsx.DirectGet(nc.jetstream(), stream)
-        return [int(message.data) async for message in reader.scan(confirm=True)]
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    return [int(message.data) async for message in reader.scan(confirm=True)]
+                except nats.errors.Error:
+                    # A leader that was killed is replaced in 5 to 8 seconds, and answers nothing until then.
+                    await asyncio.sleep(0.1)
 
     return stored
