@@ -90,15 +90,14 @@ class Parquet(JsonLines):
         import pyarrow as pa  # an extra, and heavy
         import pyarrow.parquet as pq
 
-        schema = pa.schema(
-            [
-                ("seq", pa.uint64()),
-                ("time", pa.timestamp("us", tz="UTC")),
-                ("subject", pa.string()),
-                ("headers", pa.string()),
-                ("data", pa.binary()),
-            ]
-        )
+        columns: list[Any] = [
+            ("seq", pa.uint64()),
+            ("time", pa.timestamp("us", tz="UTC")),
+            ("subject", pa.string()),
+            ("headers", pa.string()),
+            ("data", pa.binary()),
+        ]
+        schema = pa.schema(columns)
         fresh = file.with_name(f"{file.name}.new")
         try:
             with part.open("rb") as lines, pq.ParquetWriter(fresh, schema, compression="zstd") as writer:
