@@ -20,14 +20,14 @@ def parse_batch_ack(reply: dict[str, Any]) -> BatchAck:
         raise TypeError("a batch ack needs stream, seq, batch and count")
     if seq < 0 or count < 0:
         raise ValueError("a batch ack has a negative number")
-    domain, val = reply.get("domain"), reply.get("val")
+    domain, val = _text(reply.get("domain")), _text(reply.get("val"))
     return BatchAck(
         stream=stream,
         seq=seq,
         batch_id=batch,
         batch_size=count,
-        domain=None if domain is None else str(domain),
-        val=None if val is None else str(val),
+        domain=domain,
+        val=val,
     )
 
 
@@ -43,5 +43,10 @@ def parse_refusal(error: object, payload: bytes = b"") -> ServerError:
     return server_error(
         code=code if isinstance(code, int) else None,
         err_code=err_code if isinstance(err_code, int) else None,
-        description=str(error.get("description", ""))[:1024],
+        description=(_text(error.get("description")) or "")[:1024],
     )
+
+
+def _text(value: object) -> str | None:
+    # Only what can be text: the text of a list in a list in a list, a thousand deep, is a RecursionError.
+    return str(value) if isinstance(value, str | int | float) else None

@@ -86,11 +86,11 @@ def _said(header: bytes, payload: bytes) -> Said:
         raise ResponseError("a fast-ingest reply is not a JSON object", frame=payload)
     kind = reply.get("type")
     if kind == "ack":
-        return BatchFlowAck(_number(reply, "seq"), _number(reply, "msgs"))
+        return BatchFlowAck(_number(reply, "seq", payload), _number(reply, "msgs", payload))
     if kind == "gap":
-        return BatchFlowGap(_number(reply, "last_seq"), _number(reply, "seq"))
+        return BatchFlowGap(_number(reply, "last_seq", payload), _number(reply, "seq", payload))
     if kind == "err":
-        return BatchFlowError(_number(reply, "seq"), parse_refusal(reply.get("error"), payload))
+        return BatchFlowError(_number(reply, "seq", payload), parse_refusal(reply.get("error"), payload))
     if kind is not None:
         return UnknownReply(payload[:1024])
     if "ack_msgs" in reply or "last_seq" in reply:
@@ -108,16 +108,16 @@ def _said(header: bytes, payload: bytes) -> Said:
 
 
 def _draft(reply: dict[str, Any], payload: bytes) -> Said:
-    last, seq = _number(reply, "last_seq", 0), _number(reply, "seq", 0)
+    last, seq = _number(reply, "last_seq", payload, 0), _number(reply, "seq", payload, 0)
     if reply.get("error"):
         return BatchFlowError(seq, parse_refusal(reply["error"], payload))
     if last and seq > last + 1 and not reply.get("ack_msgs"):
         return BatchFlowGap(last + 1, seq)
-    return BatchFlowAck(max(last, seq), _number(reply, "ack_msgs", 1))
+    return BatchFlowAck(max(last, seq), _number(reply, "ack_msgs", payload, 1))
 
 
-def _number(reply: dict[str, Any], name: str, default: int | None = None) -> int:
+def _number(reply: dict[str, Any], name: str, payload: bytes, default: int | None = None) -> int:
     value = reply.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ResponseError(f"a fast-ingest reply has no valid {name!r}", frame=orjson.dumps(reply))
+        raise ResponseError(f"a fast-ingest reply has no valid {name!r}", frame=payload)
     return value

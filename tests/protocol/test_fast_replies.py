@@ -123,6 +123,28 @@ def test_what_is_no_reply_is_a_response_error(payload: bytes) -> None:
         decode(SUBJECT, b"", payload)
 
 
+@pytest.mark.parametrize("depth", [100, 300, 1000])
+@pytest.mark.parametrize(
+    ("payload", "said"),
+    [
+        (b'{"type":"ack","seq":%b,"msgs":1}', None),
+        (b'{"type":"ack","seq":"x","msgs":1,"more":%b}', None),
+        (b'{"error":{"err_code":10208,"description":%b}}', Refusal),
+        (b'{"type":"err","seq":1,"error":{"description":%b}}', BatchFlowError),
+        (b'{"stream":"F","seq":1,"batch":"u1","count":1,"domain":%b,"val":%b}', BatchAck),
+        (b'{"type":%b}', UnknownReply),
+    ],
+)
+def test_depth_is_no_way_out(payload: bytes, said: type[object] | None, depth: int) -> None:
+    # JSON libraries and Python have limits of their own for what is nested, and errors of their own for it.
+    payload = payload.replace(b"%b", b"[" * depth + b"]" * depth)
+    if said is None:
+        with pytest.raises(errors.ResponseError):
+            decode(SUBJECT, b"", payload)
+    else:
+        assert type(decode(SUBJECT, b"", payload).said) is said
+
+
 def test_an_unknown_reply_is_kept_in_part_only() -> None:
     said = decode(SUBJECT, b"", orjson.dumps({"type": "x", "y": "z" * 5000})).said
     assert isinstance(said, UnknownReply)
