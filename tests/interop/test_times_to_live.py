@@ -1,0 +1,88 @@
+"""Times to live in a bucket that is shared with nats.js. (The nats.go that Debian has knows none.)"""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from nats.js import JetStreamContext
+from peers import TheirBucket
+
+import jetstream_ext.kv as kvx
+from jetstream_ext.errors import HistoryUnavailableError
+
+pytestmark = pytest.mark.parametrize("theirs", ["nats.js"], indirect=True)
+
+
+async def test_expiry_is_the_same_for_both(
+    js: JetStreamContext, stream_name: Callable[[], str], theirs: Callable[[str], TheirBucket]
+) -> None:
+    bucket = theirs(stream_name())
+    await bucket.make(marker_ttl=3600)
+    kv = await kvx.enable(await js.key_value(bucket._name))
+    await bucket.watch()
+    assert await bucket.put("stays", b"0") == 1
+    assert await bucket.create("theirs", b"1", ttl=5) == 2
+    async with kvx.transaction(kv) as tx:
+        tx.create("ours", b"2", ttl=5)
+    seen = [await bucket.next() for _ in range(5)]
+    assert [(entry.key, entry.operation) for entry in seen[:3]] == [
+        ("stays", "PUT"),
+        ("theirs", "PUT"),
+        ("ours", "PUT"),
+    ]
+    assert {(entry.key, entry.operation) for entry in seen[3:]} == {("theirs", "PURGE"), ("ours", "PURGE")}
+    markers = {entry.key: entry.revision for entry in seen[3:]}
+
+    assert (await kvx.snapshot(kv)).keys() == {"stays"}
+    assert (await kvx.get_many(kv, ["ours", "theirs", "stays"])).keys() == {"stays"}
+    shown = await kvx.snapshot(kv, ["ours", "theirs"], include_deletes=True)
+    assert {key: entry.revision for key, entry in shown.items()} == markers
+    assert {(entry.operation, entry.reason) for entry in shown.values()} == {("PURGE", "MaxAge")}
+    with pytest.raises(HistoryUnavailableError) as gone:
+        await kvx.snapshot(kv, at=3)
+    assert gone.value.keys == ("ours", "theirs")
+
+    # A key that has expired can be created again, by either.
+    async with kvx.transaction(kv) as tx:
+        assert await tx.get("theirs") is None
+        tx.create("theirs", b"3")
+    revision = await bucket.create("ours", b"4")
+    found = await kvx.get_many(kv, ["ours", "theirs"])
+    assert {key: entry.value for key, entry in found.items()} == {"ours": b"4", "theirs": b"3"}
+    assert found["ours"].revision == revision
+
+
+async def test_purge_markers_that_expire(
+    js: JetStreamContext, stream_name: Callable[[], str], theirs: Callable[[str], TheirBucket]
+) -> None:
+    bucket = theirs(stream_name())
+    await bucket.make(marker_ttl=1)
+    kv = await kvx.enable(await js.key_value(bucket._name))
+    for key in ("ours", "theirs"):
+        await bucket.put(key, b"1")
+    await bucket.purge("theirs", ttl=1)
+    async with kvx.transaction(kv) as tx:
+        tx.purge("ours", ttl=1)
+    assert await kvx.snapshot(kv) == {}
+    async with asyncio.timeout(30):
+        while await kvx.snapshot(kv, include_deletes=True):
+            await asyncio.sleep(0.05)
+    assert [await bucket.get(key) for key in ("ours", "theirs")] == [None, None]
+
+
+async def test_they_see_a_key_that_was_touched(
+    js: JetStreamContext, stream_name: Callable[[], str], theirs: Callable[[str], TheirBucket]
+) -> None:
+    bucket = theirs(stream_name())
+    await bucket.make(marker_ttl=1)
+    kv = await js.key_value(bucket._name)
+    await bucket.watch("other")
+    await bucket.create("session", b"1", ttl=5)
+    revision = await kvx.touch(kv, "session", 3600)
+    await bucket.create("other", b"2", ttl=5)
+    # By the time that the other one has expired, the first would have.
+    assert [(await bucket.next()).operation for _ in range(2)] == ["PUT", "PURGE"]
+    entry = await bucket.get("session")
+    assert entry is not None
+    assert (entry.value, entry.revision, entry.operation) == (b"1", revision, "PUT")
+    assert (await kvx.snapshot(kv)).keys() == {"session"}
