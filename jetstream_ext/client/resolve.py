@@ -33,7 +33,7 @@ from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.acks import parse_refusal
 from jetstream_ext.protocol.atomic import AtomicBatchMachine
-from jetstream_ext.protocol.atomic_search import Search, fence, reached
+from jetstream_ext.protocol.atomic_search import Search, ends_batch, fence, reached
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.stream_facts import StreamFacts
 from jetstream_ext.types import BatchAck
@@ -113,17 +113,17 @@ async def find_earlier(
         return None
     stream, subject = question.owner[0].name, machine.last_subject
     facts = await stream_facts(js, stream, timeout)
-    search = Search(machine.batch_id, machine.size, 0)
     last = await get_at_leader(js, stream, {"last_by_subj": subject}, timeout)
-    if last is not None:
-        search.see(last.seq, last.headers)
-    if search.last_seq is None and facts.direct:
+    if last is not None and ends_batch(machine.batch_id, machine.size, last.headers):
+        return _ack(facts, last.seq, machine)
+    if facts.direct:
         # Ids are remembered for the duplicate window; a minute more for clocks that differ.
         since = datetime.now(UTC) - timedelta(microseconds=facts.window_ns // 1000, seconds=60)
         async with _direct(js, stream, timeout).scan(subject=subject, start_time=since) as messages:
             async for message in messages:
-                search.see(message.seq, message.headers)
-    return None if search.last_seq is None else _ack(facts, search, machine)
+                if ends_batch(machine.batch_id, machine.size, message.headers):
+                    return _ack(facts, message.seq, machine)
+    return None
 
 
 async def _attempt(js: JetStream, question: Question, machine: AtomicBatchMachine) -> BatchAck | None:
@@ -140,7 +140,7 @@ async def _attempt(js: JetStream, question: Question, machine: AtomicBatchMachin
         seen = Search(machine.batch_id, machine.size, last.seq - 1)
         seen.see(last.seq, last.headers)
         if seen.last_seq is not None:
-            return _ack(facts, seen, machine)
+            return _ack(facts, seen.last_seq, machine)
 
     session, until = await _fence(js, machine, facts)
     leader, give_up = facts.leader, asyncio.get_running_loop().time() + _QUESTION
@@ -159,7 +159,7 @@ async def _attempt(js: JetStream, question: Question, machine: AtomicBatchMachin
 
     await _read(js, facts, search)
     if search.last_seq is not None:
-        return _ack(facts, search, machine)
+        return _ack(facts, search.last_seq, machine)
     again = await _facts(js, opened)
     if again.leader != leader or not again.leads:
         raise _NotYet("the stream's leader does not hear from a majority")
@@ -257,6 +257,5 @@ def _refusal(frame: Frame, stream: str) -> ServerError:
     return parse_refusal(reply["error"], payload)
 
 
-def _ack(facts: StreamFacts, search: Search, machine: AtomicBatchMachine) -> BatchAck:
-    assert search.last_seq is not None
-    return BatchAck(facts.name, search.last_seq, machine.batch_id, machine.size)
+def _ack(facts: StreamFacts, last_seq: int, machine: AtomicBatchMachine) -> BatchAck:
+    return BatchAck(facts.name, last_seq, machine.batch_id, machine.size)

@@ -20,6 +20,16 @@ IMPOSSIBLE_SEQ: Final = (1 << 63) - 1
 _AT: Final = re.compile(r"wrong last sequence: (\d+)\Z")
 
 
+def ends_batch(batch_id: str, size: int, headers: Mapping[str, str]) -> bool:
+    """Return whether a stored message is the last of a batch with that many messages.
+
+    Servers leave the commit on it, or put it there when the batch ended with a marker.
+    """
+    return (
+        headers.get(h.BATCH_ID) == batch_id and headers.get(h.BATCH_SEQUENCE) == str(size) and h.BATCH_COMMIT in headers
+    )
+
+
 class Search:
     """Takes the messages of a stream in order.
 

@@ -257,6 +257,19 @@ class TestMessageIds:
         with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
             await jsx.publish_atomic(js, batch[:4], batch_id="job-1")
 
+    @pytest.mark.parametrize("size", [3, 10])
+    async def test_a_batch_of_another_size_was_not_stored_before(
+        self, js: JetStreamContext, make_stream: MakeStream, size: int
+    ) -> None:
+        name = await make_stream()
+        batch = [jsx.BatchMessage(f"{name}.a", b"x", msg_id=f"m{i}") for i in range(10)]
+        await jsx.publish_atomic(js, batch[:5], batch_id="job-1")
+        for _ in range(2):
+            with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
+                await jsx.publish_atomic(js, batch[:size], batch_id="job-1")
+            await js.publish(f"{name}.a", b"newer")
+        assert (await jsx.publish_atomic(js, batch[:5], batch_id="job-1")).seq == 5
+
     async def test_resolve(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         name = await make_stream()
         for attempt in range(2):
