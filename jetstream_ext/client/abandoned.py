@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from types import TracebackType
@@ -36,6 +37,7 @@ class AbandonedBatches:
         domain = _DOMAIN.match(self._js.prefix)
         self._domain = domain[1] if domain else None
         self._subscription: Subscription | None = None
+        self._closed: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
         if self._subscription is not None:
@@ -43,6 +45,7 @@ class AbandonedBatches:
         nc = self._js.nc
         self._js.connection.check_usable()
         self._subscription = await nc.subscribe(self._subject)
+        self._closed = asyncio.get_running_loop().create_future()
         try:
             await nc.flush()  # from here on nothing is missed
         except BaseException:
@@ -56,11 +59,13 @@ class AbandonedBatches:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Stop listening; safe to call twice.
+        """Stop listening; who waits for a batch hears of no more. Safe to call twice.
 
         Cancellation: Safe; nothing is left behind.
         """
         subscription, self._subscription = self._subscription, None
+        if self._closed is not None and not self._closed.done():
+            self._closed.set_result(None)
         if subscription is not None:
             try:
                 await subscription.unsubscribe()
@@ -76,12 +81,19 @@ class AbandonedBatches:
 
     async def __anext__(self) -> AbandonedBatch:
         while (subscription := self._subscription) is not None:
+            assert self._closed is not None
+            # nats-py wakes nobody who waits on a subscription when that ends.
+            getting = asyncio.ensure_future(subscription.next_msg(timeout=None))
             try:
-                message = await subscription.next_msg(timeout=None)
-                abandoned, domain = parse_abandoned(message.data)
+                await asyncio.wait((getting, self._closed), return_when=asyncio.FIRST_COMPLETED)
+                if not getting.done():
+                    break
+                abandoned, domain = parse_abandoned(getting.result().data)
             except ResponseError as error:
                 _log.warning("%s: %s", self._subject, error)  # anybody may publish there; the watch goes on
                 continue
+            finally:
+                getting.cancel()
             if self._domain is None or domain in (None, self._domain):
                 return abandoned
         raise StopAsyncIteration

@@ -91,6 +91,18 @@ async def test_nothing_is_left_behind(nc: Client, js: JetStreamContext, left: An
         await left.settled()
 
 
+async def test_closed_while_somebody_waits(js: JetStreamContext, left: Any) -> None:
+    watch = await jsx.watch_abandoned(js, "S").__aenter__()
+    waiting = [asyncio.ensure_future(anext(watch)) for _ in range(2)]
+    await asyncio.sleep(0)
+    await watch.aclose()
+    async with asyncio.timeout(5):
+        for each in waiting:
+            with pytest.raises(StopAsyncIteration):
+                await each
+    await left.settled()
+
+
 async def test_a_closed_connection(own_nc: Client, own_js: JetStreamContext) -> None:
     async with jsx.watch_abandoned(own_js, "S") as watch:
         waiting = asyncio.ensure_future(anext(watch))
