@@ -15,7 +15,7 @@ from jetstream_ext.client.atomic_wire import AtomicWire
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.errors import AtomicPublishDuplicateMessageIDError
 from jetstream_ext.protocol.atomic import State
-from jetstream_ext.protocol.options import check_batch_id
+from jetstream_ext.protocol.options import check_batch_id, check_message, check_seconds
 from jetstream_ext.types import BatchAck, BatchMessage, PublishOptions
 
 BatchState = Literal["open", "committed", "discarded", "failed", "unknown"]
@@ -44,6 +44,9 @@ class AtomicBatch:
         ack_every: Wait for a reply to every n-th message, too.
         timeout: Seconds to wait for a reply; None is the context's timeout.
 
+    Raises:
+        ValueError, TypeError: An argument is out of its range or of another type.
+
     Requires: nats-server 2.12 and ``allow_atomic`` on the stream.
     """
 
@@ -56,6 +59,8 @@ class AtomicBatch:
         ack_every: int | None = None,
         timeout: float | None = None,
     ) -> None:
+        if not isinstance(ack_first, bool):
+            raise TypeError(f"ack_first must be a bool, not {type(ack_first).__name__}")
         if ack_every is not None and (isinstance(ack_every, bool) or not isinstance(ack_every, int) or ack_every < 1):
             raise ValueError(f"ack_every must be an integer from 1 up, not {ack_every!r}")
         self._wire = new_wire(js, batch_id, timeout, ack_first=ack_first, ack_every=ack_every)
@@ -120,6 +125,9 @@ class AtomicBatch:
 
     async def add_message(self, message: BatchMessage, *, ack: bool | None = None) -> None:
         """Add one `BatchMessage`; arguments, errors and cancellation as for `add`."""
+        check_message(message)
+        if ack is not None and not isinstance(ack, bool):
+            raise TypeError(f"ack must be a bool or None, not {type(ack).__name__}")
         await self._wire.add(message, ack)
 
     async def add_many(self, messages: Iterable[BatchMessage] | AsyncIterable[BatchMessage]) -> None:
@@ -187,6 +195,7 @@ class AtomicBatch:
         Raises:
             BatchOutcomeUnknownError: It cannot be known: no leader answered, or messages were removed from the stream
                 since that could have been the batch's. The error says which; calling again may help for the former.
+            ValueError, TypeError: `timeout` is not over 0, or not a number.
             BatchError: The batch is still open, or is being committed.
             AtomicPublishDuplicateMessageIDError: No earlier batch with this id was found.
 
@@ -281,7 +290,5 @@ def new_wire(
     """Return a new batch; the arguments are checked here."""
     context = JetStream(js)
     checked = check_batch_id(NUID().next().decode() if batch_id is None else batch_id)
-    seconds = context.timeout if timeout is None else float(timeout)
-    if not seconds > 0:
-        raise ValueError(f"timeout must be over 0 seconds, not {timeout!r}")
+    seconds = context.timeout if timeout is None else check_seconds(timeout, "timeout")
     return AtomicWire(context, checked, seconds, ack_first=ack_first, ack_every=ack_every, hold_back=hold_back)

@@ -24,7 +24,7 @@ from jetstream_ext.errors import (
 from jetstream_ext.protocol import support
 from jetstream_ext.protocol.atomic import ATOMIC_LEVEL, AtomicBatchMachine, State, Step
 from jetstream_ext.protocol.frames import Frame, parts
-from jetstream_ext.protocol.options import check_message
+from jetstream_ext.protocol.options import check_message, check_seconds
 from jetstream_ext.types import BatchAck, BatchMessage
 
 # Payload bytes per write of a bulk: the server works on one block while the next is encoded.
@@ -94,8 +94,9 @@ class AtomicWire:
                     raise stopped
             return acked
         source = iter(messages)
-        first = next(source, None)
-        if first is None:
+        try:
+            first = next(source)
+        except StopIteration:
             return 0
         check_message(first)
         source = chain((first,), source)
@@ -144,12 +145,12 @@ class AtomicWire:
 
     async def resolve(self, timeout: float | None) -> BatchAck | None:
         """Return the ack that a batch has or should have had, or None: nothing of it is stored."""
+        patience = _RESOLVE_PATIENCE * self._timeout if timeout is None else check_seconds(timeout, "timeout")
         machine = self.machine
         if machine is None or machine.state in (State.OPEN, State.COMMITTING):
             if self.discarded:
                 return None
             raise BatchError(f"batch {self.batch_id} has not ended: commit or discard it", batch_id=self.batch_id)
-        patience = _RESOLVE_PATIENCE * self._timeout if timeout is None else float(timeout)
         if machine.state is State.UNKNOWN:
             machine.resolved(await resolve(self._js, self._question, machine, patience))
         elif machine.state is State.FAILED:
@@ -272,7 +273,8 @@ class AtomicWire:
                 raise  # the refusal of this one message
             machine.lost(f"the connection failed while it was written to ({error!r})")
         finally:
-            self._waiters.pop(ask, None)
+            if waiter is not None and self._waiters.get(ask) is waiter:
+                del self._waiters[ask]  # a refused message's sequence may be another one's by now
             self._settle()
         if machine.state is State.COMMITTING and ask < machine.sent:
             return  # an `add` whose message is part of the commit that is under way

@@ -9,12 +9,14 @@ event                   in state OPEN               in state COMMITTING
 add                     takes a sequence            refused: the batch is being committed
 commit, commit_eob      COMMITTING                  refused
 discard, exception      DISCARDED                   UNKNOWN
-zero-byte reply         the message is staged       ignored
-batch ack               FAILED (no commit sent)     COMMITTED
+zero-byte reply         the message is staged       the same; to the commit itself: UNKNOWN
+batch ack               UNKNOWN (no commit sent)    COMMITTED
 ack without a batch     FAILED: server too old      FAILED: server too old (the message itself was stored)
 refusal, batch open     sequence given back, if it  OPEN again: the same commit may be tried again
-                        is the newest; else FAILED
+                        is the newest and not the
+                        first; else FAILED
 any other refusal       FAILED                      FAILED: the server dropped the batch
+malformed reply         FAILED (no commit sent)     UNKNOWN
 silence                 FAILED                      UNKNOWN
 disconnection           FAILED if a reply was       UNKNOWN
                         awaited, else doubt: the
@@ -105,16 +107,12 @@ class AtomicBatchMachine:
     ) -> None:
         self.batch_id = check_batch_id(batch_id)
         self.state = State.OPEN
-        self.size = 0
-        """Messages that are meant to be stored."""
         self.sent = 0
         """The highest batch sequence that was sent."""
         self.staged = 0
         """The highest batch sequence that the server said it has."""
         self.ack: BatchAck | None = None
         self.error: JetStreamExtError | None = None
-        self.last_subject = ""
-        """The subject of the newest message."""
         self._marker = api_level >= MARKER_LEVEL
         self._hold_back = hold_back or not self._marker
         self._encoder = Encoder(batch_id, max_payload)
@@ -122,11 +120,21 @@ class AtomicBatchMachine:
         self._ack_every = ack_every
         self._held: Encoded | None = None
         self._first_subject = b""
-        self._subject_before = ""
+        self._subjects: list[str] = []
         self._commit_stores = False
         self._commit_held: Encoded | None = None
         self._doubt_from = 0
         """The first sequence after a disconnection that no reply has settled, or 0."""
+
+    @property
+    def size(self) -> int:
+        """How many messages are meant to be stored."""
+        return len(self._subjects)
+
+    @property
+    def last_subject(self) -> str:
+        """The subject of the newest of them."""
+        return self._subjects[-1] if self._subjects else ""
 
     # -- operations ---------------------------------------------------------------------------------------------
 
@@ -287,16 +295,11 @@ class AtomicBatchMachine:
         return Step(seq, encoded[1], header_of(encoded, seq, commit=commit), encoded[3], wants_reply)
 
     def _count(self, names: list[str]) -> None:
-        if names:
-            self.size += len(names)
-            self._encoder.count(names)
-            self._subject_before = names[-2] if len(names) > 1 else self.last_subject
-            self.last_subject = names[-1]
+        self._subjects += names
+        self._encoder.count(names)
 
     def _uncount(self) -> None:
-        self.size -= 1
-        self._encoder.uncount(self.last_subject)
-        self.last_subject = self._subject_before
+        self._encoder.uncount(self._subjects.pop())
 
     # -- replies ------------------------------------------------------------------------------------------------
 
@@ -306,8 +309,8 @@ class AtomicBatchMachine:
         Returns:
             Why the message was refused, where the batch lives on without it; None otherwise (then `state` tells).
         """
-        if self.state not in (State.OPEN, State.COMMITTING):
-            return None
+        if self.state not in (State.OPEN, State.COMMITTING) or not 0 < seq <= self.sent:
+            return None  # too late, or to nothing that was sent
         try:
             return self._receive(seq, header, payload)
         except ResponseError as error:
@@ -321,6 +324,8 @@ class AtomicBatchMachine:
         if not payload:
             status = h.parse_status(header) if header else None
             if status is None:
+                if self.state is State.COMMITTING and seq == self.sent:
+                    raise ResponseError("the answer to the commit is empty", frame=header)
                 self.staged = max(self.staged, seq)
                 if 0 < self._doubt_from <= seq:
                     self._doubt_from = 0  # the server counts without gaps: all that came before is there
@@ -349,8 +354,9 @@ class AtomicBatchMachine:
             ack = parse_batch_ack(reply)
         except (TypeError, ValueError):
             raise ResponseError("the ack of a batch is malformed", frame=payload) from None
-        if self.state is not State.COMMITTING:
-            raise ResponseError("the server committed a batch that was not to be committed", frame=payload)
+        if self.state is State.OPEN and ack.batch_id == self.batch_id:
+            self._unknown("the server says that it committed the batch, which nobody asked it to")
+            return None
         if ack.batch_id != self.batch_id or ack.batch_size != self.size:
             raise ResponseError(
                 f"the ack is for batch {ack.batch_id!r} with {ack.batch_size} messages, "

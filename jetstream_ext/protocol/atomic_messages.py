@@ -7,7 +7,7 @@ added when it is sent, so a message that is held back, or sent again after a ref
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final, NamedTuple
@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from jetstream_ext.errors import BadHeaderError, MaxPayloadError
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import SubjectCache, pub
-from jetstream_ext.protocol.options import check_batch_id, message_headers, payload_bytes
+from jetstream_ext.protocol.options import check_batch_id, given_headers, message_headers, payload_bytes
 from jetstream_ext.types import BatchMessage
 
 _MANAGED: Final = frozenset({h.BATCH_ID.lower(), h.BATCH_SEQUENCE.lower(), h.BATCH_COMMIT.lower()})
@@ -123,9 +123,11 @@ class Encoder:
 
     def _check(self, message: BatchMessage, first: bool) -> None:
         """Refuse here what the server would refuse at commit, when it costs the whole batch."""
-        given: Mapping[str, str] = message.headers or {}
-        names = {name.lower() for name in given}
+        given = given_headers(message)
+        names = {str(name).lower() for name in given}
         for name in given:
+            if not isinstance(name, str):
+                raise TypeError(f"a header's name must be str, not {type(name).__name__}")
             if name.lower() in _MANAGED:
                 raise BadHeaderError(f"header {name!r} belongs to the batch itself")
             if name.lower() == h.EXPECTED_LAST_MSG_ID.lower():

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 from jetstream_ext.errors import BadHeaderError
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.frames import check_name
+from jetstream_ext.protocol.frames import check_filter, check_name
 from jetstream_ext.types import NEVER, TTL, BatchMessage
 
 _BATCH_ID_CHARS = frozenset("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_-")
@@ -53,14 +53,29 @@ def _sequence(name: str, value: int) -> str:
     return str(value)
 
 
+def given_headers(message: BatchMessage) -> Mapping[str, str]:
+    """Return the headers that a message's sender gave it.
+
+    Raises:
+        TypeError: Not a mapping.
+    """
+    if message.headers is None:
+        return {}
+    if not isinstance(message.headers, Mapping):
+        raise TypeError(f"headers must be a mapping of str to str, not {type(message.headers).__name__}")
+    return message.headers
+
+
 def message_headers(message: BatchMessage) -> list[tuple[str, str]]:
     """Return the headers of a message: the caller's, then those of its options.
 
     Raises:
         BadHeaderError: A header is set both by hand and by an option.
+        BadSubjectError: `expected_last_subject` is none.
         ValueError: An option is out of range.
+        TypeError: The headers or an option are of another type.
     """
-    own: Mapping[str, str] = message.headers or {}
+    own = given_headers(message)
     pairs: list[tuple[str, str]] = list(own.items())
     options: list[tuple[str, str]] = []
     if message.msg_id is not None:
@@ -80,6 +95,7 @@ def message_headers(message: BatchMessage) -> list[tuple[str, str]]:
     if message.expected_last_subject is not None:
         if message.expected_last_subject_seq is None and h.EXPECTED_LAST_SUBJECT_SEQ not in own:
             raise ValueError("expected_last_subject needs expected_last_subject_seq with it")
+        check_filter(message.expected_last_subject)  # servers compare an empty one with the message's own subject
         options.append((h.EXPECTED_LAST_SUBJECT, message.expected_last_subject))
     for name, _ in options:
         if name in own:
@@ -115,10 +131,27 @@ def check_batch_id(batch_id: str) -> str:
 
     Raises:
         ValueError: Empty, over 64 characters, or with characters outside ``[A-Za-z0-9_-]``.
+        TypeError: Not a string.
     """
+    if not isinstance(batch_id, str):
+        raise TypeError(f"a batch id must be str, not {type(batch_id).__name__}")
     if not 1 <= len(batch_id) <= 64 or not _BATCH_ID_CHARS.issuperset(batch_id):
         raise ValueError(f"a batch id is 1 to 64 characters of [A-Za-z0-9_-], not {batch_id!r}")
     return batch_id
+
+
+def check_seconds(value: float, name: str) -> float:
+    """Return a time to wait.
+
+    Raises:
+        ValueError: Not over 0.
+        TypeError: Not a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be seconds, not {type(value).__name__}")
+    if not value > 0:
+        raise ValueError(f"{name} must be over 0 seconds, not {value!r}")
+    return float(value)
 
 
 def rfc3339(when: datetime, name: str) -> str:

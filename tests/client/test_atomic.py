@@ -323,6 +323,36 @@ class TestRefusedAtOnce:
         with pytest.raises(ValueError, match=r".+"):
             jsx.AtomicBatch(js, **options)
 
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"batch_id": 5},
+            {"batch_id": ["a"]},
+            {"ack_first": "no"},
+            {"timeout": "1"},
+            {"timeout": True},
+            {"timeout": [1]},
+        ],
+    )
+    def test_options_of_another_type(self, js: JetStreamContext, options: dict[str, Any]) -> None:
+        (name,) = options
+        with pytest.raises(TypeError, match=name.replace("_id", " id")):
+            jsx.AtomicBatch(js, **options)
+
+    async def test_arguments_of_another_type(self, js: JetStreamContext, left: Any) -> None:
+        batch: Any = jsx.AtomicBatch(js)
+        for call in (batch.add("a", ack="yes"), batch.add_message(("a", b"")), batch.add_many([("a", b"")])):
+            with pytest.raises(TypeError, match=r"must be a bool|made of BatchMessage"):
+                await call
+        for timeout in ("1", True):
+            with pytest.raises(TypeError, match="timeout"):
+                await batch.resolve(timeout=timeout)
+        for timeout in (0, -1, float("nan")):
+            with pytest.raises(ValueError, match="timeout"):
+                await batch.resolve(timeout=timeout)
+        assert (batch.size, batch.state) == (0, "open")
+        await left.settled()
+
 
 class TestPublishAtomic:
     async def test_iterables(self, js: JetStreamContext, stream: str, left: Any) -> None:
@@ -371,14 +401,20 @@ class TestPublishAtomic:
         await left.settled()
 
 
+@pytest.mark.parametrize("nothing", [None, ("a", b"")])
 @pytest.mark.parametrize("position", [0, 1])
 async def test_what_is_no_message_is_refused_and_stores_nothing(
-    js: JetStreamContext, stream: str, position: int
+    js: JetStreamContext, stream: str, position: int, nothing: Any
 ) -> None:
     messages: list[Any] = [jsx.BatchMessage(f"{stream}.a"), jsx.BatchMessage(f"{stream}.a")]
-    messages[position] = (f"{stream}.a", b"")
+    messages[position] = nothing
     with pytest.raises(TypeError, match="BatchMessage"):
         await jsx.publish_atomic(js, messages)
+    batch = jsx.AtomicBatch(js)
+    with pytest.raises(TypeError, match="BatchMessage"):
+        await batch.add_many(messages)
+    assert batch.size == position
+    await batch.discard()
     assert await count(js, stream) == 0
 
 

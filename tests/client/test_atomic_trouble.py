@@ -100,6 +100,63 @@ class TestCancellation:
             await left.settled()
 
 
+class TestOddReplies:
+    async def test_an_empty_answer_to_the_commit(
+        self, js: JetStreamContext, nc: Client, make_stream: MakeStream, left: Any
+    ) -> None:
+        stream = await make_stream(no_ack=True)  # nobody else will answer
+        batch = jsx.AtomicBatch(js, ack_first=False, timeout=30)
+        await batch.add(f"{stream}.a", b"1")
+        committing = asyncio.ensure_future(batch.commit_eob())
+        await asyncio.sleep(0)
+        assert batch._wire._inbox is not None
+        await nc.publish(f"{batch._wire._inbox.subject}.2")
+        with pytest.raises(errors.BatchOutcomeUnknownError, match="the answer to the commit is empty"):
+            await committing
+        assert batch.state == "unknown"
+        assert await batch.resolve() == "stored"
+        await left.settled()
+
+    async def test_an_ack_that_nobody_asked_for(
+        self, js: JetStreamContext, nc: Client, make_stream: MakeStream, left: Any
+    ) -> None:
+        stream = await make_stream()
+        batch = jsx.AtomicBatch(js)
+        await batch.add(f"{stream}.a", b"1")
+        assert batch._wire._inbox is not None
+        ack = b'{"stream":"%b","seq":1,"batch":"%b","count":1}' % (stream.encode(), batch.batch_id.encode())
+        await nc.publish(f"{batch._wire._inbox.subject}.1", ack)
+        await nc.flush()
+        with pytest.raises(errors.BatchOutcomeUnknownError, match="nobody asked"):
+            await batch.commit_eob()
+        assert await batch.resolve() == "not_stored"
+        await left.settled()
+
+    async def test_a_sequence_that_is_used_again_before_its_refusal_is_heard(
+        self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, left: Any
+    ) -> None:
+        stream = await make_stream(max_msg_size=300)
+        batch = jsx.AtomicBatch(js, timeout=5)
+        await batch.add(f"{stream}.a", b"1")
+        machine = batch._wire.machine
+        assert machine is not None
+        receive, others = machine.receive, []
+
+        def next_one_at_once(seq: int, header: bytes, payload: bytes) -> errors.JetStreamExtError | None:
+            refusal = receive(seq, header, payload)
+            if refusal is not None:
+                others.append(asyncio.ensure_future(batch.add(f"{stream}.a", b"2", ack=True)))
+            return refusal
+
+        monkeypatch.setattr(machine, "receive", next_one_at_once)
+        with pytest.raises(errors.MessageTooLargeError):
+            await batch.add(f"{stream}.a", bytes(500), ack=True)
+        (other,) = others
+        await other
+        assert (await batch.commit_eob()).batch_size == 2
+        await left.settled()
+
+
 class TestBadConnections:
     async def test_a_commit_that_is_not_answered(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream

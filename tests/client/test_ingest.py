@@ -109,7 +109,7 @@ POISON: list[tuple[str, Any, type[BaseException]]] = [
     ("header", ("{}.a", b"x", {"K": "a\r\nb"}), errors.BadHeaderError),
     ("no message", 7, TypeError),
     ("text", ("{}.a", "text"), TypeError),
-    ("headers", ("{}.a", b"x", ["K"]), AttributeError),
+    ("headers", ("{}.a", b"x", ["K"]), TypeError),
     ("too much", ("{}.a", b"x", None, None, None, None, None, None, None, None, None), TypeError),
     ("size", ("{}.a", bytes(2_000_000)), errors.MaxPayloadError),
     ("size of the stream", ("{}.a", bytes(5000)), nats.js.errors.APIError),

@@ -179,6 +179,10 @@ def test_replies_to_the_newest_message_while_open(reply: str) -> None:
     elif reply in STILL_OPEN:
         assert type(returned) is REFUSED[reply]
         assert visible(machine) == (OPEN, 1, 1, 0, None, None, "a.1")
+    elif reply in ("ack", "ack of another size"):
+        # Nobody sent a commit. It is not for us to say that nothing is stored.
+        assert (returned, machine.state) == (None, UNKNOWN)
+        assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
     else:
         assert (returned, machine.state) == (None, FAILED)
         expected = errors.UnsupportedFeatureError if reply == "ordinary ack" else errors.BatchAbandonedError
@@ -215,9 +219,7 @@ def test_replies_to_the_commit(reply: str, last: BatchMessage | None, level: int
     size = machine.size
     answer = ack(size) if reply == "ack" else REPLIES[reply]
     returned = machine.receive(steps[-1].seq, *answer)
-    if reply == "staged":
-        assert (returned, machine.state) == (None, COMMITTING)
-    elif reply == "ack":
+    if reply == "ack":
         assert (returned, machine.state) == (None, COMMITTED)
         assert machine.ack == BatchAck("A", 10 + size, "b1", size)
     elif reply in STILL_OPEN:
@@ -239,8 +241,36 @@ def test_replies_to_the_commit(reply: str, last: BatchMessage | None, level: int
         assert isinstance(machine.error, errors.UnsupportedFeatureError)
         assert machine.error.required_api_level == 2
     else:
-        assert (returned, machine.state) == (None, UNKNOWN)
+        assert (returned, machine.state, machine.staged) == (None, UNKNOWN, 0)
         assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
+        assert isinstance(machine.error.__cause__, errors.ResponseError)
+
+
+def test_a_message_is_staged_while_the_commit_is_under_way() -> None:
+    machine = at(COMMITTING)
+    assert machine.receive(2, *STAGED) is None
+    assert (machine.state, machine.staged) == (COMMITTING, 2)
+
+
+@pytest.mark.parametrize("reply", REPLIES)
+@pytest.mark.parametrize("state", [OPEN, COMMITTING])
+def test_a_reply_to_what_was_never_sent_changes_nothing(state: State, reply: str) -> None:
+    machine = at(state)
+    before = visible(machine)
+    for seq in (0, machine.sent + 1, 1 << 70):
+        assert machine.receive(seq, *REPLIES[reply]) is None
+        assert visible(machine) == before
+
+
+def test_refusals_of_the_two_newest_messages() -> None:
+    machine = at(OPEN)
+    machine.add(message("a.3"))
+    for seq in (3, 2):
+        assert isinstance(machine.receive(seq, *NO_RESPONDERS), errors.NoStreamError)
+    assert (machine.state, machine.size, machine.sent, machine.last_subject) == (OPEN, 1, 1, "a.1")
+    machine.add(message("a.2", expected_last_subject_seq=0))
+    with pytest.raises(ValueError, match="an earlier message"):
+        machine.add(message("a.1", expected_last_subject_seq=0))
 
 
 def test_a_refusal_of_an_earlier_message_during_the_commit_ends_the_batch() -> None:

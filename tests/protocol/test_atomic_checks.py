@@ -41,6 +41,17 @@ BAD: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"payload": bytes(930)}, errors.MaxPayloadError),  # the batch's own headers count too
     ({"headers": {"K": "a\r\nb"}}, errors.BadHeaderError),
     ({"headers": {"K": None}}, TypeError),
+    ({"headers": {5: "v"}}, TypeError),
+    ({"headers": [("K", "v")]}, TypeError),
+    ({"headers": "K"}, TypeError),
+    ({"msg_id": 5}, TypeError),
+    ({"stream": 5}, TypeError),
+    ({"subject": "a.7", "expected_last_subject_seq": 1.0}, TypeError),
+    ({"subject": "a.7", "expected_last_subject_seq": 0, "expected_last_subject": 5}, TypeError),
+    *(
+        ({"subject": "a.7", "expected_last_subject_seq": 0, "expected_last_subject": bad}, errors.BadSubjectError)
+        for bad in ("", "a b", "a..b", "a\r\nb")
+    ),
     ({"msg_ttl": 0.5}, ValueError),
     ({"headers": {"Nats-TTL": "5"}, "msg_ttl": 5}, errors.BadHeaderError),
     ({"expected_last_subject": "a"}, ValueError),
@@ -145,4 +156,10 @@ def test_the_caller_s_headers_are_not_changed(level: int) -> None:
 @pytest.mark.parametrize("batch_id", ["", "a.b", "a b", "x" * 65, "a\x01"])
 def test_the_id_is_checked(batch_id: str) -> None:
     with pytest.raises(ValueError, match="batch id"):
+        AtomicBatchMachine(batch_id=batch_id, api_level=4)
+
+
+@pytest.mark.parametrize("batch_id", [5, b"a", ["a"], ("a", "b")])
+def test_the_type_of_the_id_is_checked(batch_id: Any) -> None:
+    with pytest.raises(TypeError, match="batch id"):
         AtomicBatchMachine(batch_id=batch_id, api_level=4)
