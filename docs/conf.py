@@ -11,7 +11,7 @@ author = "the jetstream-ext authors"
 copyright = "2026, the jetstream-ext authors"
 release = version = _version("jetstream-ext")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "feature_table"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "feature_table", "state_tables"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"

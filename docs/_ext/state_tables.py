@@ -1,0 +1,280 @@
+"""The tables of states in the design pages, drawn from the machines: each cell is a machine that was driven there.
+
+In a page, the directive ``state-table`` has the argument ``atomic``, ``fast-fail`` or ``fast-ok``. For each cell a new
+machine is brought into the state of the column by its public methods; then the event of the row happens, and the cell
+says what came of it. A state that this module cannot reach breaks the build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from jetstream_ext import errors
+from jetstream_ext.protocol import atomic, fast
+from jetstream_ext.protocol.fast_record import State as FastState
+from jetstream_ext.types import BatchAck, BatchMessage, GapMode
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+NOTHING = "·"
+CANNOT_BE = ""
+SENT = 5
+"""Messages that a fast batch has sent when the event happens."""
+
+Machine = Any
+Event = Callable[[Machine], object]
+Table = tuple[list[str], list[list[str]]]
+NO_RESPONDERS = b"NATS/1.0 503\r\n\r\n"
+MESSAGE = BatchMessage("a.1", b"x")
+
+
+@dataclass(frozen=True)
+class Row:
+    """An event; `only` names the states in which it can happen, `code` the error code that it brings."""
+
+    name: str
+    event: Event
+    only: frozenset[str] | None = None
+    code: int | None = None
+
+
+def table(states: Iterable[Any], at: Callable[[Any], Machine], rows: Iterable[Row]) -> Table:
+    """Drive a new machine for each cell; rows with the same cells become one."""
+    states = list(states)
+    merged: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        cells = tuple(
+            cell(at(state), row) if row.only is None or state.name in row.only else CANNOT_BE for state in states
+        )
+        merged.setdefault(cells, []).append(row.name)
+    return ["", *(state.name for state in states)], [["; ".join(names), *cells] for cells, names in merged.items()]
+
+
+def cell(machine: Machine, row: Row) -> str:
+    """Let the event happen; return the state that follows and the error that somebody hears of."""
+    before = machine.state
+    told: BaseException | None = None
+    try:
+        returned = row.event(machine)
+        if isinstance(returned, errors.JetStreamExtError):
+            told = returned  # a refusal after which the batch lives on
+    except errors.JetStreamExtError as error:
+        told = error
+    words: list[str] = []
+    if machine.state is not before:
+        reason = getattr(machine, "end_reason", None)
+        words.append(f"**{machine.state.name}**" + (f" {reason.name}" if reason else ""))
+        told = told or machine.error or getattr(machine, "cause", None)
+    if told is not None:
+        own = row.code is not None and type(told) is errors.SERVER_ERRORS[row.code]
+        outcome = getattr(told, "outcome", None)
+        words.append(("its error" if own else f"`{type(told).__name__}`") + (f" ({outcome})" if outcome else ""))
+    return " ".join(words) or NOTHING
+
+
+def reached(machine: Machine, state: Any) -> Machine:
+    """Return the machine, or break the build: a state was added that nobody knows the way to."""
+    if machine.state is not state:
+        raise AssertionError(f"no way to {state} is known here; the machine is {machine.state}")
+    return machine
+
+
+def refusal(code: int) -> bytes:
+    body = {"error": {"code": 400, "err_code": code, "description": "no"}, "stream": "S", "seq": 0}
+    return orjson.dumps(body)
+
+
+def codes(other: str) -> list[int]:
+    """Return the error codes that can answer a message of a batch, but for those of the `other` kind."""
+    return sorted(
+        code
+        for code, kind in errors.SERVER_ERRORS.items()
+        if issubclass(kind, errors.BatchError) and not kind.__name__.startswith(other)
+    )
+
+
+# -- the atomic batch -------------------------------------------------------------------------------------------
+
+
+def atomic_batch(state: atomic.State) -> atomic.AtomicBatchMachine:
+    """Return a batch of two messages that got into `state`."""
+    machine = atomic.AtomicBatchMachine(batch_id="b1", api_level=atomic.MARKER_LEVEL)
+    machine.add(MESSAGE)
+    machine.add(MESSAGE)
+    if state in (atomic.State.COMMITTING, atomic.State.COMMITTED, atomic.State.UNKNOWN):
+        machine.commit(None)
+    if state is atomic.State.COMMITTED:
+        batch_ack(machine)
+    elif state is atomic.State.UNKNOWN:
+        machine.lost("no answer")
+    elif state is atomic.State.DISCARDED:
+        machine.discard()
+    elif state is atomic.State.FAILED:
+        machine.receive(1, b"", refusal(10174))
+    return reached(machine, state)
+
+
+def batch_ack(machine: atomic.AtomicBatchMachine) -> None:
+    body = {"stream": "S", "seq": 9, "batch": machine.batch_id, "count": machine.size}
+    machine.receive(machine.sent, b"", orjson.dumps(body))
+
+
+def replied(payload: bytes, header: bytes = b"", seq: int | None = None) -> Event:
+    return lambda machine: machine.receive(seq or machine.sent, header, payload)
+
+
+def forgotten_after_a_reconnect(machine: atomic.AtomicBatchMachine) -> object:
+    machine.disconnected()
+    if machine.state is atomic.State.OPEN:
+        machine.add(MESSAGE)
+    return machine.receive(machine.sent, b"", refusal(10176))
+
+
+ATOMIC: list[Row] = [
+    Row("`add`", lambda machine: machine.add(MESSAGE) and None),
+    Row("`commit`", lambda machine: machine.commit(MESSAGE) and None),
+    Row("`commit_eob`", lambda machine: machine.commit(None) and None),
+    Row("`discard`, an exception in the block", lambda machine: machine.discard()),
+    Row("an empty reply to an older message", replied(b"", seq=1)),
+    Row("an empty reply to the newest", replied(b"")),
+    Row("the ack of the batch", batch_ack),
+    Row("the ack of an ordinary publish", replied(orjson.dumps({"stream": "S", "seq": 9}))),
+    Row("a reply that makes no sense", replied(b"no JSON")),
+    Row("503 to the newest message", replied(b"", NO_RESPONDERS)),
+    Row("503 to an older one", replied(b"", NO_RESPONDERS, 1)),
+    *(Row(str(code), replied(refusal(code)), code=code) for code in codes("FastPublish")),
+    Row("no reply, or the connection is lost, while one is waited for", lambda machine: machine.lost("no answer")),
+    Row("the connection is lost while none is", lambda machine: machine.disconnected()),
+    Row("10176 after the connection was lost", forgotten_after_a_reconnect),
+    Row("`resolve` finds it", lambda machine: machine.resolved(BatchAck("S", 9, "b1", 2))),
+    Row("`resolve` proves that it is not there", lambda machine: machine.resolved(None)),
+]
+
+
+# -- the fast batch ---------------------------------------------------------------------------------------------
+
+
+def frame(body: dict[str, Any] | bytes, seq: int | None = None, op: int = 1, header: bytes = b"") -> Event:
+    """Return the event of a reply to the message `seq`, by default the newest."""
+    payload = body if isinstance(body, bytes) else orjson.dumps(body)
+
+    def event(machine: fast.FastBatch) -> None:
+        reply = b"_INBOX.x.b1.10.fail.%d.%d.$FI" % (machine.sent if seq is None else seq, op)
+        machine.receive([(reply, header + payload, len(header))], 1.0)
+
+    return event
+
+
+def final(missing: int) -> Event:
+    def event(machine: fast.FastBatch) -> None:
+        count = max(0, machine.sent - missing)
+        frame({"stream": "S", "seq": 9, "batch": "b1", "count": count}, machine.sent + 1, 3)(machine)
+
+    return event
+
+
+def silence(machine: fast.FastBatch) -> None:
+    machine.waiting(1.0)
+    machine.handle_timer(10_000.0)
+
+
+FIRST_ACK = frame({"type": "ack", "seq": 0, "msgs": 10}, 1, 0)
+PONG = frame({"type": "ack", "seq": 0, "msgs": 10}, op=4)
+LOSS = frame({"type": "gap", "last_seq": 3, "seq": 5}, 5)
+GOES_BACK = frame({"type": "gap", "last_seq": 5, "seq": 3}, 3)
+CHECK_FAILED = frame({"type": "err", "seq": 1, "error": {"code": 400, "err_code": 10071, "description": "no"}}, 1)
+
+
+def fast_batch(state: FastState, mode: GapMode) -> fast.FastBatch:
+    """Return a batch that got into `state`, with five messages sent if it can have so many."""
+    machine = fast.FastBatch(batch_id="b1", inbox="_INBOX.x", flow=10, gap=mode)
+    if state is FastState.NEW:
+        return machine
+    machine.add(MESSAGE, 0.0)
+    if state is FastState.STARTING:
+        return machine
+    FIRST_ACK(machine)
+    for _ in range(SENT - 1):
+        machine.add(MESSAGE, 0.0)
+    if state is FastState.COMMITTING:
+        machine.commit(0.0)
+    elif state is FastState.DRAINING:
+        # In ok mode only the message of somebody else makes a server end a batch.
+        (LOSS if mode is GapMode.FAIL else GOES_BACK)(machine)
+    elif state is FastState.SUSPENDED:
+        machine.disconnected(0.0)
+        machine.reconnected(0.0)
+    elif state is FastState.ENDED:
+        machine.commit(0.0)
+        final(0)(machine)
+    return reached(machine, state)
+
+
+STARTED = frozenset(state.name for state in FastState) - {"NEW"}
+SEVERAL = STARTED - {"STARTING"}  # the first message has to be answered before a second is sent
+COMMITTING = frozenset({"COMMITTING"})
+
+FAST: list[Row] = [
+    Row("`add`", lambda machine: machine.add(MESSAGE, 1.0) and None),
+    Row("`commit_eob`", lambda machine: machine.commit(1.0) and None),
+    Row("`discard`, an exception in the block", lambda machine: machine.discard() and None),
+    Row("`ack` frame", FIRST_ACK, STARTED),
+    Row("the answer to a ping", PONG, SEVERAL),
+    Row("`gap` frame", LOSS, SEVERAL),
+    Row("`gap` frame that goes back", GOES_BACK, SEVERAL),
+    Row("`err` frame", CHECK_FAILED, STARTED),
+    Row("the final ack of all", final(0), STARTED),
+    Row("the final ack of fewer", final(2), SEVERAL),
+    Row("the ack of an ordinary publish", frame({"stream": "S", "seq": 9}), STARTED),
+    Row("a frame of an unknown type", frame({"type": "weather"}), STARTED),
+    Row("a reply that makes no sense", frame(b"no JSON"), STARTED),
+    Row("503 to a message", frame(b"", header=NO_RESPONDERS), STARTED),
+    Row("503 to a ping", frame(b"", op=4, header=NO_RESPONDERS), SEVERAL),
+    Row("503 to the end of the batch", frame(b"", SENT + 1, 3, NO_RESPONDERS), COMMITTING),
+    *(Row(str(code), frame(refusal(code)), STARTED, code) for code in codes("AtomicPublish")),
+    Row("no sign of the server while somebody waits", silence, STARTED),
+    Row("the connection is lost", lambda machine: machine.disconnected(1.0) and None),
+    Row("the connection is closed", lambda machine: machine.disconnected(1.0, for_good=True) and None),
+]
+
+
+def fast_table(mode: GapMode) -> Table:
+    states = [state for state in FastState if state is not FastState.SUSPENDED or mode is GapMode.OK]
+    return table(states, lambda state: fast_batch(state, mode), FAST)
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "atomic": lambda: table(atomic.State, atomic_batch, ATOMIC),
+    "fast-fail": lambda: fast_table(GapMode.FAIL),
+    "fast-ok": lambda: fast_table(GapMode.OK),
+}
+
+
+def markdown(name: str) -> str:
+    """Return one of the tables."""
+    head, rows = TABLES[name]()
+    return "".join(f"| {' | '.join(line)} |\n" for line in [head, ["---"] * len(head), *rows])
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the directive (called by Sphinx)."""
+    from docutils.statemachine import StringList
+    from sphinx.util.docutils import SphinxDirective
+
+    class StateTable(SphinxDirective):
+        required_arguments = 1
+
+        def run(self) -> list[Any]:
+            return self.parse_content_to_nodes()
+
+        def parse_content_to_nodes(self, allow_section_headings: bool = False) -> list[Any]:
+            self.content = StringList(markdown(self.arguments[0]).splitlines(), source=__file__)
+            return super().parse_content_to_nodes(allow_section_headings)
+
+    app.add_directive("state-table", StateTable)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

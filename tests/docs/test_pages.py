@@ -1,0 +1,117 @@
+"""The programs of the documentation, typed as they stand into ``python -m asyncio``, print what the pages say."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jetstream_ext.testing import NatsServer
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+URL = "nats://localhost:4222"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"^```{code-block} python\n:caption: (\S+)\n\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PROMPTS = re.compile(r"^(?:(?:>>>|\.\.\.) )+", re.MULTILINE)
+
+OF_FILES = {"test-with-faults"}
+TYPED = [DOCS / "tutorial.md"] + [
+    path for path in sorted((DOCS / "how-to").glob("*.md")) if path.stem not in {"index", *OF_FILES}
+]
+
+
+@pytest.fixture
+def empty_server() -> Iterator[NatsServer]:
+    """A server of the page's own: pages choose plain names."""
+    with NatsServer() as server:
+        yield server
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # as in an activated environment
+    return {**os.environ, "PATH": path, "PYSPARK_PYTHON": sys.executable}
+
+
+def typed(program: str, folder: Path) -> tuple[str, str]:
+    """Type a program at Python's prompt; return what it printed, without the prompts, and what went wrong."""
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncio"],
+        input=program,
+        capture_output=True,
+        text=True,
+        timeout=270,
+        check=False,
+        cwd=folder,
+        env=environment(),
+    )
+    return PROMPTS.sub("", done.stdout), done.stderr
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", TYPED, ids=lambda page: page.stem)
+def test_a_page_does_what_it_says(page: Path, empty_server: NatsServer, tmp_path: Path) -> None:
+    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
+    program = "\n".join(code for language, code in blocks if language == "python")
+    assert program
+    check_blank_lines(program)
+    out, err = typed(program.replace(URL, empty_server.url), tmp_path)
+    assert not re.search(r"^(Traceback|\w+Error:)", err, re.MULTILINE), err
+    where = 0
+    for text in (text for language, text in blocks if language == "text"):
+        found = out.find(text, where)
+        assert found >= 0, f"the page says\n{text}\nprinted was\n{out[where:]}\n{err}"
+        where = found + len(text)
+
+
+def check_blank_lines(program: str) -> None:
+    """A prompt takes an indented block for ended at a blank line only; its error would come some lines later."""
+    for before, after in re.findall(r"^( +\S.*)\n(\S.*)$", program, re.MULTILINE):
+        assert after.startswith((")", "]", "}", '"""', "except", "finally", "else", "elif")), f"{before}\n{after}"
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", sorted(OF_FILES))
+def test_a_page_of_files(name: str, tmp_path: Path) -> None:
+    text = (DOCS / "how-to" / f"{name}.md").read_text(encoding="utf-8")
+    files = dict(FILE.findall(text))
+    assert set(files) == {"app.py", "conftest.py", "test_app.py"}
+    for file, code in files.items():
+        (tmp_path / file).write_text(code, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly"],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        cwd=tmp_path,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stdout
+    (said,) = re.findall(r"```text\n(.*)\n```", text)
+    assert said in done.stdout
+
+
+def test_every_page_is_run() -> None:
+    pages = {path.stem for path in (DOCS / "how-to").glob("*.md")} - {"index"}
+    assert pages == {path.stem for path in TYPED if path.stem != "tutorial"} | OF_FILES
+    listed = (DOCS / "how-to" / "index.md").read_text(encoding="utf-8")
+    assert all(f"\n{page}\n" in listed for page in pages)
+
+
+@pytest.mark.timeout(120)
+def test_the_program_of_the_readme(empty_server: NatsServer, tmp_path: Path) -> None:
+    language, code = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))[0]
+    assert language == "python"
+    program = tmp_path / "readme.py"
+    program.write_text(code.replace(URL, empty_server.url), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", program], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "BatchAck(stream='ORDERS', seq=100000" in done.stdout

@@ -1,0 +1,90 @@
+"""The tables of states that the documentation draws from the machines."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from jetstream_ext.protocol.atomic import State as AtomicState
+from jetstream_ext.protocol.fast_record import State as FastState
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("state_tables", DOCS / "_ext" / "state_tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def cells(table: tuple[list[str], list[list[str]]]) -> dict[tuple[str, str], str]:
+    """Map event and state to what the table says."""
+    head, rows = table
+    return {
+        (name, state): said
+        for names, *row in rows
+        for name in names.split("; ")
+        for state, said in zip(head[1:], row, strict=True)
+    }
+
+
+def test_every_state_has_a_column(tables: ModuleType) -> None:
+    for name, states in [("atomic", AtomicState), ("fast-ok", FastState)]:
+        head, _ = tables.TABLES[name]()
+        assert head[1:] == [state.name for state in states]
+    head, _ = tables.TABLES["fast-fail"]()
+    assert set(head[1:]) == {state.name for state in FastState} - {"SUSPENDED"}
+
+
+def test_every_code_of_a_batch_has_a_row(tables: ModuleType) -> None:
+    codes = {name for name, _ in cells(tables.TABLES["atomic"]())} | {
+        name for name, _ in cells(tables.TABLES["fast-ok"]())
+    }
+    assert {"10174", "10210", "10205", "10211", "10054", "10167"} <= codes
+    assert "10204" not in codes, "that is no answer to a message of a batch"
+
+
+@pytest.mark.parametrize(
+    ("table", "event", "state", "said"),
+    [
+        ("atomic", "`commit`", "OPEN", "**COMMITTING**"),
+        ("atomic", "`discard`, an exception in the block", "OPEN", "**DISCARDED**"),
+        ("atomic", "the ack of the batch", "COMMITTING", "**COMMITTED**"),
+        ("atomic", "10071", "COMMITTING", "**FAILED** its error (not_stored)"),
+        ("atomic", "10167", "COMMITTING", "**OPEN** its error (not_stored)"),
+        ("atomic", "`resolve` finds it", "UNKNOWN", "**COMMITTED**"),
+        ("atomic", "`add`", "COMMITTED", "`BatchClosedError` (stored)"),
+        ("fast-fail", "`gap` frame", "OPEN", "**DRAINING** `BatchGapError` (partial)"),
+        ("fast-ok", "`gap` frame", "OPEN", "·"),
+        ("fast-ok", "the answer to a ping", "SUSPENDED", "**OPEN**"),
+        ("fast-fail", "the final ack of all", "COMMITTING", "**ENDED** COMMITTED"),
+        ("fast-fail", "10208", "COMMITTING", "**ENDED** ERROR `BatchOutcomeUnknownError` (unknown)"),
+        ("fast-ok", "the connection is lost", "OPEN", "**SUSPENDED**"),
+        ("fast-ok", "`ack` frame", "NEW", ""),
+    ],
+)
+def test_what_a_cell_says(tables: ModuleType, table: str, event: str, state: str, said: str) -> None:
+    assert cells(tables.TABLES[table]())[event, state] == said
+
+
+def test_a_state_without_a_way_to_it_is_an_error(tables: ModuleType) -> None:
+    machine = tables.atomic_batch(AtomicState.OPEN)
+    with pytest.raises(AssertionError, match="no way to"):
+        tables.reached(machine, AtomicState.FAILED)
+
+
+def test_the_pages_show_them(tables: ModuleType) -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "design").glob("*.md"))
+    assert all(f"```{{state-table}} {name}\n" in text for name in tables.TABLES)
+    for name in tables.TABLES:
+        lines = tables.markdown(name).splitlines()
+        assert len({line.count("|") for line in lines}) == 1
