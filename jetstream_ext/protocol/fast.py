@@ -62,9 +62,12 @@ from jetstream_ext.types import (
     InDoubt,
 )
 
-# Error codes after which the server still has the batch: only the message they answer is missing.
+# Error codes after which the server still has the batch and only the message they answer is missing: it is too large, the
+# stream's queue is full, or the account is.
 _TOO_LARGE: Final = 10054
-_STILL_OPEN: Final = frozenset({_TOO_LARGE, 10167})
+_STILL_OPEN: Final = frozenset({_TOO_LARGE, 10167, 10002, 10028, 10047})
+# So, too, where the whole server is full; but then it refuses the ping of a fail batch that would bring the final ack.
+_SERVER_FULL: Final = 10023
 _UNKNOWN_BATCH: Final = 10208
 
 
@@ -105,6 +108,7 @@ class FastBatch(FastRecord):
         self._proved = 0, 0  # what the newest ping proved to have arrived, and what was acknowledged then
         self._proved_at = 0.0
         self._probed = False  # while suspended: the connection was back once
+        self._refusal: ServerError | None = None  # of the newest ping or end marker, and nothing else came since
 
     # -- sending ------------------------------------------------------------------------------------------------
 
@@ -282,9 +286,13 @@ class FastBatch(FastRecord):
 
     def _reply_came(self, reply: replies.Reply, now: float, events: list[Event]) -> bytes:
         said = reply.said
-        if not (reply.op in (PING, COMMIT_EOB) and isinstance(said, replies.Refusal)):
+        if reply.op in (PING, COMMIT_EOB) and isinstance(said, replies.Refusal):
             # What is asked again until it is answered: its refusal says that nobody has the batch right now.
+            self._refusal = said.error
+        elif self.state is not State.DRAINING or reply.op != PING:
+            # A ping of a batch that is dead is answered by its end; what answers otherwise could do so for ever.
             self._timers.heard(now)
+            self._refusal = None
         if isinstance(said, BatchFlowAck):
             self._flow_ack(said, events)
             if reply.op == PING:
@@ -316,7 +324,7 @@ class FastBatch(FastRecord):
             self._proved, self._proved_at = (seq, self.acked), now
         elif self.gap is GapMode.OK and self.room <= 0 and now >= self._proved_at + self._timers.stall_ping:
             # The server has it all and acknowledges no more of it: they were refused, and the reports are lost.
-            self.answered = seq
+            self.note_answered(seq)
         self.received = max(self.received, seq)
         self.pongs += 1
         events.append(Pong(seq))
@@ -348,9 +356,10 @@ class FastBatch(FastRecord):
             self._drain(endings.refused(self, report.error, report.seq, "partial"), now)
 
     def _plain_error(self, reply: replies.Reply, error: ServerError, now: float, events: list[Event]) -> bytes:
-        if error.err_code in _STILL_OPEN or error.err_code is None:
+        code = error.err_code
+        if code is None or code in _STILL_OPEN or (code == _SERVER_FULL and self.gap is GapMode.OK):
             return self._message_lost(reply, error, now, events)
-        if error.err_code == _UNKNOWN_BATCH:
+        if code == _UNKNOWN_BATCH:
             self._forgotten(events, error, reply.seq)
         elif self.state is State.DRAINING:
             events += self._end(endings.reason_for(self.cause), self.cause)
@@ -412,7 +421,8 @@ class FastBatch(FastRecord):
         if self.state is State.COMMITTING and (count >= self.sent or self.gap is GapMode.OK):
             events += self._end(EndReason.COMMITTED, None)
         elif self.state is State.COMMITTING:
-            events += self._end(EndReason.GAP, endings.short(self, count))
+            cause = endings.short(self, count)
+            events += self._end(endings.reason_for(cause), cause)
         elif self.state is State.DRAINING:
             events += self._end(endings.reason_for(self.cause), self.cause)
         else:
@@ -486,13 +496,4 @@ class FastBatch(FastRecord):
             what = "nobody answered for the batch" if self._connected else "was not back for good"
             why = f"the connection was lost and {what} {waited}"
             return self._end(EndReason.DISCONNECTED, endings.disconnected(self, why))
-        if self.state is State.STARTING:
-            text = (
-                f"no answer to the first message {waited}: the server may be older than 2.14, "
-                "or the stream may have no_ack set"
-            )
-        elif self.state is State.COMMITTING:
-            text = f"no answer to the commit {waited}: the batch may be stored up to message {self.sent}"
-        else:
-            text = f"no acknowledgement beyond message {self.acked} of {self.sent} {waited}"
-        return self._end(EndReason.TIMEOUT, endings.unknown(self, text))
+        return self._end(EndReason.TIMEOUT, endings.timed_out(self, waited, self._refusal))

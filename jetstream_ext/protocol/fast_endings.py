@@ -15,7 +15,7 @@ from jetstream_ext.errors import (
     batch_refusal,
 )
 from jetstream_ext.protocol import support
-from jetstream_ext.protocol.fast_record import FastRecord
+from jetstream_ext.protocol.fast_record import FastRecord, State
 from jetstream_ext.types import BatchFlowGap, EndReason
 
 FAST_LEVEL = support.FAST_INGEST.api_level
@@ -45,23 +45,24 @@ def unacknowledged(batch: FastRecord) -> str:
     return f"messages without an acknowledgement: {lost}"
 
 
-def gap(batch: FastRecord, report: BatchFlowGap) -> BatchGapError:
+def gap(batch: FastRecord, report: BatchFlowGap) -> BatchError:
     """Messages were lost, says a report."""
-    return BatchGapError(
-        f"batch {batch.batch_id}: messages {report.first_lost} to {report.last_lost} were lost; "
-        f"the server acknowledged up to {batch.acked}",
-        first_lost=report.first_lost,
-        last_lost=report.last_lost,
-        **batch.facts("partial"),
-    )
+    return _lost(batch, report.first_lost, report.last_lost, f"the server acknowledged up to {batch.acked}")
 
 
-def short(batch: FastRecord, count: int) -> BatchGapError:
+def short(batch: FastRecord, count: int) -> BatchError:
     """Messages were lost, says the final ack: the report of the gap was itself lost."""
+    return _lost(batch, count + 1, batch.sent, "the rest is stored")
+
+
+def _lost(batch: FastRecord, first: int, last: int, rest: str) -> BatchError:
+    for report in batch.errors:
+        if report.seq == first:  # not lost: refused, after the commit was sent
+            return refused(batch, report.error, first, "partial")
     return BatchGapError(
-        f"batch {batch.batch_id}: messages {count + 1} to {batch.sent} were lost; the rest is stored",
-        first_lost=count + 1,
-        last_lost=batch.sent,
+        f"batch {batch.batch_id}: messages {first} to {last} were lost; {rest}",
+        first_lost=first,
+        last_lost=last,
         **batch.facts("partial"),
     )
 
@@ -102,6 +103,24 @@ def no_stream(batch: FastRecord, subject: bytes) -> NoStreamError:
 def unknown(batch: FastRecord, text: str) -> BatchOutcomeUnknownError:
     """The answer did not come."""
     return BatchOutcomeUnknownError(f"batch {batch.batch_id}: {text}", **batch.facts("unknown"))
+
+
+def timed_out(batch: FastRecord, waited: str, refusal: ServerError | None) -> BatchOutcomeUnknownError:
+    """The answer did not come in time; `refusal` is what came instead, if anything did."""
+    if batch.state is State.STARTING:
+        text = (
+            f"no answer to the first message {waited}: the server may be older than 2.14, "
+            "or the stream may have no_ack set"
+        )
+    elif batch.state is State.COMMITTING:
+        text = f"no answer to the commit {waited}: the batch may be stored up to message {batch.sent}"
+    else:
+        text = f"no acknowledgement beyond message {batch.acked} of {batch.sent} {waited}"
+    if refusal is not None:
+        text += f"; the server said last: {refusal.description}"
+    error = unknown(batch, text)
+    error.__cause__ = refusal
+    return error
 
 
 def disconnected(batch: FastRecord, why: str, *, committing: bool = False) -> BatchError:

@@ -84,8 +84,13 @@ class FastRecord:
         self.error_count = 0
         self.in_doubt: deque[InDoubt] = deque(maxlen=KEPT_REPORTS)
         """What nobody knows of after a loss of the connection."""
-        self._refused: set[int] = set()
-        """Refused messages after the last acknowledged one: no ack covers them before a later message is stored."""
+        self._refused: deque[list[int]] = deque()
+        """Runs (first, last) of refused messages after the last acknowledged one.
+
+        No ack covers them before a later message is stored, so the window must not wait for them. Every run but one
+        has a message before it that the window does wait for, so there are no more of them than the window is wide.
+        """
+        self._refused_count = 0
         self.cause: BatchError | None = None
         """Why it is draining."""
 
@@ -94,9 +99,7 @@ class FastRecord:
         """How many messages the window still takes."""
         if self.state in (State.STARTING, State.SUSPENDED):
             return 0
-        done = max(self.answered, self.acked)
-        if self._refused:
-            done += sum(seq > self.answered for seq in self._refused)
+        done = max(self.answered, self.acked) + self._refused_count
         return self.flow * self.max_outstanding_acks - (self.sent - done)
 
     @property
@@ -118,15 +121,35 @@ class FastRecord:
         if ack.seq >= self.acked:
             self.acked = min(ack.seq, self.sent)
             self.flow = max(1, ack.msgs)
-            if self._refused:
-                self._refused = {seq for seq in self._refused if seq > self.acked}
+            self._forget_refused(self.acked)
             events.append(ack)
 
     def note_refusal(self, report: BatchFlowError, events: list[Event]) -> None:
         """Take that a message was checked and refused: it is dealt with, and has no place in the window."""
-        if report.seq > self.acked:
-            self._refused.add(report.seq)
+        runs = self._refused
+        newest = runs[-1][1] if runs else max(self.answered, self.acked)
+        if newest < report.seq <= self.sent:
+            if runs and report.seq == newest + 1:
+                runs[-1][1] = report.seq
+            else:
+                runs.append([report.seq, report.seq])
+            self._refused_count += 1
         self.note_error(report, events)
+
+    def note_answered(self, seq: int) -> None:
+        """Take that the window need not wait for anything up to `seq`."""
+        self.answered = seq
+        self._forget_refused(seq)
+
+    def _forget_refused(self, up_to: int) -> None:
+        runs = self._refused
+        while runs and runs[0][0] <= up_to:
+            first, last = runs[0]
+            self._refused_count -= min(last, up_to) - first + 1
+            if last > up_to:
+                runs[0][0] = up_to + 1
+                break
+            runs.popleft()
 
     def note_gap(self, report: BatchFlowGap, events: list[Event]) -> None:
         """Keep and count the report of a gap."""

@@ -161,6 +161,38 @@ async def test_refused_messages(js: JetStreamContext, stream: str, kind: str) ->
     assert await stored(js, stream) == [b"good"] * 30
 
 
+async def test_an_account_that_is_full(version: str) -> None:
+    config = """
+        jetstream {}
+        accounts { A { jetstream: { max_file: 100KB }, users: [{ user: a, password: a }] } }
+        no_auth_user: a
+    """
+    async with NatsServer(version=version, config=config) as server:
+        nc = await nats.connect(server.url)
+        js = nc.jetstream()
+        await js.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True)
+        async with jsx.FastPublisher(js, gap=OK) as pub:
+            await pub.add_many([("s.1", bytes(9000))] * 15)
+            await pub.add("s.1", b"small")
+        kept = await stored(js, "S")
+        assert 5 < len(kept) < 14
+        assert kept[-1] == b"small"
+        assert {(each.error.code, each.error.err_code) for each in pub.errors} == {(400, 10002)}
+        assert [each.seq for each in pub.errors] == list(range(len(kept), 16))
+        assert pub.gaps == [jsx.BatchFlowGap(len(kept), 16)]
+
+        await js.purge_stream("S")
+        pub = jsx.FastPublisher(js)
+        with pytest.raises(errors.BatchServerError, match="resource limits exceeded") as caught:
+            async with pub:
+                await pub.add_many([("s.1", bytes(9000))] * 15)
+        kept = await stored(js, "S")
+        assert pub.ack is not None
+        assert (pub.ack.batch_size, pub.ack_seq, caught.value.acked) == (len(kept),) * 3
+        assert caught.value.outcome == "partial"
+        await nc.close()
+
+
 @pytest.mark.parametrize("sent", [1, 5])
 @pytest.mark.parametrize("gap", list(jsx.GapMode))
 async def test_a_batch_that_the_server_forgot(js: JetStreamContext, stream: str, gap: jsx.GapMode, sent: int) -> None:

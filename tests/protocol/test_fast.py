@@ -134,6 +134,11 @@ TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
     (O, OK, "overload", refusal(10167, code=429), O, None),
     (O, FAIL, "503", no_responders(), D, None),
     (O, OK, "503", no_responders(), O, None),
+    (O, FAIL, "account full", refusal(10002), D, None),
+    (O, OK, "account full", refusal(10002), O, None),
+    (O, FAIL, "server full", refusal(10023, code=503), E, (EndReason.ERROR, errors.BatchServerError, "unknown")),
+    (O, OK, "server full", refusal(10023, code=503), O, None),
+    (O, None, "sealed", refusal(10109), E, (EndReason.ERROR, errors.BatchServerError, "unknown")),
     (O, None, "503 to a ping", no_responders(5, 4), O, None),
     (O, None, "429 to a ping", refusal(10167, 5, 4, 429), O, None),
     (O, None, "final", final(3), E, (EndReason.ERROR, errors.BatchAbandonedError, "partial")),
@@ -158,6 +163,7 @@ TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
     (C, OK, "final, too short", final(3), E, (EndReason.COMMITTED, None, None)),
     (C, None, "unknown batch", refusal(10208, 6, 3), E, (EndReason.ERROR, errors.BatchOutcomeUnknownError, "unknown")),
     (C, None, "503 to the marker", no_responders(6, 3), C, None),
+    (C, OK, "server full at the marker", refusal(10023, 6, 3, 503), C, None),
     (C, None, "overload at the marker", refusal(10167, 6, 3, 429), C, None),
     (C, None, "late pong", ack(1, seq=5, op=4), C, None),
     (C, None, "unknown type", UNKNOWN, C, None),
@@ -371,6 +377,25 @@ def test_a_refused_message_has_no_place_in_the_window() -> None:
     assert machine.room == 3
 
 
+def test_a_source_that_is_refused_for_ever_takes_no_memory() -> None:
+    machine = batch(OK, max_outstanding_acks=2)
+    machine.add(message(), 0.0)
+    machine.receive([ack(0, 5, op=0)], 0.0)
+    for seq in range(2, 5001):
+        machine.add(message(), 0.0)
+        if seq % 2000:
+            machine.receive([err(seq), err(seq)], 0.0)
+    assert machine.room == 10 - 3, "message 1 and the two that nothing is known of"
+    assert len(machine._refused) == 3
+    machine.receive([ack(2500, 5)], 0.0)
+    assert machine.room == 10 - 1
+    machine.receive([ack(4998, 5)], 0.0)
+    assert machine.room == 10
+    assert machine._refused_count == 2
+    machine.receive([err(4990), err(5001), ack(5000, 5)], 0.0)
+    assert (machine.room, machine._refused_count, len(machine._refused)) == (10, 0, 0)
+
+
 def test_a_window_that_only_lost_reports_fill_opens_again() -> None:
     machine = batch(OK, max_outstanding_acks=1, stall_ping=1.0)
     machine.add(message(), 0.0)
@@ -405,6 +430,18 @@ def test_in_fail_mode_a_message_that_never_arrived_makes_the_server_look() -> No
     assert machine.end_reason is EndReason.ERROR
     assert machine.ack == BatchAck("F", 102, "b1", 2)
     assert machine.acked == 2
+
+
+@pytest.mark.parametrize("said", [[gap(3, 6), final(2)], [final(2)]], ids=["reported", "report lost"])
+@pytest.mark.parametrize("refused", [refusal(10054, 3), no_responders(3)], ids=["too large", "503"])
+def test_in_fail_mode_a_refusal_after_the_commit_is_the_reason(refused: Frame, said: list[Frame]) -> None:
+    machine = in_state(C)
+    machine.receive([refused, *said], 0.0)
+    assert machine.end_reason is EndReason.ERROR
+    assert isinstance(machine.error, errors.BatchError)
+    assert not isinstance(machine.error, errors.BatchGapError)
+    assert "message 3 was refused" in str(machine.error)
+    assert (machine.error.outcome, machine.error.ack, machine.error.acked) == ("partial", machine.ack, 2)
 
 
 def test_settled_by_acks_or_by_a_pong() -> None:

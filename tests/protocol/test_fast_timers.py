@@ -157,6 +157,32 @@ class TestStalled:
                 machine.receive([reply(5, 4, None)], now + 0.1)
         assert (machine.end_reason, now) == (EndReason.TIMEOUT, 15.0)
 
+    def test_the_error_says_what_came_instead_of_an_answer(self) -> None:
+        for end, text in ((False, "no acknowledgement beyond"), (True, "no answer to the commit")):
+            machine = batch(gap=GapMode.OK)
+            machine.waiting(0.0)
+            seq, op = (6, 3) if end else (5, 4)
+            if end:
+                machine.commit(0.0)
+            full = {"error": {"code": 503, "err_code": 10023, "description": "insufficient resources"}}
+            machine.receive([reply(seq, op, full)], 1.0)
+            machine.handle_timer(5.0)
+            assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
+            assert text in str(machine.error)
+            assert "the server said last: insufficient resources" in str(machine.error)
+            assert isinstance(machine.error.__cause__, errors.ServerError)
+
+    def test_the_error_does_not_say_what_was_true_before(self) -> None:
+        machine = batch()
+        machine.waiting(0.0)
+        machine.receive([reply(5, 4, None)], 1.0)
+        machine.receive([ack(3)], 2.0)
+        machine.handle_timer(7.0)
+        assert machine.end_reason is EndReason.TIMEOUT
+        assert "said last" not in str(machine.error)
+        assert machine.error is not None
+        assert machine.error.__cause__ is None
+
     def test_a_wait_that_is_over_leaves_no_deadline(self) -> None:
         machine = batch()
         machine.waiting(10.0)
@@ -353,6 +379,30 @@ class TestDraining:
         assert machine.next_timer() == 9.0
         machine.handle_timer(9.0)
         assert machine.end_reason is EndReason.ERROR
+
+    def test_answers_to_its_pings_do_not_make_it_last(self) -> None:
+        # Whoever made up the 503 would have the batch ping a server that knows of no loss, for ever.
+        machine = batch()
+        machine.receive([reply(3, 1, None)], 0.0)
+        now = 0.0
+        while machine.end_reason is None and now < 60:
+            due = machine.next_timer()
+            assert due is not None
+            now = due
+            _, out = machine.handle_timer(now)
+            if out:
+                machine.receive([ack(0, seq=5, op=4)], now)
+        assert (machine.end_reason, now) == (EndReason.ERROR, 5.0)
+
+    def test_acknowledgements_do(self) -> None:
+        machine = batch()
+        machine.receive([reply(3, 1, None)], 0.0)
+        machine.receive([ack(2)], 4.0)
+        assert machine.handle_timer(5.0)[0] == []
+        machine.receive([reply(5, 4, {"type": "gap", "last_seq": 3, "seq": 6})], 8.0)
+        final = {"stream": "F", "seq": 2, "batch": "b1", "count": 2}
+        machine.receive([reply(5, 4, final)], 8.0)
+        assert (machine.end_reason, machine.acked) == (EndReason.ERROR, 2)
 
 
 def test_the_end_has_no_timers() -> None:
