@@ -283,7 +283,7 @@ class StoredMsg:
     def _row(self) -> list[bytes]:
         lines = self._lines
         if lines is None:
-            lines = self._lines = _headers.reply_row(self._body[: self._header_size])
+            lines = self._lines = _headers.checked_row(self._body[: self._header_size])
         return lines
 
     @property

@@ -128,7 +128,7 @@ class Block:
         for body, size in zip(self.bodies, self.header_sizes, strict=True):
             # Without stored headers one split gives the same places, the last of them empty.
             row = body[skip:size].split(b"\r\n") if body.startswith(prefix) else []
-            yield row if len(row) == 7 else h.reply_row(body[:size])
+            yield row if len(row) == 7 else h.checked_row(body[:size])
 
     @property
     def subjects(self) -> list[bytes]:
@@ -142,7 +142,7 @@ class Block:
 
     def pending(self, index: int) -> int:
         """How many matching messages follow row `index`."""
-        row = h.reply_row(self.bodies[index][: self.header_sizes[index]])
+        row = h.checked_row(self.bodies[index][: self.header_sizes[index]])
         return h.line_number(row[h.ROW_PENDING])
 
     def messages(self) -> Iterator[StoredMsg]:
@@ -176,9 +176,11 @@ class ReplyDecoder:
 
     Args:
         stream: The stream that was asked, for errors.
+        start: The first sequence that was asked for: a server that answers with what is before it would be asked for
+            the rest of it for ever.
     """
 
-    def __init__(self, stream: str) -> None:
+    def __init__(self, stream: str, *, start: int = 1) -> None:
         self.end: EndOfBatch | None = None
         self.broken: MessagesLostError | None = None
         self.last_seq = 0
@@ -186,6 +188,7 @@ class ReplyDecoder:
         self.size = 0
         """About how many bytes of subjects, stored headers and payloads came so far: what `max_bytes` counts."""
         self._asked = stream
+        self._floor = start - 1
         self._prev = b"0"
         self._responder = b""
         self._stream_line = b""
@@ -232,9 +235,9 @@ class ReplyDecoder:
             seqs = list(map(int, raws))
         except ValueError:
             raise ResponseError("a direct-get reply has a sequence that is no number", frame=raws[0]) from None
-        if seqs[0] <= self.last_seq or any(map(ge, seqs, seqs[1:])):
-            raise ResponseError(f"a direct-get reply does not go upwards from sequence {self.last_seq}")
-        self.last_seq = seqs[-1]
+        if seqs[0] <= self._floor or seqs[-1] >> 64 or any(map(ge, seqs, seqs[1:])):
+            raise ResponseError(f"a direct-get reply does not go upwards from sequence {self._floor}")
+        self.last_seq = self._floor = seqs[-1]
         self.count += len(seqs)
         bodies = [body for _, body, _ in frames]
         sizes = [size for _, _, size in frames]
@@ -244,8 +247,8 @@ class ReplyDecoder:
         return Block(self._stream, seqs, bodies, sizes)
 
     def _lost(self, last: bytes, prev: bytes) -> MessagesLostError:
-        got = int(last) if last.isdigit() else None
-        expected = int(prev) if prev.isdigit() else None
+        # Nothing at all where a message that was being read is gone.
+        got, expected = (h.count(seq) if seq else None for seq in (last, prev))
         return MessagesLostError(
             f"stream {self._asked!r}: messages after sequence {expected} were lost on their way here "
             f"(the reply goes on after {got}): a slow consumer or a dropped connection",
@@ -299,15 +302,12 @@ class ReplyDecoder:
             return
         if code != 204:
             raise status_error(self._asked, header)
-        try:
-            up_to = values.get(h.UP_TO_SEQUENCE)
-            self.end = EndOfBatch(
-                num_pending=int(values[h.NUM_PENDING]),
-                last_seq=int(values[h.LAST_SEQUENCE]),
-                up_to_seq=None if up_to is None else int(up_to),
-            )
-        except (KeyError, ValueError):
-            raise ResponseError("an end-of-batch frame lacks its numbers", frame=header) from None
+        up_to = values.get(h.UP_TO_SEQUENCE)
+        self.end = EndOfBatch(
+            num_pending=h.count(values.get(h.NUM_PENDING, "").encode()),
+            last_seq=h.count(values.get(h.LAST_SEQUENCE, "").encode()),
+            up_to_seq=None if up_to is None else h.count(up_to.encode()),
+        )
 
     def _check_end(self) -> None:
         # An empty page says 0: an end that names a message which did not come lost them all.

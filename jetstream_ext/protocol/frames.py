@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from jetstream_ext.errors import BadSubjectError, MaxPayloadError
 
-# Everything at or below space, and DEL: a subject is one token stream on a line of a text protocol.
-_FORBIDDEN = frozenset(chr(code) for code in (*range(33), 127))
+# Everything at or below space, and DEL: a subject is one token stream on a line of a text protocol. And halves of
+# surrogate pairs, which no UTF-8 has.
+_FORBIDDEN = frozenset(chr(code) for code in (*range(33), 127, *range(0xD800, 0xE000)))
 
 
 Frame = tuple[bytes, bytes, int]

@@ -78,6 +78,18 @@ def reply_row(block: bytes) -> Row:
     return [lines[2][14:], lines[3], lines[4], lines[5], lines[6], lines[1], stored]
 
 
+def checked_row(block: bytes) -> Row:
+    """Return `reply_row` of a block that was taken for a message without a look at all of its names.
+
+    Raises:
+        ResponseError: It is none.
+    """
+    row = reply_row(block)
+    if not row:
+        raise ResponseError("a message of a direct-get reply lacks a header of the server", frame=block)
+    return row
+
+
 def lay_out(block: bytes, values: Mapping[str, str]) -> bytes:
     """Return the header block of a reply in the layout that `reply_row` takes, whatever the server's order was.
 
@@ -190,12 +202,20 @@ def line_number(line: bytes) -> int:
     """Return the number in one header line.
 
     Raises:
+        ResponseError: As for `count`.
+    """
+    return count(line_value(line))
+
+
+def count(value: bytes) -> int:
+    """Return the number that a server sent: a sequence or a count, from 0 to 2**64-1.
+
+    Raises:
         ResponseError: It is none.
     """
-    try:
-        return int(line_value(line))
-    except ValueError:
-        raise ResponseError("a header of the server is not a number", frame=line) from None
+    if not value.isdigit() or len(value) > 20 or (number := int(value)) >> 64:
+        raise ResponseError("a header of the server is not a number", frame=value)
+    return number
 
 
 def decode_stored(block: bytes) -> dict[str, str]:

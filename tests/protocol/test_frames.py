@@ -45,7 +45,7 @@ def test_what_pub_writes_parse_pubs_reads(commands: list[tuple[str, str, bytes, 
     assert list(frames.parse_pubs(data)) == [frames.Command(*parts) for parts in commands]
 
 
-BAD_EVERYWHERE = ["", " ", "a b", "a\tb", "a\r\nb", "a\0", "a\x7f", ".", "a.", ".a", "a..b"]
+BAD_EVERYWHERE = ["", " ", "a b", "a\tb", "a\r\nb", "a\0", "a\x7f", ".", "a.", ".a", "a..b", "\ud800"]
 
 
 @pytest.mark.parametrize("subject", ["a", "a.b.c", "$KV.bucket.key", "ä.ß", "a*.b", "a.b>", "_INBOX.x", "a=/b"])
@@ -77,7 +77,7 @@ def test_names(name: str) -> None:
     frames.check_name(name, "stream name")
 
 
-@pytest.mark.parametrize("name", ["", "a.b", "a b", "*", ">", "a/b", "a\\b", "a\r\n", "a>", "\x7f"])
+@pytest.mark.parametrize("name", ["", "a.b", "a b", "*", ">", "a/b", "a\\b", "a\r\n", "a>", "\x7f", "\ud800"])
 def test_bad_names(name: str) -> None:
     with pytest.raises(BadSubjectError, match="stream name"):
         frames.check_name(name, "stream name")

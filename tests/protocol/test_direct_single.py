@@ -1,0 +1,114 @@
+"""Requests, and the replies to single gets."""
+
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import orjson
+import pytest
+
+from jetstream_ext import errors
+from jetstream_ext.protocol import direct
+from jetstream_ext.protocol.direct import Request
+from jetstream_ext.protocol.frames import Frame
+
+TIME = b"2026-11-20T21:23:31.245203696Z"
+
+
+def raw(block: bytes, data: bytes = b"") -> Frame:
+    return b"_INBOX.x", block + data, len(block)
+
+
+# -- requests
+
+
+@pytest.mark.parametrize(
+    ("request_", "body"),
+    [
+        (Request(seq=5), {"seq": 5}),
+        (Request(last_by_subj="orders.*"), {"last_by_subj": "orders.*"}),
+        (Request(seq=100, next_by_subj="orders.*"), {"seq": 100, "next_by_subj": "orders.*"}),
+        (Request(seq=1, batch=500, max_bytes=1000), {"seq": 1, "batch": 500, "max_bytes": 1000}),
+        (
+            Request(multi_last=("a.>", "b"), up_to_seq=12, seq=3, batch=2),
+            {"multi_last": ["a.>", "b"], "up_to_seq": 12, "seq": 3, "batch": 2},
+        ),
+        (
+            Request(start_time=datetime(2026, 1, 2, 3, 4, 5, 6, timezone(timedelta(hours=1))), batch=1),
+            {"start_time": "2026-01-02T02:04:05.000006+00:00", "batch": 1},
+        ),
+        (
+            Request(multi_last=("a",), up_to_time=datetime(2026, 1, 2, tzinfo=UTC)),
+            {"multi_last": ["a"], "up_to_time": "2026-01-02T00:00:00+00:00"},
+        ),
+    ],
+)
+def test_requests(request_: Request, body: dict[str, Any]) -> None:
+    assert orjson.loads(request_.encode()) == body
+
+
+def test_a_naive_time_never_reaches_a_request() -> None:
+    with pytest.raises(ValueError, match="start_time"):
+        Request(start_time=datetime(2026, 1, 1), batch=1).encode()  # noqa: DTZ001 - naive on purpose
+
+
+# -- single gets
+
+
+def test_single() -> None:
+    block = (
+        b"NATS/1.0\r\nX-U: v5\r\nNats-Sequence: 77\r\nNats-Stream: D\r\nNats-Subject: d.B\r\nNats-Sequence: 5\r\n"
+        b"Nats-Time-Stamp: 2026-11-20T21:23:31.295694403Z\r\n\r\n"
+    )
+    stored = direct.decode_single("ASKED", raw(block, b"m5"))
+    assert (stored.stream, stored.subject, stored.seq, stored.data) == ("D", "d.B", 5, b"m5")
+    assert (stored.headers, stored.num_pending, stored.last_seq) == ({"X-U": "v5"}, None, None)
+    assert stored.time_ns % 1_000_000_000 == 295_694_403
+
+
+def test_a_single_message_with_a_stored_status_is_a_message() -> None:
+    block = (
+        b"NATS/1.0 404 Message Not Found\r\nNats-Stream: D\r\nNats-Subject: d.B\r\nNats-Sequence: 5\r\n"
+        b"Nats-Time-Stamp: 2026-11-20T21:23:31Z\r\n\r\n"
+    )
+    assert direct.decode_single("D", raw(block)).seq == 5
+
+
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        (b"NATS/1.0 404 Message Not Found\r\n\r\n", errors.MessageNotFoundError),
+        (b"NATS/1.0 408 Empty Request\r\n\r\n", errors.UnsupportedFeatureError),
+        (b"NATS/1.0 408 Malformed Request\r\n\r\n", errors.BadRequestError),
+        (b"NATS/1.0 412 Required Api Level\r\n\r\n", errors.RequiredApiLevelError),
+        (b"NATS/1.0 413 Too Many Results\r\n\r\n", errors.TooManySubjectsError),
+        (b"NATS/1.0 500 broken\r\n\r\n", errors.ServerError),
+        (b"NATS/1.0 503\r\n\r\n", errors.DirectGetDisabledError),
+        (b"NATS/1.0 204 EOB\r\n\r\n", errors.ResponseError),
+        (b"", errors.ResponseError),
+        (b"NATS/1.0\r\n\r\n", errors.ResponseError),
+        (b"NATS/1.0\r\nNats-Sequence: 5\r\n\r\n", errors.ResponseError),
+        (b"NATS/1.0\r\nNats-Sequence: x\r\nNats-Stream: D\r\nNats-Subject: s\r\nNats-Time-Stamp: " + TIME + b"\r\n\r\n", errors.ResponseError),
+        (b"NATS/1.0\r\nNats-Sequence: 5\r\nNats-Stream: D\r\nNats-Subject: s\r\nNats-Time-Stamp: now\r\n\r\n", errors.ResponseError),
+    ],
+)  # fmt: skip
+def test_single_refusals(block: bytes, error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        direct.decode_single("D", raw(block))
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize(
+    ("code", "attributes"),
+    [
+        (404, {"code": 404, "stream": "D"}),
+        (408, {"code": 408, "description": "Some Text", "stream": "D"}),
+        (412, {"code": 412, "err_code": 10185, "outcome": "not_stored"}),
+        (500, {"code": 500, "description": "Some Text"}),
+        (503, {"stream": "D"}),
+        (299, {"frame": b"NATS/1.0 299 Some Text\r\n\r\n"}),
+    ],
+)
+def test_refusals_name_the_stream_and_what_the_server_said(code: int, attributes: dict[str, Any]) -> None:
+    error = direct.status_error("D", b"NATS/1.0 %d Some Text\r\n\r\n" % code)
+    assert {name: getattr(error, name) for name in attributes} == attributes
+    assert "'D'" in str(error)
