@@ -20,7 +20,7 @@ def group(name: str) -> list[str]:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests; arguments after `--` go to pytest."""
-    session.install("-e", ".[spark,server,cli]", *group("test"))
+    session.install("-e", ".[spark,server,cli,plot]", *group("test"))
     session.run("python", "-m", "pytest", *session.posargs)
 
 

@@ -9,10 +9,10 @@ import click
 import nats.errors
 import nats.js.errors
 
-from jetstream_ext.errors import IngestError, RequestTimeoutError
+from jetstream_ext.errors import IngestError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.testing.errors import NatsServerError
 
-_COMMANDS: Final = ("demo", "doctor", "export", "ingest", "serve", "snapshot")
+_COMMANDS: Final = ("bench", "demo", "doctor", "export", "ingest", "serve", "snapshot")
 _STOPPED: Final = 130
 _NOT_ENABLED: Final = frozenset({10039, 10076})  # for the account; at all
 
@@ -48,6 +48,8 @@ def one_line(error: BaseException) -> str:
             return f"JetStream is off for this account, or on this server ({described})"
         if isinstance(error, nats.js.errors.ServiceUnavailableError) and "nobody answers on" in described:
             return f"{described}: the server runs without JetStream, or its domain is another"
+        if error.description and not isinstance(error, JetStreamExtError):  # nats-py's own texts are full of names
+            return f"the server says: {error.description}"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     text = " ".join(str(error).split()) or type(error).__name__

@@ -92,11 +92,17 @@ def connection_options(*, server: bool = True) -> Callable[[_F], _F]:
     return decorate
 
 
-def target(ctx: click.Context, timeout: float, url: str | None = None) -> Target:
+def target(ctx: click.Context, timeout: float, url: str | None = None, *, selected: bool = True) -> Target:
     """Return what the options of a command say.
 
     A context is used if it is named. The selected one is used if no server is given: its credentials are meant for
     its own server.
+
+    Args:
+        ctx: The command's context.
+        timeout: Seconds for each answer.
+        url: The server, where that is no option.
+        selected: Whether the selected context counts.
 
     Raises:
         click.ClickException: There is no such context.
@@ -115,7 +121,7 @@ def target(ctx: click.Context, timeout: float, url: str | None = None) -> Target
         jetstream_domain=given["js_domain"],
         jetstream_api_prefix=given["js_api_prefix"],
     )
-    name = given["context"] or (None if settings.url else contexts.selected())
+    name = given["context"] or (None if settings.url or not selected else contexts.selected())
     return Target(settings.over(contexts.load(name)) if name else settings, timeout)
 
 

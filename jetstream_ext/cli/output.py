@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import click
 import orjson
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
+
+_WIDE: Final = 200
 
 
 class Tell(Protocol):
@@ -33,7 +36,10 @@ class _Rate(ProgressColumn):
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console that writes where click does."""
-    return Console(stderr=stderr, highlight=False)
+    screen = Console(stderr=stderr, highlight=False)
+    if not screen.is_terminal and "COLUMNS" not in os.environ:
+        screen.width = _WIDE  # else 80: columns would be cut where nobody can make the window larger
+    return screen
 
 
 @contextmanager

@@ -1,0 +1,187 @@
+"""``jetstream-ext bench``: this library against plain nats-py, on a server of yours or of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.table import Table
+from rich.text import Text
+
+from jetstream_ext.cli import plot
+from jetstream_ext.cli.connection import Target, connected, connection_options, target
+from jetstream_ext.cli.measuring import Case, Outcome, measure, scratch
+from jetstream_ext.cli.output import console, progress, write_json
+from jetstream_ext.client.features import features
+from jetstream_ext.testing import NatsServer
+
+_STOPPED: Final = 130
+_STEPS: Final = 1_000  # of the progress bar
+_GROUPS: Final = {"publish": "publish", "read": "read back"}
+
+
+@click.command("bench")
+@click.argument("url", envvar="NATS_URL", default="")
+@click.option("--messages", type=click.IntRange(1), default=100_000, show_default=True, help="For the fastest calls.")
+@click.option("--size", type=click.IntRange(0), default=128, show_default=True, help="Bytes per payload.")
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="One more warms up.")
+@click.option(
+    "--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw a PNG or an SVG."
+)
+@click.option("--json", "as_json", is_flag=True, help="The result as a JSON object; no progress bar.")
+@connection_options(server=False)
+@click.pass_context
+def command(
+    ctx: click.Context,
+    url: str,
+    messages: int,
+    size: int,
+    rounds: int,
+    picture: Path | None,
+    as_json: bool,
+    timeout: float,
+) -> None:
+    """Measure this library and plain nats-py in turn, on the server at URL or else on one of its own.
+
+    It works on a scratch stream, which it deletes at the end and after Ctrl-C, and touches no other. It loads the
+    server as much as it can. A server of its own needs jetstream-ext[server].
+    """
+    if picture is not None:
+        plot.check(picture)
+    where = target(ctx, timeout, url, selected=False)
+    job = _Bench(messages, size, rounds)
+    with _sigterm_as_ctrl_c(), nullcontext() if where.settings.url else NatsServer() as own:
+        if own is not None:
+            where = target(ctx, timeout, own.url, selected=False)
+        try:
+            outcome = asyncio.run(job.run(where, show=not as_json))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            click.echo("stopped" if job.left else "stopped; the scratch stream is deleted", err=True)
+            ctx.exit(_STOPPED)
+        finally:
+            if job.left and own is None:
+                click.echo(f"the scratch stream {job.left} could not be deleted; delete it", err=True)
+    conditions = {
+        "server": where.servers[0] if own is None else "embedded",
+        "server_version": outcome.version,
+        "nats_py": version("nats-py"),
+        "jetstream_ext": version("jetstream-ext"),
+        "messages": messages,
+        "size": size,
+        "rounds": rounds,
+    }
+    if picture is not None:
+        plot.draw(picture, _title(conditions), [(title, _bars(outcome, name)) for name, title in _GROUPS.items()])
+    if as_json:
+        write_json(conditions | _as_json(outcome))
+        return
+    _show(outcome, conditions)
+    if picture is not None:
+        click.echo(f"plot in {picture}")
+
+
+class _Bench:
+    """One run; `left` is the scratch stream if that could not be deleted."""
+
+    def __init__(self, messages: int, size: int, rounds: int) -> None:
+        self.left = ""
+        self._messages = messages
+        self._size = size
+        self._rounds = rounds
+
+    async def run(self, where: Target, *, show: bool) -> Outcome:
+        """Measure."""
+        async with connected(where) as js:
+            found = await features(js)
+            with progress("measuring", _STEPS, show=show) as tell:
+                async with scratch(js, found, self._on_left) as stream:
+                    return await measure(
+                        js,
+                        found,
+                        stream,
+                        self._messages,
+                        self._size,
+                        self._rounds,
+                        lambda share, moved: tell(int(share * _STEPS), moved),
+                    )
+
+    def _on_left(self, stream: str) -> None:
+        self.left = stream
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """The scratch stream is to go, whoever ends this."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _title(conditions: dict[str, Any]) -> str:
+    return (
+        f"nats-server {conditions['server_version']}, nats-py {conditions['nats_py']}: messages of "
+        f"{conditions['size']:,} bytes, {_rounds(conditions)}"
+    )
+
+
+def _rounds(conditions: dict[str, Any]) -> str:
+    return "one round" if conditions["rounds"] == 1 else f"medians of {conditions['rounds']} rounds"
+
+
+def _bars(outcome: Outcome, group: str) -> list[plot.Bar]:
+    return [
+        plot.Bar(case.name, case.median, min(case.rates), max(case.rates), case.ours)
+        for case in outcome.cases
+        if case.group == group
+    ]
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    def row(case: Case) -> dict[str, Any]:
+        return {
+            "call": case.name,
+            "group": case.group,
+            "by": "jetstream_ext" if case.ours else "nats-py",
+            "messages_per_second": {"min": min(case.rates), "median": case.median, "max": max(case.rates)},
+            "times_nats_py": case.median / outcome.base(case.group).median,
+        }
+
+    return {
+        "cases": [row(case) for case in outcome.cases],
+        "left_out": {case.name: case.needs.since for case in outcome.left_out if case.needs},
+    }
+
+
+def _show(outcome: Outcome, conditions: dict[str, Any]) -> None:
+    screen = console()
+    own = " of its own" if conditions["server"] == "embedded" else f" at {conditions['server']}"
+    screen.print(f"nats-server {outcome.version}{own}, nats-py {conditions['nats_py']}", markup=False)
+    screen.print(f"{conditions['messages']:,} messages of {conditions['size']:,} bytes, {_rounds(conditions)}")
+    for group, title in _GROUPS.items():
+        base = outcome.base(group)
+        table = Table()
+        table.add_column(title, min_width=24)
+        table.add_column("messages/s", justify="right")
+        table.add_column("min … max", justify="right")
+        table.add_column("times nats-py", justify="right")
+        for case in outcome.cases:
+            if case.group == group:
+                table.add_row(
+                    Text(case.name, "bold" if case.ours else ""),
+                    f"{case.median:,.0f}",
+                    f"{min(case.rates):,.0f} … {max(case.rates):,.0f}",
+                    f"{case.median / base.median:.1f}",
+                )
+        screen.print(table)
+    screen.print("Times nats-py: its faster call is 1.0.", style="dim")
+    for case in outcome.left_out:
+        assert case.needs is not None
+        screen.print(f"left out: {case.name} needs nats-server {case.needs.since}", markup=False)
