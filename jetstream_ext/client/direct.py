@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -15,7 +16,7 @@ from jetstream_ext.client.connection import JetStream
 from jetstream_ext.client.leader import get_at_leader, wait_for_leader
 from jetstream_ext.client.replies import Reply, read_blocks, reconnected
 from jetstream_ext.client.whole import read_proved
-from jetstream_ext.errors import JetStreamExtError, MessageNotFoundError, MessagesLostError
+from jetstream_ext.errors import JetStreamExtError, MessageNotFoundError, MessagesLostError, RequestTimeoutError
 from jetstream_ext.protocol import direct as wire
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
@@ -126,9 +127,10 @@ class DirectGet:
     async def _single(self, request: Request, subject: str | None = None, *, min_seq: int | None) -> StoredMsg:
         if min_seq is not None:
             _sequence("min_seq", min_seq)
+        end = asyncio.get_running_loop().time() + self._timeout
         missing: MessageNotFoundError | None = None
         try:
-            found = await self._ask(request, subject)
+            found = await self._ask(request, subject, end)
         except MessageNotFoundError as error:
             missing = error
         else:
@@ -137,8 +139,8 @@ class DirectGet:
         if min_seq is None:
             assert missing is not None
             raise missing
-        await wait_for_leader(self._js, self._stream, min_seq, self._timeout)
-        truth = await get_at_leader(self._js, self._stream, request.body(), self._timeout)
+        await wait_for_leader(self._js, self._stream, min_seq, _until(end))
+        truth = await get_at_leader(self._js, self._stream, request.body(), _until(end))
         if truth is None:
             raise wire.status_error(self._stream, b"NATS/1.0 404 Message Not Found\r\n\r\n")
         return truth
@@ -149,13 +151,19 @@ class DirectGet:
         # Who has min_seq has what is before it, except a mirror: that can lack the message asked for and have a later.
         return found.seq >= min_seq and (request.last_by_subj is not None or found.stream == self._stream)
 
-    async def _ask(self, request: Request, subject: str | None) -> StoredMsg:
+    async def _ask(self, request: Request, subject: str | None, end: float) -> StoredMsg:
         if request.start_time is not None:
             # As a batch of one: a server that does not know start_time would answer a single get with another message.
-            found = await self._read(OneBatch(replace(request, batch=1))).to_list()
-            if not found:
+            try:
+                async with asyncio.timeout_at(end), self._read(OneBatch(replace(request, batch=1))) as batch:
+                    found = await anext(batch, None)
+            except TimeoutError:
+                raise RequestTimeoutError(
+                    f"stream {self._stream!r}: no answer to a direct get within {self._timeout:g} s"
+                ) from None
+            if found is None:
                 raise wire.status_error(self._stream, b"NATS/1.0 404 Message Not Found\r\n\r\n")
-            return found[0]
+            return found
         api = f"{self._js.prefix}.DIRECT.GET.{self._stream}"
         target = api if subject is None else f"{api}.{subject}"
         payload = request.encode() if subject is None else b""
@@ -164,7 +172,7 @@ class DirectGet:
             reply = Reply(self._stream)
             try:
                 await reply.send(self._js, target, payload)
-                received = await reply.take(self._timeout)
+                received = await reply.take(_until(end))
                 return wire.decode_single(self._stream, received[0])
             except (MessagesLostError, nats.errors.ConnectionReconnectingError):
                 if retried:
@@ -172,7 +180,7 @@ class DirectGet:
                 retried = True
             finally:
                 reply.close()
-            await reconnected(self._js, self._timeout)
+            await reconnected(self._js, _until(end))
 
     # -- many messages ------------------------------------------------------------------------------------------
 
@@ -245,16 +253,17 @@ class DirectGet:
 
         Requires: nats-server 2.11.
         """
-        if isinstance(subjects, str) or not subjects:
+        filters = () if isinstance(subjects, str) else tuple(subjects)
+        if not filters:
             raise ValueError("subjects must be a sequence of at least one subject")
-        for subject in subjects:
+        for subject in filters:
             frames.check_filter(subject)
         if up_to_seq is not None and up_to_time is not None:
             raise ValueError("give up_to_seq or up_to_time, not both")
         if up_to_time is not None:
             rfc3339(up_to_time, "up_to_time")
         request = Request(
-            multi_last=tuple(subjects),
+            multi_last=filters,
             up_to_seq=None if up_to_seq is None else _sequence("up_to_seq", up_to_seq),
             up_to_time=up_to_time,
             batch=None if batch is None else _count("batch", batch),
@@ -439,6 +448,11 @@ class MessageBatch:
         await self.aclose()
 
 
+def _until(end: float) -> float:
+    """Return the seconds until `end` on the loop's clock; a wait that has none left fails at its first suspension."""
+    return max(0.001, end - asyncio.get_running_loop().time())
+
+
 def _positive(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ValueError(f"{name} must be a number of seconds over 0, not {value!r}")
@@ -446,14 +460,14 @@ def _positive(name: str, value: float) -> float:
 
 
 def _count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer from 1 up, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 63:
+        raise ValueError(f"{name} must be an integer from 1 to 2**63-1, not {value!r}")
     return value
 
 
 def _sequence(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 64:
-        raise ValueError(f"{name} must be a stream sequence from 1 up, not {value!r}")
+        raise ValueError(f"{name} must be a stream sequence from 1 to 2**64-1, not {value!r}")
     return value
 
 

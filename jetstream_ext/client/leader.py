@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -22,6 +23,30 @@ _NO_MESSAGE = 10037
 # How long to wait before looking again whether a leader or a replica has caught up.
 LAG_PAUSE = 0.05
 
+# Seconds without an answer after which another question is sent.
+_ASK_AGAIN = 1.0
+
+_T = TypeVar("_T")
+
+
+async def _answered(question: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+    """Return the first answer to `question`, which is asked again and again until there is one.
+
+    What a leader was asked that died meanwhile is never answered, and the next leader does not know of it. The first
+    question ends it all when its own time is over.
+    """
+    asked: set[asyncio.Task[_T]] = set()
+    try:
+        while True:
+            asked.add(asyncio.create_task(question()))
+            done, _ = await asyncio.wait(asked, timeout=_ASK_AGAIN, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return done.pop().result()
+    finally:
+        for task in asked:
+            if not task.cancel() and not task.cancelled():
+                task.exception()  # seen, though another answer came first
+
 
 async def get_at_leader(js: JetStream, stream: str, request: dict[str, Any], timeout: float) -> StoredMsg | None:
     """Return the message that a ``STREAM.MSG.GET`` request finds, or None.
@@ -32,13 +57,14 @@ async def get_at_leader(js: JetStream, stream: str, request: dict[str, Any], tim
         ResponseError: The answer is malformed.
     """
     try:
-        msg = await js.nc.request(f"{js.prefix}.STREAM.MSG.GET.{stream}", orjson.dumps(request), timeout=timeout)
+        subject, payload = f"{js.prefix}.STREAM.MSG.GET.{stream}", orjson.dumps(request)
+        msg = await _answered(lambda: js.nc.request(subject, payload, timeout=timeout))
     except nats.errors.NoRespondersError:
         raise nats.js.errors.ServiceUnavailableError(
             code=503, description=f"JetStream does not answer for stream {stream!r}"
         ) from None
     except nats.errors.TimeoutError:
-        raise RequestTimeoutError(f"stream {stream!r}: its leader did not answer within {timeout:g} s") from None
+        raise RequestTimeoutError(f"stream {stream!r}: its leader did not answer within {timeout:.4g} s") from None
     try:
         reply = orjson.loads(msg.data)
         error = reply.get("error")
@@ -69,7 +95,7 @@ async def last_at_leader(js: JetStream, stream: str, timeout: float) -> int:
         RequestTimeoutError: No answer within `timeout` seconds.
         ServerError, ResponseError: The leader refused, or its answer is malformed.
     """
-    answer = await Api(js, timeout).ask(f"STREAM.INFO.{stream}")
+    answer = await _answered(lambda: Api(js, timeout).ask(f"STREAM.INFO.{stream}"))
     try:
         return int(answer["state"]["last_seq"])
     except (KeyError, TypeError, ValueError):
@@ -90,4 +116,4 @@ async def wait_for_leader(js: JetStream, stream: str, seq: int, timeout: float) 
             while await last_at_leader(js, stream, timeout) < seq:  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(LAG_PAUSE)
     except TimeoutError:
-        raise RequestTimeoutError(f"stream {stream!r} did not reach sequence {seq} within {timeout:g} s") from None
+        raise RequestTimeoutError(f"stream {stream!r} did not reach sequence {seq} within {timeout:.4g} s") from None

@@ -17,10 +17,15 @@ from jetstream_ext.protocol.plans import Ask, Plan
 
 
 class Reply:
-    """One request on the wire: the sink of its reply, and the decoder."""
+    """One request on the wire: the sink of its reply, and the decoder.
 
-    def __init__(self, stream: str) -> None:
-        self.decoder = ReplyDecoder(stream)
+    Args:
+        stream: The stream that is asked.
+        start: The first sequence that it is asked for.
+    """
+
+    def __init__(self, stream: str, *, start: int = 1) -> None:
+        self.decoder = ReplyDecoder(stream, start=start)
         self._stream = stream
         self._inbox: Inbox | None = None
         self._received: list[Frame] = []
@@ -28,9 +33,15 @@ class Reply:
         self._waiter: asyncio.Future[None] | None = None
 
     async def send(self, js: JetStream, subject: str, payload: bytes) -> None:
-        """Send the request; its reply comes to an inbox of its own."""
+        """Send the request; its reply comes to an inbox of its own.
+
+        Raises:
+            MaxPayloadError: The request is over the server's limit, which would cost the connection.
+            ConnectionClosedError, ConnectionDrainingError, ConnectionReconnectingError: Nothing was sent.
+        """
         connection = js.connection
         connection.check_usable()
+        frames.check_size(b"", payload, connection.max_payload)
         self._inbox = await connection.inbox(Sink(self._frames, self._disconnected))
         command = frames.pub(subject.encode(), self._inbox.subject.encode(), b"", payload)
         await connection.write(command, 1, len(payload))
@@ -71,10 +82,10 @@ class Reply:
 
     def _silence(self, timeout: float) -> str:
         if not self.decoder.count:
-            return f"stream {self._stream!r}: no answer to a direct get within {timeout:g} s"
+            return f"stream {self._stream!r}: no answer to a direct get within {timeout:.4g} s"
         return (
             f"stream {self._stream!r}: the answer to a direct get stopped after {self.decoder.count} messages, and "
-            f"nothing came for {timeout:g} s (an API imported from another account has to be exported with "
+            f"nothing came for {timeout:.4g} s (an API imported from another account has to be exported with "
             "response_type stream)"
         )
 
@@ -107,7 +118,7 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
             away = False
             try:
                 while (ask := plan.next_request()) is not None:
-                    reply = replies[ask] = Reply(stream)
+                    reply = replies[ask] = Reply(stream, start=ask.request.seq or 1)
                     await reply.send(js, subject, ask.request.encode())
             except (MessagesLostError, nats.errors.ConnectionReconnectingError) as error:
                 failure = error
@@ -180,4 +191,4 @@ async def reconnected(js: JetStream, timeout: float) -> None:
                     raise nats.errors.ConnectionClosedError
                 await asyncio.sleep(0.02)
     except TimeoutError:
-        raise RequestTimeoutError(f"the connection was lost and not back within {timeout:g} s") from None
+        raise RequestTimeoutError(f"the connection was lost and not back within {timeout:.4g} s") from None

@@ -217,7 +217,7 @@ class TestScan:
         batch = direct.multi_last([f"{name}.>", f"{name}.7"], max_bytes=2000)
         assert await seqs(batch) == list(range(201, 301))
         assert (batch.num_pending, batch.last_seq, batch.up_to_seq) == (0, 300, 300)
-        batch = direct.multi_last([f"{name}.1", f"{name}.2"], up_to_seq=200)
+        batch = direct.multi_last((f"{name}.{i}" for i in (1, 2)), up_to_seq=200)  # type: ignore[arg-type]
         assert (await seqs(batch), batch.up_to_seq) == ([102, 103], 200)
         batch = direct.multi_last([f"{name}.>"], batch=3)
         assert (await seqs(batch), batch.num_pending) == ([201, 202, 203], 97)
@@ -256,10 +256,13 @@ class TestRefusals:
             (lambda d: d.batch(-1), ValueError),
             (lambda d: d.batch(True), ValueError),
             (lambda d: d.batch(1.5), ValueError),
+            (lambda d: d.batch(2**63), ValueError),
+            (lambda d: d.batch(1, max_bytes=2**63), ValueError),
             (lambda d: d.batch(1, seq=0), ValueError),
             (lambda d: d.batch(1, seq=2**64), ValueError),
             (lambda d: d.batch(1, max_bytes=0), ValueError),
             (lambda d: d.batch(1, subject="a b"), errors.BadSubjectError),
+            (lambda d: d.batch(1, subject="\ud800"), errors.BadSubjectError),
             (lambda d: d.batch(1, start_time=datetime(2026, 1, 1)), ValueError),  # noqa: DTZ001 - naive on purpose
             (lambda d: d.batch(1, start_time=0), TypeError),
             (lambda d: d.batch(1, seq=1, start_time=datetime.now(UTC)), ValueError),
@@ -270,6 +273,7 @@ class TestRefusals:
             (lambda d: d.scan(min_seq=0), ValueError),
             (lambda d: d.multi_last([]), ValueError),
             (lambda d: d.multi_last("orders.>"), ValueError),
+            (lambda d: d.multi_last(iter(())), ValueError),
             (lambda d: d.multi_last(["a", "a b"]), errors.BadSubjectError),
             (lambda d: d.multi_last(["a"], batch=0), ValueError),
             (lambda d: d.multi_last(["a"], up_to_seq=1, up_to_time=datetime.now(UTC)), ValueError),
@@ -293,6 +297,14 @@ class TestRefusals:
             with pytest.raises(ValueError, match=r".+"):
                 await bad
         assert js._nc.stats["out_msgs"] == sent
+        await left.settled()
+
+    async def test_a_request_over_max_payload_does_not_cost_the_connection(
+        self, direct: jsx.DirectGet, nc: Client, left: Any
+    ) -> None:
+        with pytest.raises(errors.MaxPayloadError):
+            await direct.multi_last(["x" * 1000] * (nc.max_payload // 1000)).to_list()
+        assert (await direct.get(1)).seq == 1
         await left.settled()
 
     @pytest.mark.parametrize("missing", ["stream", "allow_direct"])

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import nats
@@ -82,7 +83,13 @@ async def fake(server: NatsServer, stream_name: Callable[[], str], left: Any) ->
 
 @pytest.fixture
 def direct(js: JetStreamContext, fake: Responder) -> jsx.DirectGet:
-    return jsx.DirectGet(js, fake.stream, timeout=0.2)
+    return jsx.DirectGet(js, fake.stream, timeout=20)
+
+
+@pytest.fixture
+def brief(js: JetStreamContext, fake: Responder) -> jsx.DirectGet:
+    """For silence that follows an answer: short, and long enough for the answer on a busy machine."""
+    return jsx.DirectGet(js, fake.stream, timeout=1.5)
 
 
 async def seqs(batch: jsx.MessageBatch) -> list[int]:
@@ -101,49 +108,54 @@ def from_(first: int, last: int, total: int) -> list[Frame]:
 
 class TestSilence:
     async def test_before_the_end_is_asked_again_behind_the_last_row(
-        self, fake: Responder, direct: jsx.DirectGet
+        self, fake: Responder, brief: jsx.DirectGet
     ) -> None:
         fake.answers = [lambda _: from_(1, 3, 5), lambda _: [*from_(4, 5, 5), end(5, 0)]]
-        assert await seqs(direct.scan(batch=5, prefetch=1)) == [1, 2, 3, 4, 5]
+        assert await seqs(brief.scan(batch=5, prefetch=1)) == [1, 2, 3, 4, 5]
         assert [request["seq"] for request in fake.requests] == [1, 4]
 
-    async def test_again_and_again_is_an_error(self, fake: Responder, direct: jsx.DirectGet) -> None:
+    async def test_again_and_again_is_an_error(self, fake: Responder, brief: jsx.DirectGet) -> None:
         fake.answers = [lambda request: from_(request["seq"], request["seq"], 9)]
         read: list[int] = []
-        async with asyncio.timeout(2):
-            with pytest.raises(errors.RequestTimeoutError, match=r"stopped after 1 messages.*0\.2 s"):
-                await read_until_error(direct.scan(batch=5), read)
+        async with asyncio.timeout(20):
+            with pytest.raises(errors.RequestTimeoutError, match=r"stopped after 1 messages.*1\.5 s"):
+                await read_until_error(brief.scan(batch=5), read)
         assert read == [1, 2]
 
     @pytest.mark.parametrize(
         "read",
         [
-            lambda d: d.get(1), lambda d: d.batch(3).to_list(), lambda d: d.scan().to_list(),
+            lambda d: d.get(1), lambda d: d.get_at(datetime.now(UTC)), lambda d: d.batch(3).to_list(), lambda d: d.scan().to_list(),
             lambda d: d.multi_last(["a"]).to_list(),
         ],
     )  # fmt: skip
     async def test_from_the_start(
-        self, fake: Responder, direct: jsx.DirectGet, read: Callable[[jsx.DirectGet], Awaitable[object]]
+        self, fake: Responder, js: JetStreamContext, read: Callable[[jsx.DirectGet], Awaitable[object]]
     ) -> None:
         fake.answers = [lambda _: []]
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             with pytest.raises(errors.RequestTimeoutError, match=f"{fake.stream}.*no answer"):
-                await read(direct)
+                await read(jsx.DirectGet(js, fake.stream, timeout=0.2))
 
-    async def test_a_lost_end_of_one_batch_costs_no_message(self, fake: Responder, direct: jsx.DirectGet) -> None:
+    async def test_a_lost_end_of_one_batch_costs_no_message(self, fake: Responder, brief: jsx.DirectGet) -> None:
         fake.answers = [lambda _: from_(1, 3, 5)]
-        batch = direct.batch(3)
+        batch = brief.batch(3)
         assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([1, 2, 3], 2, 3)
         assert len(fake.requests) == 1
 
+    async def test_a_message_by_time_does_not_wait_for_the_end(self, fake: Responder, direct: jsx.DirectGet) -> None:
+        fake.answers = [lambda _: from_(3, 3, 5)]
+        async with asyncio.timeout(10):
+            assert (await direct.get_at(datetime.now(UTC))).seq == 3
+
     async def test_multi_last_without_its_point_in_time_cannot_go_on(
-        self, fake: Responder, direct: jsx.DirectGet
+        self, fake: Responder, brief: jsx.DirectGet
     ) -> None:
         fake.answers = [lambda _: [row(4, 0, 2)]]
         with pytest.raises(errors.RequestTimeoutError, match="stopped after 1"):
-            await direct.multi_last(["a"]).to_list()
+            await brief.multi_last(["a"]).to_list()
         fake.answers = [lambda _: [row(4, 0, 1)], lambda _: [row(6, 0, 0), end(6, 0)]]
-        assert await seqs(direct.multi_last(["a"], up_to_seq=8)) == [4, 6]
+        assert await seqs(brief.multi_last(["a"], up_to_seq=8)) == [4, 6]
         assert (fake.requests[-1]["seq"], fake.requests[-1]["up_to_seq"]) == (5, 8)
 
 
@@ -182,9 +194,19 @@ class TestNonsense:
     )
     async def test_is_a_response_error(self, fake: Responder, direct: jsx.DirectGet, frames: list[Frame]) -> None:
         fake.answers = [lambda _: frames]
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             with pytest.raises(errors.ResponseError):
                 await direct.scan(batch=2).to_list()
+
+    async def test_a_server_that_always_answers_alike_does_not_keep_a_read_going(
+        self, fake: Responder, direct: jsx.DirectGet
+    ) -> None:
+        fake.answers = [lambda _: [row(1, 0, 8), row(2, 1, 7), end(2, 7)]]
+        for read in (direct.scan(batch=2, prefetch=1), direct.multi_last(["a"], up_to_seq=9)):
+            with pytest.raises(errors.ResponseError, match="upwards from sequence 2"):
+                await read.to_list()
+        with pytest.raises(errors.ResponseError, match="upwards from sequence 4"):
+            await direct.batch(2, seq=5).to_list()
 
     @pytest.mark.parametrize(
         ("text", "error"),
@@ -209,7 +231,9 @@ class TestNonsense:
             with pytest.raises(error):
                 await direct.scan().to_list()
 
-    async def test_nobody_there_in_the_middle_is_waited_for(self, fake: Responder, direct: jsx.DirectGet) -> None:
+    async def test_nobody_there_in_the_middle_is_waited_for(
+        self, fake: Responder, direct: jsx.DirectGet, brief: jsx.DirectGet
+    ) -> None:
         """A leader that is being elected; before the first row it is a stream without direct gets."""
         fake.answers = [
             lambda _: [*from_(1, 2, 4), end(2, 2)], lambda _: [status("503")], lambda _: [status("503")],
@@ -217,9 +241,9 @@ class TestNonsense:
         ]  # fmt: skip
         assert await seqs(direct.scan(batch=2, prefetch=1)) == [1, 2, 3, 4]
         fake.answers = [lambda _: [*from_(1, 2, 4), end(2, 2)], lambda _: [status("503")]]
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             with pytest.raises(errors.DirectGetDisabledError):
-                await direct.scan(batch=2, prefetch=1).to_list()
+                await brief.scan(batch=2, prefetch=1).to_list()
 
 
 async def quiet(error: Exception) -> None:
@@ -258,7 +282,7 @@ async def test_the_connection_is_closed_in_the_middle(fake: Responder, server: N
     waiting = asyncio.ensure_future(anext(scan))
     await asyncio.sleep(0.05)
     await nc.close()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         with pytest.raises(nats.errors.ConnectionClosedError):
             await waiting
     await scan.aclose()
