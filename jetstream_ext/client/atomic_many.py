@@ -11,6 +11,9 @@ from typing import Any, Self
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.atomic import new_wire
+from jetstream_ext.client.atomic_wire import AtomicWire
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.types import BatchAck, BatchMessage
 
 Messages = Iterable[BatchMessage] | AsyncIterable[BatchMessage]
@@ -81,13 +84,13 @@ def publish_atomic_many(
         js: nats-py's JetStream context.
         batches: Each of them the messages of one batch, as for `publish_atomic`; from an iterable or an async one.
         in_flight: How many commits may be unanswered, from 1. Each open batch counts against the server's limits.
-        timeout: Seconds to wait for a reply; None is the context's timeout.
+        timeout: Seconds to wait for each reply; None is the context's timeout.
 
     Returns:
         An awaitable of all acks, and an async iterator over them.
 
     Raises:
-        ValueError: `in_flight` is under 1.
+        ValueError, TypeError: An argument is out of its range or of another type.
         EmptyBatchError, BatchOutcomeUnknownError, BatchError, UnsupportedFeatureError: As for `publish_atomic`; raised
             when the result is awaited or iterated.
 
@@ -97,6 +100,9 @@ def publish_atomic_many(
     """
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
         raise ValueError(f"in_flight must be an integer from 1 up, not {in_flight!r}")
+    JetStream(js)
+    if timeout is not None:
+        check_seconds(timeout, "timeout")
     return AtomicBatches(js, batches, in_flight=in_flight, timeout=timeout)
 
 
@@ -106,56 +112,49 @@ async def _publish(
     in_flight: int,
     timeout: float | None,
 ) -> AsyncGenerator[BatchAck, None]:
-    commits: deque[asyncio.Task[BatchAck]] = deque()
+    commits: deque[AtomicWire] = deque()
     try:
         async with aclosing(_each(batches)) as source:
             async for batch in source:
                 while len(commits) >= in_flight:
                     yield await _oldest(commits)
                 commits.append(await _begin(js, batch, timeout))
-                while commits and commits[0].done():
+                while commits and commits[0].answered:
                     yield await _oldest(commits)
         while commits:
             yield await _oldest(commits)
     except Exception as error:
         if commits:
-            await asyncio.wait(commits)
-            error.add_note("batches that were on their way: " + ", ".join(_fate(commit) for commit in commits))
-            commits.clear()
+            fates = await asyncio.gather(*(commit.committed() for commit in commits), return_exceptions=True)
+            error.add_note("batches that were on their way: " + ", ".join(map(_fate, fates)))
         raise
     finally:
         for commit in commits:
-            commit.cancel()
-        await asyncio.gather(*commits, return_exceptions=True)
+            commit.discard()
 
 
-async def _begin(js: JetStreamContext, messages: Messages, timeout: float | None) -> asyncio.Task[BatchAck]:
-    """Send a batch; return its commit, under way."""
+async def _begin(js: JetStreamContext, messages: Messages, timeout: float | None) -> AtomicWire:
+    """Send a batch and its commit."""
     wire = new_wire(js, None, timeout, hold_back=True)
     try:
         await wire.fill(messages)
+        await wire.send_commit(None)  # in the same write as the messages, if they are few
     except BaseException:
         wire.discard()
         raise
-    commit = asyncio.get_running_loop().create_task(wire.commit(None))
-    commit.add_done_callback(lambda _: wire.discard())
-    return commit
+    return wire
 
 
-async def _oldest(commits: deque[asyncio.Task[BatchAck]]) -> BatchAck:
-    commit = commits[0]
+async def _oldest(commits: deque[AtomicWire]) -> BatchAck:
+    commit = commits.popleft()
     try:
-        return await asyncio.shield(commit)
+        return await commit.committed()
     finally:
-        if commit.done():
-            commits.popleft()
+        commit.discard()
 
 
-def _fate(commit: asyncio.Task[BatchAck]) -> str:
-    if commit.cancelled():
-        return "cancelled"
-    error = commit.exception()
-    return f"{commit.result().batch_id} stored" if error is None else f"{error!r}"
+def _fate(result: BatchAck | BaseException) -> str:
+    return f"{result.batch_id} stored" if isinstance(result, BatchAck) else f"{result!r}"
 
 
 async def _each(batches: Iterable[Messages] | AsyncIterable[Messages]) -> AsyncGenerator[Messages, None]:

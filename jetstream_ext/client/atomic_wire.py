@@ -19,10 +19,12 @@ from jetstream_ext.errors import (
     BatchClosedError,
     BatchError,
     EmptyBatchError,
+    JetStreamExtError,
     UnsupportedFeatureError,
 )
 from jetstream_ext.protocol import support
 from jetstream_ext.protocol.atomic import ATOMIC_LEVEL, AtomicBatchMachine, State, Step
+from jetstream_ext.protocol.atomic_messages import Encoder
 from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.protocol.options import check_message, check_seconds
 from jetstream_ext.types import BatchAck, BatchMessage
@@ -31,6 +33,9 @@ from jetstream_ext.types import BatchAck, BatchMessage
 _BLOCK: Final = 1 << 15
 # How many times the timeout of one reply finding out may take: an election takes longer than a reply.
 _RESOLVE_PATIENCE: Final = 4
+
+_Waiter = asyncio.Future[JetStreamExtError | None]
+"""Done when there is a reply or the batch is over: with the refusal of this one message, if it was that."""
 
 
 class AtomicWire:
@@ -65,7 +70,8 @@ class AtomicWire:
         self._ack_every = ack_every
         self._hold_back = hold_back
         self._inbox: Inbox | None = None
-        self._waiters: dict[int, asyncio.Future[None]] = {}
+        self._waiters: dict[int, _Waiter] = {}
+        self._commit: _Waiter | None = None
         self._opening = asyncio.Lock()
         self._question = Question(None, session_of(js))
 
@@ -115,10 +121,16 @@ class AtomicWire:
         machine = self.machine
         if machine is not None and seq > machine.staged:
             machine.check_open()
-            await self._exchange(b"", 0, 0, seq)
+            await self._reply(seq, self._expect(seq))
+            self._check_open()
 
     async def commit(self, message: BatchMessage | None) -> BatchAck:
         """Commit, with a last message or none."""
+        await self.send_commit(message)
+        return await self.committed()
+
+    async def send_commit(self, message: BatchMessage | None) -> None:
+        """Send the commit, with a last message or none; `committed` waits for the answer."""
         if message is None and self.machine is None and not self.discarded:
             raise EmptyBatchError("there is nothing to commit", batch_id=self.batch_id, outcome="not_stored")
         machine = self.machine or await self._open(message)
@@ -126,12 +138,30 @@ class AtomicWire:
         self._check_usable()
         steps = machine.commit(message)
         self._question = replace(self._question, session=session_of(self._js))
+        self._commit = self._expect(machine.sent)
         try:
-            await self._send(steps)
+            await self._write(*self._encode(steps))
         except asyncio.CancelledError:
-            machine.discard()
-            self._settle()
+            self._give_up_commit()
             raise
+
+    @property
+    def answered(self) -> bool:
+        """Whether `committed` will return or raise at once."""
+        return self._commit is not None and self._commit.done()
+
+    async def committed(self) -> BatchAck:
+        """Wait for the answer to the commit that was sent."""
+        machine, waiter = self.machine, self._commit
+        assert machine is not None
+        assert waiter is not None
+        try:
+            await self._reply(machine.sent, waiter)
+        except asyncio.CancelledError:
+            self._give_up_commit()
+            raise
+        if machine.ack is None:
+            machine.check_open()
         assert machine.ack is not None
         remember(self._js, machine.ack)
         return machine.ack
@@ -173,7 +203,7 @@ class AtomicWire:
             connection = self._js.connection
             connection.check_usable()
             if first is not None:
-                self._new_machine(ATOMIC_LEVEL, connection.max_payload).add(first)
+                Encoder(self.batch_id, connection.max_payload).encode(first, None, first=True)
             level = await self._level(first)
             inbox = await connection.inbox(Sink(self._frames, self._disconnected), tail=".*")
             try:
@@ -236,11 +266,15 @@ class AtomicWire:
 
     async def _send(self, steps: list[Step]) -> None:
         """Send `steps` in one write; wait for the reply to the last of them if it wants one."""
+        last = steps[-1]
+        await self._exchange(*self._encode(steps), last.seq if last.wants_reply else 0)
+
+    def _encode(self, steps: list[Step]) -> tuple[bytes, int, int]:
+        """Return the commands, how many they are, and how many bytes their payloads have."""
         inbox = self._inbox
         assert inbox is not None
-        last = steps[-1]
         data = b"".join(step.encode(f"{inbox.subject}.{step.seq}" if step.wants_reply else "") for step in steps)
-        await self._exchange(data, len(steps), sum(len(s.payload) for s in steps), last.seq if last.wants_reply else 0)
+        return data, len(steps), sum(len(step.payload) for step in steps)
 
     async def _block(
         self, machine: AtomicBatchMachine, source: Iterator[BatchMessage]
@@ -255,31 +289,59 @@ class AtomicWire:
 
     async def _exchange(self, data: bytes, messages: int, size: int, ask: int) -> None:
         """Write; wait for the reply to the message with sequence `ask`, unless that is 0."""
-        machine = self.machine
-        assert machine is not None
-        waiter: asyncio.Future[None] | None = None
-        if ask:
-            waiter = self._waiters[ask] = asyncio.get_running_loop().create_future()
+        waiter = self._expect(ask) if ask else None
         try:
-            if data:
-                await self._js.connection.write(data, messages, size)
-            if waiter is not None:
-                async with asyncio.timeout(self._timeout):
-                    await waiter
-        except TimeoutError:
-            machine.lost(f"no answer within {self._timeout:g} s")
+            await self._write(data, messages, size)
+        except asyncio.CancelledError:
+            self._forget(ask, waiter)
+            raise
+        if waiter is not None:
+            await self._reply(ask, waiter)
+        self._check_open()
+
+    async def _write(self, data: bytes, messages: int, size: int) -> None:
+        assert self.machine is not None
+        try:
+            await self._js.connection.write(data, messages, size)
         except (nats.errors.Error, OSError) as error:
-            if waiter is not None and waiter.done() and waiter.exception() is error:
-                raise  # the refusal of this one message
-            machine.lost(f"the connection failed while it was written to ({error!r})")
-        finally:
-            if waiter is not None and self._waiters.get(ask) is waiter:
-                del self._waiters[ask]  # a refused message's sequence may be another one's by now
+            self.machine.lost(f"the connection failed while it was written to ({error!r})")
             self._settle()
-        if machine.state is State.COMMITTING and ask < machine.sent:
-            return  # an `add` whose message is part of the commit that is under way
-        if machine.state is not State.COMMITTED:
-            machine.check_open()
+
+    def _expect(self, seq: int) -> _Waiter:
+        """Return what is done when the message with that sequence is answered."""
+        waiter = self._waiters[seq] = asyncio.get_running_loop().create_future()
+        return waiter
+
+    def _forget(self, seq: int, waiter: _Waiter | None) -> None:
+        if self._waiters.get(seq) is waiter:  # a refused message's sequence may be another one's by now
+            self._waiters.pop(seq, None)
+
+    async def _reply(self, seq: int, waiter: _Waiter) -> None:
+        """Wait for a reply, and raise if it was the refusal of this one message."""
+        refusal: JetStreamExtError | None = None
+        try:
+            async with asyncio.timeout(self._timeout):
+                refusal = await waiter
+        except TimeoutError:
+            assert self.machine is not None
+            self.machine.lost(f"no answer within {self._timeout:g} s")
+        finally:
+            self._forget(seq, waiter)
+            self._settle()
+        if refusal is not None:
+            raise refusal
+
+    def _check_open(self) -> None:
+        """Raise what ended the batch; a commit that is under way takes along what was added before it."""
+        assert self.machine is not None
+        if self.machine.state not in (State.COMMITTING, State.COMMITTED):
+            self.machine.check_open()
+
+    def _give_up_commit(self) -> None:
+        assert self.machine is not None
+        if self.machine.state is State.COMMITTING:
+            self.machine.discard()
+            self._settle()
 
     def _frames(self, frames: list[Frame]) -> None:
         """Take replies (called by the connection)."""
@@ -294,10 +356,7 @@ class AtomicWire:
             refusal = machine.receive(int(token), header, payload)
             waiter = self._waiters.pop(int(token), None)
             if waiter is not None and not waiter.done():
-                if refusal is None:
-                    waiter.set_result(None)
-                else:
-                    waiter.set_exception(refusal)
+                waiter.set_result(refusal)
             elif refusal is not None:
                 machine.unheard(refusal)
         self._settle()

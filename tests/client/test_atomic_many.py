@@ -6,10 +6,12 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
+from jetstream_ext.testing import NatsServer
 
 
 def batch(stream: str, number: int, count: int = 3, **options: Any) -> list[jsx.BatchMessage]:
@@ -85,6 +87,42 @@ async def test_one_that_fails(js: JetStreamContext, stream: str, left: Any) -> N
     await left.settled()
 
 
+async def test_small_batches_go_out_in_one_write(
+    js: JetStreamContext, nc: Client, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await jsx.publish_atomic(js, batch(stream, 0))  # from here on the stream is known
+    await nc.flush()
+    transport: Any = nc._transport
+    write, written = transport.writelines, []
+
+    def writelines(commands: list[bytes]) -> None:
+        written.append(b"".join(commands))
+        write(commands)
+
+    monkeypatch.setattr(transport, "writelines", writelines)
+    await jsx.publish_atomic_many(js, [batch(stream, n) for n in range(10)], in_flight=10)
+    (messages,) = (data for data in written if b"Nats-Batch-Sequence: 1\r\n" in data)
+    assert messages.count(b"Nats-Batch-Commit: 1") == 10, "a commit does not wait for the loop's next turn"
+    assert await count(js, stream) == 33
+
+
+async def test_nothing_is_answered(
+    own_server: NatsServer, own_nc: Client, own_js: JetStreamContext, own_stream: Any
+) -> None:
+    name = await own_stream()
+    await jsx.publish_atomic(own_js, batch(name, 0))
+    held = set(own_nc._subs)
+    own_server.pause()
+    async with asyncio.timeout(10):
+        with pytest.raises(errors.BatchOutcomeUnknownError, match="no answer") as caught:
+            await jsx.publish_atomic_many(own_js, [batch(name, n) for n in range(9)], in_flight=4, timeout=0.3)
+    (note,) = caught.value.__notes__
+    assert note.count("BatchOutcomeUnknownError") == 3
+    assert set(own_nc._subs) == held
+    own_server.resume()
+    assert (await own_js.publish(f"{name}.after")).seq == 3 * 5 + 1
+
+
 async def test_a_source_that_fails(js: JetStreamContext, stream: str, left: Any) -> None:
     def messages() -> Iterator[jsx.BatchMessage]:
         yield from batch(stream, 3, 300)
@@ -118,3 +156,11 @@ async def test_cancellation(js: JetStreamContext, stream: str, left: Any) -> Non
 def test_in_flight_is_checked(js: JetStreamContext, in_flight: Any) -> None:
     with pytest.raises(ValueError, match="in_flight"):
         jsx.publish_atomic_many(js, [], in_flight=in_flight)
+
+
+@pytest.mark.parametrize(("timeout", "error"), [(0, ValueError), (-1, ValueError), ("1", TypeError), (True, TypeError)])
+def test_the_other_arguments_are_checked_at_the_call(js: Any, nc: Any, timeout: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="timeout"):
+        jsx.publish_atomic_many(js, [], timeout=timeout)
+    with pytest.raises(TypeError, match="JetStream context"):
+        jsx.publish_atomic_many(nc, [])
