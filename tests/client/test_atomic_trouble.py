@@ -126,7 +126,9 @@ class TestOddReplies:
         assert batch._wire._inbox is not None
         ack = b'{"stream":"%b","seq":1,"batch":"%b","count":1}' % (stream.encode(), batch.batch_id.encode())
         await nc.publish(f"{batch._wire._inbox.subject}.1", ack)
-        await nc.flush()
+        async with asyncio.timeout(5):
+            while batch.state == "open":
+                await asyncio.sleep(0.001)
         with pytest.raises(errors.BatchOutcomeUnknownError, match="nobody asked"):
             await batch.commit_eob()
         assert await batch.resolve() == "not_stored"
