@@ -34,6 +34,7 @@ ProgressHandler = Callable[[IngestProgress], None]
 _CLOSED_TO_FAST_INGEST: Final = (FastPublishDisabledError, FastPublishMirrorError, RequiredApiLevelError)
 _CONNECTION_GONE: Final = (nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError)
 _RETRIED_CODES: Final = frozenset({429, 503})
+_EXPECTATIONS: Final = frozenset({h.EXPECTED_LAST_SEQ, h.EXPECTED_LAST_SUBJECT_SEQ, h.EXPECTED_LAST_MSG_ID})
 _DUPLICATE_IN_PROCESS: Final = 10158  # the first copy is on its way to the replicas
 _PAUSES: Final = (0.02, 0.05, 0.1, 0.2, 0.5)
 _LOOK_EVERY: Final = 0.02
@@ -149,11 +150,14 @@ class _Source:
     def _named(self, entry: Entry) -> Entry:
         """Return the message with an id; what is no message stays as it is, to be refused where all are checked."""
         self._taken += 1
-        if type(entry) is tuple and len(entry) == 2:
-            return entry[0], entry[1], {h.MSG_ID: self._name(entry)}
+        if type(entry) is tuple:  # nearly every message of a bulk: no object is made for them
+            if len(entry) == 2:
+                return entry[0], entry[1], {h.MSG_ID: self._name(entry)}
+            if len(entry) == 3 and type(entry[2]) is dict and entry[2].get(h.MSG_ID):
+                return entry
         try:
             message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
-            if message.msg_id is not None or h.MSG_ID in (message.headers or ()):
+            if message.msg_id is not None or dict(message.headers or {}).get(h.MSG_ID):
                 return entry
             headers = dict(message.headers or {}) if isinstance(entry, tuple) and len(entry) == 3 else None
         except (TypeError, ValueError):
@@ -163,7 +167,12 @@ class _Source:
         return dataclasses.replace(message, msg_id=self._name(entry))
 
     def _name(self, entry: Entry) -> str:
-        return f"{self._run}-{self._taken}" if self._msg_id is None else self._msg_id(entry)
+        if self._msg_id is None:
+            return f"{self._run}-{self._taken}"
+        name = self._msg_id(entry)
+        if name == "":
+            raise ValueError(f"msg_id returned no id for message {self._taken - 1}: servers take an empty one for none")
+        return name
 
 
 class _Progress:
@@ -326,11 +335,14 @@ class _Ingest:
         message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
         headers = dict(message_headers(message))
         payload = payload_bytes(message.payload)
+        expects = not _EXPECTATIONS.isdisjoint(headers)
         tries = 0
         while True:
             await self._connected()
             trouble: Exception
             try:
+                if expects:
+                    return await self._publish_in_a_batch(message)
                 ack = await self._context.publish(
                     message.subject, payload, timeout=self._ack_timeout, headers=dict(headers)
                 )
@@ -350,6 +362,20 @@ class _Ingest:
             self._in_trouble(trouble)
             await asyncio.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
             tries += 1
+
+    async def _publish_in_a_batch(self, message: BatchMessage) -> bool:
+        """Publish one message by itself; return whether it was there already.
+
+        It expects something of the stream that no longer holds if it was stored the first time. Servers look at the id
+        first only in a batch: on a stream with one replica they would refuse an ordinary message for its expectation.
+        """
+        publisher = self._new_publisher(lambda _: None)
+        try:
+            await publisher.add_message(message)
+            ack = await publisher.commit_eob()
+        finally:
+            await publisher.discard()
+        return ack.seq == 0  # nothing was stored
 
     async def _nobody_stores(self, subject: str) -> bool:
         """Whether it is certain that no stream has the subject; without a leader a stream does not listen either."""

@@ -103,6 +103,16 @@ class TestIds:
             await jsx.ingest(js, [(f"{stream}.a", b"%d" % i) for i in range(5)], msg_id=broken)
         assert len(await messages(js, stream)) == 2
 
+    async def test_an_empty_id_is_none(self, js: JetStreamContext, stream: str) -> None:
+        with pytest.raises(ValueError, match="no id for message 2"):
+            await jsx.ingest(
+                js, [(f"{stream}.a", b"%d" % i) for i in range(5)], msg_id=lambda entry: "ab"[int(entry[1]) :][:1]
+            )
+        assert len(await messages(js, stream)) == 2
+        await js.purge_stream(stream)
+        await jsx.ingest(js, [(f"{stream}.a", b"x", {"Nats-Msg-Id": "", "K": "v"})] * 2)
+        assert [each.headers["Nats-Msg-Id"][-2:] for each in await messages(js, stream)] == ["-1", "-2"]
+
 
 POISON: list[tuple[str, Any, type[BaseException]]] = [
     ("subject", ("a b", b"x"), errors.BadSubjectError),

@@ -142,6 +142,32 @@ async def test_while_others_fill_the_server(victim: NatsServer, connect: Connect
         await nc.close()
 
 
+async def test_what_expects_something_and_was_stored_is_not_refused_the_second_time(
+    victim: NatsServer, connect: Connect, stored: Stored
+) -> None:
+    watcher = (await connect(victim.url)).jetstream()
+    await make_stream(watcher)
+    async with Proxy(victim.port) as proxy:
+        nc = await connect(proxy.url)
+
+        async def source() -> AsyncIterator[jsx.BatchMessage]:
+            for i in range(30):
+                if i == 20:  # stored, and none of them acknowledged: servers do that every `flow` messages
+                    async with asyncio.timeout(30):
+                        while (await watcher.stream_info("S")).state.messages < i:
+                            await asyncio.sleep(0.01)
+                    proxy.cut()
+                if i % 2:
+                    yield jsx.BatchMessage(f"s.{i % 4}", b"%d" % i, expected_last_seq=i)
+                else:
+                    yield jsx.BatchMessage(f"s.{i}", b"%d" % i, expected_last_subject_seq=0)
+
+        report = await jsx.ingest(nc.jetstream(), source(), flow=100)
+        assert await stored(victim.url, "S") == list(range(30))
+        assert (report.stored, report.duplicates) == (30, 20)
+        await nc.close()
+
+
 @pytest.mark.timeout(300)
 async def test_through_leader_kills(cluster: NatsCluster, connect: Connect, stored: Stored, full: bool) -> None:
     count, kills = (300_000, 4) if full else (20_000, 1)
