@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,9 +10,12 @@ import nats
 import nats.js.errors
 import pytest
 from nats.js import JetStreamContext
+from nats.js.api import StreamConfig, StreamSource
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
+from jetstream_ext.client.connection import connection_of
+from jetstream_ext.protocol import frames
 from jetstream_ext.testing import NatsServer
 
 VERSIONS = ["2.12.0", "2.12.8", "2.14.6", "2.15.1"]
@@ -89,6 +93,83 @@ async def test_a_refusal(old_server: NatsServer, old_js: JetStreamContext, case:
         assert type(error) is cls
         assert getattr(error, "err_code", 0) == code
     assert (await old_js.stream_info("S")).state.messages == 0
+
+
+#: What this library would not send: messages, what becomes of their headers on the way, and what the server says to it.
+NOT_OURS: dict[str, tuple[list[M], bytes, bytes, int, type[errors.BatchError], str]] = {
+    "another commit": (
+        [M("S.a")] * 2, rb"Nats-Batch-Commit: \w+", b"Nats-Batch-Commit: yes", 10200,
+        errors.AtomicPublishInvalidCommitError, "2.12.8",
+    ),
+    "a long id": (
+        [M("S.a")], rb"Nats-Batch-Id: \w+", b"Nats-Batch-Id: " + b"x" * 65, 10179,
+        errors.AtomicPublishInvalidBatchIDError, "2.12.0",
+    ),
+    "no sequence": (
+        [M("S.a")], rb"Nats-Batch-Sequence: \d+\r\n", b"", 10175, errors.AtomicPublishMissingSequenceError, "2.12.0",
+    ),
+    "a hole": (
+        [M("S.a")] * 2, b"Nats-Batch-Sequence: 2", b"Nats-Batch-Sequence: 3", 10176,
+        errors.AtomicPublishIncompleteError, "2.12.0",
+    ),
+    "a header": (
+        [M("S.a", headers={"Xats-Expected-Last-Msg-Id": "1"})], b"Xats", b"Nats", 10177,
+        errors.AtomicPublishUnsupportedHeaderError, "2.12.0",
+    ),
+    "the last sequence, later": (
+        [M("S.a"), M("S.b", headers={"Xats-Expected-Last-Sequence": "1"})], b"Xats", b"Nats", 10164,
+        errors.WrongLastSequenceError, "2.12.0",
+    ),
+    "the last sequence of a subject that was written to": (
+        [M("S.a"), M("S.a", headers={"Xats-Expected-Last-Subject-Sequence": "0"})], b"Xats", b"Nats", 10164,
+        errors.WrongLastSequenceError, "2.12.0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+@pytest.mark.parametrize("case", NOT_OURS)
+async def test_a_refusal_of_what_this_library_does_not_send(
+    old_server: NatsServer, old_js: JetStreamContext, monkeypatch: pytest.MonkeyPatch, case: str, bulk: bool
+) -> None:
+    messages, pattern, instead, code, cls, since = NOT_OURS[case]
+    if old_server.version < since:
+        pytest.skip("this server takes it")
+    await old_js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
+    connection = connection_of(old_js._nc)
+    write = connection.write_nowait
+
+    def on_the_way(data: bytes, count: int, size: int) -> None:
+        changed = (
+            frames.pub(each.subject.encode(), each.reply.encode(), re.sub(pattern, instead, each.header), each.payload)
+            for each in frames.parse_pubs(data)
+        )
+        write(b"".join(changed), count, size)
+
+    monkeypatch.setattr(connection, "write_nowait", on_the_way)
+    batch = jsx.AtomicBatch(old_js)
+
+    async def publish() -> None:
+        for message in messages[:-1]:
+            await batch.add_message(message)
+        await batch.commit(messages[-1].subject, headers=messages[-1].headers)
+
+    with pytest.raises(cls) as caught:
+        await (jsx.publish_atomic(old_js, messages) if bulk else publish())
+    error: Any = caught.value
+    assert type(error) is cls
+    assert (error.err_code, error.code, error.outcome) == (code, 400, "not_stored")
+    assert bulk or batch.state == "failed"
+    assert (await old_js.stream_info("S")).state.messages == 0
+
+
+async def test_a_mirror(old_js: JetStreamContext) -> None:
+    # Nobody can publish to a mirror, so the server refuses to make one that would take batches.
+    await old_js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
+    config = StreamConfig(name="COPY", mirror=StreamSource(name="S"), allow_atomic=True)
+    with pytest.raises(errors.AtomicPublishMirrorError) as caught:
+        await jsx.ensure_stream(old_js, config)
+    assert (caught.value.err_code, caught.value.code) == (10198, 400)
 
 
 async def test_too_many_in_flight(old_server: NatsServer, old_js: JetStreamContext) -> None:
