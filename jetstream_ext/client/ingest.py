@@ -170,7 +170,7 @@ class _Source:
         if self._msg_id is None:
             return f"{self._run}-{self._taken}"
         name = self._msg_id(entry)
-        if name == "":
+        if isinstance(name, str) and not name.strip():
             raise ValueError(f"msg_id returned no id for message {self._taken - 1}: servers take an empty one for none")
         return name
 

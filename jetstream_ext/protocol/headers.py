@@ -134,7 +134,11 @@ _KNOWN_LIMIT: Final = 1024
 
 
 def encode(items: Iterable[tuple[str, str]]) -> bytes:
-    """Encode a header block; every pair is checked."""
+    """Encode a header block; every pair is checked.
+
+    Blanks around a value are left out, as nats-py does: a message id with one at its end would be another one to the
+    server, depending on who sent it.
+    """
     text = "NATS/1.0\r\n"
     for name, value in items:
         # Bulks have few names and millions of values: a name is checked once.
@@ -144,7 +148,7 @@ def encode(items: Iterable[tuple[str, str]]) -> bytes:
             if len(_known_names) >= _KNOWN_LIMIT:
                 _known_names.clear()
             start = _known_names[name] = f"{name}: "
-        text += f"{start}{value}\r\n"
+        text += f"{start}{value.strip()}\r\n"
     return (text + "\r\n").encode()
 
 
