@@ -1,7 +1,9 @@
-"""The page on permissions: a user who has just what a row says can make the call, and without it cannot."""
+"""The page on permissions: a user who has just what a row says can make the call, and without any of it cannot."""
 
 from __future__ import annotations
 
+import asyncio
+import datetime
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,36 +19,77 @@ from jetstream_ext import kv as kvx
 from jetstream_ext.testing import NatsServer
 
 PAGE = Path(__file__).parents[1] / "docs" / "permissions.md"
-NAMES = {"<stream>": "S", "<subject>": "s.a", "<consumer>": "C", "<bucket>": "B"}
+NAMES = {"<stream>": "S", "<subject>": "s.a", "<consumer>": "C", "<bucket>": "B", "<origin>": "O"}
+ASK_NOBODY = {"ttl_headers", "marker_reason", "with_ttl", "server_managed_source"}
 
 Call = Callable[[JetStreamContext], Awaitable[Any]]
 
 
-def allowed(call: str) -> list[str]:
-    """Return what the row of a call allows."""
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        first, *rest = line.strip("|").split("|")
-        if rest and f"`{call}`" in first:
-            found = re.findall(r"`([^`]+)`", rest[0])
-            return [re.sub(r"<\w+>", lambda match: NAMES[match[0]], subject) for subject in found]
-    raise AssertionError(f"no row has {call}")
+def rows() -> list[tuple[str, str]]:
+    """Return the cells of the table: the calls, and what they need."""
+    cells = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if "| `" in line]
+    return [(calls, needs) for calls, needs in cells]
+
+
+def allowed(row: str) -> list[str]:
+    """Return what a row allows; `row` is the beginning of its first cell, without the ticks."""
+    (found,) = [needs for calls, needs in rows() if calls.replace("`", "") == row]
+    subjects = [subject for subject in re.findall(r"`([^`]+)`", found) if "." in subject or subject == "<subject>"]
+    return [re.sub(r"<\w+>", lambda match: NAMES[match[0]], subject) for subject in subjects]
 
 
 async def fast(js: JetStreamContext) -> None:
-    async with jsx.FastPublisher(js, ack_timeout=1) as publisher:
+    async with jsx.FastPublisher(js) as publisher:
         await publisher.add("s.a", b"1")
+    await jsx.ingest(js, [("s.a", b"1")], timeout=js._timeout)
 
 
 async def atomic(js: JetStreamContext) -> None:
     async with jsx.AtomicBatch(js) as batch:
         await batch.add("s.a", b"1")
         await batch.add("s.a", b"2")
+    await jsx.publish_atomic(js, [jsx.BatchMessage("s.a")])
+    await jsx.publish_atomic_many(js, [[jsx.BatchMessage("s.a")]])
+
+
+async def resolve(js: JetStreamContext) -> None:
+    batch = jsx.AtomicBatch(js)
+    await batch.add("s.a", b"1")
+    task = asyncio.create_task(batch.commit_eob())
+    while batch._wire.machine.state.value != "committing":  # type: ignore[union-attr]
+        await asyncio.sleep(0)
+    task.cancel()  # the commit is on its way, and its answer is not heard
+    await asyncio.wait([task])
+    await js.publish("s.a", b"2")  # so that the batch is not the newest on its subject, and has to be looked for
+    assert await batch.resolve() == "stored"
+
+
+async def singles(js: JetStreamContext) -> None:
+    direct, then = jsx.DirectGet(js, "S"), datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+    assert (await direct.get(1)).seq == (await direct.get_next("s.*")).seq == (await direct.get_at(then)).seq == 1
+    for batch in (direct.batch(5), direct.multi_last(["s.>"]), direct.scan()):
+        assert len(await batch.to_list()) == 2
+
+
+async def proved(js: JetStreamContext, **options: Any) -> None:
+    assert len(await jsx.DirectGet(js, "S").scan(subject="s.a", **options).to_list()) == 1
+
+
+async def reads(js: JetStreamContext) -> None:
+    kv = await js.key_value("B")
+    assert await kvx.get_many(kv, ["k"])
+    assert await kvx.snapshot(kv)
 
 
 async def transfer(js: JetStreamContext) -> None:
-    async with kvx.transaction(await js.key_value("B")) as tx:
+    async def change(tx: kvx.Transaction) -> None:
         await tx.get("k")
         tx.put("k", b"2")
+
+    kv = await js.key_value("B")
+    async with kvx.transaction(kv) as tx:
+        await change(tx)
+    await kvx.retry_transaction(kv, change, give_up_after=js._timeout)
 
 
 async def enable(js: JetStreamContext) -> None:
@@ -57,59 +100,133 @@ async def touch(js: JetStreamContext) -> None:
     await kvx.touch(await js.key_value("B"), "k", 60)
 
 
+async def health(js: JetStreamContext) -> None:
+    states = [row.state for row in await jsx.source_health(js, "S")]
+    assert len(states) == 2
+    assert jsx.SourceState.UNREACHABLE not in states
+
+
+def reset_by_time(js: JetStreamContext) -> Awaitable[Any]:
+    return jsx.reset_consumer(js, "S", "C", time=datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC))
+
+
+# Each row of the page: what it is called there, and a use of every call that it names.
 CALLS: dict[str, Call] = {
     "DirectGet.get_last": lambda js: jsx.DirectGet(js, "S").get_last("s.a"),
-    "scan": lambda js: jsx.DirectGet(js, "S").scan().to_list(),
-    "multi_last": lambda js: jsx.DirectGet(js, "S").multi_last(["s.>"]).to_list(),
-    "scan(confirm=True)": lambda js: jsx.DirectGet(js, "S").scan(confirm=True).to_list(),
-    "FastPublisher": fast,
-    "ingest": lambda js: jsx.ingest(js, [("s.a", b"1")], timeout=1, ack_timeout=0.5),
-    "AtomicBatch": atomic,
+    "DirectGet.get, get_next, get_at, batch, multi_last, scan": singles,
+    "scan(confirm=True)": lambda js: proved(js, confirm=True),
+    "scan(min_seq=)": lambda js: proved(js, min_seq=2),
+    "FastPublisher, ingest": fast,
+    "AtomicBatch, publish_atomic, publish_atomic_many": atomic,
+    "AtomicBatch.resolve": resolve,
     "features": jsx.features,
-    "ensure_stream": lambda js: jsx.ensure_stream(js, name="S", subjects=["s.>"], allow_msg_ttl=True),
+    "ensure_stream, a new one": lambda js: jsx.ensure_stream(js, name="S", subjects=["s.>"]),
+    "ensure_stream, an existing one": lambda js: jsx.ensure_stream(js, name="S", subjects=["s.>"], allow_msg_ttl=True),
     "reset_consumer": lambda js: jsx.reset_consumer(js, "S", "C"),
+    "reset_consumer(time=)": reset_by_time,
     "create_source_consumer": lambda js: jsx.create_source_consumer(js, "S", "C", deliver_subject="d"),
-    "kv.get_many": lambda js: read(js, kvx.get_many, ["k"]),
-    "kv.snapshot": lambda js: read(js, kvx.snapshot),
-    "kv.transaction": transfer,
+    "source_health": health,
+    "kv.get_many, kv.snapshot": reads,
+    "kv.transaction, kv.retry_transaction": transfer,
     "kv.touch": touch,
     "kv.enable": enable,
 }
+DOES_WITHOUT = {"features"}  # then the greeting has to do
+SAME_AND = {"reset_consumer(time=)": "reset_consumer"}
+NEEDS = {row: [*(allowed(SAME_AND[row]) if row in SAME_AND else []), *allowed(row)] for row in CALLS}
 
 
-async def read(js: JetStreamContext, function: Callable[..., Awaitable[Any]], *arguments: object) -> None:
-    assert await function(await js.key_value("B"), *arguments)
-
-
-async def prepare(url: str, call: str) -> None:
+async def prepare(url: str, row: str) -> None:
     async with await nats.connect(url, user="admin", password="x") as nc:
         js = nc.jetstream()
-        await js.add_stream(name="S", subjects=["s.>"], allow_direct=True, allow_atomic=True, allow_batched=True)
-        await js.publish("s.a", b"0")
-        if call == "reset_consumer":
+        options: dict[str, Any] = {"allow_direct": True, "allow_atomic": True, "allow_batched": True}
+        if row == "source_health":
+            await js.add_stream(name="O", subjects=["o.>"])
+            entry = await jsx.create_source_consumer(js, "O", "C", deliver_subject="d")
+            await js.add_stream(name="P", subjects=["p.>"])
+            options["sources"] = [entry, nats.js.api.StreamSource(name="P")]
+        if row != "ensure_stream, a new one":
+            await js.add_stream(name="S", subjects=["s.>"], **options)
+            await js.publish("s.a", b"0")
+            await js.publish("s.b", b"0")
+        if row.startswith("reset_consumer"):
             await js.add_consumer("S", durable_name="C", ack_policy="explicit")
         kv = await js.create_key_value(bucket="B")
-        if call != "kv.enable":
+        if row != "kv.enable":
             await kvx.enable(kv)
         await kv.put("k", b"1")
 
 
-@pytest.mark.parametrize("call", CALLS)
-async def test_what_the_page_allows_is_enough(call: str) -> None:
-    publish = ", ".join(f'"{subject}"' for subject in allowed(call))
-    limited = f'{{ user: some, password: x, permissions: {{ publish: [{publish}], subscribe: "_INBOX.>" }} }}'
-    config = f"authorization {{ users: [ {{ user: admin, password: x }}, {limited} ] }}"
+def user(name: str, publish: list[str]) -> str:
+    subjects = ", ".join(f'"{subject}"' for subject in publish)
+    return f'{{ user: "{name}", password: x, permissions: {{ publish: [{subjects}], subscribe: "_INBOX.>" }} }}'
+
+
+async def attempt(url: str, name: str, call: Call, timeout: float, refused: list[str]) -> None:
+    async def on_error(error: Exception) -> None:
+        refused.append(str(error))
+
+    nc = await nats.connect(url, user=name, password="x", error_cb=on_error)
+    try:
+        await call(nc.jetstream(timeout=timeout))
+    finally:
+        await nc.close()
+
+
+@pytest.mark.parametrize("row", CALLS)
+async def test_a_row_is_enough_and_none_of_it_too_much(row: str) -> None:
+    needs = NEEDS[row]
+    if row == "source_health":
+        needs = ["$JS.API.STREAM.INFO.S", "$JS.API.STREAM.INFO.P", "$JS.API.CONSUMER.INFO.O.C"]
+    lacking = {f"without {subject}": [other for other in needs if other != subject] for subject in needs}
+    users = [user(name, publish or ["nothing"]) for name, publish in {"some": needs, **lacking}.items()]
+    config = f"authorization {{ users: [ {{ user: admin, password: x }}, {', '.join(users)} ] }}"
     async with NatsServer(config=config) as server:
-        await prepare(server.url, call)
+        await prepare(server.url, row)
+
+        async def fails(name: str) -> None:
+            refused: list[str] = []
+            try:
+                await attempt(server.url, name, CALLS[row], 2, refused)
+            except (nats.errors.Error, AssertionError):
+                subject = name.partition(" ")[2].rstrip(">").lower()
+                assert any(subject in error for error in refused), f"{name}: {refused}"
+            else:
+                assert row in DOES_WITHOUT, f"{row} did not need what it was {name}"
+
+        async with asyncio.TaskGroup() as group:
+            for name in lacking:
+                group.create_task(fails(name))
         refused: list[str] = []
-
-        async def on_error(error: Exception) -> None:
-            refused.append(str(error))
-
-        nc = await nats.connect(server.url, user="some", password="x", error_cb=on_error)
         try:
-            await CALLS[call](nc.jetstream(timeout=2))
-        except (nats.errors.Error, jsx.errors.JetStreamExtError) as error:
+            await attempt(server.url, "some", CALLS[row], 10, refused)
+        except nats.errors.Error as error:
             pytest.fail(f"{error!r}; refused: {refused}")
-        finally:
-            await nc.close()
+
+
+async def test_watching_needs_a_subscription() -> None:
+    (row,) = [needs for calls, needs in rows() if calls == "`watch_abandoned`"]
+    subject = re.sub(r"<\w+>", "S", row.partition("subscribe to `")[2].strip("`"))
+    watcher = f'{{ user: some, password: x, permissions: {{ publish: ["nothing"], subscribe: "{subject}" }} }}'
+    batches = "jetstream { limits { batch { timeout: 1s } } }"
+    config = f"authorization {{ users: [ {{ user: admin, password: x }}, {watcher} ] }}\n{batches}"
+    async with (
+        NatsServer(config=config) as server,
+        await nats.connect(server.url, user="admin", password="x") as admin,
+        await nats.connect(server.url, user="some", password="x") as nc,
+    ):
+        js = admin.jetstream()
+        await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True)
+        async with asyncio.timeout(60), jsx.watch_abandoned(nc.jetstream(), "S") as watch:
+            batch = jsx.AtomicBatch(js)
+            await batch.add("s.a")
+            assert (await anext(watch)).batch_id == batch.batch_id
+
+
+def test_every_call_is_on_the_page() -> None:
+    page = " ".join(calls for calls, _ in rows())
+    # Functions, and classes that take nats-py's context; the rest are values.
+    asks = {name for name in jsx.__all__ if name[0].islower()} | {"DirectGet", "AtomicBatch", "FastPublisher"}
+    asks |= {f"kv.{name}" for name in kvx.__all__ if name[0].islower()}
+    assert {name for name in asks - ASK_NOBODY if not re.search(rf"\b{re.escape(name)}\b", page)} == set()
+    assert {calls.replace("`", "") for calls, _ in rows()} == {*CALLS, "watch_abandoned"}
