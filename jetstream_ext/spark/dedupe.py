@@ -6,8 +6,9 @@ would lose a row if a second attempt gets the rows in another order; the content
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
+from typing import Any
 
 from jetstream_ext.protocol.fast_frames import Entry
 from jetstream_ext.protocol.headers import MSG_ID
@@ -22,29 +23,26 @@ def content(subject: str, data: bytes, headers: Mapping[str, str] | None) -> byt
     return b"%d %d %b%b%b" % (len(pairs), len(subject), pairs, subject.encode(), data)
 
 
-def with_ids(messages: Sequence[Message], prefix: str, first: int) -> list[Entry]:
-    """Return messages with their ids.
+def with_ids(messages: Iterable[Message], prefix: str, first: int) -> Iterator[Entry]:
+    """Yield messages with their ids, each made when it is sent: thousands at once would keep the collector busy.
 
     Args:
         messages: Consecutive rows.
         prefix: What comes before the row in their ids.
         first: The place of the first of them.
     """
-    return list(_named(messages, prefix, first))
-
-
-def _named(messages: Iterable[Message], prefix: str, first: int) -> Iterator[Entry]:
-    heads: dict[str, bytes] = {}  # what `content` begins with, for messages without headers
+    begun: dict[str, Any] = {}  # by subject: the digest of what `content` begins with, for messages without headers
     for row, (subject, data, headers, msg_id) in enumerate(messages, first):
         if msg_id is None:
             if headers:
-                whole = content(subject, data, headers)
+                digest = blake2b(content(subject, data, headers), digest_size=8)
             else:
-                head = heads.get(subject)
-                if head is None:
-                    head = heads[subject] = content(subject, b"", None)
-                whole = head + data
-            msg_id = f"{prefix}:{row}:{blake2b(whole, digest_size=8).hexdigest()}"
+                start = begun.get(subject)
+                if start is None:
+                    start = begun[subject] = blake2b(content(subject, b"", None), digest_size=8)
+                digest = start.copy()
+                digest.update(data)
+            msg_id = f"{prefix}:{row}:{digest.hexdigest()}"
         yield subject, data, {**headers, MSG_ID: msg_id} if headers else {MSG_ID: msg_id}
 
 

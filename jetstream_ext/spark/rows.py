@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StringType, StructType
 
@@ -31,13 +31,8 @@ class RowError(JetStreamExtError):
     """A row cannot be a message; the text names its partition, its place and what is wrong."""
 
 
-class Message(NamedTuple):
-    """One row."""
-
-    subject: str
-    data: bytes
-    headers: Mapping[str, str] | None
-    msg_id: str | None
+Message: TypeAlias = tuple[str, bytes, Mapping[str, str] | None, str | None]
+"""One row: subject, data, headers, message id. A plain tuple, for there are millions."""
 
 
 class _Several(dict[str, str]):
@@ -145,12 +140,19 @@ class RowReader:
         def values(index: int | None) -> Iterable[Any]:
             return repeat(None, count) if index is None else batch.column(index).to_pylist()
 
-        subjects = (
-            repeat(self._options.subject, count)
-            if columns.subject is None
-            else batch.column(columns.subject).to_pylist()
+        subjects = [self._options.subject] * count if columns.subject is None else list(values(columns.subject))
+        data = batch.column(columns.data).cast("binary")
+        rows: Iterable[tuple[Any, Any, Any, Any]] = zip(
+            subjects,
+            (data.fill_null(b"") if data.null_count else data).to_pylist(),
+            values(columns.headers),
+            values(columns.msg_id),
+            strict=True,
         )
-        rows = zip(subjects, values(columns.data), values(columns.headers), values(columns.msg_id), strict=True)
+        if columns.headers is None and columns.msg_id is None and self._known.issuperset(subjects):
+            # Nothing is left to look at in any row.
+            self._row += count
+            return list(rows)
         return list(self._messages(rows))
 
     def from_rows(self, rows: Iterable[Any]) -> list[Message]:
@@ -182,7 +184,7 @@ class RowReader:
                 data = b"" if data is None else data.encode() if isinstance(data, str) else bytes(data)
             if msg_id == "":
                 raise self._bad("its msgId is empty")
-            yield Message(subject, data, self._headers(pairs) if pairs else None, msg_id)
+            yield subject, data, self._headers(pairs) if pairs else None, msg_id
             self._row += 1
 
     def _check_subject(self, subject: Any) -> None:

@@ -179,7 +179,7 @@ def _transactions_of(chunks: Iterable[Sequence[Message]], most: int) -> Iterator
                 yield collected, False  # there is one more row at least
                 collected, size = [], 0
             collected.append(message)
-            size += len(message.data)
+            size += len(message[1])
     yield collected, True
 
 

@@ -71,7 +71,7 @@ def chunks(stream: str, rows: Any) -> Iterator[list[Message]]:
     for row in rows:
         if isinstance(row, Exception):
             raise row
-        chunk.append(Message(f"{stream}.{row % 3}", b"%d" % row, None, None))
+        chunk.append((f"{stream}.{row % 3}", b"%d" % row, None, None))
         if len(chunk) == 10:
             yield chunk
             chunk = []
@@ -286,11 +286,12 @@ class TestTransactions:
 
 def test_a_row_that_is_refused_is_named(stream: str, server: NatsServer, cache: Connections) -> None:
     options = WriteOptions.parse({"servers": server.url, "stream": stream, "requestTimeout": "3"}, streaming=True)
-    messages = [Message(f"{stream}.1", bytes(2 << 20) if row == 3 else b"", None, None) for row in range(5)]
+    small = [(f"{stream}.1", b"", None, None)] * 10
+    messages = [(f"{stream}.1", bytes(2 << 20) if row == 3 else b"", None, None) for row in range(5)]
     with pytest.raises(SinkError, match=r"row 13 of partition 1: .* over the server's limit"):
         write_partition(
             options,
             SinkFacts((">",), rollup=False),
             Task(QUERY, 0, 1),
-            [[message._replace(data=b"") for message in messages] * 2, messages],
+            [small, messages],
         )
