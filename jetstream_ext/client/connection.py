@@ -10,7 +10,7 @@ Three things nats-py cannot do through its public face, and how they are done he
 * **Hearing at once that the connection is gone**: the end of nats-py's reader task.
 
 If a future nats-py has other internals, `PublicConnection` does the same work through public subscriptions and
-`publish`, more slowly, and says so once in a warning.
+`publish`, more slowly, and says so once in a warning. What a user of either needs to know is in `sinks`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from __future__ import annotations
 import asyncio
 import warnings
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-import nats.errors
 from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 from nats.js.manager import JetStreamManager
 
+from jetstream_ext.client.public_connection import PublicConnection as PublicConnection
+from jetstream_ext.client.sinks import Door, call, tell_disconnected, tell_reconnected
+from jetstream_ext.client.sinks import Inbox as Inbox
+from jetstream_ext.client.sinks import Sink as Sink
 from jetstream_ext.protocol import frames
-from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame
 
 # States of nats-py's parser (nats.protocol.parser).
@@ -39,102 +39,21 @@ _AWAITING_CONTROL_LINE = 1
 _MAX_CONTROL_LINE = 4096
 _USABLE = frozenset({Client.CONNECTED, Client.DRAINING_SUBS})
 
-# A sink does not suspend, so a cancellation out of one is not nats-py's: what it looked at was cancelled.
-_SINK_FAILURES = (Exception, asyncio.CancelledError)
-
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Sink:
-    """Who takes what comes to one subscription. All are called on the loop and must not block or raise."""
-
-    frames: Callable[[list[Frame]], None]
-    """Take delivered messages, in order."""
-    disconnected: Callable[[], None]
-    """Learn that the connection is gone: what was sent may be lost, what was asked may go unanswered."""
-    reconnected: Callable[[], None] | None = None
-    """Learn that another connection is there, with the subscription on it and what was unsent on its way."""
-
-
-class Inbox:
-    """A subscription on an inbox of its own, delivering to a `Sink`. Close it with `close`."""
-
-    def __init__(self, connection: Connection | PublicConnection, subject: str, sink: Sink) -> None:
-        self.subject = subject
-        self.sink = sink
-        self.subscription: Subscription | None = None
-        self._connection = connection
-
-    def close(self) -> None:
-        """Drop the subscription; safe to call twice and on a closed connection. Never suspends."""
-        subscription, self.subscription = self.subscription, None
-        if subscription is not None:
-            self._connection.drop(subscription)
-
-
-class _Base:
-    """What both roads share: everything that nats-py offers in public."""
-
-    def __init__(self, nc: Client) -> None:
-        self.nc = nc
-
-    @property
-    def usable(self) -> bool:
-        """Whether what is written now can reach the server it is meant for."""
-        return bool(self.nc.is_connected) and not self.nc.is_draining_pubs
-
-    @property
-    def closed(self) -> bool:
-        """Whether the connection is gone for good."""
-        return bool(self.nc.is_closed)
-
-    @property
-    def draining(self) -> bool:
-        """Whether the user is ending the connection in an orderly way."""
-        return bool(self.nc.is_draining)
-
-    @property
-    def max_payload(self) -> int:
-        """The server's limit for headers and payload together, in bytes."""
-        return int(self.nc.max_payload)
-
-    @property
-    def server_version(self) -> str:
-        """The connected server's version, from its greeting."""
-        info = getattr(self.nc, "_server_info", None) or {}
-        return str(info.get("version", ""))
-
-    @property
-    def api_level(self) -> int | None:
-        """The connected server's JetStream API level, from its greeting (None: a server before 2.12)."""
-        info = getattr(self.nc, "_server_info", None) or {}
-        level = info.get("api_lvl")
-        return level if isinstance(level, int) else None
-
-    def check_usable(self) -> None:
-        """Raise nats-py's own error unless what is written now can reach the server."""
-        if self.usable:
-            return
-        if self.nc.is_closed:
-            raise nats.errors.ConnectionClosedError
-        if self.nc.is_draining_pubs:
-            raise nats.errors.ConnectionDrainingError
-        raise nats.errors.ConnectionReconnectingError
 
 
 _Line = tuple[Sink | None, bytes, int, int, int]
 """What a control line says, and its own length: who takes the message, its subject, its header size, its whole size."""
 
 
-class Connection(_Base):
+class Connection(Door):
     """The fast road: nats-py's parser and write buffer, directly."""
 
     _TOMBSTONES = 64
     _KNOWN_LIMIT = 4096
 
     def __init__(self, nc: Client) -> None:
-        super().__init__(nc)
+        super().__init__(nc, lambda: _server_info(nc))
         self._parser = nc._ps
         self._parse = nc._ps.parse
         self._sinks: dict[bytes, Sink | None] = {}
@@ -157,7 +76,7 @@ class Connection(_Base):
     async def inbox(self, sink: Sink, *, tail: str = "") -> Inbox:
         """Subscribe `sink` to a new inbox; `tail` is added to what is subscribed."""
         subject = self.nc.new_inbox()
-        inbox = Inbox(self, subject, sink)
+        inbox = Inbox(self.drop, subject)
         self._watch()
         try:
             subscription = await _cancellable(self.nc.subscribe(subject + tail))
@@ -231,15 +150,7 @@ class Connection(_Base):
         if task is self._watched:
             self._watched = None
         self._connection_lost = True
-        self._tell(lambda sink: sink.disconnected())
-
-    def _tell(self, what: Callable[[Sink], None]) -> None:
-        for sink in list(self._sinks.values()):
-            if sink is not None:
-                try:
-                    what(sink)
-                except _SINK_FAILURES as error:
-                    _sink_failed(error)
+        tell_disconnected(self._sinks.values())
 
     async def parse(self, data: bytes = b"") -> None:
         """Stand in for `Parser.parse`: cut out the frames of our subscriptions, pass on the rest."""
@@ -252,7 +163,7 @@ class Connection(_Base):
         if self._connection_lost and self.nc.is_connected:
             # The answer to the ping that nats-py sends when it has subscribed again and written what was pending.
             self._connection_lost = False
-            self._tell(lambda sink: sink.reconnected() if sink.reconnected else None)
+            tell_reconnected(self._sinks.values())
         if not self._sinks:
             await self._parse(data)
             return
@@ -329,17 +240,7 @@ class Connection(_Base):
         stats["in_msgs"] += len(batch)
         stats["in_bytes"] += payload_bytes
         if sink is not None:
-            try:
-                sink.frames(batch)
-            except _SINK_FAILURES as error:
-                _sink_failed(error)
-
-
-def _sink_failed(error: BaseException) -> None:
-    # Whatever is wrong with a sink, nats-py's read loop must go on: it would end without a word, and never reconnect.
-    asyncio.get_running_loop().call_exception_handler(
-        {"message": "jetstream_ext could not take what the server sent", "exception": error}
-    )
+            call(sink.frames, batch)
 
 
 async def _cancellable(operation: Awaitable[_T]) -> _T:
@@ -351,72 +252,6 @@ async def _cancellable(operation: Awaitable[_T]) -> _T:
     if task.cancelling() > before:
         raise asyncio.CancelledError
     return result
-
-
-class PublicConnection(_Base):
-    """The slow road, with nothing but nats-py's public methods."""
-
-    def __init__(self, nc: Client) -> None:
-        super().__init__(nc)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._writing = asyncio.Lock()
-
-    async def inbox(self, sink: Sink, *, tail: str = "") -> Inbox:
-        """As `Connection.inbox`."""
-        subject = self.nc.new_inbox()
-        inbox = Inbox(self, subject, sink)
-
-        async def deliver(msg: Msg) -> None:
-            block = h.rebuild(msg.headers)
-            sink.frames([(msg.subject.encode(), block + msg.data, len(block))])
-
-        inbox.subscription = await self.nc.subscribe(subject + tail, cb=deliver)
-        return inbox
-
-    def drop(self, subscription: Subscription) -> None:
-        """As `Connection.drop`, in the background."""
-
-        async def unsubscribe() -> None:
-            try:
-                await subscription.unsubscribe()
-            except (
-                nats.errors.ConnectionClosedError,
-                nats.errors.ConnectionDrainingError,
-                nats.errors.BadSubscriptionError,
-            ):
-                pass  # the subscription went with the connection
-
-        self._spawn(unsubscribe())
-
-    def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
-        """As `Connection.write_nowait`, in the background."""
-        self.check_usable()
-        self._spawn(self._publish(data)).add_done_callback(_seen)
-
-    async def write(self, data: bytes, messages: int, payload_bytes: int) -> None:
-        """As `Connection.write`."""
-        self.check_usable()
-        task = self._spawn(self._publish(data))
-        task.add_done_callback(_seen)
-        await asyncio.shield(task)
-
-    async def _publish(self, data: bytes) -> None:
-        async with self._writing:  # in the order of the calls: batches are numbered
-            for command in frames.parse_pubs(data):
-                headers = dict(h.parse_lines(command.header)) if command.header else None
-                await self.nc.publish(command.subject, command.payload, reply=command.reply, headers=headers)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-
-def _seen(task: asyncio.Task[None]) -> None:
-    # A failure means that the connection is going; who waits for an answer learns it by its timeout.
-    if not task.cancelled():
-        task.exception()
 
 
 _REASON = (
@@ -436,13 +271,17 @@ def connection_of(nc: Client) -> Connection | PublicConnection:
         if isinstance(known, Connection | PublicConnection):
             return known
     if not _internals_known(nc):
-        public = PublicConnection(nc)
+        public = PublicConnection(nc, lambda: _server_info(nc))
         setattr(nc, _PUBLIC, public)
         warnings.warn(_REASON, RuntimeWarning, stacklevel=3)
         return public
     connection = Connection(nc)
     nc._ps.parse = connection.parse  # type: ignore[method-assign]
     return connection
+
+
+def _server_info(nc: Client) -> dict[str, Any]:
+    return getattr(nc, "_server_info", None) or {}
 
 
 def _internals_known(nc: Client) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import nats
@@ -182,6 +182,72 @@ async def test_a_closed_connection(nc: Client, js: JetStreamContext, stream: str
     assert publisher.end_reason is jsx.EndReason.DISCONNECTED
     with pytest.raises(nats.errors.ConnectionClosedError):
         await jsx.DirectGet(js, stream).get(1)
+
+
+async def test_a_lost_connection_is_heard_of(own_nc: Client, own_server: NatsServer) -> None:
+    connection = connection_of(made_strange(own_nc))
+    assert isinstance(connection, PublicConnection)
+    heard: list[object] = []
+    inbox = await connection.inbox(Sink(heard.extend, lambda: heard.append("lost"), lambda: heard.append("back")))
+    for turn in (1, 2):
+        await asyncio.to_thread(own_server.kill)
+        await asyncio.to_thread(own_server.restart)
+        async with asyncio.timeout(30):
+            while len(heard) < 2 * turn:
+                await asyncio.sleep(0.01)
+        assert heard == ["lost", "back"] * turn
+    # Who comes later has lost nothing.
+    late: list[object] = []
+    other = await connection.inbox(Sink(late.extend, lambda: late.append("lost")))
+    await connection.write(
+        pub(other.subject.encode(), b"", b"", b"x") + pub(inbox.subject.encode(), b"", b"", b"x"), 2, 2
+    )
+    async with asyncio.timeout(10):
+        while not late or len(heard) < 5:
+            await asyncio.sleep(0.01)
+    assert late == [(other.subject.encode(), b"x", 0)]
+    inbox.close()
+    other.close()
+    async with asyncio.timeout(10):
+        while connection._tasks:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_lost_connection_does_not_have_to_time_out(
+    own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: Callable[..., Awaitable[str]]
+) -> None:
+    made_strange(own_nc)
+    name = await own_stream()
+    for i in range(3):
+        await own_js.publish(f"{name}.a", b"%d" % i)
+    direct = jsx.DirectGet(own_js, name, timeout=60)
+    for read in (direct.get(2), direct.batch(1, seq=2).to_list()):
+        own_server.pause()
+        sent = own_nc.stats["out_msgs"]
+        reading = asyncio.ensure_future(read)
+        async with asyncio.timeout(10):
+            while own_nc.stats["out_msgs"] == sent:
+                await asyncio.sleep(0)
+        own_server.kill()
+        await asyncio.to_thread(own_server.restart)
+        async with asyncio.timeout(20):
+            found = await reading
+        assert (found if isinstance(found, jsx.StoredMsg) else found[0]).seq == 2
+
+
+async def test_a_cancelled_subscription_is_dropped(nc: Client, left: Any) -> None:
+    connection = connection_of(nc)
+    nc._max_pending_size = 1  # the subscription waits for the flusher
+    for turns in range(6):
+        opening = asyncio.create_task(connection.inbox(Sink(lambda _: None, lambda: None)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if not opening.cancel():
+            opening.result().close()
+        await asyncio.wait([opening])
+        async with asyncio.timeout(10):
+            while any(left.behind()[:2]):  # the timer is this one
+                await asyncio.sleep(0.001)
 
 
 @pytest.fixture
