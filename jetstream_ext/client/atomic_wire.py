@@ -74,6 +74,7 @@ class AtomicWire:
         self._commit: _Waiter | None = None
         self._opening = asyncio.Lock()
         self._question = Question(None, session_of(js))
+        self._server_version = ""
 
     # -- what can be done ---------------------------------------------------------------------------------------
 
@@ -204,16 +205,17 @@ class AtomicWire:
             connection.check_usable()
             if first is not None:
                 Encoder(self.batch_id, connection.max_payload).encode(first, None, first=True)
-            level = await self._level(first)
+            machine = self._new_machine(await self._level(first), connection.max_payload)
+            if first is not None:
+                machine.check(first)  # once more: now the server is known
             inbox = await connection.inbox(Sink(self._frames, self._disconnected), tail=".*")
             try:
                 self._check_discarded()
             except BatchClosedError:
                 inbox.close()
                 raise
-            self._inbox = inbox
-            self.machine = self._new_machine(level, connection.max_payload)
-            return self.machine
+            self._inbox, self.machine = inbox, machine
+            return machine
 
     async def _level(self, first: BatchMessage | None) -> int:
         """Return the API level of the server that will take the batch."""
@@ -233,6 +235,7 @@ class AtomicWire:
                 server_version=version,
             )
         self._question = Question(owner, session_of(self._js))
+        self._server_version = version
         return level
 
     def _check_usable(self) -> None:
@@ -262,6 +265,7 @@ class AtomicWire:
             ack_first=self._ack_first,
             ack_every=self._ack_every,
             hold_back=self._hold_back,
+            server_version=self._server_version,
         )
 
     async def _send(self, steps: list[Step]) -> None:

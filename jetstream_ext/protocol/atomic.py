@@ -93,6 +93,7 @@ class AtomicBatchMachine:
         ack_first: Ask for a reply to the first message.
         ack_every: Ask for one to every n-th message.
         hold_back: Hold the newest message back at any level: for a caller that commits by it, without a marker.
+        server_version: The server's version, where it is known: 2.12.0 gets one thing wrong.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class AtomicBatchMachine:
         ack_first: bool = True,
         ack_every: int | None = None,
         hold_back: bool = False,
+        server_version: str = "",
     ) -> None:
         self.batch_id = check_batch_id(batch_id)
         self.state = State.OPEN
@@ -115,7 +117,7 @@ class AtomicBatchMachine:
         self.error: JetStreamExtError | None = None
         self._marker = api_level >= MARKER_LEVEL
         self._hold_back = hold_back or not self._marker
-        self._encoder = Encoder(batch_id, max_payload)
+        self._encoder = Encoder(batch_id, max_payload, server_version)
         self._ack_first = ack_first
         self._ack_every = ack_every
         self._held: Encoded | None = None
@@ -138,12 +140,17 @@ class AtomicBatchMachine:
 
     # -- operations ---------------------------------------------------------------------------------------------
 
+    def check(self, message: BatchMessage) -> None:
+        """Raise what `add` would raise of this message; nothing changes."""
+        self._encoder.encode(message, None, first=not self.size)
+
     def add(self, message: BatchMessage, ack: bool | None = None) -> Step | None:
         """Take a message; return what to send (None: it is held back).
 
         Raises:
             BatchError: The batch has ended.
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: Refused; nothing changed.
+            UnsupportedFeatureError: Refused, because this server would do something else with it.
         """
         self.check_open()
         return self._take(self._encoder.encode(message, ack, first=not self.size))

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final, NamedTuple
 
-from jetstream_ext.errors import BadHeaderError, MaxPayloadError
+from jetstream_ext.errors import BadHeaderError, MaxPayloadError, UnsupportedFeatureError
 from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol import support
 from jetstream_ext.protocol.frames import SubjectCache, pub
 from jetstream_ext.protocol.options import check_batch_id, given_headers, message_headers, payload_bytes
 from jetstream_ext.types import BatchMessage
@@ -78,13 +79,15 @@ class Encoder:
     Args:
         batch_id: The batch's id.
         max_payload: The server's limit for headers and payload together, in bytes.
+        server_version: The version of the server that takes the batch, where it is known.
     """
 
-    def __init__(self, batch_id: str, max_payload: int) -> None:
+    def __init__(self, batch_id: str, max_payload: int, server_version: str = "") -> None:
         own = h.encode([(h.BATCH_ID, check_batch_id(batch_id))])[: -len(h.CRLF)]
         self._tail = own[len(h.VERSION) :] + f"{h.BATCH_SEQUENCE}: ".encode()
         self.plain = h.VERSION + self._tail
         self._max_payload = max_payload
+        self._server_version = server_version
         self.plain_room = max_payload - len(self.plain) - _LONGEST
         self.subjects = SubjectCache()
         self._written: Counter[str] = Counter()
@@ -94,6 +97,7 @@ class Encoder:
 
         Raises:
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: Refused; nothing changed.
+            UnsupportedFeatureError: Refused, because this server would do something else with it.
         """
         name, payload = message.subject, message.payload
         if options_of(message) == NO_OPTIONS and type(payload) is bytes:
@@ -142,6 +146,16 @@ class Encoder:
             if self._written[subject]:
                 raise ValueError(
                     f"expected_last_subject_seq on {subject!r}: an earlier message of the batch wrote to that subject"
+                )
+            if self._server_version.startswith("2.12.0"):
+                # It compares the sequence with the subject of the batch's last message, so it refuses batches that are
+                # right, and commits some that are wrong.
+                raise UnsupportedFeatureError(
+                    "expected_last_subject_seq in atomic batches needs nats-server 2.12.1: 2.12.0 compares it with "
+                    "another subject; the message was not added",
+                    feature=support.ATOMIC.title,
+                    required_api_level=support.ATOMIC.api_level,
+                    server_version=self._server_version,
                 )
 
     def _check_size(self, head: bytes, payload: bytes) -> None:

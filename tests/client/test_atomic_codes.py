@@ -25,7 +25,7 @@ CASES: dict[str, tuple[list[M], dict[str, Any], int, type[errors.BatchError], st
     "too large": ([M("S.a", bytes(400))], {"max_msg_size": 300}, 10054, errors.MessageTooLargeError, "2.12.0"),
     "another stream": ([M("S.a"), M("S.b", stream="T")], {}, 10060, errors.StreamMismatchError, "2.12.0"),
     "last sequence": ([M("S.a", expected_last_seq=9), M("S.b")], {}, 10071, errors.WrongLastSequenceError, "2.12.0"),
-    "of a subject": ([M("S.a", expected_last_subject_seq=9)], {}, 10071, errors.WrongLastSequenceError, "2.12.0"),
+    "of a subject": ([M("S.a", expected_last_subject_seq=9)], {}, 10071, errors.WrongLastSequenceError, "2.12.8"),
     "full": ([M("S.a")] * 3, {"max_msgs": 2, "discard": "new"}, 10077, errors.BatchServerError, "2.12.0"),
     "roll-up": ([M("S.a", headers={"Nats-Rollup": "sub"})], {}, 10111, errors.BatchServerError, "2.12.0"),
     "odd time to live": (

@@ -100,7 +100,7 @@ class Run:
         subject = f"{stream.name}.{rng.randrange(3)}"
         if rng.random() < 0.15:
             options["expected_last_seq"] = rng.choice([len(stream.messages)] * 3 + [7])
-        # 2.12.0 often refuses it when it is right, on later messages nearly always (10164).
+        # On 2.12.0 it is refused before it is sent: that server compares it with the subject of the last message.
         if rng.random() < 0.25 and self.version != "2.12.0":
             options["expected_last_subject_seq"] = rng.choice([stream.last(subject)] * 3 + [0, 5])
             if rng.random() < 0.4:

@@ -83,6 +83,35 @@ async def test_a_server_without_the_marker_behind_one_that_has_it(version: str) 
         assert (await js.stream_info("S")).state.messages == 3
 
 
+async def test_expectations_that_2_12_0_would_compare_with_another_subject() -> None:
+    # Sent as they are, the batch would be stored although its expectation does not hold.
+    async with NatsServer(version="2.12.0") as server:
+        nc = await nats.connect(server.url)
+        js = nc.jetstream()
+        await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True)
+        await js.publish("s.a", b"")
+        held = set(nc._subs)
+        wrong = jsx.BatchMessage("s.a", expected_last_subject_seq=0)
+        batch = jsx.AtomicBatch(js)
+        for call in (
+            lambda: jsx.publish_atomic(js, [wrong, jsx.BatchMessage("s.new")]),
+            lambda: jsx.publish_atomic(js, [jsx.BatchMessage("s.new"), wrong]),
+            lambda: batch.add_message(wrong),
+            lambda: batch.add_many([wrong]),
+            lambda: batch.commit("s.a", expected_last_subject_seq=0),
+        ):
+            with pytest.raises(errors.UnsupportedFeatureError, match="another subject") as caught:
+                await call()
+            assert caught.value.server_version == "2.12.0"
+            assert set(nc._subs) == held
+        await batch.add("s.new")
+        with pytest.raises(errors.UnsupportedFeatureError, match="not added"):
+            await batch.add_message(wrong)
+        assert (await batch.commit_eob()).batch_size == 1
+        assert (await js.stream_info("S")).state.messages == 2
+        await nc.close()
+
+
 NO_QUESTIONS = """
 authorization { users = [ { user: u, password: p, permissions: {
     publish: { deny: ["$JS.API.STREAM.NAMES", "$JS.API.STREAM.INFO.>"] } } } ] }

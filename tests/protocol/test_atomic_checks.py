@@ -121,6 +121,26 @@ class TestExpectations:
         machine.add(message("a.1"))
         assert machine.size == 4
 
+    @pytest.mark.parametrize("version", ["2.12.0", "2.12.0-RC.6", "2.12.1", "2.12.8", "2.14.6", "2.15.1", "older", ""])
+    def test_2_12_0_gets_the_subject_wrong(self, level: int, version: str) -> None:
+        refused = version.startswith("2.12.0")
+        for expecting in (
+            message("a.2", expected_last_subject_seq=0),
+            message("a.2", headers={"Nats-Expected-Last-Subject-Sequence": "0"}),
+            message("a.2", expected_last_subject_seq=0, expected_last_subject="a.3"),
+        ):
+            machine = batch(level, server_version=version)
+            machine.add(message("a.1", expected_last_seq=0))
+            for operation in (machine.check, machine.add) if refused else ():
+                with pytest.raises(errors.UnsupportedFeatureError, match=r"needs nats-server 2\.12\.1") as caught:
+                    operation(expecting)
+                assert caught.value.server_version == version
+                assert (machine.size, machine.state.value) == (1, "open")
+            if not refused:
+                machine.check(expecting)
+                machine.add(expecting)
+                assert machine.size == 2
+
     def test_a_refused_message_does_not_count_as_a_write(self, level: int) -> None:
         machine = batch(level)
         machine.add(message("a.1"))
