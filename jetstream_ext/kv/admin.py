@@ -5,11 +5,17 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Final
 
+import nats.errors
 import nats.js.errors
 from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import Api, answering_server
-from jetstream_ext.errors import KeyConflictError, MessageTTLDisabledError, StreamConfigMismatchError
+from jetstream_ext.errors import (
+    KeyConflictError,
+    MessageTTLDisabledError,
+    RequestTimeoutError,
+    StreamConfigMismatchError,
+)
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.keys import check_key
 from jetstream_ext.kv.messages import ROLLUP_HEADERS, operation
@@ -40,7 +46,7 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
         KeyConflictError: It was changed between the read and the write; nothing was written.
         MessageTTLDisabledError: The bucket does not allow times to live; `enable` turns them on.
         nats.js.errors.InvalidKeyError, ValueError, TypeError: Refused; nothing was asked.
-        RequestTimeoutError: No answer within `timeout`.
+        RequestTimeoutError: No answer within `timeout`; the key may have been written.
 
     Cancellation: The key may have been written.
 
@@ -59,6 +65,10 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
     headers |= {MSG_TTL: text, EXPECTED_LAST_SUBJECT_SEQ: str(found.seq)}
     try:
         ack = await bucket.context.publish(subject, found.data, timeout=bucket.timeout, headers=headers)
+    except nats.errors.TimeoutError:
+        raise RequestTimeoutError(
+            f"no answer within {bucket.timeout:g} s: key {key!r} of bucket {bucket.name!r} may have been written"
+        ) from None
     except nats.js.errors.APIError as refusal:
         if refusal.err_code in _WRONG_LAST:
             raise KeyConflictError(
