@@ -3,43 +3,56 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
-from types import TracebackType
-from typing import Self
 
 import nats.errors
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.client.leader import get_at_leader, wait_for_leader
+from jetstream_ext.client.message_batch import MessageBatch
 from jetstream_ext.client.replies import Reply, read_blocks, reconnected
 from jetstream_ext.client.whole import read_proved
-from jetstream_ext.errors import JetStreamExtError, MessageNotFoundError, MessagesLostError, RequestTimeoutError
+from jetstream_ext.errors import MessageNotFoundError, MessagesLostError, RequestTimeoutError
 from jetstream_ext.protocol import direct as wire
 from jetstream_ext.protocol import frames
-from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
+from jetstream_ext.protocol.direct import Request
 from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.protocol.plans import MultiLast, OneBatch, Plan, Scan
 from jetstream_ext.types import StoredMsg
 
 
 class DirectGet:
-    """Read stored messages from any replica of a stream, without a consumer (ADR-31).
+    """Read stored messages from any replica of a stream, without a consumer (ADR-31, Direct Get API).
 
     Answers come from whichever replica (or mirror) is free: they can lag behind a publish that was just acknowledged.
-    Needs ``allow_direct`` on the stream. Batches, times and `multi_last` need nats-server 2.11; `get` and `get_last`
-    work on 2.10.
+    Needs ``allow_direct`` on the stream. Batches, times and `multi_last` need nats-server 2.11; `get`, `get_last` and
+    `get_next` work on 2.10.
+
+    What a connection loses while it answers is asked for once more, without a word. What a user sees of it all:
+
+    * nats-py's `nats.errors.ConnectionClosedError` and `nats.errors.ConnectionDrainingError` as soon as the connection
+      is of no use any more, from every call;
+    * `MessagesLostError` where the connection was lost twice at the same place, or messages of a reply were, twice;
+    * `RequestTimeoutError` after `timeout`, as it says;
+    * `BadRequestError`, `RequiredApiLevelError`, `ServerError`: the server's refusal, with its words;
+    * `ResponseError`: an answer that is not one of Direct Get;
+    * `MaxPayloadError`: so many or so long subjects that the request is over the server's limit; nothing was sent.
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         stream: The stream's name.
-        timeout: Seconds without any answer before a read gives up; None is the context's own.
+        timeout: Seconds, over 0; None is the context's own. A single get ends within them, all told. In a read of many
+            messages they are how long any one wait may last: for a request's first message, for its next one, for the
+            connection to be back. What goes silent so long is asked for once more, in case that only its responder
+            died, and the read ends if that goes silent as well: nobody there costs twice the time.
 
     Raises:
         BadSubjectError: The name cannot be a stream's, or the context's prefix or domain cannot be in a subject.
         ValueError: `timeout` is not over 0.
+        TypeError: `js` is no JetStream context of nats-py, or the name is no text.
     """
 
     def __init__(self, js: JetStreamContext, stream: str, *, timeout: float | None = None) -> None:
@@ -59,14 +72,22 @@ class DirectGet:
         Args:
             seq: The stream sequence, from 1.
             min_seq: Do not take "there is none" from a replica that may lag: the answer holds for a stream that has
-                this sequence. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+                this sequence, and is the leader's where the replica's does not show that. Needs permission for
+                ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+
+        Returns:
+            The message; `StoredMsg.num_pending` and `StoredMsg.last_seq` are None.
 
         Raises:
+            ValueError: A sequence is not from 1 to 2**64-1.
             MessageNotFoundError: There is none (without `min_seq`: the answering replica has none).
-            DirectGetDisabledError: No ``allow_direct``, or no such stream.
-            RequestTimeoutError: No answer, or nobody has `min_seq`, within `timeout` seconds.
+            DirectGetDisabledError: No ``allow_direct``, no such stream, or no server that can answer now; at once.
+            RequestTimeoutError: No answer, or the leader has no `min_seq`, within `timeout` seconds.
+            JetStreamExtError, nats.errors.Error: See the class.
 
         Cancellation: Safe; nothing is left behind.
+
+        Requires: nats-server 2.10 (ADR-31, Direct Get API).
         """
         return await self._single(Request(seq=_sequence("seq", seq)), min_seq=min_seq)
 
@@ -80,10 +101,16 @@ class DirectGet:
             subject: The subject or filter.
             min_seq: Read your own write: the answer comes from a stream that has this sequence. As for `get`.
 
+        Returns:
+            The message.
+
         Raises:
-            MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
+            BadSubjectError: `subject` is no subject or filter.
+            ValueError, MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
 
         Cancellation: Safe; nothing is left behind.
+
+        Requires: nats-server 2.10 (ADR-31, Subject-Appended Direct Get API).
         """
         frames.check_filter(subject)
         return await self._single(Request(last_by_subj=subject), subject, min_seq=min_seq)
@@ -96,28 +123,42 @@ class DirectGet:
             seq: The first stream sequence to look at.
             min_seq: As for `get`.
 
+        Returns:
+            The message.
+
         Raises:
-            MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
+            BadSubjectError: `subject` is no subject or filter.
+            ValueError, MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
 
         Cancellation: Safe; nothing is left behind.
+
+        Requires: nats-server 2.10 (ADR-31, Direct Get API).
         """
         frames.check_filter(subject)
         return await self._single(Request(seq=_sequence("seq", seq), next_by_subj=subject), min_seq=min_seq)
 
     async def get_at(self, when: datetime, *, subject: str | None = None, min_seq: int | None = None) -> StoredMsg:
-        """Return the first message stored at or after `when`, an aware datetime (nats-server 2.11).
+        """Return the first message stored at or after `when`, an aware datetime.
 
         Args:
-            when: The time.
+            when: The time, to the microsecond.
             subject: A subject or filter; None is every subject.
             min_seq: As for `get`.
 
+        Returns:
+            The message.
+
         Raises:
-            ValueError: `when` is naive.
+            ValueError: `when` is naive, or `min_seq` out of range.
+            TypeError: `when` is no datetime.
+            BadSubjectError: `subject` is no subject or filter.
             MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
             UnsupportedFeatureError: The server is older than 2.11.
 
         Cancellation: Safe; nothing is left behind.
+
+        Requires: nats-server 2.11, and 2.12 where messages were deleted (see *Servers* in the guide); ADR-31, Batched
+        requests.
         """
         rfc3339(when, "when")
         if subject is not None:
@@ -193,22 +234,27 @@ class DirectGet:
         start_time: datetime | None = None,
         max_bytes: int = wire.DEFAULT_MAX_BYTES,
     ) -> MessageBatch:
-        """Read up to `batch` messages with one request.
+        """Read up to `batch` messages with one request (or the rest with another, where a reply broke off).
 
         Args:
-            batch: How many messages at most, from 1.
+            batch: How many messages at most, 1 to 2**63-1.
             subject: Filter, wildcards allowed; None is every subject.
             seq: The first stream sequence to look at (default 1).
             start_time: Start at the first message stored at or after this aware datetime instead.
             max_bytes: Stop after the message that brings subjects, headers and payloads to this many bytes.
 
         Returns:
-            The messages; the request goes out when they are first asked for.
+            The messages, in the order of their sequences; the request goes out when they are first asked for.
 
         Raises:
             ValueError: A number is out of range, `start_time` is naive, or both starts are given.
+            TypeError: `start_time` is no datetime.
+            BadSubjectError: `subject` is no subject or filter.
+            JetStreamExtError, nats.errors.Error: While iterating: as for `scan`.
 
-        Requires: nats-server 2.11. While iterating: the errors of `scan`.
+        Cancellation: Makes a read and sends nothing; see `MessageBatch` for the read.
+
+        Requires: nats-server 2.11 (ADR-31, Batched requests).
         """
         start = _start(seq, start_time)
         if subject is not None:
@@ -241,17 +287,24 @@ class DirectGet:
             subjects: Subjects and filters; together they may match 1024 subjects (a server's default).
             up_to_seq: The point in time as a stream sequence; None is now.
             up_to_time: The point in time as an aware datetime (exclusive) instead.
-            batch: Return at most this many, with one request.
-            max_bytes: Bytes per page.
+            batch: Return at most this many, 1 to 2**63-1, with one request.
+            max_bytes: Bytes per page, 1 to 2**63-1; as for `batch`.
 
         Returns:
             The messages, in the order of their sequences; nothing is asked before they are.
 
         Raises:
             ValueError: No subjects, a number out of range, a naive datetime, or both points in time.
+            TypeError: `up_to_time` is no datetime.
+            BadSubjectError: One of `subjects` is no subject or filter.
             TooManySubjectsError: While iterating: the filters match too many subjects.
+            MessagesLostError, RequestTimeoutError: While iterating: as for `scan`, and at once where the first page
+                broke off and neither `up_to_seq` nor an end said what moment it was of.
+            JetStreamExtError, nats.errors.Error: While iterating: as for `scan`.
 
-        Requires: nats-server 2.11.
+        Cancellation: Makes a read and sends nothing; see `MessageBatch` for the read.
+
+        Requires: nats-server 2.11 (ADR-31, Multi-subject requests).
         """
         filters = () if isinstance(subjects, str) else tuple(subjects)
         if not filters:
@@ -286,16 +339,16 @@ class DirectGet:
     ) -> MessageBatch:
         """Read a whole range of the stream, with as many requests as it takes.
 
-        Without `up_to_seq` it ends where the answering replica has no more. Memory is bounded by
-        `prefetch` times `max_bytes`, whatever the stream's size.
+        Without `up_to_seq` it ends where the answering replica has no more. Whatever the stream's size, at most
+        `prefetch` replies are on their way and one is being read, each of `max_bytes` and the message that reaches them.
 
         Args:
             subject: Filter, wildcards allowed; None is every subject.
             seq: First stream sequence (default 1).
             start_time: Start at the first message stored at or after this aware datetime instead.
             up_to_seq: Last stream sequence, inclusive.
-            batch: Messages per request; None lets requests follow the size of the messages.
-            max_bytes: Bytes per request.
+            batch: Messages per request, 1 to 2**63-1; None lets requests follow the size of the messages.
+            max_bytes: Bytes per request, 1 to 2**63-1.
             prefetch: Requests in flight at most, 1 to 4.
             confirm: Prove at the stream's leader that the range is complete. Replicas and mirrors may lag, and a
                 short answer from one looks like the end of the stream. Without `up_to_seq` the end is then what the
@@ -308,12 +361,21 @@ class DirectGet:
 
         Raises:
             ValueError: A number is out of range, `start_time` is naive, or both starts are given.
-            DirectGetDisabledError: While iterating: no ``allow_direct``, or no such stream.
+            TypeError: `start_time` is no datetime.
+            BadSubjectError: `subject` is no subject or filter.
+            DirectGetDisabledError: While iterating: no ``allow_direct``, or no such stream, at once; after the first
+                message nobody who can answer for `timeout` seconds.
             UnsupportedFeatureError: While iterating: the server is older than 2.11.
             MessagesLostError: While iterating: messages were lost on their way, twice at the same place.
-            RequestTimeoutError: While iterating: no answer within the timeout, twice at the same place.
+            RequestTimeoutError: While iterating: nothing came for `timeout` seconds, twice at the same place; or the
+                leader has no `min_seq`, or what the leader has is delivered by nobody, for so long.
+            nats.js.errors.NotFoundError, nats.js.errors.APIError: While iterating, with `confirm` or `min_seq`: the
+                leader refused, or there is no such stream.
+            JetStreamExtError, nats.errors.Error: While iterating: see the class.
 
-        Requires: nats-server 2.11.
+        Cancellation: Makes a read and sends nothing; see `MessageBatch` for the read.
+
+        Requires: nats-server 2.11 (ADR-31, Batched requests).
         """
         start = _start(seq, start_time)
         if subject is not None:
@@ -338,114 +400,6 @@ class DirectGet:
 
     def _read(self, plan: Plan) -> MessageBatch:
         return MessageBatch(plan, read_blocks(self._js, self._stream, plan, self._timeout))
-
-
-class MessageBatch:
-    """The messages of one read: iterate it, use it as an async context manager, or take `to_list`.
-
-    The first request goes out on first use. Leave early with ``break`` and then `aclose` (or the end of the
-    ``async with`` block): nothing stays behind. One task at a time may read.
-
-    Cancellation: A cancelled read is over and has cleaned up; it cannot be continued.
-    """
-
-    def __init__(self, plan: Plan, blocks: AsyncGenerator[Block, None]) -> None:
-        self._plan = plan
-        self._blocks = blocks
-        self._ready: Iterator[StoredMsg] = iter(())
-        self._failure: BaseException | None = None
-        self._over = False
-        self._closed = False
-        self._reading = False
-
-    @property
-    def num_pending(self) -> int | None:
-        """How many matching messages follow what was read; None before the end."""
-        return self._end.num_pending if self._end else None
-
-    @property
-    def last_seq(self) -> int | None:
-        """The stream sequence of the last message (0 if none was found); None before the end."""
-        return self._end.last_seq if self._end else None
-
-    @property
-    def up_to_seq(self) -> int | None:
-        """The sequence at which a `multi_last` is consistent; None before the end and for other reads."""
-        return self._end.up_to_seq if self._end else None
-
-    @property
-    def _end(self) -> EndOfBatch | None:
-        return self._plan.end if self._over else None
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> StoredMsg:
-        for message in self._ready:
-            return message
-        while True:
-            block = await self._next_block()
-            if block is None:
-                raise StopAsyncIteration
-            self._ready = block.messages()
-            for message in self._ready:
-                return message
-
-    async def to_list(self) -> list[StoredMsg]:
-        """Return all remaining messages.
-
-        Raises:
-            JetStreamExtError: Whatever ended the read early; see the call that made this batch.
-
-        Cancellation: The read is over; nothing is left behind.
-        """
-        messages = list(self._ready)
-        while (block := await self._next_block()) is not None:
-            messages += block.messages()
-        return messages
-
-    async def _next_block(self) -> Block | None:
-        if self._failure is not None:
-            raise JetStreamExtError(f"this read ended early and cannot be continued: {self._failure!r}")
-        if self._closed:
-            return None
-        self._check_alone()
-        self._reading = True
-        try:
-            return await anext(self._blocks)
-        except StopAsyncIteration:
-            self._over = self._plan.done
-            return None
-        except BaseException as failure:
-            self._failure = failure
-            raise
-        finally:
-            self._reading = False
-
-    def _check_alone(self) -> None:
-        if self._reading:
-            raise RuntimeError("another task is waiting for the next messages of this read; cancel it first")
-
-    async def aclose(self) -> None:
-        """End the read; safe to call more than once.
-
-        Raises:
-            RuntimeError: Another task is waiting for messages of it; that one has to be cancelled.
-
-        Cancellation: The read is over all the same; nothing is left behind.
-        """
-        self._check_alone()
-        self._closed = True
-        self._ready = iter(())
-        await self._blocks.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
 
 def _until(end: float) -> float:
