@@ -158,6 +158,21 @@ async def _look_back(bucket: Bucket, source: Source, keys: Sequence[str], facts:
             pass  # removed just now; as nothing is ever added there, this comes to an end
 
 
+async def whole_log(source: Source, facts: Facts, past: Past) -> Holes:
+    """Feed every message that there is; return what is missing of those that there were when the read began."""
+    holes = Holes(facts.first, facts.last)
+
+    def take(records: Records) -> None:
+        holes.see(records.seqs)
+        past.feed(records, log=True)
+
+    async for records in source.log(facts.first, facts.last):
+        take(records)
+    await source.catch_up(facts.last, take)
+    holes.close()
+    return holes
+
+
 async def any_missing(bucket: Bucket, source: Source, facts: Facts, revision: int) -> bool:
     """Return whether messages up to `revision` were removed, or may have been."""
     if (await bucket.facts()).gapless:

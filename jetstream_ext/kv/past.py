@@ -12,12 +12,14 @@ has the header that says it replaced revision N > 0                    unavailab
 is a purge or a marker of the server: it removed all before it         unavailable
 was created: its header says that there was nothing before it          did not exist
 is one of as many as the bucket keeps of a key: some may be gone       unavailable
-is one of fewer: nothing of the key was ever removed                   did not exist
+is one of fewer: its history has removed nothing                       did not exist
 there is no message at all, and the key was asked for by name          unavailable
 =====================================================================  ====================
 
-What left nothing behind has no name: a key that expired in a bucket without markers, or that an administrator purged
-from the stream. When there is reason to think so (`Verdict.lost`) the read must not be taken for the whole truth.
+What left nothing behind has no name: a key that expired in a bucket without markers, or that was purged from the
+stream, as every client does with deleted keys (`purge_deletes`). It may have been written anew since. When there is
+reason to think so (`Verdict.lost`) the read must not be taken for the whole truth, and that a key did not exist is not
+known any more.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ class Holes:
     def __init__(self, first: int, last: int) -> None:
         self._next = first
         self._last = last
+        self.lowest = 0
+        """The lowest missing sequence (0: none so far)."""
         self.highest = 0
         """The highest missing sequence (0: none so far)."""
 
@@ -44,6 +48,7 @@ class Holes:
         expected, last = self._next, self._last
         for seq in seqs:
             if seq != expected and expected <= last:
+                self.lowest = self.lowest or expected
                 self.highest = min(seq - 1, last)
             expected = seq + 1
         self._next = expected
@@ -51,6 +56,7 @@ class Holes:
     def close(self) -> None:
         """Take the end of the log."""
         if self._next <= self._last:
+            self.lowest = self.lowest or self._next
             self.highest = self._last
             self._next = self._last + 1
 
@@ -66,15 +72,15 @@ class _Key:
     """The newest up to the revision."""
     replaced: bool
     """The oldest message says that there was one before it."""
-    created: bool
-    """The oldest message says that there was none."""
+    before: int | None
+    """The revision that the oldest message says it replaced (0: there was none); None: it does not say."""
 
 
 def _first(seq: int, subject: str, headers: Mapping[str, str]) -> _Key:
     if not headers:
-        return _Key(seq, 0, 0, None, replaced=False, created=False)
+        return _Key(seq, 0, 0, None, replaced=False, before=None)
     before = follows(headers, subject)
-    return _Key(seq, 0, 0, None, replaced=bool(before) or replaced_all(headers), created=before == 0)
+    return _Key(seq, 0, 0, None, replaced=bool(before) or replaced_all(headers), before=before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,25 +160,29 @@ class Past:
 
     def uncertain(self, named: Iterable[str]) -> bool:
         """Return whether it matters if sequences up to the revision are missing."""
-        doubtful = any(key.entry is None and self._gone(key) for key in self._keys.values())
-        return doubtful or any(name not in self._keys for name in named)
+        absent = any(key.entry is None or key.entry.operation != "PUT" for key in self._keys.values())
+        return absent or any(name not in self._keys for name in named)
 
     def _gone(self, key: _Key) -> bool:
-        return key.replaced or (not key.created and self._full(key))
+        return key.replaced or (key.before is None and self._full(key))
 
     def _full(self, key: _Key) -> bool:
         return 0 < self._history <= key.count
 
     def accounts_for(self) -> int:
         """Return the sequence below which the history of a key that is there may explain what is missing."""
-        full = (key.oldest for key in self._keys.values() if self._full(key))
+        # What a history removed of a key was no newer than what its oldest message says it replaced.
+        full = (key.oldest if key.before is None else key.before for key in self._keys.values() if self._full(key))
         return max(self._accounted, max(full, default=0))
 
-    def verdict(self, *, named: Iterable[str], wild: bool, missing: bool, lost: bool) -> Verdict:
+    def verdict(
+        self, *, named: Iterable[str], listed: Iterable[str] = (), wild: bool, missing: bool, lost: bool
+    ) -> Verdict:
         """Return what is known now that everything was fed.
 
         Args:
             named: Keys that were asked for by name.
+            listed: Keys that match, and were there when the read began.
             wild: Whether keys were asked for by pattern, so that some may be meant that nobody can name.
             missing: Whether messages up to the revision were, or may have been, removed.
             lost: Whether there is reason to think that they were not those of the keys that are there.
@@ -182,5 +192,10 @@ class Past:
         if not missing:
             return Verdict(entries, (), complete=True, lost=False)
         gone = {name for name, key in self._keys.items() if key.entry is None and wanted(name) and self._gone(key)}
-        gone.update(name for name in named if name not in self._keys)
+        gone.update(name for name in (*named, *listed) if name not in self._keys)
+        if lost:
+            # They may have been written, have vanished, and whatever is left of them be older or newer than that.
+            doubtful = {name for name in named if name not in entries or entries[name].operation != "PUT"}
+            entries = {name: entry for name, entry in entries.items() if name not in doubtful}
+            gone |= doubtful
         return Verdict(entries, tuple(sorted(gone)), complete=not wild, lost=wild and lost)

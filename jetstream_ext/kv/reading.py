@@ -10,13 +10,12 @@ from nats.js.kv import KeyValue
 
 from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv.bucket import Bucket, Facts
-from jetstream_ext.kv.gathering import SMALL_LOG, any_missing, at_once, by_name, names_of, past_by_name
+from jetstream_ext.kv.gathering import SMALL_LOG, any_missing, at_once, by_name, names_of, past_by_name, whole_log
 from jetstream_ext.kv.instants import Instant, find_instant
 from jetstream_ext.kv.keys import EVERYTHING, check_filters, check_keys, is_literal, matcher
 from jetstream_ext.kv.latest import Latest
 from jetstream_ext.kv.messages import Subjects
-from jetstream_ext.kv.past import Holes, Past, Verdict
-from jetstream_ext.kv.records import Records
+from jetstream_ext.kv.past import Past, Verdict
 from jetstream_ext.kv.source import Source
 from jetstream_ext.kv.values import KeyValueEntry, KeyValueSnapshot
 
@@ -160,37 +159,35 @@ async def _past(bucket: Bucket, subjects: Subjects, patterns: list[str], facts: 
     past = Past(subjects, revision=instant.revision, history=facts.history)
     if instant.revision < facts.first:
         return past.verdict(named=(), wild=False, missing=False, lost=False)
+    if instant.revision > facts.last:
+        facts = await bucket.facts()  # that moment was waited for
     source = Source(bucket, facts.last)
     named = [pattern for pattern in patterns if is_literal(pattern)]
     wild = len(named) < len(patterns)
+    small = facts.messages <= SMALL_LOG
     names: list[str] | None = named
     if wild:
-        log = facts.messages <= SMALL_LOG or (patterns == [EVERYTHING] and facts.messages < _DEEP * facts.keys)
+        log = small or (patterns == [EVERYTHING] and facts.messages < _DEEP * facts.keys)
         names = None if log else await names_of(bucket, patterns)
-    if names is None:
-        holes = Holes(facts.first, instant.revision)
-
-        def take(records: Records) -> None:
-            holes.see(records.seqs)
-            past.feed(records, log=True)
-
-        async for records in source.log(facts.first, facts.last):
-            take(records)
-        await source.catch_up(facts.last, take)
-        holes.close()
-        missing = holes.highest > 0
-        lost = holes.highest > past.accounts_for() or _expiring(facts, past, instant)
-    else:
+    missing = lost = False
+    if names is not None:
         known = await past_by_name(bucket, source, names, facts, past)
-        named = names
-        lost = _expiring(facts, past, instant)
-        missing = bool(known)
-        if known is None and (wild or past.uncertain(named)):
-            missing = await any_missing(bucket, source, facts, instant.revision)
-    # While a revision is the newest one, what expires in silence has been in its time and has not.
-    return past.verdict(
-        named=() if instant.present else named, wild=wild, missing=missing, lost=lost and not instant.present
-    )
+        if known is not False and (wild or past.uncertain(names)):
+            missing = known or await any_missing(bucket, source, facts, instant.revision)
+        if missing and small:
+            past = Past(subjects, revision=instant.revision, history=facts.history)
+            names = None  # only the whole log tells whether the other keys' histories account for what is missing
+        else:
+            lost = _expiring(facts, past, instant)
+    if names is None:
+        holes = await whole_log(source, facts, past)
+        missing = 0 < holes.lowest <= instant.revision
+        # One that is newer than the revision may be the delete marker of a key that was there (`purge_deletes`).
+        lost = holes.highest > past.accounts_for() or _expiring(facts, past, instant)
+    if instant.present:
+        # While a revision is the newest one, what expires in silence has been in its time and has not.
+        return past.verdict(named=(), wild=wild, missing=missing, lost=False)
+    return past.verdict(named=named, listed=names or (), wild=wild, missing=missing, lost=lost)
 
 
 def _without_deleted(entries: dict[str, KeyValueEntry]) -> dict[str, KeyValueEntry]:

@@ -61,8 +61,9 @@ def test_the_newest_up_to_the_revision_is_the_answer() -> None:
 def test_a_key_of_which_only_newer_messages_are_left(history: int, after: list[Record], unavailable: bool) -> None:
     past = Past(ALL, revision=4, history=history)
     past.feed(after)
-    assert past.uncertain(()) == unavailable
+    assert past.uncertain(())
     assert judge(past).unavailable == (("a",) if unavailable else ())
+    assert judge(past, named=("a",), wild=False, lost=True).unavailable == ("a",)
     assert judge(past, missing=False).unavailable == ()
     assert known(judge(past)) == {}
 
@@ -95,6 +96,18 @@ def test_a_pattern_may_mean_keys_that_left_nothing() -> None:
     assert not judge(past, wild=False, lost=True).lost
 
 
+def test_where_keys_vanish_a_named_one_may_have_been_there() -> None:
+    past = Past(ALL, revision=4, history=3)
+    past.feed([message(1, "deleted", {"KV-Operation": "DEL"}), message(2, "kept"), message(7, "new", {EXPECTED: "0"})])
+    named = ("deleted", "kept", "new")
+    assert judge(past, named=named, wild=False).unavailable == ()
+    verdict = judge(past, named=named, wild=False, lost=True)
+    assert verdict.unavailable == ("deleted", "new")
+    assert known(verdict) == {"kept": 2}
+    assert past.uncertain(named)
+    assert judge(past, lost=True).unavailable == ()  # nobody asked for them by name; the whole answer is in doubt
+
+
 def test_repetitions_do_no_harm() -> None:
     past = Past(ALL, revision=4, history=3)
     for _ in range(3):
@@ -110,6 +123,16 @@ def test_other_keys_account_for_what_is_missing() -> None:
     assert past.accounts_for() == 8
     assert known(judge(past)) == {"a": 7}
     assert judge(past).unavailable == ()
+
+
+def test_a_history_accounts_for_no_more_than_it_can_have_removed() -> None:
+    past = Past(ALL, revision=9, history=1)
+    past.feed([message(8, "created", {EXPECTED: "0"})], log=True)
+    assert past.accounts_for() == 0
+    past.feed([message(7, "updated", {EXPECTED: "4"})], log=True)
+    assert past.accounts_for() == 4
+    past.feed([message(6, "put")], log=True)
+    assert past.accounts_for() == 6
 
 
 def test_holes() -> None:
@@ -129,6 +152,12 @@ def test_holes() -> None:
     assert highest(5, 4) == 0
     assert highest(5, 6, 5, 6) == 0
     assert highest(5, 9, 7, 9) == 8
+    holes = Holes(1, 9)
+    holes.see([1, 2, 4])
+    holes.see([5, 7])
+    assert holes.lowest == 3
+    holes.close()
+    assert (holes.lowest, holes.highest) == (3, 9)
 
 
 class Server:
@@ -166,12 +195,15 @@ def test_no_answer_is_ever_wrong(seed: int) -> None:
     held = server.held()
     for revision in range(1, 51):
         truth = {record.subject.removeprefix("$KV.B."): record.seq for record in server.happened[:revision]}
-        past, holes = Past(ALL, revision=revision, history=server.history), Holes(1, revision)
+        past, holes = Past(ALL, revision=revision, history=server.history), Holes(1, 50)
         past.feed(held, log=True)
         holes.see(record.seq for record in held)
         holes.close()
         verdict = past.verdict(
-            named=("a", "z"), wild=True, missing=holes.highest > 0, lost=holes.highest > past.accounts_for()
+            named=("a", "z"),
+            wild=True,
+            missing=0 < holes.lowest <= revision,
+            lost=holes.highest > past.accounts_for(),
         )
         assert not verdict.lost, "histories account for all that is missing"
         assert known(verdict).items() <= truth.items()

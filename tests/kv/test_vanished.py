@@ -1,0 +1,77 @@
+"""Keys that vanish altogether and are written anew: what they were in between is not known, and not guessed."""
+
+import asyncio
+
+import pytest
+from nats.js.errors import KeyNotFoundError
+
+import jetstream_ext.kv as kvx
+from jetstream_ext.errors import HistoryUnavailableError
+
+
+@pytest.mark.parametrize("history", [1, 5])
+@pytest.mark.parametrize("again", ["put", "create", ""])
+async def test_a_deleted_key_that_was_cleared_away(make_bucket, history: int, again: str) -> None:
+    """`purge_deletes`, which every client has, leaves no trace of the key."""
+    kv = await make_bucket(history=history)
+    await kv.put("a", b"1")
+    await kv.put("z", b"1")
+    await kv.delete("a")
+    await kv.purge_deletes(olderthan=-1)
+    if again:
+        await getattr(kv, again)("a", b"2")
+    last = await kv.create("y", b"1")
+    for filters in (None, ["*"], ["a"], ["a", "z"]):
+        with pytest.raises(HistoryUnavailableError) as gone:
+            await kvx.snapshot(kv, filters, at=2)
+        assert gone.value.keys in ((), ("a",))
+        some = await kvx.snapshot(kv, filters, at=2, strict=False)
+        assert "a" not in some
+        assert "a" in some.unavailable or not some.complete
+    with pytest.raises(HistoryUnavailableError) as gone:
+        await kvx.get_many(kv, ["z", "a"], at=2)
+    assert gone.value.keys == ("a",)
+    assert (await kvx.get_many(kv, ["z"], at=2))["z"].value == b"1"
+    assert (await kvx.get_many(kv, ["a", "z"], at=last)).keys() == ({"a", "z"} if again else {"z"})
+    assert (await kvx.snapshot(kv, at=last)).keys() == ({"a", "y", "z"} if again else {"y", "z"})
+
+
+async def test_a_key_that_expired_with_the_bucket_s_own_time_to_live(make_bucket) -> None:
+    kv = await make_bucket(history=5, ttl=3)
+    await kv.put("a", b"1")
+    second = await kv.put("z", b"1")
+    async with asyncio.timeout(30):
+        while await exists(kv, "a"):
+            await asyncio.sleep(0.05)
+    await kv.put("a", b"2")
+    for read in (kvx.get_many(kv, ["a"], at=second), kvx.snapshot(kv, ["a"], at=second)):
+        with pytest.raises(HistoryUnavailableError) as gone:
+            await read
+        assert gone.value.keys == ("a",)
+
+
+async def exists(kv, key: str) -> bool:
+    try:
+        await kv.get(key)
+    except KeyNotFoundError:
+        return False
+    return True
+
+
+async def test_a_key_whose_delete_marker_was_brought_back(make_bucket) -> None:
+    """Made again with a time to live, by a client that leaves its history, and expired."""
+    kv = await make_bucket(history=5)
+    await kv.put("a", b"1")
+    await kv.delete("a")
+    await kv.put("z", b"1")
+    made = await kv.create("a", b"2", msg_ttl=1)
+    async with asyncio.timeout(30):
+        while await exists(kv, "a"):
+            await asyncio.sleep(0.05)
+    await kv.put("y", b"1")
+    assert await kvx.get_many(kv, ["a"]) == {}
+    with pytest.raises(HistoryUnavailableError) as gone:
+        await kvx.get_many(kv, ["a", "z"], at=made)
+    assert gone.value.keys == ("a",)
+    with pytest.raises(HistoryUnavailableError):
+        await kvx.snapshot(kv, at=made)
