@@ -34,8 +34,9 @@ class AtomicBatch:
     """Store many messages of one stream all at once, or none of them (ADR-50).
 
     Use it as an async context manager: a clean exit commits and leaves the server's ack in `ack`, an exception (and a
-    cancellation) discards. Without ``async with``, end it by `commit`, `commit_eob` or `discard`. The server drops a
-    batch that is idle for 10 s, and by default takes 1000 messages per batch and 50 open batches per stream.
+    cancellation) discards. What ended the batch inside the block, and was caught there, is raised again by a clean
+    exit, unless `discard` was called. Without ``async with``, end it by `commit`, `commit_eob` or `discard`. The server
+    drops a batch that is idle for 10 s, and by default takes 1000 messages per batch and 50 open batches per stream.
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
@@ -111,11 +112,13 @@ class AtomicBatch:
             payload: Its bytes.
             ack: Wait for the server's reply to this message, or do not; None follows `ack_first` and `ack_every`.
             options: As for `BatchMessage`. `expected_last_seq` may be on the first message only, and
-                `expected_last_subject_seq` not on a subject written earlier in the batch. `msg_id` needs 2.12.1.
+                `expected_last_subject_seq` not on a subject written earlier in the batch. `msg_id` and
+                `expected_last_subject_seq` need 2.12.1.
 
         Raises:
             BatchError: The server refused, or the batch had ended.
-            UnsupportedFeatureError: The server is older than 2.12.
+            UnsupportedFeatureError: The server is older than 2.12, or it is 2.12.0 and there is an
+                `expected_last_subject_seq`; nothing was sent.
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message was refused here.
 
         Cancellation: The message is on the wire and part of the batch; the batch stays usable.
@@ -206,7 +209,7 @@ class AtomicBatch:
         return "not_stored" if await self._wire.resolve(timeout) is None else "stored"
 
     async def discard(self) -> None:
-        """Give the batch up: nothing of it is stored, unless its commit was on its way already.
+        """Give the batch up: nothing of it is stored, unless its commit was on its way already. Safe at any time.
 
         Cancellation: The batch is over all the same.
         """
@@ -229,6 +232,8 @@ class AtomicBatch:
                 await self.commit_eob()
             finally:
                 self._wire.discard()  # a refused commit leaves nothing open behind the block
+        elif machine.state is State.FAILED and self._wire.discarded:
+            pass  # whoever caught the error has said that it is dealt with
         elif machine.state not in (State.COMMITTED, State.DISCARDED):
             machine.check_open()
 
@@ -254,7 +259,9 @@ async def publish_atomic(
         EmptyBatchError: There were no messages.
         BatchOutcomeUnknownError: The answer was lost; the batch is either stored whole or not at all.
         BatchError: The server refused; nothing is stored.
-        UnsupportedFeatureError: The server is older than 2.12.
+        UnsupportedFeatureError: As for `AtomicBatch.add`; nothing is stored.
+        BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: A message or an argument was refused
+            here; nothing is stored.
 
     Cancellation: Nothing is stored, unless the commit was on its way already.
 

@@ -35,6 +35,7 @@ class AtomicBatches:
         timeout: float | None,
     ) -> None:
         self._acks = _publish(js, batches, in_flight, timeout)
+        self._listed = False
 
     def __aiter__(self) -> Self:
         return self
@@ -49,10 +50,14 @@ class AtomicBatches:
         """Publish everything and return all acks.
 
         Raises:
+            RuntimeError: It was awaited before.
             BatchError, UnsupportedFeatureError: As for `publish_atomic_many`.
 
         Cancellation: As for `publish_atomic_many`.
         """
+        if self._listed:
+            raise RuntimeError("these batches were published already: call publish_atomic_many again")
+        self._listed = True
         try:
             return [ack async for ack in self._acks]
         finally:

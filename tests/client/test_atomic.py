@@ -201,6 +201,29 @@ class TestNothingStored:
         assert await payloads(js, stream) == [b"before"]
         await left.settled()
 
+    @pytest.mark.parametrize("dealt_with", [True, False])
+    async def test_an_error_that_was_caught_in_the_block(
+        self, js: JetStreamContext, stream: str, left: Any, dealt_with: bool
+    ) -> None:
+        batch = jsx.AtomicBatch(js)
+
+        async def block() -> None:
+            async with batch:
+                await batch.add(f"{stream}.a", expected_last_seq=7)
+                with pytest.raises(errors.WrongLastSequenceError):
+                    await batch.commit_eob()
+                if dealt_with:
+                    await batch.discard()
+
+        if dealt_with:
+            await block()
+        else:
+            with pytest.raises(errors.WrongLastSequenceError):
+                await block()
+        assert batch.state == "failed"
+        assert await count(js, stream) == 0
+        await left.settled()
+
     async def test_a_message_that_the_stream_finds_too_large(
         self, js: JetStreamContext, make_stream: MakeStream
     ) -> None:

@@ -48,6 +48,14 @@ async def test_all_are_stored_in_order(
     await left.settled()
 
 
+async def test_it_is_awaited_once(js: JetStreamContext, stream: str) -> None:
+    acks = jsx.publish_atomic_many(js, [batch(stream, 0)])
+    assert len(await acks) == 1
+    with pytest.raises(RuntimeError, match="already"):
+        await acks
+    assert await count(js, stream) == 3
+
+
 async def test_the_source_is_read_as_there_is_room(js: JetStreamContext, stream: str, left: Any) -> None:
     taken = 0
 
