@@ -10,6 +10,9 @@
     ├─ TooManySubjectsError         ``multi_last`` matched too many subjects
     ├─ ResponseError                a reply that breaks the protocol
     ├─ MessagesLostError            a hole in a direct-get reply
+    │  └─ PositionLostError         what a log reader should read next is gone
+    ├─ StreamRecreatedError         a log reader's stream was deleted and made again
+    ├─ FencedError                  another reader or worker of the same name has gone on
     ├─ RequestTimeoutError          no answer in time
     ├─ StreamConfigMismatchError    a stream exists with another configuration
     ├─ HistoryUnavailableError      the past that was asked for is gone
@@ -145,6 +148,53 @@ class MessagesLostError(JetStreamExtError):
         super().__init__(message)
         self.expected = expected
         self.got = got
+
+
+class PositionLostError(MessagesLostError):
+    """What a log reader should read next is no longer stored: purged, expired, or lost with the stream's end.
+
+    ``expected`` is the reader's position. ``got`` is where the stream begins now (or one more than its last sequence,
+    where that is before the position): `LogReader.seek` there to go on without what is gone.
+
+    Attributes:
+        stream: The stream.
+    """
+
+    def __init__(
+        self, message: str = "", *, stream: str = "", expected: int | None = None, got: int | None = None
+    ) -> None:
+        super().__init__(message, expected=expected, got=got)
+        self.stream = stream
+
+
+class StreamRecreatedError(JetStreamExtError):
+    """A stream is not the one that a position belongs to: it was deleted and made again, and sequences began anew.
+
+    Attributes:
+        stream: The stream.
+        expected: When the position's stream was created, in the server's words.
+        found: When the stream of that name was created that there is now.
+    """
+
+    def __init__(self, message: str = "", *, stream: str = "", expected: str = "", found: str = "") -> None:
+        super().__init__(message)
+        self.stream = stream
+        self.expected = expected
+        self.found = found
+
+
+class FencedError(JetStreamExtError):
+    """Another reader or worker of the same name has gone on; this one must stop. Nothing was stored.
+
+    Attributes:
+        name: The name that both have.
+        seq: The position that the other one has stored, where there is one.
+    """
+
+    def __init__(self, message: str = "", *, name: str = "", seq: int | None = None) -> None:
+        super().__init__(message)
+        self.name = name
+        self.seq = seq
 
 
 class RequestTimeoutError(JetStreamExtError, nats.errors.TimeoutError):

@@ -1,0 +1,166 @@
+"""The position of a worker, kept in the stream that it writes to, and what makes of it a fence.
+
+The record is the last message of every batch of outputs. It names the record before it
+(``Nats-Expected-Last-Subject-Sequence``), so of two workers that both believe to be the one only one can store; and it
+says who wrote it and as which of its commits, so that a commit whose answer was lost is known again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+
+from jetstream_ext.errors import StreamConfigMismatchError, UnsupportedFeatureError
+from jetstream_ext.log.state import LogState
+from jetstream_ext.protocol import support
+from jetstream_ext.types import NEVER, BatchMessage, StoredMsg
+
+_VERSION: Final = 1
+_ROLLUP: Final = {"Nats-Rollup": "sub"}
+# It commits batches whose expectations do not hold.
+_UNFENCED: Final = "2.12.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """How far a worker is.
+
+    Attributes:
+        stream: The stream that it reads.
+        created: When that was created, in the server's words.
+        seq: The next sequence to read.
+        worker: Who stored it: a random id of each start.
+        commit: The how-manieth commit of that start it is, from 0.
+        at: The record's own place in the output stream; 0: there is none.
+    """
+
+    stream: str
+    created: str
+    seq: int
+    worker: str
+    commit: int
+    at: int = 0
+
+    def message(self, subject: str, after: int, keeping: Keeping) -> BatchMessage:
+        """Return the record to store, if the one before it is still at `after`."""
+        body = {
+            "v": _VERSION,
+            "stream": self.stream,
+            "created": self.created,
+            "seq": self.seq,
+            "worker": self.worker,
+            "commit": self.commit,
+        }
+        return BatchMessage(
+            subject,
+            orjson.dumps(body),
+            headers=_ROLLUP if keeping.rollup else None,
+            msg_ttl=NEVER if keeping.never else None,
+            expected_last_subject_seq=after,
+        )
+
+    @classmethod
+    def decode(cls, stored: StoredMsg) -> Record:
+        """Return the record in a message.
+
+        Raises:
+            ValueError: It is none.
+        """
+        try:
+            body = orjson.loads(stored.data)
+            if body["v"] == _VERSION:
+                return cls(
+                    str(body["stream"]),
+                    str(body["created"]),
+                    int(body["seq"]),
+                    str(body["worker"]),
+                    int(body["commit"]),
+                    stored.seq,
+                )
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+            pass
+        raise ValueError(
+            f"stream {stored.stream!r}: message {stored.seq} on {stored.subject!r} is no position of a worker; nothing "
+            "else may be published there"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How an output stream is asked to keep a record.
+
+    Attributes:
+        rollup: A record takes away the one before.
+        never: It does not expire with the stream's ``max_age``.
+    """
+
+    rollup: bool
+    never: bool
+
+
+def check_output(state: LogState, subject: str, server_version: str, *, may_vanish: bool) -> Keeping:
+    """Refuse a stream that cannot hold outputs and the position of a worker.
+
+    Args:
+        state: The stream.
+        subject: The subject of the position.
+        server_version: The connected server's, for the error.
+        may_vanish: The caller knows that the stream's limits can remove the position.
+
+    Raises:
+        UnsupportedFeatureError: Its server is older than 2.12.1.
+        StreamConfigMismatchError: Its configuration; ``diff`` says what is wrong.
+    """
+    facts, config = state.facts, state.config
+    version = facts.version or server_version
+    if not support.ATOMIC.at(facts.level):
+        raise support.ATOMIC.unsupported(server_version=version, api_level=facts.level, detail="nothing was stored")
+    if version == _UNFENCED:
+        raise UnsupportedFeatureError(
+            f"exactly-once processing needs nats-server 2.12.1: {_UNFENCED} commits batches whose expectations do not "
+            "hold; nothing was stored",
+            feature=support.ATOMIC.title,
+            required_api_level=support.ATOMIC.api_level,
+            server_version=version,
+        )
+    never = bool(config.get("allow_msg_ttl"))
+    diff: dict[str, tuple[Any, Any]] = {}
+    advice: list[str] = []
+    if not config.get("allow_atomic"):
+        diff["allow_atomic"] = (True, False)
+        advice.append("turn on allow_atomic")
+    if not facts.takes(subject):
+        diff["subjects"] = ((*facts.subjects, subject), facts.subjects)
+        advice.append(f"add {subject!r} (or a wildcard that matches it) to its subjects")
+    if not may_vanish and (limits := _limits(config, never=never)):
+        diff |= limits
+        advice.append(
+            f"its limits ({', '.join(limits)}) can remove the position, after which a worker would begin anew: use a "
+            "stream without them (allow_msg_ttl exempts the position from max_age, discard 'new' from the others), or "
+            "say position_may_vanish=True"
+        )
+    if diff:
+        raise StreamConfigMismatchError(
+            f"stream {facts.name!r} cannot hold outputs and the position of a worker: {'; '.join(advice)}", diff=diff
+        )
+    return Keeping(
+        rollup=bool(config.get("allow_rollup_hdrs")) and not config.get("deny_purge"),
+        never=never and int(config.get("max_age") or 0) > 0,
+    )
+
+
+def _limits(config: dict[str, Any], *, never: bool) -> dict[str, tuple[Any, Any]]:
+    """Return what of a stream's configuration can remove the newest message of a subject."""
+    found: dict[str, tuple[Any, Any]] = {}
+    retention = str(config.get("retention") or "limits")
+    if retention != "limits":
+        found["retention"] = ("limits", retention)
+    if int(config.get("max_age") or 0) > 0 and not never:
+        found["max_age"] = (0, int(config["max_age"]))
+    if str(config.get("discard") or "old") == "old":
+        for name in ("max_msgs", "max_bytes"):
+            if int(config.get(name) or -1) > 0:
+                found[name] = (-1, int(config[name]))
+    return found

@@ -1,0 +1,299 @@
+"""Positions of readers, kept in a key-value bucket: one key per reader, fenced by its revision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import nats.errors
+import nats.js.errors
+import orjson
+from nats.js import JetStreamContext
+from nats.js.errors import BucketNotFoundError
+from nats.nuid import NUID
+
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.errors import FencedError, JetStreamExtError, RequestTimeoutError
+from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.keys import check_key
+from jetstream_ext.kv.messages import operation
+from jetstream_ext.log.patience import Patience
+from jetstream_ext.protocol import frames
+from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ
+from jetstream_ext.types import StoredMsg
+
+if TYPE_CHECKING:
+    from jetstream_ext.log.committing import Committing
+    from jetstream_ext.log.reader import LogReader
+
+_VERSION: Final = 1
+_WRONG_LAST: Final = frozenset({10071, 10164})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredOffset:
+    """A stored position.
+
+    Attributes:
+        name: The reader.
+        stream: The stream that it reads.
+        created: When that stream was created, in the server's words: sequences of another one of the same name say
+            nothing.
+        seq: The next sequence to read, from 1.
+        revision: The key's revision in the bucket; whoever commits next must have seen it.
+        writer: A random id of the `OffsetStore` object that stored it.
+    """
+
+    name: str
+    stream: str
+    created: str
+    seq: int
+    revision: int = 0
+    writer: str = ""
+
+    def encode(self) -> bytes:
+        """Return the key's value."""
+        return orjson.dumps(
+            {"v": _VERSION, "stream": self.stream, "created": self.created, "seq": self.seq, "writer": self.writer}
+        )
+
+    @classmethod
+    def decode(cls, name: str, data: bytes, revision: int) -> StoredOffset:
+        """Return the position in a value.
+
+        Raises:
+            ValueError: It is none.
+        """
+        try:
+            body = orjson.loads(data)
+            if body["v"] == _VERSION and body["seq"] >= 1:
+                return cls(
+                    name, str(body["stream"]), str(body["created"]), int(body["seq"]), revision, str(body["writer"])
+                )
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+            pass
+        raise ValueError(f"what is stored for {name!r} is no position: {data[:80]!r}")
+
+
+class OffsetStore:
+    """Positions of readers in a key-value bucket: one key per reader, with stream, its `created`, and next sequence.
+
+    A commit counts only if nobody has committed under the name since this object last fetched or committed it. So of
+    two readers of one name the one that fetched last goes on, and the other one's next commit raises `FencedError`: it
+    has lost its name, and should stop.
+
+    Args:
+        js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
+        bucket: The bucket's name. It must exist; `create` makes it.
+        timeout: Seconds to wait for an answer; None is the context's own.
+        patience: Seconds that trouble which passes (an election, a lost connection) may last.
+
+    Raises:
+        BadSubjectError: The bucket's name cannot be one.
+        ValueError: A number is not over 0.
+
+    Requires: nats-server 2.10, permission for ``STREAM.INFO``, ``STREAM.MSG.GET`` and the keys' subjects.
+    """
+
+    def __init__(
+        self, js: JetStreamContext, bucket: str = "offsets", *, timeout: float | None = None, patience: float = 30.0
+    ) -> None:
+        frames.check_name(bucket, "bucket name")
+        for name, value in (("timeout", timeout), ("patience", patience)):
+            if value is not None and (isinstance(value, bool) or not value > 0):
+                raise ValueError(f"{name} must be a number of seconds over 0, not {value!r}")
+        JetStream(js)
+        self._context = js
+        self._name = bucket
+        self._timeout = timeout
+        self._patience = float(patience)
+        self._bucket: Bucket | None = None
+        self._revisions: dict[str, int] = {}
+        self._writer = NUID().next().decode()
+
+    def __repr__(self) -> str:
+        return f"<OffsetStore bucket={self._name!r}>"
+
+    async def create(self, *, replicas: int = 1) -> OffsetStore:
+        """Create the bucket if there is none, and return this object.
+
+        Args:
+            replicas: How many servers hold it.
+
+        Raises:
+            nats.js.errors.APIError: The server refused.
+
+        Cancellation: The bucket may have been created.
+        """
+        try:
+            await self._open()
+        except BucketNotFoundError:
+            await self._context.create_key_value(bucket=self._name, history=1, replicas=replicas)
+        return self
+
+    async def fetch(self, name: str) -> StoredOffset | None:
+        """Return the position that is stored under a name, or None; commits may follow.
+
+        It is the newest one: the bucket's leader is asked.
+
+        Args:
+            name: The reader's name.
+
+        Raises:
+            nats.js.errors.InvalidKeyError: The name is no key.
+            nats.js.errors.BucketNotFoundError: There is no bucket; `create` makes it.
+            ValueError: Something else is stored there.
+            RequestTimeoutError, nats.js.errors.ServiceUnavailableError: Trouble that lasted longer than `patience`.
+
+        Cancellation: Safe; nothing is left behind.
+        """
+        check_key(name)
+        patience = Patience(self._patience)
+        while True:
+            try:
+                found = await self._newest(name)
+                break
+            except Exception as error:
+                await patience.after(error)
+        self._revisions[name] = 0 if found is None else found.seq
+        return _decode(name, found)
+
+    async def commit(self, reader: LogReader, *, name: str | None = None, position: int | None = None) -> StoredOffset:
+        """Store a reader's position.
+
+        Everything below it is taken to be dealt with: commit after the messages were handled, not before.
+
+        Args:
+            reader: The reader.
+            name: Its name; None is the one that it was started with (`Stored`).
+            position: The next sequence to read; None is the reader's `position`.
+
+        Returns:
+            What is stored now.
+
+        Raises:
+            FencedError: Somebody else has committed under the name since it was fetched, or it was never fetched here
+                and there is a position; nothing was stored. `fetch` takes the name over.
+            ValueError: There is no name, or the position is out of range.
+            nats.js.errors.InvalidKeyError, nats.js.errors.BucketNotFoundError: As for `fetch`.
+            RequestTimeoutError, nats.js.errors.ServiceUnavailableError: Trouble that lasted longer than `patience`;
+                whether the position was stored is not known.
+
+        Cancellation: The position may have been stored; the next commit finds out.
+        """
+        name = _name_of(reader, name)
+        here = await reader.open()
+        if position is None:
+            position = here
+        if isinstance(position, bool) or not isinstance(position, int) or not 1 <= position < 1 << 64:
+            raise ValueError(f"position must be a stream sequence from 1 up, not {position!r}")
+        assert reader.created is not None
+        return await self._store(StoredOffset(name, reader.stream, reader.created, position, 0, self._writer))
+
+    def committing(
+        self, reader: LogReader, *, name: str | None = None, every: int = 1000, seconds: float = 5.0
+    ) -> Committing:
+        """Return an async context manager that reads with `reader` and commits by itself.
+
+        ::
+
+            async with offsets.committing(reader, every=500) as messages:
+                async for msg in messages:
+                    await handle(msg)
+
+        A message counts as handled when the next one is asked for, or the block ends without an exception. So after a
+        crash, up to `every` messages (or those of `seconds`) are read again, and none is lost: at least once.
+
+        Args:
+            reader: The reader; `tail` decides whether iteration ends.
+            name: As for `commit`.
+            every: Commit after so many handled messages, from 1.
+            seconds: Commit when the oldest handled message that is not committed is so old. A handler that takes longer
+                is not interrupted: it is done when it asks for the next message.
+
+        Raises:
+            ValueError: A number is out of range, or there is no name.
+        """
+        from jetstream_ext.log.committing import Committing
+
+        return Committing(self, reader, _name_of(reader, name), every, seconds)
+
+    async def _open(self) -> Bucket:
+        if self._bucket is None:
+            self._bucket = Bucket(await self._context.key_value(self._name), self._timeout)
+        return self._bucket
+
+    async def _newest(self, name: str) -> StoredMsg | None:
+        bucket = await self._open()
+        return await bucket.at_leader(last_by_subj=bucket.subject(name))
+
+    async def _store(self, offset: StoredOffset) -> StoredOffset:
+        name, data = offset.name, offset.encode()
+        patience = Patience(self._patience)
+        while True:
+            known = self._revisions.get(name, 0)
+            try:
+                bucket = await self._open()
+                ack = await bucket.context.publish(
+                    bucket.subject(name),
+                    data,
+                    timeout=bucket.timeout,
+                    stream=bucket.stream,
+                    headers={EXPECTED_LAST_SUBJECT_SEQ: str(known)},
+                )
+                revision = int(ack.seq)
+                break
+            except Exception as error:
+                if not (isinstance(error, nats.js.errors.APIError) and error.err_code in _WRONG_LAST):
+                    await patience.after(error)
+                    continue
+                # It may be this very commit, stored by a try whose answer was lost, or one that was cancelled.
+                found = await self._settled(name, known)
+                stored = _decode(name, found)
+                if stored is None or stored.writer != self._writer:
+                    raise _fenced(self._name, name, stored, known) from error
+                assert found is not None
+                self._revisions[name] = found.seq
+                if stored.encode() == data:
+                    revision = found.seq
+                    break
+        self._revisions[name] = revision
+        return StoredOffset(name, offset.stream, offset.created, offset.seq, revision, self._writer)
+
+    async def _settled(self, name: str, known: int) -> StoredMsg | None:
+        """Return what refused a commit; a leader that was replaced and does not know it may not have it."""
+        patience = Patience(self._patience)
+        while True:
+            try:
+                found = await self._newest(name)
+                if (0 if found is None else found.seq) != known:
+                    return found
+                raise RequestTimeoutError(f"bucket {self._name!r} refuses a commit of {name!r} and does not say why")
+            except (JetStreamExtError, nats.errors.Error) as error:
+                await patience.after(error)
+
+
+def _name_of(reader: LogReader, name: str | None) -> str:
+    name = reader.name if name is None else name
+    if name is None:
+        raise ValueError("this reader was not started with Stored(name): give the name")
+    check_key(name)
+    return name
+
+
+def _decode(name: str, found: StoredMsg | None) -> StoredOffset | None:
+    if found is None or operation(found.headers)[0] != "PUT":
+        return None
+    return StoredOffset.decode(name, found.data, found.seq)
+
+
+def _fenced(bucket: str, name: str, stored: StoredOffset | None, known: int) -> FencedError:
+    if stored is None:
+        return FencedError(f"the position of {name!r} was deleted from bucket {bucket!r}; fetch it to go on", name=name)
+    why = "another reader of this name has committed" if known else "there is one that was not fetched here"
+    return FencedError(
+        f"the position of {name!r} in bucket {bucket!r} is {stored.seq} (revision {stored.revision}): {why}; nothing was "
+        "stored",
+        name=name,
+        seq=stored.seq,
+    )

@@ -1,0 +1,488 @@
+"""Reading a stream as a log: no consumer on the server, the reader owns its position.
+
+What is read comes by direct gets, from any replica. What is *not* there is never taken from them: every group of messages
+is handed out only after the leader was asked, behind it, whether the stream is still the same one and where it begins::
+
+    group     sequences from the position on, whole by the leader's proof (`DirectGet.scan(confirm=True)`)
+    look      STREAM.INFO: another `created` ────────────────────────────────────► StreamRecreatedError
+              a sequence of the group is missing, and the stream now begins behind it ─► PositionLostError
+              missing, and the stream begins before it: it was deleted from the middle, there is nothing to read
+    hand out  and only now the position moves
+
+A group is one call's: between two calls there is no request, subscription, task or timer, so there is nothing to close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import Final, Literal, Self
+
+from nats.js import JetStreamContext
+
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.client.leader import get_at_leader
+from jetstream_ext.errors import DirectGetDisabledError, PositionLostError, StreamRecreatedError
+from jetstream_ext.log.offsets import OffsetStore, StoredOffset
+from jetstream_ext.log.patience import Patience
+from jetstream_ext.log.starts import First, Last, Seq, Start, Stored, Time, check_start
+from jetstream_ext.log.state import LogState, check_readable, first_missing, look
+from jetstream_ext.protocol import frames
+from jetstream_ext.protocol.direct import Request
+from jetstream_ext.types import StoredMsg
+
+_log = logging.getLogger("jetstream_ext")
+
+# Messages and bytes of a group, about. The two questions that a group costs should not count beside its messages.
+_GROUP: Final = 4096
+_GROUP_BYTES: Final = 4 << 20
+_REQUEST_BYTES: Final = 1 << 20
+# A filter can leave few messages among many sequences; a group then spans more of them.
+_WIDEST: Final = 1 << 40
+# The first pause at the end of the stream; it doubles up to `poll`.
+_FIRST_PAUSE: Final = 0.005
+# How long a leader that was just elected may take to have what the last one had.
+_SETTLE: Final = 3.0
+_SETTLE_PAUSE: Final = 0.1
+_FIRST: Final = First()
+
+
+class LogReader:
+    """Read a stream in order, without a consumer; the position is the reader's own (Direct Get, ADR-31).
+
+    ::
+
+        reader = LogReader(js, "ORDERS", start=Time(yesterday), subject="orders.eu.>")
+        async for msg in reader:        # to the end of the stream; with tail=True it waits for more
+            ...
+        reader.position                 # the next sequence to read
+
+    Every message that is stored, and matches, is returned exactly once and in order, whichever replica or mirror
+    answers: the end of the stream, and what is missing in the middle, are proved at its leader. Messages that were
+    deleted from the middle are passed over. It is an error if the reader comes too late: if what it should read next
+    was purged, has expired, or went with the stream.
+
+    An ``async for`` may be left and taken up again; nothing has to be closed. One task at a time may read.
+
+    Args:
+        js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
+        stream: The stream's name.
+        start: `First()`, `Seq(n)`, `Time(t)`, `Last()`, `New()` or `Stored(name)`.
+        subject: Read only what matches this filter (wildcards allowed); None is everything.
+        tail: At the end of the stream, ``async for`` waits for more instead of ending. The leader is asked again after
+            5 ms, then after twice as long each time, up to `poll`.
+        on_lost: What happens where messages are gone that the reader has not read: ``"error"`` raises
+            `PositionLostError`, ``"skip"`` goes on behind them, with a warning in the log ``jetstream_ext``. A filtered
+            reader cannot know whether what is gone would have matched; it takes it that it would.
+        offsets: Where `Stored` is looked up and `OffsetStore.commit` stores; None is ``OffsetStore(js)``.
+        timeout: Seconds to wait for an answer; None is the context's own.
+        patience: Seconds that trouble which passes (an election, a restart, a lost connection) may last.
+        poll: The longest pause, in seconds, between two looks at the end of the stream: how late a message may be
+            noticed after a quiet time, and how often an idle reader asks.
+
+    Raises:
+        BadSubjectError: The name or the filter cannot be one.
+        TypeError: `start` is none.
+        ValueError: A number is not over 0, or `on_lost` is something else.
+
+    While reading it raises:
+        PositionLostError: See `on_lost`. The position stays; `seek` to the error's ``got`` goes on behind the loss.
+        StreamRecreatedError: The stream is not the one that the reader began with.
+        StreamConfigMismatchError: Its retention is not ``limits``, so that consumers delete messages (with
+            ``on_lost="skip"`` that is no error).
+        DirectGetDisabledError: It lacks ``allow_direct``.
+        nats.js.errors.NotFoundError: There is no such stream.
+        UnsupportedFeatureError: The server is older than 2.11.
+        RequestTimeoutError, nats.js.errors.ServiceUnavailableError: Trouble that lasted longer than `patience`.
+
+    Cancellation: Any call may be cancelled. The position is behind the last message that was returned, nothing is left
+        behind, and the reader can be used again.
+
+    Requires: nats-server 2.11, ``allow_direct``, permission for ``STREAM.INFO``, ``STREAM.MSG.GET`` and ``DIRECT.GET``.
+    """
+
+    def __init__(
+        self,
+        js: JetStreamContext,
+        stream: str,
+        *,
+        start: Start = _FIRST,
+        subject: str | None = None,
+        tail: bool = False,
+        on_lost: Literal["error", "skip"] = "error",
+        offsets: OffsetStore | None = None,
+        timeout: float | None = None,
+        patience: float = 30.0,
+        poll: float = 0.25,
+    ) -> None:
+        if subject is not None:
+            frames.check_filter(subject)
+        if on_lost not in ("error", "skip"):
+            raise ValueError(f"on_lost must be 'error' or 'skip', not {on_lost!r}")
+        for name, value in (("patience", patience), ("poll", poll)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{name} must be a number of seconds over 0, not {value!r}")
+        self._direct = DirectGet(js, stream, timeout=timeout)
+        self._context = js
+        self._js = JetStream(js)
+        self._timeout = self._js.timeout if timeout is None else float(timeout)
+        self._stream = stream
+        self._subject = subject
+        self._tail = tail
+        self._skips = on_lost == "skip"
+        self._offsets = OffsetStore(js, timeout=timeout) if offsets is None else offsets
+        self._patience = float(patience)
+        self._poll = float(poll)
+        self._created: str | None = None
+        self._checked = False
+        self._span = _GROUP
+        self._reading = False
+        self._name = start.name if isinstance(start, Stored) else None
+        self._seek(check_start(start))
+
+    def __repr__(self) -> str:
+        return f"<LogReader stream={self._stream!r} subject={self._subject!r} position={self._position}>"
+
+    # -- where it is --------------------------------------------------------------------------------------------
+
+    @property
+    def context(self) -> JetStreamContext:
+        """The context that the reader was made with."""
+        return self._context
+
+    @property
+    def stream(self) -> str:
+        """The stream's name."""
+        return self._stream
+
+    @property
+    def subject(self) -> str | None:
+        """The filter."""
+        return self._subject
+
+    @property
+    def tail(self) -> bool:
+        """Whether iteration waits at the end of the stream."""
+        return self._tail
+
+    @property
+    def offsets(self) -> OffsetStore:
+        """Where the position is stored."""
+        return self._offsets
+
+    @property
+    def name(self) -> str | None:
+        """The name of a reader that was started with `Stored`."""
+        return self._name
+
+    @property
+    def created(self) -> str | None:
+        """When the stream was created, in the server's words; None before the reader has asked."""
+        return self._created
+
+    @property
+    def position(self) -> int | None:
+        """The next sequence to read, from 1; None before the start was looked up (by the first read, or `open`).
+
+        Of all sequences below it, the reader has returned what was stored there and matched, or was told to begin
+        behind them. Nothing from it on has been returned. A reader that has reached the end is at one more than the
+        stream's last sequence, whether or not that one matched.
+        """
+        return self._position
+
+    def seek(self, start: Start | StoredOffset | int) -> None:
+        """Go on somewhere else with the next read.
+
+        Args:
+            start: As for the reader; an integer is a stream sequence, a `StoredOffset` is what it says.
+
+        Raises:
+            TypeError, ValueError: It is none.
+            RuntimeError: Another task is reading.
+        """
+        self._check_alone()
+        if isinstance(start, int):
+            start = Seq(start)
+        self._seek(start if isinstance(start, StoredOffset) else check_start(start))
+
+    def _seek(self, start: Start | StoredOffset) -> None:
+        self._start = start
+        self._position: int | None = start.seq if isinstance(start, Seq) else None
+        # At the start that "the oldest message" is, nothing is lost before there was a first message.
+        self._at_head = False
+        self._state: LogState | None = None
+        self._ready: deque[StoredMsg] = deque()
+        self._ahead = 0
+
+    async def open(self) -> int:
+        """Look the start up, unless that is done, and return the position.
+
+        Reading does this by itself; call it to pin a start that depends on the moment.
+
+        Raises:
+            RuntimeError: Another task is reading.
+            Exception: As for reading (see `LogReader`), but for `PositionLostError`.
+
+        Cancellation: Safe; nothing is left behind.
+        """
+        with self._alone():
+            patience = Patience(self._patience)
+            while True:
+                try:
+                    if self._position is None:
+                        return await self._resolve()
+                    if self._created is None:
+                        await self._look()
+                    return self._position
+                except Exception as error:
+                    await self._wait_out(error, patience)
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StoredMsg:
+        self._check_alone()
+        if not self._ready:
+            with self._alone():
+                if not await self._fill(None if self._tail else 0.0):
+                    raise StopAsyncIteration
+        return self._take()
+
+    async def read(self, max_messages: int = 1000, timeout: float | None = None) -> list[StoredMsg]:
+        """Return the next messages: as many as there are now, up to `max_messages`.
+
+        Where there are none, it waits for the first one; an empty list means that none came, as the leader says.
+
+        Args:
+            max_messages: From 1. One call returns about 4,000 messages or 4 MiB at most.
+            timeout: Seconds to wait for a first message, whatever `tail` is; 0 does not wait. None is the reader's
+                timeout with ``tail=True``, else 0. Trouble that passes is waited out besides (see `patience`).
+
+        Raises:
+            ValueError: A number is out of range.
+            RuntimeError: Another task is reading.
+            Exception: As for iteration; see `LogReader`.
+
+        Cancellation: Nothing of it is returned later, or lost: the position has not moved.
+        """
+        if isinstance(max_messages, bool) or not isinstance(max_messages, int) or max_messages < 1:
+            raise ValueError(f"max_messages must be an integer from 1 up, not {max_messages!r}")
+        if timeout is None:
+            timeout = self._timeout if self._tail else 0.0
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+            raise ValueError(f"timeout must be a number of seconds from 0 up, not {timeout!r}")
+        self._check_alone()
+        if not self._ready:
+            with self._alone():
+                await self._fill(timeout)
+        return [self._take() for _ in range(min(max_messages, len(self._ready)))]
+
+    def _take(self) -> StoredMsg:
+        message = self._ready.popleft()
+        self._position = message.seq + 1 if self._ready else self._ahead
+        return message
+
+    def _check_alone(self) -> None:
+        if self._reading:
+            raise RuntimeError("another task is reading with this reader; give each task one of its own")
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._check_alone()
+        self._reading = True
+        try:
+            yield
+        finally:
+            self._reading = False
+
+    async def _fill(self, wait: float | None) -> bool:
+        """Have messages ready; False: for `wait` seconds (None: for ever) the stream had no more."""
+        loop = asyncio.get_running_loop()
+        deadline = math.inf if wait is None else loop.time() + wait
+        patience = Patience(self._patience)
+        pause = min(_FIRST_PAUSE, self._poll)
+        while True:
+            try:
+                if await self._advance():
+                    return True
+            except Exception as error:
+                await self._wait_out(error, patience)
+                continue
+            patience.reset()
+            left = deadline - loop.time()
+            if left <= 0:
+                return False
+            # No event tells when something is stored: who mirrors, sources or imports does not see it published.
+            await asyncio.sleep(min(pause, left))
+            pause = min(pause * 2, self._poll)
+
+    async def _wait_out(self, error: Exception, patience: Patience) -> None:
+        """Wait a little after trouble that passes; raise everything else."""
+        if isinstance(error, DirectGetDisabledError) and not self._checked:
+            raise error  # the leader says so
+        await patience.after(error)
+        self._state = None
+
+    async def _advance(self) -> bool:
+        """Have messages ready; False: the stream ends before the position, as its leader says."""
+        while True:
+            position = await self._resolve() if self._position is None else self._position
+            state = self._state
+            if state is None or position > state.last:
+                state = await self._look()
+                if position > state.last + 1:
+                    state = await self._settled(position)
+            if position > state.last:
+                return False
+            await self._group(position, state)
+            if self._ready:
+                return True
+
+    async def _group(self, position: int, state: LogState) -> None:
+        """Read a group of messages, have it checked by the leader, and make it ready."""
+        if position < state.first and not self._at_head:
+            position = self._lost(position, state.first)
+        rows, end = await self._read(position, min(state.last, position + self._span - 1))
+        state = await self._look()
+        missing = first_missing([row.seq for row in rows], position, end)
+        if missing is None or state.first <= missing:
+            self._at_head = False
+        elif not self._at_head:
+            # What was read before the hole is whole; the hole is for the next call to tell of.
+            kept = [row for row in rows if row.seq < missing]
+            if kept:
+                rows, end = kept, missing - 1
+            else:
+                self._lost(missing, min(state.first, end + 1))
+        self._ready.extend(rows)
+        self._ahead = end + 1
+        if not rows:
+            self._position = self._ahead
+
+    async def _read(self, position: int, end: int) -> tuple[list[StoredMsg], int]:
+        """Return the messages of a range, or of a part of it from its beginning on, and where that ends."""
+        rows: list[StoredMsg] = []
+        size, last = 0, end
+        scan = self._direct.scan(
+            subject=self._subject, seq=position, up_to_seq=end, max_bytes=_REQUEST_BYTES, confirm=True
+        )
+        async with scan as messages:
+            async for message in messages:
+                rows.append(message)
+                size += len(message.data)
+                if size >= _GROUP_BYTES or len(rows) >= 2 * _GROUP:
+                    last = message.seq
+                    break
+        if last < end:
+            self._span = max(1, last - position + 1)
+        elif 2 * len(rows) < _GROUP and 2 * size < _GROUP_BYTES:
+            self._span = min(self._span * 4, _WIDEST)
+        return rows, last
+
+    # -- what the leader says -----------------------------------------------------------------------------------
+
+    async def _look(self) -> LogState:
+        state = await look(self._js, self._stream, self._timeout)
+        if not self._checked:
+            check_readable(state, self._js.connection.server_version, others_delete=self._skips)
+            self._checked = True
+        if self._created is None:
+            self._created = state.created
+        elif state.created != self._created:
+            raise StreamRecreatedError(
+                f"stream {self._stream!r} was deleted and created anew at {state.created}; the position belongs to the "
+                f"one of {self._created}",
+                stream=self._stream,
+                expected=self._created,
+                found=state.created,
+            )
+        self._state = state
+        return state
+
+    async def _settled(self, position: int) -> LogState:
+        """Look again for a while: a leader that was just elected may not have applied everything yet."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _SETTLE
+        while True:
+            state = await self._look()
+            if position <= state.last + 1:
+                return state
+            if loop.time() >= deadline:
+                raise PositionLostError(
+                    f"stream {self._stream!r} ends at sequence {state.last}, before the position {position}: it has "
+                    "lost its end, or the position is another stream's",
+                    stream=self._stream,
+                    expected=position,
+                    got=state.last + 1,
+                )
+            await asyncio.sleep(_SETTLE_PAUSE)
+
+    def _lost(self, position: int, first: int) -> int:
+        """Raise, or return where to go on."""
+        may_have = "" if self._subject is None else f" (which of them match {self._subject!r} cannot be known)"
+        what = (
+            f"stream {self._stream!r}: sequences {position} to {first - 1} were removed before they were read{may_have}"
+        )
+        if not self._skips:
+            raise PositionLostError(
+                f"{what}; seek to {first} to go on behind them", stream=self._stream, expected=position, got=first
+            )
+        _log.warning("%s; going on at %d", what, first)
+        return first
+
+    async def _resolve(self) -> int:
+        """Find out where the start is."""
+        start = self._start
+        if isinstance(start, Stored):
+            start = await self._offsets.fetch(start.name) or start.default
+        if isinstance(start, StoredOffset):
+            self._take_over(start)
+        state = await self._look()
+        if isinstance(start, Seq | StoredOffset):
+            position = start.seq
+        elif isinstance(start, First):
+            position = state.first
+        else:
+            position = await self._find(start, state.last)
+        self._at_head = isinstance(start, First)
+        self._position = position
+        return position
+
+    def _take_over(self, offset: StoredOffset) -> None:
+        """Refuse a stored position that is not one of this stream."""
+        if offset.stream != self._stream:
+            raise ValueError(
+                f"the position of {offset.name!r} is one in stream {offset.stream!r}, and this reader reads "
+                f"{self._stream!r}: take another name"
+            )
+        if self._created is None:
+            self._created = offset.created
+        elif self._created != offset.created:
+            raise StreamRecreatedError(
+                f"stream {self._stream!r} of {self._created} is not the one that the position of {offset.name!r} belongs "
+                f"to, of {offset.created}",
+                stream=self._stream,
+                expected=offset.created,
+                found=self._created,
+            )
+
+    async def _find(self, start: Start | StoredOffset, last: int) -> int:
+        """Return where a start is that depends on the moment; `last` was the stream's last sequence before now."""
+        request = None
+        if isinstance(start, Time):
+            request = Request(start_time=start.when, next_by_subj=self._subject)
+        elif isinstance(start, Last):
+            request = Request(last_by_subj=self._subject or ">")
+        if request is not None:
+            found = await get_at_leader(self._js, self._stream, request.body(), self._timeout)
+            # For a time that lies ahead, servers can answer with a message that is older.
+            if found is not None and (not isinstance(start, Time) or found.time >= start.when):
+                return found.seq
+        return last + 1

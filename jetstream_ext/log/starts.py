@@ -1,0 +1,96 @@
+"""Where a reader starts, as the user says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from jetstream_ext.kv.keys import check_key
+from jetstream_ext.protocol.options import rfc3339
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """The oldest message that there is when the reader gets to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seq:
+    """A stream sequence. It must still be there, or be the next one that the stream will give out.
+
+    Args:
+        seq: The sequence, from 1.
+
+    Raises:
+        ValueError: `seq` is none.
+    """
+
+    seq: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seq, bool) or not isinstance(self.seq, int) or not 1 <= self.seq < 1 << 64:
+            raise ValueError(f"seq must be a stream sequence from 1 up, not {self.seq!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """The first message that was stored at or after a time (by the server's clock), or what comes next.
+
+    Args:
+        when: An aware datetime.
+
+    Raises:
+        ValueError: `when` is naive.
+    """
+
+    when: datetime
+
+    def __post_init__(self) -> None:
+        rfc3339(self.when, "when")
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """The newest message (that matches the reader's subject) when the reader starts, as nats-py's DeliverPolicy.LAST."""
+
+
+@dataclass(frozen=True, slots=True)
+class New:
+    """What is stored after the reader has started, as nats-py's DeliverPolicy.NEW."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The position that is stored under a name in the reader's `OffsetStore`.
+
+    Args:
+        name: The reader's name, a key of the bucket: tokens of ``[-/_=a-zA-Z0-9]`` joined by dots.
+        default: Where to start if nothing is stored yet.
+
+    Raises:
+        nats.js.errors.InvalidKeyError: The name is no key.
+        TypeError: `default` is no start.
+    """
+
+    name: str
+    default: First | Seq | Time | Last | New = First()
+
+    def __post_init__(self) -> None:
+        check_key(self.name)
+        if not isinstance(self.default, First | Seq | Time | Last | New):
+            raise TypeError(f"default must be First(), Seq(n), Time(t), Last() or New(), not {self.default!r}")
+
+
+Start = First | Seq | Time | Last | New | Stored
+"""All of them."""
+
+
+def check_start(start: object) -> Start:
+    """Return `start` if it is one.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(start, Start):
+        raise TypeError(f"a start is First(), Seq(n), Time(t), Last(), New() or Stored(name), not {start!r}")
+    return start

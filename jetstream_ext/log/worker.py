@@ -1,0 +1,362 @@
+"""Read, process, write: each input counted exactly once.
+
+::
+
+    claim     the newest record of this name at the output stream's leader ── none ──► begin at the reader's start
+              go to its position; store it again as ours, fenced by it       ── moved ─► look again
+    process   read messages, have them handled
+    commit    outputs and a record of the new position, one atomic batch, fenced by the record before
+                 stored                                  → next
+                 refused, no answer, no leader: look at the newest record
+                     it is this commit's                 → stored, next
+                     it is still the one before          → nothing is stored; the same again, a little later
+                     it is another worker's              → FencedError
+
+A commit that is still on its way when the record is looked at cannot do harm: it and the one that is sent after it name
+the same record before them, so only one of them can be stored, and they hold the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from nats.nuid import NUID
+
+from jetstream_ext.client.atomic import publish_atomic
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.leader import get_at_leader
+from jetstream_ext.errors import (
+    AtomicPublishTooLargeError,
+    BadSubjectError,
+    FencedError,
+    RequestTimeoutError,
+    WrongLastSequenceError,
+)
+from jetstream_ext.log.fence import Keeping, Record, check_output
+from jetstream_ext.log.offsets import StoredOffset
+from jetstream_ext.log.patience import Patience
+from jetstream_ext.log.reader import LogReader
+from jetstream_ext.log.state import LogState, look
+from jetstream_ext.protocol import frames
+from jetstream_ext.protocol.options import check_message
+from jetstream_ext.types import BatchMessage, StoredMsg
+
+Outputs = BatchMessage | Iterable[BatchMessage] | AsyncIterable[BatchMessage] | None
+"""What a handler makes of its input."""
+Handler = Callable[[StoredMsg], Outputs | Awaitable[Outputs]]
+"""Takes one message."""
+GroupHandler = Callable[[list[StoredMsg]], Outputs | Awaitable[Outputs]]
+"""Takes the messages of one commit."""
+
+# Seconds without input after which a position is stored that has moved over what does not match the reader's filter.
+_IDLE: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """What `exactly_once` has done.
+
+    Attributes:
+        inputs: Messages read and handled.
+        outputs: Messages stored.
+        commits: Atomic batches stored, the claim at the start included.
+        position: The next sequence to read.
+    """
+
+    inputs: int
+    outputs: int
+    commits: int
+    position: int
+
+
+async def exactly_once(
+    reader: LogReader,
+    output_stream: str,
+    handler: Handler | GroupHandler,
+    *,
+    name: str,
+    prefix: str,
+    max_messages: int = 100,
+    grouped: bool = False,
+    position_may_vanish: bool = False,
+    timeout: float | None = None,
+    patience: float = 30.0,
+) -> Processed:
+    """Turn the messages of one stream into messages of another, each counted exactly once.
+
+    The outputs and the reader's new position are stored by one atomic batch. The position is a message of the output
+    stream on ``<prefix>.<name>``, and every batch expects the one before it there: a worker that is killed at any
+    moment and started again goes on where its last commit ended, and of two workers with one name the one that was
+    started last goes on, while the other one's next commit stores nothing and raises `FencedError`.
+
+    ::
+
+        async def handle(msg):
+            return BatchMessage("totals." + msg.subject, b"...")
+
+        await exactly_once(LogReader(js, "ORDERS", tail=True), "TOTALS", handle, name="sums", prefix="totals-at")
+
+    What a handler does besides its outputs can happen more than once. A message without outputs moves the position all
+    the same.
+
+    Args:
+        reader: What to read. Its start counts the first time only; then the stored position does.
+        output_stream: The stream that the outputs and the position go to.
+        handler: Called with a `StoredMsg`, returns its outputs: a `BatchMessage`, an iterable or async iterable of
+            them, or None; or an awaitable of that. What it raises ends the worker; the inputs that were not committed
+            are handled again the next time.
+        name: The worker's name; one for each input stream and purpose. Tokens of a subject.
+        prefix: The position's subject is ``<prefix>.<name>``; one of the output stream's subjects must match it.
+        max_messages: Inputs in one commit at most, from 1. If their outputs are more messages than the server takes in
+            a batch (1000 by default), they are committed in parts.
+        grouped: `handler` is called with the list of all inputs of one commit instead. Its outputs cannot be parted.
+        position_may_vanish: Allow an output stream whose limits can remove the position (see Raises). A worker whose
+            position is gone begins at the reader's start again.
+        timeout: Seconds to wait for an answer of the output stream; None is the context's own.
+        patience: Seconds that trouble with the output stream which passes (an election, a restart, a lost connection)
+            may last.
+
+    Returns:
+        What was done, when a reader without ``tail=True`` has come to the end. With it, this runs until it is cancelled.
+
+    Raises:
+        FencedError: Another worker of this name was started. Nothing of the batch is stored.
+        StreamConfigMismatchError: The output stream lacks ``allow_atomic`` or a subject for the position, or its limits
+            can remove the position: ``max_age`` (without ``allow_msg_ttl``), ``max_msgs`` or ``max_bytes`` (with discard
+            ``old``), or a retention other than ``limits``. Raised before anything is read.
+        PositionLostError, StreamRecreatedError: As for the reader: what the position says is gone.
+        BadSubjectError: An output's subject is not one of the output stream's, or is the position's.
+        AtomicPublishTooLargeError: The outputs of one input (or of a group) are more than the server takes in a batch.
+        BatchError, ServerError: The server refused an output. Nothing of the batch is stored.
+        UnsupportedFeatureError: The output stream's server is older than 2.12.1.
+        ValueError: The stored position is that of a worker on another stream; or a number is out of range.
+        TypeError: The handler returned something else.
+        Exception: What the handler raises; trouble that lasted too long.
+
+    Cancellation: Safe at every point, as a crash is: the commit that was on its way is stored whole or not at all.
+        Nothing is left behind.
+
+    Requires: nats-server 2.12.1 and ``allow_atomic`` on the output stream (ADR-50); what the reader requires;
+        permission for the output subjects, and for ``STREAM.INFO`` and ``STREAM.MSG.GET`` of the output stream.
+    """
+    if isinstance(max_messages, bool) or not isinstance(max_messages, int) or max_messages < 1:
+        raise ValueError(f"max_messages must be an integer from 1 up, not {max_messages!r}")
+    for what, value in (("timeout", timeout), ("patience", patience)):
+        if value is not None and (isinstance(value, bool) or not value > 0):
+            raise ValueError(f"{what} must be a number of seconds over 0, not {value!r}")
+    frames.check_name(output_stream, "stream name")
+    subject = f"{prefix}.{name}"
+    frames.check_subject(subject)
+    fence = _Fence(reader, output_stream, subject, name, timeout, patience, may_vanish=position_may_vanish)
+    return await _Worker(reader, fence, handler, max_messages, grouped=grouped).run()
+
+
+class _Worker:
+    """One start of a worker: what it reads, and what its handler makes of that."""
+
+    def __init__(
+        self, reader: LogReader, fence: _Fence, handler: Handler | GroupHandler, most: int, *, grouped: bool
+    ) -> None:
+        self._reader = reader
+        self._fence = fence
+        self._handler = cast("Callable[[Any], Outputs | Awaitable[Outputs]]", handler)
+        self._most = most
+        self._grouped = grouped
+        self._inputs = 0
+        self._outputs = 0
+        # Outputs that a batch may have, once the server has found one too large.
+        self._limit: int | None = None
+
+    async def run(self) -> Processed:
+        """Work until the reader ends."""
+        reader, fence = self._reader, self._fence
+        await fence.claim()
+        while True:
+            messages = await reader.read(self._most, _IDLE if reader.tail else 0)
+            position = await reader.open()
+            if messages:
+                await self._store(await self._handle(messages, position))
+                self._inputs += len(messages)
+                continue
+            if position != fence.position:
+                await fence.commit([], position)
+            if not reader.tail:
+                return Processed(self._inputs, self._outputs, fence.commits, position)
+
+    async def _handle(self, messages: list[StoredMsg], position: int) -> list[tuple[list[BatchMessage], int]]:
+        """Return outputs, and the position behind the input that they belong to."""
+        if self._grouped:
+            return [(await self._made_of(messages), position)]
+        done = [(await self._made_of(message), message.seq + 1) for message in messages]
+        done[-1] = (done[-1][0], position)
+        return done
+
+    async def _made_of(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage]:
+        made = self._handler(given)
+        if inspect.isawaitable(made):
+            made = await made
+        if made is None:
+            return []
+        if isinstance(made, BatchMessage):
+            outputs = [made]
+        elif isinstance(made, AsyncIterable):
+            outputs = [message async for message in made]
+        else:
+            outputs = list(made)
+        for message in outputs:
+            check_message(message)
+            await self._fence.check_subject(message.subject)
+        return outputs
+
+    async def _store(self, parts: list[tuple[list[BatchMessage], int]]) -> None:
+        """Commit all of it, in as few batches as the server takes."""
+        while parts:
+            count = self._fitting(parts)
+            outputs = [message for made, _ in parts[:count] for message in made]
+            try:
+                await self._fence.commit(outputs, parts[count - 1][1])
+            except AtomicPublishTooLargeError:
+                if count == 1 or not outputs:
+                    raise
+                self._limit = len(outputs) // 2
+            else:
+                self._outputs += len(outputs)
+                del parts[:count]
+
+    def _fitting(self, parts: Sequence[tuple[list[BatchMessage], int]]) -> int:
+        """Return how many of `parts` go into the next batch, 1 at least."""
+        if self._limit is None:
+            return len(parts)
+        total = 0
+        for count, (made, _) in enumerate(parts):
+            total += len(made)
+            if total > self._limit:
+                return max(1, count)
+        return len(parts)
+
+
+class _Fence:
+    """The record of one start of a worker in its output stream."""
+
+    def __init__(
+        self,
+        reader: LogReader,
+        stream: str,
+        subject: str,
+        name: str,
+        timeout: float | None,
+        patience: float,
+        *,
+        may_vanish: bool,
+    ) -> None:
+        self._reader = reader
+        self._js = JetStream(reader.context)
+        self._stream = stream
+        self._subject = subject
+        self._name = name
+        self._timeout = self._js.timeout if timeout is None else float(timeout)
+        self._patience = float(patience)
+        self._may_vanish = may_vanish
+        self._worker = NUID().next().decode()
+        self._at = 0
+        self._keeping = Keeping(rollup=False, never=False)
+        self._state: LogState | None = None
+        self.position = 0
+        """The position of the newest record."""
+        self.commits = 0
+        """How many records this start has stored."""
+
+    async def claim(self) -> None:
+        """Take the name over: go to the position that is stored, and store it as this start's own."""
+        state = await self._look()
+        version = self._js.connection.server_version
+        self._keeping = check_output(state, self._subject, version, may_vanish=self._may_vanish)
+        while True:
+            found = await self._newest()
+            if found is not None:
+                offset = StoredOffset(self._name, found.stream, found.created, found.seq)
+                self._reader.seek(offset)
+            self._at = 0 if found is None else found.at
+            try:
+                await self.commit([], await self._reader.open())
+                return
+            except FencedError:
+                continue  # it has stored something since, or another one is starting: the last one goes on
+
+    async def commit(self, outputs: Sequence[BatchMessage], position: int) -> None:
+        """Store outputs and a position, all or nothing."""
+        reader = self._reader
+        assert reader.created is not None
+        record = Record(reader.stream, reader.created, position, self._worker, self.commits)
+        message = record.message(self._subject, self._at, self._keeping)
+        patience = Patience(self._patience)
+        while True:
+            try:
+                at = (await publish_atomic(reader.context, [*outputs, message], timeout=self._timeout)).seq
+                break
+            except Exception as error:
+                # Stored or not: the newest record tells.
+                found = await self._newest()
+                if found is not None and (found.worker, found.commit) == (record.worker, record.commit):
+                    at = found.at
+                    break
+                if (0 if found is None else found.at) != self._at:
+                    raise self._fenced(found) from error
+                if isinstance(error, WrongLastSequenceError) and not any(map(_expects, outputs)):
+                    # A leader that was replaced and does not know it has answered: ask again.
+                    await patience.after(RequestTimeoutError(f"stream {self._stream!r} does not say what has refused"))
+                else:
+                    await patience.after(error)
+        self._at = at
+        self.position = position
+        self.commits += 1
+
+    async def check_subject(self, subject: str) -> None:
+        """Refuse the subject of an output that would not be part of the batch."""
+        if subject == self._subject:
+            raise BadSubjectError(f"subject {subject!r} is the one of the worker's position; nothing else may be there")
+        if self._state is None or not self._state.facts.takes(subject):
+            state = await self._look()
+            if not state.facts.takes(subject):
+                raise BadSubjectError(f"subject {subject!r} is not one of the output stream {self._stream!r}")
+
+    async def _look(self) -> LogState:
+        patience = Patience(self._patience)
+        while True:
+            try:
+                self._state = await look(self._js, self._stream, self._timeout)
+                return self._state
+            except Exception as error:
+                await patience.after(error)
+
+    async def _newest(self) -> Record | None:
+        patience = Patience(self._patience)
+        while True:
+            try:
+                found = await get_at_leader(self._js, self._stream, {"last_by_subj": self._subject}, self._timeout)
+                return None if found is None else Record.decode(found)
+            except Exception as error:
+                await patience.after(error)
+
+    def _fenced(self, found: Record | None) -> FencedError:
+        what = f"worker {self._name!r} on stream {self._stream!r}"
+        if found is None:
+            return FencedError(f"{what}: its position was removed from {self._subject!r}", name=self._name)
+        return FencedError(
+            f"{what}: another one was started, and is at {found.seq}; this one must stop, and has stored nothing more",
+            name=self._name,
+            seq=found.seq,
+        )
+
+
+def _expects(message: BatchMessage) -> bool:
+    """Whether a message has an expectation of its own."""
+    headers = message.headers or {}
+    return (
+        message.expected_last_seq is not None
+        or message.expected_last_subject_seq is not None
+        or any(name.lower().startswith("nats-expected-") for name in headers)
+    )

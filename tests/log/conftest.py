@@ -1,0 +1,78 @@
+"""What the tests of the log share: streams, and the proof that nothing is left behind."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext.log import OffsetStore
+
+MakeStream = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+def make_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStream:
+    """Create a stream of so many messages ``b"1"``, ``b"2"`` …; its subjects are ``<name>.>``."""
+
+    async def make(messages: int = 0, **config: Any) -> str:
+        name = stream_name()
+        config = {"allow_direct": True, "allow_atomic": True, **config}
+        await js.add_stream(name=name, subjects=[f"{name}.>"], **config)
+        await fill(js, name, 1, messages)
+        return name
+
+    return make
+
+
+async def fill(js: JetStreamContext, name: str, first: int, last: int) -> None:
+    """Store numbers, on three subjects in turn."""
+    for begin in range(first, last + 1, 500):
+        numbers = range(begin, min(last + 1, begin + 500))
+        await jsx.publish_atomic(js, [jsx.BatchMessage(f"{name}.{n % 3}", b"%d" % n) for n in numbers])
+
+
+@pytest.fixture
+def more(js: JetStreamContext) -> Callable[[str, int, int], Awaitable[None]]:
+    """Store more numbers in a stream."""
+
+    async def store(name: str, first: int, last: int) -> None:
+        await fill(js, name, first, last)
+
+    return store
+
+
+@pytest.fixture
+def make_store(js: JetStreamContext, stream_name: Callable[[], str]) -> Callable[..., Awaitable[OffsetStore]]:
+    """Create a bucket of positions; with a name, another object for it."""
+
+    async def make(bucket: str | None = None) -> OffsetStore:
+        return await OffsetStore(js, bucket or stream_name()).create()
+
+    return make
+
+
+class Left:
+    """What a connection and the loop hold beyond what they held at the beginning."""
+
+    def __init__(self, nc: Client) -> None:
+        self.nc = nc
+        self.subscriptions = set(nc._subs)
+        self.tasks = asyncio.all_tasks()
+
+    async def nothing(self) -> None:
+        """Fail unless nothing is left: subscriptions at once, tasks within some seconds."""
+        assert set(self.nc._subs) <= self.subscriptions
+        async with asyncio.timeout(10):
+            while asyncio.all_tasks() - self.tasks - {asyncio.current_task()}:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def left(nc: Client, js: JetStreamContext) -> Left:
+    """Proof that nothing is left behind on `nc`."""
+    await js.account_info()  # nats-py's own response subscription is there from the first request on
+    return Left(nc)

@@ -1,0 +1,240 @@
+"""What is gone before it was read, and streams that are not what they were: told, never passed over in silence."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import nats.js.errors
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
+
+from jetstream_ext import errors
+from jetstream_ext.log import Last, LogReader, Seq
+from jetstream_ext.log import reader as reader_module
+from jetstream_ext.testing import NatsServer
+
+Make = Callable[..., Awaitable[str]]
+More = Callable[[str, int, int], Awaitable[None]]
+
+
+async def numbers(reader: LogReader) -> list[int]:
+    return [int(msg.data) async for msg in reader]
+
+
+@pytest.fixture
+def before_each_look(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Callable[[], Awaitable[Any]]]], None]:
+    """Do something just before the n-th time that a reader asks the leader, counted from 1."""
+
+    def plan(what: dict[int, Callable[[], Awaitable[Any]]]) -> None:
+        look, count = reader_module.look, 0
+
+        async def counted(*arguments: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count in what:
+                await what[count]()
+            return await look(*arguments)
+
+        monkeypatch.setattr(reader_module, "look", counted)
+
+    return plan
+
+
+async def test_deleted_from_the_middle(js: JetStreamContext, make_stream: Make) -> None:
+    name = await make_stream(20)
+    for seq in (3, 4, 11, 20):
+        await js.delete_msg(name, seq)
+    reader = LogReader(js, name)
+    assert await numbers(reader) == [n for n in range(1, 20) if n not in (3, 4, 11)]
+    assert reader.position == 21
+
+
+@pytest.mark.parametrize("subject", [None, "1"])
+async def test_a_purged_head(js: JetStreamContext, make_stream: Make, subject: str | None) -> None:
+    name = await make_stream(20)
+    reader = LogReader(js, name, subject=subject and f"{name}.{subject}")
+    assert [msg.seq for msg in await reader.read(1)] == [1]
+    reader.seek(5)
+    await js.purge_stream(name, seq=11)
+    with pytest.raises(errors.PositionLostError, match="5 to 10 were removed") as caught:
+        await reader.read()
+    assert (caught.value.stream, caught.value.expected, caught.value.got) == (name, 5, 11)
+    assert ("cannot be known" in str(caught.value)) is (subject is not None)
+    assert reader.position == 5, "it stays until it is told to go on"
+    reader.seek(caught.value.got or 0)
+    assert await numbers(reader) == [n for n in range(11, 21) if subject is None or n % 3 == 1]
+
+
+async def test_purged_whole(js: JetStreamContext, make_stream: Make, more: More) -> None:
+    name = await make_stream(20)
+    behind, at_the_end = LogReader(js, name, start=Seq(20)), LogReader(js, name)
+    assert len(await numbers(at_the_end)) == 20
+    await js.purge_stream(name)
+    with pytest.raises(errors.PositionLostError) as caught:
+        await behind.read()
+    assert (caught.value.expected, caught.value.got) == (20, 21)
+    assert await numbers(at_the_end) == [], "who has read it all has lost nothing"
+    await more(name, 21, 22)
+    assert await numbers(at_the_end) == [21, 22]
+    assert await numbers(LogReader(js, name)) == [21, 22], "the first is the first that there is"
+
+
+async def test_skipping(js: JetStreamContext, make_stream: Make, caplog: pytest.LogCaptureFixture) -> None:
+    name = await make_stream(20)
+    reader = LogReader(js, name, start=Seq(5), on_lost="skip")
+    await js.purge_stream(name, seq=11)
+    with caplog.at_level(logging.WARNING, logger="jetstream_ext"):
+        assert await numbers(reader) == list(range(11, 21))
+    assert "5 to 10 were removed" in caplog.text
+
+
+@pytest.mark.parametrize("on_lost", ["error", "skip"])
+async def test_purged_while_it_is_read(
+    js: JetStreamContext, make_stream: Make, before_each_look: Any, monkeypatch: pytest.MonkeyPatch, on_lost: Any
+) -> None:
+    """The head overtakes the reader between its question and the answer."""
+    monkeypatch.setattr(reader_module, "_GROUP", 10)
+    name = await make_stream(40)
+    reader = LogReader(js, name, start=Seq(1), on_lost=on_lost)
+    read = reader_module.LogReader._read
+
+    async def overtaken(self: LogReader, position: int, end: int) -> Any:
+        if position == 11:
+            await js.purge_stream(name, seq=18)
+        return await read(self, position, end)
+
+    monkeypatch.setattr(reader_module.LogReader, "_read", overtaken)
+    seen = [msg.seq for msg in await reader.read()]
+    assert seen == list(range(1, 11))
+    if on_lost == "skip":
+        assert await numbers(reader) == list(range(18, 41))
+        return
+    with pytest.raises(errors.PositionLostError) as caught:
+        await reader.read()
+    assert (caught.value.expected, caught.value.got) == (11, 18)
+
+
+async def test_what_was_read_before_a_hole_is_returned_first(
+    js: JetStreamContext, make_stream: Make, before_each_look: Any
+) -> None:
+    name = await make_stream(20)
+    await js.delete_msg(name, 7)
+    reader = LogReader(js, name, start=Seq(1))
+    # Looks: at the start, behind the group. 7 may have been there when the group was read: the head is behind it now.
+    before_each_look({2: lambda: js.purge_stream(name, seq=10)})
+    assert [msg.seq for msg in await reader.read()] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(errors.PositionLostError) as caught:
+        await reader.read()
+    assert (caught.value.expected, caught.value.got) == (7, 10)
+
+
+async def test_at_the_head_nothing_is_lost_yet(js: JetStreamContext, make_stream: Make, before_each_look: Any) -> None:
+    """The oldest message goes while the reader looks for it: then the next one is the oldest."""
+    name = await make_stream(20)
+    reader = LogReader(js, name)
+    before_each_look({1: lambda: js.purge_stream(name, seq=3), 2: lambda: js.purge_stream(name, seq=6)})
+    assert await reader.open() == 3
+    await js.purge_stream(name, seq=5)
+    assert await numbers(reader) == list(range(5, 21))
+
+
+async def test_limits_that_overtake_a_reader(js: JetStreamContext, make_stream: Make, more: More) -> None:
+    name = await make_stream(10, max_msgs=10)
+    reader = LogReader(js, name, tail=True)
+    await reader.read(5)
+    await more(name, 11, 15)
+    assert [msg.seq for msg in await reader.read(100)] == [6, 7, 8, 9, 10], "they were read in time"
+    await more(name, 16, 30)
+    with pytest.raises(errors.PositionLostError) as caught:
+        await anext(reader)
+    assert (caught.value.expected, caught.value.got) == (11, 21)
+
+
+@pytest.mark.parametrize("messages", [3, 30])
+async def test_a_stream_made_again(js: JetStreamContext, make_stream: Make, more: More, messages: int) -> None:
+    name = await make_stream(20)
+    reader = LogReader(js, name)
+    await reader.read(10)
+    reader.seek(11)
+    created = reader.created
+    await js.delete_stream(name)
+    with pytest.raises(nats.js.errors.NotFoundError):
+        await reader.read()
+    await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
+    await more(name, 1, messages)
+    with pytest.raises(errors.StreamRecreatedError) as caught:
+        await reader.read()
+    assert caught.value.expected == created != caught.value.found
+    assert caught.value.stream == name
+
+
+async def test_made_again_behind_the_reader_s_back(
+    js: JetStreamContext, make_stream: Make, more: More, before_each_look: Any
+) -> None:
+    """Between the question and the group: sequences go on as if nothing had happened, and still it is noticed."""
+    name = await make_stream(20)
+    reader = LogReader(js, name, start=Seq(5))
+
+    async def again() -> None:
+        await js.delete_stream(name)
+        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
+        await more(name, 1, 20)
+
+    before_each_look({2: again})
+    with pytest.raises(errors.StreamRecreatedError):
+        await reader.read()
+    assert reader.position == 5
+
+
+async def test_a_position_beyond_the_end(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "_SETTLE", 0.3)
+    name = await make_stream(20)
+    reader = LogReader(js, name, start=Seq(23))
+    with pytest.raises(errors.PositionLostError, match="ends at sequence 20") as caught:
+        await reader.read()
+    assert (caught.value.expected, caught.value.got) == (23, 21)
+
+
+async def test_a_stream_that_was_given_a_first_sequence(js: JetStreamContext, make_stream: Make, more: More) -> None:
+    name = await make_stream(first_seq=100)
+    reader = LogReader(js, name)
+    assert await reader.open() == 100
+    await more(name, 1, 3)
+    assert [msg.seq async for msg in reader] == [100, 101, 102]
+
+
+@pytest.mark.parametrize("retention", [RetentionPolicy.WORK_QUEUE, RetentionPolicy.INTEREST])
+async def test_streams_whose_consumers_delete(
+    js: JetStreamContext, make_stream: Make, more: More, retention: RetentionPolicy
+) -> None:
+    name = await make_stream(retention=retention)
+    await js.add_consumer(name, durable_name="C", ack_policy="explicit")
+    await more(name, 1, 10)
+    with pytest.raises(errors.StreamConfigMismatchError, match="retention") as caught:
+        await LogReader(js, name).read()
+    assert caught.value.diff == {"retention": ("limits", str(retention.value))}
+    assert await numbers(LogReader(js, name, on_lost="skip")) == list(range(1, 11))
+
+
+async def test_what_the_stream_lacks(js: JetStreamContext, make_stream: Make) -> None:
+    name = await make_stream(allow_direct=False)
+    with pytest.raises(errors.DirectGetDisabledError, match="allow_direct"):
+        await LogReader(js, name, tail=True).read()
+    with pytest.raises(nats.js.errors.NotFoundError):
+        await LogReader(js, "NOT_THERE", start=Last()).open()
+
+
+async def test_an_old_server() -> None:
+    async with NatsServer(version="2.10.26") as server:
+        nc = await nats.connect(server.url)
+        try:
+            js = nc.jetstream()
+            await js.add_stream(StreamConfig(name="S", subjects=["s"], allow_direct=True, discard=DiscardPolicy.OLD))
+            with pytest.raises(errors.UnsupportedFeatureError, match=r"2\.11"):
+                await asyncio.wait_for(LogReader(js, "S").read(), 30)
+        finally:
+            await nc.close()

@@ -1,0 +1,311 @@
+"""Positions in a bucket: what is stored, who may store it, and when that happens by itself."""
+
+import asyncio
+import json
+import pickle
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import nats.errors
+import nats.js.errors
+import pytest
+from nats.js import JetStreamContext
+
+from jetstream_ext import errors
+from jetstream_ext.log import LogReader, New, OffsetStore, Seq, Stored, StoredOffset
+from jetstream_ext.log import offsets as offsets_module
+
+Make = Callable[..., Awaitable[str]]
+More = Callable[[str, int, int], Awaitable[None]]
+Store = Callable[..., Awaitable[OffsetStore]]
+
+
+async def test_a_position_survives(
+    js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any
+) -> None:
+    name, bucket = await make_stream(10), stream_name()
+    store = await make_store(bucket)
+    assert await store.fetch("r") is None
+    reader = LogReader(js, name, start=Stored("r"), offsets=store)
+    await reader.read(4)
+    stored = await store.commit(reader)
+    assert (stored.name, stored.stream, stored.created, stored.seq) == ("r", name, reader.created, 5)
+    assert await store.fetch("r") == stored
+    assert pickle.loads(pickle.dumps(stored)) == stored
+
+    again = LogReader(js, name, start=Stored("r"), offsets=await make_store(bucket))
+    assert again.name == "r"
+    assert await again.open() == 5
+    assert [msg.seq for msg in await again.read()] == [5, 6, 7, 8, 9, 10]
+    assert (await again.offsets.commit(again)).seq == 11
+
+
+async def test_the_value_is_plain_json(
+    js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any
+) -> None:
+    name, bucket = await make_stream(3), stream_name()
+    store = await make_store(bucket)
+    reader = LogReader(js, name, start=Seq(2))
+    await store.commit(reader, name="a.b")
+    entry = await (await js.key_value(bucket)).get("a.b")
+    body = json.loads(entry.value or b"")
+    assert body == {"v": 1, "stream": name, "created": reader.created, "seq": 2, "writer": body["writer"]}
+
+
+async def test_where_to_start_if_nothing_is_stored(js: JetStreamContext, make_stream: Make, make_store: Store) -> None:
+    name, store = await make_stream(10), await make_store()
+    assert await LogReader(js, name, start=Stored("r"), offsets=store).open() == 1
+    assert await LogReader(js, name, start=Stored("r", default=New()), offsets=store).open() == 11
+
+
+async def test_two_readers_of_one_name(
+    js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any
+) -> None:
+    """Who fetched last goes on; the other one notices."""
+    name, bucket = await make_stream(20), stream_name()
+    old, new = await make_store(bucket), await make_store(bucket)
+    first = LogReader(js, name, start=Stored("r"), offsets=old)
+    await first.read(3)
+    await old.commit(first)
+    second = LogReader(js, name, start=Stored("r"), offsets=new)
+    await second.read(3)
+    await new.commit(second)
+    await first.read(3)
+    with pytest.raises(errors.FencedError, match="another reader of this name") as caught:
+        await old.commit(first)
+    assert (caught.value.name, caught.value.seq) == ("r", 7)
+    found = await new.fetch("r")
+    assert found is not None
+    assert found.seq == 7
+    # Taken back, on purpose.
+    await old.fetch("r")
+    await old.commit(first)
+    with pytest.raises(errors.FencedError):
+        await new.commit(second)
+
+
+async def test_a_name_that_was_not_fetched(
+    js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any
+) -> None:
+    name, bucket = await make_stream(5), stream_name()
+    reader = LogReader(js, name)
+    with pytest.raises(ValueError, match="Stored"):
+        await (await make_store(bucket)).commit(reader)
+    await (await make_store(bucket)).commit(reader, name="r")
+    other = await make_store(bucket)
+    with pytest.raises(errors.FencedError, match="not fetched"):
+        await other.commit(reader, name="r", position=3)
+    assert (await other.fetch("r") or pytest.fail("gone")).seq == 1
+
+
+async def test_a_deleted_position(js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any) -> None:
+    name, bucket = await make_stream(5), stream_name()
+    store = await make_store(bucket)
+    reader = LogReader(js, name)
+    await store.commit(reader, name="r")
+    await (await js.key_value(bucket)).delete("r")
+    with pytest.raises(errors.FencedError, match="deleted"):
+        await store.commit(reader, name="r")
+    assert await store.fetch("r") is None
+    assert (await store.commit(reader, name="r", position=2)).seq == 2
+
+
+async def test_a_position_of_another_stream(
+    js: JetStreamContext, make_stream: Make, make_store: Store, more: More
+) -> None:
+    name, other, store = await make_stream(5), await make_stream(5), await make_store()
+    reader = LogReader(js, name, start=Stored("r"), offsets=store)
+    await reader.read(2)
+    await store.commit(reader)
+    with pytest.raises(ValueError, match="take another name"):
+        await LogReader(js, other, start=Stored("r"), offsets=store).open()
+    await js.delete_stream(name)
+    await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
+    await more(name, 1, 9)
+    with pytest.raises(errors.StreamRecreatedError):
+        await LogReader(js, name, start=Stored("r"), offsets=store).read()
+
+
+async def test_what_is_no_position(js: JetStreamContext, make_store: Store, stream_name: Any) -> None:
+    bucket = stream_name()
+    store = await make_store(bucket)
+    kv = await js.key_value(bucket)
+    for value in (
+        b"",
+        b"7",
+        b"[]",
+        b'{"v":2}',
+        b'{"v":1,"stream":"S","created":"","seq":0,"writer":""}',
+        b'{"v":1,"seq":"1"}',
+    ):
+        await kv.put("r", value)
+        with pytest.raises(ValueError, match="no position"):
+            await store.fetch("r")
+
+
+async def test_no_bucket(js: JetStreamContext, stream_name: Any) -> None:
+    store = OffsetStore(js, stream_name())
+    with pytest.raises(nats.js.errors.BucketNotFoundError):
+        await store.fetch("r")
+    await store.create()
+    assert await (await store.create()).fetch("r") is None
+
+
+@pytest.mark.parametrize("arguments", [{"bucket": "a.b"}, {"timeout": 0}, {"patience": -1}])
+def test_arguments_are_checked(js: JetStreamContext, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"bucket|must be"):
+        OffsetStore(js, **arguments)
+
+
+class Flaky:
+    """Publishes that get through, or not, and never say so; then those that work."""
+
+    def __init__(self, js: JetStreamContext, monkeypatch: pytest.MonkeyPatch, plan: list[str]) -> None:
+        self.plan = plan
+        self._publish = js.publish
+        monkeypatch.setattr(js, "publish", self.publish)
+
+    async def publish(self, *arguments: Any, **options: Any) -> Any:
+        what = self.plan.pop(0) if self.plan else "works"
+        if what == "is lost":
+            raise nats.errors.TimeoutError
+        ack = await self._publish(*arguments, **options)
+        if what == "is not answered":
+            raise nats.errors.TimeoutError
+        if what == "is cancelled":
+            raise asyncio.CancelledError
+        return ack
+
+
+@pytest.mark.parametrize(
+    "plan", [["is lost"], ["is not answered"], ["is lost", "is not answered", "is lost"]], ids=", ".join
+)
+async def test_a_commit_without_an_answer(
+    js: JetStreamContext, make_stream: Make, make_store: Store, monkeypatch: pytest.MonkeyPatch, plan: list[str]
+) -> None:
+    store = await make_store()
+    reader = LogReader(js, await make_stream(5))
+    await store.commit(reader, name="r")
+    await reader.read(2)
+    Flaky(js, monkeypatch, plan)
+    stored = await store.commit(reader, name="r")
+    assert stored.seq == 3
+    assert stored == await store.fetch("r")
+    await reader.read(2)
+    assert (await store.commit(reader, name="r")).revision == stored.revision + 1
+
+
+async def test_a_cancelled_commit_fences_nobody(
+    js: JetStreamContext, make_stream: Make, make_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await make_store()
+    reader = LogReader(js, await make_stream(5))
+    flaky = Flaky(js, monkeypatch, ["is cancelled"])
+    with pytest.raises(asyncio.CancelledError):
+        await store.commit(reader, name="r")
+    assert flaky.plan == []
+    await reader.read(2)
+    assert (await store.commit(reader, name="r")).seq == 3
+
+
+async def test_trouble_that_lasts(
+    js: JetStreamContext, make_stream: Make, stream_name: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await OffsetStore(js, stream_name(), patience=0.2).create()
+    reader = LogReader(js, await make_stream(5))
+    await store.commit(reader, name="r")
+    Flaky(js, monkeypatch, ["is lost"] * 1000)
+    with pytest.raises(nats.errors.TimeoutError):
+        await store.commit(reader, name="r")
+
+
+async def test_committing_every_so_many(js: JetStreamContext, make_stream: Make, make_store: Store) -> None:
+    name, store = await make_stream(25), await make_store()
+    reader = LogReader(js, name, start=Stored("r"), offsets=store)
+    async with store.committing(reader, every=10, seconds=3600) as messages:
+        committed = [(msg.seq, messages.committed) async for msg in messages]
+    assert committed == [(n, 1 if n <= 10 else 11 if n <= 20 else 21) for n in range(1, 26)]
+    assert messages.committed == 26
+    assert (await store.fetch("r") or pytest.fail("gone")).seq == 26
+
+
+async def test_what_a_handler_fails_on_is_not_committed(
+    js: JetStreamContext, make_stream: Make, make_store: Store
+) -> None:
+    name, store = await make_stream(25), await make_store()
+
+    async def consume(fails_on: int) -> list[int]:
+        seen: list[int] = []
+        reader = LogReader(js, name, start=Stored("r"), offsets=store)
+        async with store.committing(reader) as messages:
+            async for msg in messages:
+                if msg.seq == fails_on:
+                    raise ZeroDivisionError(str(seen))
+                seen.append(msg.seq)
+        return seen
+
+    with pytest.raises(ZeroDivisionError, match=r"\[1, 2, 3, 4, 5, 6\]"):
+        await consume(7)
+    assert (await store.fetch("r") or pytest.fail("gone")).seq == 7
+    assert await consume(0) == list(range(7, 26))
+
+
+async def test_committing_while_it_waits(
+    js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any, left: Any
+) -> None:
+    """A quiet time does not keep the last messages from being committed."""
+    name, bucket = await make_stream(3), stream_name()
+    store = await make_store(bucket)
+    reader = LogReader(js, name, start=Stored("r"), offsets=store, tail=True)
+
+    async def follow() -> None:
+        async with store.committing(reader, seconds=0.2) as messages:
+            async for _ in messages:
+                pass
+
+    task = asyncio.create_task(follow())
+    watcher = await make_store(bucket)
+    async with asyncio.timeout(20):
+        while getattr(await watcher.fetch("r"), "seq", 0) < 4:
+            await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await left.nothing()
+
+
+async def test_the_newest_reader_takes_the_name(
+    js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any
+) -> None:
+    name, bucket = await make_stream(10), stream_name()
+    readers = []
+    for _ in range(2):
+        store = await make_store(bucket)
+        readers.append(store.committing(LogReader(js, name, start=Stored("r"), offsets=store), every=1))
+    old, new = readers
+
+    async def both() -> None:
+        async with old:
+            await anext(old)
+            async with new:
+                await anext(new)
+            with pytest.raises(errors.FencedError, match="another reader"):
+                await anext(old)
+
+    with pytest.raises(errors.FencedError, match="another reader"):
+        await both()  # where the block ends, it is told once more, should it have gone unheard
+    assert (old.committed, new.committed) == (1, 2)
+
+
+@pytest.mark.parametrize("bad", [{"every": 0}, {"every": True}, {"seconds": 0}])
+def test_committing_checks_its_arguments(js: JetStreamContext, bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        OffsetStore(js).committing(LogReader(js, "S"), name="r", **bad)
+    with pytest.raises(ValueError, match="Stored"):
+        OffsetStore(js).committing(LogReader(js, "S"))
+
+
+def test_a_record_is_read_back() -> None:
+    offset = StoredOffset("r", "S", "2026-01-01T00:00:00Z", 7, 3, "w")
+    assert StoredOffset.decode("r", offset.encode(), 3) == offset
+    assert offsets_module._fenced("b", "r", offset, 2).seq == 7

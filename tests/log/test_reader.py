@@ -1,0 +1,275 @@
+"""A stream read as a log: starts, the position, the end, waiting at it, and leaving at any moment."""
+
+import asyncio
+import pickle
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import nats.errors
+import nats.js.errors
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nats.js import JetStreamContext
+
+import jetstream_ext.log as jslog
+from jetstream_ext import DirectGet
+from jetstream_ext.log import First, Last, LogReader, New, Seq, Stored, Time
+from jetstream_ext.log import reader as reader_module
+from jetstream_ext.log.state import first_missing
+
+Make = Callable[..., Awaitable[str]]
+More = Callable[[str, int, int], Awaitable[None]]
+
+
+async def numbers(reader: LogReader) -> list[int]:
+    return [int(msg.data) async for msg in reader]
+
+
+async def test_the_whole_stream(js: JetStreamContext, make_stream: Make) -> None:
+    name = await make_stream(5000)
+    reader = LogReader(js, name)
+    assert reader.position is None
+    assert await numbers(reader) == list(range(1, 5001))
+    assert reader.position == 5001
+    assert await numbers(reader) == []
+
+
+async def test_an_end_is_only_an_end_for_now(js: JetStreamContext, make_stream: Make, more: More) -> None:
+    name = await make_stream(3)
+    reader = LogReader(js, name)
+    assert await numbers(reader) == [1, 2, 3]
+    await more(name, 4, 6)
+    assert await numbers(reader) == [4, 5, 6]
+
+
+async def test_an_empty_stream(js: JetStreamContext, make_stream: Make, more: More) -> None:
+    name = await make_stream()
+    reader = LogReader(js, name)
+    assert await numbers(reader) == []
+    assert reader.position == 1
+    await more(name, 1, 2)
+    assert await numbers(reader) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("start", "subject", "first"),
+    [
+        (First(), None, 1),
+        (Seq(7), None, 7),
+        (Seq(21), None, None),
+        (Last(), None, 20),
+        (Last(), "1", 19),
+        (Last(), "9", None),
+        (New(), None, None),
+        (Time(datetime(2020, 1, 1, tzinfo=UTC)), None, 1),
+        (Time(datetime.now(UTC) + timedelta(days=1)), None, None),
+    ],
+    ids=repr,
+)
+async def test_starts(
+    js: JetStreamContext, make_stream: Make, more: More, start: Any, subject: str | None, first: int | None
+) -> None:
+    name = await make_stream(20)
+    reader = LogReader(js, name, start=start, subject=subject and f"{name}.{subject}")
+    assert await reader.open() == (first or 21)
+    await more(name, 21, 30)
+    expected = [n for n in range(first or 21, 31) if subject is None or n % 3 == int(subject)]
+    assert await numbers(reader) == expected
+    assert reader.position == 31, "one more than the last, whether that matches or not"
+
+
+async def test_a_time_in_the_middle(js: JetStreamContext, make_stream: Make, more: More) -> None:
+    name = await make_stream(5)
+    await asyncio.sleep(0.002)  # a datetime has microseconds, the server's clock nanoseconds
+    await more(name, 6, 10)
+    when = (await DirectGet(js, name).get(6)).time
+    assert (await numbers(LogReader(js, name, start=Time(when))))[0] == 6
+    assert (await numbers(LogReader(js, name, start=Time(when), subject=f"{name}.1")))[0] == 7
+
+
+async def test_read_in_pieces(js: JetStreamContext, make_stream: Make) -> None:
+    name = await make_stream(10)
+    reader = LogReader(js, name)
+    assert [msg.seq for msg in await reader.read(3)] == [1, 2, 3]
+    assert reader.position == 4
+    assert [msg.seq for msg in await reader.read(1)] == [4]
+    assert (await anext(reader)).seq == 5
+    assert [msg.seq for msg in await reader.read()] == [6, 7, 8, 9, 10]
+    assert await reader.read() == []
+    assert await reader.read(timeout=0.05) == []
+
+
+async def test_the_position_follows_every_message(js: JetStreamContext, make_stream: Make) -> None:
+    name = await make_stream(9)
+    reader = LogReader(js, name, subject=f"{name}.1")
+    seen = [(msg.seq, reader.position) async for msg in reader]
+    # Behind the last match comes what is known not to match.
+    assert seen == [(1, 2), (4, 5), (7, 10)]
+
+
+async def test_seek(js: JetStreamContext, make_stream: Make) -> None:
+    name = await make_stream(10)
+    reader = LogReader(js, name)
+    await reader.read(4)
+    reader.seek(2)
+    assert reader.position == 2
+    assert [msg.seq for msg in await reader.read(2)] == [2, 3]
+    reader.seek(Last())
+    assert [msg.seq for msg in await reader.read()] == [10]
+    reader.seek(First())
+    assert len(await numbers(reader)) == 10
+
+
+async def test_tail_waits_for_more(js: JetStreamContext, make_stream: Make, more: More, left: Any) -> None:
+    name = await make_stream(2)
+    reader = LogReader(js, name, tail=True)
+    seen: list[int] = []
+    both, all_of_them = asyncio.Event(), asyncio.Event()
+
+    async def follow() -> None:
+        async for msg in reader:
+            seen.append(int(msg.data))
+            if len(seen) == 2:
+                both.set()
+            if len(seen) == 6:
+                all_of_them.set()
+
+    task = asyncio.create_task(follow())
+    await asyncio.wait_for(both.wait(), 20)
+    await more(name, 3, 4)
+    await more(name, 5, 6)
+    await asyncio.wait_for(all_of_them.wait(), 20)
+    with pytest.raises(RuntimeError, match="another task is reading"):
+        await reader.read()
+    with pytest.raises(RuntimeError, match="another task is reading"):
+        reader.seek(1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await left.nothing()
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert reader.position == 7
+    await more(name, 7, 7)
+    assert (await anext(reader)).data == b"7"
+
+
+async def test_an_idle_reader_asks_seldom(js: JetStreamContext, make_stream: Make) -> None:
+    name = await make_stream(1)
+    reader = LogReader(js, name, start=New(), tail=True, poll=0.5)
+    await reader.open()
+    before = js._nc.stats["out_msgs"]
+    assert await reader.read(timeout=2.0) == []
+    # Pauses of 5, 10, 20 … 320 ms, then half seconds: 11 questions; a slow machine asks fewer.
+    assert js._nc.stats["out_msgs"] - before <= 12
+
+
+async def test_left_in_the_middle(js: JetStreamContext, make_stream: Make, left: Any) -> None:
+    name = await make_stream(3000)
+    reader = LogReader(js, name)
+    async for msg in reader:
+        if msg.seq == 700:
+            break
+    await left.nothing()
+    assert reader.position == 701
+    assert (await anext(reader)).seq == 701
+
+
+async def test_cancelled_at_every_await(
+    js: JetStreamContext, make_stream: Make, left: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often a read is cancelled, and wherever it is then, nothing is lost, repeated or left."""
+    monkeypatch.setattr(reader_module, "_GROUP", 50)
+    name = await make_stream(400)
+    reader = LogReader(js, name)
+    seen: list[int] = []
+    steps = 0
+    while len(seen) < 400:
+        steps += 1
+        task = asyncio.create_task(reader.read(50))
+        for _ in range(steps % 40):
+            await asyncio.sleep(0)
+        task.cancel()
+        try:
+            seen += [msg.seq for msg in await task]
+        except asyncio.CancelledError:
+            await left.nothing()
+        if steps % 40 == 0:
+            seen += [msg.seq for msg in await reader.read(10)]
+    assert seen == list(range(1, 401))
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_large_messages_and_sparse_matches(js: JetStreamContext, make_stream: Make, seed: int) -> None:
+    """Groups grow and shrink with what they find; nothing of that shows."""
+    name = await make_stream(4000 * seed)
+    expected = list(range(1, 4000 * seed + 1))
+    for i in range(14):
+        ack = await js.publish(f"{name}.big", b"%d".ljust(900_000) % i)
+        expected.append(ack.seq)
+    read = [msg.seq async for msg in LogReader(js, name)]
+    assert read == expected
+    assert [msg.seq async for msg in LogReader(js, name, subject=f"{name}.big")] == expected[-14:]
+
+
+@given(st.integers(1, 50), st.lists(st.booleans(), min_size=1, max_size=60))
+def test_the_first_missing_sequence(start: int, present: list[bool]) -> None:
+    end = start + len(present) - 1
+    seqs = [seq for seq, there in enumerate(present, start) if there]
+    missing = sorted(set(range(start, end + 1)) - set(seqs))
+    assert first_missing(seqs, start, end) == (missing[0] if missing else None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"start": 5}, TypeError),
+        ({"start": Stored}, TypeError),
+        ({"subject": "a..b"}, ValueError),
+        ({"on_lost": "ignore"}, ValueError),
+        ({"patience": 0}, ValueError),
+        ({"poll": -1}, ValueError),
+        ({"timeout": 0}, ValueError),
+    ],
+)
+def test_arguments_are_checked(js: JetStreamContext, arguments: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        LogReader(js, "S", **arguments)
+
+
+@pytest.mark.parametrize("seq", [0, -1, True, 1.0, 1 << 64])
+def test_a_sequence_is_checked(seq: Any) -> None:
+    with pytest.raises(ValueError, match="stream sequence"):
+        Seq(seq)
+
+
+def test_other_starts_are_checked() -> None:
+    with pytest.raises(ValueError, match="timezone-aware"):
+        Time(datetime(2026, 1, 1))  # noqa: DTZ001
+    with pytest.raises(nats.js.errors.InvalidKeyError):
+        Stored("a b")
+    with pytest.raises(TypeError):
+        Stored("a", default=Stored("b"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [{"max_messages": 0}, {"timeout": -1}, {"max_messages": True}])
+async def test_read_checks_its_arguments(js: JetStreamContext, make_stream: Make, bad: dict[str, Any]) -> None:
+    reader = LogReader(js, await make_stream(1))
+    with pytest.raises(ValueError, match="must be"):
+        await reader.read(**bad)
+    assert len(await reader.read()) == 1
+
+
+def test_values_are_values() -> None:
+    for value in (First(), Seq(3), Time(datetime(2026, 1, 1, tzinfo=UTC)), Last(), New(), Stored("a", default=New())):
+        assert pickle.loads(pickle.dumps(value)) == value
+        assert hash(pickle.loads(pickle.dumps(value))) == hash(value)
+
+
+def test_the_exported_names() -> None:
+    assert sorted(jslog.__all__) == jslog.__all__
+    for name in jslog.__all__:
+        thing = getattr(jslog, name)
+        assert thing.__doc__
+        assert thing.__module__.startswith("jetstream_ext.log.")

@@ -1,0 +1,364 @@
+"""Exactly-once processing: what a worker stores, what it refuses, and who goes on of two."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import nats
+import nats.js.errors
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import DiscardPolicy, RetentionPolicy
+
+import jetstream_ext as jsx
+from jetstream_ext import BatchMessage, StoredMsg, errors
+from jetstream_ext.log import LogReader, New, Processed, exactly_once
+from jetstream_ext.log import worker as worker_module
+from jetstream_ext.testing import NatsServer
+
+Make = Callable[..., Awaitable[str]]
+More = Callable[[str, int, int], Awaitable[None]]
+
+
+async def outputs(js: JetStreamContext, name: str) -> list[bytes]:
+    """What a worker has stored, without its positions."""
+    return [msg.data async for msg in LogReader(js, name, subject=f"{name}.out")]
+
+
+async def stored_position(js: JetStreamContext, name: str, worker: str = "w") -> Any:
+    return json.loads((await jsx.DirectGet(js, name).get_last(f"{name}.at.{worker}")).data)
+
+
+def work(reader: LogReader, stream: str, handler: Any, **options: Any) -> Awaitable[Processed]:
+    return exactly_once(reader, stream, handler, **({"name": "w", "prefix": f"{stream}.at"} | options))
+
+
+def doubled(name: str) -> Callable[[StoredMsg], BatchMessage]:
+    return lambda msg: BatchMessage(f"{name}.out", b"%d" % (2 * int(msg.data)))
+
+
+async def test_to_the_end(js: JetStreamContext, make_stream: Make, more: More, left: Any) -> None:
+    source, target = await make_stream(250), await make_stream()
+    done = await work(LogReader(js, source), target, doubled(target))
+    assert done == Processed(inputs=250, outputs=250, commits=4, position=251)
+    assert await outputs(js, target) == [b"%d" % (2 * n) for n in range(1, 251)]
+    found = await stored_position(js, target)
+    assert (found["v"], found["stream"], found["seq"]) == (1, source, 251)
+    await more(source, 251, 260)
+    done = await work(LogReader(js, source), target, doubled(target))
+    assert (done.inputs, done.position) == (10, 261)
+    assert await outputs(js, target) == [b"%d" % (2 * n) for n in range(1, 261)]
+    await left.nothing()
+
+
+async def one_by_one(name: str) -> AsyncIterator[BatchMessage]:
+    for letter in (b"a", b"b"):
+        await asyncio.sleep(0)
+        yield BatchMessage(f"{name}.out", letter)
+
+
+async def later(made: Any) -> Any:
+    await asyncio.sleep(0)
+    return made
+
+
+HANDLERS: dict[str, Callable[[str], Any]] = {
+    "one": lambda name: BatchMessage(f"{name}.out", b"a"),
+    "none": lambda name: None,
+    "an empty list": lambda name: [],
+    "a tuple": lambda name: (BatchMessage(f"{name}.out", b"a"), BatchMessage(f"{name}.out", b"b")),
+    "a generator": lambda name: (BatchMessage(f"{name}.out", letter) for letter in (b"a", b"b")),
+    "an async generator": one_by_one,
+    "an awaitable": lambda name: later([BatchMessage(f"{name}.out", b"a")]),
+    "an awaitable of an async generator": lambda name: later(one_by_one(name)),
+}
+
+
+@pytest.mark.parametrize("kind", HANDLERS)
+async def test_what_a_handler_may_return(js: JetStreamContext, make_stream: Make, kind: str) -> None:
+    source, target = await make_stream(3), await make_stream()
+    await work(LogReader(js, source), target, lambda _: HANDLERS[kind](target))
+    each = {"one": [b"a"], "an awaitable": [b"a"], "none": [], "an empty list": []}.get(kind, [b"a", b"b"])
+    assert await outputs(js, target) == each * 3
+    assert (await stored_position(js, target))["seq"] == 4
+
+
+async def test_in_groups(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(25), await make_stream()
+
+    async def total(group: list[StoredMsg]) -> BatchMessage:
+        return BatchMessage(f"{target}.out", b"%d" % sum(int(msg.data) for msg in group))
+
+    done = await work(LogReader(js, source), target, total, grouped=True, max_messages=10)
+    assert await outputs(js, target) == [b"55", b"155", b"115"]
+    assert (done.inputs, done.outputs, done.commits) == (25, 3, 4)
+
+
+async def test_a_filter_moves_the_position_too(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(20), await make_stream()
+    done = await work(LogReader(js, source, subject=f"{source}.1"), target, doubled(target))
+    assert (done.inputs, done.position) == (7, 21)
+    done = await work(LogReader(js, source, subject=f"{source}.9"), target, doubled(target), name="v")
+    assert (done.inputs, done.commits) == (0, 2)
+    assert (await stored_position(js, target, "v"))["seq"] == 21
+
+
+async def test_a_start_that_depends_on_the_moment_is_pinned(
+    js: JetStreamContext, make_stream: Make, more: More
+) -> None:
+    source, target = await make_stream(10), await make_stream()
+    await work(LogReader(js, source, start=New()), target, doubled(target))
+    await more(source, 11, 12)
+    done = await work(LogReader(js, source, start=New()), target, doubled(target))
+    assert (done.inputs, done.position) == (2, 13)
+
+
+async def test_a_handler_that_fails(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(30), await make_stream()
+
+    def handler(msg: StoredMsg) -> BatchMessage:
+        if msg.seq == 25:
+            raise ZeroDivisionError
+        return doubled(target)(msg)
+
+    with pytest.raises(ZeroDivisionError):
+        await work(LogReader(js, source), target, handler, max_messages=10)
+    assert len(await outputs(js, target)) == 20
+    await work(LogReader(js, source), target, doubled(target))
+    assert await outputs(js, target) == [b"%d" % (2 * n) for n in range(1, 31)]
+
+
+async def test_more_outputs_than_a_batch_takes(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(10), await make_stream()
+
+    def handler(msg: StoredMsg) -> list[BatchMessage]:
+        return [BatchMessage(f"{target}.out", b"%d" % msg.seq)] * 400
+
+    done = await work(LogReader(js, source), target, handler)
+    assert await outputs(js, target) == [b"%d" % n for n in range(1, 11) for _ in range(400)]
+    assert done.outputs == 4000
+
+    def too_many(group: list[StoredMsg]) -> list[BatchMessage]:
+        return [BatchMessage(f"{target}.out", b"x")] * 1000
+
+    with pytest.raises(errors.AtomicPublishTooLargeError):
+        await work(LogReader(js, source), target, too_many, grouped=True, name="v")
+    assert (await stored_position(js, target, "v"))["seq"] == 1
+
+
+async def test_the_tail_is_followed_until_it_is_cancelled(
+    js: JetStreamContext, make_stream: Make, more: More, left: Any
+) -> None:
+    source, target = await make_stream(3), await make_stream()
+    task = asyncio.ensure_future(work(LogReader(js, source, tail=True), target, doubled(target)))
+    await more(source, 4, 6)
+    async with asyncio.timeout(30):
+        while len(await outputs(js, target)) < 6:
+            await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await left.nothing()
+    assert len(await outputs(js, target)) == 6
+
+
+async def test_of_two_workers_the_newer_one_goes_on(
+    js: JetStreamContext, make_stream: Make, more: More, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The zombie holds a handled batch in its hands when the other one starts."""
+    source, target = await make_stream(40), await make_stream()
+    held, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(msg: StoredMsg) -> BatchMessage:
+        if msg.seq == 15:
+            held.set()
+            await go_on.wait()
+        return doubled(target)(msg)
+
+    zombie = asyncio.ensure_future(work(LogReader(js, source, tail=True), target, slow, max_messages=10))
+    await asyncio.wait_for(held.wait(), 30)
+    await work(LogReader(js, source), target, doubled(target), max_messages=7)
+    go_on.set()
+    with pytest.raises(errors.FencedError, match="another one was started") as caught:
+        await zombie
+    assert (caught.value.name, caught.value.seq) == ("w", 41)
+    assert await outputs(js, target) == [b"%d" % (2 * n) for n in range(1, 41)]
+
+
+async def test_two_that_start_at_once(js: JetStreamContext, make_stream: Make) -> None:
+    for _ in range(5):
+        source, target = await make_stream(60), await make_stream()
+        workers = [work(LogReader(js, source), target, doubled(target), max_messages=9) for _ in range(4)]
+        ended = await asyncio.gather(*workers, return_exceptions=True)
+        assert all(isinstance(end, Processed | errors.FencedError) for end in ended), ended
+        assert any(isinstance(end, Processed) for end in ended)
+        assert await outputs(js, target) == [b"%d" % (2 * n) for n in range(1, 61)]
+
+
+async def test_workers_of_two_names_do_not_meet(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(30), await make_stream()
+    workers = [work(LogReader(js, source), target, doubled(target), name=name, max_messages=3) for name in "ab"]
+    assert [done.inputs for done in await asyncio.gather(*workers)] == [30, 30]
+    assert len(await outputs(js, target)) == 60
+
+
+@pytest.mark.parametrize(
+    ("config", "wrong"),
+    [
+        ({"allow_atomic": False}, "allow_atomic"),
+        ({"max_age": 3600}, "max_age"),
+        ({"max_msgs": 100}, "max_msgs"),
+        ({"max_bytes": 1 << 20}, "max_bytes"),
+        ({"retention": RetentionPolicy.INTEREST}, "retention"),
+        ({"retention": RetentionPolicy.WORK_QUEUE}, "retention"),
+    ],
+)
+async def test_output_streams_that_cannot_keep_a_position(
+    js: JetStreamContext, make_stream: Make, config: dict[str, Any], wrong: str
+) -> None:
+    source, target = await make_stream(5), await make_stream(**config)
+    with pytest.raises(errors.StreamConfigMismatchError, match=wrong) as caught:
+        await work(LogReader(js, source), target, doubled(target))
+    assert set(caught.value.diff) == {wrong}
+    assert (await js.stream_info(target)).state.messages == 0
+    if wrong in ("max_age", "max_msgs", "max_bytes"):
+        done = await work(LogReader(js, source), target, doubled(target), position_may_vanish=True)
+        assert done.inputs == 5
+
+
+async def test_a_subject_that_the_output_stream_does_not_have(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(5), await make_stream()
+    with pytest.raises(errors.StreamConfigMismatchError, match=r"elsewhere\.w") as caught:
+        await work(LogReader(js, source), target, doubled(target), prefix="elsewhere")
+    assert set(caught.value.diff) == {"subjects"}
+    with pytest.raises(nats.js.errors.NotFoundError):
+        await work(LogReader(js, source), "NOT_THERE", doubled(target))
+
+
+@pytest.mark.parametrize("config", [{"max_msgs": 1000, "discard": DiscardPolicy.NEW}, {"max_msgs_per_subject": 1}])
+async def test_limits_that_spare_the_position(js: JetStreamContext, make_stream: Make, config: dict[str, Any]) -> None:
+    source, target = await make_stream(5), await make_stream(**config)
+    assert (await work(LogReader(js, source), target, doubled(target))).inputs == 5
+
+
+async def test_a_position_that_does_not_expire(js: JetStreamContext, make_stream: Make) -> None:
+    """With the outputs' age limit, and without piling up where the stream allows roll-ups."""
+    source = await make_stream(30)
+    target = await make_stream(max_age=1, allow_msg_ttl=True, allow_rollup_hdrs=True)
+    await work(LogReader(js, source), target, doubled(target), max_messages=10)
+    async with asyncio.timeout(30):
+        while (await js.stream_info(target)).state.messages > 1:
+            await asyncio.sleep(0.1)
+    assert (await stored_position(js, target))["seq"] == 31
+    done = await work(LogReader(js, source), target, doubled(target))
+    assert (done.inputs, done.position) == (0, 31)
+
+
+async def test_a_position_that_was_removed_under_a_worker(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = await make_stream(5), await make_stream()
+
+    async def handler(msg: StoredMsg) -> None:
+        await js.purge_stream(target, subject=f"{target}.at.w")
+
+    with pytest.raises(errors.FencedError, match="was removed"):
+        await work(LogReader(js, source), target, handler)
+
+
+@pytest.mark.parametrize(
+    ("made", "error"),
+    [
+        (b"bytes", TypeError),
+        (7, TypeError),
+        ([("subject", b"")], TypeError),
+        (BatchMessage("nowhere.at.all"), errors.BadSubjectError),
+        (BatchMessage("{}.at.w"), errors.BadSubjectError),
+        (BatchMessage("{}.out", expected_last_subject_seq=77), errors.WrongLastSequenceError),
+        (BatchMessage("{}.out", headers={"Nats-Batch-Id": "x"}), errors.BadHeaderError),
+    ],
+)
+async def test_outputs_that_are_refused(
+    js: JetStreamContext, make_stream: Make, made: Any, error: type[Exception]
+) -> None:
+    source, target = await make_stream(5), await make_stream()
+    if isinstance(made, BatchMessage):
+        made = BatchMessage(
+            made.subject.format(target),
+            headers=made.headers,
+            expected_last_subject_seq=made.expected_last_subject_seq,
+        )
+    with pytest.raises(error):
+        await work(LogReader(js, source), target, lambda _: made, max_messages=1)
+    assert (await stored_position(js, target))["seq"] == 1
+    assert await outputs(js, target) == []
+
+
+async def test_an_output_subject_that_is_added_meanwhile(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(5), await make_stream()
+    config = (await js.stream_info(target)).config
+
+    async def handler(msg: StoredMsg) -> BatchMessage:
+        if msg.seq == 3:
+            await js.update_stream(config.evolve(subjects=[f"{target}.>", f"{target}X"]))
+        return BatchMessage(f"{target}X" if msg.seq >= 3 else f"{target}.out")
+
+    assert (await work(LogReader(js, source), target, handler)).outputs == 5
+
+
+async def test_the_input_is_not_what_it_was(js: JetStreamContext, make_stream: Make, more: More) -> None:
+    source, other, target = await make_stream(20), await make_stream(20), await make_stream()
+    await work(LogReader(js, source), target, doubled(target))
+    with pytest.raises(ValueError, match="take another name"):
+        await work(LogReader(js, other), target, doubled(target))
+    await more(source, 21, 30)
+    await js.purge_stream(source, seq=25)
+    with pytest.raises(errors.PositionLostError) as caught:
+        await work(LogReader(js, source), target, doubled(target))
+    assert (caught.value.expected, caught.value.got) == (21, 25)
+    done = await work(LogReader(js, source, on_lost="skip"), target, doubled(target))
+    assert (done.inputs, done.position) == (6, 31)
+    await js.delete_stream(source)
+    await js.add_stream(name=source, subjects=[f"{source}.>"], allow_direct=True, allow_atomic=True)
+    await more(source, 1, 40)
+    with pytest.raises(errors.StreamRecreatedError):
+        await work(LogReader(js, source), target, doubled(target))
+
+
+async def test_something_else_on_the_subject(js: JetStreamContext, make_stream: Make) -> None:
+    source, target = await make_stream(2), await make_stream()
+    await js.publish(f"{target}.at.w", b"hello")
+    with pytest.raises(ValueError, match="no position of a worker"):
+        await work(LogReader(js, source), target, doubled(target))
+
+
+@pytest.mark.parametrize(
+    "bad", [{"max_messages": 0}, {"timeout": 0}, {"patience": -1}, {"name": "a b"}, {"prefix": ""}]
+)
+async def test_arguments_are_checked(js: JetStreamContext, bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must be|subject"):
+        await work(LogReader(js, "S"), "T", lambda _: None, **bad)
+
+
+@pytest.mark.parametrize(("version", "words"), [("2.11.11", "2.12"), ("2.12.0", r"2\.12\.1")])
+async def test_servers_that_cannot(version: str, words: str) -> None:
+    async with NatsServer(version=version) as server:
+        nc = await nats.connect(server.url)
+        try:
+            js = nc.jetstream()
+            await js.add_stream(name="S", subjects=["s"], allow_direct=True)
+            extra = {"allow_atomic": True} if version == "2.12.0" else {}
+            await js.add_stream(name="T", subjects=["t.>"], allow_direct=True, **extra)
+            with pytest.raises(errors.UnsupportedFeatureError, match=words):
+                await exactly_once(LogReader(js, "S"), "T", lambda _: None, name="w", prefix="t")
+        finally:
+            await nc.close()
+
+
+def test_how_many_outputs_fit() -> None:
+    made: list[Any] = [([None] * count, 0) for count in (3, 0, 4, 9, 1)]
+    some = object.__new__(worker_module._Worker)
+    for limit, expected in ((None, 5), (0, 1), (2, 1), (3, 2), (7, 3), (15, 3), (16, 4), (17, 5)):
+        some._limit = limit
+        assert some._fitting(made) == expected

@@ -1,0 +1,220 @@
+"""Workers that are stopped, cut off and doubled at every point: each input counts once, in order."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import nats
+import nats.errors
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import BatchMessage, StoredMsg, errors
+from jetstream_ext.log import LogReader, exactly_once
+from jetstream_ext.log import worker as worker_module
+from jetstream_ext.testing import NatsServer
+
+Make = Callable[..., Awaitable[str]]
+FAULTS = ["cancelled before", "cancelled behind", "lost before", "lost behind", "fails before", "fails behind", "late"]
+
+
+def handler(target: str, source: str = "") -> Callable[[StoredMsg], list[BatchMessage]]:
+    """Each third input has no output, each other third has two."""
+    return lambda msg: [BatchMessage(f"{target}.out", msg.data)] * (msg.seq % 3)
+
+
+def expected(last: int) -> list[int]:
+    return [n for n in range(1, last + 1) for _ in range(n % 3)]
+
+
+async def outputs(js: JetStreamContext, name: str) -> list[int]:
+    return [int(msg.data) async for msg in LogReader(js, name, subject=f"{name}.out")]
+
+
+class Commits:
+    """Stands in for `publish_atomic`: some commits are cut off, before or behind what they do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, choose: Callable[[int], str | None]) -> None:
+        self.choose = choose
+        self.count = 0
+        self.happened: list[str] = []
+        self.late: list[asyncio.Task[Any]] = []
+        monkeypatch.setattr(worker_module, "publish_atomic", self.publish)
+
+    async def publish(self, js: JetStreamContext, messages: Sequence[BatchMessage], **options: Any) -> Any:
+        fault = self.choose(self.count)
+        self.count += 1
+        if fault is None:
+            return await jsx.publish_atomic(js, messages, **options)
+        self.happened.append(fault)
+        what, _, when = fault.partition(" ")
+        if when == "behind":
+            await jsx.publish_atomic(js, messages, **options)
+        if what == "late":  # it is on its way, and gets there when nobody waits any more
+            self.late.append(asyncio.create_task(self._later(js, messages, **options)))
+        if what == "cancelled":
+            raise asyncio.CancelledError
+        if what == "fails":
+            raise errors.BatchAbandonedError("the connection was lost", outcome="not_stored")
+        raise errors.BatchOutcomeUnknownError("no answer")
+
+    async def _later(self, js: JetStreamContext, messages: Sequence[BatchMessage], **options: Any) -> None:
+        await asyncio.sleep(random.uniform(0, 0.1))
+        try:
+            await jsx.publish_atomic(js, messages, **options)
+        except errors.WrongLastSequenceError:
+            pass  # another one came before
+
+    async def settle(self) -> None:
+        await asyncio.gather(*self.late)
+
+
+async def until_done(js: JetStreamContext, source: str, target: str, **options: Any) -> int:
+    """Start a worker again until one comes to the end; return how often it took."""
+    for start in range(1, 1000):
+        try:
+            await exactly_once(
+                LogReader(js, source), target, handler(target), name="w", prefix=f"{target}.at", **options
+            )
+            return start
+        except (asyncio.CancelledError, errors.FencedError):
+            pass
+    pytest.fail("it never came to the end")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("commit", [0, 1, 3])
+async def test_every_fault_at_a_commit(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, fault: str, commit: int
+) -> None:
+    """At the claim, in the middle, at the last one."""
+    source, target = await make_stream(30), await make_stream()
+    commits = Commits(monkeypatch, lambda count: fault if count == commit else None)
+    starts = await until_done(js, source, target, max_messages=10)
+    await commits.settle()
+    assert commits.happened == [fault]
+    assert starts == (2 if fault.startswith("cancelled") else 1)
+    assert await outputs(js, target) == expected(30)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_any_faults_in_any_order(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rng = random.Random(seed)
+    source, target = await make_stream(200), await make_stream()
+    commits = Commits(monkeypatch, lambda _: rng.choice(FAULTS) if rng.random() < 0.5 else None)
+    both = [until_done(js, source, target, max_messages=rng.randint(1, 30)) for _ in range(rng.randint(1, 3))]
+    await asyncio.gather(*both)
+    await commits.settle()
+    assert len(commits.happened) > 2
+    assert await outputs(js, target) == expected(200)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_stopped_at_any_await(js: JetStreamContext, make_stream: Make, left: Any, seed: int) -> None:
+    """As a kill would: between a read and the handler, the handler and the commit, the commit and its answer."""
+    rng = random.Random(seed)
+    source, target = await make_stream(120), await make_stream()
+    stopped = 0
+    while True:
+        work = exactly_once(
+            LogReader(js, source), target, handler(target), name="w", prefix=f"{target}.at", max_messages=7
+        )
+        task = asyncio.ensure_future(work)
+        for _ in range(rng.randint(1, 60 + stopped)):
+            await asyncio.sleep(0)
+        task.cancel()
+        try:
+            await task
+            break
+        except asyncio.CancelledError:
+            stopped += 1
+            await left.nothing()
+    assert stopped > 5
+    assert await outputs(js, target) == expected(120)
+
+
+async def test_a_refusal_that_nobody_explains(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leader that was replaced without knowing it refuses, and shows the position from before."""
+    source, target = await make_stream(5), await make_stream()
+
+    async def refuse(*arguments: Any, **options: Any) -> Any:
+        raise errors.WrongLastSequenceError(code=400, err_code=10071, outcome="not_stored")
+
+    monkeypatch.setattr(worker_module, "publish_atomic", refuse)
+    with pytest.raises(errors.RequestTimeoutError, match="does not say"):
+        await exactly_once(
+            LogReader(js, source), target, handler(target), name="w", prefix=f"{target}.at", patience=0.3
+        )
+
+
+@pytest.fixture
+async def broken(own: NatsServer) -> Any:
+    async def quiet(error: Exception) -> None:
+        pass
+
+    nc = await nats.connect(
+        own.url, connect_timeout=10, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=quiet
+    )
+    yield nc
+    await nc.close()
+
+
+@pytest.fixture
+def own() -> Any:
+    with NatsServer() as server:
+        yield server
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_a_server_that_is_killed(own: NatsServer, broken: Client, seed: int) -> None:
+    """The worker itself stays, and waits."""
+    rng = random.Random(seed)
+    js = broken.jetstream(timeout=2)
+    for name in ("S", "T"):
+        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
+    await jsx.publish_atomic(js, [jsx.BatchMessage("S.0", b"%d" % n) for n in range(1, 801)])
+    at = set(rng.sample(range(20, 780), 3))
+
+    async def slow(msg: StoredMsg) -> list[BatchMessage]:
+        if msg.seq in at:
+            at.discard(msg.seq)
+            await asyncio.to_thread(own.kill)
+            await asyncio.to_thread(own.restart)
+        return handler("T")(msg)
+
+    done = await exactly_once(LogReader(js, "S", timeout=2), "T", slow, name="w", prefix="T.at", max_messages=20)
+    assert done.position == 801
+    assert await outputs(js, "T") == expected(800)
+
+
+async def test_the_connection_goes_while_the_tail_is_followed(own: NatsServer, broken: Client) -> None:
+    js = broken.jetstream(timeout=2)
+    for name in ("S", "T"):
+        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
+    reader = LogReader(js, "S", tail=True, timeout=2)
+    task = asyncio.ensure_future(exactly_once(reader, "T", handler("T"), name="w", prefix="T.at"))
+    stored = 0
+    for _ in range(3):
+        await jsx.publish_atomic(js, [jsx.BatchMessage("S.0", b"%d" % n) for n in range(stored + 1, stored + 11)])
+        stored += 10
+        async with asyncio.timeout(60):
+            while (reader.position or 0) <= stored:
+                await asyncio.sleep(0.02)
+        await asyncio.to_thread(own.kill)
+        await asyncio.to_thread(own.restart)
+        async with asyncio.timeout(60):
+            while not broken.is_connected:
+                await asyncio.sleep(0.02)
+    async with asyncio.timeout(60):
+        while await outputs(js, "T") != expected(stored):
+            await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
