@@ -37,7 +37,7 @@ async def stream(js: JetStreamContext, make_stream: MakeStream) -> str:
 
 @pytest.fixture
 def direct(js: JetStreamContext, stream: str) -> jsx.DirectGet:
-    return jsx.DirectGet(js, stream, timeout=5)
+    return jsx.DirectGet(js, stream, timeout=20)
 
 
 async def seqs(batch: jsx.MessageBatch) -> list[int]:
@@ -86,7 +86,7 @@ class TestSingle:
 
     async def test_waiting_for_a_write_that_does_not_come(self, js: JetStreamContext, stream: str) -> None:
         with pytest.raises(errors.RequestTimeoutError, match="did not reach sequence 13"):
-            await jsx.DirectGet(js, stream, timeout=0.15).get_last(f"{stream}.a", min_seq=13)
+            await jsx.DirectGet(js, stream, timeout=2).get_last(f"{stream}.a", min_seq=13)
 
 
 class TestBatch:
@@ -320,9 +320,9 @@ class TestRefusals:
         read: Callable[[jsx.DirectGet], Awaitable[object]],
     ) -> None:  # fmt: skip
         name = "NO_SUCH_STREAM" if missing == "stream" else await make_stream(allow_direct=False)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             with pytest.raises(errors.DirectGetDisabledError, match=name) as caught:
-                await read(jsx.DirectGet(js, name))
+                await read(jsx.DirectGet(js, name, timeout=60))
         assert caught.value.stream == name
         await left.settled()
 
@@ -396,10 +396,9 @@ class TestLeaving:
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
-            assert task.cancelled() or task.done()
             await left.settled()
-            if not task.cancelled():
-                task.exception()
+            # It may have ended just before; for sequence 99 that is an error.
+            assert task.cancelled() or isinstance(task.exception(), errors.MessageNotFoundError | None)
         assert await seqs(direct.batch(2)) == [1, 2]
 
 
@@ -413,13 +412,13 @@ class TestBadConnections:
         own_server.pause()
         try:
             for read in (direct.get(1), direct.scan().to_list(), direct.multi_last([">"]).to_list()):
-                async with asyncio.timeout(1):
+                async with asyncio.timeout(20):
                     with pytest.raises(errors.RequestTimeoutError, match=name) as caught:
                         await read
                 assert isinstance(caught.value, nats.errors.TimeoutError)
         finally:
             own_server.resume()
-        assert (await direct.get(1)).seq == 1
+        assert (await jsx.DirectGet(own_js, name, timeout=20).get(1)).seq == 1
 
     async def test_a_scan_goes_on_after_a_restart(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
@@ -464,7 +463,7 @@ class TestBadConnections:
             await asyncio.sleep(0)
             own_server.kill()
             await asyncio.to_thread(own_server.restart)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 found = await reading
             assert (found if isinstance(found, jsx.StoredMsg) else found[0]).seq == 2
 
