@@ -159,8 +159,11 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure this library against plain nats-py and bare sockets; arguments after `--` go to the script."""
-    session.install("-e", ".[server]", *group("bench"))
+    """Measure this library, nats-py and bare sockets, and write the figures that README and pages show.
+
+    A quarter of an hour on a quiet machine; needs Java 17. Arguments after `--` go to tests/bench.
+    """
+    session.install("-e", ".[server,spark]")
     session.run("python", "tests/bench", *session.posargs)
 
 

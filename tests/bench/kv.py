@@ -1,30 +1,21 @@
-"""What key-value reads cost, next to what nats-py's own do: one run, in turn, medians.
+"""What key-value reads cost per key, next to what nats-py's own do: by name, a whole bucket, and by its size."""
 
-    python tests/bench/kv.py [--rounds 5] [--largest 1000000] [--size 100]
-
-Three tables: many keys by name, a whole bucket, and the cost per key from 10³ keys to the largest bucket.
-"""
-
-import argparse
 import asyncio
-import statistics
 import time
-from collections.abc import Awaitable, Callable
-from importlib.metadata import version
 
 import nats
 from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
-from rich.console import Console
-from rich.table import Table
+from record import Case, Group
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.testing import NatsServer
 
-BY_NAME, WHOLE = 10_000, 100_000
+COST = "µs per key"
+SIZES = (1_000, 10_000, 100_000, 1_000_000)
+GATHER, GET_MANY, WATCHALL, SNAPSHOT = "asyncio.gather(kv.get)", "get_many", "kv.watchall()", "snapshot"
 LEAST = 100_000  # keys per measurement: a small bucket is read as often as that takes
-Case = Callable[[], Awaitable[int]]
 
 
 async def bucket(js: JetStreamContext, keys: int, size: int) -> KeyValue:
@@ -76,63 +67,47 @@ def watchall(kv: KeyValue) -> Case:
     return run
 
 
-async def measure(cases: dict[str, tuple[Case, int]], rounds: int) -> dict[str, list[float]]:
-    """Microseconds per key of each case in each round; the first round warms up."""
-    costs: dict[str, list[float]] = {name: [] for name in cases}
-    for number in range(rounds + 1):
-        for name, (run, keys) in cases.items():
-            times = max(1, LEAST // keys) if name.startswith("10") else 1
-            await asyncio.sleep(0.05)  # let the server finish what the last case left it
-            start = time.perf_counter()
-            for _ in range(times):
-                assert await run() == keys, name
-            elapsed = time.perf_counter() - start
-            if number:
-                costs[name].append(elapsed / (times * keys) * 1e6)
-    return costs
+def sized(what: str, keys: int) -> str:
+    return f"{what}, {keys:,} keys"
 
 
-def show(console: Console, title: str, costs: dict[str, list[float]], base: str) -> None:
-    table = Table(title=title)
-    for column in ("case", "µs per key", "min … max", f"against {base}"):
-        table.add_column(column, justify="left" if column == "case" else "right")
-    against = statistics.median(costs[base])
-    for name, cost in costs.items():
-        median = statistics.median(cost)
-        table.add_row(name, f"{median:.2f}", f"{min(cost):.2f} … {max(cost):.2f}", f"{against / median:.2f}")
-    console.print(table)
+def run(name: str, *, quick: bool) -> Group:
+    """Measure `kv`."""
+    sizes = [keys // (1_000 if quick else 1) or 1 for keys in SIZES]
+    rounds = 1 if quick else 5
+    group = Group(name, size=100, rounds=rounds, by_name=sizes[1], whole=sizes[2], sizes=sizes)
+    with NatsServer() as server:
+        asyncio.run(_measure(server.url, group, sizes, rounds, LEAST // (1_000 if quick else 1)))
+    return group
 
 
-async def main(url: str, rounds: int, largest: int, size: int, console: Console) -> None:
+async def _measure(url: str, group: Group, sizes: list[int], rounds: int, least: int) -> None:
     nc = await nats.connect(url)
     js = nc.jetstream()
-    sizes = [keys for keys in (1_000, 10_000, 100_000, 1_000_000) if keys <= largest]
-    buckets = {keys: await bucket(js, keys, size) for keys in {*sizes, BY_NAME, WHOLE}}
-    many = names(BY_NAME)
-    by_name = {
-        "asyncio.gather(kv.get)": (gather(buckets[BY_NAME], many), BY_NAME),
-        "get_many": (get_many(buckets[BY_NAME], many), BY_NAME),
+    buckets = {keys: await bucket(js, keys, 100) for keys in sizes}
+    by_name, whole = sizes[1], sizes[2]
+    comparison: dict[str, tuple[Case, int, int]] = {
+        GATHER: (gather(buckets[by_name], names(by_name)), by_name, 1),
+        GET_MANY: (get_many(buckets[by_name], names(by_name)), by_name, 1),
+        WATCHALL: (watchall(buckets[whole]), whole, 1),
+        SNAPSHOT: (snapshot(buckets[whole]), whole, 1),
     }
-    show(console, f"{BY_NAME:,} keys by name", await measure(by_name, rounds), "asyncio.gather(kv.get)")
-    whole = {
-        "nats-py watchall": (watchall(buckets[WHOLE]), WHOLE),
-        "snapshot": (snapshot(buckets[WHOLE]), WHOLE),
+    growth = {
+        sized(what, keys): (make(keys), keys, max(1, least // keys))
+        for what, make in (
+            (SNAPSHOT, lambda keys: snapshot(buckets[keys])),
+            (GET_MANY, lambda keys: get_many(buckets[keys], names(keys))),
+        )
+        for keys in sizes
     }
-    show(console, f"a bucket of {WHOLE:,} keys", await measure(whole, rounds), "nats-py watchall")
-    for what, make in (("snapshot", snapshot), ("get_many", lambda kv: get_many(kv, names(int(kv._name[1:]))))):
-        cases = {f"{keys:,}".replace(",", " "): (make(buckets[keys]), keys) for keys in sizes}
-        costs = await measure({f"10^{len(name.replace(' ', '')) - 1}": case for name, case in cases.items()}, rounds)
-        show(console, f"{what}: cost per key by number of keys", costs, "10^3")
+    for cases in (comparison, growth):
+        for number in range(rounds + 1):  # the first warms up
+            for case, (read, keys, times) in cases.items():
+                await asyncio.sleep(0.05)  # let the server finish what the last case left it
+                start = time.perf_counter()
+                for _ in range(times):
+                    assert await read() == keys, case
+                elapsed = time.perf_counter() - start
+                if number:
+                    group.note(case, COST, elapsed / (times * keys) * 1e6)
     await nc.close()
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--largest", type=int, default=1_000_000, help="keys in the largest bucket")
-    parser.add_argument("--size", type=int, default=100, help="bytes per value")
-    options = parser.parse_args()
-    out = Console(width=100)
-    with NatsServer() as server:
-        out.print(f"nats-server {server.version}, nats-py {version('nats-py')}")
-        asyncio.run(main(server.url, options.rounds, options.largest, options.size, out))

@@ -1,16 +1,12 @@
-"""How many rows a second Spark reads: ``python tests/bench/spark_read.py``.
+"""How many rows a second Spark reads: ``local[2]``, everything warm, Spark's noop sink, all cases in turn.
 
-200,000 messages of 256 bytes, ``local[2]``, everything warm, Spark's noop sink; the runs of all cases are interleaved.
 The synthetic source makes the same columns out of nothing: what Spark itself can take from Python.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
-import statistics
-import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -19,10 +15,19 @@ from typing import Any
 import nats
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from record import Group
+from sessions import session
 
 import jetstream_ext as jsx
 import jetstream_ext.spark
 from jetstream_ext.testing import NatsServer
+
+ROWS = "rows/s"
+ALL, TWO_COLUMNS, HEADERS = "all columns", "`seq` and `data` only", "all columns, messages with 2 headers"
+SYNTHETIC, PLAIN = (
+    "a source that makes the same columns out of nothing",
+    "the same reader over nats-py's message objects",
+)
 
 DDL = "stream string, seq long, subject string, time timestamp, data binary, headers map<string,array<string>>"
 
@@ -147,60 +152,33 @@ async def fill(url: str, messages: int, size: int, *, headers: bool) -> None:
     await nc.close()
 
 
-def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    arguments.add_argument("--messages", type=int, default=200_000)
-    arguments.add_argument("--size", type=int, default=256)
-    arguments.add_argument("--runs", type=int, default=7)
-    arguments.add_argument("--only", help="run one case")
-    options = arguments.parse_args()
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # not the first python3 on PATH
+def run(name: str, *, quick: bool) -> Group:
+    """Measure `spark_read`."""
+    messages, size, rounds, warm = (20_000, 256, 1, 0) if quick else (200_000, 256, 7, 2)
+    group = Group(name, messages=messages, size=size, rounds=rounds)
     with NatsServer() as server:
         for headers in (False, True):
-            asyncio.run(fill(server.url, options.messages, options.size, headers=headers))
-        spark = (
-            SparkSession.builder.master("local[2]")
-            .config("spark.ui.enabled", "false")
-            .config("spark.driver.bindAddress", "127.0.0.1")
-            .config("spark.driver.host", "127.0.0.1")
-            .getOrCreate()
-        )
-        spark.sparkContext.setLogLevel("ERROR")
-        try:
-            return measure(spark, server.url, options)
-        finally:
-            spark.stop()
+            asyncio.run(fill(server.url, messages, size, headers=headers))
+        with session() as spark:
+            _measure(spark, server.url, group, messages, size, rounds, warm)
+    return group
 
 
-def measure(spark: SparkSession, url: str, options: argparse.Namespace) -> int:
+def _measure(spark: SparkSession, url: str, group: Group, messages: int, size: int, rounds: int, warm: int) -> None:
     jetstream_ext.spark.register(spark)
     spark.dataSource.register(Synthetic)
     spark.dataSource.register(Plain)
     source = spark.read.format("jetstream").option("servers", url)
-    synthetic = spark.read.format("synthetic").option("rows", options.messages).option("size", options.size)
     cases: dict[str, DataFrame] = {
-        "all columns": source.load("BENCH"),
-        "seq, data": source.schema("seq long, data binary").load("BENCH"),
-        "all columns, messages with 2 headers": spark.read.format("jetstream").option("servers", url).load("HEADERS"),
-        "synthetic Arrow source": synthetic.load(),
-        "the same over nats-py's objects": spark.read.format("plain")
-        .options(servers=url, rows=options.messages)
-        .load(),
+        ALL: source.load("BENCH"),
+        TWO_COLUMNS: source.schema("seq long, data binary").load("BENCH"),
+        HEADERS: spark.read.format("jetstream").option("servers", url).load("HEADERS"),
+        SYNTHETIC: spark.read.format("synthetic").options(rows=messages, size=size).load(),
+        PLAIN: spark.read.format("plain").options(servers=url, rows=messages).load(),
     }
-    if options.only:
-        cases = {options.only: cases[options.only]}
-    rates: dict[str, list[float]] = {name: [] for name in cases}
-    for run in range(options.runs + 2):
-        for name, frame in cases.items():
+    for number in range(rounds + warm):
+        for case, frame in cases.items():
             start = time.perf_counter()
             frame.write.format("noop").mode("overwrite").save()
-            if run >= 2:  # two to warm up
-                rates[name].append(options.messages / (time.perf_counter() - start))
-    print(f"{options.messages} messages of {options.size} bytes, rows/s: min / median / max of {options.runs} runs")
-    for name, runs in rates.items():
-        print(f"  {name:38} {min(runs):9,.0f} / {statistics.median(runs):9,.0f} / {max(runs):9,.0f}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            if number >= warm:
+                group.note(case, ROWS, messages / (time.perf_counter() - start))

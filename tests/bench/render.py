@@ -1,0 +1,370 @@
+"""Write the figures of docs/bench.json into the pages that show them, between comments, and draw their pictures.
+
+    python tests/bench/render.py [--check]
+
+``--check`` changes nothing; its exit status says whether everything is as the record says.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import direct_get
+import kv
+import memory
+import publish
+import svg
+from memory import LONG, RESIDENT
+from record import CLIENT, RATE, SERVER
+
+Record = dict[str, Any]
+
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "docs" / "bench.json"
+
+
+# What a row is called, its case, and the bare socket that does the same.
+PUBLISHED = (
+    ("`js.publish`", publish.JS_PUBLISH, publish.BARE, ""),
+    ("`js.publish_async`", publish.PUBLISH_ASYNC, publish.BARE, ""),
+    ("`FastPublisher.add`", publish.ADD, publish.BARE, ""),
+    ("`FastPublisher.add_many`", publish.ADD_MANY, publish.BARE, ""),
+    ("`add_many` with `Nats-Msg-Id`", publish.ADD_MANY_IDS, publish.BARE_IDS, " (of one with ids)"),
+    ("`ingest`", publish.INGEST, publish.BARE_IDS, " (of one with ids)"),
+    (
+        f"`publish_atomic`, batches of {publish.ATOMIC:,}",
+        publish.PUBLISH_ATOMIC,
+        publish.BARE_ATOMIC,
+        " (of one that writes the same batches)",
+    ),
+    ("bare socket, joined frames", publish.BARE, publish.BARE, ""),
+)
+READ = (
+    ("`js.get_msg(direct=True)`", publish.GET_MSG, publish.BARE_READ, ""),
+    ("a batched get by hand over nats-py", publish.BY_HAND, publish.BARE_READ, ""),
+    ("`DirectGet.scan`", publish.SCAN, publish.BARE_READ, ""),
+    ("bare socket, frames counted", publish.BARE_READ, publish.BARE_READ, ""),
+)
+OURS = {publish.ADD, publish.ADD_MANY, publish.ADD_MANY_IDS, publish.INGEST, publish.PUBLISH_ATOMIC, publish.SCAN}
+
+
+def figure(record: Record, group: str, case: str, measure: str) -> dict[str, Any]:
+    """Return the summary of one figure."""
+    found: dict[str, Any] = record["groups"][group]["figures"][case][measure]
+    return found
+
+
+def median(record: Record, group: str, case: str, measure: str = RATE) -> float:
+    return float(figure(record, group, case, measure)["median"])
+
+
+def share(record: Record, group: str, case: str, limit: str) -> float:
+    """Return the median of each round's own ratio: a round that is slow is slow for both."""
+    one, other = (figure(record, group, name, RATE)["runs"] for name in (case, limit))
+    return statistics.median(mine / theirs for mine, theirs in zip(one, other, strict=True))
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]], *, left: int = 1) -> str:
+    """Return a Markdown table; the first `left` columns are text."""
+    titles = list(head)
+    rule = ["---" if number < left else "---:" for number in range(len(titles))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, rule, *rows))
+
+
+def spread(found: dict[str, Any], form: str = ",.0f") -> str:
+    return f"{found['min']:{form}} … {found['max']:{form}}"
+
+
+# -- the blocks
+
+
+def conditions(record: Record) -> str:
+    machine, versions, group = record["machine"], record["versions"], record["groups"]["publish"]["conditions"]
+    day = datetime.fromisoformat(record["taken"])
+    return (
+        f"nats-server {versions['nats_server']}, nats-py {versions['nats_py']}, Python {versions['python']}, all on one "
+        f"machine ({machine['cpu']}, {machine['cpus']} CPUs, {machine['memory_gib']:g} GiB, {machine['os']}), "
+        f"{day.day} {day:%B %Y}. {group['messages']:,} messages of {group['size']:,} bytes, file storage, "
+        f"{group['flow']} messages per acknowledgement; medians of {group['rounds']} rounds. Figures drift with the "
+        "machine, the ratios are what to read."
+    )
+
+
+def _rates(record: Record, group: str, rows: Any, base: tuple[str, str], *, wide: bool) -> str:
+    def cells(title: str, case: str, limit: str, note: str) -> list[str]:
+        found = figure(record, group, case, RATE)
+        times = found["median"] / median(record, group, base[1])
+        return [
+            title,
+            f"{found['median']:,.0f}",
+            *([spread(found)] if wide else []),
+            f"{times:.1f}",
+            f"{share(record, group, case, limit):.2f}{note}",
+        ]
+
+    head = [group, "messages/s", *(["min … max"] if wide else []), f"times {base[0]}", "of the bare socket"]
+    return table(head, [cells(*row) for row in rows])
+
+
+def publish_table(record: Record, *, wide: bool = False) -> str:
+    return _rates(record, "publish", PUBLISHED, ("`publish_async`", publish.PUBLISH_ASYNC), wide=wide)
+
+
+def read_table(record: Record, *, wide: bool = False) -> str:
+    return _rates(record, "read", READ, ("by hand", publish.BY_HAND), wide=wide)
+
+
+def pictures(folder: str) -> Callable[[Record], str]:
+    def block(record: Record) -> str:
+        return (
+            f"![Messages published per second]({folder}bench-publish.svg)\n\n"
+            f"![Messages read per second]({folder}bench-read.svg)"
+        )
+
+    return block
+
+
+def cpu_table(record: Record) -> str:
+    rows = (
+        ("bare socket, joined frames", publish.BARE),
+        ("`add_many`", publish.ADD_MANY),
+        ("`add_many`, `Nats-Msg-Id`", publish.ADD_MANY_IDS),
+        ("`add`", publish.ADD),
+    )
+    flows = [(group, record["groups"][group]["conditions"]["flow"]) for group in ("publish", "publish_500")]
+    head = ["case", *(f"{who}, µs, flow {flow}" for _, flow in flows for who in ("client", "server"))]
+    return table(
+        head,
+        (
+            [title, *(f"{median(record, group, case, who):.2f}" for group, _ in flows for who in (CLIENT, SERVER))]
+            for title, case in rows
+        ),
+    )
+
+
+def shares_table(record: Record) -> str:
+    groups = ("publish", "publish_500")
+    rows = (
+        ("`add_many`", publish.ADD_MANY, publish.BARE, "0.85"),
+        ("`add`", publish.ADD, publish.BARE, "0.45"),
+        ("`add_many`, `Nats-Msg-Id`, of a bare socket with ids", publish.ADD_MANY_IDS, publish.BARE_IDS, "0.6"),
+    )
+    times = [
+        [f"{median(record, group, case) / median(record, group, publish.PUBLISH_ASYNC):.1f}" for group in groups]
+        for case in (publish.ADD_MANY, publish.BARE)
+    ]
+    return table(
+        ["case", *(f"flow {record['groups'][group]['conditions']['flow']}" for group in groups), "aim"],
+        [
+            *(
+                [title, *(f"{share(record, group, case, limit):.2f}" for group in groups), aim]
+                for title, case, limit, aim in rows
+            ),
+            [
+                f"slowest of {publish.PUBLISHERS} publishers on one connection, of their mean",
+                *(f"{median(record, group, publish.EIGHT, publish.SHARE):.2f}" for group in groups),
+                "0.5",
+            ],
+            [
+                "`add_many`, times `publish_async`",
+                *times[0],
+                f"15 to 20; the bare socket makes {' and '.join(times[1])}",
+            ],
+        ],
+    )
+
+
+def memory_table(record: Record) -> str:
+    return table(
+        ["MB resident at most, the whole process", *(f"{count:,} messages" for count in LONG)],
+        (
+            [f"`{case}`", *(f"{median(record, f'memory-{case}-{count}', case, RESIDENT):.0f}" for count in LONG)]
+            for case in memory.CASES
+        ),
+    )
+
+
+def direct_get_table(record: Record) -> str:
+    aims = {1_000: "0.6", 10_000: "0.5"}
+    rows = []
+    for what in (direct_get.NO_HEADERS, direct_get.TWO_HEADERS):
+        for batch in direct_get.BATCHES:
+            case, limit = direct_get.scan_name(what, batch), direct_get.bare_name(what, batch)
+            best = (figure(record, "direct_get", name, RATE)["max"] for name in (case, limit))
+            mine, theirs = best
+            rows.append(
+                [
+                    f"`scan`, {what}, requests of {batch:,}",
+                    f"{median(record, 'direct_get', case):,.0f}",
+                    f"{median(record, 'direct_get', case, CLIENT):.2f}",
+                    f"{share(record, 'direct_get', case, limit):.2f} ({mine / theirs:.2f})",
+                    aims[batch] if what == direct_get.NO_HEADERS else "0.5",
+                ]
+            )
+    for title, case in (
+        ("`scan` as it comes", direct_get.AS_IT_COMES),
+        ("a batched get by hand over nats-py", direct_get.BY_HAND),
+    ):
+        rows.append(
+            [
+                title,
+                f"{median(record, 'direct_get', case):,.0f}",
+                f"{median(record, 'direct_get', case, CLIENT):.2f}",
+                "",
+                "",
+            ]
+        )
+    return table(["case", "messages/s", "CPU of the client, µs", "share of its bare socket (best round)", "aim"], rows)
+
+
+def kv_tables(record: Record) -> str:
+    found = record["groups"]["kv"]["conditions"]
+
+    def cost(case: str) -> float:
+        return median(record, "kv", case, kv.COST)
+
+    def compared(theirs: str, ours: str, keys: int) -> list[list[str]]:
+        return [
+            [f"{keys:,} keys by `{theirs}`", f"{cost(theirs):.1f}", ""],
+            [f"{keys:,} keys by `{ours}`", f"{cost(ours):.1f}", f"{cost(theirs) / cost(ours):.1f} times as fast"],
+        ]
+
+    first = table(
+        ["case", "µs per key", ""],
+        [*compared(kv.GATHER, kv.GET_MANY, found["by_name"]), *compared(kv.WATCHALL, kv.SNAPSHOT, found["whole"])],
+    )
+    second = table(
+        ["µs per key, by the keys in the bucket", *(f"{keys:,}" for keys in found["sizes"])],
+        (
+            [f"`{what}`", *(f"{cost(kv.sized(what, keys)):.1f}" for keys in found["sizes"])]
+            for what in (kv.SNAPSHOT, kv.GET_MANY)
+        ),
+    )
+    return f"{first}\n\n{second}"
+
+
+def spark_tables(record: Record) -> str:
+    parts = [
+        "## Spark",
+        f"pyspark {record['versions']['pyspark']}, `local[2]`, everything warm, the server on the same cores.",
+    ]
+    for group, title in (("spark_read", "read"), ("spark_write", "write")):
+        found = record["groups"][group]["conditions"]
+        parts.append(f"{found['messages']:,} messages of {found['size']} bytes, medians of {found['rounds']} runs:")
+        figures = record["groups"][group]["figures"]
+        rates = {case: measures["rows/s"] for case, measures in figures.items() if "rows/s" in measures}
+        parts.append(
+            table(
+                [title, "rows/s", "min … max"],
+                ([case, f"{each['median']:,.0f}", spread(each)] for case, each in rates.items()),
+            )
+        )
+        loads = {case: measures["of one core"] for case, measures in figures.items() if "of one core" in measures}
+        parts += [f"CPU of {case}: {each['median']:.1%} of one core." for case, each in loads.items()]
+    return "\n\n".join(parts)
+
+
+PAGES: dict[str, dict[str, Callable[[Record], str]]] = {
+    "README.md": {
+        "conditions": conditions,
+        "publish": publish_table,
+        "read": read_table,
+        "pictures": pictures("docs/images/"),
+    },
+    "docs/performance.md": {
+        "conditions": conditions,
+        "publish": lambda record: publish_table(record, wide=True),
+        "read": lambda record: read_table(record, wide=True),
+        "pictures": pictures("images/"),
+        "cpu": cpu_table,
+        "shares": shares_table,
+        "memory": memory_table,
+        "direct-get": direct_get_table,
+        "spark": spark_tables,
+    },
+    "docs/key-value.md": {"kv": kv_tables},
+}
+
+
+def update(text: str, blocks: dict[str, Callable[[Record], str]], record: Record) -> str:
+    """Return a page with a record's figures in its blocks.
+
+    Raises:
+        ValueError: A block's comments are not there, once each.
+        KeyError: The record lacks a figure.
+    """
+    for name, render in blocks.items():
+        begin, end = f"<!-- figures: {name} -->\n", f"<!-- end of figures: {name} -->\n"
+        before, found, rest = text.partition(begin)
+        _, ended, after = rest.partition(end)
+        if not found or not ended or begin in rest or end in after:
+            raise ValueError(f"there must be one {begin.strip()} and one {end.strip()} after it")
+        text = f"{before}{begin}\n{render(record)}\n\n{end}{after}"
+    return text
+
+
+def drawings(record: Record) -> dict[str, str]:
+    """Return the pictures by their names."""
+
+    def chart(title: str, group: str, rows: Any) -> str:
+        found = []
+        for name, case, limit, _ in rows:
+            each = figure(record, group, case, RATE)
+            colour = svg.OURS if case in OURS else svg.LIMIT if case == limit else svg.THEIRS
+            found.append(svg.Bar(name.replace("`", ""), each["median"], each["min"], each["max"], colour))
+        return svg.bars(title, found)
+
+    return {
+        "docs/images/bench-publish.svg": chart("published, messages/s", "publish", PUBLISHED),
+        "docs/images/bench-read.svg": chart("read, messages/s", "read", READ),
+    }
+
+
+def rendered(record: Record, root: Path = ROOT) -> dict[Path, str]:
+    """Return every file that shows figures, as the record would have it.
+
+    Raises:
+        ValueError: The record is of a quick run, which says nothing.
+    """
+    if record["quick"]:
+        raise ValueError("the record is of a quick run: its figures say nothing")
+    pages = {
+        root / name: update((root / name).read_text(encoding="utf-8"), blocks, record) for name, blocks in PAGES.items()
+    }
+    return pages | {root / name: text for name, text in drawings(record).items()}
+
+
+def write(record: Record, root: Path = ROOT) -> list[Path]:
+    """Write every file that shows figures, and return which."""
+    files = rendered(record, root)
+    for path, text in files.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return list(files)
+
+
+def stale(record: Record, root: Path = ROOT) -> list[Path]:
+    """Return the files that are not as the record says."""
+    return [
+        path
+        for path, text in rendered(record, root).items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    ]
+
+
+if __name__ == "__main__":
+    committed = json.loads(RECORD.read_text(encoding="utf-8"))
+    if "--check" in sys.argv[1:]:
+        wrong = stale(committed)
+        sys.exit(
+            ", ".join(map(str, wrong)) + " are not as docs/bench.json says; run this without --check" if wrong else 0
+        )
+    write(committed)

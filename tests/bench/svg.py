@@ -1,0 +1,43 @@
+"""A bar chart as an SVG: the same figures give the same bytes."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+# Readable on white and on black alike; the picture has no background. A picture on a page does not learn whether the
+# page is dark, only whether the system is, so it cannot change its colours with it.
+INK, OURS, THEIRS, LIMIT = "#767c85", "#2f81f7", "#9aa0a8", "#c9772b"
+WIDTH, LEFT, RIGHT, ROW, TOP = 760, 250, 80, 26, 34
+
+
+class Bar(NamedTuple):
+    """A bar: its name, how long it is, from where to where its runs went, and what colour it has."""
+
+    name: str
+    median: float
+    least: float
+    most: float
+    colour: str
+
+
+def bars(title: str, rows: Sequence[Bar]) -> str:
+    """Return a chart of horizontal bars, each with its median, and its least and most as a whisker."""
+    height = TOP + ROW * len(rows) + 8
+    scale = (WIDTH - LEFT - RIGHT) / max(bar.most for bar in rows)
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="13" fill="{INK}" role="img">',
+        f"<title>{escape(title)}</title>",
+        f'<text x="{LEFT}" y="18" font-weight="bold">{escape(title)}</text>',
+    ]
+    for number, bar in enumerate(rows):
+        top = TOP + ROW * number
+        middle = top + ROW / 2 - 2
+        length, low, high = (round(value * scale, 1) for value in (bar.median, bar.least, bar.most))
+        out += [
+            f'<text x="{LEFT - 8}" y="{middle + 4.5}" text-anchor="end">{escape(bar.name)}</text>',
+            f'<rect x="{LEFT}" y="{top}" width="{max(length, 1)}" height="{ROW - 6}" rx="2" fill="{bar.colour}"/>',
+            f'<path d="M{LEFT + low} {middle}H{LEFT + high}" stroke="{INK}" stroke-width="1.5"/>',
+            f'<text x="{LEFT + max(high, length) + 6}" y="{middle + 4.5}">{bar.median:,.0f}</text>',
+        ]
+    return "\n".join([*out, "</svg>", ""])
