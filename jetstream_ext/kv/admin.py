@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, Final
 
@@ -45,6 +46,7 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
         nats.js.errors.KeyNotFoundError: There is no such key.
         KeyConflictError: It was changed between the read and the write; nothing was written.
         MessageTTLDisabledError: The bucket does not allow times to live; `enable` turns them on.
+        UnsupportedFeatureError: The server is older than 2.11, and would never let it expire; nothing was written.
         nats.js.errors.InvalidKeyError, ValueError, TypeError: Refused; nothing was asked.
         RequestTimeoutError: No answer within `timeout`; the key may have been written.
 
@@ -59,6 +61,10 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
     found = await bucket.at_leader(last_by_subj=subject)
     if found is None or operation(found.headers)[0] != "PUT":
         raise nats.js.errors.KeyNotFoundError(message=f"key {key!r} of bucket {bucket.name!r}")
+    connected = bucket.js.nc.connected_server_version
+    if (connected.major, connected.minor) < (2, 11):
+        # Servers without times to live store the header and say nothing; but the bucket may be on a newer one.
+        _require(bucket, (await bucket.info())["config"], ["allow_msg_ttl"], "nothing was written")
     headers = {name: value for name, value in found.headers.items() if not name.lower().startswith("nats-")}
     if ttl is not NEVER:
         headers |= ROLLUP_HEADERS
@@ -161,7 +167,7 @@ def _options(*, direct: bool, atomic: bool, ttl: bool | float | timedelta | None
     return wanted
 
 
-def _require(bucket: Bucket, config: dict[str, Any], options: dict[str, Any], detail: str) -> None:
+def _require(bucket: Bucket, config: dict[str, Any], options: Iterable[str], detail: str) -> None:
     """Raise if the server that leads the bucket is too old for one of `options`."""
     version, level = answering_server(config)
     for name in options:

@@ -90,6 +90,19 @@ async def test_a_server_that_cannot_be_trusted_with_them_writes_nothing(kv: KeyV
     assert (await kvx.snapshot(kv)).revision == 1
 
 
+async def test_a_time_to_live_that_the_server_would_ignore_is_refused() -> None:
+    with NatsServer(version="2.10.26") as server:
+        nc = await nats.connect(server.url)
+        try:
+            kv = await nc.jetstream().create_key_value(bucket="B")
+            revision = await kv.put("a", b"1")
+            with pytest.raises(UnsupportedFeatureError, match=r"2\.11.*nothing was written"):
+                await kvx.touch(kv, "a", 60)
+            assert (await kv.get("a")).revision == revision
+        finally:
+            await nc.close()
+
+
 async def create(tx: kvx.Transaction) -> None:
     tx.create("a", b"1")
     tx.put("b", b"1")
