@@ -223,8 +223,10 @@ def _headers(staged: Staged) -> dict[str, str] | None:
         return dict(DELETE_HEADERS)
     if staged.operation == "PURGE":
         return dict(PURGE_HEADERS)
+    if staged.ttl is None or staged.ttl is NEVER or staged.expected == 0:
+        return None
     # When a value expires, the server brings the revision before it back; so there must be none.
-    return dict(ROLLUP_HEADERS) if staged.ttl is not None and staged.ttl is not NEVER else None
+    return dict(ROLLUP_HEADERS)
 
 
 def _revision(last: int) -> int:

@@ -51,9 +51,15 @@ def test_operations_as_every_client_writes_them(staging: Staging) -> None:
 def test_a_value_that_expires_replaces_its_history(staging: Staging) -> None:
     staging.put("a", b"1", timedelta(minutes=1))
     staging.put("b", b"1", NEVER)
+    staging.create("c", b"1", 60)
+    staging.create("d", b"1", 60)
+    assert staging.refused({"c": None, "d": entry("d", 7, "DEL")}) is None
+    rollup = {"Nats-Rollup": "sub"}
     assert staging.messages() == [
-        message("a", b"1", headers={"Nats-Rollup": "sub"}, msg_ttl=timedelta(minutes=1)),
+        message("a", b"1", headers=rollup, msg_ttl=timedelta(minutes=1)),
         message("b", b"1", msg_ttl=NEVER),
+        message("c", b"1", msg_ttl=60, expected_last_subject_seq=0),
+        message("d", b"1", headers=rollup, msg_ttl=60, expected_last_subject_seq=7),
     ]
 
 
