@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from nats.js.errors import BucketNotFoundError, NotFoundError
+from nats.js.errors import BadBucketError, BucketNotFoundError, NotFoundError
 from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import Api, answering_server
@@ -111,10 +111,18 @@ class Bucket:
         Raises:
             DirectGetDisabledError: It cannot.
             UnsupportedFeatureError: The server is older than 2.11.
+            BadBucketError: It is a mirror of another bucket.
             BucketNotFoundError, RequestTimeoutError, ServiceUnavailableError: As for `info`.
         """
         info = await self.info()
         config, state = info["config"], info["state"]
+        if mirror := config.get("mirror"):
+            # Neither would nats-py find a key there.
+            raise BadBucketError(
+                description=f"bucket {self.name!r} is a mirror: its keys are those of stream {mirror.get('name')!r}, "
+                "under that bucket's name; use that bucket, for which its mirrors answer direct gets anyway",
+                stream=self.stream,
+            )
         if direct and not config.get("allow_direct"):
             raise DirectGetDisabledError(
                 f"bucket {self.name!r} does not allow direct gets, which this read is made of; "

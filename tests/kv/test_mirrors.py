@@ -5,9 +5,10 @@ import asyncio
 import nats
 import pytest
 from nats.js.api import StreamSource
+from nats.js.errors import BadBucketError
 
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.errors import NoStreamError, RequestTimeoutError
 from jetstream_ext.testing import NatsCluster
 
 KEYS = [f"k{n % 600}.{n % 3}" for n in range(600)]
@@ -83,6 +84,28 @@ async def test_when_nobody_else_answers_it_says_so(make_bucket, load, monkeypatc
     monkeypatch.setattr(kvx.source.Source, "_ask", near)
     with pytest.raises(RequestTimeoutError, match="does not hold the same"):
         await kvx.get_many(kv, ["a.0"], timeout=0.5)
+
+
+async def test_a_bucket_that_is_a_mirror_is_refused_not_empty(make_bucket) -> None:
+    """As nats.go and nats.js make them: the keys carry the other bucket's name, which nats-py does not look for."""
+    kv = await make_bucket()
+    await kv.put("a", b"1")
+    mirror = f"{kv._name}_M"
+    await kv._js.add_stream(
+        name=f"KV_{mirror}", mirror=StreamSource(name=kv._stream), max_msgs_per_subject=1, allow_direct=True
+    )
+    bound = await kv._js.key_value(mirror)
+    for read in (kvx.snapshot(bound), kvx.get_many(bound, ["a"]), kvx.snapshot(bound, at=1)):
+        with pytest.raises(BadBucketError, match=kv._stream):
+            await read
+    tx = kvx.transaction(bound)
+    assert await tx.get("a") is None
+    with pytest.raises(BadBucketError, match=kv._stream):
+        await tx.commit()
+    tx = kvx.transaction(bound)
+    tx.put("a", b"1")
+    with pytest.raises(NoStreamError):
+        await tx.commit()
 
 
 @pytest.mark.timeout(180)
