@@ -47,6 +47,8 @@ async def names_of(bucket: Bucket, patterns: list[str]) -> list[str] | None:
             listed = info["state"].get("subjects") or {}
             if int(info.get("total") or 0) > len(listed):
                 return None
+            if not all(map(is_literal, listed)):
+                return None  # servers store a subject with a wildcard in it, but asking for it asks for what it matches
             names.update((subject[cut:], None) for subject in listed)
     return list(names)
 

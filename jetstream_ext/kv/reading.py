@@ -48,6 +48,7 @@ async def get_many(
     Raises:
         nats.js.errors.InvalidKeyError: A key that no client would take; nothing was asked.
         DirectGetDisabledError: The bucket does not allow direct gets; `enable` turns them on.
+        nats.js.errors.BadBucketError: The bucket is a mirror of another; read that one.
         HistoryUnavailableError: With `at`: what some keys were then is no longer stored. It names them.
         ValueError: `at` lies in the future, or is naive.
         RequestTimeoutError: No answer, or nobody who is up to date, within `timeout`.
@@ -100,6 +101,7 @@ async def snapshot(
     Raises:
         nats.js.errors.InvalidKeyError: A filter that is no pattern of keys; nothing was asked.
         DirectGetDisabledError: The bucket does not allow direct gets; `enable` turns them on.
+        nats.js.errors.BadBucketError: The bucket is a mirror of another; read that one.
         HistoryUnavailableError: With `at`: what some keys were then is no longer stored. It names those that can be
             named.
         ValueError: `at` lies in the future, or is naive; or there are no filters.

@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from nats.js.errors import InvalidKeyError
@@ -252,3 +253,39 @@ async def test_no_consumer_is_made(make_bucket, load) -> None:
     await kvx.snapshot(kv)
     await kvx.snapshot(kv, at=10)
     assert (await kv._js.stream_info(kv._stream)).state.consumer_count == 0
+
+
+async def test_a_subject_with_a_wildcard_in_it_is_one_message(make_bucket, load, monkeypatch) -> None:
+    """No client takes it for a key, but servers store it."""
+    monkeypatch.setattr(reading, "_DEEP", 0)
+    kv = await make_bucket(history=2)
+    await load(kv, {f"k{n}": b"1" for n in range(1_100)})
+    await kv._js.publish(f"{kv._pre}*", b"star")
+    snap = await kvx.snapshot(kv)
+    assert len(snap) == 1_101
+    assert snap["*"].value == b"star"
+    assert len(await kvx.snapshot(kv, ["*"])) == 1_101
+
+
+async def test_a_time_that_is_waited_for_needs_what_is_stored_until_then(make_bucket, monkeypatch) -> None:
+    """Whoever answers must have that, not only what there was when the call began."""
+    kv = await make_bucket(history=5)
+    await kv.put("a", b"1")
+    needs = []
+    find = reading.find_instant
+
+    async def after_another_put(*args: Any) -> Any:
+        await kv.put("a", b"2")
+        return await find(*args)
+
+    class Listening(reading.Source):
+        def __init__(self, bucket: Any, need: int) -> None:
+            needs.append(need)
+            super().__init__(bucket, need)
+
+    monkeypatch.setattr(reading, "find_instant", after_another_put)
+    monkeypatch.setattr(reading, "Source", Listening)
+    facts = await reading.Bucket(kv).facts()
+    found = await kvx.get_many(kv, ["a"], at=facts.now + timedelta(seconds=3))
+    assert found["a"].value == b"2"
+    assert needs == [found["a"].revision]
