@@ -287,7 +287,7 @@ class DirectGet:
             subjects: Subjects and filters; together they may match 1024 subjects (a server's default).
             up_to_seq: The point in time as a stream sequence; None is now.
             up_to_time: The point in time as an aware datetime (exclusive) instead.
-            batch: Return at most this many, 1 to 2**63-1, with one request.
+            batch: Return at most this many, 1 to 2**63-1.
             max_bytes: Bytes per page, 1 to 2**63-1; as for `batch`.
 
         Returns:

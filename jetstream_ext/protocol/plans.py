@@ -298,7 +298,7 @@ class MultiLast:
     a later page somebody did have the point, and is asked once again.
 
     Args:
-        request: The first page; its `batch` is the caller's cap and makes it the only one.
+        request: The first page; its `batch` is the caller's cap on all pages together.
     """
 
     def __init__(self, request: Request) -> None:

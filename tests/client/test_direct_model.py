@@ -161,12 +161,9 @@ class World:
             if (up_to is None or kept.seq <= up_to) and any(matches(kept.subject, subject) for subject in subjects)
         }  # fmt: skip
         found = sorted(lasts.values(), key=lambda kept: kept.seq)
-        if cap is None:
-            assert len(read) == len(found)
-        assert len(read) <= len(found[:cap])
+        assert len(read) == len(found[:cap])
         assert all(kept.same(message) for kept, message in zip(found, read, strict=False))
-        if read:
-            assert (multi.num_pending, multi.last_seq) == (len(found) - len(read), read[-1].seq)
+        assert (multi.num_pending, multi.last_seq) == (len(found) - len(read), read[-1].seq if read else 0)
 
 
 CALLS: list[Callable[[World], Awaitable[None]]] = [

@@ -36,7 +36,12 @@ def header_block(data: atheris.FuzzedDataProvider, last: int) -> bytes:
         ]
     else:
         values = [data.ConsumeBytes(12) for _ in range(data.ConsumeIntInRange(0, 8))]
-    for name, value in zip(NAMES, values, strict=False):
+    names = list(NAMES)
+    if data.ConsumeIntInRange(0, 9) == 0:
+        names[data.ConsumeIntInRange(0, 5)] = "Other"
+    if values and data.ConsumeIntInRange(0, 9) == 0:
+        values[data.ConsumeIntInRange(0, len(values) - 1)] = b"9" * data.PickValueInList([19, 20, 5000])
+    for name, value in zip(names, values, strict=False):
         block += b"Nats-%b: %b\r\n" % (name.encode(), value)
     return block + b"\r\n"
 
@@ -72,7 +77,7 @@ def one_input(raw: bytes) -> None:
             oldest = plan.oldest
             if plan.done or oldest is None or not data.remaining_bytes():
                 break
-            decoder, last = ReplyDecoder("S"), 0
+            decoder, last = ReplyDecoder("S", start=oldest.request.seq or 1), 0
             while decoder.end is None and decoder.broken is None and data.remaining_bytes():
                 frames = []
                 for _ in range(data.ConsumeIntInRange(1, 4)):
