@@ -24,31 +24,19 @@ from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.connection import JetStream
-from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.client.leader import get_at_leader
-from jetstream_ext.errors import DirectGetDisabledError, PositionLostError, StreamRecreatedError
+from jetstream_ext.errors import DirectGetDisabledError, PositionLostError
 from jetstream_ext.log.offsets import OffsetStore, StoredOffset
 from jetstream_ext.log.patience import Patience
-from jetstream_ext.log.starts import First, Last, Seq, Start, Stored, Time, check_start
-from jetstream_ext.log.state import LogState, check_readable, first_missing, look
+from jetstream_ext.log.source import Source
+from jetstream_ext.log.starts import First, Seq, Start, Stored, check_start
+from jetstream_ext.log.state import LogState, first_missing
 from jetstream_ext.protocol import frames
-from jetstream_ext.protocol.direct import Request
 from jetstream_ext.types import StoredMsg
 
 _log = logging.getLogger("jetstream_ext")
 
-# Messages and bytes of a group, about. The two questions that a group costs should not count beside its messages.
-_GROUP: Final = 4096
-_GROUP_BYTES: Final = 4 << 20
-_REQUEST_BYTES: Final = 1 << 20
-# A filter can leave few messages among many sequences; a group then spans more of them.
-_WIDEST: Final = 1 << 40
 # The first pause at the end of the stream; it doubles up to `poll`.
 _FIRST_PAUSE: Final = 0.005
-# How long a leader that was just elected may take to have what the last one had.
-_SETTLE: Final = 3.0
-_SETTLE_PAUSE: Final = 0.1
 _FIRST: Final = First()
 
 
@@ -127,43 +115,35 @@ class LogReader:
         for name, value in (("patience", patience), ("poll", poll)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise ValueError(f"{name} must be a number of seconds over 0, not {value!r}")
-        self._direct = DirectGet(js, stream, timeout=timeout)
-        self._context = js
-        self._js = JetStream(js)
-        self._timeout = self._js.timeout if timeout is None else float(timeout)
-        self._stream = stream
-        self._subject = subject
-        self._tail = tail
         self._skips = on_lost == "skip"
+        self._source = Source(js, stream, subject, timeout, others_delete=self._skips)
+        self._tail = tail
         self._offsets = OffsetStore(js, timeout=timeout) if offsets is None else offsets
         self._patience = float(patience)
         self._poll = float(poll)
-        self._created: str | None = None
-        self._checked = False
-        self._span = _GROUP
         self._reading = False
         self._name = start.name if isinstance(start, Stored) else None
         self._seek(check_start(start))
 
     def __repr__(self) -> str:
-        return f"<LogReader stream={self._stream!r} subject={self._subject!r} position={self._position}>"
+        return f"<LogReader stream={self._source.stream!r} subject={self._source.subject!r} position={self._position}>"
 
     # -- where it is --------------------------------------------------------------------------------------------
 
     @property
     def context(self) -> JetStreamContext:
         """The context that the reader was made with."""
-        return self._context
+        return self._source.context
 
     @property
     def stream(self) -> str:
         """The stream's name."""
-        return self._stream
+        return self._source.stream
 
     @property
     def subject(self) -> str | None:
         """The filter."""
-        return self._subject
+        return self._source.subject
 
     @property
     def tail(self) -> bool:
@@ -183,7 +163,7 @@ class LogReader:
     @property
     def created(self) -> str | None:
         """When the stream was created, in the server's words; None before the reader has asked."""
-        return self._created
+        return self._source.created
 
     @property
     def position(self) -> int | None:
@@ -236,7 +216,7 @@ class LogReader:
                 try:
                     if self._position is None:
                         return await self._resolve()
-                    if self._created is None:
+                    if self._source.created is None:
                         await self._look()
                     return self._position
                 except Exception as error:
@@ -275,7 +255,7 @@ class LogReader:
         if isinstance(max_messages, bool) or not isinstance(max_messages, int) or max_messages < 1:
             raise ValueError(f"max_messages must be an integer from 1 up, not {max_messages!r}")
         if timeout is None:
-            timeout = self._timeout if self._tail else 0.0
+            timeout = self._source.timeout if self._tail else 0.0
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
             raise ValueError(f"timeout must be a number of seconds from 0 up, not {timeout!r}")
         self._check_alone()
@@ -325,7 +305,7 @@ class LogReader:
 
     async def _wait_out(self, error: Exception, patience: Patience) -> None:
         """Wait a little after trouble that passes; raise everything else."""
-        if isinstance(error, DirectGetDisabledError) and not self._checked:
+        if isinstance(error, DirectGetDisabledError) and not self._source.checked:
             raise error  # the leader says so
         await patience.after(error)
         self._state = None
@@ -338,7 +318,7 @@ class LogReader:
             if state is None or position > state.last:
                 state = await self._look()
                 if position > state.last + 1:
-                    state = await self._settled(position)
+                    state = self._state = await self._source.settled(position)
             if position > state.last:
                 return False
             await self._group(position, state)
@@ -349,7 +329,7 @@ class LogReader:
         """Read a group of messages, have it checked by the leader, and make it ready."""
         if position < state.first and not self._at_head:
             position = self._lost(position, state.first)
-        rows, end = await self._read(position, min(state.last, position + self._span - 1))
+        rows, end = await self._source.read(position, self._source.end_of_group(position, state.last))
         state = await self._look()
         missing = first_missing([row.seq for row in rows], position, end)
         if missing is None or state.first <= missing:
@@ -366,73 +346,24 @@ class LogReader:
         if not rows:
             self._position = self._ahead
 
-    async def _read(self, position: int, end: int) -> tuple[list[StoredMsg], int]:
-        """Return the messages of a range, or of a part of it from its beginning on, and where that ends."""
-        rows: list[StoredMsg] = []
-        size, last = 0, end
-        scan = self._direct.scan(
-            subject=self._subject, seq=position, up_to_seq=end, max_bytes=_REQUEST_BYTES, confirm=True
-        )
-        async with scan as messages:
-            async for message in messages:
-                rows.append(message)
-                size += len(message.data)
-                if size >= _GROUP_BYTES or len(rows) >= 2 * _GROUP:
-                    last = message.seq
-                    break
-        if last < end:
-            self._span = max(1, last - position + 1)
-        elif 2 * len(rows) < _GROUP and 2 * size < _GROUP_BYTES:
-            self._span = min(self._span * 4, _WIDEST)
-        return rows, last
-
     # -- what the leader says -----------------------------------------------------------------------------------
 
     async def _look(self) -> LogState:
-        state = await look(self._js, self._stream, self._timeout)
-        if not self._checked:
-            check_readable(state, self._js.connection.server_version, others_delete=self._skips)
-            self._checked = True
-        if self._created is None:
-            self._created = state.created
-        elif state.created != self._created:
-            raise StreamRecreatedError(
-                f"stream {self._stream!r} was deleted and created anew at {state.created}; the position belongs to the "
-                f"one of {self._created}",
-                stream=self._stream,
-                expected=self._created,
-                found=state.created,
-            )
-        self._state = state
-        return state
-
-    async def _settled(self, position: int) -> LogState:
-        """Look again for a while: a leader that was just elected may not have applied everything yet."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + _SETTLE
-        while True:
-            state = await self._look()
-            if position <= state.last + 1:
-                return state
-            if loop.time() >= deadline:
-                raise PositionLostError(
-                    f"stream {self._stream!r} ends at sequence {state.last}, before the position {position}: it has "
-                    "lost its end, or the position is another stream's",
-                    stream=self._stream,
-                    expected=position,
-                    got=state.last + 1,
-                )
-            await asyncio.sleep(_SETTLE_PAUSE)
+        self._state = await self._source.look()
+        return self._state
 
     def _lost(self, position: int, first: int) -> int:
         """Raise, or return where to go on."""
-        may_have = "" if self._subject is None else f" (which of them match {self._subject!r} cannot be known)"
-        what = (
-            f"stream {self._stream!r}: sequences {position} to {first - 1} were removed before they were read{may_have}"
+        may_have = (
+            "" if self._source.subject is None else f" (which of them match {self._source.subject!r} cannot be known)"
         )
+        what = f"stream {self._source.stream!r}: sequences {position} to {first - 1} were removed before they were read{may_have}"
         if not self._skips:
             raise PositionLostError(
-                f"{what}; seek to {first} to go on behind them", stream=self._stream, expected=position, got=first
+                f"{what}; seek to {first} to go on behind them",
+                stream=self._source.stream,
+                expected=position,
+                got=first,
             )
         _log.warning("%s; going on at %d", what, first)
         return first
@@ -443,46 +374,14 @@ class LogReader:
         if isinstance(start, Stored):
             start = await self._offsets.fetch(start.name) or start.default
         if isinstance(start, StoredOffset):
-            self._take_over(start)
+            self._source.take_over(start)
         state = await self._look()
         if isinstance(start, Seq | StoredOffset):
             position = start.seq
         elif isinstance(start, First):
             position = state.first
         else:
-            position = await self._find(start, state.last)
+            position = await self._source.find(start, state.last)
         self._at_head = isinstance(start, First)
         self._position = position
         return position
-
-    def _take_over(self, offset: StoredOffset) -> None:
-        """Refuse a stored position that is not one of this stream."""
-        if offset.stream != self._stream:
-            raise ValueError(
-                f"the position of {offset.name!r} is one in stream {offset.stream!r}, and this reader reads "
-                f"{self._stream!r}: take another name"
-            )
-        if self._created is None:
-            self._created = offset.created
-        elif self._created != offset.created:
-            raise StreamRecreatedError(
-                f"stream {self._stream!r} of {self._created} is not the one that the position of {offset.name!r} belongs "
-                f"to, of {offset.created}",
-                stream=self._stream,
-                expected=offset.created,
-                found=self._created,
-            )
-
-    async def _find(self, start: Start | StoredOffset, last: int) -> int:
-        """Return where a start is that depends on the moment; `last` was the stream's last sequence before now."""
-        request = None
-        if isinstance(start, Time):
-            request = Request(start_time=start.when, next_by_subj=self._subject)
-        elif isinstance(start, Last):
-            request = Request(last_by_subj=self._subject or ">")
-        if request is not None:
-            found = await get_at_leader(self._js, self._stream, request.body(), self._timeout)
-            # For a time that lies ahead, servers can answer with a message that is older.
-            if found is not None and (not isinstance(start, Time) or found.time >= start.when):
-                return found.seq
-        return last + 1

@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 import jetstream_ext.log as jslog
 from jetstream_ext import DirectGet
 from jetstream_ext.log import First, Last, LogReader, New, Seq, Stored, Time
-from jetstream_ext.log import reader as reader_module
+from jetstream_ext.log import source as source_module
 from jetstream_ext.log.state import first_missing
 
 Make = Callable[..., Awaitable[str]]
@@ -180,7 +180,7 @@ async def test_cancelled_at_every_await(
     js: JetStreamContext, make_stream: Make, left: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often a read is cancelled, and wherever it is then, nothing is lost, repeated or left."""
-    monkeypatch.setattr(reader_module, "_GROUP", 50)
+    monkeypatch.setattr(source_module, "_GROUP", 50)
     name = await make_stream(400)
     reader = LogReader(js, name)
     seen: list[int] = []
