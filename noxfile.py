@@ -38,7 +38,7 @@ def full(session: nox.Session) -> None:
 
 @nox.session
 def simulation(session: nox.Session) -> None:
-    """Run 200,000 schedules of the fast batch in virtual time, some minutes; arguments after `--` go to the script."""
+    """Run 200,000 schedules of the fast batch in virtual time; arguments after `--` go to the script."""
     session.install("-e", ".")
     session.run("python", "tests/simulation", *session.posargs)
 
