@@ -42,7 +42,8 @@ class AtomicBatch:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None makes one.
         ack_first: Wait for the server's reply to the first message, which is where most refusals show.
-        ack_every: Wait for a reply to every n-th message, too.
+        ack_every: Wait for a reply to every n-th message, too; None is every 1000th, so that a batch which the server
+            gave up is not added to for ever.
         timeout: Seconds to wait for a reply; None is the context's timeout.
 
     Raises:
@@ -136,7 +137,8 @@ class AtomicBatch:
     async def add_many(self, messages: Iterable[BatchMessage] | AsyncIterable[BatchMessage]) -> None:
         """Add many messages, a block of them per write: the fast road.
 
-        It waits for no reply but the last that was asked for; a refusal of one before it ends the batch all the same.
+        It waits for the last reply that was asked for, and for others only where the server is 1000 messages behind; a
+        refusal of one before it ends the batch all the same.
 
         Args:
             messages: From an iterable or an async iterable.

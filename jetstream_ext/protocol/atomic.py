@@ -68,6 +68,10 @@ from jetstream_ext.types import BatchAck, BatchMessage
 ATOMIC_LEVEL: Final = support.ATOMIC.api_level
 MARKER_LEVEL: Final = support.ATOMIC_EOB.api_level
 
+# However few replies are asked for: a server that gave the batch up says so in replies only, and the source of the
+# messages need not have an end. A bulk waits for the server where it is so many messages behind.
+_ASK_AT_LEAST_EVERY: Final = 1000
+
 _STILL_OPEN: Final = frozenset({10054, 10167, 10175})
 
 
@@ -91,7 +95,7 @@ class AtomicBatchMachine:
             way to commit is on a message.
         max_payload: The server's limit for headers and payload together, in bytes.
         ack_first: Ask for a reply to the first message.
-        ack_every: Ask for one to every n-th message.
+        ack_every: Ask for one to every n-th message; None is every 1000th.
         hold_back: Hold the newest message back at any level: for a caller that commits by it, without a marker.
         server_version: The server's version, where it is known: 2.12.0 gets one thing wrong.
     """
@@ -119,7 +123,7 @@ class AtomicBatchMachine:
         self._hold_back = hold_back or not self._marker
         self._encoder = Encoder(batch_id, max_payload, server_version)
         self._ack_first = ack_first
-        self._ack_every = ack_every
+        self._ack_every = ack_every or _ASK_AT_LEAST_EVERY
         self._held: Encoded | None = None
         self._first_subject = b""
         self._subjects: list[str] = []
@@ -173,7 +177,7 @@ class AtomicBatchMachine:
         size = ask = acked = 0
         names: list[str] = []  # counted in one go, unless something has to look at them
         stopped: BaseException | None = StopIteration()
-        encode, hold_back = self._encoder.encode, self._hold_back
+        encode, hold_back, ack_every = self._encoder.encode, self._hold_back, self._ack_every
         plain, room, known = self._encoder.plain, self._encoder.plain_room, self._encoder.subjects.encode
         try:
             for message in messages:
@@ -198,12 +202,12 @@ class AtomicBatchMachine:
                 else:
                     ready = encoded
                 seq = self.sent + 1
-                if seq == 1 or self._ack_every or self._doubt_from or ready[4] is not None:
+                if seq == 1 or not seq % ack_every or self._doubt_from or ready[4] is not None:
                     step = self._step(ready)
                     out.append(step.encode((reply + b"%d" % seq).decode() if step.wants_reply else ""))
                     if step.wants_reply:
                         acked = seq
-                        ask = seq if self._doubt_from else 0
+                        ask = seq if self._doubt_from or seq - self.staged >= _ASK_AT_LEAST_EVERY else 0
                 else:
                     self.sent = seq
                     _, subject, head, payload, _ = ready
@@ -297,7 +301,7 @@ class AtomicBatchMachine:
             self._first_subject = encoded[1]
         ack = encoded[4]
         if ack is None:
-            ack = (seq == 1 and self._ack_first) or bool(self._ack_every and seq % self._ack_every == 0)
+            ack = (seq == 1 and self._ack_first) or seq % self._ack_every == 0
         wants_reply = ack or commit or bool(self._doubt_from)
         return Step(seq, encoded[1], header_of(encoded, seq, commit=commit), encoded[3], wants_reply)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import nats
@@ -415,6 +416,27 @@ class TestPublishAtomic:
         with pytest.raises(errors.EmptyBatchError):
             await jsx.publish_atomic(js, [])
         await left.settled()
+
+    @pytest.mark.parametrize("how", ["iterable", "async iterable", "add_many", "add"])
+    async def test_a_source_without_an_end_is_stopped(self, js: JetStreamContext, stream: str, how: str) -> None:
+        messages = repeat(jsx.BatchMessage(f"{stream}.a"), 100_000)
+        batch = jsx.AtomicBatch(js)
+
+        async def source() -> AsyncIterator[jsx.BatchMessage]:
+            for message in messages:
+                yield message
+
+        async def add() -> None:
+            for message in messages:
+                await batch.add_message(message)
+
+        with pytest.raises(errors.AtomicPublishTooLargeError) as caught:
+            await {
+                "iterable": lambda: jsx.publish_atomic(js, messages), "add_many": lambda: batch.add_many(messages),
+                "async iterable": lambda: jsx.publish_atomic(js, source()), "add": add,
+            }[how]()  # fmt: skip
+        assert caught.value.sent == 2000
+        assert await count(js, stream) == 0
 
     async def test_too_many_messages(self, js: JetStreamContext, stream: str, left: Any) -> None:
         with pytest.raises(errors.AtomicPublishTooLargeError) as caught:

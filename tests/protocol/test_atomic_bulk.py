@@ -103,6 +103,35 @@ def test_a_source_that_fails_leaves_what_it_gave() -> None:
     assert (block.messages, machine.size, machine.sent) == (2, 2, 2)
 
 
+@LEVELS
+@pytest.mark.parametrize(("ack_every", "waits"), [(None, [1000, 2000, 3000]), (300, [1200, 2400]), (7000, [])])
+def test_a_server_that_is_far_behind_is_waited_for(level: int, ack_every: int | None, waits: list[int]) -> None:
+    machine = batch(level, ack_every=ack_every)
+    source, asked = iter([message()] * 3500), []
+    while True:
+        block = machine.add_many(source, b"r.", 1 << 30)
+        if not block.ask:
+            break
+        asked.append(block.ask)
+        assert machine.sent == block.ask == block.acked
+        machine.receive(block.ask, b"", b"")
+    assert asked == waits
+    assert machine.size == 3500
+
+
+def test_a_server_that_keeps_up_is_not_waited_for() -> None:
+    machine = batch()
+
+    def source() -> Any:
+        for _ in range(3500):
+            yield message()
+            if machine.sent and machine.sent % 1000 == 1:
+                machine.receive(machine.sent, b"", b"")
+
+    block = machine.add_many(source(), b"r.", 1 << 30)
+    assert (block.messages, block.ask, block.acked) == (3500, 0, 3000)
+
+
 def test_a_closed_batch_takes_nothing_from_the_source() -> None:
     machine = batch()
     machine.discard()
