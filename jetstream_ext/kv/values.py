@@ -39,7 +39,8 @@ class KeyValueSnapshot(Mapping[str, KeyValueEntry]):
 
     Attributes:
         revision: The revision (stream sequence) at which it is exact.
-        time: When that was, by the server's clock (aware, UTC).
+        time: When that was, by the server's clock (aware, UTC); for a snapshot at a time, that time. A revision whose
+            message is not stored any more has the time of the next one that is.
         unavailable: Keys left out because the history needed for them is gone (only with ``strict=False``), sorted.
         complete: Whether it is certain that no key is missing from both. False only for reads of the past: messages
             up to the revision were removed since, and a key that left nothing behind cannot be seen.

@@ -7,6 +7,7 @@ import pytest
 from nats.js import JetStreamContext
 from peers import TheirBucket
 
+import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import HistoryUnavailableError
 
@@ -86,3 +87,34 @@ async def test_they_see_a_key_that_was_touched(
     assert entry is not None
     assert (entry.value, entry.revision, entry.operation) == (b"1", revision, "PUT")
     assert (await kvx.snapshot(kv)).keys() == {"session"}
+
+
+async def test_the_stored_messages_are_the_same(
+    js: JetStreamContext, stream_name: Callable[[], str], theirs: Callable[[str], TheirBucket]
+) -> None:
+    """But for how a time to live is written: 60s and 60 are the same to servers."""
+    written = []
+    for ours in (True, False):
+        bucket = theirs(stream_name())
+        await bucket.make(marker_ttl=60)
+        kv = await kvx.enable(await js.key_value(bucket._name))
+        if ours:
+            async with kvx.transaction(kv) as tx:
+                tx.create("a", b"1", ttl=60)
+                tx.purge("b", ttl=60)
+        else:
+            await bucket.create("a", b"1", ttl=60)
+            await bucket.purge("b", ttl=60)
+        messages = await jsx.DirectGet(js, kv._stream).scan().to_list()
+        written.append(
+            [
+                {
+                    name: text.removesuffix("s") if name == "Nats-TTL" else text
+                    for name, text in message.headers.items()
+                    if not name.startswith("Nats-Batch-")
+                }
+                for message in messages
+            ]
+        )
+    assert written[0] == written[1]
+    assert len(written[0]) == 2
