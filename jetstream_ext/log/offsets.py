@@ -114,6 +114,11 @@ class OffsetStore:
     def __repr__(self) -> str:
         return f"<OffsetStore bucket={self._name!r}>"
 
+    @property
+    def bucket(self) -> str:
+        """The bucket's name."""
+        return self._name
+
     async def create(self, *, replicas: int = 1) -> OffsetStore:
         """Create the bucket if there is none, and return this object.
 

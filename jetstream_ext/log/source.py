@@ -47,9 +47,9 @@ class Source:
         self.context = js
         self.stream = stream
         self.subject = subject
-        self.timeout = self._js.timeout if timeout is None else float(timeout)
+        self.timeout: float = self._js.timeout if timeout is None else float(timeout)
         self.created: str | None = None
-        self.checked = False
+        self.checked: bool = False
         """Whether the leader has said that the stream can be read."""
         self._others_delete = others_delete
         self._span = _GROUP
