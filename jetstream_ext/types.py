@@ -319,10 +319,13 @@ class StoredMsg:
     def time(self) -> datetime:  # noqa: D102
         if self._header_size:
             # Six times as fast as by way of nanoseconds, and it cuts off the same digits.
+            text = _headers.line_value(self._row()[_headers.ROW_TIME]).decode("ascii", "replace")
             try:
-                return datetime.fromisoformat(_headers.line_value(self._row()[_headers.ROW_TIME]).decode())
+                if text.endswith("Z"):
+                    return datetime.fromisoformat(text)
             except ValueError:
-                pass  # not as servers write it; what follows says so
+                pass
+            # Not as servers write it; what follows says so.
         return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=self.time_ns // 1000)
 
     @property

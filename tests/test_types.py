@@ -149,6 +149,13 @@ class TestStoredMsg:
         with pytest.raises(ResponseError):
             _ = message.time
 
+    @pytest.mark.parametrize("time", [b"2026-11-20T21:23:31", b"2026-11-20T21:23:31+01:00", b"2026-11-20T21:23:31\xff"])
+    def test_time_is_never_of_another_zone_or_none(self, time: bytes) -> None:
+        message = stored(time=time)
+        for read in (lambda: message.time, lambda: message.time_ns):
+            with pytest.raises(ResponseError, match="not RFC 3339"):
+                read()
+
     @pytest.mark.parametrize("lazy", [True, False])
     def test_cannot_be_changed(self, lazy: bool) -> None:
         message = stored(b"K: v\r\n") if lazy else jsx.StoredMsg(stream="S", subject="a", seq=1, headers={"K": "v"})

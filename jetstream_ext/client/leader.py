@@ -82,7 +82,7 @@ async def get_at_leader(js: JetStream, stream: str, request: dict[str, Any], tim
             headers=h.decode_stored(block),
             time_ns=h.parse_time_ns(h.to_utc(str(found["time"]))),
         )
-    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError, binascii.Error):
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError, OverflowError, binascii.Error):
         raise ResponseError(f"stream {stream!r}: its leader's answer is malformed", frame=msg.data) from None
 
 
