@@ -67,6 +67,12 @@ def _check_fast(options: WriteOptions, state: StreamState) -> None:
             f"(nats stream edit {name} --allow-batch-publish, or allow_batched=True in its configuration; it needs "
             "nats-server 2.14), or use semantics=transactional with allow_atomic"
         )
+    if config.get("persist_mode") == "async":
+        # Such a stream acknowledges what it has not written yet.
+        what = f"stream {name!r} has persist_mode=async, so a server that is killed loses rows it acknowledged"
+        if options.semantics is Semantics.DEDUPE:
+            raise PlanningError(f"{what}; make it without that, or use semantics=none if some rows may be lost")
+        _log.warning("%s", what)
     if options.semantics is Semantics.DEDUPE:
         window = int(config.get("duplicate_window") or 0) / 1e9
         if not window:

@@ -169,6 +169,17 @@ def test_mirrors(make: Any, writer: Any, with_js: Any, stream_name: Callable[[],
         writer(BOTH, mirror)
 
 
+def test_a_stream_that_acknowledges_before_it_writes(
+    make: Any, writer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = make(allow_atomic=False, persist_mode="async")
+    with pytest.raises(PlanningError, match="persist_mode=async, so a server that is killed loses rows"):
+        writer(BOTH, name)
+    assert not caplog.text
+    writer(BOTH, name, semantics="none")
+    assert "persist_mode=async" in caplog.text
+
+
 def test_a_short_window_is_warned_of(make: Any, writer: Any, caplog: pytest.LogCaptureFixture) -> None:
     writer(BOTH, make(duplicate_window=5))
     assert "its duplicate window is 5 s" in caplog.text
