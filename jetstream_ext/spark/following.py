@@ -161,6 +161,9 @@ class Follower:
         ends: Positions = {}
         for stream in self._options.streams:
             state = await describe(context, self._options, stream)
+            known = before.get(stream)
+            if state is not None and known is not None and known.created == state.created:
+                state = await self._not_behind(context, state, known.seq)
             ends[stream] = self._initial_of(stream) if state is None else Position(state.created, state.last)
         self._latest = dict(ends)
         self._idle_since = asyncio.get_running_loop().time() if ends == before else None
@@ -213,15 +216,19 @@ class Follower:
             return Position(state.created, 0), state
         if state.last >= before.seq or begun == self._initial:
             return before, state
-        settled = await self._settled(context, state, before.seq)
-        if settled.last < before.seq:
+        settled = await self._not_behind(context, state, before.seq)
+        return (before if settled.last >= before.seq else Position(state.created, 0)), settled
+
+    async def _not_behind(self, context: JetStreamContext, state: StreamState, seq: int) -> StreamState:
+        """Return the state of a stream that has `seq`, as it had before; fail, or warn, if it lost its end."""
+        settled = await self._settled(context, state, seq)
+        if settled.last < seq:
             lose(
                 self._options,
-                f"stream {stream!r} ends at sequence {settled.last}; the query has read up to {before.seq} already, so "
+                f"stream {state.name!r} ends at sequence {settled.last}; the query has read up to {seq} already, so "
                 "the stream lost its end",
             )
-            return Position(state.created, 0), settled
-        return before, settled
+        return settled
 
     async def _settled(self, context: JetStreamContext, state: StreamState, seq: int) -> StreamState:
         """Look again for a while until the leader has `seq`: one that was just elected may not yet."""
@@ -248,10 +255,13 @@ class Follower:
                 lose(self._options, f"stream {stream!r} was deleted and created anew at {stop.created}")
             begin, anew = Position(stop.created, 0), True
         elif begin.seq > stop.seq:
-            # Either a start that was resolved again, later (nothing is lost: the batch ends where it did), or a stream
-            # that lost its end.
-            if self._options.fail_on_data_loss or (self._initial or {}).get(stream) == begin:
-                return None
+            if (self._initial or {}).get(stream) == begin:
+                return None  # a start that was resolved again, later; nothing is lost: the batch ends where it did
+            lose(
+                self._options,
+                f"stream {stream!r} ended at sequence {stop.seq} when this batch was planned; the query had read up to "
+                f"{begin.seq} already, so the stream lost its end",
+            )
             begin, anew = Position(stop.created, 0), True
         from_head = anew or (begin.seq == 0 and start is Named.EARLIEST)
         return SequenceRange(stream, begin.seq + 1, stop.seq, from_head=from_head, created=stop.created)

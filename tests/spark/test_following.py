@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -286,7 +287,31 @@ class TestLoss:
         lax = follower(name, failOnDataLoss="false")
         end = await lax.latest(js, start, None)
         assert spans(await lax.plan(js, start, end)) == [(1, 10), (11, 20)]
-        assert await follower(name).plan(js, start, end) == []
+        with pytest.raises(DataLossError, match="ended at sequence 20 .* had read up to 30 already"):
+            await follower(name).plan(js, start, end)
+
+    async def test_an_end_that_goes_back_before_spark_4_2(
+        self, js: JetStreamContext, read: tuple[str, Offset], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """There the query does not say where it is, and an offset that went back would have rows read again."""
+        name, _ = read
+        query = follower(name)
+        offset = await query.latest(js, None, None)
+        describe, lagging = following.describe, [5, 5, 5]
+
+        async def elected_a_moment_ago(*arguments: Any) -> Any:
+            state = await describe(*arguments)
+            assert state is not None
+            return replace(state, last=lagging.pop()) if lagging else state
+
+        monkeypatch.setattr(following, "describe", elected_a_moment_ago)
+        monkeypatch.setattr(following, "_SETTLE", 60)
+        assert await query.latest(js, None, None) == offset
+        assert not lagging
+        lagging.extend([5] * 1000)
+        monkeypatch.setattr(following, "_SETTLE", 0.3)
+        with pytest.raises(DataLossError, match="ends at sequence 5; the query has read up to 20 already"):
+            await query.latest(js, None, None)
 
     async def test_a_missing_stream(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]], stream_name: Callable[[], str]
