@@ -73,6 +73,16 @@ def failure(action: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+class Repeated(dict[str, str]):
+    """Headers with a name that occurs twice."""
+
+    def items(self) -> Any:
+        return [*super().items(), ("B", "b"), ("A", "2")]
+
+    def copy(self) -> Repeated:
+        return Repeated(self)
+
+
 def test_every_column_is_right(
     spark: SparkSession, read: Callable[..., DataFrameReader], make: Callable[..., str], with_js: Any
 ) -> None:
@@ -86,23 +96,21 @@ def test_every_column_is_right(
             b"spoof",
             headers={"Nats-Sequence": "999", "Nats-Subject": "no", "Nats-Num-Pending": "0", "Y": "y"},
         )
-        # The same name twice: nats-py cannot send that.
-        await js._nc._send_publish(
-            f"{name}.e", "", b"", 0, b"NATS/1.0\r\nA: 1\r\nB: b\r\nA: 2\r\n\r\n"
-        ) if False else None
+        await js.publish(f"{name}.e", b"", headers=Repeated(A="1"))
         await js.delete_msg(name, 3)
 
     name = make(then=publish)
     frame = read().load(name)
     assert frame.schema.simpleString() == f"struct<{DDL.replace(' ', ':').replace(',:', ',')}>"
     rows = {row.seq: row for row in frame.collect()}
-    assert sorted(rows) == [1, 2, 4]
-    assert [row.stream for row in rows.values()] == [name] * 3
-    assert {seq: row.subject for seq, row in rows.items()} == {1: f"{name}.a", 2: f"{name}.b", 4: f"{name}.d"}
-    assert {seq: bytes(row.data) for seq, row in rows.items()} == {1: b"\x00\xff", 2: b"", 4: b"spoof"}
+    assert sorted(rows) == [1, 2, 4, 5]
+    assert [row.stream for row in rows.values()] == [name] * 4
+    assert {seq: row.subject.removeprefix(name) for seq, row in rows.items()} == {1: ".a", 2: ".b", 4: ".d", 5: ".e"}
+    assert {seq: bytes(row.data) for seq, row in rows.items()} == {1: b"\x00\xff", 2: b"", 4: b"spoof", 5: b""}
     assert rows[1].headers == {}
     assert rows[2].headers == {"X-One": ["1"], "X-Two": ["two words"]}
     assert rows[4].headers == {"Y": ["y"]}
+    assert rows[5].headers == {"A": ["1", "2"], "B": ["b"]}
 
     async def stored(js: JetStreamContext) -> dict[int, datetime]:
         direct = jsx.DirectGet(js, name)
