@@ -287,7 +287,7 @@ class TestLoss:
         lax = follower(name, failOnDataLoss="false")
         end = await lax.latest(js, start, None)
         assert spans(await lax.plan(js, start, end)) == [(1, 10), (11, 20)]
-        with pytest.raises(DataLossError, match="ended at sequence 20 .* had read up to 30 already"):
+        with pytest.raises(DataLossError, match=r"ended at sequence 20 .* had read up to 30 already"):
             await follower(name).plan(js, start, end)
 
     async def test_an_end_that_goes_back_before_spark_4_2(
