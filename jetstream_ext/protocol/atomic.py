@@ -39,29 +39,21 @@ import enum
 from collections.abc import Iterator
 from typing import Any, Final
 
-import orjson
-
 from jetstream_ext.errors import (
-    AtomicPublishDisabledError,
-    AtomicPublishIncompleteError,
     BatchAbandonedError,
     BatchClosedError,
     BatchOutcomeUnknownError,
     EmptyBatchError,
     JetStreamExtError,
-    NoStreamError,
     Outcome,
     ResponseError,
     ServerError,
     UnsupportedFeatureError,
-    batch_refusal,
-    server_error,
 )
-from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol import support
-from jetstream_ext.protocol.acks import parse_batch_ack, parse_refusal
 from jetstream_ext.protocol.atomic_messages import NO_OPTIONS, Block, Encoded, Encoder, header_of, options_of
 from jetstream_ext.protocol.atomic_messages import Step as Step
+from jetstream_ext.protocol.atomic_replies import Reply, failure, leaves_open, read_reply
 from jetstream_ext.protocol.options import check_batch_id, check_message
 from jetstream_ext.types import BatchAck, BatchMessage
 
@@ -71,8 +63,6 @@ MARKER_LEVEL: Final = support.ATOMIC_EOB.api_level
 # However few replies are asked for: a server that gave the batch up says so in replies only, and the source of the
 # messages need not have an end. A bulk waits for the server where it is so many messages behind.
 _ASK_AT_LEAST_EVERY: Final = 1000
-
-_STILL_OPEN: Final = frozenset({10054, 10167, 10175})
 
 
 class State(enum.Enum):
@@ -111,11 +101,11 @@ class AtomicBatchMachine:
         hold_back: bool = False,
         server_version: str = "",
     ) -> None:
-        self.batch_id = check_batch_id(batch_id)
-        self.state = State.OPEN
-        self.sent = 0
+        self.batch_id: str = check_batch_id(batch_id)
+        self.state: State = State.OPEN
+        self.sent: int = 0
         """The highest batch sequence that was sent."""
-        self.staged = 0
+        self.staged: int = 0
         """The highest batch sequence that the server said it has."""
         self.ack: BatchAck | None = None
         self.error: JetStreamExtError | None = None
@@ -332,42 +322,32 @@ class AtomicBatchMachine:
             return None
 
     def _receive(self, seq: int, header: bytes, payload: bytes) -> JetStreamExtError | None:
-        if not payload:
-            status = h.parse_status(header) if header else None
-            if status is None:
-                if self.state is State.COMMITTING and seq == self.sent:
-                    raise ResponseError("the answer to the commit is empty", frame=header)
-                self.staged = max(self.staged, seq)
-                if 0 < self._doubt_from <= seq:
-                    self._doubt_from = 0  # the server counts without gaps: all that came before is there
-                return None
-            code, text = status
-            return self._refused(seq, server_error(code=code, description=text or "no responders"))
-        try:
-            reply = orjson.loads(payload)
-        except orjson.JSONDecodeError:
-            raise ResponseError("the reply to a batch message is not JSON", frame=payload) from None
-        if not isinstance(reply, dict):
-            raise ResponseError("the reply to a batch message is not a JSON object", frame=payload)
-        if reply.get("error") is not None:
-            return self._refused(seq, parse_refusal(reply["error"], payload))
-        if "batch" not in reply:
+        reply = read_reply(header, payload)
+        if isinstance(reply, ServerError):
+            return self._refused(seq, reply)
+        if isinstance(reply, BatchAck):
+            self._acknowledged(reply, payload)
+        elif reply is Reply.ORDINARY:
             self._fail(
                 UnsupportedFeatureError(
-                    f"batch {self.batch_id}: the server does not know atomic batches (it needs nats-server {support.ATOMIC.since}); "
-                    f"{self.sent} of its messages may be stored as ordinary ones",
+                    f"batch {self.batch_id}: the server does not know atomic batches (it needs nats-server "
+                    f"{support.ATOMIC.since}); {self.sent} of its messages may be stored as ordinary ones",
                     feature=support.ATOMIC.title,
                     required_api_level=ATOMIC_LEVEL,
                 )
             )
-            return None
-        try:
-            ack = parse_batch_ack(reply)
-        except (TypeError, ValueError):
-            raise ResponseError("the ack of a batch is malformed", frame=payload) from None
+        elif self.state is State.COMMITTING and seq == self.sent:
+            raise ResponseError("the answer to the commit is empty", frame=header)
+        else:
+            self.staged = max(self.staged, seq)
+            if 0 < self._doubt_from <= seq:
+                self._doubt_from = 0  # the server counts without gaps: all that came before is there
+        return None
+
+    def _acknowledged(self, ack: BatchAck, payload: bytes) -> None:
         if self.state is State.OPEN and ack.batch_id == self.batch_id:
             self._unknown("the server says that it committed the batch, which nobody asked it to")
-            return None
+            return
         if ack.batch_id != self.batch_id or ack.batch_size != self.size:
             raise ResponseError(
                 f"the ack is for batch {ack.batch_id!r} with {ack.batch_size} messages, "
@@ -376,40 +356,13 @@ class AtomicBatchMachine:
             )
         self.ack = ack
         self.state = State.COMMITTED
-        return None
 
-    def _refused(self, seq: int, error: ServerError) -> JetStreamExtError | None:
-        failure: JetStreamExtError
-        away = error.code == 503 and error.err_code is None
-        if away:
-            failure = NoStreamError(
-                f"batch {self.batch_id}: no stream listens on the subject of message {seq}: "
-                "it does not exist, or its leader is away",
-                **self._facts("not_stored"),
-            )
-        elif isinstance(error, AtomicPublishIncompleteError) and self._doubt_from:
-            failure = BatchAbandonedError(
-                f"batch {self.batch_id}: the connection was lost, and the server no longer has the whole batch; "
-                "nothing of it is stored",
-                **self._facts("not_stored"),
-            )
-            failure.__cause__ = error
-        elif isinstance(error, AtomicPublishDisabledError):
-            failure = batch_refusal(
-                error,
-                f"batch {self.batch_id}: the stream does not take atomic batches; turn on allow_atomic",
-                **self._facts("not_stored"),
-            )
-        else:
-            what = "the commit" if self.state is State.COMMITTING and seq == self.sent else f"message {seq}"
-            failure = batch_refusal(
-                error,
-                f"batch {self.batch_id}: {what} was refused: {error.description}; nothing of the batch is stored",
-                **self._facts("not_stored"),
-            )
+    def _refused(self, seq: int, refusal: ServerError) -> JetStreamExtError | None:
+        what = "the commit" if self.state is State.COMMITTING and seq == self.sent else f"message {seq}"
+        error = failure(refusal, self.batch_id, what, in_doubt=bool(self._doubt_from), facts=self._facts("not_stored"))
         # With a message held back the refusal is not of the newest one, and would reach its caller all the same.
         newest = seq == self.sent and seq > 1 and self._held is None
-        if newest and (away or error.err_code in _STILL_OPEN):
+        if newest and leaves_open(refusal):
             # The server did not count it: its sequence is free, and the same message may be tried again.
             self.sent -= 1
             if self.state is State.OPEN or self._commit_stores:
@@ -417,8 +370,8 @@ class AtomicBatchMachine:
             elif self._commit_held is not None:
                 self._held = self._commit_held
             self.state = State.OPEN
-            return failure
-        self._fail(failure, failure.__cause__)
+            return error
+        self._fail(error, error.__cause__)
         return None
 
     # -- endings without a reply --------------------------------------------------------------------------------
