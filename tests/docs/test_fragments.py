@@ -1,0 +1,99 @@
+"""The pieces of code in the other pages: each runs, given what its page takes for granted."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetstream_ext.testing import NatsServer
+
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+COMMON = """
+import asyncio, datetime, nats, jetstream_ext as jsx
+from nats.js.api import KeyValueConfig, StreamConfig
+from jetstream_ext.testing import NatsServer, ReferenceServer, VirtualClock
+
+nc = await nats.connect(url)
+js = nc.jetstream()
+options = {"allow_direct": True, "allow_batched": True, "allow_atomic": True, "allow_msg_ttl": True}
+for name in ("ORDERS", "SCHEMAS"):
+    await jsx.ensure_stream(js, name=name, subjects=[f"{name.lower()}.>"], **options)
+"""
+BEFORE = {
+    "direct-get": 'await js.publish("orders.eu", b"1")',
+    "fast-ingest": "rows = [b'1', b'2']",
+    "atomic-batches": """
+await jsx.ingest(js, [("orders.eu", b"")] * 40 + [("orders.us", b"")])
+messages = [jsx.BatchMessage("orders.eu"), jsx.BatchMessage("orders.us")]
+batches = [messages, messages]
+""",
+    "ttl-consumers-sources": """
+yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+await js.publish("orders.eu", b"1")
+await js.add_consumer("ORDERS", durable_name="billing", ack_policy="explicit")
+await jsx.ensure_stream(js, name="OTHER", subjects=["sessions.42"], allow_msg_ttl=True)
+""",
+    "testing-your-application": "async def my_application(url): pass",
+    "reference-server": "",
+}
+# What a block takes for granted, by words in it.
+JUST_BEFORE = {
+    "await batch.commit_eob()": 'batch = jsx.AtomicBatch(js); await batch.add("orders.eu")',
+    "StreamConfig(name=": 'await js.delete_stream("OTHER")',
+    "jsx.source_health(": """
+entry = await jsx.create_source_consumer(js, "ORDERS", "to-hub", deliver_subject="deliver.to-hub")
+await jsx.ensure_stream(js, name="ALL-READINGS", sources=[entry])
+""",
+}
+# Run elsewhere: it never ends (client/test_abandoned.py); it needs two domains (client/test_sources_over_a_leaf.py).
+NOT_HERE = ("jsx.watch_abandoned(", 'nc.jetstream(domain="edge")')
+
+
+async def run(code: str, names: dict[str, Any]) -> None:
+    """Run code that may await anywhere, as Python's prompt for asyncio does."""
+    compiled = compile(code, "<page>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    result = eval(compiled, names)
+    if inspect.iscoroutine(result):
+        await result
+
+
+@pytest.mark.parametrize("page", BEFORE)
+async def test_every_piece_runs(page: str) -> None:
+    blocks = BLOCK.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
+    assert blocks
+    async with NatsServer() as server:
+        names: dict[str, Any] = {"url": server.url}
+        await run(COMMON + BEFORE[page], names)
+        ours = names["nc"]
+        for block in blocks:
+            assert compile(block, page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            if any(words in block for words in NOT_HERE):
+                continue
+            for words, before in JUST_BEFORE.items():
+                if words in block:
+                    await run(before, names)
+            await run(block, names)
+            if "BatchAck(stream='ORDERS', seq=43" in block:
+                assert names["batch"].ack.seq == 43, "as the comment says"
+        for nc in {ours, names["nc"]}:
+            await nc.close()
+
+
+ELSEWHERE = {
+    "tutorial": "test_pages.py types it",
+    "key-value": "its code is an example, which kv/test_example.py runs",
+    "spark": "the tests of the connector",
+    "log": "the tests of the log",
+}
+
+
+def test_no_page_is_forgotten() -> None:
+    pages = {path.stem for path in DOCS.glob("*.md") if BLOCK.search(path.read_text(encoding="utf-8"))}
+    assert pages <= {*BEFORE, *ELSEWHERE}
