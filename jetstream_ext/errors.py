@@ -53,12 +53,21 @@ class JetStreamExtError(nats.errors.Error):
     def __init__(self, message: str = "") -> None:
         super().__init__(message)
         # nats-py's constructors do not pass the text on; without it a repr, and so a log line, would be empty.
-        self.args = (message,) if message else ()
+        self.args: tuple[Any, ...] = (message,) if message else ()
         self.message = message
 
     @override
     def __str__(self) -> str:
         return self.message or type(self).__name__
+
+    # By identity, as every exception; nats-py's API errors compare fields, and have no hash.
+    @override
+    def __eq__(self, other: object) -> bool:
+        return object.__eq__(self, other)
+
+    @override
+    def __hash__(self) -> int:
+        return BaseException.__hash__(self)
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -107,10 +116,6 @@ class MessageNotFoundError(JetStreamExtError, nats.js.errors.NotFoundError):
         JetStreamExtError.__init__(self, message)
         _fill_api_error(self, code=code, err_code=None, description=message, stream=stream)
 
-    __hash__ = BaseException.__hash__
-    __eq__ = object.__eq__
-    __str__ = JetStreamExtError.__str__
-
 
 class BadRequestError(JetStreamExtError, nats.js.errors.BadRequestError):
     """The server refused a direct-get request (status 408) and said why in ``description``."""
@@ -118,10 +123,6 @@ class BadRequestError(JetStreamExtError, nats.js.errors.BadRequestError):
     def __init__(self, message: str = "", *, description: str = "", stream: str = "", code: int = 408) -> None:
         JetStreamExtError.__init__(self, message or description)
         _fill_api_error(self, code=code, err_code=None, description=description or message, stream=stream)
-
-    __hash__ = BaseException.__hash__
-    __eq__ = object.__eq__
-    __str__ = JetStreamExtError.__str__
 
 
 class TooManySubjectsError(JetStreamExtError):
@@ -133,7 +134,7 @@ class ResponseError(JetStreamExtError):
 
     def __init__(self, message: str = "", *, frame: bytes = b"") -> None:
         super().__init__(message)
-        self.frame = frame[:1024]
+        self.frame: bytes = frame[:1024]
 
 
 class MessagesLostError(JetStreamExtError):
@@ -200,15 +201,13 @@ class FencedError(JetStreamExtError):
 class RequestTimeoutError(JetStreamExtError, nats.errors.TimeoutError):
     """No answer came in time."""
 
-    __str__ = JetStreamExtError.__str__
-
 
 class StreamConfigMismatchError(JetStreamExtError):
     """A stream exists with another configuration. ``diff`` maps each field to (wanted, found)."""
 
     def __init__(self, message: str = "", *, diff: dict[str, tuple[Any, Any]] | None = None) -> None:
         super().__init__(message)
-        self.diff = dict(diff or {})
+        self.diff: dict[str, tuple[Any, Any]] = dict(diff or {})
 
 
 class HistoryUnavailableError(JetStreamExtError):
@@ -216,25 +215,19 @@ class HistoryUnavailableError(JetStreamExtError):
 
     def __init__(self, message: str = "", *, keys: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.keys = tuple(keys)
+        self.keys: tuple[str, ...] = tuple(keys)
 
 
 class BadSubjectError(JetStreamExtError, nats.errors.BadSubjectError, ValueError):
     """A subject (or stream name) that may not be published to; nothing was sent."""
 
-    __str__ = JetStreamExtError.__str__
-
 
 class BadHeaderError(JetStreamExtError, nats.errors.BadHeaderError, ValueError):
     """A header that would break the message apart, or that the library sets itself; nothing was sent."""
 
-    __str__ = JetStreamExtError.__str__
-
 
 class MaxPayloadError(JetStreamExtError, nats.errors.MaxPayloadError, ValueError):
     """A message (with its headers) is larger than the server's ``max_payload``; nothing was sent."""
-
-    __str__ = JetStreamExtError.__str__
 
 
 class IngestError(JetStreamExtError):
@@ -318,8 +311,6 @@ class BatchOutcomeUnknownError(BatchError):
 class NoStreamError(BatchError, nats.js.errors.NoStreamResponseError):
     """No stream listens on the subject, or its leader is away (status 503)."""
 
-    __str__ = JetStreamExtError.__str__
-
 
 class ServerError(JetStreamExtError, nats.js.errors.APIError):
     """The server refused, with an error code of its own.
@@ -345,9 +336,6 @@ class ServerError(JetStreamExtError, nats.js.errors.APIError):
         # Cooperative: a leaf that is a BatchError too takes the batch's fields on the way up.
         super().__init__(message or description, **batch)
         _fill_api_error(self, code=code, err_code=err_code, description=description or message, stream=None)
-
-    __hash__ = BaseException.__hash__
-    __eq__ = object.__eq__
 
     @override
     def __str__(self) -> str:
@@ -391,12 +379,12 @@ class KeyConflictError(WrongLastSequenceError, nats.js.errors.KeyWrongLastSequen
         self, message: str = "", *, keys: tuple[str, ...] = (), stale_read: bool = False, **refusal: Any
     ) -> None:
         super().__init__(message, **refusal)
-        self.keys = tuple(keys)
+        self.keys: tuple[str, ...] = tuple(keys)
         self.stale_read = stale_read
 
-    __hash__ = BaseException.__hash__
-    __eq__ = object.__eq__
-    __str__ = JetStreamExtError.__str__
+    @override
+    def __str__(self) -> str:
+        return JetStreamExtError.__str__(self)
 
 
 class StreamMismatchError(BatchServerError):
@@ -463,10 +451,6 @@ class AtomicPublishDuplicateMessageIDError(BatchServerError):
 
 class ConsumerInvalidResetError(ServerError, nats.js.errors.ConsumerInvalidResetError):
     """10204: the consumer's deliver policy forbids this reset."""
-
-    __hash__ = BaseException.__hash__
-    __eq__ = object.__eq__
-    __str__ = ServerError.__str__
 
 
 class FastPublishDisabledError(BatchServerError):

@@ -60,9 +60,9 @@ class Part:
 
     def __init__(self, file: Path, writer: Writer, begin: Progress, *, resume: bool) -> None:
         self.file = file
-        self.path = file.with_name(f"{file.name}.part")
-        self.journal = file.with_name(f"{file.name}.part.json")
-        self.progress = self._found(begin) if resume else begin
+        self.path: Path = file.with_name(f"{file.name}.part")
+        self.journal: Path = file.with_name(f"{file.name}.part.json")
+        self.progress: Progress = self._found(begin) if resume else begin
         self._writer = writer
         self._waiting: list[StoredMsg] = []
         self._written = self.progress

@@ -34,8 +34,8 @@ class Rows:
     def __init__(self, path: Path, form: str) -> None:
         self._path = path
         self._form = form
-        self.position = 0
-        self.total = path.stat().st_size
+        self.position: int = 0
+        self.total: int = path.stat().st_size
         if form == "parquet":
             import pyarrow.parquet as pq  # an extra, and heavy
 

@@ -30,7 +30,7 @@ class Api:
         if timeout is not None and (isinstance(timeout, bool) or not timeout > 0):
             raise ValueError(f"timeout must be over 0 seconds, not {timeout!r}")
         self.js = js
-        self.timeout = js.timeout if timeout is None else float(timeout)
+        self.timeout: float = js.timeout if timeout is None else float(timeout)
         self._end = asyncio.get_running_loop().time() + self.timeout
 
     async def ask(

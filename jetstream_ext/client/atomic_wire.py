@@ -63,7 +63,7 @@ class AtomicWire:
         self.batch_id = batch_id
         self.machine: AtomicBatchMachine | None = None
         """The batch, once there was a message."""
-        self.discarded = False
+        self.discarded: bool = False
         self._js = js
         self._timeout = timeout
         self._ack_first = ack_first

@@ -318,7 +318,7 @@ class JetStream:
         frames.check_subject(js._prefix)  # nats-py takes any: with a space in it the server ends the connection
         self.context = js
         self.prefix: str = js._prefix
-        self.timeout = float(js._timeout)
+        self.timeout: float = float(js._timeout)
         self.nc: Client = js._nc
 
     @property

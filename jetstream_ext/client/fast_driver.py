@@ -55,7 +55,7 @@ class FastDriver:
         self, js: JetStream, batch_id: str, new_machine: Callable[[str, int], FastBatch], handlers: Handlers
     ) -> None:
         self.machine: FastBatch | None = None
-        self.discarded = False
+        self.discarded: bool = False
         self.now: Callable[[], float] = _loop_time
         """The time that the machine goes by."""
         self._js = js

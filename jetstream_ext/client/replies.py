@@ -25,7 +25,7 @@ class Reply:
     """
 
     def __init__(self, stream: str, *, start: int = 1) -> None:
-        self.decoder = ReplyDecoder(stream, start=start)
+        self.decoder: ReplyDecoder = ReplyDecoder(stream, start=start)
         self._stream = stream
         self._inbox: Inbox | None = None
         self._received: list[Frame] = []

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
+from nats.js import JetStreamContext
 from nats.js.errors import BadBucketError, BucketNotFoundError, NotFoundError
 from nats.js.kv import KeyValue
 
@@ -76,13 +77,18 @@ class Bucket:
         ValueError: `timeout` is not over 0.
     """
 
+    context: JetStreamContext
+    name: str
+    stream: str
+    prefix: str
+
     def __init__(self, kv: KeyValue, timeout: float | None = None) -> None:
         if not isinstance(kv, KeyValue):
             raise TypeError(f"expected a nats-py bucket (await js.key_value(...)), not {type(kv).__name__}")
         self.context, self.name, self.stream, self.prefix = bucket_of(kv)
-        self.js = JetStream(self.context)
-        self.direct = DirectGet(self.context, self.stream, timeout=timeout)
-        self.timeout = self.js.timeout if timeout is None else float(timeout)
+        self.js: JetStream = JetStream(self.context)
+        self.direct: DirectGet = DirectGet(self.context, self.stream, timeout=timeout)
+        self.timeout: float = self.js.timeout if timeout is None else float(timeout)
 
     def subject(self, key: str) -> str:
         """Return the subject of a key, or of a pattern of keys."""

@@ -38,9 +38,9 @@ class Holes:
     def __init__(self, first: int, last: int) -> None:
         self._next = first
         self._last = last
-        self.lowest = 0
+        self.lowest: int = 0
         """The lowest missing sequence (0: none so far)."""
-        self.highest = 0
+        self.highest: int = 0
         """The highest missing sequence (0: none so far)."""
 
     def see(self, seqs: Iterable[int]) -> None:
@@ -111,7 +111,7 @@ class Past:
         self._history = history
         self._keys: dict[str, _Key] = {}
         self._accounted = 0
-        self.expires = False
+        self.expires: bool = False
         """Whether a message showed that values of the bucket have times to live of their own."""
 
     def feed(self, records: Iterable[Row], *, log: bool = False) -> None:

@@ -7,10 +7,10 @@ added when it is sent, so a message that is held back, or sent again after a ref
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from jetstream_ext.errors import BadHeaderError, MaxPayloadError, UnsupportedFeatureError
 from jetstream_ext.protocol import headers as h
@@ -21,7 +21,7 @@ from jetstream_ext.types import BatchMessage
 
 _MANAGED: Final = frozenset({h.BATCH_ID.lower(), h.BATCH_SEQUENCE.lower(), h.BATCH_COMMIT.lower()})
 
-options_of = attrgetter(
+options_of: Final[Callable[[BatchMessage], tuple[Any, ...]]] = attrgetter(
     "headers", "msg_id", "msg_ttl", "stream", "expected_last_seq", "expected_last_subject_seq", "expected_last_subject"
 )
 NO_OPTIONS: Final = (None,) * 7
@@ -85,11 +85,11 @@ class Encoder:
     def __init__(self, batch_id: str, max_payload: int, server_version: str = "") -> None:
         own = h.encode([(h.BATCH_ID, check_batch_id(batch_id))])[: -len(h.CRLF)]
         self._tail = own[len(h.VERSION) :] + f"{h.BATCH_SEQUENCE}: ".encode()
-        self.plain = h.VERSION + self._tail
+        self.plain: bytes = h.VERSION + self._tail
         self._max_payload = max_payload
         self._server_version = server_version
-        self.plain_room = max_payload - len(self.plain) - _LONGEST
-        self.subjects = SubjectCache()
+        self.plain_room: int = max_payload - len(self.plain) - _LONGEST
+        self.subjects: SubjectCache = SubjectCache()
         self._written: Counter[str] = Counter()
 
     def encode(self, message: BatchMessage, ack: bool | None, *, first: bool) -> Encoded:

@@ -44,7 +44,7 @@ class Search:
     def __init__(self, batch_id: str, size: int, after: int, *, contiguous: bool = True) -> None:
         self.last_seq: int | None = None
         """The sequence of the batch's last message, once one of its messages was seen."""
-        self.next_seq = after + 1
+        self.next_seq: int = after + 1
         self._batch_id = batch_id
         self._size = size
         self._contiguous = contiguous

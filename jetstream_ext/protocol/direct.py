@@ -183,9 +183,9 @@ class ReplyDecoder:
     def __init__(self, stream: str, *, start: int = 1) -> None:
         self.end: EndOfBatch | None = None
         self.broken: MessagesLostError | None = None
-        self.last_seq = 0
-        self.count = 0
-        self.size = 0
+        self.last_seq: int = 0
+        self.count: int = 0
+        self.size: int = 0
         """About how many bytes of subjects, stored headers and payloads came so far: what `max_bytes` counts."""
         self._asked = stream
         self._floor = start - 1

@@ -86,6 +86,17 @@ class FastBatch(FastRecord):
         keepalive: Seconds without traffic after which it is told that we are still here (0: never).
     """
 
+    # Those of the record that are set here, again: some type checkers would guess their types anew.
+    state: State
+    sent: int
+    received: int
+    pongs: int
+    acked: int
+    ack: BatchAck | None
+    cause: BatchError | None
+    end_reason: EndReason | None
+    error: JetStreamExtError | None
+
     def __init__(
         self,
         *,
@@ -221,8 +232,9 @@ class FastBatch(FastRecord):
             return []
         if self.state is State.SUSPENDED and not for_good:
             return []  # lost again before the server answered: its report may be lost, too, and the deadline stands
-        committing = self.state is State.COMMITTING
-        error = endings.disconnected(self, "the connection was lost", committing=committing)
+        if self.state is State.DRAINING:  # its final ack is lost, but not why it died
+            return self._end(endings.reason_for(self.cause), self.cause)
+        error = endings.disconnected(self, "the connection was lost", committing=self.state is State.COMMITTING)
         return self._end(EndReason.DISCONNECTED, error)
 
     def reconnected(self, now: float) -> tuple[list[Event], bytes]:

@@ -26,7 +26,7 @@ class FastFrames:
     """The encoder of one batch. It checks messages and knows nothing of the batch's state."""
 
     def __init__(self, *, batch_id: str, inbox: str, flow: int, gap: GapMode, max_payload: int) -> None:
-        self.subject = b""
+        self.subject: bytes = b""
         """The first message's: pings and the end have to go to a subject of the stream."""
         self._max_payload = max_payload
         self._reply = f"{inbox}.{batch_id}.{flow}.{gap.value}.".encode()

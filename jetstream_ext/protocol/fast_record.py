@@ -58,30 +58,30 @@ class FastRecord:
     """The state of one batch, for its machine to change and everybody to read."""
 
     def __init__(self, *, batch_id: str, flow: int, max_outstanding_acks: int, gap: GapMode) -> None:
-        self.batch_id = check_batch_id(batch_id)
-        self.gap = GapMode(gap)
-        self.flow = check_flow(flow)
-        self.max_outstanding_acks = check_outstanding(max_outstanding_acks)
+        self.batch_id: str = check_batch_id(batch_id)
+        self.gap: GapMode = GapMode(gap)
+        self.flow: int = check_flow(flow)
+        self.max_outstanding_acks: int = check_outstanding(max_outstanding_acks)
 
-        self.state = State.NEW
-        self.sent = 0
+        self.state: State = State.NEW
+        self.sent: int = 0
         """The highest batch sequence handed out for a message."""
-        self.acked = 0
+        self.acked: int = 0
         """The highest batch sequence the server acknowledged."""
-        self.received = 0
+        self.received: int = 0
         """The highest batch sequence that a ping proved to have arrived (or to be reported as a gap)."""
-        self.answered = 0
+        self.answered: int = 0
         """The highest batch sequence that the window no longer waits for, though it was not acknowledged."""
-        self.pongs = 0
+        self.pongs: int = 0
         """How many pings were answered."""
         self.end_reason: EndReason | None = None
         self.ack: BatchAck | None = None
         self.error: JetStreamExtError | None = None
         """What an operation on the ended batch raises; None after a commit or a discard."""
         self.gaps: deque[BatchFlowGap] = deque(maxlen=KEPT_REPORTS)
-        self.gap_count = 0
+        self.gap_count: int = 0
         self.errors: deque[BatchFlowError] = deque(maxlen=KEPT_REPORTS)
-        self.error_count = 0
+        self.error_count: int = 0
         self.in_doubt: deque[InDoubt] = deque(maxlen=KEPT_REPORTS)
         """What nobody knows of after a loss of the connection."""
         self._refused: deque[list[int]] = deque()
@@ -181,8 +181,7 @@ class FastRecord:
     def facts(self, outcome: Outcome | None = None) -> dict[str, Any]:
         """Return what every `BatchError` says of the batch; None works the outcome out of what was reported."""
         if outcome is None:
-            lossless = self.ack is not None and not (self.gap_count or self.error_count or self.in_doubt)
-            outcome = "not_stored" if not self.sent else "stored" if lossless else "partial"
+            outcome = self._outcome()
         return {
             "batch_id": self.batch_id,
             "sent": self.sent,
@@ -190,6 +189,13 @@ class FastRecord:
             "outcome": outcome,
             "ack": self.ack,
         }
+
+    def _outcome(self) -> Outcome:
+        if not self.sent:
+            return "not_stored"
+        if self.acked < self.sent:
+            return "unknown" if self.ack is None else "partial"
+        return "partial" if self.gap_count or self.error_count or self.in_doubt else "stored"
 
 
 def check_flow(flow: int) -> int:

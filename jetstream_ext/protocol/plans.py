@@ -96,9 +96,9 @@ class Scan:
         max_bytes: int,
         prefetch: int = 2,
     ) -> None:
-        self.position = seq - 1
-        self.read = False
-        self.done = up_to_seq is not None and up_to_seq < seq and start_time is None
+        self.position: int = seq - 1
+        self.read: bool = False
+        self.done: bool = up_to_seq is not None and up_to_seq < seq and start_time is None
         self.end: EndOfBatch | None = EndOfBatch(0, 0, found=False) if self.done else None
         self.subject = subject
         self.start_time = start_time
@@ -237,7 +237,7 @@ class OneBatch:
 
     def __init__(self, request: Request) -> None:
         assert request.batch is not None
-        self.done = False
+        self.done: bool = False
         self.end: EndOfBatch | None = None
         self._request = request
         self._left: int = request.batch
@@ -302,7 +302,7 @@ class MultiLast:
     """
 
     def __init__(self, request: Request) -> None:
-        self.done = False
+        self.done: bool = False
         self.end: EndOfBatch | None = None
         self._request = request
         self._pinned = request.up_to_seq
@@ -389,7 +389,7 @@ class OneAnswer:
     """
 
     def __init__(self, request: Request) -> None:
-        self.done = False
+        self.done: bool = False
         self.end: EndOfBatch | None = None
         self._request = request
         self._pending = 0

@@ -51,7 +51,7 @@ class WorkerConnection:
     """
 
     def __init__(self, options: ConnectionOptions) -> None:
-        self.client = Client()
+        self.client: Client = Client()
         self.refusal: str | None = None
         self._options = options
         self._last_error: Exception | None = None

@@ -35,7 +35,10 @@ _ROWS_AT_ONCE: Final = 10_000
 
 # Spark 4.0 hands rows to a streaming sink; later ones Arrow.
 _HAS_STREAM_ARROW: Final = hasattr(datasource, "DataSourceStreamArrowWriter")
-_StreamWriter: Any = datasource.DataSourceStreamArrowWriter if _HAS_STREAM_ARROW else DataSourceStreamWriter
+if TYPE_CHECKING or not _HAS_STREAM_ARROW:
+    _StreamWriter = DataSourceStreamWriter
+else:
+    _StreamWriter = datasource.DataSourceStreamArrowWriter
 
 
 class Written(WriterCommitMessage):
@@ -135,7 +138,7 @@ class JetStreamWriter(_Writer, DataSourceArrowWriter):
         self._aborted(messages, 0)
 
 
-class JetStreamStreamWriter(_Writer, _StreamWriter):  # type: ignore[misc]
+class JetStreamStreamWriter(_Writer, _StreamWriter):
     """Writes the micro-batches of a streaming query; otherwise as `JetStreamWriter`."""
 
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:

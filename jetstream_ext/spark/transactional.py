@@ -90,7 +90,7 @@ class Transactions:
         self._digest = Digest()
         self._position = 0
         self._patience = Patience(self._what())
-        self.skipped = 0
+        self.skipped: int = 0
         """Rows that were stored by an earlier attempt."""
 
     async def open(self) -> None:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -38,13 +38,13 @@ class ServerProcess:
         """
         self.binary = binary
         self.version = version
-        self.folder = Path(tempfile.mkdtemp(prefix="nats-server-"))
+        self.folder: Path = Path(tempfile.mkdtemp(prefix="nats-server-"))
         self.endpoints: Mapping[str, Sequence[str]] = {}
         self._log_file = self.folder / "server.log"
-        self.paused = False
+        self.paused: bool = False
         self._held_port: HeldPort | None = None
         self._children: list[subprocess.Popen[bytes]] = []
-        self.discard = weakref.finalize(self, _discard, self._children, self.folder, os.getpid())
+        self.discard: Callable[[], object] = weakref.finalize(self, _discard, self._children, self.folder, os.getpid())
 
     @property
     def port(self) -> int:

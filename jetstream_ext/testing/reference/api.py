@@ -113,8 +113,8 @@ class Api:
         from . import api_consumers, api_streams
 
         self._jetstream = jetstream
-        self.requests = 0
-        self.refused = 0
+        self.requests: int = 0
+        self.refused: int = 0
         self._routes: dict[tuple[str, ...], Route] = {("INFO",): Route("account_info", self._account)}
         self._routes.update(api_streams.ROUTES)
         self._routes.update(api_consumers.routes(jetstream.profile))

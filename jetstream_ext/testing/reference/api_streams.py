@@ -195,7 +195,7 @@ def _delete_message(request: Request) -> dict[str, Any]:
     return {"success": True}
 
 
-ROUTES = {
+ROUTES: dict[tuple[str, ...], Route] = {
     ("STREAM", "CREATE"): Route("stream_create", _create),
     ("STREAM", "UPDATE"): Route("stream_update", _update),
     ("STREAM", "INFO"): Route("stream_info", _info, PAGED),

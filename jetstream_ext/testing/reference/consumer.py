@@ -27,12 +27,14 @@ class Consumer:
     `next` is the stream sequence to look at next, `next_delivery` the consumer sequence of the next delivery.
     """
 
+    next: int
+
     def __init__(self, stream: Stream, name: str, config: ConsumerConfig) -> None:
         self.stream = stream
         self.name = name
-        self.config = config
-        self.created = stream.now
-        self.next_delivery = 1
+        self.config: ConsumerConfig = config
+        self.created: int = stream.now
+        self.next_delivery: int = 1
         self.pending: dict[int, Pending] = {}
         self.redeliver: list[int] = []
         self._redelivered: dict[int, int] = {}

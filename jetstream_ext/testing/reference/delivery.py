@@ -248,7 +248,7 @@ class Push:
         self._beat: Timer | None = None
         self._idle: Timer | None = None
         stream = consumer.stream
-        self.active = self._interest()
+        self.active: bool = self._interest()
         self._subscription = stream.jetstream.respond_to(f"$JS.FC.{stream.name}.{consumer.name}.*", self._answered)
         self._restart_heartbeat()
         if not self.active:

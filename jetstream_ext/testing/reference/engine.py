@@ -51,18 +51,18 @@ class Engine:
         limits: Limits | None = None,
         faults: Faults | None = None,
     ) -> None:
-        self.profile = profile if profile is not None else Profile.of("2.15.1")
+        self.profile: Profile = profile if profile is not None else Profile.of("2.15.1")
         self.max_payload = max_payload
-        self.now = 0
-        self.random = Random(seed)  # noqa: S311 — reproducible on purpose, and no secret
-        self.timers = Timers()
-        self.router = Router(self.profile, self.random)
+        self.now: int = 0
+        self.random: Random = Random(seed)  # noqa: S311 — reproducible on purpose, and no secret
+        self.timers: Timers = Timers()
+        self.router: Router = Router(self.profile, self.random)
         self._users = {user.name: user for user in users}
         self._token = token
         self._address = (host, port)
-        self.server_id = ids.server_id(self.random)
-        self.jetstream = JetStream(self, limits or Limits()) if jetstream else None
-        self.injector = Injector(self, faults if faults is not None else Faults())
+        self.server_id: str = ids.server_id(self.random)
+        self.jetstream: JetStream | None = JetStream(self, limits or Limits()) if jetstream else None
+        self.injector: Injector = Injector(self, faults if faults is not None else Faults())
         self._stalled: dict[int, list[Command]] = {}
         self._withheld: list[Output] = []
 

@@ -30,7 +30,7 @@ class JetStream:
         self._engine = engine
         self.limits = limits
         self.streams: dict[str, Stream] = {}
-        self.api = Api(self)
+        self.api: Api = Api(self)
 
     @property
     def profile(self) -> Profile:

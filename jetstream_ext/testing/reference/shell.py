@@ -79,7 +79,7 @@ class ReferenceServer:
         self._clock = clock if clock is not None else SystemClock()
         self._max_payload = max_payload
         self._wanted_port = port
-        self.engine = Engine(
+        self.engine: Engine = Engine(
             profile,
             seed=seed,
             users=users,

@@ -51,8 +51,8 @@ class Store:
         self._messages: dict[int, StoredMessage] = {}
         self._order: list[int] = []
         self._subjects: dict[str, list[int]] = {}
-        self.bytes = 0
-        self.last = max(first_seq - 1, 0)
+        self.bytes: int = 0
+        self.last: int = max(first_seq - 1, 0)
         self._first = first_seq
         self._last_time: int | None = None
         self._changes: deque[tuple[StoredMessage, bool]] = deque(maxlen=_UNDO)

@@ -35,16 +35,16 @@ class Stream:
 
     def __init__(self, jetstream: JetStream, config: StreamConfig) -> None:
         self.jetstream = jetstream
-        self.config = config
-        self.created = jetstream.now
-        self.identity = ids.short(jetstream.random)
+        self.config: StreamConfig = config
+        self.created: int = jetstream.now
+        self.identity: str = ids.short(jetstream.random)
         """What tells this stream from an earlier or later one of its name."""
-        self.store = Store(file=config["storage"] == "file", first_seq=config["first_seq"])
+        self.store: Store = Store(file=config["storage"] == "file", first_seq=config["first_seq"])
         self.replica: Store | None = None
         """What Direct Get reads instead, while a fault makes the replicas lag."""
-        self.last_msg_id = ""
-        self.atomic = AtomicBatches(self)
-        self.fast = FastBatches(self)
+        self.last_msg_id: str = ""
+        self.atomic: AtomicBatches = AtomicBatches(self)
+        self.fast: FastBatches = FastBatches(self)
         self.consumers: dict[str, Consumer] = {}
         self.pullers: list[Puller] = []
         self._seen: dict[str, tuple[int, int]] = {}
