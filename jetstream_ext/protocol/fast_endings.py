@@ -129,5 +129,5 @@ def disconnected(batch: FastRecord, why: str, *, committing: bool = False) -> Ba
         return unknown(batch, f"{why} after the commit was sent; {unacknowledged(batch)}")
     return BatchAbandonedError(
         f"batch {batch.batch_id}: {why}; {unacknowledged(batch)}",
-        **batch.facts("unknown" if batch.sent > batch.acked else "partial"),
+        **batch.facts(),
     )

@@ -257,8 +257,21 @@ def test_discarding(state: State) -> None:
         return
     assert events[-1:] == [Ended(EndReason.DISCARDED)]
     expected = errors.BatchOutcomeUnknownError if state is C else errors.BatchClosedError
-    with pytest.raises(expected):
+    with pytest.raises(expected) as caught:
         machine.add(message(), 1.0)
+    assert caught.value.outcome == ("not_stored" if state is State.NEW else "unknown")
+
+
+@pytest.mark.parametrize(
+    ("said", "outcome"), [([ack(4)], "unknown"), ([ack(5)], "stored"), ([err(3), ack(5)], "partial")]
+)
+def test_what_is_known_of_a_batch_without_a_final_ack(said: list[Frame], outcome: str) -> None:
+    machine = in_state(O, OK)
+    machine.receive(said, 0.0)
+    machine.commit(0.0)
+    with pytest.raises(errors.BatchClosedError, match="being committed") as caught:
+        machine.add(message(), 1.0)
+    assert caught.value.outcome == outcome
 
 
 @pytest.mark.parametrize("state", list(State))
@@ -272,15 +285,19 @@ def test_losing_the_connection(state: State, acked: int) -> None:
     acked = min(acked, machine.sent) if state is not S else 0
     if acked:
         machine.receive([ack(acked)], 1.0)
-    assert machine.disconnected(1.0) == [Ended(EndReason.DISCONNECTED)]
+    reason = EndReason.GAP if state is D else EndReason.DISCONNECTED
+    assert machine.disconnected(1.0) == [Ended(reason)]
     assert machine.disconnected(1.0) == []
     error = machine.error
-    assert isinstance(error, errors.BatchOutcomeUnknownError if state is C else errors.BatchAbandonedError)
+    assert isinstance(error, errors.BatchError)
     assert (error.sent, error.acked) == (machine.sent, acked)
+    if state is D:
+        assert isinstance(error, errors.BatchGapError)
+        return
+    assert isinstance(error, errors.BatchOutcomeUnknownError if state is C else errors.BatchAbandonedError)
     text = f"{acked + 1} to {machine.sent}" if acked < machine.sent else "none"
     assert f"without an acknowledgement: {text}" in str(error)
-    if acked < machine.sent:
-        assert error.outcome == "unknown"
+    assert error.outcome == ("unknown" if acked < machine.sent or state is C else "stored")
 
 
 def test_a_closed_batch_raises_a_new_error_each_time() -> None:
@@ -457,16 +474,13 @@ def test_settled_by_acks_or_by_a_pong() -> None:
 
 
 def test_an_unknown_reply_is_an_event() -> None:
-    events, out = in_state(O).receive([UNKNOWN], 0.0)
-    assert events == [UnknownReply(b'{"type":"weather"}')]
-    assert out == b""
+    assert in_state(O).receive([UNKNOWN], 0.0) == ([UnknownReply(b'{"type":"weather"}')], b"")
 
 
 def test_nothing_is_taken_after_the_end() -> None:
     machine = in_state(C)
-    events, out = machine.receive([final(5), gap(1, 2), refusal(10208)], 0.0)
-    assert events == [Ended(EndReason.COMMITTED)]
-    assert (out, machine.gap_count) == (b"", 0)
+    assert machine.receive([final(5), gap(1, 2), refusal(10208)], 0.0) == ([Ended(EndReason.COMMITTED)], b"")
+    assert machine.gap_count == 0
 
 
 @pytest.mark.parametrize("operation", ["add", "ping", "commit"])
