@@ -5,10 +5,15 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import nats
 import pytest
+from hypothesis import HealthCheck, settings
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 from jetstream_ext.testing import NatsServer
+
+# How long an example takes says something of the machine, and nothing of what is tested.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")
