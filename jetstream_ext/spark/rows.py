@@ -141,7 +141,8 @@ class RowReader:
             return repeat(None, count) if index is None else batch.column(index).to_pylist()
 
         subjects = [self._options.subject] * count if columns.subject is None else list(values(columns.subject))
-        data = batch.column(columns.data).cast("binary")
+        data: Any = batch.column(columns.data)  # the stubs know no type that is named by a string
+        data = data.cast("binary")
         rows: Iterable[tuple[Any, Any, Any, Any]] = zip(
             subjects,
             (data.fill_null(b"") if data.null_count else data).to_pylist(),
