@@ -15,7 +15,7 @@ from jetstream_ext.client.api import Api, answering_server
 from jetstream_ext.client.connection import JetStream, bucket_of
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.leader import get_at_leader
-from jetstream_ext.errors import DirectGetDisabledError
+from jetstream_ext.errors import DirectGetDisabledError, ResponseError
 from jetstream_ext.kv.flight import in_flight
 from jetstream_ext.kv.messages import entry_of
 from jetstream_ext.kv.records import record
@@ -100,13 +100,17 @@ class Bucket:
         Raises:
             BucketNotFoundError: There is no such bucket.
             RequestTimeoutError, ServiceUnavailableError: Its leader does not answer.
+            ResponseError: The answer is not what servers answer.
         """
         try:
-            return await Api(self.js, self.timeout).ask(f"STREAM.INFO.{self.stream}", question or None)
+            answer = await Api(self.js, self.timeout).ask(f"STREAM.INFO.{self.stream}", question or None)
         except NotFoundError as error:
             raise BucketNotFoundError(
                 code=404, err_code=error.err_code, description=f"there is no bucket {self.name!r}", stream=self.stream
             ) from error
+        if not (isinstance(answer.get("config"), dict) and isinstance(answer.get("state"), dict)):
+            raise ResponseError(f"the server's information on bucket {self.name!r} has no configuration or no state")
+        return answer
 
     async def facts(self, *, direct: bool = True) -> Facts:
         """Return what the leader says now.
@@ -118,7 +122,7 @@ class Bucket:
             DirectGetDisabledError: It cannot.
             UnsupportedFeatureError: The server is older than 2.11.
             BadBucketError: It is a mirror of another bucket.
-            BucketNotFoundError, RequestTimeoutError, ServiceUnavailableError: As for `info`.
+            BucketNotFoundError, RequestTimeoutError, ServiceUnavailableError, ResponseError: As for `info`.
         """
         info = await self.info()
         config, state = info["config"], info["state"]
@@ -138,17 +142,20 @@ class Bucket:
         version, level = answering_server(config)
         if direct and not DIRECT_BATCH.at(level):
             raise DIRECT_BATCH.unsupported(server_version=version or self.js.connection.server_version, api_level=level)
-        created, last, last_time = _time(info["created"]), int(state["last_seq"]), _time(state["last_ts"])
-        return Facts(
-            config=config,
-            now=_time(info["ts"]),
-            created=created,
-            first=max(1, int(config.get("first_seq") or 1)),
-            last=last,
-            last_time=last_time if last_time.year > 1 else created,
-            messages=int(state["messages"]),
-            keys=int(state.get("num_subjects", 0)),
-        )
+        try:
+            created, last_time = _time(info["created"]), _time(state["last_ts"])
+            return Facts(
+                config=config,
+                now=_time(info["ts"]),
+                created=created,
+                first=max(1, int(config.get("first_seq") or 1)),
+                last=int(state["last_seq"]),
+                last_time=last_time if last_time.year > 1 else created,
+                messages=int(state["messages"]),
+                keys=int(state.get("num_subjects", 0)),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ResponseError(f"the server's information on bucket {self.name!r} makes no sense") from error
 
     async def at_leader(self, **request: object) -> StoredMsg | None:
         """Return the message that the leader finds for a request of ``STREAM.MSG.GET``, or None.

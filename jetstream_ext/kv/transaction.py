@@ -332,7 +332,7 @@ class Transaction:
     async def _check_reads(self) -> None:
         """Make sure that all that was read was so between the last read and now."""
         staging = self._staging
-        if not staging.writes and not any(staging.reads.values()):
+        if staging.reads and not staging.writes and not any(staging.reads.values()):
             await self._bucket.facts(direct=False)  # or nothing is there because the keys have another prefix
         if len(staging.reads) < 2 and not staging.writes:
             return  # one key is as it was when it was read

@@ -2,6 +2,7 @@
 
 import asyncio
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import nats
 import pytest
@@ -9,7 +10,7 @@ from nats.js.errors import BucketNotFoundError, InvalidKeyError
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import DirectGetDisabledError, HistoryUnavailableError
+from jetstream_ext.errors import DirectGetDisabledError, HistoryUnavailableError, ResponseError
 from jetstream_ext.kv import gathering
 from jetstream_ext.testing import NatsServer
 
@@ -175,3 +176,24 @@ async def test_a_server_without_batched_gets() -> None:
                     await read
         finally:
             await nc.close()
+
+
+@pytest.mark.parametrize("broken", ["config", "state", "created", "ts", "last_seq", "messages", "last_ts"])
+@pytest.mark.parametrize("instead", [None, "nonsense"])
+async def test_information_that_makes_no_sense_is_no_answer(
+    make_bucket, monkeypatch: pytest.MonkeyPatch, broken: str, instead: str | None
+) -> None:
+    kv = await make_bucket()
+    ask = kvx.bucket.Api.ask
+
+    async def lie(self: Any, what: str, body: Any = None) -> dict[str, Any]:
+        answer = await ask(self, what, body)
+        part = answer if broken in answer else answer["state"]
+        del part[broken]
+        if instead is not None:
+            part[broken] = instead
+        return answer
+
+    monkeypatch.setattr(kvx.bucket.Api, "ask", lie)
+    with pytest.raises(ResponseError):
+        await kvx.get_many(kv, ["a"])
