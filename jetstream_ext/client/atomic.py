@@ -203,6 +203,7 @@ class AtomicBatch:
             ValueError, TypeError: `timeout` is not over 0, or not a number.
             BatchError: The batch is still open, or is being committed.
             AtomicPublishDuplicateMessageIDError: No earlier batch with this id was found.
+            RequestTimeoutError: It was looked for until the time was over.
 
         Cancellation: Safe; nothing is left behind, and `resolve` can be called again.
 

@@ -111,7 +111,19 @@ async def find_earlier(
     """
     if question.owner is None:
         return None
-    stream, subject = question.owner[0].name, machine.last_subject
+    stream = question.owner[0].name
+    try:
+        async with asyncio.timeout(timeout):
+            return await _earlier(js, stream, machine, timeout)
+    except TimeoutError as error:
+        raise RequestTimeoutError(
+            f"stream {stream!r} was not read to the end within {timeout:g} s: it may have an earlier batch "
+            f"{machine.batch_id}"
+        ) from error
+
+
+async def _earlier(js: JetStream, stream: str, machine: AtomicBatchMachine, timeout: float) -> BatchAck | None:
+    subject = machine.last_subject
     facts = await stream_facts(js, stream, timeout)
     last = await get_at_leader(js, stream, {"last_by_subj": subject}, timeout)
     if last is not None and ends_batch(machine.batch_id, machine.size, last.headers):

@@ -270,6 +270,27 @@ class TestMessageIds:
             await js.publish(f"{name}.a", b"newer")
         assert (await jsx.publish_atomic(js, batch[:5], batch_id="job-1")).seq == 5
 
+    async def test_the_search_ends_in_time(
+        self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, left: Any
+    ) -> None:
+        name = await make_stream()
+        await js.publish(f"{name}.0", headers={"Nats-Msg-Id": "a"})
+        batch = jsx.AtomicBatch(js, batch_id="job-1")
+        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
+            await batch.commit(f"{name}.0", msg_id="a")
+
+        async def never(*_: Any) -> None:
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr("jetstream_ext.client.resolve.get_at_leader", never)
+            async with asyncio.timeout(10):
+                with pytest.raises(errors.RequestTimeoutError, match=r"within 0\.2 s"):
+                    await batch.resolve(timeout=0.2)
+        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
+            await batch.resolve()
+        await left.settled()
+
     async def test_resolve(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         name = await make_stream()
         for attempt in range(2):
