@@ -20,7 +20,8 @@ from jetstream_ext.protocol import direct as wire
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.direct import Request
 from jetstream_ext.protocol.options import rfc3339
-from jetstream_ext.protocol.plans import MultiLast, OneBatch, Plan, Scan
+from jetstream_ext.protocol.plans import MultiLast, OneBatch, Plan
+from jetstream_ext.protocol.scan import Scan
 from jetstream_ext.types import StoredMsg
 
 

@@ -21,7 +21,7 @@ from jetstream_ext.client.leader import LAG_PAUSE, get_at_leader, last_at_leader
 from jetstream_ext.client.replies import read_blocks
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.direct import Block, Request
-from jetstream_ext.protocol.plans import Scan
+from jetstream_ext.protocol.scan import Scan
 from jetstream_ext.types import StoredMsg
 
 # Questions to the leader in flight. More gaps than these at once take longer to prove than to ask for the rows again.

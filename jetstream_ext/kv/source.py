@@ -23,7 +23,8 @@ from jetstream_ext.errors import MessagesLostError, RequestTimeoutError, ServerE
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.records import Record, Records, record
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request
-from jetstream_ext.protocol.plans import OneAnswer, Scan
+from jetstream_ext.protocol.plans import OneAnswer
+from jetstream_ext.protocol.scan import Scan
 
 _LOG_BATCH = 16_000
 _NO_LIMIT = 1 << 31

@@ -15,7 +15,7 @@ from jetstream_ext.client.replies import read_blocks
 from jetstream_ext.client.whole import read_whole
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block
 from jetstream_ext.protocol.headers import ROW_SUBJECT
-from jetstream_ext.protocol.plans import Scan
+from jetstream_ext.protocol.scan import Scan
 from jetstream_ext.spark.arrow import BatchBuilder
 from jetstream_ext.spark.connections import connections
 from jetstream_ext.spark.options import ReadOptions

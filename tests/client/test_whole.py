@@ -12,7 +12,7 @@ from jetstream_ext.client.connection import JetStream
 from jetstream_ext.client.whole import read_whole
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.plans import Scan
+from jetstream_ext.protocol.scan import Scan
 
 
 @pytest.fixture

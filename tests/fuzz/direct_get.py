@@ -12,7 +12,8 @@ import atheris
 with atheris.instrument_imports(include=["jetstream_ext"]):
     from jetstream_ext.errors import JetStreamExtError
     from jetstream_ext.protocol.direct import ReplyDecoder, decode_single
-    from jetstream_ext.protocol.plans import MultiLast, OneBatch, Request, Scan
+    from jetstream_ext.protocol.plans import MultiLast, OneBatch, Request
+    from jetstream_ext.protocol.scan import Scan
 
 NAMES = ["Stream", "Subject", "Sequence", "Time-Stamp", "Num-Pending", "Last-Sequence", "UpTo-Sequence", "Other"]
 STATUSES = [b"", b" 204 EOB", b" 404 Message Not Found", b" 408 Bad Request", b" 413 x", b" 500", b" 503", b" x"]

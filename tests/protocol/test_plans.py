@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetstream_ext.protocol import plans
+from jetstream_ext.protocol import scan as ranges
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
-from jetstream_ext.protocol.plans import Ask, MultiLast, OneBatch, Plan, Scan
+from jetstream_ext.protocol.plans import Ask, MultiLast, OneBatch, Plan
+from jetstream_ext.protocol.scan import Scan
 
 NOT_FOUND = EndOfBatch(0, 0, found=False)
 NO_LOSS: list[int | None] = []
@@ -133,7 +134,7 @@ class Driver:
 
 def small(plan: Callable[[], Scan]) -> Scan:
     """A scan that begins with small requests, so that small streams take many."""
-    with mock.patch.object(plans, "FIRST_BATCH", 3):
+    with mock.patch.object(ranges, "FIRST_BATCH", 3):
         return plan()
 
 
@@ -255,7 +256,7 @@ class TestScan:
     def test_requests_follow_the_size_of_the_messages(self) -> None:
         big = Driver(Scan(max_bytes=1000, prefetch=1), Model(dict.fromkeys(range(1, 100), ("a", 100))))
         big.run()
-        assert big.model.requests[0].batch == plans.FIRST_BATCH
+        assert big.model.requests[0].batch == ranges.FIRST_BATCH
         assert {request.batch for request in big.model.requests[1:]} == {7}, "three quarters of the bytes"
         tiny = Driver(Scan(max_bytes=1 << 20, prefetch=1), Model(dict.fromkeys(range(1, 6001), ("a", 1))))
         tiny.run()

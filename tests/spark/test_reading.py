@@ -15,7 +15,7 @@ from pyspark.sql.types import StructType
 import jetstream_ext as jsx
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.plans import Scan
+from jetstream_ext.protocol.scan import Scan
 from jetstream_ext.spark import reading
 from jetstream_ext.spark.connections import Connections
 from jetstream_ext.spark.options import ReadOptions
