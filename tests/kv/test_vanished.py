@@ -7,6 +7,7 @@ from nats.js.errors import KeyNotFoundError
 
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import HistoryUnavailableError
+from jetstream_ext.kv import reading
 
 
 @pytest.mark.parametrize("history", [1, 5])
@@ -36,7 +37,12 @@ async def test_a_deleted_key_that_was_cleared_away(make_bucket, history: int, ag
     assert (await kvx.snapshot(kv, at=last)).keys() == ({"a", "y", "z"} if again else {"y", "z"})
 
 
-async def test_a_key_that_expired_with_the_bucket_s_own_time_to_live(make_bucket) -> None:
+@pytest.mark.parametrize("whole_log", [True, False])
+async def test_a_key_that_expired_with_the_bucket_s_own_time_to_live(
+    make_bucket, monkeypatch: pytest.MonkeyPatch, whole_log: bool
+) -> None:
+    if not whole_log:
+        monkeypatch.setattr(reading, "SMALL_LOG", 0)
     kv = await make_bucket(history=5, ttl=3)
     await kv.put("a", b"1")
     second = await kv.put("z", b"1")
