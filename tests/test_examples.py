@@ -27,6 +27,7 @@ SAYS = {
     "06_work_queue_mirror": ["2,000 in the archive, each once: True; 0 in the queue"],
     "07_spark_batch": ["clicks.page0: 10,000 clicks", "clicks.page2: 10,000 clicks"],
     "08_test_with_faults": ["reported 500, stored 500, sent again: True"],
+    "09_exactly_once_worker": ["5 workers killed", "{'loud.and': 1000, 'loud.on': 1000}"],
 }
 
 

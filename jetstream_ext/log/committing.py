@@ -34,7 +34,7 @@ class Committing:
 
     @property
     def committed(self) -> int | None:
-        """The position that was committed last; None: none yet."""
+        """The position that was committed last, or None."""
         return self._committed
 
     def __aiter__(self) -> Self:

@@ -76,17 +76,18 @@ class LogReader:
     Raises:
         BadSubjectError: The name or the filter cannot be one.
         TypeError: `start` is none.
-        ValueError: A number is not over 0, or `on_lost` is something else.
-
-    While reading it raises:
-        PositionLostError: See `on_lost`. The position stays; `seek` to the error's ``got`` goes on behind the loss.
-        StreamRecreatedError: The stream is not the one that the reader began with.
-        StreamConfigMismatchError: Its retention is not ``limits``, so that consumers delete messages (with
-            ``on_lost="skip"`` that is no error).
-        DirectGetDisabledError: It lacks ``allow_direct``.
-        nats.js.errors.NotFoundError: There is no such stream.
-        UnsupportedFeatureError: The server is older than 2.11.
-        RequestTimeoutError, nats.js.errors.ServiceUnavailableError: Trouble that lasted longer than `patience`.
+        ValueError: A number is not over 0, or `on_lost` is something else. While reading: the stored position is one in
+            another stream.
+        PositionLostError: While reading: see `on_lost`; and if the stream ends before the position. The position stays;
+            `seek` to the error's ``got`` goes on behind the loss.
+        StreamRecreatedError: While reading: the stream is not the one that the reader began with.
+        StreamConfigMismatchError: While reading: the stream's retention is not ``limits``, so that consumers delete
+            messages (with ``on_lost="skip"`` that is no error).
+        DirectGetDisabledError: While reading: the stream lacks ``allow_direct``.
+        nats.js.errors.NotFoundError: While reading: there is no such stream, or no bucket of `offsets`.
+        UnsupportedFeatureError: While reading: the server is older than 2.11.
+        RequestTimeoutError, nats.js.errors.ServiceUnavailableError: While reading: trouble that lasted longer than
+            `patience`.
 
     Cancellation: Any call may be cancelled. The position is behind the last message that was returned, nothing is left
         behind, and the reader can be used again.

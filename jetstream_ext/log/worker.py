@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
 from nats.nuid import NUID
@@ -106,7 +106,8 @@ async def exactly_once(
         reader: What to read. Its start counts the first time only; then the stored position does.
         output_stream: The stream that the outputs and the position go to.
         handler: Called with a `StoredMsg`, returns its outputs: a `BatchMessage`, an iterable or async iterable of
-            them, or None; or an awaitable of that. What it raises ends the worker; the inputs that were not committed
+            them, or None; or an awaitable of that. An output with an expectation of its own needs ``max_messages=1`` as
+            soon as two outputs go to its subject. What it raises ends the worker; the inputs that were not committed
             are handled again the next time.
         name: The worker's name; one for each input stream and purpose. Tokens of a subject.
         prefix: The position's subject is ``<prefix>.<name>``; one of the output stream's subjects must match it.
@@ -291,11 +292,13 @@ class _Fence:
         reader = self._reader
         assert reader.created is not None
         record = Record(reader.stream, reader.created, position, self._worker, self.commits)
-        message = record.message(self._subject, self._at, self._keeping)
+        batch = [*outputs, record.message(self._subject, self._at, self._keeping)]
+        if batch[0].stream is None:  # which stream it is for needs no question then, and no permission for one
+            batch[0] = replace(batch[0], stream=self._stream)
         patience = Patience(self._patience)
         while True:
             try:
-                at = (await publish_atomic(reader.context, [*outputs, message], timeout=self._timeout)).seq
+                at = (await publish_atomic(reader.context, batch, timeout=self._timeout)).seq
                 break
             except Exception as error:
                 # Stored or not: the newest record tells.

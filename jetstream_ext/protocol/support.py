@@ -76,7 +76,7 @@ DIRECT_GET: Final = Feature(
 )
 DIRECT_BATCH: Final = Feature(
     title="batched direct get",
-    calls="`DirectGet.batch`, `scan`, `multi_last`, `get_at`",
+    calls="`DirectGet.batch`, `scan`, `multi_last`, `get_at`, `log.LogReader`",
     since="2.11",
     api_level=1,
     option="allow_direct",
@@ -100,7 +100,7 @@ DELETE_MARKERS: Final = Feature(
 )
 ATOMIC: Final = Feature(
     title="atomic batch",
-    calls="`AtomicBatch`, `publish_atomic`",
+    calls="`AtomicBatch`, `publish_atomic`, `log.exactly_once`",
     since="2.12",
     api_level=2,
     option="allow_atomic",

@@ -1,0 +1,84 @@
+"""The page on the log: its pieces of code run as they stand, and its tables say what the code does."""
+
+import ast
+import inspect
+import json
+import re
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import log
+from jetstream_ext.log.offsets import StoredOffset
+from jetstream_ext.testing import NatsServer
+
+PAGE = (Path(__file__).parents[2] / "docs" / "log.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+async def run(code: str, names: dict[str, Any]) -> None:
+    """Run code that may await anywhere, as Python's prompt for asyncio does."""
+    result = eval(compile(code, "log.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
+    if inspect.iscoroutine(result):
+        await result
+
+
+@pytest.fixture
+async def own() -> Any:
+    import nats
+
+    async with NatsServer() as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        yield nc.jetstream()
+        await nc.close()
+
+
+async def test_every_piece_runs(own: JetStreamContext, capsys: pytest.CaptureFixture[str]) -> None:
+    await jsx.ensure_stream(own, name="ORDERS", subjects=["orders.>"], allow_direct=True, allow_batched=True)
+    await jsx.ensure_stream(
+        own, name="TOTALS", subjects=["totals.>", "totals-at.*"], allow_direct=True, allow_atomic=True
+    )
+    await jsx.ingest(own, ((f"orders.{place}.{n}", b"1") for n in range(10) for place in ("eu", "us")))
+    handled: list[int] = []
+
+    async def handle(msg: jsx.StoredMsg) -> None:
+        handled.append(msg.seq)
+
+    names = {"js": own, "jsx": jsx, "handle": handle, "yesterday": datetime.now(UTC) - timedelta(days=1)}
+    code = blocks("python")
+    assert len(code) == 7
+    for block in code:
+        await run(block, names)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "1 orders.eu.0 b'1'"
+    assert said[10] == "21", "the position, behind a message that does not match"
+    assert said[-1] == "20 20 21"
+    assert handled == list(range(1, 21))
+    stored = await log.OffsetStore(own, "offsets").fetch("billing")
+    assert stored is not None
+    assert stored.seq == 21
+    (shown,) = blocks("json")
+    assert json.loads(shown).keys() == json.loads(stored.encode()).keys()
+    assert StoredOffset.decode("billing", shown.encode(), 1).stream == "ORDERS"
+
+
+def test_the_page_names_everything_that_is_exported() -> None:
+    values = {"Committing", "StoredOffset", "Processed"}
+    assert {name for name in log.__all__ if f"{name}" not in PAGE} <= values
+
+
+def test_the_page_s_figures_are_the_code_s() -> None:
+    from jetstream_ext.log import reader, source, worker
+
+    assert (source._GROUP, source._GROUP_BYTES, source._SETTLE) == (4096, 4 << 20, 3.0)
+    assert (reader._FIRST_PAUSE, worker._IDLE) == (0.005, 5.0)
+    signature = inspect.signature(log.LogReader)
+    assert signature.parameters["poll"].default == 0.25
+    assert inspect.signature(log.exactly_once).parameters["max_messages"].default == 100
