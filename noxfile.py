@@ -1,5 +1,7 @@
 """Everything that is run on this project: `python -m nox -l` lists it, `python -m nox -s tests` tests it."""
 
+import os
+import re
 import runpy
 import shutil
 from pathlib import Path
@@ -174,14 +176,106 @@ def fuzz(session: nox.Session) -> None:
     session.run("python", "tests/fuzz/direct_get.py", *(session.posargs or ["-max_total_time=300"]))
 
 
+def build(session: nox.Session) -> tuple[Path, Path]:
+    """Build the sdist, and the wheel out of it."""
+    out = Path(session.create_tmp()) / "dist"
+    shutil.rmtree(out, ignore_errors=True)
+    session.install("build")
+    session.run("python", "-m", "build", "--outdir", str(out), silent=True)
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return sdist, wheel
+
+
+def run_built(session: nox.Session, built: Path, sdist: Path) -> None:
+    """Install what was built, and run the tests of the sdist where no sources are that could be imported instead."""
+    session.install(f"{built}[spark,server,cli,plot]", *group("test"))
+    unpacked = Path(session.create_tmp()) / "unpacked"
+    shutil.rmtree(unpacked, ignore_errors=True)
+    shutil.unpack_archive(sdist, unpacked, filter="data")
+    (tree,) = unpacked.iterdir()
+    shutil.rmtree(tree / "jetstream_ext")
+    for module in tree.glob("pyspark_*.py"):
+        module.unlink()
+    session.chdir(tree)
+    check = "import jetstream_ext, pathlib; assert (pathlib.Path(jetstream_ext.__file__).parent / 'py.typed').is_file()"
+    session.run("python", "-c", check)
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
 @nox.session
 def wheel(session: nox.Session) -> None:
-    """Build the wheel, and import it from an environment that has nothing else."""
-    out = Path(session.create_tmp()) / "wheel"
-    shutil.rmtree(out, ignore_errors=True)
-    session.run("python", "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out), ".")
-    (built,) = out.glob("*.whl")
-    session.install(str(built))
-    # -I: not from the working directory, where the sources are.
-    check = "import jetstream_ext, pathlib; assert (pathlib.Path(jetstream_ext.__file__).parent / 'py.typed').is_file()"
-    session.run("python", "-I", "-c", check)
+    """Run the tests against the built wheel; arguments after `--` go to pytest."""
+    sdist, built = build(session)
+    run_built(session, built, sdist)
+
+
+@nox.session
+def sdist(session: nox.Session) -> None:
+    """Run the tests against the built sdist; arguments after `--` go to pytest."""
+    archive, _ = build(session)
+    run_built(session, archive, archive)
+
+
+@nox.session
+def clean(session: nox.Session) -> None:
+    """Install the wheel without extras where nothing else is, and see that it imports, and imports little."""
+    _, built = build(session)
+    session.run("python", "-m", "venv", "--clear", str(Path(session.create_tmp()) / "venv"))
+    python = str(Path(session.create_tmp()) / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python")
+    session.run(python, "-m", "pip", "install", "--quiet", str(built), external=True)
+    for script in (_IMPORTS_LIGHT, _NEEDS_EXTRAS):
+        session.run(python, "-I", "-c", script, external=True)
+
+
+_IMPORTS_LIGHT = """
+import sys, importlib
+before = set(sys.modules)
+for name in ("jetstream_ext", "jetstream_ext.kv", "jetstream_ext.log", "jetstream_ext.errors", "jetstream_ext.testing"):
+    importlib.import_module(name)
+new = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
+assert new <= {"jetstream_ext", "nats", "orjson", "typing_extensions"}, new
+"""
+_NEEDS_EXTRAS = """
+import subprocess, sys, pathlib
+for arguments, extra in (
+    (["-m", "jetstream_ext.cli"], "cli"),
+    (["-c", "import jetstream_ext.spark as s; s.register(None)"], "spark"),
+    (["-c", "from jetstream_ext.testing import NatsServer; NatsServer().start()"], "server"),
+):
+    done = subprocess.run([sys.executable, "-I", *arguments], capture_output=True, text=True, env={"PATH": ""})
+    assert done.returncode == 1 and f"jetstream-ext[{extra}]" in done.stderr.splitlines()[-1], done.stderr
+"""
+
+
+def lowest(requirement: str) -> str:
+    """Return a requirement of the oldest release that it allows."""
+    return re.sub(r">=([^,]+).*", r"==\1", requirement)
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """Run the tests, but Spark's (session `spark`), with the oldest dependencies declared; arguments go to pytest."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    pinned = [lowest(each) for each in [*PROJECT["project"]["dependencies"], *extras["cli"], *extras["plot"]]]
+    # With it the rest has to be what fits: one call, so that pip refuses what does not.
+    session.install("-e", ".[server,cli,plot]", *pinned, *group("test"), "pyarrow")
+    session.run("python", "-m", "pip", "list")
+    session.run("python", "-m", "pytest", *(session.posargs or ["--ignore=tests/spark", "--ignore=tests/bench"]))
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """Run the tests with the newest dependencies, pre-releases too; arguments after `--` go to pytest."""
+    session.install("--upgrade", "--upgrade-strategy", "eager", "--pre", "nats-py<3", "orjson", "typing-extensions")
+    session.install("-e", ".[spark,server,cli,plot]", *group("test"))
+    session.run("python", "-m", "pip", "list")
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
+@nox.session
+def verifytypes(session: nox.Session) -> None:
+    """See that a user's type checker learns the type of everything that the package has."""
+    _, built = build(session)
+    session.install(f"{built}[spark,server,cli,plot]", "pyright[nodejs]", *group("test"))
+    with session.chdir(session.create_tmp()):
+        session.run("pyright", "--verifytypes", "jetstream_ext", "--ignoreexternal")

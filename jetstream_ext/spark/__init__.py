@@ -31,6 +31,7 @@ From a query to rows, and from rows to messages::
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
 from jetstream_ext.spark.offsets import lag
@@ -46,7 +47,12 @@ def register(spark: SparkSession) -> None:
 
     Only needed where the executors' Python finds this package but the driver's search for ``pyspark_*`` modules was
     over before it was installed, as in notebooks.
+
+    Raises:
+        ModuleNotFoundError: There is no PySpark.
     """
+    if importlib.util.find_spec("pyspark") is None:
+        raise ModuleNotFoundError("the connector needs PySpark: pip install 'jetstream-ext[spark]'", name="pyspark")
     # Not at the top: pyspark is an extra, and heavy.
     from jetstream_ext.spark.kv_source import JetStreamKvDataSource
     from jetstream_ext.spark.source import JetStreamDataSource
