@@ -6,7 +6,7 @@ import asyncio
 from typing import Final
 
 import nats.errors
-from nats.js.errors import NoStreamResponseError, ServiceUnavailableError
+from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
 
 from jetstream_ext.errors import (
     AtomicPublishIncompleteError,
@@ -34,12 +34,16 @@ _PASSING: Final = (
     nats.errors.ConnectionReconnectingError,
     nats.errors.StaleConnectionError,
 )
+# JetStream is unavailable, cannot handle requests, or the stream is offline: a cluster that is finding itself.
+_AWAY: Final = frozenset({10008, 10009, 10118})
 
 
 def passes(error: Exception) -> bool:
     """Return whether the same call may succeed a little later: no leader, no connection, no answer, too busy."""
     if isinstance(error, PositionLostError):
         return False
+    if isinstance(error, APIError) and error.err_code in _AWAY:
+        return True
     if isinstance(error, ServerError) and error.retryable:
         return True
     return isinstance(error, _PASSING)

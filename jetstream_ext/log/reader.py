@@ -251,7 +251,7 @@ class LogReader:
             RuntimeError: Another task is reading.
             Exception: As for iteration; see `LogReader`.
 
-        Cancellation: Nothing of it is returned later, or lost: the position has not moved.
+        Cancellation: Safe: the position has not moved.
         """
         if isinstance(max_messages, bool) or not isinstance(max_messages, int) or max_messages < 1:
             raise ValueError(f"max_messages must be an integer from 1 up, not {max_messages!r}")
