@@ -16,10 +16,11 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import kv as kvx
+from jetstream_ext import log
 from jetstream_ext.testing import NatsServer
 
 PAGE = Path(__file__).parents[1] / "docs" / "permissions.md"
-NAMES = {"<stream>": "S", "<subject>": "s.a", "<consumer>": "C", "<bucket>": "B", "<origin>": "O"}
+NAMES = {"<stream>": "S", "<subject>": "s.a", "<consumer>": "C", "<bucket>": "B", "<origin>": "O", "<output>": "T"}
 ASK_NOBODY = {"ttl_headers", "marker_reason", "with_ttl", "server_managed_source"}
 
 Call = Callable[[JetStreamContext], Awaitable[Any]]
@@ -100,6 +101,29 @@ async def touch(js: JetStreamContext) -> None:
     await kvx.touch(await js.key_value("B"), "k", 60)
 
 
+def reader(js: JetStreamContext) -> log.LogReader:
+    return log.LogReader(js, "S", subject="s.a", patience=js._timeout)
+
+
+async def read_log(js: JetStreamContext) -> None:
+    assert len([message async for message in reader(js)]) == 1
+
+
+async def offsets(js: JetStreamContext) -> None:
+    started = log.LogReader(js, "S", start=log.Seq(1))
+    store = await log.OffsetStore(js, "B", patience=js._timeout).create()
+    await store.commit(started, name="r")
+    assert (await store.fetch("r")) is not None
+
+
+async def work(js: JetStreamContext) -> None:
+    def handle(message: jsx.StoredMsg) -> jsx.BatchMessage:
+        return jsx.BatchMessage("t.out", message.data)
+
+    done = await log.exactly_once(reader(js), "T", handle, name="w", prefix="t.at", patience=js._timeout)
+    assert done.inputs == 1
+
+
 async def health(js: JetStreamContext) -> None:
     states = [row.state for row in await jsx.source_health(js, "S")]
     assert len(states) == 2
@@ -130,10 +154,17 @@ CALLS: dict[str, Call] = {
     "kv.transaction, kv.retry_transaction": transfer,
     "kv.touch": touch,
     "kv.enable": enable,
+    "log.LogReader": read_log,
+    "log.OffsetStore": offsets,
+    "log.exactly_once": work,
 }
 DOES_WITHOUT = {"features"}  # then the greeting has to do
-SAME_AND = {"reset_consumer(time=)": "reset_consumer"}
+SAME_AND = {"reset_consumer(time=)": "reset_consumer", "log.exactly_once": "log.LogReader"}
 NEEDS = {row: [*(allowed(SAME_AND[row]) if row in SAME_AND else []), *allowed(row)] for row in CALLS}
+NEEDS["log.exactly_once"] += ["t.>"]
+# A bucket that is there is not made, and a reader that reads nothing only looks at its stream.
+NEEDS["log.OffsetStore"] += ["$JS.API.STREAM.INFO.S"]
+NEEDS["log.OffsetStore"].remove("$JS.API.STREAM.CREATE.KV_B")
 
 
 async def prepare(url: str, row: str) -> None:
@@ -151,6 +182,8 @@ async def prepare(url: str, row: str) -> None:
             await js.publish("s.b", b"0")
         if row.startswith("reset_consumer"):
             await js.add_consumer("S", durable_name="C", ack_policy="explicit")
+        if row == "log.exactly_once":
+            await js.add_stream(name="T", subjects=["t.>"], **options)
         kv = await js.create_key_value(bucket="B")
         if row != "kv.enable":
             await kvx.enable(kv)
@@ -228,5 +261,6 @@ def test_every_call_is_on_the_page() -> None:
     # Functions, and classes that take nats-py's context; the rest are values.
     asks = {name for name in jsx.__all__ if name[0].islower()} | {"DirectGet", "AtomicBatch", "FastPublisher"}
     asks |= {f"kv.{name}" for name in kvx.__all__ if name[0].islower()}
+    asks |= {"log.LogReader", "log.OffsetStore", "log.exactly_once"}
     assert {name for name in asks - ASK_NOBODY if not re.search(rf"\b{re.escape(name)}\b", page)} == set()
     assert {calls.replace("`", "") for calls, _ in rows()} == {*CALLS, "watch_abandoned"}

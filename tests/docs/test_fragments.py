@@ -90,7 +90,7 @@ ELSEWHERE = {
     "tutorial": "test_pages.py types it",
     "key-value": "its code is an example, which kv/test_example.py runs",
     "spark": "the tests of the connector",
-    "log": "the tests of the log",
+    "log": "log/test_page.py runs it",
 }
 
 
