@@ -122,7 +122,7 @@ class AtomicBatch:
                 `expected_last_subject_seq`; nothing was sent.
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message was refused here.
 
-        Cancellation: The message is on the wire and part of the batch; the batch stays usable.
+        Cancellation: The batch stays usable. If `size` counts the message, it is part of the batch.
         """
         message = BatchMessage(subject, payload, **options)
         await self.add_message(message, ack=ack)
@@ -148,7 +148,7 @@ class AtomicBatch:
             Exception: What `messages` raises, and the refusal of one of them here, after everything before it was
                 sent; the batch stays usable.
 
-        Cancellation: What was taken from `messages` is on the wire and part of the batch; the batch stays usable.
+        Cancellation: The batch stays usable. What `size` counts is part of it.
         """
         await self._wire.reply_to(await self._wire.fill(messages))
 
@@ -170,7 +170,7 @@ class AtomicBatch:
             BatchError: The server refused, or the batch had ended; nothing is stored.
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message was refused here.
 
-        Cancellation: The commit is on the wire; `state` is ``"unknown"``.
+        Cancellation: `state` says what it is: ``"unknown"``, the commit is on the wire, or ``"open"``, nothing of it is.
         """
         return await self._wire.commit(BatchMessage(subject, payload, **options))
 
@@ -181,7 +181,7 @@ class AtomicBatch:
             EmptyBatchError: Nothing was added.
             BatchOutcomeUnknownError, BatchError: As for `commit`.
 
-        Cancellation: The commit is on the wire; `state` is ``"unknown"``.
+        Cancellation: `state` says what it is: ``"unknown"``, the commit is on the wire, or ``"open"``, nothing of it is.
         """
         return await self._wire.commit(None)
 
