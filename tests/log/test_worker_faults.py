@@ -138,6 +138,30 @@ async def test_stopped_at_any_await(js: JetStreamContext, make_stream: Make, lef
     assert await outputs(js, target) == expected(120)
 
 
+async def test_overtaken_between_the_look_and_the_claim(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker comes, works and goes while this one is about to claim: it goes on behind that one."""
+    source, target = await make_stream(30), await make_stream()
+    published = 0
+
+    def work(reader: LogReader) -> Awaitable[Any]:
+        return exactly_once(reader, target, handler(target), name="w", prefix=f"{target}.at")
+
+    async def publish(*arguments: Any, **options: Any) -> Any:
+        nonlocal published
+        published += 1
+        if published == 1:
+            assert (await work(LogReader(js, source))).inputs == 30
+            await jsx.publish_atomic(js, [jsx.BatchMessage(f"{source}.0", b"%d" % n) for n in range(31, 41)])
+        return await jsx.publish_atomic(*arguments, **options)
+
+    monkeypatch.setattr(worker_module, "publish_atomic", publish)
+    done = await work(LogReader(js, source))
+    assert (done.inputs, done.position) == (10, 41)
+    assert await outputs(js, target) == expected(40)
+
+
 async def test_a_refusal_that_nobody_explains(
     js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
