@@ -73,7 +73,7 @@ def differential(session: nox.Session) -> None:
 def containers(session: nox.Session) -> None:
     """Test against a server in a container, with the engine that answers or a throw-away one; else say why not."""
     session.install("-e", ".[server]", *group("test"))
-    test = ["python", "-m", "pytest", "tests/containers", *session.posargs]
+    test = ["python", "-m", "pytest", *(session.posargs or ["tests/containers", "tests/conformance", "--nats-image"])]
     probe = "import docker; docker.from_env(timeout=5).ping()"
     if session.run("python", "-c", probe, success_codes=range(256), silent=True, log=False) == "":
         session.run(*test)

@@ -3,6 +3,9 @@
 `pair` is the tool. Every call of it goes to both servers, and what comes back is compared at once, after
 names, ids and times that cannot be equal were normalised. The reference server's answer is returned, so a
 test can also say what it is.
+
+The real server is each of `VERSIONS` in turn or, with ``--nats-image IMAGE``, the one in a container; then the tests that
+need a server of their own making are left out.
 """
 
 import itertools
@@ -12,7 +15,9 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -22,6 +27,8 @@ from jetstream_ext.testing.reference import ReferenceServer
 VERSIONS = ("2.10.26", "2.11.11", "2.12.8", "2.14.6", "2.15.1")
 TIMEOUT = 10.0
 QUIET = 0.15
+IN_A_CONTAINER = "container"  # instead of a version
+Address = tuple[str, int]
 
 
 class Frame(NamedTuple):
@@ -49,13 +56,14 @@ class Frame(NamedTuple):
 class Raw:
     """A client that only knows frames."""
 
-    def __init__(self, port: int, connect: dict[str, Any] | None = None) -> None:
+    def __init__(self, address: int | Address, connect: dict[str, Any] | None = None) -> None:
         self.lines: list[str] = []
         self.frames: list[Frame] = []
         self.closed = False
         self.advisories: list[Frame] = []
         self._buffer = b""
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT)
+        where = ("127.0.0.1", address) if isinstance(address, int) else address
+        self._socket = socket.create_connection(where, timeout=TIMEOUT)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         options = {
             "verbose": False,
@@ -163,9 +171,9 @@ def difference(real: list[Any], reference: list[Any]) -> str:
 class Pair:
     """Sends to both servers, and compares."""
 
-    def __init__(self, version: str, real: int, reference: int) -> None:
+    def __init__(self, version: str, real: Address, reference: Address) -> None:
         self.version = version
-        self._ports = (real, reference)
+        self._addresses = (real, reference)
         self._count = itertools.count(1)
         self._barriers: dict[str, str] = {}
         self._history: list[str] = []
@@ -293,7 +301,7 @@ class Pair:
 
     def fresh(self, **connect: Any) -> "list[Raw]":
         """Open another connection to each, the real server's first."""
-        return [Raw(port, connect) for port in self._ports]
+        return [Raw(address, connect) for address in self._addresses]
 
     def forget(self, name: str) -> None:
         """Stop using a stream as a barrier."""
@@ -312,25 +320,68 @@ def headers(**lines: object) -> bytes:
     return b"NATS/1.0\r\n" + b"".join(f"{k.replace('_', '-')}: {v}\r\n".encode() for k, v in lines.items()) + b"\r\n"
 
 
-@pytest.fixture(scope="session")
-def servers() -> Iterator[Callable[[str], tuple[int, int]]]:
-    """The ports of the real server and the reference server of a version, started on first use."""
-    with ExitStack() as stack:
-        running: dict[str, tuple[int, int]] = {}
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test with every release, or with the one in the container."""
+    if "version" in metafunc.fixturenames and "version" not in _parametrized(metafunc):
+        chosen = (IN_A_CONTAINER,) if metafunc.config.getoption("--nats-image") else VERSIONS
+        metafunc.parametrize("version", chosen, indirect=True)
 
-        def get(version: str) -> tuple[int, int]:
+
+def _parametrized(metafunc: pytest.Metafunc) -> set[str]:
+    """Return the names that a test's own marks give values to."""
+    names: set[str] = set()
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        given = mark.args[0]
+        names |= set(given.split(",") if isinstance(given, str) else given)
+    return names
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With a container, leave out what does not run against it."""
+    if not config.getoption("--nats-image"):
+        return
+    folder = Path(__file__).parent
+    out = [item for item in items if item.path.parent == folder and not _in_a_container(item)]
+    items[:] = [item for item in items if item not in out]
+    config.hook.pytest_deselected(items=out)
+
+
+def _in_a_container(item: pytest.Item) -> bool:
+    fixtures = getattr(item, "fixturenames", ())
+    return "newest" in fixtures or ("pair" in fixtures and "version" in fixtures)
+
+
+@pytest.fixture(scope="session")
+def servers(request: pytest.FixtureRequest) -> Iterator[Callable[[str], tuple[str, Address, Address]]]:
+    """The release and the addresses of the real server and the reference server, started on first use."""
+    with ExitStack() as stack:
+        running: dict[str, tuple[str, Address, Address]] = {}
+
+        def get(version: str) -> tuple[str, Address, Address]:
             if version not in running:
-                real = stack.enter_context(NatsServer(version=version))
-                reference = stack.enter_context(ReferenceServer(version=version))
-                running[version] = (real.port, reference.port)
+                if version == IN_A_CONTAINER:
+                    url = urlsplit(request.getfixturevalue("container_url"))
+                    real = (str(url.hostname), int(url.port or 4222))
+                    release = version_of(real)
+                else:
+                    real, release = ("127.0.0.1", stack.enter_context(NatsServer(version=version)).port), version
+                reference = stack.enter_context(ReferenceServer(version=release))
+                running[version] = (release, real, ("127.0.0.1", reference.port))
             return running[version]
 
         yield get
 
 
-def delete_streams(port: int) -> None:
+def version_of(address: Address) -> str:
+    """Return the release that a server says it is."""
+    with socket.create_connection(address, timeout=TIMEOUT) as connection, connection.makefile("rb") as lines:
+        found: str = json.loads(lines.readline().removeprefix(b"INFO "))["version"]
+        return found
+
+
+def delete_streams(address: Address) -> None:
     """Leave a server as it was started."""
-    raw = Raw(port)
+    raw = Raw(address)
     raw.send(b"SUB R.> 1\r\n")
     raw.publish("$JS.API.STREAM.NAMES", reply="R.names")
     assert raw.wait(lambda: bool(raw.frames))
@@ -341,32 +392,32 @@ def delete_streams(port: int) -> None:
     raw.close()
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture
 def version(request: pytest.FixtureRequest) -> str:
-    """Each release in turn."""
+    """Each release in turn, or the one in the container."""
     chosen: str = request.param
     return chosen
 
 
-def make_pair(version: str, servers: Callable[[str], tuple[int, int]]) -> Iterator[Pair]:
-    ports = servers(version)
-    for port in ports:
-        delete_streams(port)
-    pair = Pair(version, *ports)
+def make_pair(version: str, servers: Callable[[str], tuple[str, Address, Address]]) -> Iterator[Pair]:
+    release, *addresses = servers(version)
+    for address in addresses:
+        delete_streams(address)
+    pair = Pair(release, *addresses)
     yield pair
     pair.close()
 
 
 @pytest.fixture
-def pair(version: str, servers: Callable[[str], tuple[int, int]]) -> Iterator[Pair]:
+def pair(version: str, servers: Callable[[str], tuple[str, Address, Address]]) -> Iterator[Pair]:
     """A real server and the reference server of one release, both empty."""
     yield from make_pair(version, servers)
 
 
 @pytest.fixture
-def newest(servers: Callable[[str], tuple[int, int]]) -> Iterator[Pair]:
-    """The pair of the newest release."""
-    yield from make_pair(VERSIONS[-1], servers)
+def newest(request: pytest.FixtureRequest, servers: Callable[[str], tuple[str, Address, Address]]) -> Iterator[Pair]:
+    """The pair of the newest release, or of the one in the container."""
+    yield from make_pair(IN_A_CONTAINER if request.config.getoption("--nats-image") else VERSIONS[-1], servers)
 
 
 @pytest.fixture(name="headers")
