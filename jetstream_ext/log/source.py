@@ -23,6 +23,7 @@ _GROUP_BYTES: Final = 4 << 20
 _REQUEST_BYTES: Final = 1 << 20
 # A filter can leave few messages among many sequences; a group then spans more of them.
 _WIDEST: Final = 1 << 40
+_ANY: Final = ">"
 # How long a leader that was just elected may take to have what the last one had.
 _SETTLE: Final = 3.0
 _SETTLE_PAUSE: Final = 0.1
@@ -139,14 +140,28 @@ class Source:
 
     async def find(self, start: object, last: int) -> int:
         """Return where a start is that depends on the moment; `last` was the stream's last sequence before now."""
-        request = None
+        found: StoredMsg | None = None
         if isinstance(start, Time):
-            request = Request(start_time=start.when, next_by_subj=self.subject)
+            found = await self._ask(Request(start_time=start.when, next_by_subj=self.subject))
+            if found is not None and found.time < start.when:
+                found = None  # so servers can answer for a time that lies ahead
         elif isinstance(start, Last):
-            request = Request(last_by_subj=self.subject or ">")
-        if request is not None:
-            found = await get_at_leader(self._js, self.stream, request.body(), self.timeout)
-            # For a time that lies ahead, servers can answer with a message that is older.
-            if found is not None and (not isinstance(start, Time) or found.time >= start.when):
-                return found.seq
-        return last + 1
+            found = await self._ask(Request(last_by_subj=self.subject or _ANY))
+            if found is None and (self.subject or _ANY) == _ANY:
+                found = await self._newest(last)
+        return last + 1 if found is None else found.seq
+
+    async def _newest(self, last: int) -> StoredMsg | None:
+        """Return the newest message, or None: for ``>`` servers look at the last sequence only, which can be deleted."""
+        newest = await self._ask(Request(seq=1, next_by_subj=_ANY))
+        while newest is not None and newest.seq < last:
+            middle = (newest.seq + last + 1) // 2
+            found = await self._ask(Request(seq=middle, next_by_subj=_ANY))
+            if found is None:
+                last = middle - 1
+            else:
+                newest = found
+        return newest
+
+    async def _ask(self, request: Request) -> StoredMsg | None:
+        return await get_at_leader(self._js, self.stream, request.body(), self.timeout)

@@ -80,6 +80,18 @@ async def test_starts(
     assert reader.position == 31, "one more than the last, whether that matches or not"
 
 
+@pytest.mark.parametrize("kept", [[], [1], [7], [20], [1, 2, 19], [3, 9, 11], list(range(1, 20))])
+async def test_the_last_of_those_that_are_left(js: JetStreamContext, make_stream: Make, kept: list[int]) -> None:
+    """Asked for the last message of all subjects, servers only look at the last sequence."""
+    name = await make_stream(20)
+    for seq in set(range(1, 21)) - set(kept):
+        await js.delete_msg(name, seq)
+    for subject in (None, ">"):
+        assert await LogReader(js, name, start=Last(), subject=subject).open() == max(kept, default=21)
+    with_filter = LogReader(js, name, start=Last(), subject=f"{name}.1")
+    assert await with_filter.open() == max((seq for seq in kept if seq % 3 == 1), default=21)
+
+
 async def test_a_time_in_the_middle(js: JetStreamContext, make_stream: Make, more: More) -> None:
     name = await make_stream(5)
     await asyncio.sleep(0.002)  # a datetime has microseconds, the server's clock nanoseconds

@@ -1,0 +1,100 @@
+"""The log on every line of servers that has what it needs."""
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
+
+import nats
+import pytest
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.log import First, Last, LogReader, New, OffsetStore, Seq, Stored, Time, exactly_once
+from jetstream_ext.testing import NatsServer
+
+READS = ["2.11.0", "2.11.11", "2.12.8", "2.14.6", "2.15.1"]
+WORKS = ["2.12.1", "2.12.8", "2.14.0", "2.14.6", "2.15.1"]
+
+
+@pytest.fixture
+async def js(request: pytest.FixtureRequest) -> AsyncIterator[JetStreamContext]:
+    async with NatsServer(version=request.param) as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        yield nc.jetstream(timeout=10)
+        await nc.close()
+
+
+async def fill(js: JetStreamContext, first: int, last: int) -> None:
+    for n in range(first, last + 1):
+        await js.publish(f"s.{n % 3}", b"%d" % n)
+
+
+@pytest.mark.parametrize("js", READS, indirect=True)
+async def test_reading(js: JetStreamContext) -> None:
+    await js.add_stream(name="S", subjects=["s.*"], allow_direct=True)
+    await fill(js, 1, 30)
+    for seq in (4, 5, 6, 20, 30):
+        await js.delete_msg("S", seq)
+    there = [n for n in range(1, 30) if n not in (4, 5, 6, 20)]
+
+    async def seqs(**options: Any) -> list[int]:
+        return [msg.seq async for msg in LogReader(js, "S", **options)]
+
+    middle = (await js.get_msg("S", 12, direct=True)).time
+    assert middle is not None
+    assert await seqs(start=First()) == there
+    assert await seqs(subject="s.1") == [n for n in there if n % 3 == 1]
+    assert await seqs(start=Seq(5)) == there[3:]
+    assert await seqs(start=Last()) == [29]
+    assert await seqs(start=Last(), subject="s.1") == [28]
+    assert await seqs(start=New()) == []
+    assert await seqs(start=Time(middle)) in ([n for n in there if n >= 12], [n for n in there if n >= 11])
+    assert await seqs(start=Time(datetime(2099, 1, 1, tzinfo=UTC))) == []
+    reader = LogReader(js, "S", tail=True)
+    assert len(await reader.read(100)) == len(there)
+    await fill(js, 31, 33)
+    assert [msg.seq for msg in await reader.read()] == [31, 32, 33]
+    await js.purge_stream("S", seq=10)
+    with pytest.raises(errors.PositionLostError):
+        await seqs(start=Seq(3))
+
+    store = await OffsetStore(js).create()
+    reader = LogReader(js, "S", start=Stored("r"), offsets=store)
+    async with store.committing(reader, every=5) as messages:
+        assert [msg.seq async for msg in messages][-1] == 33
+    assert await LogReader(js, "S", start=Stored("r"), offsets=store).open() == 34
+
+
+@pytest.mark.parametrize("js", WORKS, indirect=True)
+async def test_working(js: JetStreamContext) -> None:
+    await js.add_stream(name="S", subjects=["s.*"], allow_direct=True)
+    await js.add_stream(
+        name="T",
+        subjects=["t.>"],
+        allow_direct=True,
+        allow_atomic=True,
+        allow_msg_ttl=True,
+        allow_rollup_hdrs=True,
+        max_age=3600,
+    )
+    await fill(js, 1, 40)
+    second: list[Any] = []
+
+    async def work(*, zombie: bool = False) -> Any:
+        async def handle(msg: jsx.StoredMsg) -> list[jsx.BatchMessage]:
+            if zombie and msg.seq == 25:
+                second.append(await work())
+            return [jsx.BatchMessage("t.out", msg.data)] * (msg.seq % 3)
+
+        return await exactly_once(LogReader(js, "S"), "T", handle, name="w", prefix="t.at", max_messages=10)
+
+    with pytest.raises(errors.FencedError):
+        await work(zombie=True)
+    assert [done.inputs for done in second] == [20]
+    assert (await work()).inputs == 0
+    out = [int(msg.data) async for msg in LogReader(js, "T", subject="t.out")]
+    assert out == [n for n in range(1, 41) for _ in range(n % 3)]
+    positions = [msg async for msg in LogReader(js, "T", subject="t.at.w")]
+    assert len(positions) == 1, "rolled up"
+    assert positions[0].headers["Nats-TTL"] == "never"
