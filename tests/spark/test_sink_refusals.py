@@ -169,9 +169,7 @@ def test_mirrors(make: Any, writer: Any, with_js: Any, stream_name: Callable[[],
         writer(BOTH, mirror)
 
 
-def test_a_stream_that_acknowledges_before_it_writes(
-    make: Any, writer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stream_that_acknowledges_before_it_writes(make: Any, writer: Any, caplog: pytest.LogCaptureFixture) -> None:
     name = make(allow_atomic=False, persist_mode="async")
     with pytest.raises(PlanningError, match="persist_mode=async, so a server that is killed loses rows"):
         writer(BOTH, name)
