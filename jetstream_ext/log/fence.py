@@ -15,6 +15,7 @@ import orjson
 from jetstream_ext.errors import StreamConfigMismatchError, UnsupportedFeatureError
 from jetstream_ext.log.state import LogState
 from jetstream_ext.protocol import support
+from jetstream_ext.protocol.stream_facts import matches
 from jetstream_ext.types import NEVER, BatchMessage, StoredMsg
 
 _VERSION: Final = 1
@@ -134,6 +135,10 @@ def check_output(state: LogState, subject: str, server_version: str, *, may_vani
     if not facts.takes(subject):
         diff["subjects"] = ((*facts.subjects, subject), facts.subjects)
         advice.append(f"add {subject!r} (or a wildcard that matches it) to its subjects")
+    transform = config.get("subject_transform") or {}
+    if transform and matches(str(transform.get("src") or ">"), subject):
+        diff["subject_transform"] = (None, transform)
+        advice.append(f"its subject_transform stores {subject!r} under another subject")
     if not may_vanish and (limits := _limits(config, never=never)):
         diff |= limits
         advice.append(

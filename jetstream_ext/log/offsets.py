@@ -84,7 +84,7 @@ class OffsetStore:
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
-        bucket: The bucket's name. It must exist; `create` makes it.
+        bucket: The bucket's name. It must exist (`create` makes it), and have no time to live.
         timeout: Seconds to wait for an answer; None is the context's own.
         patience: Seconds that trouble which passes (an election, a lost connection) may last.
 

@@ -125,8 +125,8 @@ async def exactly_once(
 
     Raises:
         FencedError: Another worker of this name was started. Nothing of the batch is stored.
-        StreamConfigMismatchError: The output stream lacks ``allow_atomic`` or a subject for the position, or its limits
-            can remove the position: ``max_age`` (without ``allow_msg_ttl``), ``max_msgs`` or ``max_bytes`` (with discard
+        StreamConfigMismatchError: The output stream lacks ``allow_atomic`` or a subject for the position, stores that
+            under another one (``subject_transform``), or its limits can remove the position: ``max_age`` (without ``allow_msg_ttl``), ``max_msgs`` or ``max_bytes`` (with discard
             ``old``), or a retention other than ``limits``. Raised before anything is read.
         PositionLostError, StreamRecreatedError: As for the reader: what the position says is gone.
         BadSubjectError: An output's subject is not one of the output stream's, or is the position's.

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import nats
 import pytest
 from nats.js import JetStreamContext
 
@@ -32,8 +33,6 @@ async def run(code: str, names: dict[str, Any]) -> None:
 
 @pytest.fixture
 async def own() -> Any:
-    import nats
-
     async with NatsServer() as server:
         nc = await nats.connect(server.url, connect_timeout=10)
         yield nc.jetstream()

@@ -9,7 +9,7 @@ import nats
 import nats.js.errors
 import pytest
 from nats.js import JetStreamContext
-from nats.js.api import DiscardPolicy, RetentionPolicy
+from nats.js.api import DiscardPolicy, RetentionPolicy, SubjectTransform
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, StoredMsg, errors
@@ -210,6 +210,7 @@ async def test_workers_of_two_names_do_not_meet(js: JetStreamContext, make_strea
         ({"max_age": 3600}, "max_age"),
         ({"max_msgs": 100}, "max_msgs"),
         ({"max_bytes": 1 << 20}, "max_bytes"),
+        ({"subject_transform": SubjectTransform(src=">", dest="to.>")}, "subject_transform"),
         ({"retention": RetentionPolicy.INTEREST}, "retention"),
         ({"retention": RetentionPolicy.WORK_QUEUE}, "retention"),
     ],
