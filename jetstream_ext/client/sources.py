@@ -241,6 +241,8 @@ def _check_config(config: ConsumerConfig, filter_subject: str | None) -> None:
             config.inactive_threshold,
             "the consumer, and with it the interest, would go while the reading server is away",
         ),
+        "mem_storage": (config.mem_storage, "the consumer, and with it the interest, would go when a server restarts"),
+        "headers_only": (config.headers_only, "the reading stream would store the messages without their payloads"),
     }
     for name, (found, reason) in wrong.items():
         if found:

@@ -191,6 +191,8 @@ async def test_transforms_belong_to_the_entry(
         ({"config": ConsumerConfig(max_ack_pending=-1)}, "max_ack_pending"),
         ({"config": ConsumerConfig(deliver_group="g")}, "deliver_group"),
         ({"config": ConsumerConfig(inactive_threshold=60)}, "inactive_threshold"),
+        ({"config": ConsumerConfig(mem_storage=True)}, "mem_storage"),
+        ({"config": ConsumerConfig(headers_only=True)}, "payloads"),
         ({"config": ConsumerConfig(deliver_subject="d")}, "as an argument"),
         ({"config": ConsumerConfig(durable_name="d")}, "as an argument"),
         ({"config": ConsumerConfig(deliver_policy=DeliverPolicy.NEW)}, "as an argument"),
