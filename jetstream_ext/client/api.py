@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import nats.errors
@@ -82,6 +83,15 @@ class Api:
         account = (await self.ask("INFO")).get("api")
         level = account.get("level") if isinstance(account, dict) else None
         return level if isinstance(level, int) else 0
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raise `ResponseError` for what an answer lacks, or has of another type, where it is read in this block."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ResponseError(f"the server's information on {what} makes no sense") from error
 
 
 def answering_server(config: Mapping[str, Any]) -> tuple[str | None, int]:

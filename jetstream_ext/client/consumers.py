@@ -8,7 +8,7 @@ from nats.js import JetStreamContext
 from nats.js.api import ConsumerReset
 from nats.js.errors import NotFoundError
 
-from jetstream_ext.client.api import Api, answering_server
+from jetstream_ext.client.api import Api, answering_server, reading
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.protocol import frames, support
 from jetstream_ext.protocol.options import rfc3339
@@ -57,7 +57,9 @@ async def reset_consumer(
         ConsumerInvalidResetError: 10204: with `seq` or `time` the deliver policy must be ``all``,
             ``by_start_sequence`` or ``by_start_time``, and the new start not before its own.
         RequestTimeoutError: No answer in time, as while a leader is elected. The reset may have happened.
+        nats.js.errors.ServiceUnavailableError: there is no JetStream.
         ServerError: Any other refusal.
+        ResponseError: An answer that makes no sense.
 
     Cancellation: The reset may have happened; nothing is left behind.
 
@@ -74,26 +76,30 @@ async def reset_consumer(
     door = JetStream(js)
     api = Api(door, timeout)
     info = await api.ask(f"CONSUMER.INFO.{stream}.{consumer}")
-    version, level = answering_server(info.get("config") or {})
+    with reading(f"consumer {consumer!r}"):
+        version, level = answering_server(info.get("config") or {})
     if not support.CONSUMER_RESET.at(level):
         raise support.CONSUMER_RESET.unsupported(
             server_version=version or door.connection.server_version, api_level=level, detail="nothing was changed"
         )
     if time is not None:
         seq = await _first_at(api, stream, time)
-    return ConsumerReset.from_response(
-        await api.ask(f"CONSUMER.RESET.{stream}.{consumer}", None if seq is None else {"seq": seq})
-    )
+    answer = await api.ask(f"CONSUMER.RESET.{stream}.{consumer}", None if seq is None else {"seq": seq})
+    with reading(f"the reset of consumer {consumer!r}, which has happened,"):
+        return ConsumerReset.from_response(answer)
 
 
 async def _first_at(api: Api, stream: str, when: datetime) -> int:
     """Return the first sequence stored at or after `when`, or the one that comes next."""
     # The end first: a message that is stored between the two questions must not be skipped.
-    state = (await api.ask(f"STREAM.INFO.{stream}"))["state"]
+    info = await api.ask(f"STREAM.INFO.{stream}")
+    with reading(f"stream {stream!r}"):
+        end = int(info["state"]["last_seq"]) + 1
     try:
         found = await api.ask(f"STREAM.MSG.GET.{stream}", {"start_time": rfc3339(when, "time")})
     except NotFoundError as error:
         if error.err_code != _NO_MESSAGE:
             raise
-        return int(state["last_seq"]) + 1
-    return int(found["message"]["seq"])
+        return end
+    with reading(f"a message of stream {stream!r}"):
+        return int(found["message"]["seq"])

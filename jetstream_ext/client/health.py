@@ -14,7 +14,7 @@ from nats.js import JetStreamContext
 from nats.js.api import DEFAULT_PREFIX
 from nats.js.errors import NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.api import Api
+from jetstream_ext.client.api import Api, reading
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.errors import RequestTimeoutError, ServerError
 from jetstream_ext.protocol import frames
@@ -104,6 +104,7 @@ async def source_health(js: JetStreamContext, stream: str, *, timeout: float | N
         nats.js.errors.NotFoundError: there is no such stream.
         nats.js.errors.ServiceUnavailableError, ServerError, RequestTimeoutError: `stream` itself could not be asked
             for.
+        ResponseError: An answer that makes no sense.
 
     Cancellation: Safe; nothing is left behind.
 
@@ -112,21 +113,22 @@ async def source_health(js: JetStreamContext, stream: str, *, timeout: float | N
     frames.check_name(stream, "stream name")
     api = Api(JetStream(js), timeout)
     info = await api.ask(f"STREAM.INFO.{stream}")
-    config, domain = info["config"], info.get("domain")
-    mirror = [entry for entry in (config.get("mirror"),) if entry]
-    sources = config.get("sources") or []
-    reported = [row for row in (info.get("mirror"),) if row], info.get("sources") or []
-    found = await asyncio.gather(
-        *(_health(api, entry, reported[0], domain, mirror=True) for entry in mirror),
-        *(_health(api, entry, reported[1], domain, mirror=False) for entry in sources),
-        return_exceptions=True,
-    )
-    healths: list[SourceHealth] = []
-    for health in found:
-        if isinstance(health, BaseException):
-            raise health
-        healths.append(health)
-    return healths
+    with reading(f"stream {stream!r} or an origin of it"):
+        config, domain = info["config"], info.get("domain")
+        mirror = [entry for entry in (config.get("mirror"),) if entry]
+        sources = config.get("sources") or []
+        reported = [row for row in (info.get("mirror"),) if row], info.get("sources") or []
+        found = await asyncio.gather(
+            *(_health(api, entry, reported[0], domain, mirror=True) for entry in mirror),
+            *(_health(api, entry, reported[1], domain, mirror=False) for entry in sources),
+            return_exceptions=True,
+        )
+        healths: list[SourceHealth] = []
+        for health in found:
+            if isinstance(health, BaseException):
+                raise health
+            healths.append(health)
+        return healths
 
 
 async def _health(

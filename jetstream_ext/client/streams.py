@@ -10,7 +10,7 @@ from nats.js import JetStreamContext
 from nats.js.api import DEFAULT_PREFIX, StreamConfig, StreamInfo, StreamSource
 from nats.js.errors import NotFoundError
 
-from jetstream_ext.client.api import Api, answering_server
+from jetstream_ext.client.api import Api, answering_server, reading
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.errors import ServerError, StreamConfigMismatchError
 from jetstream_ext.protocol import frames, support
@@ -51,6 +51,7 @@ async def ensure_stream(
         UnsupportedFeatureError: The server is too old for an option; ``required_api_level`` says which it needs.
         ServerError: The server refused.
         nats.js.errors.ServiceUnavailableError, RequestTimeoutError: There is no JetStream, or no answer in time.
+        ResponseError: An answer that makes no sense.
 
     Cancellation: The stream may have been created or changed; nothing else is left behind.
 
@@ -93,13 +94,15 @@ def _without_external(config: StreamConfig, prefix: str) -> StreamConfig:
 
 async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
     """Turn on what the existing stream lacks."""
-    if diff := _diff(wanted, info["config"]):
+    with reading(f"stream {wanted.name!r}"):
+        found = _stream_info(info)
+    if diff := _diff(wanted, found.config):
         raise StreamConfigMismatchError(
             f"stream {wanted.name!r} exists with another configuration: {_words(diff)}; nothing was changed", diff=diff
         )
-    missing = _missing(wanted, info["config"])
+    missing = _missing(wanted, found.config)
     if not missing:
-        return _stream_info(info)
+        return found
     await _require(api, wanted, "nothing was changed")
     # The server's own words, not nats-py's reading of them, which has only the fields that it knows.
     update = info["config"] | dict.fromkeys(missing, True)
@@ -132,10 +135,11 @@ def _needs(wanted: StreamConfig) -> Iterator[Feature]:
 
 def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
     """Return what was created or changed, if it is what was asked for."""
-    found = info["config"]
-    diff = {name: (True, found.get(name, False)) for name in _missing(wanted, found)} | _diff(wanted, found)
+    with reading(f"stream {wanted.name!r}, which now exists,"):
+        found = _stream_info(info)
+        version, level = answering_server(info["config"])
+    diff = dict.fromkeys(_missing(wanted, found.config), (True, False)) | _diff(wanted, found.config)
     if diff:
-        version, level = answering_server(found)
         for feature in _needs(wanted):
             if feature.option in diff or (feature is support.DURABLE_SOURCE and not feature.at(level)):
                 raise feature.unsupported(
@@ -146,25 +150,25 @@ def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo
         raise StreamConfigMismatchError(
             f"the server made something else of stream {wanted.name!r}: {_words(diff)}", diff=diff
         )
-    return _stream_info(info)
+    return found
 
 
-def _missing(wanted: StreamConfig, found: Mapping[str, Any]) -> list[str]:
+def _missing(wanted: StreamConfig, found: StreamConfig) -> list[str]:
     """Return the ``allow_*`` options that are wanted and off."""
-    return [name for name in _options(wanted) if getattr(wanted, name) and not found.get(name)]
+    return [name for name in _options(wanted) if getattr(wanted, name) and not getattr(found, name)]
 
 
 def _options(config: StreamConfig) -> list[str]:
     return [name for name in vars(config) if name.startswith("allow_")]
 
 
-def _diff(wanted: StreamConfig, found: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _diff(wanted: StreamConfig, found: StreamConfig) -> dict[str, tuple[Any, Any]]:
     """Return where an existing configuration is not what is wanted, apart from the ``allow_*`` options."""
-    # Both through the same door, so that units, enums and defaults are the same on both sides.
-    left, right = _read(wanted.as_dict()), _read(found)
+    # Through the same door as what was found, so that units, enums and defaults are the same on both sides.
+    asked = _read(wanted.as_dict())
     diff = {}
     for name in vars(wanted):
-        want, have = getattr(left, name), getattr(right, name)
+        want, have = getattr(asked, name), getattr(found, name)
         if getattr(wanted, name) is None or name.startswith("allow_") or (name == "duplicate_window" and not want):
             continue
         if name == "subjects" and want and have:

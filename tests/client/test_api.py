@@ -1,0 +1,60 @@
+"""Answers of the JetStream API that make no sense: one error for all of them, whoever asked."""
+
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext.errors import ResponseError
+
+CALLS: dict[str, Callable[[JetStreamContext], Awaitable[Any]]] = {
+    "reset": lambda js: jsx.reset_consumer(js, "S", "c"),
+    "reset to a time": lambda js: jsx.reset_consumer(js, "S", "c", time=datetime.now(UTC)),
+    "health": lambda js: jsx.source_health(js, "S"),
+    "ensure": lambda js: jsx.ensure_stream(js, name="S"),
+    "features": jsx.features,
+}
+RESET = ("reset", "reset to a time")
+NEW = b'"metadata":{"_nats.level":"5"}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "calls"),
+    [
+        (b"", tuple(CALLS)),
+        (b"x", tuple(CALLS)),
+        (b"[]", tuple(CALLS)),
+        (b'{"error":7}', tuple(CALLS)),
+        (b'{"config":7,"state":7}', (*RESET, "health", "ensure")),
+        (b'{"config":{"metadata":7},"state":{}}', RESET),
+        (b'{"config":{%b}}' % NEW, RESET),
+        (b'{"config":{%b},"state":{"last_seq":null}}' % NEW, RESET),
+        (b'{"config":{%b},"state":{"last_seq":1}}' % NEW, RESET),
+        (b'{"config":{%b},"state":{"last_seq":1},"message":{}}' % NEW, RESET),
+        (b'{"config":{"mirror":7},"state":{}}', ("health", "ensure")),
+        (b'{"config":{"sources":[{}]},"state":{}}', ("health", "ensure")),
+        (b'{"config":{"sources":[{"name":"S"}]},"sources":[7]}', ("health",)),
+        (b'{"config":{"sources":[{"name":"S"}]},"sources":[{"name":"S","active":null}]}', ("health",)),
+        (b'{"config":{"sources":[{"name":"S","consumer":{}}]}}', ("health",)),
+    ],
+    ids=str,
+)
+async def test_an_answer_that_makes_no_sense(
+    nc: Client, stream_name: Callable[[], str], left: Any, answer: bytes, calls: tuple[str, ...]
+) -> None:
+    prefix = stream_name()
+
+    async def reply(msg: Msg) -> None:
+        await msg.respond(answer)
+
+    sub = await nc.subscribe(f"{prefix}.>", cb=reply)
+    for name in calls:
+        with pytest.raises(ResponseError):
+            await CALLS[name](nc.jetstream(prefix=prefix, timeout=20))
+    await sub.unsubscribe()
+    await left.settled()
