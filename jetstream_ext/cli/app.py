@@ -46,8 +46,10 @@ def one_line(error: BaseException) -> str:
         described = error.description or type(error).__name__
         if error.err_code in _NOT_ENABLED:
             return f"JetStream is off for this account, or on this server ({described})"
-        if isinstance(error, nats.js.errors.ServiceUnavailableError) and "nobody answers on" in described:
-            return f"{described}: the server runs without JetStream, or its domain is another"
+        if isinstance(error, nats.js.errors.ServiceUnavailableError):
+            asked = described if "nobody answers on" in described else "nobody answers"  # nats-py's own has no text
+            if error.err_code is None:
+                return f"{asked}: the server runs without JetStream, or its domain is another"
         if error.description and not isinstance(error, JetStreamExtError):  # nats-py's own texts are full of names
             return f"the server says: {error.description}"
     if isinstance(error, OSError) and error.strerror:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 
@@ -69,7 +70,8 @@ def command(
     except OSError as error:
         if job.part is None:
             raise
-        raise click.ClickException(f"{error.strerror or error}: {_stored(job.part)}") from error
+        reason = os.strerror(error.errno) if error.errno else str(error)  # pyarrow has texts of its own
+        raise click.ClickException(f"{reason}: {_stored(job.part)}") from error
     except Exception:
         if job.part is not None:
             click.echo(_stored(job.part), err=True)

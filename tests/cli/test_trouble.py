@@ -1,0 +1,188 @@
+"""What goes wrong is one clear line and a status that says so; what a server cannot do is said by the doctor."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+from click.testing import Result
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext.testing import NatsServer
+
+Run = Callable[..., Result]
+Json = Callable[..., Any]
+
+
+def with_js(url: str, function: Callable[[JetStreamContext], Any]) -> Any:
+    async def connected() -> Any:
+        nc = await nats.connect(url, connect_timeout=10)
+        try:
+            return await function(nc.jetstream())
+        finally:
+            await nc.close()
+
+    return asyncio.run(connected())
+
+
+def commands(folder: Path, rows: Path) -> list[list[object]]:
+    """Every command that connects."""
+    return [
+        ["doctor"],
+        ["bench", "--messages", 100],
+        ["snapshot", "B"],
+        ["export", "S", folder / "x.csv"],
+        ["ingest", rows, "--stream", "S", "--subject", "s"],
+        ["ingest", rows, "--stream", "S", "--subject", "s", "--create", "s"],
+    ]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.csv"
+    path.write_text("a\n1\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("nats://127.0.0.1:1", "no connection to nats://127.0.0.1:1"),
+        ("nats://no-such-host.invalid:4222", "no connection to nats://no-such-host.invalid:4222"),
+        ("http://127.0.0.1:4222", "is not the URL of a server"),
+        ("nats://127.0.0.1:port", "is not the URL of a server"),
+    ],
+)
+def test_a_wrong_url_and_a_dead_server(run: Run, tmp_path: Path, rows: Path, url: str, words: str) -> None:
+    for arguments in commands(tmp_path, rows):
+        done = run(*arguments, url=url)
+        assert (done.exit_code, done.stderr.count("\n"), done.stdout) == (1, 1, ""), (arguments, done.output)
+        assert done.stderr.startswith("Error: ")
+        assert words in done.stderr
+
+
+def test_a_server_without_jetstream(run: Run, tmp_path: Path, rows: Path) -> None:
+    with NatsServer(jetstream=False) as bare:
+        for arguments in commands(tmp_path, rows):
+            done = run(*arguments, url=bare.url)
+            assert (done.exit_code, done.stderr.count("\n"), done.stdout) == (1, 1, ""), (arguments, done.output)
+            assert "the server runs without JetStream" in done.stderr, arguments
+
+
+def test_an_account_without_jetstream(run: Run, tmp_path: Path, rows: Path) -> None:
+    accounts = """
+        accounts { A { users = [{user: a, password: a-word}] }, B { jetstream: enabled, users = [{user: b, password: b}] } }
+    """
+    with NatsServer(config=accounts) as server:
+        for arguments in commands(tmp_path, rows):
+            done = run(*arguments, "--user", "a", "--password", "a-word", url=server.url)
+            assert (done.exit_code, done.stderr.count("\n"), done.stdout) == (1, 1, ""), (arguments, done.output)
+            assert "JetStream is off for this account" in done.stderr, arguments
+
+
+def tiny_disk(folder: Path, size: str, command: list[object]) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder that is a small disk of its own, for as long as the command runs.
+
+    Afterwards stdout ends with the names of what is on it.
+    """
+    script = 'mount -t tmpfs -o size="$1" tmpfs "$2" && shift && cd "$1" && shift && { "$@"; code=$?; ls; exit $code; }'
+    return subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", size, folder, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("size", "form"), [("4k", "csv"), ("400k", "csv"), ("400k", "jsonl"), ("1900k", "parquet")])
+def test_a_full_disk(server: NatsServer, tmp_path: Path, stream_name: Callable[[], str], size: str, form: str) -> None:
+    if shutil.which("unshare") is None or tiny_disk(tmp_path, "4k", ["true"]).returncode != 0:
+        pytest.skip("no disk can be mounted here: no unprivileged mount namespaces")
+    stream = stream_name()
+
+    async def fill(js: JetStreamContext) -> None:
+        await js.add_stream(name=stream, subjects=[f"{stream}.>"], allow_direct=True, allow_batched=True)
+        payloads = (b"%064x" % (n**40 % 2**256) for n in range(10_000))  # which do not compress to nothing
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many((f"{stream}.{n}", payload) for n, payload in enumerate(payloads))
+
+    with_js(server.url, fill)
+    exporting = [sys.executable, "-m", "jetstream_ext.cli", "export", stream, f"out.{form}", "--server", server.url]
+    done = tiny_disk(tmp_path, size, exporting)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith("Error: No space left on device")
+    assert f"out.{form}" not in done.stdout.split()
+    if size != "4k":
+        assert "the same command with --resume goes on" in done.stderr
+        assert f"out.{form}.part" in done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("version", "level", "missing", "lacks"),
+    [
+        (
+            "2.10.26",
+            0,
+            {
+                "batched direct get",
+                "message TTL",
+                "delete markers",
+                "atomic batch",
+                "end-of-batch marker",
+                "counter stream",
+                "scheduled messages",
+                "fast ingest",
+                "consumer reset",
+                "durable sourcing",
+            },
+            ["allow_direct"],
+        ),
+        (
+            "2.12.8",
+            3,
+            {"end-of-batch marker", "fast ingest", "consumer reset", "durable sourcing"},
+            ["allow_direct", "allow_msg_ttl", "allow_atomic"],
+        ),
+        ("2.15.1", 5, set(), ["allow_direct", "allow_msg_ttl", "allow_atomic", "allow_batched"]),
+    ],
+)
+def test_the_doctor_on_real_servers(
+    run: Run, ok: Json, version: str, level: int, missing: set[str], lacks: list[str]
+) -> None:
+    with NatsServer(version=version) as server:
+        with_js(server.url, lambda js: js.add_stream(name="S", subjects=["s.>"]))
+        found = ok("doctor", server.url)
+        assert (found["server_version"], found["api_level"]) == (version, level)
+        assert set(found["missing"]) == missing
+        assert missing.isdisjoint(found["works"])
+        [stream] = found["streams"]
+        assert stream["lacks"] == lacks
+        shown = run("doctor", server.url)
+        assert shown.exit_code == 0
+        assert f"nats-server {version}, JetStream API level {level}" in shown.stdout
+        assert shown.stdout.count("from 2.") == len(missing)
+
+        async def fix(js: JetStreamContext) -> None:
+            space = {"js": js, "jetstream_ext": jsx}
+            exec(f"async def fix():\n    {stream['fix']}", space)
+            await space["fix"]()  # type: ignore[operator]
+
+        with_js(server.url, fix)
+        assert ok("doctor", server.url)["streams"][0]["lacks"] == []
+
+
+def test_json_is_one_object_on_stdout_and_nothing_else(server: NatsServer, run: Run, tmp_path: Path) -> None:
+    for arguments in (["doctor"], ["bench", "--messages", 100, "--rounds", 1]):
+        done = run(*arguments, "--json")
+        assert (done.stdout.count("\n"), done.stderr) == (1, "")
+        assert isinstance(json.loads(done.stdout), dict)
