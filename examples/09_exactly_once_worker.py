@@ -1,4 +1,4 @@
-"""Count words so that each is counted once, whenever the worker is killed: ``python examples/09_exactly_once_worker.py URL``."""
+"""Count each word once, whenever the worker is killed: ``python examples/09_exactly_once_worker.py URL``."""
 
 import asyncio
 import random

@@ -1,7 +1,7 @@
 """Reading a stream as a log: no consumer on the server, the reader owns its position.
 
-What is read comes by direct gets, from any replica. What is *not* there is never taken from them: every group of messages
-is handed out only after the leader was asked, behind it, whether the stream is still the same one and where it begins::
+What is read comes by direct gets, from any replica. What is *not* there is never taken from them: every group of
+messages is handed out only after the leader was asked whether the stream is still the same one and where it begins::
 
     group     sequences from the position on, whole by the leader's proof (`DirectGet.scan(confirm=True)`)
     look      STREAM.INFO: another `created` ────────────────────────────────────► StreamRecreatedError
@@ -355,14 +355,13 @@ class LogReader:
 
     def _lost(self, position: int, first: int) -> int:
         """Raise, or return where to go on."""
-        may_have = (
-            "" if self._source.subject is None else f" (which of them match {self._source.subject!r} cannot be known)"
-        )
-        what = f"stream {self._source.stream!r}: sequences {position} to {first - 1} were removed before they were read{may_have}"
+        what = f"stream {self.stream!r}: sequences {position} to {first - 1} were removed before they were read"
+        if self.subject is not None:
+            what += f" (which of them match {self.subject!r} cannot be known)"
         if not self._skips:
             raise PositionLostError(
                 f"{what}; seek to {first} to go on behind them",
-                stream=self._source.stream,
+                stream=self.stream,
                 expected=position,
                 got=first,
             )

@@ -152,7 +152,7 @@ class Source:
         return last + 1 if found is None else found.seq
 
     async def _newest(self, last: int) -> StoredMsg | None:
-        """Return the newest message, or None: for ``>`` servers look at the last sequence only, which can be deleted."""
+        """Return the newest message: for ``>`` servers look at the last sequence only, which can be deleted."""
         newest = await self._ask(Request(seq=1, next_by_subj=_ANY))
         while newest is not None and newest.seq < last:
             middle = (newest.seq + last + 1) // 2

@@ -51,7 +51,7 @@ class Time:
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The newest message (that matches the reader's subject) when the reader starts, as nats-py's DeliverPolicy.LAST."""
+    """The newest message that matches when the reader starts, as nats-py's DeliverPolicy.LAST."""
 
 
 @dataclass(frozen=True, slots=True)

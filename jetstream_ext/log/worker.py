@@ -121,13 +121,14 @@ async def exactly_once(
             may last.
 
     Returns:
-        What was done, when a reader without ``tail=True`` has come to the end. With it, this runs until it is cancelled.
+        What was done, when a reader without ``tail=True`` has come to the end. With it, this ends by cancellation only.
 
     Raises:
         FencedError: Another worker of this name was started. Nothing of the batch is stored.
         StreamConfigMismatchError: The output stream lacks ``allow_atomic`` or a subject for the position, stores that
-            under another one (``subject_transform``), or its limits can remove the position: ``max_age`` (without ``allow_msg_ttl``), ``max_msgs`` or ``max_bytes`` (with discard
-            ``old``), or a retention other than ``limits``. Raised before anything is read.
+            under another one (``subject_transform``), or its limits can remove it: ``max_age`` (without
+            ``allow_msg_ttl``), ``max_msgs`` or ``max_bytes`` (with discard ``old``), or a retention other than
+            ``limits``. Raised before anything is read.
         PositionLostError, StreamRecreatedError: As for the reader: what the position says is gone.
         BadSubjectError: An output's subject is not one of the output stream's, or is the position's.
         AtomicPublishTooLargeError: The outputs of one input (or of a group) are more than the server takes in a batch.
