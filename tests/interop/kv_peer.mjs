@@ -1,8 +1,8 @@
-// The key-value client of nats.js behind standard input and output: a request and its answer are a line of JSON each.
-// Values are base64. `node kv_peer.mjs URL`; the end of the input ends it. kv_peer.go speaks the same.
-import { createInterface } from "node:readline";
+// The key-value client of nats.js behind standard input and output, see lines.mjs. Values are base64.
+// `node kv_peer.mjs URL`; kv_peer.go speaks the same.
 import { Kvm } from "@nats-io/kv";
 import { connect } from "@nats-io/transport-node";
+import { answer } from "./lines.mjs";
 
 const nc = await connect({ servers: process.argv[2] });
 const kvm = new Kvm(nc);
@@ -59,15 +59,5 @@ const operations = {
   },
 };
 
-for await (const line of createInterface({ input: process.stdin })) {
-  const { operation, ...request } = JSON.parse(line);
-  let answer;
-  try {
-    const result = await operations[operation](buckets.get(request.bucket), request);
-    answer = { result: result ?? null };
-  } catch (error) {
-    answer = { error: `${error.name}: ${error.message}`, code: error.code ?? null };
-  }
-  process.stdout.write(JSON.stringify(answer) + "\n");
-}
+await answer((operation, request) => operations[operation](buckets.get(request.bucket), request));
 await nc.close();
