@@ -28,6 +28,9 @@ SAYS = {
     "07_spark_batch": ["clicks.page0: 10,000 clicks", "clicks.page2: 10,000 clicks"],
     "08_test_with_faults": ["reported 500, stored 500, sent again: True"],
     "09_exactly_once_worker": ["5 workers killed", "{'loud.and': 1000, 'loud.on': 1000}"],
+    "10_spark_streaming": [
+        "5,000 bills\n6,000 bills, after a restart\n6,000 bills, after the loss of its checkpoint\n"
+    ],
 }
 
 
@@ -40,7 +43,7 @@ def test_it_is_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) < LONGEST
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_it_does_what_it_says(path: Path, tmp_path: Path) -> None:
     with NatsServer() as server:
@@ -50,7 +53,7 @@ def test_it_does_what_it_says(path: Path, tmp_path: Path) -> None:
             else [sys.executable, path, server.url],
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=270,
             check=False,
             cwd=tmp_path,
         )
