@@ -46,6 +46,9 @@ def console(*, stderr: bool = False) -> Console:
 def progress(what: str, total: int, *, show: bool = True) -> Iterator[Tell]:
     """Show a bar on a terminal's stderr, with rate and remaining time; elsewhere nothing."""
     screen = console(stderr=True)
+    if not (show and screen.is_terminal):  # a bar that is disabled still writes a line with old releases of rich
+        yield lambda position, messages: None
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -53,7 +56,7 @@ def progress(what: str, total: int, *, show: bool = True) -> Iterator[Tell]:
         _Rate(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=screen, disable=not (show and screen.is_terminal)) as bar:
+    with Progress(*columns, console=screen) as bar:
         task = bar.add_task(what, total=max(total, 1), messages=0)
 
         def tell(position: int, messages: int) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from jetstream_ext.cli.app import cli
 from jetstream_ext.testing import NatsServer
 
 Run = Callable[..., Result]
+# Click 8.1 has to be told to keep stdout and stderr apart; later ones always do.
+RUNNER = CliRunner(**({"mix_stderr": False} if "mix_stderr" in signature(CliRunner).parameters else {}))
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def run(server: NatsServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
     def invoke(*arguments: object, url: str | None = server.url) -> Result:
         environment = {} if url is None else {"NATS_URL": url}
-        return CliRunner().invoke(cli, [str(argument) for argument in arguments], env=environment)
+        return RUNNER.invoke(cli, [str(argument) for argument in arguments], env=environment)
 
     return invoke
 
