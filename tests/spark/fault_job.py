@@ -10,21 +10,29 @@ import sys
 from typing import Any
 
 
-def slow(pause: float, straggler: bool) -> Any:
-    """Pass rows on, some at a time; a straggler's first attempt waits long."""
+def slow(pause: float, straggling: int | None, attempts: str | None) -> Any:
+    """Pass rows on, some at a time; after `straggling` rows the first attempt at partition 0 of every batch waits long.
+
+    Every attempt leaves a file in the folder `attempts`.
+    """
 
     def work(batches: Any) -> Any:
         import time
+        from pathlib import Path
 
         from pyspark import TaskContext
 
         context = TaskContext.get()
         assert context is not None
-        late = straggler and context.partitionId() == 0 and context.attemptNumber() == 0
+        if attempts is not None:
+            Path(attempts, f"{context.taskAttemptId()}-{context.partitionId()}-{context.attemptNumber()}").touch()
+        late = straggling is not None and context.partitionId() == 0 and context.attemptNumber() == 0
+        passed = 0
         for batch in batches:
-            for first in range(0, batch.num_rows, 500):
-                time.sleep(pause * (200 if late else 1))
-                yield batch.slice(first, 500)
+            for first in range(0, batch.num_rows, 100):
+                time.sleep(pause * (200 if late and passed >= straggling else 1))
+                yield batch.slice(first, 100)
+                passed += 100
 
     return work
 
@@ -39,6 +47,8 @@ def main() -> None:
         "spark.ui.showConsoleProgress": "false",
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
+        # What is passed on is stored at once, not when the partition is complete.
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "100",
     }
     for name, value in (settings | given.get("conf", {})).items():
         builder = builder.config(name, value)
@@ -48,10 +58,11 @@ def main() -> None:
     if given.get("limit"):
         source = source.option("maxOffsetsPerTrigger", str(given["limit"]))
     frame = source.load(given["source"]).selectExpr(f"'{given['sink']}.out' AS subject", "data")
-    frame = frame.mapInArrow(slow(given.get("pause", 0.05), given.get("straggler", False)), frame.schema)
+    work = slow(given.get("pause", 0.05), given.get("straggling"), given.get("attempts"))
+    frame = frame.mapInArrow(work, frame.schema)
     options = {"servers": given["servers"], "stream": given["sink"], "semantics": given["semantics"]}
     if given["semantics"] == "transactional":
-        options["sinkPartitions"] = "2"
+        options |= {"sinkPartitions": "2", "transactionRows": str(given["transaction"])}
     query = (
         frame.writeStream.format("jetstream")
         .options(**options)

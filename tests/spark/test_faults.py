@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 ROWS = int(os.environ.get("JSX_FAULT_ROWS", "4000"))
 JOB = Path(__file__).with_name("fault_job.py")
+TRANSACTION = max(50, min(999, ROWS // 80))
 EXACT = ["dedupe", "transactional"]
 
 pytestmark = pytest.mark.timeout(600)
@@ -107,7 +109,7 @@ class Pipeline:
             frame = frame.mapInArrow(through, frame.schema)
         options = {"servers": self.server.url, "stream": self.sink, "semantics": semantics}
         if semantics == "transactional":
-            options |= {"sinkPartitions": "2", "transactionRows": str(max(50, min(999, ROWS // 80)))}
+            options |= {"sinkPartitions": "2", "transactionRows": str(TRANSACTION)}
         writer = frame.writeStream.format("jetstream").options(**options).trigger(availableNow=True)
         return writer.option("checkpointLocation", str(self.checkpoint)).start()
 
@@ -131,7 +133,8 @@ class Pipeline:
                 "semantics": semantics,
                 "checkpoint": str(self.checkpoint),
                 "limit": ROWS // 4,
-                "pause": 200 / ROWS,
+                "pause": 400 / ROWS,
+                "transaction": TRANSACTION,
             }
             | given
         )
@@ -170,6 +173,16 @@ def pipeline(server: NatsServer, with_js: Any, stream_name: Callable[[], str], t
     return Pipeline(server, with_js, stream_name(), tmp_path)
 
 
+@pytest.fixture
+def small_batches(spark: SparkSession) -> Iterator[None]:
+    """What is passed on is stored at once, not when the partition is complete."""
+    name = "spark.sql.execution.arrow.maxRecordsPerBatch"
+    before = spark.conf.get(name)
+    spark.conf.set(name, "100")
+    yield
+    spark.conf.set(name, before)
+
+
 def dying(rows: int) -> Any:
     """Fail the first attempt at partition 0 of every micro-batch after `rows` rows."""
 
@@ -192,28 +205,19 @@ def dying(rows: int) -> Any:
     return work
 
 
+@pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("semantics", EXACT)
 def test_a_task_dies_in_every_micro_batch(spark: SparkSession, pipeline: Pipeline, semantics: str) -> None:
     pipeline.make()
-    # Arrow batches are small, so that some were handed on and stored when the task dies.
-    before = spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch")
-    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "100")
-    try:
-        pipeline.run(spark, semantics, through=dying(ROWS // 16))
-    finally:
-        spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", before)
+    pipeline.run(spark, semantics, through=dying(ROWS // 16))
     pipeline.check()
 
 
+@pytest.mark.usefixtures("small_batches")
 def test_a_task_dies_without_protection(spark: SparkSession, pipeline: Pipeline) -> None:
     """The fault is one: without ids, rows are there twice."""
     pipeline.make()
-    before = spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch")
-    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "100")
-    try:
-        pipeline.run(spark, "none", through=dying(ROWS // 16))
-    finally:
-        spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", before)
+    pipeline.run(spark, "none", through=dying(ROWS // 16))
     missing, duplicated = pipeline.compare()
     assert missing == 0
     assert duplicated > 0
@@ -255,6 +259,7 @@ def test_the_same_after_the_duplicate_window_by_ids(spark: SparkSession, pipelin
     assert duplicated > 0
 
 
+@pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("semantics", EXACT)
 def test_a_query_that_fails_before_the_write(spark: SparkSession, pipeline: Pipeline, semantics: str) -> None:
     """The micro-batch is in the offset log, nothing of it in the sink; then some of it."""
@@ -300,20 +305,21 @@ def test_a_replay_in_other_partitions_is_refused(spark: SparkSession, pipeline: 
     pipeline.check()
 
 
+@pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("semantics", EXACT)
 def test_the_server_is_killed(spark: SparkSession, with_js: Any, tmp_path: Path, semantics: str) -> None:
     with NatsServer() as server:
         pipeline = Pipeline(server, with_js, "K", tmp_path)
         pipeline.make()
-        pause = 2000 / ROWS
+        pause = 400 / ROWS
 
         def slow(batches: Any) -> Any:
             import time
 
             for batch in batches:
-                for first in range(0, batch.num_rows, 500):
+                for first in range(0, batch.num_rows, 100):
                     time.sleep(pause)
-                    yield batch.slice(first, 500)
+                    yield batch.slice(first, 100)
 
         query = pipeline.query(spark, semantics, through=slow)
         pipeline.until(ROWS // 8)
@@ -359,6 +365,7 @@ def test_an_executor_is_killed(pipeline: Pipeline, semantics: str) -> None:
         pipeline.until(ROWS // 3)
         executors = _executors(job.pid)
         assert executors
+        assert pipeline.count() < ROWS
         os.kill(executors[0], signal.SIGKILL)
         assert job.wait(timeout=500) == 0
     pipeline.check()
@@ -376,22 +383,63 @@ def _executors(session: int) -> list[int]:
     return found
 
 
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A standalone cluster with two hosts: Spark never starts a second attempt on the host of the first.
+
+    So there is no speculation in a `local-cluster`, all of which is one host. (Linux has all of 127.0.0.0/8.)
+    """
+    import pyspark
+
+    folder = tmp_path_factory.mktemp("cluster")
+    program = Path(pyspark.__file__).parent / "bin" / "spark-class"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = f"{free.getsockname()[1]}"
+    master = ["master.Master", "--host", "127.0.0.1", "--port", port, "--webui-port", "0"]
+    commands = [master]
+    for host in ("127.0.0.2", "127.0.0.3"):
+        size = ["--cores", "1", "--memory", "1g", "--webui-port", "0", "--work-dir", str(folder)]
+        commands.append(["worker.Worker", "--host", host, *size, f"spark://127.0.0.1:{port}"])
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for kind, *arguments in commands:
+            with (folder / f"{len(processes)}.log").open("wb") as log:
+                command = [str(program), f"org.apache.spark.deploy.{kind}", *arguments]
+                processes.append(
+                    subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+                )
+        yield f"spark://127.0.0.1:{port}"
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
 @in_cluster
 @pytest.mark.parametrize("semantics", [*EXACT, "none"])
-def test_speculative_attempts(pipeline: Pipeline, semantics: str) -> None:
+def test_speculative_attempts(pipeline: Pipeline, two_hosts: str, tmp_path: Path, semantics: str) -> None:
     pipeline.make()
-    conf = CLUSTER["conf"] | {
+    conf = {
+        "spark.executor.memory": "512m",
+        "spark.cores.max": "2",
+        "spark.scheduler.minRegisteredResourcesRatio": "1.0",
+        "spark.scheduler.maxRegisteredResourcesWaitingTime": "120s",
         "spark.speculation": "true",
         "spark.speculation.interval": "100ms",
         "spark.speculation.multiplier": "1.1",
         "spark.speculation.quantile": "0.3",
         "spark.speculation.minTaskRuntime": "100ms",
-        "spark.sql.execution.arrow.maxRecordsPerBatch": "500",
     }
-    given = CLUSTER | {"conf": conf, "straggler": True}
+    attempts = tmp_path / "attempts"
+    attempts.mkdir()
+    # It straggles when some of its rows are stored: else the second attempt would have nothing to repeat.
+    given = {"master": two_hosts, "conf": conf, "straggling": ROWS // 20, "pause": 40 / ROWS, "attempts": str(attempts)}
     with pipeline.job(semantics, **given) as job:
         assert job.wait(timeout=500) == 0
+    assert any(path.name.endswith("-0-1") for path in attempts.iterdir())
     missing, duplicated = pipeline.compare()
     assert missing == 0
-    # Without protection it shows that there were two attempts.
+    # Without protection it shows that both attempts stored rows.
     assert (duplicated > 0) is (semantics == "none")
