@@ -132,35 +132,25 @@ def test_limits_are_refused_where_there_are_none(query: Query, make: Any) -> Non
         query.run(make(10), maxOffsetsPerTrigger="30")
 
 
-def test_a_latest_start_is_pinned(query: Query, make: Any, more: Any) -> None:
-    name = make(5)
-    query.run(name, startingOffsets="latest")
-    assert query.offsets()[0]["streams"][name]["seq"] == 5
-    # The query stopped before its first micro-batch was committed, and more came before it was started again.
-    query.forget("commits")
-    more(name, 7)
-    query.run(name, startingOffsets="latest")
-    if not query.limited:  # before Spark 4.2 such a run only ends the batch that was open
-        query.run(name, startingOffsets="latest")
-    assert query.seqs() == list(range(6, 13))
-
-
-def test_a_restart_in_every_gap_of_a_micro_batch(query: Query, make: Any, more: Any) -> None:
-    name = make(20)
-    query.run(name)
+@pytest.mark.parametrize("start", ["earliest", "latest"])
+def test_a_restart_in_every_gap_of_a_micro_batch(query: Query, make: Any, more: Any, start: str) -> None:
+    name, options = make(20), {"startingOffsets": start}
+    query.run(name, **options)
+    # A start that moves is pinned by a first micro-batch without rows.
+    assert query.offsets()[0]["streams"][name]["seq"] == 20
     # After the write, before the commit log (and more came meanwhile).
     query.forget("commits")
     more(name, 20)
-    query.run(name)
+    query.run(name, **options)
     # After the offset log, before the write: every attempt at the micro-batch fails, then the query is started again.
     more(name, 5)
     with pytest.raises(Exception, match="no_such"):
-        query.run(name, failing="no_such")
+        query.run(name, failing="no_such", **options)
     more(name, 5)
-    query.run(name)
+    query.run(name, **options)
     # After the commit log, before the next offset (and before Spark 4.2 a run after a failure only ends the open batch).
-    query.run(name)
-    assert query.seqs() == list(range(1, 51))
+    query.run(name, **options)
+    assert query.seqs() == list(range(1 if start == "earliest" else 21, 51))
 
 
 def test_a_continuous_query(query: Query, make: Any, more: Any) -> None:
