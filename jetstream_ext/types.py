@@ -85,6 +85,11 @@ class BatchMessage:
     expected_last_subject: str | None = None
 
 
+Entry = tuple[str, bytes] | tuple[str, bytes, Mapping[str, str]] | BatchMessage
+"""What a bulk is made of: ``(subject, payload)``, ``(subject, payload, headers)`` or a `BatchMessage`. The first is the
+fastest: a tuple costs a tenth of an object."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchAck:
     """The server's final word on a batch.

@@ -16,7 +16,7 @@ from jetstream_ext.client.connection import JetStream
 from jetstream_ext.errors import AtomicPublishDuplicateMessageIDError
 from jetstream_ext.protocol.atomic import State
 from jetstream_ext.protocol.options import check_batch_id, check_message, check_seconds
-from jetstream_ext.types import BatchAck, BatchMessage, PublishOptions
+from jetstream_ext.types import BatchAck, BatchMessage, Entry, PublishOptions
 
 BatchState = Literal["open", "committed", "discarded", "failed", "unknown"]
 
@@ -134,14 +134,15 @@ class AtomicBatch:
             raise TypeError(f"ack must be a bool or None, not {type(ack).__name__}")
         await self._wire.add(message, ack)
 
-    async def add_many(self, messages: Iterable[BatchMessage] | AsyncIterable[BatchMessage]) -> None:
+    async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> None:
         """Add many messages, a block of them per write: the fast road.
 
         It waits for the last reply that was asked for, and for others only where the server is 1000 messages behind; a
         refusal of one before it ends the batch all the same.
 
         Args:
-            messages: From an iterable or an async iterable.
+            messages: ``(subject, payload)``, ``(subject, payload, headers)`` or `BatchMessage`, from an iterable or an
+                async iterable.
 
         Raises:
             BatchError, UnsupportedFeatureError: As for `add`.
@@ -243,7 +244,7 @@ class AtomicBatch:
 
 async def publish_atomic(
     js: JetStreamContext,
-    messages: Iterable[BatchMessage] | AsyncIterable[BatchMessage],
+    messages: Iterable[Entry] | AsyncIterable[Entry],
     *,
     batch_id: str | None = None,
     timeout: float | None = None,
@@ -252,7 +253,8 @@ async def publish_atomic(
 
     Args:
         js: nats-py's JetStream context.
-        messages: At least one `BatchMessage`, from an iterable or an async iterable. If it raises, nothing is stored.
+        messages: At least one ``(subject, payload)``, ``(subject, payload, headers)`` or `BatchMessage`, from an
+            iterable or an async iterable. If it raises, nothing is stored.
         batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None makes one. With an id of yours and a `msg_id` on every
             message the call can be repeated: if the batch was stored before, inside the stream's duplicate window,
             the ack of that one is returned.

@@ -14,9 +14,9 @@ from jetstream_ext.client.atomic import new_wire
 from jetstream_ext.client.atomic_wire import AtomicWire
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.protocol.options import check_seconds
-from jetstream_ext.types import BatchAck, BatchMessage
+from jetstream_ext.types import BatchAck, Entry
 
-Messages = Iterable[BatchMessage] | AsyncIterable[BatchMessage]
+Messages = Iterable[Entry] | AsyncIterable[Entry]
 
 
 class AtomicBatches:

@@ -26,8 +26,8 @@ from jetstream_ext.protocol import support
 from jetstream_ext.protocol.atomic import ATOMIC_LEVEL, AtomicBatchMachine, State, Step
 from jetstream_ext.protocol.atomic_messages import Encoder
 from jetstream_ext.protocol.frames import Frame, parts
-from jetstream_ext.protocol.options import check_message, check_seconds
-from jetstream_ext.types import BatchAck, BatchMessage
+from jetstream_ext.protocol.options import as_message, check_seconds
+from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
 # Payload bytes per write of a bulk: the server works on one block while the next is encoded.
 _BLOCK: Final = 1 << 15
@@ -87,13 +87,13 @@ class AtomicWire:
         if step is not None:
             await self._send([step])
 
-    async def fill(self, messages: Iterable[BatchMessage] | AsyncIterable[BatchMessage]) -> int:
+    async def fill(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> int:
         """Send `messages` in blocks; return the highest sequence among them that asked for a reply, or 0."""
         acked = 0
         if isinstance(messages, AsyncIterable):
             # One write each: nats-py's buffer joins them, and a slow source is not held back by a block.
-            async for message in messages:
-                check_message(message)
+            async for entry in messages:
+                message = as_message(entry)
                 machine = self.machine or await self._open(message)
                 asked, stopped = await self._block(machine, iter((message,)))
                 acked = max(acked, asked)
@@ -102,11 +102,10 @@ class AtomicWire:
             return acked
         source = iter(messages)
         try:
-            first = next(source)
+            first = as_message(next(source))
         except StopIteration:
             return 0
-        check_message(first)
-        source = chain((first,), source)
+        source = chain[Entry]((first,), source)
         machine = self.machine or await self._open(first)
         while True:
             asked, stopped = await self._block(machine, source)
@@ -280,9 +279,7 @@ class AtomicWire:
         data = b"".join(step.encode(f"{inbox.subject}.{step.seq}" if step.wants_reply else "") for step in steps)
         return data, len(steps), sum(len(step.payload) for step in steps)
 
-    async def _block(
-        self, machine: AtomicBatchMachine, source: Iterator[BatchMessage]
-    ) -> tuple[int, BaseException | None]:
+    async def _block(self, machine: AtomicBatchMachine, source: Iterator[Entry]) -> tuple[int, BaseException | None]:
         """Send one block of `source`; return as `Block.acked` and `Block.stopped`."""
         self._check_usable()
         assert self._inbox is not None

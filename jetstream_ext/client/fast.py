@@ -13,7 +13,6 @@ from nats.nuid import NUID
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.client.fast_driver import ErrorHandler, FastDriver, FlowHandler, GapHandler, Handlers
 from jetstream_ext.protocol.fast import FastBatch
-from jetstream_ext.protocol.fast_frames import Entry
 from jetstream_ext.protocol.fast_record import State, check_flow, check_outstanding
 from jetstream_ext.protocol.options import check_batch_id
 from jetstream_ext.types import (
@@ -22,6 +21,7 @@ from jetstream_ext.types import (
     BatchFlowGap,
     BatchMessage,
     EndReason,
+    Entry,
     FastPubAck,
     GapMode,
     InDoubt,

@@ -24,9 +24,8 @@ from jetstream_ext.errors import (
     UnsupportedFeatureError,
 )
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.fast_frames import Entry
 from jetstream_ext.protocol.options import message_headers, payload_bytes
-from jetstream_ext.types import BatchFlowAck, BatchMessage, IngestProgress, IngestReport
+from jetstream_ext.types import BatchFlowAck, BatchMessage, Entry, IngestProgress, IngestReport
 
 MsgId = Callable[[Entry], str]
 ProgressHandler = Callable[[IngestProgress], None]

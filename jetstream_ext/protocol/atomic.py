@@ -54,8 +54,8 @@ from jetstream_ext.protocol import support
 from jetstream_ext.protocol.atomic_messages import NO_OPTIONS, Block, Encoded, Encoder, header_of, options_of
 from jetstream_ext.protocol.atomic_messages import Step as Step
 from jetstream_ext.protocol.atomic_replies import Reply, failure, leaves_open, read_reply
-from jetstream_ext.protocol.options import check_batch_id, check_message
-from jetstream_ext.types import BatchAck, BatchMessage
+from jetstream_ext.protocol.options import as_message, check_batch_id
+from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
 ATOMIC_LEVEL: Final = support.ATOMIC.api_level
 MARKER_LEVEL: Final = support.ATOMIC_EOB.api_level
@@ -149,7 +149,7 @@ class AtomicBatchMachine:
         self.check_open()
         return self._take(self._encoder.encode(message, ack, first=not self.size))
 
-    def add_many(self, messages: Iterator[BatchMessage], reply: bytes, limit: int) -> Block:
+    def add_many(self, messages: Iterator[Entry], reply: bytes, limit: int) -> Block:
         """Take messages until their payloads are `limit` bytes, or something stops it.
 
         The messages before what stopped it are in the block and part of the batch; a refused one is not.
@@ -172,18 +172,26 @@ class AtomicBatchMachine:
         try:
             for message in messages:
                 if (
+                    type(message) is tuple
+                    and len(message) == 2
+                    and type(message[1]) is bytes
+                    and len(message[1]) <= room
+                ):
+                    name, payload = message
+                    encoded: Encoded = (name, known(name), plain, payload, None)
+                elif (
                     type(message) is BatchMessage
                     and options_of(message) == NO_OPTIONS
                     and type(message.payload) is bytes
                     and len(message.payload) <= room
                 ):
-                    # Nearly every message of a bulk; the same as `Encoder.encode` makes of it.
-                    encoded: Encoded = (message.subject, known(message.subject), plain, message.payload, None)
+                    # These two are nearly every message of a bulk; the same as `Encoder.encode` makes of it.
+                    encoded = (message.subject, known(message.subject), plain, message.payload, None)
                 else:
-                    check_message(message)
+                    given = as_message(message)
                     self._count(names)
                     names = []
-                    encoded = encode(message, None, first=not self.size)
+                    encoded = encode(given, None, first=not self.size)
                 names.append(encoded[0])
                 if hold_back:
                     ready, self._held = self._held, encoded

@@ -46,7 +46,7 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.protocol import fast_endings as endings
 from jetstream_ext.protocol import fast_replies as replies
-from jetstream_ext.protocol.fast_frames import Entry, FastFrames
+from jetstream_ext.protocol.fast_frames import FastFrames
 from jetstream_ext.protocol.fast_record import Ended, Event, FastRecord, Pong, State
 from jetstream_ext.protocol.fast_replies import COMMIT_EOB, PING, START
 from jetstream_ext.protocol.fast_timers import FastTimers
@@ -58,6 +58,7 @@ from jetstream_ext.types import (
     BatchFlowGap,
     BatchMessage,
     EndReason,
+    Entry,
     GapMode,
     InDoubt,
 )

@@ -7,19 +7,16 @@ flow that was asked for, whatever the server sets later.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.fast_replies import APPEND, COMMIT_EOB, PING, START
 from jetstream_ext.protocol.frames import SubjectCache, check_size, pub
 from jetstream_ext.protocol.options import message_headers, payload_bytes
-from jetstream_ext.types import BatchMessage, GapMode
+from jetstream_ext.types import BatchMessage, Entry, GapMode
 
 BLOCK: Final = 1 << 20
 """Payload bytes after which a block of the bulk road ends: a window of large messages is not held in memory twice."""
-
-Entry = tuple[str, bytes] | tuple[str, bytes, Any] | BatchMessage
-"""What the bulk road takes: ``(subject, payload)``, ``(subject, payload, headers)`` or a `BatchMessage`."""
 
 
 class FastFrames:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from jetstream_ext.errors import BadHeaderError
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import check_filter, check_name
-from jetstream_ext.types import NEVER, TTL, BatchMessage
+from jetstream_ext.types import NEVER, TTL, BatchMessage, Entry
 
 _BATCH_ID_CHARS = frozenset("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_-")
 
@@ -111,6 +111,22 @@ def check_message(message: object) -> None:
     """
     if not isinstance(message, BatchMessage):
         raise TypeError(f"an atomic batch is made of BatchMessage, not {type(message).__name__}")
+
+
+def as_message(entry: Entry) -> BatchMessage:
+    """Return an entry of a bulk as a `BatchMessage`.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if isinstance(entry, BatchMessage):
+        return entry
+    if isinstance(entry, tuple) and 2 <= len(entry) <= 3:
+        return BatchMessage(*entry)
+    raise TypeError(
+        "a message is a BatchMessage, (subject, payload) or (subject, payload, headers), not "
+        + (f"a tuple of {len(entry)}" if isinstance(entry, tuple) else type(entry).__name__)
+    )
 
 
 def payload_bytes(payload: object) -> bytes:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
-from jetstream_ext.protocol.fast_frames import Entry
 from jetstream_ext.protocol.headers import MSG_ID
 from jetstream_ext.spark.rows import Message
+from jetstream_ext.types import Entry
 
 
 def content(subject: str, data: bytes, headers: Mapping[str, str] | None) -> bytes:

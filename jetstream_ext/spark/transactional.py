@@ -23,12 +23,11 @@ from jetstream_ext.client.atomic import publish_atomic
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.client.leader import get_at_leader
 from jetstream_ext.errors import AtomicPublishTooLargeError, WrongLastSequenceError
-from jetstream_ext.spark.dedupe import content
+from jetstream_ext.spark.dedupe import content, without_ids
 from jetstream_ext.spark.markers import FencedError, Marker, ReplayError
 from jetstream_ext.spark.patience import Patience, SinkError, passes
 from jetstream_ext.spark.rows import Message
 from jetstream_ext.spark.write_options import WriteOptions
-from jetstream_ext.types import BatchMessage
 
 _ADVICE = (
     "the input is not the same each time (see the documentation on exactly-once), or its partitions have changed; "
@@ -138,7 +137,7 @@ class Transactions:
 
     async def _commit(self, messages: Sequence[Message], marker: Marker) -> bool:
         """Store rows and their marker; False: look at the marker again."""
-        rows = [BatchMessage(subject, data, headers) for subject, data, headers, _ in messages]
+        rows = without_ids(messages)
         rows.append(marker.message(self._subject, self._marker.seq, rollup=self._rollup))
         try:
             ack = await publish_atomic(self._context, rows)

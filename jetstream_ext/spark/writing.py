@@ -12,7 +12,6 @@ from nats.js import JetStreamContext
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.errors import IngestError
-from jetstream_ext.protocol.fast_frames import Entry
 from jetstream_ext.spark.connections import Lease, connections
 from jetstream_ext.spark.dedupe import with_ids, without_ids
 from jetstream_ext.spark.layout import claim_layout
@@ -22,6 +21,7 @@ from jetstream_ext.spark.rows import Message
 from jetstream_ext.spark.sink_states import SinkFacts
 from jetstream_ext.spark.transactional import Transactions
 from jetstream_ext.spark.write_options import Semantics, WriteOptions
+from jetstream_ext.types import Entry
 
 # The most that servers grant; they share it among the publishers of a stream.
 _FLOW: Final = 500

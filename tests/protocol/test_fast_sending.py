@@ -8,10 +8,9 @@ import pytest
 from jetstream_ext import errors
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.fast import FastBatch
-from jetstream_ext.protocol.fast_frames import Entry
 from jetstream_ext.protocol.fast_record import State
 from jetstream_ext.protocol.frames import Command
-from jetstream_ext.types import NEVER, BatchMessage, GapMode
+from jetstream_ext.types import NEVER, BatchMessage, Entry, GapMode
 
 FIRST = (b"_INBOX.x.b1.10.ok.1.0.$FI", b'{"type":"ack","seq":0,"msgs":500}', 0)
 
