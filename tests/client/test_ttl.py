@@ -18,7 +18,7 @@ from jetstream_ext.errors import BadHeaderError, MessageTTLDisabledError
 from jetstream_ext.testing.reference import ReferenceServer
 
 # Servers end a TTL to the second; the rest is for a busy machine.
-SLACK = 10.0
+SLACK = 30.0
 
 
 async def until(check: Callable[[], Awaitable[bool]]) -> float:
@@ -188,22 +188,22 @@ async def test_markers_floor_the_ttl_and_say_why(
 ) -> None:
     name = stream_name()
     config = StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True)
-    await js.add_stream(jsx.with_ttl(config, marker_ttl=3))
+    await js.add_stream(jsx.with_ttl(config, marker_ttl=5))
     start = time.monotonic()
     await js.publish(f"{name}.a", b"x", headers=jsx.ttl_headers(1))
     direct = jsx.DirectGet(js, name)
     stored = await direct.get_last(f"{name}.a")
-    assert stored.headers == {"Nats-TTL": "3"}  # the floor
+    assert stored.headers == {"Nats-TTL": "5"}  # the floor
     assert jsx.marker_reason(stored.headers) is None
 
     async def marked() -> bool:
         return (await direct.get_last(f"{name}.a")).seq != stored.seq
 
-    assert await until(marked) - start >= 2.9
+    assert await until(marked) - start >= 4.9
     marker = await direct.get_last(f"{name}.a")
     assert jsx.marker_reason(marker.headers) == "MaxAge"
     assert marker.data == b""
-    assert marker.headers["Nats-TTL"] == "3s"
+    assert marker.headers["Nats-TTL"] == "5s"
     assert await held(name) == {f"{name}.a": 1}
 
 
@@ -211,16 +211,16 @@ async def test_a_single_message_per_subject_has_no_floor(js: JetStreamContext, s
     name = stream_name()
     config = StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, max_msgs_per_subject=1)
     await js.add_stream(jsx.with_ttl(config, marker_ttl=60))
-    await js.publish(f"{name}.a", b"x", headers=jsx.ttl_headers(1))
-    assert (await jsx.DirectGet(js, name).get_last(f"{name}.a")).headers == {"Nats-TTL": "1"}
+    await js.publish(f"{name}.a", b"x", headers=jsx.ttl_headers(30))
+    assert (await jsx.DirectGet(js, name).get_last(f"{name}.a")).headers == {"Nats-TTL": "30"}
 
 
 async def test_the_older_revision_comes_back(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     name = stream_name()
     kv = await js.create_key_value(KeyValueConfig(bucket=name, history=5))
     await kv.put("k", b"v1")
-    await js.publish(f"$KV.{name}.k", b"v2", headers=jsx.ttl_headers(1))
-    assert (await kv.get("k")).value == b"v2"
+    ack = await js.publish(f"$KV.{name}.k", b"v2", headers=jsx.ttl_headers(1))
+    assert ack.seq == 2  # so that it was the last, although it may have ended before it can be read
 
     async def ended() -> bool:
         return (await kv.get("k")).value != b"v2"

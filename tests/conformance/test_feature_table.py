@@ -28,7 +28,6 @@ from jetstream_ext.testing import NatsServer
 
 LEVELS = {"2.10.26": 0, "2.11.11": 1, "2.12.0": 2, "2.12.8": 3, "2.14.0": 4, "2.14.6": 4, "2.15.1": 5}
 TIMED = list(LEVELS)[1:] if os.environ.get("JETSTREAM_EXT_FULL") else ["2.11.11", "2.15.1"]
-SILENCE = 0.3
 SLACK = 20.0
 
 _names = itertools.count(1)
@@ -60,12 +59,9 @@ def line(server: NatsServer) -> str:
 
 
 async def ask(nc: Client, subject: str, payload: Any = None, headers: dict[str, str] | None = None) -> Any:
-    """Send a request and return its answer's JSON, or None where nobody answers."""
+    """Send a request and return its answer's JSON."""
     data = payload if isinstance(payload, bytes) else json.dumps(payload).encode() if payload is not None else b""
-    try:
-        reply = await nc.request(subject, data, timeout=SILENCE, headers=headers)
-    except (nats.errors.TimeoutError, nats.errors.NoRespondersError):
-        return None
+    reply = await nc.request(subject, data, timeout=SLACK, headers=headers)
     return json.loads(reply.data or b"{}")
 
 
@@ -143,7 +139,17 @@ async def has_consumer_reset(nc: Client, name: str) -> bool:
     await create(nc, name)
     config = {"name": "c", "durable_name": "c", "ack_policy": "explicit"}
     await ask(nc, f"$JS.API.CONSUMER.CREATE.{name}.c", {"stream_name": name, "config": config})
-    return await ask(nc, f"$JS.API.CONSUMER.RESET.{name}.c") is not None
+    inbox = nc.new_inbox()
+    sub = await nc.subscribe(inbox)
+    await nc.publish(f"$JS.API.CONSUMER.RESET.{name}.c", reply=inbox)
+    await ask(nc, "$JS.API.INFO")  # the server has had the request before
+    try:
+        await sub.next_msg(timeout=1)
+    except nats.errors.TimeoutError:
+        return False
+    finally:
+        await sub.unsubscribe()
+    return True
 
 
 async def has_durable_source(nc: Client, name: str) -> bool:
@@ -203,10 +209,8 @@ async def test_features(old: NatsServer, nc: Client) -> None:
 
 
 async def refuses(call: Awaitable[Any], feature: Feature, server: NatsServer) -> None:
-    start = time.monotonic()
     with pytest.raises(UnsupportedFeatureError) as refused:
         await call
-    assert time.monotonic() - start < 2
     assert refused.value.feature == feature.title
     assert refused.value.required_api_level == feature.api_level
     assert refused.value.server_version == server.version
@@ -237,17 +241,17 @@ async def test_ensure_stream_turns_on_what_the_server_has(old: NatsServer, nc: C
 
 
 async def test_reset_consumer(old: NatsServer, nc: Client, name: str) -> None:
-    js = nc.jetstream()
+    js = nc.jetstream(timeout=SLACK)
     await js.add_stream(name=name, subjects=[f"{name}.>"])
     for _ in range(5):
         await js.publish(f"{name}.1", b"x")
     await js.add_consumer(name, name="c", durable_name="c")
     await js.add_consumer(name, name="last", durable_name="last", deliver_policy=DeliverPolicy.LAST)
-    start = time.monotonic()
+    sent = nc.stats["out_msgs"]
     for stream, consumer in ((name, "nope"), ("NOPE", "c")):
         with pytest.raises(nats.js.errors.NotFoundError):
             await jsx.reset_consumer(js, stream, consumer)
-    assert time.monotonic() - start < 2
+    assert nc.stats["out_msgs"] == sent + 2  # what no server answers is not asked
     if not support.CONSUMER_RESET.on(line(old)):
         await refuses(jsx.reset_consumer(js, name, "c"), support.CONSUMER_RESET, old)
         await refuses(jsx.reset_consumer(js, name, "c", time=datetime.now(UTC)), support.CONSUMER_RESET, old)
