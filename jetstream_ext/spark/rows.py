@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StringType, StructType
 
-from jetstream_ext.errors import JetStreamExtError
+from jetstream_ext.errors import BadSubjectError, JetStreamExtError
+from jetstream_ext.protocol.frames import check_subject
 from jetstream_ext.spark.given import OptionError
 from jetstream_ext.spark.subjects import covers
 from jetstream_ext.spark.write_options import NatsHeaders, Semantics, WriteOptions
@@ -191,7 +192,11 @@ class RowReader:
     def _check_subject(self, subject: Any) -> None:
         if subject is None:
             raise self._bad("its subject is null")
-        if not any(covers(one, subject) for one in self._subjects) or {"*", ">"} & set(subject.split(".")):
+        try:
+            check_subject(subject)
+        except BadSubjectError as error:
+            raise self._bad(f"{error}") from None
+        if not any(covers(one, subject) for one in self._subjects):
             raise self._bad(
                 f"its subject {subject!r} is not among those of stream {self._options.stream!r} "
                 f"({', '.join(self._subjects)})"

@@ -148,30 +148,13 @@ class TestRefusals:
         assert "append" in text.lower()
         assert stored(name) == []
 
-    @pytest.mark.parametrize(
-        ("row", "message"),
-        [
-            (
-                "CAST(null AS string) AS subject, 'x' AS data",
-                "row 0 of partition 0 cannot be a message: its subject is null",
-            ),
-            ("'elsewhere' AS subject, 'x' AS data", "its subject 'elsewhere' is not among those of stream"),
-            ("'{name}.*' AS subject, 'x' AS data", "is not among those of stream"),
-            (
-                "'{name}.a' AS subject, 'x' AS data, map('nats-rollup', 'all') AS headers",
-                "its header 'nats-rollup' would tell",
-            ),
-            ("'{name}.a' AS subject, 'x' AS data, '' AS msgId", "its msgId is empty"),
-            (
-                "'{name}.a' AS subject, 'x' AS data, map('A', array('1', '2')) AS headers",
-                "a header of it has several values",
-            ),
-        ],
-    )
-    def test_rows(self, spark: SparkSession, make: Any, write: Any, stored: Any, row: str, message: str) -> None:
+    def test_a_row_that_cannot_be_a_message(self, spark: SparkSession, make: Any, write: Any, stored: Any) -> None:
         name = make()
-        frame = spark.sql(f"SELECT {row.format(name=name)}")
-        assert message in failure(lambda: write(frame, name).save())
+        frame = spark.sql(f"SELECT '{name}.a' AS subject, 'x' AS data, map('nats-rollup', 'all') AS headers")
+        text = (
+            "row 0 of partition 0 cannot be a message: its header 'nats-rollup' would tell the server to do something"
+        )
+        assert text in failure(lambda: write(frame, name).save())
         assert stored(name) == []
 
 

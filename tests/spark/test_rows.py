@@ -1,0 +1,99 @@
+"""Rows as messages, without Spark around them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.types import ArrayType, BinaryType, MapType, StringType, StructType
+
+from jetstream_ext.spark.rows import Columns, Message, RowError, RowReader
+from jetstream_ext.spark.write_options import WriteOptions
+
+Reads = Callable[..., list[Message]]
+
+ONE, SEVERAL = MapType(StringType(), StringType()), MapType(StringType(), ArrayType(StringType()))
+ARROW = {
+    "binary": pa.binary(),
+    "string": pa.string(),
+    "map<string,string>": pa.map_(pa.string(), pa.string()),
+    "map<string,array<string>>": pa.map_(pa.string(), pa.list_(pa.string())),
+}
+
+
+@pytest.fixture(params=["arrow", "rows"])
+def read(request: pytest.FixtureRequest) -> Reads:
+    """Make messages of rows of subject, data, headers and (with dedupe) id, by either road."""
+
+    def run(*rows: tuple[Any, ...], several: bool = False, **options: str) -> list[Message]:
+        given = {"servers": "nats://unused", "stream": "S"} | options
+        if options.get("semantics") == "transactional":
+            given["sinkPartitions"] = "1"
+        schema = StructType().add("subject", StringType()).add("data", BinaryType())
+        schema = schema.add("headers", SEVERAL if several else ONE)
+        if options.get("semantics", "dedupe") == "dedupe":
+            schema = schema.add("msgId", StringType())
+        parsed = WriteOptions.parse(given, streaming=True)
+        reader = RowReader(Columns.of(schema, parsed), parsed, ("s.>", "_spark.S.>"), 3)
+        width = len(schema.fields)
+        table = [(*row, *[None] * 4)[:width] for row in rows]
+        if request.param == "rows":
+            return reader.from_rows(table)
+        arrays = [
+            pa.array(
+                [list(row[index].items()) if isinstance(row[index], dict) else row[index] for row in table],
+                ARROW[field.dataType.simpleString()],
+            )
+            for index, field in enumerate(schema.fields)
+        ]
+        return reader.from_arrow(pa.RecordBatch.from_arrays(arrays, names=schema.names))
+
+    return run
+
+
+def test_messages(read: Reads) -> None:
+    rows = [("s.a", b"x", {"A": "1"}, "id"), ("s.b", b"", None, None), ("s.a", None, {}, None)]
+    assert read(*rows) == [("s.a", b"x", {"A": "1"}, "id"), ("s.b", b"", None, None), ("s.a", b"", None, None)]
+
+
+def test_foreign_headers_are_left_out_if_the_user_says_so(read: Reads) -> None:
+    headers = {"Nats-Msg-Id": "1", "nats-rollup": "all", "NATS-TTL": "1s", "Natsy": "stays"}
+    assert read(("s.a", b"", headers), natsHeaders="strip") == [("s.a", b"", {"Natsy": "stays"}, None)]
+    assert read(("s.a", b"", {"Nats-TTL": "1s"}), natsHeaders="strip") == [("s.a", b"", None, None)]
+
+
+def test_headers_with_several_values(read: Reads) -> None:
+    [(_, _, headers, _)] = read(("s.a", b"", {"A": ["1", "2"]}), several=True, semantics="transactional")
+    assert headers is not None
+    assert list(headers.items()) == [("A", "1"), ("A", "2")]
+    [(_, _, headers, _)] = read(("s.a", b"", {"A": ["1"], "B": [], "C": None}), several=True)
+    assert headers == {"A": "1"}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "problem"),
+    [
+        ((None, b""), {}, "its subject is null"),
+        (("", b""), {}, "subject '' is empty"),
+        (("elsewhere", b""), {}, "its subject 'elsewhere' is not among those of stream 'S' (s.>, _spark.S.>)"),
+        (("s.*", b""), {}, "subject 's.*' has a wildcard"),
+        (("s..a", b""), {}, "subject 's..a' has an empty token"),
+        (("s.a\r\nPUB x 0", b""), {}, "white space or control characters"),
+        (("_spark.S.q.0", b""), {"semantics": "transactional"}, "is one of the sink's own markers"),
+        (("s.a", b"", {"nats-rollup": "all"}), {}, "its header 'nats-rollup' would tell the server to do something"),
+        (("s.a", b"", {"Nats-Msg-Id": "1"}), {}, "and give ids in the column msgId"),
+        (("s.a", b"", None, ""), {}, "its msgId is empty"),
+    ],
+)
+def test_what_cannot_be_one(read: Reads, row: tuple[Any, ...], options: dict[str, str], problem: str) -> None:
+    with pytest.raises(RowError, match=re.escape(problem)) as caught:
+        read(("s.ok", b""), row, **options)
+    assert str(caught.value).startswith("row 1 of partition 3 cannot be a message: ")
+
+
+def test_several_values_cannot_be_sent_again(read: Reads) -> None:
+    with pytest.raises(RowError, match=r"row 0 of partition 3 .* has several values"):
+        read(("s.a", b"", {"A": ["1", "2"]}), several=True)
