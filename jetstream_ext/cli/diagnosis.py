@@ -126,7 +126,9 @@ async def _examine(js: JetStreamContext, info: Mapping[str, Any], works: tuple[F
     sources: tuple[str, ...] = ()
     if config.get("mirror") or config.get("sources"):
         rows = await source_health(js, name)
-        sources = tuple(f"{row.name} is {row.state}. {row.detail}".rstrip() for row in rows if not row.ok)
+        sources = tuple(
+            ": ".join(filter(None, (row.name, row.state.replace("_", " "), row.detail))) for row in rows if not row.ok
+        )
     return StreamReport(
         name=name,
         messages=info["state"]["messages"],

@@ -59,10 +59,11 @@ def command(
     table = Table("key", "value", "revision", "created", title=f"{bucket} at revision {found.revision}, {found.time}")
     for key in sorted(found):
         entry = found[key]
-        [value] = text_or_base64("value", entry.value).values()
-        shown = value if value.isprintable() else repr(value)  # no escape sequence reaches the terminal
         table.add_row(
-            Text(key), Text(shown), str(entry.revision), entry.created.isoformat(sep=" ", timespec="milliseconds")
+            Text(key),
+            Text(_shown(entry.value)),
+            str(entry.revision),
+            entry.created.isoformat(sep=" ", timespec="milliseconds"),
         )
     screen = console()
     screen.print(table)
@@ -71,6 +72,14 @@ def command(
         screen.print(f"left out, their past is gone: {', '.join(found.unavailable)}", markup=False)
     if not found.complete:
         screen.print("keys that left nothing behind may be missing: messages were removed since")
+
+
+def _shown(value: bytes) -> str:
+    """Return a value as a terminal can show it: no escape sequence reaches it, and base64 does not look like text."""
+    [(name, text)] = text_or_base64("value", value).items()
+    if name != "value":
+        return f"base64 {text}"
+    return text if text.isprintable() else repr(text)
 
 
 async def _take(

@@ -90,7 +90,9 @@ def test_a_snapshot_then_and_now(server: NatsServer, ok: Json, run: Run, stream_
     then = ok("snapshot", bucket, "--at", 1)
     assert {key: entry["value"] for key, entry in then["entries"].items()} == {"a": "1"}
     assert list(ok("snapshot", bucket, "--key", "b")["entries"]) == ["b"]
-    assert "\x1b[31m" not in run("snapshot", bucket).stdout
+    shown = run("snapshot", bucket).stdout
+    assert "\x1b[31m" not in shown
+    assert "base64 /w==" in shown
     for at in ("yesterday", "2026-01-01T00:00:00"):
         assert run("snapshot", bucket, "--at", at).exit_code == 2
 

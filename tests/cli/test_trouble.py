@@ -15,6 +15,7 @@ import nats
 import pytest
 from click.testing import Result
 from nats.js import JetStreamContext
+from nats.js.api import StreamSource
 
 import jetstream_ext as jsx
 from jetstream_ext.testing import NatsServer
@@ -179,6 +180,13 @@ def test_the_doctor_on_real_servers(
 
         with_js(server.url, fix)
         assert ok("doctor", server.url)["streams"][0]["lacks"] == []
+
+
+def test_the_doctor_names_a_mirror_of_nothing(server: NatsServer, run: Run, stream_name: Callable[[], str]) -> None:
+    name = stream_name()
+    with_js(server.url, lambda js: js.add_stream(name=name, mirror=StreamSource(name=f"{name}-origin")))
+    shown = run("doctor", "--stream", name).stdout
+    assert f"  {name}-origin: stream missing: there is no stream '{name}-origin'" in shown
 
 
 def test_json_is_one_object_on_stdout_and_nothing_else(server: NatsServer, run: Run, tmp_path: Path) -> None:
