@@ -185,7 +185,7 @@ class StreamRecreatedError(JetStreamExtError):
 
 
 class FencedError(JetStreamExtError):
-    """Another reader or worker of the same name has gone on; this one must stop, and can store nothing more.
+    """Another reader, worker or Spark query of the same name has gone on; this one must stop, and can store nothing more.
 
     Attributes:
         name: The name that both have.

@@ -13,11 +13,11 @@ from nats.js.errors import BucketNotFoundError
 from nats.nuid import NUID
 
 from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.patience import Patience
 from jetstream_ext.errors import FencedError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.keys import check_key
 from jetstream_ext.kv.messages import operation
-from jetstream_ext.log.patience import Patience
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ
 from jetstream_ext.types import StoredMsg

@@ -24,9 +24,9 @@ from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
 
+from jetstream_ext.client.patience import Patience
 from jetstream_ext.errors import DirectGetDisabledError, PositionLostError
 from jetstream_ext.log.offsets import OffsetStore, StoredOffset
-from jetstream_ext.log.patience import Patience
 from jetstream_ext.log.source import Source
 from jetstream_ext.log.starts import First, Seq, Start, Stored, check_start
 from jetstream_ext.log.state import LogState, first_missing

@@ -28,6 +28,7 @@ from nats.nuid import NUID
 from jetstream_ext.client.atomic import publish_atomic
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.client.leader import get_at_leader
+from jetstream_ext.client.patience import Patience
 from jetstream_ext.errors import (
     AtomicPublishTooLargeError,
     BadSubjectError,
@@ -37,7 +38,6 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.log.fence import Keeping, Record, check_output
 from jetstream_ext.log.offsets import StoredOffset
-from jetstream_ext.log.patience import Patience
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.log.state import LogState, look
 from jetstream_ext.protocol import frames

@@ -12,8 +12,9 @@ from nats.js.errors import APIError
 
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.client.leader import get_at_leader
+from jetstream_ext.errors import FencedError
 from jetstream_ext.protocol.options import message_headers
-from jetstream_ext.spark.markers import FencedError, Layout, ReplayError
+from jetstream_ext.spark.markers import Layout, ReplayError
 from jetstream_ext.spark.patience import Patience, passes
 from jetstream_ext.spark.write_options import WriteOptions
 

@@ -18,10 +18,6 @@ from jetstream_ext.types import BatchMessage, StoredMsg
 _VERSION: Final = 1
 
 
-class FencedError(JetStreamExtError):
-    """A later micro-batch has been here: this attempt is one of a query that was started again, and must not write."""
-
-
 class ReplayError(JetStreamExtError):
     """A micro-batch came again with other rows, or in another number of partitions; nothing was repeated."""
 

@@ -22,9 +22,9 @@ from nats.js import JetStreamContext
 from jetstream_ext.client.atomic import publish_atomic
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.client.leader import get_at_leader
-from jetstream_ext.errors import AtomicPublishTooLargeError, WrongLastSequenceError
+from jetstream_ext.errors import AtomicPublishTooLargeError, FencedError, WrongLastSequenceError
 from jetstream_ext.spark.dedupe import content, without_ids
-from jetstream_ext.spark.markers import FencedError, Marker, ReplayError
+from jetstream_ext.spark.markers import Marker, ReplayError
 from jetstream_ext.spark.patience import Patience, SinkError, passes
 from jetstream_ext.spark.rows import Message
 from jetstream_ext.spark.write_options import WriteOptions

@@ -11,10 +11,15 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 
 import jetstream_ext as jsx
-from jetstream_ext.errors import AtomicPublishTooManyInflightError, BatchOutcomeUnknownError, StreamMismatchError
+from jetstream_ext.errors import (
+    AtomicPublishTooManyInflightError,
+    BatchOutcomeUnknownError,
+    FencedError,
+    StreamMismatchError,
+)
 from jetstream_ext.spark import transactional, writing
 from jetstream_ext.spark.connections import Connections
-from jetstream_ext.spark.markers import FencedError, ReplayError
+from jetstream_ext.spark.markers import ReplayError
 from jetstream_ext.spark.patience import SinkError
 from jetstream_ext.spark.rows import Message
 from jetstream_ext.spark.sink_states import SinkFacts

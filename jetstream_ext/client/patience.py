@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 import nats.errors
@@ -54,10 +55,12 @@ class Patience:
 
     Args:
         seconds: How long trouble may last without anything getting through.
+        passing: What is worth waiting after.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, passing: Callable[[Exception], bool] = passes) -> None:
         self._seconds = seconds
+        self._passing = passing
         self._tries = 0
         self._since: float | None = None
 
@@ -70,7 +73,7 @@ class Patience:
         now = asyncio.get_running_loop().time()
         if self._since is None:
             self._since = now
-        if not passes(error) or now - self._since >= self._seconds:
+        if not self._passing(error) or now - self._since >= self._seconds:
             raise error
         await asyncio.sleep(_PAUSES[min(self._tries, len(_PAUSES) - 1)])
         self._tries += 1
