@@ -26,7 +26,7 @@ _STEPS: Final = 1_000  # of the progress bar
 _GROUPS: Final = {"publish": "publish", "read": "read back"}
 
 
-@click.command("bench")
+@click.command("bench", short_help="Measure this library against plain nats-py.")
 @click.argument("url", envvar="NATS_URL", default="")
 @click.option("--messages", type=click.IntRange(1), default=100_000, show_default=True, help="For the fastest calls.")
 @click.option("--size", type=click.IntRange(0), default=128, show_default=True, help="Bytes per payload.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import re
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -19,10 +20,13 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.cli import contexts
 from jetstream_ext.cli.contexts import Settings
+from jetstream_ext.errors import BadSubjectError
+from jetstream_ext.protocol.frames import check_name
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _DEFAULT_URL: Final = "nats://127.0.0.1:4222"
+_SEED: Final = re.compile(r"BEGIN USER NKEY SEED-+\s+(\S+)")
 _SCHEMES: Final = frozenset({"nats", "tls", "ws", "wss"})
 
 
@@ -175,6 +179,18 @@ async def connected(target: Target) -> AsyncIterator[JetStreamContext]:
             await client.close()
 
 
+def check_stream(name: str) -> None:
+    """Refuse what can be the name of no stream: a server does not answer a question about it.
+
+    Raises:
+        click.ClickException: It is empty, or has dots, wildcards or white space.
+    """
+    try:
+        check_name(name, "stream name")
+    except BadSubjectError as error:
+        raise click.ClickException(str(error)) from None
+
+
 def _seconds(text: str) -> float:
     """Return seconds, also as the nats tool writes them: 5s, 500ms, 2m."""
     for suffix, factor in (("ms", 0.001), ("s", 1.0), ("m", 60.0), ("", 1.0)):
@@ -213,11 +229,17 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         raise click.ClickException("credentials and nkeys need the package nkeys: pip install 'nats-py[nkeys]'")
     if settings.creds:
         path = _file("the credentials", settings.creds)
-        if b"BEGIN NATS USER JWT" not in path.read_bytes():  # nats-py would look for it for ever
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if "BEGIN NATS USER JWT" not in text:  # nats-py would look for it for ever
             raise click.ClickException(f"{path}: no credentials file (it holds no user JWT)")
+        found = _SEED.search(text)
+        _check_seed(path, found[1] if found else "")
         arguments["user_credentials"] = str(path)
     elif settings.nkey:
-        arguments["nkeys_seed_str"] = _file("the nkey", settings.nkey).read_text(encoding="utf-8").strip()
+        path = _file("the nkey", settings.nkey)
+        seed = path.read_text(encoding="utf-8", errors="replace").strip()
+        _check_seed(path, seed)
+        arguments["nkeys_seed_str"] = seed
     elif settings.user and settings.password:
         arguments |= {"user": settings.user, "password": settings.password}
     elif token := settings.token or settings.user:
@@ -227,6 +249,16 @@ def _arguments(settings: Settings) -> dict[str, Any]:
     if settings.ca or settings.cert:
         arguments["tls"] = _tls(settings)
     return arguments
+
+
+def _check_seed(path: Path, seed: str) -> None:
+    """Refuse what is no seed: nats-py would end in the middle of connecting."""
+    import nkeys  # an extra of nats-py
+
+    try:
+        nkeys.from_seed(bytearray(seed.encode()))
+    except Exception:  # whatever a broken text leads to
+        raise click.ClickException(f"{path}: it holds no nkey seed of a user") from None
 
 
 def _tls(settings: Settings) -> ssl.SSLContext:

@@ -20,7 +20,7 @@ _PACKAGED: Final = Path(__file__).with_name("flights.py")  # in a wheel
 _SOURCE: Final = Path(__file__).parents[2] / "examples" / "flights.py"  # in a clone
 
 
-@click.command("demo")
+@click.command("demo", short_help="Send flights through JetStream and Spark.")
 @click.option("--flights", type=click.IntRange(1), metavar="N", help="Only the first N flights.")
 def command(flights: int | None) -> None:
     """Send the flights of New York 2013 through JetStream and Spark, and check the answer.

@@ -8,13 +8,13 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from jetstream_ext.cli.connection import Target, connected, connection_options, target
+from jetstream_ext.cli.connection import Target, check_stream, connected, connection_options, target
 from jetstream_ext.cli.diagnosis import Report, StreamReport, examine
 from jetstream_ext.cli.output import console, write_json
 from jetstream_ext.protocol import support
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="Say what a server can do, and its streams lack.")
 @click.argument("url", envvar="NATS_URL", default="")
 @click.option("--stream", metavar="NAME", help="Look at this stream only.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, for scripts.")
@@ -26,6 +26,8 @@ def command(ctx: click.Context, url: str, stream: str | None, as_json: bool, tim
     For each stream the call is shown that turns on what it lacks. An option that is not turned on is no fault: the
     exit status is 0 whenever the server could be asked.
     """
+    if stream is not None:
+        check_stream(stream)
     report = asyncio.run(_ask(target(ctx, timeout, url), stream))
     if as_json:
         write_json(report.as_json())

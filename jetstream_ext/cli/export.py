@@ -11,7 +11,7 @@ import click
 from nats.js.errors import NotFoundError
 
 from jetstream_ext.cli import parts
-from jetstream_ext.cli.connection import Target, connected, connection_options, target
+from jetstream_ext.cli.connection import Target, check_stream, connected, connection_options, target
 from jetstream_ext.cli.formats import FORMATS, WRITERS, format_of
 from jetstream_ext.cli.output import progress, write_json
 from jetstream_ext.cli.parts import Part, Progress
@@ -22,7 +22,7 @@ from jetstream_ext.client.direct import DirectGet
 _TELL_EVERY = 500
 
 
-@click.command("export")
+@click.command("export", short_help="Write a stream to a file.")
 @click.argument("stream")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--format", "given", type=click.Choice(FORMATS), help="Otherwise by the name of FILE.")
@@ -50,6 +50,7 @@ def command(
     Until it is complete it is FILE.part; after Ctrl-C, a lost connection or a full disk the same command with --resume
     goes on. That nothing is missing is proved at the stream's leader. Needs allow_direct, and nats-server 2.11.
     """
+    check_stream(stream)
     form = format_of(file, given)
     if file.exists() and not overwrite:
         raise click.ClickException(f"{file} is there already; --overwrite replaces it")

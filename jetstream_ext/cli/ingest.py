@@ -13,7 +13,7 @@ from typing import Final
 import click
 from nats.js.errors import NotFoundError
 
-from jetstream_ext.cli.connection import Target, connected, connection_options, target
+from jetstream_ext.cli.connection import Target, check_stream, connected, connection_options, target
 from jetstream_ext.cli.formats import FORMATS, format_of
 from jetstream_ext.cli.output import Tell, progress, write_json
 from jetstream_ext.cli.resuming import message_id, rows_stored
@@ -28,7 +28,7 @@ from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport
 _STOPPED: Final = 130
 
 
-@click.command("ingest")
+@click.command("ingest", short_help="Store a file's rows in a stream.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--stream", required=True, metavar="NAME", help="The stream that is to store it.")
 @click.option("--subject-from", metavar="COLUMN", help="Each row's subject is its value in this column.")
@@ -60,6 +60,7 @@ def command(
     It survives restarts of the server. After Ctrl-C, or a failure, --resume finds in the stream where to go on; that
     needs allow_direct. Needs nats-server 2.14, and allow_batched on the stream.
     """
+    check_stream(stream)
     if (subject is None) == (subject_from is None):
         raise click.UsageError("give --subject or --subject-from, one of the two")
     if skip and resume:

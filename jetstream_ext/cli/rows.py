@@ -8,6 +8,7 @@ import csv
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,9 +38,7 @@ class Rows:
         self.position: int = 0
         self.total: int = path.stat().st_size
         if form == "parquet":
-            import pyarrow.parquet as pq  # an extra, and heavy
-
-            with pq.ParquetFile(path) as file:
+            with _parquet_file(path) as file:
                 self.total = file.metadata.num_rows
 
     def __iter__(self) -> Iterator[Row]:
@@ -78,13 +77,23 @@ class Rows:
                     raise RowError(f"{self._path}, line {number}: not UTF-8") from error
 
     def _parquet(self) -> Iterator[Row]:
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(self._path) as file:
+        with _parquet_file(self._path) as file:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     self.position += 1
                     yield row
+
+
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    import pyarrow as pa  # an extra, and heavy
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except pa.ArrowInvalid as error:
+        raise RowError(f"{path} is no Parquet file, or broken: {error}") from error
 
 
 class Template:

@@ -14,7 +14,7 @@ from jetstream_ext.testing import NatsServer
 _LOOK_EVERY = 0.2
 
 
-@click.command("serve")
+@click.command("serve", short_help="Run a nats-server until Ctrl-C.")
 @click.option("--port", type=click.IntRange(0, 65535), default=4222, show_default=True, help="0 is a free one.")
 @click.option(
     "--store",

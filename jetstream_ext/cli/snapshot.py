@@ -31,7 +31,7 @@ def _moment(text: str) -> int | datetime:
     return moment
 
 
-@click.command("snapshot")
+@click.command("snapshot", short_help="Show a bucket as it is, or was.")
 @click.argument("bucket")
 @click.option("--at", type=_moment, metavar="REVISION|TIME", help="The bucket as it was then; otherwise as it is now.")
 @click.option("--key", "filters", multiple=True, metavar="PATTERN", help="Only these keys; * and > as in subjects.")

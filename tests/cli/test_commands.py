@@ -171,6 +171,7 @@ def test_without_the_extra_the_door_says_what_to_install() -> None:
 
 def test_help_names_every_command(run: Run) -> None:
     said = run("--help").stdout
+    assert "..." not in said.partition("Commands:")[2]
     assert all(name in said for name in ("bench", "demo", "doctor", "export", "ingest", "serve", "snapshot"))
     for wrong in (["no-such"], ["ingest", __file__, "--stream", "S"], ["doctor", "--timeout", "soon"]):
         assert run(*wrong).exit_code == 2

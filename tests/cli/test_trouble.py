@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import nats
+import nkeys
 import pytest
 from click.testing import Result
 from nats.js import JetStreamContext
@@ -187,6 +188,41 @@ def test_the_doctor_names_a_mirror_of_nothing(server: NatsServer, run: Run, stre
     with_js(server.url, lambda js: js.add_stream(name=name, mirror=StreamSource(name=f"{name}-origin")))
     shown = run("doctor", "--stream", name).stdout
     assert f"  {name}-origin: stream missing: there is no stream '{name}-origin'" in shown
+
+
+def test_files_and_names_that_are_not_what_they_should_be(run: Run, tmp_path: Path, rows: Path) -> None:
+    broken = tmp_path / "broken"
+    jwt = "-----BEGIN NATS USER JWT-----\nabc\n------END NATS USER JWT------\n"
+    for text, option, words in (
+        ("", "--nkey", "no nkey seed"),
+        ("SUBAD", "--nkey", "no nkey seed"),
+        ("x", "--creds", "no user JWT"),
+        (jwt, "--creds", "no nkey seed"),
+        (f"{jwt}-----BEGIN USER NKEY SEED-----\nSUBAD\n", "--creds", "no nkey seed"),
+        ("x", "--tlsca", "TLS: the files are not what they should be"),
+    ):
+        broken.write_text(text)
+        done = run("doctor", option, broken)
+        assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
+    (tmp_path / "rows.parquet").write_text("x")
+    for arguments, words in (
+        (["ingest", tmp_path / "rows.parquet", "--stream", "S", "--subject", "s"], "is no Parquet file"),
+        (["doctor", "--stream", "a.b"], "stream name 'a.b'"),
+        (["export", "a b", tmp_path / "x.csv"], "stream name 'a b'"),
+        (["ingest", rows, "--stream", "*", "--subject", "s"], "stream name '*'"),
+        (["snapshot", "a b"], "there is no bucket 'a b'"),
+    ):
+        done = run(*arguments)
+        assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
+
+
+def test_an_nkey_that_is_one(ok: Json, tmp_path: Path) -> None:
+    seed = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER)
+    public = nkeys.from_seed(bytearray(seed)).public_key.decode()
+    file = tmp_path / "user.nk"
+    file.write_bytes(seed + b"\n")
+    with NatsServer(config=f"authorization {{ users = [{{ nkey: {public} }}] }}") as guarded:
+        assert ok("doctor", guarded.url, "--nkey", file)["streams"] == []
 
 
 def test_json_is_one_object_on_stdout_and_nothing_else(server: NatsServer, run: Run, tmp_path: Path) -> None:
