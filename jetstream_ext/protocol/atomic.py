@@ -3,29 +3,13 @@
 The server stages the messages of a batch and checks them only when it is committed, so until then nothing of it is
 stored, whatever happens. After the commit was sent only its answer tells, and a lost answer means *unknown*.
 
-======================  ==========================  ===========================================================
-event                   in state OPEN               in state COMMITTING
-======================  ==========================  ===========================================================
-add                     takes a sequence            refused: the batch is being committed
-commit, commit_eob      COMMITTING                  refused
-discard, exception      DISCARDED                   UNKNOWN
-zero-byte reply         the message is staged       the same; to the commit itself: UNKNOWN
-batch ack               UNKNOWN (no commit sent)    COMMITTED
-ack without a batch     FAILED: server too old      FAILED: server too old (the message itself was stored)
-refusal, batch open     sequence given back, if it  OPEN again: the same commit may be tried again
-                        is the newest and not the
-                        first; else FAILED
-any other refusal       FAILED                      FAILED: the server dropped the batch
-malformed reply         FAILED (no commit sent)     UNKNOWN
-silence                 FAILED                      UNKNOWN
-disconnection           FAILED if a reply was       UNKNOWN
-                        awaited, else doubt: the
-                        next message must be
-                        acknowledged
-======================  ==========================  ===========================================================
+`NEXT` says what leads where; an event that it does not have in a state changes nothing there, and an operation that it
+does not have raises what ended the batch. In `OPEN` a loss means that nothing is stored, for no commit was sent; from
+`COMMITTING` on it means that nobody knows.
 
 The refusals after which the server still has the batch are those that never reached it (503) and those of one message
-(10054 too large, 10167 queue full, 10175 bad sequence). In every other state each operation raises what ended the batch.
+(10054 too large, 10167 queue full, 10175 bad sequence). The sequence is given back, if it is the newest and not the
+first; a commit may be tried again. Any other refusal says that the server dropped the batch.
 
 A server keeps a batch by its id, not by the connection, so a lost connection need not end it; but messages that were
 not acknowledged may be gone, and so may the server. After a disconnection the next message therefore asks for a reply:
@@ -74,6 +58,52 @@ class State(enum.Enum):
     DISCARDED = "discarded"
     FAILED = "failed"
     UNKNOWN = "unknown"
+
+
+class Event(enum.Enum):
+    """What can happen to one."""
+
+    COMMIT = "commit or commit_eob"
+    DISCARD = "discard, or an exception"
+    STAGED = "a zero-byte reply: the message is staged"
+    ACK = "the ack of a batch"
+    ORDINARY = "the ack of an ordinary message: the server is too old"
+    REFUSED_ONE = "the refusal of the newest message alone"
+    REFUSED = "any other refusal"
+    MALFORMED = "a reply that breaks the protocol, an empty one to the commit among them"
+    LOST = "silence, or a disconnection while a reply is awaited"
+    FOUND = "resolve: the batch is stored"
+    NOT_FOUND = "resolve: nothing of it is stored"
+
+
+NEXT: Final[dict[State, dict[Event, State]]] = {
+    State.OPEN: {
+        Event.COMMIT: State.COMMITTING,
+        Event.DISCARD: State.DISCARDED,
+        Event.STAGED: State.OPEN,
+        Event.ACK: State.UNKNOWN,  # of a commit that nobody sent
+        Event.ORDINARY: State.FAILED,
+        Event.REFUSED_ONE: State.OPEN,
+        Event.REFUSED: State.FAILED,
+        Event.MALFORMED: State.FAILED,
+        Event.LOST: State.FAILED,
+    },
+    State.COMMITTING: {
+        Event.DISCARD: State.UNKNOWN,
+        Event.STAGED: State.COMMITTING,
+        Event.ACK: State.COMMITTED,
+        Event.ORDINARY: State.FAILED,
+        Event.REFUSED_ONE: State.OPEN,
+        Event.REFUSED: State.FAILED,
+        Event.MALFORMED: State.UNKNOWN,
+        Event.LOST: State.UNKNOWN,
+    },
+    State.UNKNOWN: {Event.FOUND: State.COMMITTED, Event.NOT_FOUND: State.FAILED},
+    State.FAILED: {Event.FOUND: State.COMMITTED},  # refused, because its messages were stored before (10201)
+    State.COMMITTED: {},
+    State.DISCARDED: {},
+}
+"""Where a batch goes; what is not here changes nothing."""
 
 
 class AtomicBatchMachine:
@@ -255,16 +285,12 @@ class AtomicBatchMachine:
         else:
             raise EmptyBatchError("there is nothing to commit", **self._facts("not_stored"))
         self._commit_stores = message is not None
-        self.state = State.COMMITTING
+        self._happened(Event.COMMIT)
         return steps
 
     def discard(self) -> None:
         """Give the batch up; the server forgets it by itself, and nothing of it is stored."""
-        if self.state is State.OPEN:
-            self.state = State.DISCARDED
-            self._held = None
-        elif self.state is State.COMMITTING:
-            self._unknown("given up while the commit was on its way")
+        self._happened(Event.DISCARD, "given up while the commit was on its way")
 
     def check_open(self) -> None:
         """Raise what ended the batch, if something did.
@@ -318,15 +344,12 @@ class AtomicBatchMachine:
         Returns:
             Why the message was refused, where the batch lives on without it; None otherwise (then `state` tells).
         """
-        if self.state not in (State.OPEN, State.COMMITTING) or not 0 < seq <= self.sent:
+        if Event.STAGED not in NEXT[self.state] or not 0 < seq <= self.sent:
             return None  # too late, or to nothing that was sent
         try:
             return self._receive(seq, header, payload)
         except ResponseError as error:
-            if self.state is State.COMMITTING:
-                self._unknown(str(error), error)
-            else:
-                self._fail(BatchAbandonedError(f"batch {self.batch_id}: {error}", **self._facts("not_stored")), error)
+            self._happened(Event.MALFORMED, str(error), cause=error)
             return None
 
     def _receive(self, seq: int, header: bytes, payload: bytes) -> JetStreamExtError | None:
@@ -336,34 +359,32 @@ class AtomicBatchMachine:
         if isinstance(reply, BatchAck):
             self._acknowledged(reply, payload)
         elif reply is Reply.ORDINARY:
-            self._fail(
-                UnsupportedFeatureError(
-                    f"batch {self.batch_id}: the server does not know atomic batches (it needs nats-server "
-                    f"{support.ATOMIC.since}); {self.sent} of its messages may be stored as ordinary ones",
-                    feature=support.ATOMIC.title,
-                    required_api_level=ATOMIC_LEVEL,
-                )
+            too_old = UnsupportedFeatureError(
+                f"batch {self.batch_id}: the server does not know atomic batches (it needs nats-server "
+                f"{support.ATOMIC.since}); {self.sent} of its messages may be stored as ordinary ones",
+                feature=support.ATOMIC.title,
+                required_api_level=ATOMIC_LEVEL,
             )
+            self._happened(Event.ORDINARY, error=too_old)
         elif self.state is State.COMMITTING and seq == self.sent:
             raise ResponseError("the answer to the commit is empty", frame=header)
         else:
+            self._happened(Event.STAGED)
             self.staged = max(self.staged, seq)
             if 0 < self._doubt_from <= seq:
                 self._doubt_from = 0  # the server counts without gaps: all that came before is there
         return None
 
     def _acknowledged(self, ack: BatchAck, payload: bytes) -> None:
-        if self.state is State.OPEN and ack.batch_id == self.batch_id:
-            self._unknown("the server says that it committed the batch, which nobody asked it to")
-            return
-        if ack.batch_id != self.batch_id or ack.batch_size != self.size:
+        if ack.batch_id != self.batch_id or (self.state is State.COMMITTING and ack.batch_size != self.size):
             raise ResponseError(
                 f"the ack is for batch {ack.batch_id!r} with {ack.batch_size} messages, "
                 f"not for {self.batch_id!r} with {self.size}",
                 frame=payload,
             )
-        self.ack = ack
-        self.state = State.COMMITTED
+        self._happened(Event.ACK, "the server says that it committed the batch, which nobody asked it to")
+        if self.state is State.COMMITTED:
+            self.ack = ack
 
     def _refused(self, seq: int, refusal: ServerError) -> JetStreamExtError | None:
         what = "the commit" if self.state is State.COMMITTING and seq == self.sent else f"message {seq}"
@@ -377,9 +398,9 @@ class AtomicBatchMachine:
                 self._uncount()
             elif self._commit_held is not None:
                 self._held = self._commit_held
-            self.state = State.OPEN
+            self._happened(Event.REFUSED_ONE)
             return error
-        self._fail(error, error.__cause__)
+        self._happened(Event.REFUSED, error=error, cause=error.__cause__)
         return None
 
     # -- endings without a reply --------------------------------------------------------------------------------
@@ -387,18 +408,11 @@ class AtomicBatchMachine:
     def unheard(self, refusal: JetStreamExtError) -> None:
         """Take it that nobody waits for the refusal that `receive` returned: a message is missing, and no one knows."""
         if self.state is State.OPEN:
-            self._fail(refusal)
+            self._happened(Event.REFUSED, error=refusal, cause=refusal.__cause__)
 
     def lost(self, why: str) -> None:
         """Take the loss of a reply that was waited for: silence, or a connection that is gone."""
-        if self.state is State.COMMITTING:
-            self._unknown(why)
-        elif self.state is State.OPEN:
-            self._fail(
-                BatchAbandonedError(
-                    f"batch {self.batch_id}: {why}; nothing of the batch is stored", **self._facts("not_stored")
-                )
-            )
+        self._happened(Event.LOST, why)
 
     def disconnected(self) -> None:
         """Take the loss of the connection while no reply was waited for."""
@@ -407,30 +421,46 @@ class AtomicBatchMachine:
 
     def resolved(self, ack: BatchAck | None) -> None:
         """Take the truth about a commit without a (good) answer: the ack it should have had, or None: nothing stored."""
-        if ack is not None and self.state in (State.UNKNOWN, State.FAILED):
-            self.state, self.ack, self.error = State.COMMITTED, ack, None
-        elif self.state is State.UNKNOWN:
-            self._fail(
-                BatchAbandonedError(
-                    f"batch {self.batch_id}: the stream has nothing of it: it was not committed",
-                    **self._facts("not_stored"),
-                ),
-                self.error,
+        if ack is None:
+            self._happened(Event.NOT_FOUND, "the stream has nothing of it: it was not committed", cause=self.error)
+            return
+        self._happened(Event.FOUND)
+        if self.state is State.COMMITTED:
+            self.ack, self.error = ack, None
+
+    def _happened(
+        self,
+        event: Event,
+        why: str = "",
+        *,
+        error: JetStreamExtError | None = None,
+        cause: BaseException | None = None,
+    ) -> None:
+        """Go where `event` leads.
+
+        Args:
+            event: What happened.
+            why: What that was, for the error that callers see from then on.
+            error: That error, where the batch fails by a more telling one.
+            cause: What it was raised from.
+        """
+        after = NEXT[self.state].get(event)
+        if after is None or after is self.state:
+            return
+        self.state = after
+        if after is State.UNKNOWN:
+            self.error = BatchOutcomeUnknownError(
+                f"batch {self.batch_id}: {why}; its {self.size} messages are either all stored or none",
+                **self._facts("unknown"),
             )
-
-    def _unknown(self, why: str, cause: BaseException | None = None) -> None:
-        self.state = State.UNKNOWN
-        self.error = BatchOutcomeUnknownError(
-            f"batch {self.batch_id}: {why}; its {self.size} messages are either all stored or none",
-            **self._facts("unknown"),
-        )
-        self.error.__cause__ = cause
-
-    def _fail(self, error: JetStreamExtError, cause: BaseException | None = None) -> None:
-        self.state = State.FAILED
-        self.error = error
-        error.__cause__ = cause
-        self._held = None
+            self.error.__cause__ = cause
+        elif after is State.FAILED:
+            self.error = error or BatchAbandonedError(
+                f"batch {self.batch_id}: {why}; nothing of the batch is stored", **self._facts("not_stored")
+            )
+            self.error.__cause__ = cause
+        if after in (State.FAILED, State.DISCARDED):
+            self._held = None
 
     def _facts(self, outcome: Outcome) -> dict[str, Any]:
         return {
