@@ -22,12 +22,19 @@ from nats.js import JetStreamContext
 from jetstream_ext.client.atomic import publish_atomic
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.client.leader import get_at_leader
-from jetstream_ext.errors import AtomicPublishTooLargeError, FencedError, WrongLastSequenceError
+from jetstream_ext.errors import (
+    AtomicPublishTooLargeError,
+    BadHeaderError,
+    FencedError,
+    MaxPayloadError,
+    WrongLastSequenceError,
+)
 from jetstream_ext.spark.dedupe import content, without_ids
 from jetstream_ext.spark.markers import Marker, ReplayError
 from jetstream_ext.spark.patience import Patience, SinkError, passes
 from jetstream_ext.spark.rows import Message
 from jetstream_ext.spark.write_options import WriteOptions
+from jetstream_ext.types import BatchMessage
 
 _ADVICE = (
     "the input is not the same each time (see the documentation on exactly-once), or its partitions have changed; "
@@ -138,6 +145,9 @@ class Transactions:
     async def _commit(self, messages: Sequence[Message], marker: Marker) -> bool:
         """Store rows and their marker; False: look at the marker again."""
         rows = without_ids(messages)
+        # The first one says which stream it is: else the library asks the server, which needs another permission.
+        subject, data, headers, _ = messages[0]
+        rows[0] = BatchMessage(subject, data, headers, stream=self._options.stream)
         rows.append(marker.message(self._subject, self._marker.seq, rollup=self._rollup))
         try:
             ack = await publish_atomic(self._context, rows)
@@ -152,6 +162,9 @@ class Transactions:
                 f"{self._what()}: the server takes fewer than {len(rows)} messages per batch ({error}); set the option "
                 "transactionRows below that"
             ) from error
+        except (BadHeaderError, MaxPayloadError) as error:
+            first = marker.rows - len(messages)
+            raise SinkError(f"{self._what()}: one of its rows {first} to {marker.rows - 1}: {error}") from error
         except Exception as error:
             if not passes(error):
                 raise

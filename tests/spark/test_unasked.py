@@ -1,0 +1,130 @@
+"""The connector asks for nothing that it has no permission for: with those of docs/spark.md no server refuses anything.
+
+What is refused goes unanswered, so it would cost its whole timeout even where there is a way round.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import KeyValueConfig, StreamConfig
+
+import jetstream_ext as jsx
+from jetstream_ext.spark import kv_reading, reading, writing
+from jetstream_ext.spark.connections import Connections
+from jetstream_ext.spark.kv_options import KvOptions
+from jetstream_ext.spark.kv_planning import plan_kv
+from jetstream_ext.spark.kv_source import JetStreamKvDataSource
+from jetstream_ext.spark.options import ReadOptions
+from jetstream_ext.spark.planning import plan_read
+from jetstream_ext.spark.sink_states import check_sink
+from jetstream_ext.spark.source import JetStreamDataSource
+from jetstream_ext.spark.write_options import WriteOptions
+from jetstream_ext.testing import NatsServer
+
+SECRET = "pass"
+READ = ["$JS.API.STREAM.INFO.{}", "$JS.API.DIRECT.GET.{}", "$JS.API.STREAM.MSG.GET.{}"]
+PERMISSIONS = {
+    "reader": [one.format("S") for one in READ],
+    "trusting": [one.format("S") for one in READ[:2]],
+    "writer": ["S.*", "$JS.API.STREAM.INFO.S"],
+    "transactional": ["S.*", "$JS.API.STREAM.INFO.S", "_spark.S.>", "$JS.API.STREAM.MSG.GET.S"],
+    "buckets": [one.format("KV_B") for one in READ],
+}
+
+
+@pytest.fixture
+def guarded() -> Iterator[NatsServer]:
+    users = [{"user": "admin", "password": SECRET}] + [
+        {
+            "user": name,
+            "password": SECRET,
+            "permissions": {"publish": {"allow": allowed}, "subscribe": {"allow": ["_INBOX.>"]}},
+        }
+        for name, allowed in PERMISSIONS.items()
+    ]
+    with NatsServer(config=f"authorization: {json.dumps({'users': users})}") as server:
+        yield server
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
+    monkeypatch.setenv("JSX_PERMISSIONS", SECRET)
+    cache = Connections()
+    for module in (reading, writing, kv_reading):
+        monkeypatch.setattr(module, "connections", lambda: cache)
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def given(guarded: NatsServer, with_js: Any) -> Callable[[str], dict[str, str]]:
+    """Return the options of a user; there is a stream of 100 messages that ends in a gap, and a bucket."""
+
+    async def fill(js: JetStreamContext) -> None:
+        await js.add_stream(
+            StreamConfig(
+                name="S",
+                subjects=["S.*", "_spark.S.>"],
+                allow_direct=True,
+                allow_batched=True,
+                allow_atomic=True,
+            )
+        )
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many((f"S.{row % 10}", b"") for row in range(100))
+        await js.delete_msg("S", 100)
+        kv = await js.create_key_value(KeyValueConfig(bucket="B", direct=True))
+        await kv.put("k", b"v")
+
+    with_js(fill, guarded.url, user="admin", password=SECRET)
+    return lambda user: {
+        "servers": guarded.url,
+        "user": user,
+        "passwordEnv": "JSX_PERMISSIONS",
+        "requestTimeout": "3",
+    }
+
+
+@pytest.mark.parametrize(("user", "tail_check"), [("reader", "true"), ("trusting", "false")])
+@pytest.mark.parametrize("subjects", ["S.1", "S.*"])
+def test_reading(given: Any, cache: Connections, user: str, tail_check: str, subjects: str) -> None:
+    options = given(user) | {"stream": "S", "tailCheck": tail_check, "subjects": subjects, "minPartitions": "3"}
+    read, schema = ReadOptions.parse(options), JetStreamDataSource(options).schema()
+    with cache.lend(read.connection, "driver") as lease:
+        parts = lease.run(plan_read(lease.connection.context(read), read))
+        rows = sum(batch.num_rows for part in parts for batch in reading.read_range(read, schema, part))
+        assert lease.connection.refusal is None
+    assert rows == (10 if subjects == "S.1" else 99)
+
+
+@pytest.mark.parametrize(
+    ("user", "semantics"), [("writer", "dedupe"), ("writer", "none"), ("transactional", "transactional")]
+)
+def test_writing(given: Any, cache: Connections, user: str, semantics: str) -> None:
+    options = given(user) | {"stream": "S", "semantics": semantics}
+    if semantics == "transactional":
+        options["sinkPartitions"] = "1"
+    write = WriteOptions.parse(options, streaming=True)
+    with cache.lend(write.connection, "driver") as lease:
+        facts = lease.run(check_sink(lease.connection.context(write), write))
+        rows = [("S.a", b"%d" % row, None, None) for row in range(2500)]
+        done = writing.write_partition(write, facts, writing.Task("q", 0, 0), [rows])
+        assert lease.connection.refusal is None
+    assert done.rows == 2500
+
+
+def test_buckets(given: Any, cache: Connections) -> None:
+    options = given("buckets") | {"bucket": "B"}
+    read, schema = KvOptions.parse(options), JetStreamKvDataSource(options).schema()
+    with cache.lend(read.connection, "driver") as lease:
+        parts = lease.run(plan_kv(lease.connection.context(read), read))
+        rows = [
+            row for part in parts for batch in kv_reading.read_keys(read, schema, part) for row in batch.to_pylist()
+        ]
+        assert lease.connection.refusal is None
+    assert [row["value"] for row in rows] == [b"v"]
