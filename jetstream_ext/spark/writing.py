@@ -11,7 +11,7 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.ingest import ingest
-from jetstream_ext.errors import IngestError
+from jetstream_ext.errors import BadHeaderError, IngestError, MaxPayloadError
 from jetstream_ext.spark.connections import Lease, connections
 from jetstream_ext.spark.dedupe import with_ids, without_ids
 from jetstream_ext.spark.layout import claim_layout
@@ -137,6 +137,8 @@ def _outcome(lease: Lease, task: Task, first: int, wait: Callable[[], Any]) -> N
     except IngestError as error:
         refusal = f"; the server said: {lease.connection.refusal}" if lease.connection.refusal else ""
         raise SinkError(f"row {first + error.index} of partition {task.partition}: {error}{refusal}") from error
+    except (BadHeaderError, MaxPayloadError) as error:
+        raise SinkError(f"row {first} of partition {task.partition}, or one after it: {error}") from error
 
 
 def _transactional(

@@ -289,18 +289,30 @@ class TestTransactions:
         assert Counter(message.subject.startswith("_spark") for message in messages) == {False: 7500, True: 2}
 
 
+@pytest.mark.parametrize(
+    ("semantics", "where"),
+    [
+        ("transactional", r"partition 1 of micro-batch 0: one of its rows 10 to 14"),
+        ("none", r"row 0 of partition 1, or one after it"),
+    ],
+)
 @pytest.mark.parametrize(("data", "headers"), [(bytes(2 << 20), None), (b"", {"A": "1\r\nNats-Rollup: all"})])
 def test_rows_among_which_is_one_that_cannot_be_are_named(
-    stream: str, server: NatsServer, cache: Connections, stored: Any, data: bytes, headers: dict[str, str] | None
+    stream: str,
+    server: NatsServer,
+    cache: Connections,
+    data: bytes,
+    headers: dict[str, str] | None,
+    semantics: str,
+    where: str,
 ) -> None:
-    given = {"servers": server.url, "stream": stream, "semantics": "transactional", "sinkPartitions": "2"}
-    options = WriteOptions.parse(given | {"transactionRows": "10"}, streaming=True)
+    given = {"servers": server.url, "stream": stream, "semantics": semantics}
+    if semantics == "transactional":
+        given |= {"sinkPartitions": "2", "transactionRows": "10"}
+    options = WriteOptions.parse(given, streaming=True)
     rows = [(f"{stream}.1", b"1", None, None)] * 14 + [(f"{stream}.1", data, headers, None)]
-    with pytest.raises(
-        SinkError, match=r"partition 1 of micro-batch 0: one of its rows 10 to 14: .*(limit|line break)"
-    ):
+    with pytest.raises(SinkError, match=rf"{where}: .*(limit|line break)"):
         write_partition(options, SinkFacts((">",), rollup=False), Task(QUERY, 0, 1), [rows])
-    assert stored() == [1] * 10
 
 
 def test_a_row_that_is_refused_is_named(stream: str, server: NatsServer, cache: Connections) -> None:
