@@ -24,7 +24,11 @@ SAYS = {
         "gone: 1234.name",
     ],
     "05_bank_transfer": ["of 12 transfers", "in the bank: 300"],
-    "06_work_queue_mirror": ["2,000 in the archive, each once: True; 0 in the queue"],
+    "06_work_queue_mirror": [
+        "the mirror over the leaf node is ok",
+        "the hub is away, 2,000 jobs wait",
+        "2,000 in the archive, each once: True; 0 in the queue",
+    ],
     "07_spark_batch": ["clicks.page0: 10,000 clicks", "clicks.page2: 10,000 clicks"],
     "08_test_with_faults": ["reported 500, stored 500, sent again: True"],
     "09_exactly_once_worker": ["5 workers killed", "{'loud.and': 1000, 'loud.on': 1000}"],
