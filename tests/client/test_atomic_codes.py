@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,6 +19,7 @@ from jetstream_ext.client.connection import connection_of
 from jetstream_ext.protocol import frames
 from jetstream_ext.testing import NatsServer
 
+NUMBERS = itertools.count()
 VERSIONS = ["2.12.0", "2.12.8", "2.14.6", "2.15.1"]
 M = jsx.BatchMessage
 #: What is published, the stream's configuration, the code, its class, and the first server that refuses it so.
@@ -63,20 +65,26 @@ def old_server(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-async def old_js(old_server: NatsServer) -> AsyncIterator[JetStreamContext]:
+def name() -> str:
+    """A stream's name, never used before: of a stream that is deleted and made anew 2.12.0 may keep what was staged."""
+    return f"S{next(NUMBERS)}"
+
+
+@pytest.fixture
+async def old_js(old_server: NatsServer, name: str) -> AsyncIterator[JetStreamContext]:
     nc = await nats.connect(old_server.url)
     js = nc.jetstream()
     yield js
     with contextlib.suppress(nats.js.errors.NotFoundError):
-        await js.delete_stream("S")
+        await js.delete_stream(name)
     await nc.close()
 
 
 @pytest.mark.parametrize("how", ["bulk", "every", "none"])
 @pytest.mark.parametrize("case", CASES)
-async def test_a_refusal(old_server: NatsServer, old_js: JetStreamContext, case: str, how: str) -> None:
+async def test_a_refusal(old_server: NatsServer, old_js: JetStreamContext, name: str, case: str, how: str) -> None:
     messages, config, code, cls, since = CASES[case]
-    await old_js.add_stream(name="S", subjects=["S.>"], **{"allow_atomic": True, **config})
+    await old_js.add_stream(name=name, subjects=["S.>"], **{"allow_atomic": True, **config})
 
     async def publish() -> None:
         if how == "bulk":
@@ -94,7 +102,7 @@ async def test_a_refusal(old_server: NatsServer, old_js: JetStreamContext, case:
         else:
             with pytest.raises(instead):
                 await publish()
-        assert (await old_js.stream_info("S")).state.messages == (len(messages) if instead is None else 0)
+        assert (await old_js.stream_info(name)).state.messages == (len(messages) if instead is None else 0)
         return
     async with asyncio.timeout(10):
         with pytest.raises(errors.BatchError) as caught:
@@ -107,7 +115,7 @@ async def test_a_refusal(old_server: NatsServer, old_js: JetStreamContext, case:
     else:
         assert type(error) is cls
         assert getattr(error, "err_code", 0) == code
-    assert (await old_js.stream_info("S")).state.messages == 0
+    assert (await old_js.stream_info(name)).state.messages == 0
 
 
 #: What this library would not send: messages, what becomes of their headers on the way, and what the server says to it.
@@ -145,10 +153,10 @@ NOT_OURS: dict[str, tuple[list[M], bytes, bytes, int, type[errors.BatchError], s
 @pytest.mark.parametrize("bulk", [True, False])
 @pytest.mark.parametrize("case", NOT_OURS)
 async def test_a_refusal_of_what_this_library_does_not_send(
-    old_server: NatsServer, old_js: JetStreamContext, monkeypatch: pytest.MonkeyPatch, case: str, bulk: bool
+    old_server: NatsServer, old_js: JetStreamContext, name: str, monkeypatch: pytest.MonkeyPatch, case: str, bulk: bool
 ) -> None:
     messages, pattern, instead, code, cls, since = NOT_OURS[case]
-    await old_js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
+    await old_js.add_stream(name=name, subjects=["S.>"], allow_atomic=True)
     connection = connection_of(old_js._nc)
     write = connection.write_nowait
 
@@ -169,7 +177,7 @@ async def test_a_refusal_of_what_this_library_does_not_send(
 
     if old_server.version < since:
         await (jsx.publish_atomic(old_js, messages) if bulk else publish())
-        assert (await old_js.stream_info("S")).state.messages == len(messages), "this server takes it"
+        assert (await old_js.stream_info(name)).state.messages == len(messages), "this server takes it"
         return
     with pytest.raises(cls) as caught:
         await (jsx.publish_atomic(old_js, messages) if bulk else publish())
@@ -177,20 +185,20 @@ async def test_a_refusal_of_what_this_library_does_not_send(
     assert type(error) is cls
     assert (error.err_code, error.code, error.outcome) == (code, 400, "not_stored")
     assert bulk or batch.state == "failed"
-    assert (await old_js.stream_info("S")).state.messages == 0
+    assert (await old_js.stream_info(name)).state.messages == 0
 
 
-async def test_a_mirror(old_js: JetStreamContext) -> None:
+async def test_a_mirror(old_js: JetStreamContext, name: str) -> None:
     # Nobody can publish to a mirror, so the server refuses to make one that would take batches.
-    await old_js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
-    config = StreamConfig(name="COPY", mirror=StreamSource(name="S"), allow_atomic=True)
+    await old_js.add_stream(name=name, subjects=["S.>"], allow_atomic=True)
+    config = StreamConfig(name="COPY", mirror=StreamSource(name=name), allow_atomic=True)
     with pytest.raises(errors.AtomicPublishMirrorError) as caught:
         await jsx.ensure_stream(old_js, config)
     assert (caught.value.err_code, caught.value.code) == (10198, 400)
 
 
-async def test_too_many_in_flight(old_server: NatsServer, old_js: JetStreamContext) -> None:
-    await old_js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
+async def test_too_many_in_flight(old_server: NatsServer, old_js: JetStreamContext, name: str) -> None:
+    await old_js.add_stream(name=name, subjects=["S.>"], allow_atomic=True)
     batches = [jsx.AtomicBatch(old_js) for _ in range(51)]
     for batch in batches[:50]:
         await batch.add("S.a")
@@ -203,12 +211,12 @@ async def test_too_many_in_flight(old_server: NatsServer, old_js: JetStreamConte
         await batch.discard()
 
 
-async def test_it_is_switched_off_meanwhile(old_js: JetStreamContext) -> None:
-    await old_js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
+async def test_it_is_switched_off_meanwhile(old_js: JetStreamContext, name: str) -> None:
+    await old_js.add_stream(name=name, subjects=["S.>"], allow_atomic=True)
     batch = jsx.AtomicBatch(old_js)
     await batch.add("S.a")
     await batch.add("S.a")
-    await old_js.update_stream(name="S", subjects=["S.>"], allow_atomic=False)
+    await old_js.update_stream(name=name, subjects=["S.>"], allow_atomic=False)
     with pytest.raises(errors.AtomicPublishDisabledError, match="allow_atomic"):
         await batch.commit_eob()
 
