@@ -55,7 +55,8 @@ _ONLY_BATCH: Final = {
 _ONLY_WRITING: Final = {
     "subject": "it belongs to writing; to read some subjects only, use 'subjects'",
     **dict.fromkeys(
-        ("semantics", "sinkPartitions", "markerPrefix", "writeId", "natsHeaders"), "it belongs to writing; leave it out"
+        ("semantics", "sinkPartitions", "markerPrefix", "transactionRows", "writeId", "natsHeaders"),
+        "it belongs to writing; leave it out",
     ),
 }
 _NOT_FOR_BATCH: Final = {

@@ -39,6 +39,7 @@ _ONLY_READING: Final = dict.fromkeys(
         "failOnDataLoss",
         "tailCheck",
         "allowUnstableRetention",
+        "pushDown",
     ),
     "it belongs to reading; leave it out",
 )

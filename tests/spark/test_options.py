@@ -6,9 +6,12 @@ from datetime import UTC, datetime, timedelta, timezone
 import pytest
 from pyspark.sql.datasource import CaseInsensitiveDict
 
+from jetstream_ext.spark import options as read_options
+from jetstream_ext.spark import write_options
 from jetstream_ext.spark.bounds import AtSequence, AtTime, Named
 from jetstream_ext.spark.given import OptionError
 from jetstream_ext.spark.options import ConnectionOptions, ReadOptions
+from jetstream_ext.spark.write_options import WriteOptions
 
 URL = "nats://n:4222"
 
@@ -174,3 +177,14 @@ def test_repr_shows_no_credentials() -> None:
     assert "hunter2" not in repr(read)
     assert "password_env" in repr(read)
     assert URL in repr(read)
+
+
+def test_an_option_of_the_other_side_is_known_as_such() -> None:
+    connect = {"servers": "nats://n", "stream": "S"}
+    reading, writing = {*read_options._READ_OPTIONS, *read_options._ONLY_STREAMING}, {*write_options._WRITE_OPTIONS}
+    for name in writing - reading:
+        with pytest.raises(OptionError, match=f"'{name.lower()}': it belongs to writing"):
+            ReadOptions.parse(connect | {name: "1"})
+    for name in reading - writing:
+        with pytest.raises(OptionError, match=f"'{name.lower()}': it belongs to reading"):
+            WriteOptions.parse(connect | {name: "1"}, streaming=False)
