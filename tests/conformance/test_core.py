@@ -72,6 +72,9 @@ def test_the_greeting_has_the_fields_of_the_release(pair: Any) -> None:
         b"SUB foo.> 1\r\nPUB foo.* 1\r\nx\r\nPUB foo.> 1\r\ny\r\n",
         b"sub foo 1\r\npub foo 1\r\nx\r\nunsub 1\r\n",
         b"SUB  foo   1\r\nPUB  foo   1\r\nx\r\n",
+        b"SUB foo 1\r\nUNSUB 1 " + b"9" * 30 + b"\r\nPUB foo 1\r\nx\r\n",
+        "SUB foo 1\r\nUNSUB 1 \u00b2\r\nPUB foo 1\r\nx\r\n".encode(),
+        b"SUB foo 1\r\nUNSUB 1 -3\r\nPUB foo 1\r\nx\r\n",
     ],
 )
 def test_commands(newest: Any, data: bytes) -> None:
@@ -88,6 +91,12 @@ def test_commands(newest: Any, data: bytes) -> None:
         b"PUB foo 2000000\r\n",
         b"CONNECT x\r\n",
         b"SUB foo\r\n",
+        "PUB foo \u00b2\r\n".encode(),
+        b"PUB foo " + b"9" * 3000 + b"\r\n",
+        b"PUB foo -1\r\n",
+        b"HPUB foo 9 3\r\nabc\r\n",
+        b"SUB " + b"f" * 5000 + b" 1\r\n",
+        b"CONNECT " + b"[" * 3000 + b"\r\n",
     ],
 )
 def test_what_ends_a_connection(newest: Any, data: bytes) -> None:

@@ -102,7 +102,7 @@ def is_empty(payload: bytes) -> bool:
         return True
     try:
         return bool(json.loads(payload) == {})
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 _MAX_HEADER = 65535
+_LEVEL = re.compile(r"[+-]?[0-9]{1,18}")
 FULL = {
     "msgs": "maximum messages exceeded",
     "bytes": "maximum bytes exceeded",
@@ -83,10 +85,7 @@ def required_level_met(profile: Profile, header: bytes) -> bool:
     text = headers.get(header, "Nats-Required-Api-Level")
     if not text:
         return True
-    try:
-        return int(text) <= profile.api_level
-    except ValueError:
-        return False
+    return _LEVEL.fullmatch(text) is not None and int(text) <= profile.api_level
 
 
 def check_direct(stream: Stream, subject: str, header: bytes, payload: bytes) -> None:

@@ -267,9 +267,9 @@ class Consumer:
 
     def _on_ack(self, message: Message) -> None:
         *_, _count, seq, delivery, _time, _left = message.subject.split(".")
-        if not (seq.isdigit() and delivery.isdigit()):
+        stream_seq, number = headers.parse_number(seq), headers.parse_number(delivery)
+        if stream_seq is None or number is None:
             return
-        stream_seq, number = int(seq), int(delivery)
         word = message.payload
         answers = bool(message.reply) and stream_seq > 0
         in_place = self.stream.config["retention"] == "limits" and self.config["ack_policy"] == "explicit"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ _NEXT = Struct(
         "priority": INT,
     },
 )
+_NUMBER = re.compile(rb"[+-]?[0-9]{1,18}")
 _FLOW_WINDOW = 32 << 20
 _JITTER = 600 * times.MILLISECOND
 
@@ -232,8 +234,7 @@ def _parse(payload: bytes) -> dict[str, Any]:
         if wanted.get("idle_heartbeat", 0) * 2 > wanted.get("expires", 0) and wanted.get("idle_heartbeat", 0) > 0:
             raise JsonError("heartbeat value too large")
         return wanted
-    digits = text.decode("utf-8", "replace")
-    return {"batch": int(digits) if digits.lstrip("+-").isdigit() else 1}
+    return {"batch": int(text) if _NUMBER.fullmatch(text) else 1}
 
 
 class Push:

@@ -47,7 +47,8 @@ class Scalar:
 def _string(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError
-    return value
+    # Half a surrogate pair is no character: Go puts the replacement character in its place.
+    return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _bool(value: Any) -> bool:
@@ -156,7 +157,7 @@ def decode(data: bytes, schema: Struct, *, strict: bool) -> dict[str, Any]:
         JsonError: It is no JSON, has a value of the wrong type, or has an unknown field while `strict`.
     """
     try:
-        value = json.loads(data)
+        value = json.loads(data.decode("utf-8", "replace"), parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise JsonError("unexpected end of JSON input" if error.pos >= len(error.doc) else str(error)) from error
     except (ValueError, RecursionError) as error:
@@ -164,6 +165,10 @@ def decode(data: bytes, schema: Struct, *, strict: bool) -> dict[str, Any]:
     if value is None:
         return {}
     return _struct(value, schema, strict)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"invalid character {name[0]!r} looking for beginning of value")
 
 
 def _struct(value: Any, schema: Struct, strict: bool) -> dict[str, Any]:

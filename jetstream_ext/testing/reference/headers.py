@@ -71,7 +71,7 @@ def names(header: bytes) -> list[str]:
 
 def parse_number(text: str | None) -> int | None:
     """Return an unsigned 64-bit number of plain digits, else `None`."""
-    if not text or not text.isascii() or not text.isdigit():
+    if not text or not text.isascii() or not text.isdigit() or len(text.lstrip("0")) > 20:
         return None
     number = int(text)
     return number if number < 1 << 64 else None

@@ -124,7 +124,7 @@ def request_schema(profile: Profile) -> Struct:
         "template_owner": STRING,
         "pedantic": BOOL,
     }
-    if profile.version >= "2.12":
+    if profile.release >= (2, 12):
         del fields["template_owner"]
     for name, default in _DEFAULTS.items():
         if name not in fields:

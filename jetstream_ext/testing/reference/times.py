@@ -11,7 +11,9 @@ MINUTE = 60 * SECOND
 ZERO_TIME = "0001-01-01T00:00:00Z"
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_RFC3339 = re.compile(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
+_UNITS = {"ns": 1, "us": 1000, "µs": 1000, "μs": 1000, "ms": MILLISECOND, "s": SECOND, "m": MINUTE, "h": 60 * MINUTE}
+_DURATION = re.compile(r"([0-9]*+)(?:\.([0-9]*+))?(ns|us|µs|μs|ms|s|m|h)")
+_RFC3339 = re.compile(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)", re.ASCII)
 
 
 def rfc3339(now: int, *, draft: bool = False) -> str:
@@ -22,11 +24,11 @@ def rfc3339(now: int, *, draft: bool = False) -> str:
         draft: Whether to write the form of the oldest documents, `2022-08-06 00:29:27.5 +0000 UTC`.
     """
     seconds, nanos = divmod(now, SECOND)
-    moment = _EPOCH + timedelta(seconds=seconds)
+    moment = (_EPOCH + timedelta(seconds=seconds)).replace(tzinfo=None)
     fraction = f".{nanos:09d}".rstrip("0") if nanos else ""
     if draft:
-        return f"{moment:%Y-%m-%d %H:%M:%S}{fraction} +0000 UTC"
-    return f"{moment:%Y-%m-%dT%H:%M:%S}{fraction}Z"
+        return f"{moment.isoformat(' ')}{fraction} +0000 UTC"
+    return f"{moment.isoformat()}{fraction}Z"
 
 
 def parse_rfc3339(text: str) -> int:
@@ -59,15 +61,15 @@ def go_seconds(text: str) -> int | None:
         text = text[1:]
     if text == "0":
         return 0
-    units = {"ns": 1, "us": 1000, "µs": 1000, "μs": 1000, "ms": MILLISECOND, "s": SECOND, "m": MINUTE, "h": 60 * MINUTE}
     total = 0
     position = 0
-    for match in re.finditer(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)", text):
-        if match.start() != position:
-            return None
+    while (match := _DURATION.match(text, position)) is not None:
         position = match.end()
-        whole, _, part = match[1].partition(".")
-        total += int(whole or "0") * units[match[2]] + (int(part) * units[match[2]] // 10 ** len(part) if part else 0)
+        whole, unit = match[1].lstrip("0"), _UNITS[match[3]]
+        part = (match[2] or "")[:18]
+        if (not match[1] and not part) or len(whole) > 19:
+            return None
+        total += int(whole or "0") * unit + (int(part) * unit // 10 ** len(part) if part else 0)
     if position != len(text) or not text or total > (1 << 63) - 1:
         return None
     return sign * total

@@ -1,6 +1,7 @@
 """The NATS client protocol: bytes in, commands out; outputs in, bytes out. No sockets."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 MAX_CONTROL_LINE = 4096
+_SIZE = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ class Parser:
             end = self._buffer.find(b"\n", position)
             if end < 0:
                 if len(self._buffer) - position > MAX_CONTROL_LINE:
-                    commands.append(self._refuse("Maximum Control Line Exceeded"))
+                    commands.append(self._refuse("maximum control line exceeded"))
                 break
             line = bytes(self._buffer[position:end]).rstrip(b"\r").decode("utf-8", "surrogateescape")
             position = end + 1
@@ -177,6 +179,8 @@ class Parser:
 
     def _command(self, line: str) -> Command | None:
         name, _, rest = line.replace("\t", " ").lstrip().partition(" ")
+        if len(rest) > MAX_CONTROL_LINE:
+            return self._refuse("maximum control line exceeded")
         arguments = rest.split()
         match name.upper(), arguments:
             case "PUB", [subject, size]:
@@ -193,8 +197,8 @@ class Parser:
                 return Subscribe(subject, sid, queue)
             case "UNSUB", [sid]:
                 return Unsubscribe(sid)
-            case "UNSUB", [sid, limit] if limit.isdigit():
-                return Unsubscribe(sid, int(limit))
+            case "UNSUB", [sid, limit]:
+                return Unsubscribe(sid, int(limit) if _SIZE.fullmatch(limit) else 0)
             case "PING", _:
                 return Ping()
             case "PONG", _:
@@ -209,12 +213,12 @@ class Parser:
     def _connect(self, text: str) -> Command:
         try:
             options = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             options = None
         return Connect(options) if isinstance(options, dict) else self._refuse("")
 
     def _publish(self, subject: str, reply: str, header_size: str, size: str) -> Command | None:
-        if not (size.isdigit() and header_size.isdigit()) or int(header_size) > int(size):
+        if not (_SIZE.fullmatch(size) and _SIZE.fullmatch(header_size)) or int(header_size) > int(size):
             return self._refuse("")
         if int(size) > self._max_payload:
             return self._refuse("Maximum Payload Violation")
