@@ -146,6 +146,16 @@ def test_updates(pair: Any, change: dict[str, Any]) -> None:
     pair.api("STREAM.UPDATE.nope", {"name": "nope"})
 
 
+@pytest.mark.parametrize("pattern", ["", ">", "s.>", "s.a"])
+@pytest.mark.parametrize("storage", ["memory", "file"])
+def test_purge_below_the_first_sequence(pair: Any, storage: str, pattern: str) -> None:
+    pair.stream(storage=storage)
+    for subject in ("s.a", "s.b", "s.a"):
+        pair.publish(subject, b"x")
+    pair.api("STREAM.PURGE.S", {"seq": 1, "filter": pattern})
+    pair.api("STREAM.INFO.S", {"subjects_filter": ">"})
+
+
 def test_purge(pair: Any) -> None:
     pair.stream()
     for index in range(12):

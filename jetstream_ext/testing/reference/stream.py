@@ -327,7 +327,10 @@ class Stream:
         """Take out messages and return how many: all under a pattern, below `seq` or but for the last `keep`."""
         store = self.store
         if seq == 1:
-            return 0
+            everything = self.profile.purge_below_first
+            if not everything or (pattern in ("", ">") and self.config["storage"] == "memory"):
+                return 0
+            seq = 0
         if pattern in ("", ">") and not keep:
             gone = len(store.compact(seq or store.last + 1))
         else:

@@ -51,6 +51,8 @@ class Profile:
     """A status line in a published header block is not stored."""
     spaced_ack: bool = False
     metadata: bool = True
+    purge_below_first: bool = False
+    """A purge of what is below sequence 1 takes out everything, as if there were no sequence."""
 
     batch_get: bool = True
     """Direct Get knows `batch`, `multi_last`, `start_time` and `up_to_*`."""
@@ -124,6 +126,7 @@ class Profile:
             strips_status=release >= (2, 12, 1),
             spaced_ack=not v212,
             metadata=v211,
+            purge_below_first=release < (2, 14, 2),
             batch_get=v211,
             get_options_on_subject=v212,
             batch_counts_itself=v211 and not v212,
