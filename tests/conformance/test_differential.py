@@ -180,6 +180,9 @@ class Player:
         getattr(self, f"_{name}")(**arguments)
 
     def _header(self, lines: dict[str, Any]) -> bytes:
+        if not self._pair.since("2.11.0"):
+            # There a header is not found behind a longer name that begins with its own.
+            lines = dict(sorted(lines.items()))
         found: bytes = self._headers(**{key.replace("-", "_"): value for key, value in lines.items()}) if lines else b""
         return found
 
