@@ -54,8 +54,15 @@ def register(spark: SparkSession) -> None:
     if importlib.util.find_spec("pyspark") is None:
         raise ModuleNotFoundError("the connector needs PySpark: pip install 'jetstream-ext[spark]'", name="pyspark")
     # Not at the top: pyspark is an extra, and heavy.
+    from pyspark.errors import AnalysisException
+
     from jetstream_ext.spark.kv_source import JetStreamKvDataSource
     from jetstream_ext.spark.source import JetStreamDataSource
 
-    spark.dataSource.register(JetStreamDataSource)
-    spark.dataSource.register(JetStreamKvDataSource)
+    for source in (JetStreamDataSource, JetStreamKvDataSource):
+        try:
+            spark.dataSource.register(source)
+        except AnalysisException as error:
+            # Spark 4.0 refuses what it has found by itself; later ones take it again.
+            if error.getCondition() != "DATA_SOURCE_ALREADY_EXISTS":
+                raise

@@ -31,7 +31,10 @@ _log = logging.getLogger("jetstream_ext")
 
 _QUERY: Final = "sql.streaming.queryId"
 _BATCH: Final = "streaming.sql.batchId"
+# Of rows that come one by one: how many are stored together, and how many are taken without looking at their bytes.
 _ROWS_AT_ONCE: Final = 10_000
+_BYTES_AT_ONCE: Final = 8 << 20
+_ROWS_A_TIME: Final = 100
 
 # Spark 4.0 hands rows to a streaming sink; later ones Arrow.
 _HAS_STREAM_ARROW: Final = hasattr(datasource, "DataSourceStreamArrowWriter")
@@ -168,8 +171,15 @@ def _task() -> TaskContext:
 
 
 def _chunks(reader: RowReader, rows: Iterator[Any]) -> Iterator[list[Message]]:
-    while chunk := list(islice(rows, _ROWS_AT_ONCE)):
-        yield reader.from_rows(chunk)
+    collected: list[Message] = []
+    size = 0
+    while some := reader.from_rows(islice(rows, _ROWS_A_TIME)):
+        collected += some
+        size += sum(len(message[1]) for message in some)
+        if len(collected) >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE:
+            yield collected
+            collected, size = [], 0
+    yield collected
 
 
 def _on_driver(options: WriteOptions, work: Callable[[Lease], Any]) -> Any:

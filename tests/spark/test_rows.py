@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StringType, StructType
 
+from jetstream_ext.spark import sink
 from jetstream_ext.spark.rows import Columns, Message, RowError, RowReader
 from jetstream_ext.spark.write_options import WriteOptions
 
@@ -97,3 +98,16 @@ def test_what_cannot_be_one(read: Reads, row: tuple[Any, ...], options: dict[str
 def test_several_values_cannot_be_sent_again(read: Reads) -> None:
     with pytest.raises(RowError, match=r"row 0 of partition 3 .* has several values"):
         read(("s.a", b"", {"A": ["1", "2"]}), several=True)
+
+
+def test_rows_that_come_one_by_one_are_stored_some_at_a_time() -> None:
+    options = WriteOptions.parse({"servers": "nats://unused", "stream": "S", "subject": "s.a"}, streaming=True)
+    columns = Columns.of(StructType().add("data", BinaryType()), options)
+
+    def sizes(count: int, size: int) -> list[int]:
+        reader = RowReader(columns, options, ("s.>",), 0)
+        return [len(chunk) for chunk in sink._chunks(reader, iter([(bytes(size),)] * count)) if chunk]
+
+    assert sizes(25_000, 1) == [10_000, 10_000, 5_000]
+    assert sizes(250, 1 << 20) == [100, 100, 50]
+    assert sizes(0, 1) == []
