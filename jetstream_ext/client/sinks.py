@@ -118,6 +118,12 @@ class Door:
         level = self._server_info().get("api_lvl")
         return level if isinstance(level, int) else None
 
+    @property
+    def domain(self) -> str | None:
+        """The connected server's JetStream domain, from its greeting."""
+        domain = self._server_info().get("domain")
+        return domain if isinstance(domain, str) and domain else None
+
     def check_usable(self) -> None:
         """Raise nats-py's own error unless what is written now can reach the server."""
         if self.usable:

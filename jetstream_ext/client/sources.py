@@ -216,6 +216,8 @@ def _check_config(config: ConsumerConfig, filter_subject: str | None) -> None:
             raise ValueError(f"give {name} as an argument of create_source_consumer, not in config")
     if config.filter_subjects and filter_subject is not None:
         raise ValueError("give filter_subject or config.filter_subjects, not both")
+    for subject in config.filter_subjects or ():
+        frames.check_filter(subject)
     wrong: dict[str, tuple[Any, str]] = {
         "ack_policy": (
             config.ack_policy not in (default.ack_policy, AckPolicy.FLOW_CONTROL),

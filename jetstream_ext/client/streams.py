@@ -36,8 +36,8 @@ async def ensure_stream(
         config: nats-py's ``StreamConfig``. What it leaves at None, an existing stream may have as it is; so with a
             ``duplicate_window`` of 0, metadata of other keys, and ``allow_*`` options that are not set. Everything
             else must be the same, nats-py's defaults (``discard``, the limits of -1, ``deny_*``) included. A source
-            or mirror that names the domain of `js` itself as ``external`` is taken as local: a server never reaches
-            itself by its own domain.
+            or mirror that names the domain of `js` itself (without one, that of the connected server) as ``external``
+            is taken as local: a server never reaches itself by its own domain.
         timeout: Seconds for all of it; None is the context's timeout.
         params: Fields of the configuration, over those of `config`, as for ``js.add_stream``.
 
@@ -61,8 +61,11 @@ async def ensure_stream(
     wanted = (config or StreamConfig()).evolve(**params)
     frames.check_name(wanted.name or "", "stream name")
     api = Api(JetStream(js), timeout)
+    domain = api.js.connection.domain
     if api.js.prefix != DEFAULT_PREFIX:
         wanted = _without_external(wanted, api.js.prefix)
+    elif domain is not None:
+        wanted = _without_external(wanted, f"$JS.{domain}.API")
     retried = False
     while True:
         try:

@@ -166,6 +166,23 @@ async def test_a_start_by_time(js: JetStreamContext, origin: Any, stream_name: C
     await holds(js, copy, [5, 6, 7, 8, 9])
 
 
+@pytest.mark.parametrize("mirror", [False, True])
+async def test_a_reset_of_the_consumer_repeats_nothing(
+    js: JetStreamContext, origin: Any, stream_name: Callable[[], str], mirror: bool
+) -> None:
+    name, copy = await origin(), stream_name()
+    await publish(js, name, range(10))
+    entry = await jsx.create_source_consumer(js, name, "c", deliver_subject=f"deliver.{copy}")
+    await jsx.ensure_stream(js, name=copy, allow_direct=True, **({"mirror": entry} if mirror else {"sources": [entry]}))
+    await holds(js, copy, list(range(10)))
+    await jsx.reset_consumer(js, name, "c", seq=1)
+    await publish(js, name, range(10, 20))
+    async with asyncio.timeout(SLACK):  # the first ten were sent and acknowledged once more, and the others after them
+        while (await js.consumer_info(name, "c")).ack_floor.stream_seq < 20:
+            await asyncio.sleep(0.05)
+    await holds(js, copy, list(range(20)))
+
+
 async def test_transforms_belong_to_the_entry(
     js: JetStreamContext, origin: Any, stream_name: Callable[[], str]
 ) -> None:
@@ -197,6 +214,7 @@ async def test_transforms_belong_to_the_entry(
         ({"config": ConsumerConfig(durable_name="d")}, "as an argument"),
         ({"config": ConsumerConfig(deliver_policy=DeliverPolicy.NEW)}, "as an argument"),
         ({"config": ConsumerConfig(filter_subjects=["a"]), "filter_subject": "b"}, "filter_subjects"),
+        ({"config": ConsumerConfig(filter_subjects=["a", "b..c"])}, "empty token"),
         ({"opt_start_seq": 0}, "opt_start_seq"),
         ({"opt_start_seq": True}, "opt_start_seq"),
         ({"opt_start_time": datetime(2026, 1, 1)}, "aware"),  # noqa: DTZ001
@@ -251,7 +269,8 @@ async def test_the_entry_of_a_domain_refers_to_it() -> None:
         await js.add_stream(name="T", sources=[entry])  # as it is, which servers take and never read
         assert "own domain 'hub'" in (await becomes(js, "T", jsx.SourceState.MISCONFIGURED)).detail
         await js.delete_stream("T")
-        await jsx.ensure_stream(js, name="T", sources=[entry], allow_direct=True)
+        await jsx.ensure_stream(nc.jetstream(), name="T", sources=[entry], allow_direct=True)  # the same server
+        await becomes(js, "T", jsx.SourceState.OK)
         given = ExternalStream(api="$JS.elsewhere.API", deliver="x")
         again = await jsx.create_source_consumer(js, "S", "c", deliver_subject="d", external=given)
         assert again.external == given
