@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from jetstream_ext.errors import ResponseError
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, decode_stored
+from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, decode_stored, parse_time_ns
 from jetstream_ext.types import StoredMsg
 
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
@@ -74,7 +73,8 @@ def _time(line: bytes) -> datetime:
     try:
         return datetime.fromisoformat(line[17:].decode())
     except ValueError:
-        raise ResponseError("the server sent a time that is not RFC 3339", frame=line) from None
+        # Not as servers write it: the form of a draft, or none, which is an error there.
+        return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=parse_time_ns(line[17:]) // 1000)
 
 
 def record(message: StoredMsg) -> Record:

@@ -93,7 +93,7 @@ def _said(header: bytes, payload: bytes) -> Said:
         return BatchFlowError(_number(reply, "seq", payload), parse_refusal(reply.get("error"), payload))
     if kind is not None:
         return UnknownReply(payload[:1024])
-    if "ack_msgs" in reply or "last_seq" in reply:
+    if "ack_msgs" in reply or "last_seq" in reply or reply.keys() == {"seq", "error"}:
         return _draft(reply, payload)
     if reply.get("error") is not None:
         return Refusal(parse_refusal(reply["error"], payload))

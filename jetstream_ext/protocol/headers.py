@@ -26,6 +26,7 @@ UP_TO_SEQUENCE: Final = "Nats-UpTo-Sequence"
 #: What a server adds to a direct-get reply; never part of a stored message's headers.
 REPLY_HEADERS: Final = frozenset({STREAM, SUBJECT, SEQUENCE, TIME_STAMP, NUM_PENDING, LAST_SEQUENCE, UP_TO_SEQUENCE})
 
+_OLD_UTC: Final = " +0000 UTC"
 _APPENDED: Final = (STREAM, SUBJECT, SEQUENCE, TIME_STAMP, NUM_PENDING, LAST_SEQUENCE)
 _REPLY_NAMES: Final = frozenset(name.encode() for name in REPLY_HEADERS)
 
@@ -241,10 +242,14 @@ def to_utc(text: str) -> bytes:
 def parse_time_ns(value: bytes) -> int:
     """Return nanoseconds since the epoch of an RFC 3339 time in UTC with 0 to 9 fraction digits.
 
+    The form of ADR-31's examples, ``2022-08-06 00:29:27.5 +0000 UTC``, is taken too; no released server writes it.
+
     Raises:
         ResponseError: It is no such time.
     """
     text = value.decode("ascii", "replace")
+    if text.endswith(_OLD_UTC):
+        text = text.removesuffix(_OLD_UTC) + "Z"
     try:
         if not text.endswith("Z"):
             raise ValueError

@@ -50,6 +50,7 @@ def test_replies(payload: bytes, said: Any) -> None:
     "payload",
     [
         b'{"type":"err","seq":2,"error":{"code":400,"err_code":10071,"description":"wrong last sequence: 90"}}',
+        b'{"seq":2,"error":{"code":400,"err_code":10071,"description":"wrong last sequence: 90"}}',
         b'{"seq":2,"ack_msgs":5,"error":{"code":400,"err_code":10071,"description":"wrong last sequence: 90"}}',
     ],
 )

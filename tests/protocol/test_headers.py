@@ -162,13 +162,21 @@ def test_times_are_exact(second: int, ns: int, digits: int) -> None:
     [
         b"", b"Z", b"2026-11-20T21:23:31", b"2026-11-20T21:23:31+01:00", b"2026-11-20T21:23:31+01:00Z",
         b"2026-11-20Z", b"2026-11-20T21:23:31.Z1", b"2026-11-20T21:23:31.1234567890Z", b"2026-13-20T21:23:31Z",
-        b"2026-11-20T21:23:31.12aZ", b"\xff", b"20261120T212331Z",
+        b"2026-11-20T21:23:31.12aZ", b"2022-08-06 00:29:27 +0100 UTC", b" +0000 UTC", b"\xff", b"20261120T212331Z",
     ],
 )  # fmt: skip
 def test_what_is_no_utc_time_is_refused(text: bytes) -> None:
     with pytest.raises(ResponseError, match="not RFC 3339") as caught:
         h.parse_time_ns(text)
     assert caught.value.frame == text
+
+
+@pytest.mark.parametrize(
+    ("text", "ns"),
+    [(b"2022-08-06 00:29:27.587861324 +0000 UTC", 587861324), (b"2022-08-06 00:29:27 +0000 UTC", 0)],
+)
+def test_the_form_of_the_adr_s_examples_is_understood(text: bytes, ns: int) -> None:
+    assert h.parse_time_ns(text) == 1_659_745_767 * 1_000_000_000 + ns
 
 
 @pytest.mark.parametrize(

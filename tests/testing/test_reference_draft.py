@@ -53,6 +53,16 @@ def test_a_refused_message_ends_a_fail_batch_with_the_error_in_the_final_ack() -
     assert (final["batch"], final["count"]) == ("b", 1)
 
 
+def test_so_does_a_refused_first_message() -> None:
+    first, final = Bench(allow_batched=True).fast(1, 0, "fail", b"NATS/1.0\r\nNats-Expected-Last-Sequence: 99\r\n\r\n")
+    assert first == {"ack_msgs": 10}
+    assert (final["error"]["err_code"], final["batch"], final["count"]) == (10071, "b", 0)
+
+
+def test_fast_ingest_is_level_3() -> None:
+    assert Bench(allow_batched=True).created["config"]["metadata"]["_nats.req.level"] == "3"
+
+
 @pytest.mark.parametrize(
     ("config", "reply", "code"),
     [
@@ -80,6 +90,25 @@ def test_a_fast_batch_that_times_out_is_announced() -> None:
 def test_direct_get_comes_with_a_limit_per_subject() -> None:
     assert Bench(max_msgs_per_subject=1).created["config"]["allow_direct"] is True
     assert Bench().created["config"]["allow_direct"] is False
+
+
+def test_what_a_request_says_of_direct_get_is_overridden() -> None:
+    bench = Bench(allow_direct=True)
+    assert bench.created["config"]["allow_direct"] is False
+    update = {"name": "S", "subjects": ["s.>"], "max_msgs_per_subject": 1, "allow_direct": False}
+    assert bench.api("STREAM.UPDATE.S", update)["config"]["allow_direct"] is True
+
+
+def test_a_batch_needs_a_subject_and_a_start() -> None:
+    bench = Bench(max_msgs_per_subject=1)
+    bench.send("s.a", b"x")
+    for request in (b'{"batch":3,"next_by_subj":"s.>"}', b'{"batch":3,"seq":1}'):
+        (refused,) = bench.send("$JS.API.DIRECT.GET.S", request)
+        assert refused.header == b"NATS/1.0 408 Bad Request\r\n\r\n"
+    for start in (b'"seq":1', b'"start_time":"2022-01-01T00:00:00Z"'):
+        found, end = bench.send("$JS.API.DIRECT.GET.S", b'{"batch":3,%b,"next_by_subj":"s.>"}' % start)
+        assert found.payload == b"x"
+        assert end.header.startswith(b"NATS/1.0 204 EOB\r\n")
 
 
 def test_without_direct_get_there_is_silence() -> None:
@@ -120,6 +149,7 @@ def test_ttls() -> None:
 
 def test_limit_tombstones() -> None:
     bench = Bench(max_age=SECOND, limits_ttl=SECOND, max_msgs_per_subject=1)
+    assert bench.created["config"]["limits_ttl"] == SECOND
     bench.send("s.a", b"x")
     bench.engine.handle_timer(bench.now + SECOND)
     bench.now += SECOND

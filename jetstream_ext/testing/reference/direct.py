@@ -160,6 +160,9 @@ class DirectGet:
 
     def _answer_batch(self, request: dict[str, Any], reply: str) -> None:
         store, profile = self._stream.view, self._stream.profile
+        if profile.draft and not (request.get("next_by_subj") and (request.get("seq") or "start_time" in request)):
+            self._status(reply, "408 Bad Request")
+            return
         pattern = request.get("next_by_subj", "")
         seq = self._start(request)
         pending = store.count(pattern, seq)

@@ -269,16 +269,16 @@ class FastBatches:
                 self._check_flow(batch, reply)
             if not fast.commits:
                 return
+        if profile.draft and isinstance(error, ApiError) and not fast.gap_ok:
+            self._drop(batch)
+            stream.send(reply, pub_error(stream.name, error, batch=(fast.id, batch.last - 1)))
+            return
         if not fast.gap_ok and batch.last == 1:
             self._drop(batch)
             if isinstance(error, ApiError):
                 stream.send(reply, pub_error(stream.name, error))
             else:
                 stream.send(reply, pub_ack(profile, stream.name, error.seq, duplicate=True, batch=(fast.id, fast.seq)))
-            return
-        if profile.draft and isinstance(error, ApiError) and not fast.gap_ok:
-            self._drop(batch)
-            stream.send(reply, pub_error(stream.name, error, batch=(fast.id, batch.last - 1)))
             return
         if isinstance(error, ApiError):
             stream.send(reply, flow_error(profile, fast.seq, error))

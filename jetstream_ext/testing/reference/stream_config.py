@@ -197,8 +197,8 @@ def check_create(request: dict[str, Any], profile: Profile, find: Callable[[str]
     _check_sources(config)
     _check_cycle(config, find)
     _check_subjects(config, profile)
-    if profile.draft and config["max_msgs_per_subject"] > 0:
-        config["allow_direct"] = True
+    if profile.draft:
+        config["allow_direct"] = config["max_msgs_per_subject"] > 0  # whatever the request says
     return config
 
 
@@ -377,13 +377,19 @@ def config_json(config: StreamConfig, profile: Profile, *, stored: bool = False)
     }
     if shown.get("persist_mode") == "default":
         del shown["persist_mode"]
+    if profile.draft and config["subject_delete_marker_ttl"]:
+        shown["limits_ttl"] = config["subject_delete_marker_ttl"]
     if config["mirror"]:
         shown["mirror"] = _source_json(config["mirror"])
     if config["sources"]:
         shown["sources"] = [_source_json(source) for source in config["sources"]]
     if profile.metadata:
         level = (
-            4 if config["allow_batched"] else 2 if config["allow_atomic"] or config["persist_mode"] == "async" else 0
+            (3 if profile.draft else 4)
+            if config["allow_batched"]
+            else 2
+            if config["allow_atomic"] or config["persist_mode"] == "async"
+            else 0
         )
         level = max(level, 1 if config["allow_msg_ttl"] or config["subject_delete_marker_ttl"] else 0)
         own = {"_nats.req.level": str(level)}

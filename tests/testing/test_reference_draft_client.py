@@ -1,0 +1,144 @@
+"""This library's client on the ADRs' first wording: what it does on released servers, it does there too."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.client import Client
+
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
+from jetstream_ext.errors import BadRequestError, ConsumerInvalidResetError, WrongLastSequenceError
+from jetstream_ext.testing import ReferenceServer, VirtualClock
+from jetstream_ext.testing.reference import Delay, Drop, Lose
+
+CONFIG: dict[str, Any] = {"name": "S", "subjects": ["s.>"], "max_msgs_per_subject": 100}
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock()
+
+
+@pytest.fixture
+async def draft(clock: VirtualClock) -> AsyncIterator[ReferenceServer]:
+    async with ReferenceServer(dialect="draft", clock=clock) as server:
+        yield server
+
+
+@pytest.fixture
+async def js(draft: ReferenceServer) -> AsyncIterator[Any]:
+    nc: Client = await nats.connect(draft.url)
+    yield nc.jetstream()
+    await nc.close()
+
+
+@pytest.mark.parametrize("gap", list(jsx.GapMode))
+async def test_fast_ingest(js: Any, gap: jsx.GapMode) -> None:
+    await js.add_stream(**CONFIG, allow_batched=True)
+    async with jsx.FastPublisher(js, flow=10, gap=gap) as pub:
+        for index in range(57):
+            await pub.add("s.a", str(index).encode())
+        await pub.flush()
+        assert (pub.batch_seq, pub.flow) == (57, 10)
+        await pub.ping()
+    assert (pub.ack.seq, pub.ack.batch_size, pub.end_reason) == (57, 57, jsx.EndReason.COMMITTED)
+
+
+async def test_a_gap_that_may_be(js: Any, draft: ReferenceServer) -> None:
+    await js.add_stream(**CONFIG, allow_batched=True)
+    draft.faults.add(Lose("s.>", nth=5, times=2))
+    async with jsx.FastPublisher(js, flow=10, gap=jsx.GapMode.OK) as pub:
+        await pub.add_many(("s.a", b"x") for _ in range(30))
+    assert [(gap.first_lost, gap.seq) for gap in pub.gaps] == [(5, 7)]
+    assert (pub.ack.batch_size, (await js.stream_info("S")).state.messages) == (30, 28)
+
+
+async def test_a_gap_that_ends_the_batch(js: Any, draft: ReferenceServer) -> None:
+    await js.add_stream(**CONFIG, allow_batched=True)
+    draft.faults.add(Lose("s.>", nth=5))
+    with pytest.raises(jsx.errors.BatchGapError) as caught:
+        async with jsx.FastPublisher(js, flow=10, gap=jsx.GapMode.FAIL) as pub:
+            await pub.add_many(("s.a", b"x") for _ in range(30))
+    assert (caught.value.first_lost, caught.value.last_lost) == (5, 5)
+    assert caught.value.ack is not None
+    assert caught.value.ack.batch_size == (await js.stream_info("S")).state.messages == 4
+
+
+@pytest.mark.parametrize("refused", [1, 2, 8])
+async def test_a_refused_message_ends_a_batch_without_gaps(js: Any, refused: int) -> None:
+    await js.add_stream(**CONFIG, allow_batched=True)
+    with pytest.raises(WrongLastSequenceError):
+        async with jsx.FastPublisher(js, flow=10, gap=jsx.GapMode.FAIL) as pub:
+            for index in range(1, 30):
+                await pub.add("s.a", b"x", expected_last_seq=99 if index == refused else None)
+    assert (await js.stream_info("S")).state.messages == refused - 1
+
+
+@pytest.mark.parametrize("refused", [2, 8])
+async def test_a_refused_message_is_reported_where_gaps_may_be(js: Any, refused: int) -> None:
+    await js.add_stream(**CONFIG, allow_batched=True)
+    async with jsx.FastPublisher(js, flow=10, gap=jsx.GapMode.OK) as pub:
+        for index in range(1, 30):
+            await pub.add("s.a", b"x", expected_last_seq=99 if index == refused else None)
+    assert [each.seq for each in pub.errors] == [refused]
+    assert (await js.stream_info("S")).state.messages == 28
+
+
+async def test_lost_acknowledgements_are_asked_for(js: Any, draft: ReferenceServer) -> None:
+    await js.add_stream(**CONFIG, allow_batched=True)
+    draft.faults.add(Drop(kind="flow_ack", nth=2, times=2))
+    async with jsx.FastPublisher(js, flow=5, ack_timeout=2.0) as pub:
+        await pub.add_many(("s.a", b"x") for _ in range(30))
+    assert pub.ack.batch_size == 30
+
+
+async def test_direct_get(js: Any) -> None:
+    await js.add_stream(**CONFIG)
+    for index in range(9):
+        await js.publish(f"s.{'abc'[index % 3]}", str(index).encode())
+    direct = jsx.DirectGet(js, "S")
+    first = await direct.get(1)
+    assert (first.data, first.time.year) == (b"0", 2027)
+    assert (await direct.get_last("s.b")).seq == 8
+    assert (await direct.get_next("s.c", seq=4)).seq == 6
+    assert (await direct.get_at(first.time)).seq == 1
+    assert [each.seq for each in await direct.batch(5, subject="s.>").to_list()] == [1, 2, 3, 4, 5]
+    assert [each.seq for each in await direct.batch(5).to_list()] == [1, 2, 3, 4, 5]
+    assert [each.seq for each in await direct.batch(5, subject="s.a", start_time=first.time).to_list()] == [1, 4, 7]
+    assert [each.seq for each in await direct.multi_last(["s.a", "s.b"]).to_list()] == [7, 8]
+    assert [each.seq for each in await direct.multi_last(["s.*"], up_to_seq=5).to_list()] == [3, 4, 5]
+    assert len(await direct.scan(batch=2).to_list()) == 9
+    assert len(await direct.scan(subject="s.a", batch=2, confirm=True).to_list()) == 3
+
+
+async def test_atomic_batches(js: Any) -> None:
+    await js.add_stream(**CONFIG, allow_atomic=True)
+    async with jsx.AtomicBatch(js) as batch:
+        await batch.add("s.a", b"1")
+        await batch.add("s.b", b"2")
+    assert (batch.ack.seq, batch.ack.batch_size) == (2, 2)
+    with pytest.raises(WrongLastSequenceError):
+        await jsx.publish_atomic(js, [jsx.BatchMessage("s.a", b"x", expected_last_seq=9)])
+    assert (await js.stream_info("S")).state.messages == 2
+
+
+async def test_key_value(js: Any, clock: VirtualClock) -> None:
+    kv = await kvx.enable(await js.create_key_value(bucket="B", history=5), direct=True, atomic=True, ttl=20)
+    async with kvx.transaction(kv) as tx:
+        tx.put("a", b"1")
+        tx.put("b", b"2", ttl=30)
+    assert {key: entry.value for key, entry in (await kvx.snapshot(kv)).items()} == {"a": b"1", "b": b"2"}
+    clock.advance(30)
+    assert (await kvx.get_many(kv, ["a", "b"])).keys() == {"a"}
+    shown = await kvx.snapshot(kv, ["b"], include_deletes=True)
+    assert shown["b"].reason == "MaxAge"
+
+
+async def test_a_reset(js: Any) -> None:
+    await js.add_stream(**CONFIG)
+    await js.publish("s.a", b"x")
+    await js.pull_subscribe("s.>", durable="d", stream="S")
+    assert (await jsx.reset_consumer(js, "S", "d", seq=1)).reset_seq == 1
+    assert (await jsx.reset_consumer(js, "S", "d")).reset_seq == 1
