@@ -9,9 +9,9 @@ from nats.aio.client import Client
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import BadRequestError, ConsumerInvalidResetError, WrongLastSequenceError
+from jetstream_ext.errors import WrongLastSequenceError
 from jetstream_ext.testing import ReferenceServer, VirtualClock
-from jetstream_ext.testing.reference import Delay, Drop, Lose
+from jetstream_ext.testing.reference import Drop, Lose
 
 CONFIG: dict[str, Any] = {"name": "S", "subjects": ["s.>"], "max_msgs_per_subject": 100}
 
@@ -66,22 +66,26 @@ async def test_a_gap_that_ends_the_batch(js: Any, draft: ReferenceServer) -> Non
     assert caught.value.ack.batch_size == (await js.stream_info("S")).state.messages == 4
 
 
+async def publish(js: Any, gap: jsx.GapMode, refused: int) -> jsx.FastPublisher:
+    """Publish 29 messages, one of which has an expectation that is wrong."""
+    async with jsx.FastPublisher(js, flow=10, gap=gap) as pub:
+        for index in range(1, 30):
+            await pub.add("s.a", b"x", expected_last_seq=99 if index == refused else None)
+    return pub
+
+
 @pytest.mark.parametrize("refused", [1, 2, 8])
 async def test_a_refused_message_ends_a_batch_without_gaps(js: Any, refused: int) -> None:
     await js.add_stream(**CONFIG, allow_batched=True)
     with pytest.raises(WrongLastSequenceError):
-        async with jsx.FastPublisher(js, flow=10, gap=jsx.GapMode.FAIL) as pub:
-            for index in range(1, 30):
-                await pub.add("s.a", b"x", expected_last_seq=99 if index == refused else None)
+        await publish(js, jsx.GapMode.FAIL, refused)
     assert (await js.stream_info("S")).state.messages == refused - 1
 
 
 @pytest.mark.parametrize("refused", [2, 8])
 async def test_a_refused_message_is_reported_where_gaps_may_be(js: Any, refused: int) -> None:
     await js.add_stream(**CONFIG, allow_batched=True)
-    async with jsx.FastPublisher(js, flow=10, gap=jsx.GapMode.OK) as pub:
-        for index in range(1, 30):
-            await pub.add("s.a", b"x", expected_last_seq=99 if index == refused else None)
+    pub = await publish(js, jsx.GapMode.OK, refused)
     assert [each.seq for each in pub.errors] == [refused]
     assert (await js.stream_info("S")).state.messages == 28
 

@@ -100,12 +100,11 @@ def test_half_a_character_is_replaced() -> None:
     assert (found["a"], found["b"]) == ("\ufffd", "\U0001f600")
 
 
-values = st.sampled_from(
-    """
-    0 1 -1 18446744073709551616 1e3 1.5 null true "s.a" ["s.a",">"] {} [] [1] x "\\ud800" "\\u0000"
-    "2020-01-01T00:00:00Z" "0001-01-01T00:00:00Z" "9999-12-31T23:59:59Z"
-    """.split()
-)
+VALUES = """
+0 1 -1 18446744073709551616 1e3 1.5 null true "s.a" ["s.a",">"] {} [] [1] x "\\ud800" "\\u0000"
+"2020-01-01T00:00:00Z" "0001-01-01T00:00:00Z" "9999-12-31T23:59:59Z"
+"""
+values = st.sampled_from(VALUES.split())
 objects = st.dictionaries(st.sampled_from(FIELDS.split()), values, max_size=4).map(
     lambda found: "{" + ",".join(f'"{key}":{value}' for key, value in found.items()) + "}"
 )
