@@ -31,7 +31,7 @@ from jetstream_ext.errors import RequestTimeoutError, ServerError
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.testing.reference import ReferenceServer
 
-SLACK = 20.0
+SLACK = 60.0
 
 
 @pytest.fixture
@@ -478,8 +478,15 @@ async def test_an_origin_that_does_not_answer(nc: Client, stream_name: Callable[
 
     sub = await nc.subscribe(f"{prefix}.>", cb=answer)
     js = nc.jetstream(prefix=prefix)
-    (health,) = await jsx.source_health(js, "T", timeout=0.3)
-    assert health.state is jsx.SourceState.UNREACHABLE
+    rows: list[jsx.SourceHealth] = []
+    timeout = 0.1
+    while not rows:  # on a busy machine the stream's own answer takes longer
+        timeout *= 2
+        try:
+            rows = await jsx.source_health(js, "T", timeout=timeout)
+        except RequestTimeoutError:
+            assert timeout < SLACK
+    assert [row.state for row in rows] == [jsx.SourceState.UNREACHABLE]
     with pytest.raises(RequestTimeoutError):
         await jsx.source_health(js, "U", timeout=0.1)
     task = asyncio.create_task(jsx.source_health(js, "T"))

@@ -163,7 +163,10 @@ async def messages(js: JetStreamContext, stream: str) -> int:
 async def test_a_work_queue_behind_a_link_that_breaks(servers: Servers) -> None:
     relay, edge, far = servers.relay, servers.edge, servers.far
     await edge.add_stream(name="W", subjects=["w.>"], retention=RetentionPolicy.WORK_QUEUE)
-    entry = await jsx.create_source_consumer(servers.edge_from_far, "W", "to-far", deliver_subject="deliver.to-far")
+    to_far = "deliver.to-far"
+    entry = await jsx.create_source_consumer(
+        servers.edge_from_far, "W", "to-far", deliver_subject=to_far, timeout=SLACK
+    )
     await jsx.ensure_stream(far, name="ALL", sources=[entry], allow_direct=True)
 
     async def publish() -> None:
