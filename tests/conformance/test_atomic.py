@@ -128,8 +128,6 @@ def test_rollups(batches: Any, rollups: tuple[str | None, str | None]) -> None:
     ids=str,
 )
 def test_configurations(batches: Any, pair: Any, config: dict[str, Any]) -> None:
-    if not pair.since("2.12.0"):
-        pytest.skip("no atomic batches")
     same = {"subject": "s.a"}
     batches(
         ONE, lines(Nats_TTL=5 if "allow_msg_ttl" in config else 0, **same), lines(seq=2, commit="1", **same), **config
@@ -137,8 +135,6 @@ def test_configurations(batches: Any, pair: Any, config: dict[str, Any]) -> None
 
 
 def test_too_many_in_flight(pair: Any, headers: Any) -> None:
-    if not pair.since("2.12.0"):
-        pytest.skip("no atomic batches")
     pair.stream(allow_atomic=True)
     for index in range(51):
         pair.publish("s.a", header=headers(**lines(f"b{index}")))

@@ -158,8 +158,6 @@ def test_durable_sourcing(newest: Any, headers: Any) -> None:
 )
 @pytest.mark.parametrize("more", [{}, {"opt_start_seq": 5}, {"filter_subject": "a"}], ids=str)
 def test_configurations_of_durable_sourcing(pair: Any, consumer: dict[str, Any], more: dict[str, Any]) -> None:
-    if not pair.since("2.12.0"):
-        pytest.skip("the field is dropped")
     what = {"name": "O", "consumer": consumer, **more}
     pair.api("STREAM.CREATE.C", {"name": "C", "sources": [what]})
     pair.api("STREAM.CREATE.D", {"name": "D", "mirror": what})

@@ -336,8 +336,6 @@ def test_ttl_values(newest: Any, headers: Any, enabled: bool) -> None:
 
 
 def test_ttl_is_raised_to_the_marker_ttl(pair: Any, headers: Any) -> None:
-    if not pair.since("2.11.0"):
-        pytest.skip("no TTLs")
     for name, config in (("S", {}), ("T", {"max_msgs_per_subject": 1})):
         pair.stream(name, subject_delete_marker_ttl=10_000_000_000, allow_direct=True, **config)
         subject = f"{name.lower()}.a"

@@ -93,7 +93,9 @@ class Puller:
         row: dict[str, Any] = {"name": self.origin_name, "lag": 0, "active": active}
         if self._error is not None:
             row["error"] = self._error
-        if self._source.get("filter_subject"):
+        # Before 2.12 a mirror learns its own filter with the first answer of its origin.
+        known = not self._mirror or self._heard is not None or self._target.profile.strict_json
+        if known and self._source.get("filter_subject"):
             row["filter_subject"] = self._source["filter_subject"]
         return row
 

@@ -208,7 +208,8 @@ def _check_times(config: StreamConfig, profile: Profile, pedantic: bool) -> None
         raise invalid("max age can not be negative")
     if 0 < age < 100 * MILLISECOND:
         raise invalid("max age needs to be >= 100ms")
-    if config["duplicate_window"] == 0 and not config["mirror"] and not config["sources"]:
+    copies = config["mirror"] or (config["sources"] and profile.strict_json)
+    if config["duplicate_window"] == 0 and not copies:
         config["duplicate_window"] = 2 * MINUTE
         if age != 0 and age < 2 * MINUTE:
             if pedantic:
