@@ -264,7 +264,7 @@ class Player:
         self._pair.publish(f"$JS.ACK.S.C.1.{seq}.{delivery}.1.0", word)
 
     def _consumer_info(self) -> None:
-        self._pair.api("CONSUMER.INFO.S.C")
+        self._pair.eventually(lambda: self._pair.api("CONSUMER.INFO.S.C"))
 
     def _reset(self, **request: Any) -> None:
         if self._pair.since("2.14.0") and self._pair.api("CONSUMER.NAMES.S")["consumers"]:
