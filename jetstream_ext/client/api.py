@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import nats.errors
 import orjson
+from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.errors import RequestTimeoutError, ResponseError
 from jetstream_ext.protocol.acks import parse_refusal
+
+_LOOK_AGAIN: Final = 0.1
+"""Seconds between two looks at whether the connection is closed."""
 
 
 class Api:
@@ -49,6 +53,7 @@ class Api:
             ServiceUnavailableError: nats-py's: nobody answers on the subject (JetStream is off, or away).
             ServerError: Any other refusal.
             RequestTimeoutError: No answer in time.
+            ConnectionClosedError: nats-py's: the connection is closed, or was while waiting.
             ResponseError: The answer is not one of the JetStream API.
         """
         subject = f"{prefix or self.js.prefix}.{what}"
@@ -56,7 +61,7 @@ class Api:
         try:
             if left <= 0:
                 raise nats.errors.TimeoutError
-            reply = await self.js.nc.request(subject, b"" if body is None else orjson.dumps(body), timeout=left)
+            reply = await self._request(subject, b"" if body is None else orjson.dumps(body), left)
         except nats.errors.NoRespondersError as error:
             raise ServiceUnavailableError(code=503, description=f"nobody answers on {subject}") from error
         except nats.errors.TimeoutError as error:
@@ -73,6 +78,20 @@ class Api:
                 raise NotFoundError(code=404, err_code=refusal.err_code, description=refusal.description) from refusal
             raise refusal
         return answer
+
+    async def _request(self, subject: str, payload: bytes, timeout: float) -> Msg:
+        request = asyncio.ensure_future(self.js.nc.request(subject, payload, timeout=timeout))
+        request.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # seen, even if nobody waits any more
+        try:
+            # nats-py lets a request wait on when its connection is closed.
+            while not (await asyncio.wait({request}, timeout=_LOOK_AGAIN))[0]:
+                if self.js.connection.closed:
+                    raise nats.errors.ConnectionClosedError
+            return request.result()
+        finally:
+            request.cancel()
 
     async def level(self) -> int:
         """Return the API level of the JetStream that answers (0: older than 2.11), as it says itself.

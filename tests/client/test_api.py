@@ -1,9 +1,13 @@
-"""Answers of the JetStream API that make no sense: one error for all of them, whoever asked."""
+"""Answers of the JetStream API that make no sense, and none at all: one error for all of them, whoever asked."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
 
+import nats
+import nats.errors
+import nats.js.errors
 import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -11,6 +15,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext.errors import ResponseError
+from jetstream_ext.testing import NatsServer
 
 CALLS: dict[str, Callable[[JetStreamContext], Awaitable[Any]]] = {
     "reset": lambda js: jsx.reset_consumer(js, "S", "c"),
@@ -58,3 +63,23 @@ async def test_an_answer_that_makes_no_sense(
             await CALLS[name](nc.jetstream(prefix=prefix, timeout=20))
     await sub.unsubscribe()
     await left.settled()
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+async def test_closing_the_connection_ends_the_wait(
+    nc: Client, server: NatsServer, stream_name: Callable[[], str], call: Callable[[JetStreamContext], Awaitable[Any]]
+) -> None:
+    prefix, asked = stream_name(), asyncio.Event()
+
+    async def say_nothing(msg: Msg) -> None:
+        asked.set()
+
+    await nc.subscribe(f"{prefix}.>", cb=say_nothing)
+    await nc.request("$JS.API.INFO")  # nats-py's flush() overtakes the subscription
+    other = await nats.connect(server.url, connect_timeout=10)
+    waiting = asyncio.ensure_future(call(other.jetstream(prefix=prefix, timeout=1000)))
+    async with asyncio.timeout(60):
+        await asked.wait()
+        await other.close()
+        with pytest.raises((nats.errors.ConnectionClosedError, nats.js.errors.ServiceUnavailableError)):
+            await waiting
