@@ -72,7 +72,7 @@ class JetStreamDataSource(DataSource):
     ``endingOffsets``                          batch: ``latest`` (default; when the query is planned), or JSON:
                                                ``{"ORDERS": 99}``, the last sequence that is read
     ``endingTime``                             batch: as ``startingTime``: what was stored before
-    ``minPartitions``                          partitions at least (2); streaming: exactly, for every micro-batch
+    ``minPartitions``                          partitions at least (2); streaming: exactly (or one per stream)
     ``maxBytesPerPartition``                   batch: bytes of messages per partition, about (64m)
     ``maxOffsetsPerTrigger``                   streaming, Spark 4.2: sequences per micro-batch at most
     ``maxBytesPerTrigger``                     streaming, Spark 4.2: bytes of messages per micro-batch, about
