@@ -62,7 +62,7 @@ def atomic_faults(session: nox.Session) -> None:
 
 @nox.session
 def differential(session: nox.Session) -> None:
-    """Compare the reference server with real ones on 10,000 random sequences of commands; takes an hour."""
+    """Compare the reference server with real ones on 10,000 random sequences of commands; takes a quarter of an hour."""
     session.install("-e", ".[server]", *group("test"))
     every = "2.10.26,2.11.11,2.12.8,2.14.6,2.15.1"
     env = {"JETSTREAM_EXT_DIFFERENTIAL": "10000", "JETSTREAM_EXT_DIFFERENTIAL_VERSIONS": every}

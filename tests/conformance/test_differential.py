@@ -23,6 +23,8 @@ sequences = st.integers(0, 9)
 subjects = st.sampled_from(["s.a", "s.b", "s.c.d"])
 patterns = st.sampled_from(["s.a", "s.b", "s.*", "s.>", ">", "zz", "s.c.d"])
 payloads = st.sampled_from([b"", b"x", b"x" * 30])
+# Before and after everything: what is between cannot be the same on two servers.
+instants = st.sampled_from(["2020-01-01T00:00:00Z", "2100-01-01T00:00:00+01:00", "x"])
 
 
 def some(**choices: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
@@ -113,7 +115,8 @@ get = st.tuples(
         max_bytes=st.integers(-1, 60),
         multi_last=st.lists(patterns, max_size=3),
         up_to_seq=sequences,
-        start_time=st.sampled_from(["2020-01-01T00:00:00Z", "2100-01-01T00:00:00Z", "x"]),
+        start_time=instants,
+        up_to_time=instants,
         no_hdr=st.booleans(),
     ),
 )
@@ -134,6 +137,7 @@ consumer_create = st.tuples(
         max_deliver=st.integers(1, 3),
         headers_only=st.just(True),
         durable_name=st.just("C"),
+        deliver_subject=st.just("P.push"),
     ),
 )
 consumer_next = steps(batch=st.integers(1, 4))("next")
@@ -161,6 +165,15 @@ plans = {
     ),
 }
 
+# Most of what a consumer does needs messages, and a consumer.
+beginnings = {
+    "publish": st.just([]),
+    "batches": st.just([]),
+    "consumers": st.builds(
+        lambda messages, consumer: [*messages, consumer], st.lists(publish, max_size=6), consumer_create
+    ),
+}
+
 
 class Player:
     """Carries out steps on a pair of servers."""
@@ -174,6 +187,8 @@ class Player:
         if pair.since("2.14.0"):
             self._config["allow_batched"] = True
         self._filter: str | None = None
+        self._miscounts = False
+        pair.raw(b"SUB P.push 2\r\n")  # push consumers deliver to a subject that somebody names
         self.created = pair.try_stream(self._config)
 
     def play(self, name: str, arguments: dict[str, Any]) -> None:
@@ -255,6 +270,9 @@ class Player:
             # A real server counts what is pending wrongly after an update of the filter.
             self._pair.api("CONSUMER.DELETE.S.C")
         self._filter = config.get("filter_subject")
+        # 2.14 counts wrongly what is pending after a reset of such a consumer.
+        if config.get("deliver_policy") == "last_per_subject" and not self._pair.since("2.15.0"):
+            self._miscounts = True
         self._pair.api("CONSUMER.CREATE.S.C", {"stream_name": "S", "config": config})
 
     def _next(self, batch: int) -> None:
@@ -267,7 +285,9 @@ class Player:
         self._pair.eventually(lambda: self._pair.api("CONSUMER.INFO.S.C"))
 
     def _reset(self, **request: Any) -> None:
-        if self._pair.since("2.14.0") and self._pair.api("CONSUMER.NAMES.S")["consumers"]:
+        if self._miscounts or not self._pair.since("2.14.0"):
+            return
+        if self._pair.api("CONSUMER.NAMES.S")["consumers"]:
             self._pair.api("CONSUMER.RESET.S.C", request)
 
 
@@ -283,11 +303,11 @@ def test_the_servers_agree(make_pair: Any, servers: Any, headers: Any, plan: str
         suppress_health_check=list(HealthCheck),
         print_blob=False,
     )
-    @given(config=stream_configs, script=st.lists(plans[plan], min_size=3, max_size=14))
-    def agree(config: dict[str, Any], script: list[Step]) -> None:
+    @given(config=stream_configs, beginning=beginnings[plan], script=st.lists(plans[plan], min_size=3, max_size=14))
+    def agree(config: dict[str, Any], beginning: list[Step], script: list[Step]) -> None:
         for pair in make_pair(version, servers):
             player = Player(pair, headers, config)
-            for step in script if player.created else []:
+            for step in beginning + script if player.created else []:
                 player.play(*step)
 
     agree()
