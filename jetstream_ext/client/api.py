@@ -20,6 +20,24 @@ _LOOK_AGAIN: Final = 0.1
 """Seconds between two looks at whether the connection is closed."""
 
 
+async def request(js: JetStream, subject: str, payload: bytes, timeout: float) -> Msg:
+    """Ask and return the answer, as nats-py's own does, but end with the connection: nats-py would wait on.
+
+    Raises:
+        TimeoutError, NoRespondersError: nats-py's.
+        ConnectionClosedError: nats-py's: the connection is closed, or was while waiting.
+    """
+    asked = asyncio.ensure_future(js.nc.request(subject, payload, timeout=timeout))
+    asked.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, even if nobody waits any more
+    try:
+        while not (await asyncio.wait({asked}, timeout=_LOOK_AGAIN))[0]:
+            if js.connection.closed:
+                raise nats.errors.ConnectionClosedError
+        return asked.result()
+    finally:
+        asked.cancel()
+
+
 class Api:
     """The API behind one JetStream context, for the length of one call of this library.
 
@@ -61,7 +79,7 @@ class Api:
         try:
             if left <= 0:
                 raise nats.errors.TimeoutError
-            reply = await self._request(subject, b"" if body is None else orjson.dumps(body), left)
+            reply = await request(self.js, subject, b"" if body is None else orjson.dumps(body), left)
         except nats.errors.NoRespondersError as error:
             raise ServiceUnavailableError(code=503, description=f"nobody answers on {subject}") from error
         except nats.errors.TimeoutError as error:
@@ -78,20 +96,6 @@ class Api:
                 raise NotFoundError(code=404, err_code=refusal.err_code, description=refusal.description) from refusal
             raise refusal
         return answer
-
-    async def _request(self, subject: str, payload: bytes, timeout: float) -> Msg:
-        request = asyncio.ensure_future(self.js.nc.request(subject, payload, timeout=timeout))
-        request.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # seen, even if nobody waits any more
-        try:
-            # nats-py lets a request wait on when its connection is closed.
-            while not (await asyncio.wait({request}, timeout=_LOOK_AGAIN))[0]:
-                if self.js.connection.closed:
-                    raise nats.errors.ConnectionClosedError
-            return request.result()
-        finally:
-            request.cancel()
 
     async def level(self) -> int:
         """Return the API level of the JetStream that answers (0: older than 2.11), as it says itself.

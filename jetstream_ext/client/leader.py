@@ -12,7 +12,7 @@ import nats.errors
 import nats.js.errors
 import orjson
 
-from jetstream_ext.client.api import Api
+from jetstream_ext.client import api
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.errors import RequestTimeoutError, ResponseError
 from jetstream_ext.protocol import headers as h
@@ -53,12 +53,13 @@ async def get_at_leader(js: JetStream, stream: str, request: dict[str, Any], tim
 
     Raises:
         RequestTimeoutError: No answer within `timeout` seconds.
+        ConnectionClosedError: nats-py's: the connection is closed, or was while waiting.
         nats.js.errors.APIError: The server refused (no such stream, for one).
         ResponseError: The answer is malformed.
     """
     try:
         subject, payload = f"{js.prefix}.STREAM.MSG.GET.{stream}", orjson.dumps(request)
-        msg = await _answered(lambda: js.nc.request(subject, payload, timeout=timeout))
+        msg = await _answered(lambda: api.request(js, subject, payload, timeout))
     except nats.errors.NoRespondersError:
         raise nats.js.errors.ServiceUnavailableError(
             code=503, description=f"JetStream does not answer for stream {stream!r}"
@@ -95,7 +96,7 @@ async def last_at_leader(js: JetStream, stream: str, timeout: float) -> int:
         RequestTimeoutError: No answer within `timeout` seconds.
         ServerError, ResponseError: The leader refused, or its answer is malformed.
     """
-    answer = await _answered(lambda: Api(js, timeout).ask(f"STREAM.INFO.{stream}"))
+    answer = await _answered(lambda: api.Api(js, timeout).ask(f"STREAM.INFO.{stream}"))
     try:
         return int(answer["state"]["last_seq"])
     except (KeyError, TypeError, ValueError):

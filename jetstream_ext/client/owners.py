@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 from weakref import WeakKeyDictionary
 
 import nats.errors
 import nats.js.errors
-import orjson
 from nats.aio.client import Client
 
+from jetstream_ext.client.api import Api
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.errors import RequestTimeoutError, ResponseError
-from jetstream_ext.protocol.acks import parse_refusal
 from jetstream_ext.protocol.stream_facts import StreamFacts, parse_stream_info
 from jetstream_ext.types import BatchAck
 
@@ -107,9 +106,10 @@ async def stream_facts(js: JetStream, stream: str, timeout: float) -> StreamFact
         RequestTimeoutError: No answer within `timeout` seconds.
         NotFoundError: nats-py's: there is no such stream.
         nats.js.errors.APIError: The server refused, or nobody answers for JetStream.
+        ConnectionClosedError: nats-py's: the connection is closed, or was while waiting.
         ResponseError: The answer is malformed.
     """
-    reply = await _ask(js, f"STREAM.INFO.{stream}", b"", timeout)
+    reply = await Api(js, timeout).ask(f"STREAM.INFO.{stream}")
     try:
         return parse_stream_info(reply)
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -117,27 +117,6 @@ async def stream_facts(js: JetStream, stream: str, timeout: float) -> StreamFact
 
 
 async def _name(js: JetStream, subject: str, timeout: float) -> str | None:
-    reply = await _ask(js, "STREAM.NAMES", orjson.dumps({"subject": subject}), timeout)
+    reply = await Api(js, timeout).ask("STREAM.NAMES", {"subject": subject})
     names = reply.get("streams")
     return str(names[0]) if isinstance(names, list) and names else None
-
-
-async def _ask(js: JetStream, what: str, question: bytes, timeout: float) -> dict[str, Any]:
-    try:
-        msg = await js.nc.request(f"{js.prefix}.{what}", question, timeout=timeout)
-    except nats.errors.NoRespondersError:
-        raise nats.js.errors.ServiceUnavailableError(code=503, description=f"nobody answers {what}") from None
-    except nats.errors.TimeoutError:
-        raise RequestTimeoutError(f"no answer to {what} within {timeout:g} s") from None
-    try:
-        reply = orjson.loads(msg.data)
-    except orjson.JSONDecodeError:
-        raise ResponseError(f"the answer to {what} is not JSON", frame=msg.data) from None
-    if not isinstance(reply, dict):
-        raise ResponseError(f"the answer to {what} is not a JSON object", frame=msg.data)
-    if reply.get("error") is not None:
-        refusal = parse_refusal(reply["error"], msg.data)
-        if refusal.code == 404:
-            raise nats.js.errors.NotFoundError(code=404, err_code=refusal.err_code, description=refusal.description)
-        raise refusal
-    return reply

@@ -14,7 +14,10 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
+from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.leader import get_at_leader
 from jetstream_ext.errors import ResponseError
+from jetstream_ext.log import LogReader
 from jetstream_ext.testing import NatsServer
 
 CALLS: dict[str, Callable[[JetStreamContext], Awaitable[Any]]] = {
@@ -23,6 +26,13 @@ CALLS: dict[str, Callable[[JetStreamContext], Awaitable[Any]]] = {
     "health": lambda js: jsx.source_health(js, "S"),
     "ensure": lambda js: jsx.ensure_stream(js, name="S"),
     "features": jsx.features,
+}
+OTHERS: dict[str, Callable[[JetStreamContext], Awaitable[Any]]] = {
+    "batch": lambda js: jsx.publish_atomic(js, [("S.a", b"")]),
+    "get": lambda js: jsx.DirectGet(js, "S").get(1),
+    "scan": lambda js: jsx.DirectGet(js, "S").scan(confirm=True, min_seq=7).to_list(),
+    "leader": lambda js: get_at_leader(JetStream(js), "S", {"seq": 1}, 1000),
+    "log": lambda js: LogReader(js, "S").open(),
 }
 RESET = ("reset", "reset to a time")
 NEW = b'"metadata":{"_nats.level":"5"}'
@@ -65,7 +75,7 @@ async def test_an_answer_that_makes_no_sense(
     await left.settled()
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("call", (CALLS | OTHERS).values(), ids=CALLS | OTHERS)
 async def test_closing_the_connection_ends_the_wait(
     nc: Client, server: NatsServer, stream_name: Callable[[], str], call: Callable[[JetStreamContext], Awaitable[Any]]
 ) -> None:
