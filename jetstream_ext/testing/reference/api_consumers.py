@@ -106,7 +106,7 @@ def _check_work_queue(stream: Stream, config: ConsumerConfig) -> None:
     filters = [config["filter_subject"]] if config["filter_subject"] else config["filter_subjects"]
     if not filters:
         raise api_error(10099)
-    if any(consumer.overlaps(filters) for consumer in stream.consumers.values()):
+    if any(consumer.cursor.overlaps(filters) for consumer in stream.consumers.values()):
         raise api_error(10100)
 
 

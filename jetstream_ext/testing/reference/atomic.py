@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from . import gojson, headers, ids, times
+from . import headers, times
 from .acks import pub_error
+from .advisories import batch_abandoned
 from .checks import DuplicateMessageError, Staged, check_staged, required_level_met
 from .errors import ApiError, api_error
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["AtomicBatches"]
 
 _MAX_ID = 64
-_ADVISORY = "$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED"
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class AtomicBatches:
     def _abandon(self, batch_id: str, reason: str) -> None:
         self._drop(batch_id)
         if reason:
-            send_advisory(self._stream, batch_id, reason)
+            batch_abandoned(self._stream, batch_id, reason)
 
     def _commit(self, part: _Part, batch: _Batch, reply: str) -> None:
         stream = self._stream
@@ -168,17 +168,3 @@ class AtomicBatches:
         for index, (subject, header, payload) in enumerate(batch.staged, 1):
             last = index == len(batch.staged)
             stream.process(subject, header, payload, reply=reply if last else "", batch=(part.id, index))
-
-
-def send_advisory(stream: Stream, batch_id: str, reason: str) -> None:
-    """Tell whoever listens that a batch was given up."""
-    kind = "batch_abandoned" if stream.profile.draft else "stream_batch_abandoned"
-    advisory = {
-        "type": f"io.nats.jetstream.advisory.v1.{kind}",
-        "id": ids.nuid(stream.random),
-        "timestamp": times.rfc3339(stream.now),
-        "stream": stream.name,
-        "batch": batch_id,
-        "reason": reason,
-    }
-    stream.send(f"{_ADVISORY}.{stream.name}", gojson.dumps(advisory))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import gojson, headers, ids, subjects, times
+from . import headers, subjects, times
+from .advisories import deliveries_exceeded
 from .consumer_config import ConsumerConfig, consumer_json
+from .cursor import Cursor
 from .delivery import Pull, Push
 from .progress import Pending, Progress, moved_floor, parse_delay
-from .start import start_position
 
 if TYPE_CHECKING:
     from .connections import Message
@@ -18,16 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Consumer"]
 
-_ADVISORY = "$JS.EVENT.ADVISORY.CONSUMER"
-
 
 class Consumer:
-    """A consumer of one stream.
-
-    `next` is the stream sequence to look at next, `next_delivery` the consumer sequence of the next delivery.
-    """
-
-    next: int
+    """A consumer of one stream; `next_delivery` is the consumer sequence of the next delivery."""
 
     def __init__(self, stream: Stream, name: str, config: ConsumerConfig) -> None:
         self.stream = stream
@@ -38,9 +32,9 @@ class Consumer:
         self.pending: dict[int, Pending] = {}
         self.redeliver: list[int] = []
         self._redelivered: dict[int, int] = {}
-        self.next, self._skip_list, self._resume = start_position(stream, config, self.filters)
-        self._floor = (0, self.next - 1)
-        self._progress = Progress((0, self.next - 1))
+        self.cursor: Cursor = Cursor(stream, config)
+        self._floor = (0, self.cursor.next - 1)
+        self._progress = Progress((0, self.cursor.next - 1))
         if not stream.profile.reset:
             self._progress.floor = (0, 0)
         self._pumping = False
@@ -78,7 +72,7 @@ class Consumer:
     def update(self, config: ConsumerConfig) -> None:
         """Go on under another configuration."""
         moved = config["deliver_subject"] != self.config["deliver_subject"]
-        self.config = config
+        self.config = self.cursor.config = config
         if moved:
             self._target.close()
             self._target = Push(self)
@@ -121,8 +115,8 @@ class Consumer:
         self.pending.clear()
         self.redeliver.clear()
         self._redelivered.clear()
-        self._skip_list = []
-        self.next, self.next_delivery = seq, 1
+        self.cursor.restart(seq)
+        self.next_delivery = 1
         self._floor = (0, seq - 1)
         self._progress = Progress((0, seq - 1))
         self._arm()
@@ -132,41 +126,16 @@ class Consumer:
 
     # Which messages.
 
-    @property
-    def filters(self) -> list[str]:
-        """The filter subjects; none means all messages."""
-        one = self.config["filter_subject"]
-        return [one] if one else list(self.config["filter_subjects"])
-
-    def wants(self, subject: str) -> bool:
-        """Whether messages on a subject are for it."""
-        filters = self.filters
-        return not filters or any(subjects.matches(each, subject) for each in filters)
-
-    def overlaps(self, filters: list[str]) -> bool:
-        """Whether some message could be both for it and for these filters."""
-        return any(subjects.collide(one, other) for one in self.filters or [">"] for other in filters)
-
     def needs(self, message: StoredMessage) -> bool:
         """Whether a message of an interest or work queue stream must be kept for it."""
         seq = message.seq
-        if not self.wants(message.subject):
+        if not self.cursor.wants(message.subject):
             return False
         if seq in self._redelivered:
             return True
         if seq <= self._floor[1]:
             return False
-        return self.config["ack_policy"] != "explicit" or seq >= self.next or seq in self.pending
-
-    def num_pending(self) -> int:
-        """Return how many messages were never delivered."""
-        store = self.stream.store
-        if self._skip_list:
-            return len(self._skip_list) + self._count(self._resume + 1)
-        return self._count(self.next) if len(store) else 0
-
-    def _count(self, seq: int) -> int:
-        return sum(self.stream.store.count(each, seq) for each in self.filters or [""])
+        return self.config["ack_policy"] != "explicit" or seq >= self.cursor.next or seq in self.pending
 
     def _next_message(self) -> tuple[StoredMessage, int] | None:
         """Return the next message and its delivery count; it is taken off whatever queue it was on."""
@@ -176,7 +145,7 @@ class Consumer:
             limit = self.config["max_deliver"]
             if 0 < limit <= count:
                 if count == limit:
-                    self._announce_exceeded(seq, count)
+                    deliveries_exceeded(self.stream, self.name, seq, count)
                 self._forget(seq)
                 continue
             message = self.stream.store.get(seq)
@@ -184,19 +153,8 @@ class Consumer:
                 return message, count + 1
         if self.at_limit():
             return None
-        store = self.stream.store
-        if self._skip_list:
-            seq = self._skip_list.pop(0)
-            self.next = (seq if self._skip_list else self._resume) + 1
-            message = store.get(seq)
-            return (message, 1) if message is not None else self._next_message()
-        found = [store.next_for(each, self.next) for each in self.filters or [""]]
-        message = min((each for each in found if each), key=lambda each: each.seq, default=None)
-        if message is None:
-            self.next = max(self.next, store.last + 1)
-            return None
-        self.next = message.seq + 1
-        return message, 1
+        message = self.cursor.take()
+        return None if message is None else (message, 1)
 
     def at_limit(self) -> bool:
         """Whether so many messages are unacknowledged that no more go out."""
@@ -220,7 +178,7 @@ class Consumer:
 
     def _deliver(self, message: StoredMessage, count: int) -> bool:
         stream = self.stream
-        left = self.num_pending()
+        left = self.cursor.num_pending()
         reply = f"$JS.ACK.{stream.name}.{self.name}.{count}.{message.seq}.{self.next_delivery}.{message.time}.{left}"
         header, payload = message.header, message.payload
         if self.config["headers_only"]:
@@ -229,7 +187,7 @@ class Consumer:
         taken: Any = self._target.take(size)
         if taken is None:
             if count == 1:
-                self.next = message.seq
+                self.cursor.put_back(message.seq)
             else:
                 self._redelivered[message.seq] -= 1
                 self.redeliver.insert(0, message.seq)
@@ -254,7 +212,7 @@ class Consumer:
 
     def send_heartbeat(self, subject: str, *, stalled_on: str = "") -> None:
         """Say that nothing is lost: there is nothing to send."""
-        lines = [("Nats-Last-Consumer", str(self.next_delivery - 1)), ("Nats-Last-Stream", str(self.next - 1))]
+        lines = [("Nats-Last-Consumer", str(self.next_delivery - 1)), ("Nats-Last-Stream", str(self.cursor.next - 1))]
         if stalled_on:
             lines.append(("Nats-Consumer-Stalled", stalled_on))
         self.stream.send(subject, header=headers.status("100 Idle Heartbeat", *lines))
@@ -294,7 +252,7 @@ class Consumer:
 
     def acknowledge(self, seq: int, delivery: int) -> bool:
         """Take an acknowledgement; return whether it made sense."""
-        if seq >= self.next and not self.config["flow_control"]:
+        if seq >= self.cursor.next and not self.config["flow_control"]:
             return False
         was_full = self.at_limit()
         gone = [seq]
@@ -302,7 +260,7 @@ class Consumer:
             entry = self.pending.pop(seq, None)
             if entry is not None:
                 self._floor = moved_floor(
-                    self.pending, self._floor, (self.next_delivery - 1, self.next - 1), entry.delivery, seq
+                    self.pending, self._floor, (self.next_delivery - 1, self.cursor.next - 1), entry.delivery, seq
                 )
                 self._progress.floor = moved_floor(
                     self.pending, self._progress.floor, self._progress.delivered, entry.delivery, seq
@@ -365,7 +323,7 @@ class Consumer:
             count = max(self._redelivered.get(seq, 0), 1)
             if 0 < limit <= count:
                 if count == limit:
-                    self._announce_exceeded(seq, count)
+                    deliveries_exceeded(self.stream, self.name, seq, count)
                 self._forget(seq)
                 self._redelivered[seq] = count
             else:
@@ -378,27 +336,14 @@ class Consumer:
         entry = self.pending.pop(seq, None)
         if entry is not None:
             self._floor = moved_floor(
-                self.pending, self._floor, (self.next_delivery - 1, self.next - 1), entry.delivery, seq
+                self.pending, self._floor, (self.next_delivery - 1, self.cursor.next - 1), entry.delivery, seq
             )
-
-    def _announce_exceeded(self, seq: int, count: int) -> None:
-        advisory = {
-            "type": "io.nats.jetstream.advisory.v1.max_deliver",
-            "id": ids.nuid(self.stream.random),
-            "timestamp": times.rfc3339(self.stream.now),
-            "stream": self.stream.name,
-            "consumer": self.name,
-            "stream_seq": seq,
-            "deliveries": count,
-        }
-        subject = f"{_ADVISORY}.MAX_DELIVERIES.{self.stream.name}.{self.name}"
-        self.stream.send(subject, gojson.dumps(advisory))
 
     # What happens to the stream.
 
     def message_stored(self, message: StoredMessage) -> None:
         """Take note of a new message."""
-        if self.wants(message.subject):
+        if self.cursor.wants(message.subject):
             self.pump()
 
     def message_removed(self, message: StoredMessage) -> None:
@@ -419,21 +364,23 @@ class Consumer:
         store = self.stream.store
         wider = False
         first = store.first
-        if pattern and not (self.filters and any(subjects.is_subset(each, pattern) for each in self.filters)):
-            if not self.overlaps([pattern]):
+        if pattern and not (
+            self.cursor.filters and any(subjects.is_subset(each, pattern) for each in self.cursor.filters)
+        ):
+            if not self.cursor.overlaps([pattern]):
                 return
             wider = True
         elif pattern:
             following = store.next_for(pattern, 0)
             first = following.seq if following is not None else store.last + 1
-        self.next = max(self.next, first)
+        self.cursor.next = max(self.cursor.next, first)
         if self._floor[1] < first:
             self._drop_purged(first, wider=wider)
         if not self.pending:
             self._redelivered.clear()
-            self._floor = (self.next_delivery - 1, self.next - 1)
-        self.redeliver = [seq for seq in self.redeliver if seq >= self.next]
-        self._progress.delivered = (self.next_delivery - 1, self.next - 1)
+            self._floor = (self.next_delivery - 1, self.cursor.next - 1)
+        self.redeliver = [seq for seq in self.redeliver if seq >= self.cursor.next]
+        self._progress.delivered = (self.next_delivery - 1, self.cursor.next - 1)
         self._progress.floor = self._floor
         self._arm()
 
@@ -459,11 +406,11 @@ class Consumer:
             "name": self.name,
             "created": times.rfc3339(self.created),
             "config": consumer_json(self.config, self.stream.profile, stored=stored),
-            **self._progress.as_json((self.next_delivery - 1, self.next - 1)),
+            **self._progress.as_json((self.next_delivery - 1, self.cursor.next - 1)),
             "num_ack_pending": len(self.pending),
             "num_redelivered": 0 if self.config["max_deliver"] == 1 else len(self._redelivered),
             "num_waiting": self._target.waiting,
-            "num_pending": self.num_pending(),
+            "num_pending": self.cursor.num_pending(),
         }
         info |= self._target.info_json()
         if self.paused_for:

@@ -115,7 +115,7 @@ class Pull:
     def _has_room(self, reply: str, wanted: dict[str, Any]) -> bool:
         consumer = self._consumer
         if wanted.get("no_wait", False):
-            pending = consumer.num_pending() + len(consumer.redeliver)
+            pending = consumer.cursor.num_pending() + len(consumer.redeliver)
             if pending == 0 and not wanted.get("expires", 0):
                 self._touch()
                 self._status(reply, "404 No Messages")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from . import headers, times
 from .acks import flow_ack, flow_error, flow_gap, pub_ack, pub_error
-from .atomic import send_advisory
+from .advisories import batch_abandoned
 from .checks import DuplicateMessageError, Staged, check_staged, required_level_met
 from .errors import ApiError, api_error
 
@@ -204,7 +204,7 @@ class FastBatches:
     def _timed_out(self, batch: _Batch) -> None:
         self._drop(batch)
         if self._stream.profile.draft:
-            send_advisory(self._stream, batch.id, "timeout")
+            batch_abandoned(self._stream, batch.id, "timeout")
 
     def _drop(self, batch: _Batch) -> None:
         if self._open.get(batch.id) is batch:

@@ -266,7 +266,7 @@ class Stream:
             return 0  # the origin stored it, so it is stored
 
     def _has_interest(self, subject: str) -> bool:
-        return any(consumer.wants(subject) for consumer in self.consumers.values())
+        return any(consumer.cursor.wants(subject) for consumer in self.consumers.values())
 
     def _check_room(self, subject: str, header: bytes, payload: bytes) -> None:
         config, store = self.config, self.store
