@@ -1,6 +1,6 @@
 """Random commands to a real server and to the reference server, every reply compared.
 
-The number of sequences is `JETSTREAM_EXT_DIFFERENTIAL` (150 unless set; then always the same ones, so that a
+The number of sequences is `JETSTREAM_EXT_DIFFERENTIAL` (300 unless set; then always the same ones, so that a
 change that has nothing to do with them cannot fail on them). `python -m nox -s differential` tries 10,000.
 """
 
@@ -296,7 +296,7 @@ class Player:
 @pytest.mark.timeout(7200)
 def test_the_servers_agree(make_pair: Any, servers: Any, headers: Any, plan: str, version: str) -> None:
     @settings(
-        max_examples=max((EXAMPLES or 150) // len(plans) // len(VERSIONS), 1),
+        max_examples=max((EXAMPLES or 300) // len(plans) // len(VERSIONS), 1),
         deadline=None,
         derandomize=not EXAMPLES,
         database=None,
