@@ -178,6 +178,8 @@ class Pair:
         self._barriers: dict[str, str] = {}
         self._history: list[str] = []
         self._created: Any = None
+        self.hidden: tuple[str, str] | None = None
+        """A field of an object in the replies that is not compared."""
         self.quiet = 0.0
         """How long to wait for replies that no barrier can wait for, in seconds."""
         self._clients = [Raw(real), Raw(reference)]
@@ -318,11 +320,12 @@ class Pair:
         """Stop using a stream as a barrier."""
         self._barriers.pop(name, None)
 
-    @staticmethod
-    def _shown(frame: Frame) -> tuple[str, bytes, object, str]:
-        payload: object = normalise(frame.payload)
+    def _shown(self, frame: Frame) -> tuple[str, bytes, object, str]:
+        payload: Any = normalise(frame.payload)
         if frame.payload.startswith(b'{"type":"io.nats.'):
             payload = json.loads(normalise(frame.payload))  # whose fields have no order that matters
+            if self.hidden is not None:
+                payload.get(self.hidden[0], {}).pop(self.hidden[1], None)
         return (frame.subject, normalise(frame.header), payload, _REPLY.sub("<x>", frame.reply))
 
 
