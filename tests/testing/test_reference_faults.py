@@ -205,6 +205,20 @@ def test_chance_is_seeded() -> None:
     assert 5 < sum(map(bool, lost(1))) < 25
 
 
+def test_a_plan_begins_afresh_with_every_server() -> None:
+    rule = Drop(kind="pub_ack", nth=2, chance=0.9)
+    plan = Faults(rule, seed=3)
+
+    def run() -> list[bool]:
+        engine = Engine(faults=plan)
+        for command in (Subscribe("R", "1"), Publish("$JS.API.STREAM.CREATE.S", b'{"name":"S","subjects":["s"]}')):
+            engine.handle(1, command, 0)
+        return [bool(engine.handle(1, Publish("s", b"", "R"), 0)) for _ in range(3)]
+
+    assert run() == run() == [True, False, True]
+    assert plan.seen[id(rule)] == 3
+
+
 def test_conditions() -> None:
     rule = Drop(when=lambda reply: b'"seq":2' in reply.payload)
     assert Bench(rule).seqs(3) == [[1], [], [3]]

@@ -201,7 +201,8 @@ REPLY_RULES = (Drop, Duplicate, Delay, Reorder)
 class Faults:
     """A plan of faults.
 
-    Rules can be added and taken away while the server runs: `faults.add(rule)`, `faults.remove(rule)`.
+    Rules can be added and taken away while the server runs: `faults.add(rule)`, `faults.remove(rule)`. A plan
+    begins afresh with every server that is given it; give it to one at a time.
     """
 
     def __init__(self, *rules: Rule, seed: int = 0) -> None:

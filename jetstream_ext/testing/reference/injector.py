@@ -45,6 +45,7 @@ class Injector:
     def __init__(self, engine: Engine, faults: Faults) -> None:
         self._engine = engine
         self.faults = faults
+        faults.seen.clear()
         self._random = Random(faults.seed)  # noqa: S311 — reproducible on purpose, and no secret
         self._held: list[tuple[int, Message, Timer]] = []
         self._leaderless: dict[str, int] = {}
