@@ -219,6 +219,25 @@ def test_a_plan_begins_afresh_with_every_server() -> None:
     assert plan.seen[id(rule)] == 3
 
 
+@pytest.mark.parametrize(
+    ("rule", "arguments"),
+    [
+        (Drop, {"kind": "puback"}),
+        (Lose, {"subject": "s", "kind": "pub_ack"}),
+        (Delay, {"subject": 0.02}),
+        (Drop, {"subject": "s..a"}),
+        (Drop, {"nth": 0}),
+        (Drop, {"times": 0}),
+        (Drop, {"chance": 0}),
+        (Drop, {"chance": 50}),
+    ],
+    ids=str,
+)
+def test_a_rule_that_could_never_apply_is_refused(rule: type[Rule], arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"subject|kind|count|chance"):
+        rule(**arguments)
+
+
 def test_conditions() -> None:
     rule = Drop(when=lambda reply: b'"seq":2' in reply.payload)
     assert Bench(rule).seqs(3) == [[1], [], [3]]

@@ -7,14 +7,14 @@ is carried out.
 
     faults = Faults(Drop(kind="pub_ack", nth=2))                       # the second PubAck never comes
     faults = Faults(Lose("orders.>", nth=5), Lose("orders.>", nth=9))  # two messages vanish on their way
-    faults = Faults(Duplicate(chance=0.1), Delay(0.02, chance=0.1), seed=7)
+    faults = Faults(Duplicate(chance=0.1), Delay(seconds=0.02, chance=0.1), seed=7)
     async with ReferenceServer(faults=faults) as server: ...
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import headers
+from . import headers, subjects
 from .connections import Message
 
 __all__ = [
@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 
+KINDS = ("pub_ack", "error", "flow_ack", "flow_gap", "flow_error", "empty", "api", "eob", "status", "message")
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Which messages a fault is for.
@@ -47,6 +50,9 @@ class Rule:
         times: How many are hit from then on; `None` is all.
         chance: The share of those that is really hit, by the seeded random numbers of the plan.
         when: A further condition; it gets the `Message` with `subject`, `payload`, `reply` and `header`.
+
+    Raises:
+        ValueError: No message could ever match: a rule that is never carried out would prove nothing.
     """
 
     subject: str = ">"
@@ -55,6 +61,19 @@ class Rule:
     times: int | None = 1
     chance: float = 1.0
     when: Callable[[Message], bool] | None = None
+
+    def __post_init__(self) -> None:
+        """Check what was given."""
+        if not isinstance(self.subject, str) or not subjects.is_valid(self.subject):
+            raise ValueError(f"a rule's subject must be a pattern, not {self.subject!r}")
+        if self.kind and self.kind not in KINDS:
+            raise ValueError(f"there are no replies of kind {self.kind!r}; there are {', '.join(KINDS)}")
+        if self.kind and not isinstance(self, REPLY_RULES):
+            raise ValueError(f"{type(self).__name__} is for messages of clients, which have no kind")
+        if self.nth < 1 or (self.times is not None and self.times < 1):
+            raise ValueError("nth and times count from 1")
+        if not 0 < self.chance <= 1:
+            raise ValueError(f"chance must be above 0 and at most 1, not {self.chance}")
 
 
 # Replies of the server.
