@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import KeyValueConfig
+from nats.js.errors import NoStreamResponseError
 from nats.js.kv import KeyValue
 from pyspark.sql.datasource import CaseInsensitiveDict
 
@@ -85,12 +87,25 @@ def values(rows: list[dict[str, Any]]) -> dict[str, bytes]:
 TEN = {f"k.{i}": b"%d" % i for i in range(10)}
 
 
+async def patiently(write: Callable[[], Awaitable[Any]]) -> None:
+    """Write; again where nobody took it, as in an election."""
+    deadline = asyncio.get_running_loop().time() + 30
+    while True:
+        try:
+            await write()
+            return
+        except NoStreamResponseError:
+            if asyncio.get_running_loop().time() > deadline:
+                raise
+            await asyncio.sleep(0.1)
+
+
 def put(bucket: str, **changes: bytes | None) -> Any:
     async def change(js: JetStreamContext) -> None:
         kv = await js.key_value(bucket)
         for key, value in changes.items():
             key = key.replace("_", ".")
-            await (kv.delete(key) if value is None else kv.put(key, value))
+            await patiently(partial(kv.delete, key) if value is None else partial(kv.put, key, value))
 
     return change
 
