@@ -13,6 +13,7 @@ from nats.js.api import ConsumerConfig, DeliverPolicy, StreamConfig
 from nats.js.errors import BadRequestError, KeyNotFoundError, KeyWrongLastSequenceError, NotFoundError
 
 from jetstream_ext.testing import ReferenceServer
+from jetstream_ext.testing.reference import Drop, Faults
 
 
 @pytest.fixture
@@ -110,6 +111,22 @@ async def test_ordered_consumer(js: Any) -> None:
     await js.publish("s", b"late")
     assert (await sub.next_msg(timeout=2)).data == b"late"
     await sub.unsubscribe()
+
+
+async def test_an_ordered_consumer_that_misses_messages() -> None:
+    """What it missed comes again, by another consumer that nats-py makes."""
+    faults = Faults(Drop("_INBOX.>", when=lambda reply: reply.shown == "s", nth=20, times=3))
+    async with ReferenceServer(faults=faults) as server:
+        nc = await nats.connect(server.url)
+        js = nc.jetstream(timeout=5)
+        await js.add_stream(name="S", subjects=["s"])
+        for index in range(60):
+            await js.publish("s", str(index).encode())
+        sub = await js.subscribe("s", ordered_consumer=True, idle_heartbeat=0.5)
+        found = [(await sub.next_msg(timeout=10)).data for _ in range(60)]
+        assert found == [str(index).encode() for index in range(60)]
+        assert faults.seen[id(faults.rules[0])] >= 60 + 38, "nothing was missed"
+        await nc.close()
 
 
 async def test_streams(js: Any) -> None:
