@@ -108,6 +108,15 @@ def test_ttls_and_markers_on_a_virtual_clock() -> None:
     assert bench.engine.next_timer() is None
 
 
+def test_timers_that_were_cancelled_are_not_kept() -> None:
+    bench = Bench()
+    bench.stream(allow_batched=True)
+    for seq in range(1, 1001):
+        bench.publish("s.a", b"x", reply=fast("b", seq, 1 if seq > 1 else 0))
+    assert len(bench.engine.timers) <= 65
+    assert bench.engine.next_timer() == bench.now + 10 * SECOND
+
+
 def test_a_late_call_fires_the_timers_first() -> None:
     bench = Bench()
     bench.stream(max_age=SECOND)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 __all__ = ["Timer", "Timers"]
 
+_FEW = 64
+
 
 @dataclass(order=True, slots=True)
 class Timer:
@@ -27,9 +29,19 @@ class Timers:
     def __init__(self) -> None:
         self._heap: list[Timer] = []
         self._count = 0
+        self._enough = _FEW
+
+    def __len__(self) -> int:
+        """Return how many are kept, cancelled ones included."""
+        return len(self._heap)
 
     def at(self, when: int, call: Callable[[], None]) -> Timer:
         """Arrange a call."""
+        if len(self._heap) >= self._enough:
+            # Every message of a batch cancels a timer; while a virtual clock stands still, none of them comes up.
+            self._heap = [timer for timer in self._heap if timer.active]
+            heapq.heapify(self._heap)
+            self._enough = max(2 * len(self._heap), _FEW)
         self._count += 1
         timer = Timer(when, self._count, call)
         heapq.heappush(self._heap, timer)
