@@ -117,6 +117,20 @@ def test_timers_that_were_cancelled_are_not_kept() -> None:
     assert bench.engine.next_timer() == bench.now + 10 * SECOND
 
 
+def test_message_ids_are_forgotten_after_the_window() -> None:
+    bench = Bench()
+    bench.stream(duplicate_window=2 * SECOND, max_msgs=1)
+    for index in range(100):
+        bench.publish("s.a", header=f"NATS/1.0\r\nNats-Msg-Id: {index}\r\n\r\n".encode())
+        bench.wait(0.1)
+    assert bench.engine.jetstream is not None
+    assert len(bench.engine.jetstream.streams["S"]._seen) <= 20
+    (answer,) = bench.publish("s.a", header=b"NATS/1.0\r\nNats-Msg-Id: 99\r\n\r\n")
+    assert b"duplicate" in answer.payload
+    (answer,) = bench.publish("s.a", header=b"NATS/1.0\r\nNats-Msg-Id: 50\r\n\r\n")
+    assert b"duplicate" not in answer.payload
+
+
 def test_a_late_call_fires_the_timers_first() -> None:
     bench = Bench()
     bench.stream(max_age=SECOND)

@@ -213,8 +213,7 @@ class Stream:
             return
         ttl = self._ttl(header) if self.config["allow_msg_ttl"] else 0
         stored = self.store.add(subject, header, payload, time or self.now, ttl, seq)
-        if msg_id and self.config["duplicate_window"]:
-            self._seen[msg_id] = (stored.seq, self.now)
+        self._remember(msg_id, stored.seq)
         self._expiry.watch(stored)
         self.enforce_limits(subject)
         if self.store.get(stored.seq) is not None:
@@ -227,6 +226,14 @@ class Stream:
             del self._seen[msg_id]
             return 0
         return seq
+
+    def _remember(self, msg_id: str, seq: int) -> None:
+        window, seen = self.config["duplicate_window"], self._seen
+        if not msg_id or not window:
+            return
+        while seen and self.now - seen[oldest := next(iter(seen))][1] >= window:
+            del seen[oldest]
+        seen[msg_id] = (seq, self.now)
 
     def take_back(self, seq: int) -> bool:
         """Undo the newest message, if it has this sequence: as if it had never come."""
@@ -251,8 +258,7 @@ class Stream:
             self._expiry.watch(stored)
             self.enforce_limits(subject)
         self.last_msg_id = msg_id
-        if msg_id and self.config["duplicate_window"]:
-            self._seen[msg_id] = (seq, self.now)
+        self._remember(msg_id, seq)
         if self.config["allow_rollup_hdrs"] and not self.config["deny_purge"]:
             rollup = (headers.get(header, "Nats-Rollup") or "").lower()
             if rollup in ("sub", "all"):
