@@ -178,8 +178,8 @@ class Pair:
         self._barriers: dict[str, str] = {}
         self._history: list[str] = []
         self._created: Any = None
-        self.hidden: tuple[str, str] | None = None
-        """A field of an object in the replies that is not compared."""
+        self.hidden: set[tuple[str, str]] = set()
+        """Fields of objects in the replies that are not compared."""
         self.quiet = 0.0
         """How long to wait for replies that no barrier can wait for, in seconds."""
         self._clients = [Raw(real), Raw(reference)]
@@ -324,8 +324,8 @@ class Pair:
         payload: Any = normalise(frame.payload)
         if frame.payload.startswith(b'{"type":"io.nats.'):
             payload = json.loads(normalise(frame.payload))  # whose fields have no order that matters
-            if self.hidden is not None:
-                payload.get(self.hidden[0], {}).pop(self.hidden[1], None)
+            for name, field in self.hidden:
+                payload.get(name, {}).pop(field, None)
         return (frame.subject, normalise(frame.header), payload, _REPLY.sub("<x>", frame.reply))
 
 

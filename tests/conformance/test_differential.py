@@ -251,12 +251,15 @@ class Player:
 
     def _delete(self, seq: int) -> None:
         self._deleted = True
+        if not self._pair.since("2.11.0"):
+            # There a consumer that has looked for more has had what is gone, too.
+            self._pair.hidden |= {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
         self._pair.api("STREAM.MSG.DELETE.S", {"seq": seq, "no_erase": True})
 
     def _purge(self, **request: Any) -> None:
         if not self._pair.since("2.14.0"):
             # There a consumer hears of it in two ways, and which one wins shows here.
-            self._pair.hidden = ("ack_floor", "last_active")
+            self._pair.hidden.add(("ack_floor", "last_active"))
         self._pair.api("STREAM.PURGE.S", request)
 
     def _update(self, **config: Any) -> None:
@@ -297,6 +300,8 @@ class Player:
             return
         if self._pair.api("CONSUMER.NAMES.S")["consumers"]:
             self._pair.api("CONSUMER.RESET.S.C", request)
+            # What nobody needs any more goes a moment later.
+            self._pair.eventually(self._info)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

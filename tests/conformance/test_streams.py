@@ -156,6 +156,19 @@ def test_purge_below_the_first_sequence(pair: Any, storage: str, pattern: str) -
     pair.api("STREAM.INFO.S", {"subjects_filter": ">"})
 
 
+@pytest.mark.parametrize("gone", [(2, 4), (5,)], ids=str)
+@pytest.mark.parametrize("pattern", ["", ">", "s.>"])
+@pytest.mark.parametrize("storage", ["memory", "file"])
+def test_purge_but_for_the_last(pair: Any, storage: str, pattern: str, gone: tuple[int, ...]) -> None:
+    pair.stream(storage=storage)
+    for _ in range(5):
+        pair.publish("s.a", b"x")
+    for seq in gone:
+        pair.api("STREAM.MSG.DELETE.S", {"seq": seq, "no_erase": True})
+    pair.api("STREAM.PURGE.S", {"keep": 2, "filter": pattern})
+    pair.api("STREAM.INFO.S", {"subjects_filter": ">"})
+
+
 def test_purge(pair: Any) -> None:
     pair.stream()
     for index in range(12):

@@ -332,11 +332,13 @@ class Stream:
     def purge(self, pattern: str = "", *, seq: int = 0, keep: int = 0) -> int:
         """Take out messages and return how many: all under a pattern, below `seq` or but for the last `keep`."""
         store = self.store
+        in_memory = pattern in ("", ">") and self.config["storage"] == "memory"
         if seq == 1:
-            everything = self.profile.purge_below_first
-            if not everything or (pattern in ("", ">") and self.config["storage"] == "memory"):
+            if in_memory or not self.profile.old_purge:
                 return 0
             seq = 0
+        if in_memory and self.profile.old_purge and 0 < keep < len(store):
+            seq, keep = store.last - keep + 1, 0
         if pattern in ("", ">") and not keep:
             gone = len(store.compact(seq or store.last + 1))
         else:

@@ -51,8 +51,8 @@ class Profile:
     """A status line in a published header block is not stored."""
     spaced_ack: bool = False
     metadata: bool = True
-    purge_below_first: bool = False
-    """A purge of what is below sequence 1 takes out everything, as if there were no sequence."""
+    old_purge: bool = False
+    """A purge below sequence 1 takes out everything; in memory, the last `keep` include those that are gone already."""
 
     batch_get: bool = True
     """Direct Get knows `batch`, `multi_last`, `start_time` and `up_to_*`."""
@@ -126,7 +126,7 @@ class Profile:
             strips_status=release >= (2, 12, 1),
             spaced_ack=not v212,
             metadata=v211,
-            purge_below_first=release < (2, 14, 2),
+            old_purge=release < (2, 14, 2),
             batch_get=v211,
             get_options_on_subject=v212,
             batch_counts_itself=v211 and not v212,
