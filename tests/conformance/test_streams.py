@@ -156,6 +156,14 @@ def test_purge_below_the_first_sequence(pair: Any, storage: str, pattern: str) -
     pair.api("STREAM.INFO.S", {"subjects_filter": ">"})
 
 
+@pytest.mark.parametrize("config", [{"storage": "memory", "max_bytes": 60}, {"storage": "file", "max_bytes": 102}])
+def test_a_message_that_just_fits(pair: Any, config: dict[str, Any]) -> None:
+    pair.stream(discard="new", **config)
+    for _ in range(4):
+        pair.publish("s.a", b"x")
+    pair.api("STREAM.INFO.S")
+
+
 @pytest.mark.parametrize("gone", [(2, 4), (5,)], ids=str)
 @pytest.mark.parametrize("pattern", ["", ">", "s.>"])
 @pytest.mark.parametrize("storage", ["memory", "file"])

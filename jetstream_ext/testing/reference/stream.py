@@ -285,7 +285,8 @@ class Stream:
         if 0 < config["max_msgs"] <= len(store) and not replaces:
             raise api_error(10077, FULL["msgs"])
         size = store.size(subject, header, payload)
-        if 0 < config["max_bytes"] < store.bytes + size:
+        # Before 2.14 a message that would just fit is one too many.
+        if 0 < config["max_bytes"] < store.bytes + size + (not self.profile.fast):
             oldest = store.next_for(subject, 0) if replaces else None
             if oldest is None or store.size(subject, oldest.header, oldest.payload) < size:
                 raise api_error(10077, FULL["bytes"])
