@@ -189,6 +189,9 @@ class Player:
         self._filter: str | None = None
         self._miscounts = False
         self._deleted = False
+        if not pair.since("2.11.0"):
+            # There it is the last sequence that was looked at.
+            pair.hidden |= {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
         pair.raw(b"SUB P.push 2\r\n")  # push consumers deliver to a subject that somebody names
         self.created = pair.try_stream(self._config)
 
@@ -251,9 +254,6 @@ class Player:
 
     def _delete(self, seq: int) -> None:
         self._deleted = True
-        if not self._pair.since("2.11.0"):
-            # There a consumer that has looked for more has had what is gone, too.
-            self._pair.hidden |= {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
         self._pair.api("STREAM.MSG.DELETE.S", {"seq": seq, "no_erase": True})
 
     def _purge(self, **request: Any) -> None:
