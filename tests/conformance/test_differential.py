@@ -202,6 +202,9 @@ class Player:
         if self._deleted and not self._pair.since("2.12.0"):
             # There a subject whose newest message was deleted may count as empty.
             lines = {key: value for key, value in lines.items() if "Last-Subject-Sequence" not in key}
+        if self._pair.since("2.11.0") and not self._pair.since("2.12.0") and lines.get("Nats-TTL") in ("0", "x"):
+            # There a message that is refused for it is counted until the next one is stored.
+            lines = {key: value for key, value in lines.items() if key != "Nats-TTL"}
         if not self._pair.since("2.11.0"):
             # There a header is not found behind a longer name that begins with its own.
             lines = dict(sorted(lines.items()))
