@@ -30,6 +30,31 @@ def make_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStr
     return make
 
 
+@pytest.fixture
+def version(server: NatsServer) -> tuple[int, ...]:
+    """The server's version."""
+    return tuple(map(int, server.version.split(".")))
+
+
+@pytest.fixture
+def batches(version: tuple[int, ...]) -> None:
+    """For tests of batched direct gets; what older servers do instead is tested in test_direct_versions.py."""
+    if version < (2, 11):
+        pytest.skip("this server has no batches; see TestBefore211")
+
+
+@pytest.fixture
+def make(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStream:
+    """As `make_stream`, for any server and with a name of the test's own."""
+
+    async def make(name: str | None = None, **config: Any) -> str:
+        name = name or stream_name()
+        await js.add_stream(name=name, subjects=[f"{name}.>"], **{"allow_direct": True, **config})
+        return name
+
+    return make
+
+
 class Left:
     """What a connection and the loop hold beyond what they held at the beginning."""
 

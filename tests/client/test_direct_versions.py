@@ -22,28 +22,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[NatsServer]:
         yield server
 
 
-@pytest.fixture
-def version(server: NatsServer) -> tuple[int, ...]:
-    return tuple(map(int, server.version.split(".")))
-
-
-@pytest.fixture
-def batches(version: tuple[int, ...]) -> None:
-    if version < (2, 11):
-        pytest.skip("this server has no batches; see TestBefore211")
-
-
 Make = Callable[..., Awaitable[str]]
-
-
-@pytest.fixture
-def make(js: JetStreamContext, stream_name: Callable[[], str]) -> Make:
-    async def make(name: str | None = None, **config: Any) -> str:
-        name = name or stream_name()
-        await js.add_stream(name=name, subjects=[f"{name}.>"], **{"allow_direct": True, **config})
-        return name
-
-    return make
 
 
 @pytest.fixture
