@@ -113,6 +113,7 @@ class Committing:
         if kind is None or issubclass(kind, Exception):
             try:
                 await self.commit()
-            except Exception:
-                if kind is None:
+            except Exception as failure:
+                if error is None:
                     raise
+                error.add_note(f"the position was not stored, either: {failure!r}")  # the first one is the user's

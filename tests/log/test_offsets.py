@@ -250,6 +250,26 @@ async def test_what_a_handler_fails_on_is_not_committed(
     assert await consume(0) == list(range(7, 26))
 
 
+async def test_a_position_that_cannot_be_stored_does_not_hide_the_handlers_error(
+    js: JetStreamContext, make_stream: Make, make_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, store = await make_stream(5), await make_store()
+
+    async def refuse(*args: Any, **options: Any) -> None:
+        raise errors.FencedError("another one was started")
+
+    async def consume() -> None:
+        async with store.committing(LogReader(js, name, start=Stored("r"), offsets=store)) as messages:
+            async for msg in messages:
+                if msg.seq == 3:
+                    monkeypatch.setattr(store, "commit", refuse)
+                    raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        await consume()
+    assert any("another one was started" in note for note in caught.value.__notes__)
+
+
 async def test_committing_while_it_waits(
     js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any, left: Any
 ) -> None:
