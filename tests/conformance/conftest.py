@@ -210,25 +210,33 @@ class Pair:
 
     def try_stream(self, config: dict[str, Any]) -> bool:
         """Create a stream, and return whether the servers, which must agree, accepted it."""
-        subject, payload = f"$JS.API.STREAM.CREATE.{config['name']}", json.dumps(config).encode()
-        for raw in self._clients:
-            # Right after a stream was deleted, its folder may still be there, or even come back to life.
-            while True:
-                raw.frames.clear()
-                raw.publish(subject, payload, reply="R.create")
-                raw.wait(lambda raw=raw: bool(raw.frames))
-                answer = raw.frames[0].json
-                if answer.get("error", {}).get("err_code") != 10049 and not answer.get("state", {}).get("messages"):
-                    break
-                raw.publish(f"$JS.API.STREAM.DELETE.{config['name']}", reply="R.delete")
-                raw.wait(lambda raw=raw: len(raw.frames) > 1)
-        answer = self._created = self.settle(wait=1, what=f"create {config}")[0].json
+        answer = self._created = self.create(config["name"], config)
         if "error" in answer:
             return False
         if answer["config"].get("subjects") and not answer["config"].get("no_ack"):
             first = answer["config"]["subjects"][0]
             self._barriers[config["name"]] = first.replace("*", "zz").replace(">", "zz")
         return True
+
+    def create(self, name: str, config: dict[str, Any]) -> Any:
+        """Ask for a stream, and return what the servers, which must agree, answered.
+
+        Right after a stream was deleted, its folder may still be there, or even come back to life; and a server removes
+        the folder of all streams with the last one in it, at its leisure, so that the next may find none.
+        """
+        payload = json.dumps(config).encode()
+        for raw in self._clients:
+            for attempt in range(20):
+                raw.frames.clear()
+                raw.publish(f"$JS.API.STREAM.CREATE.{name}", payload, reply="R.create")
+                raw.wait(lambda raw=raw: bool(raw.frames))
+                answer = raw.frames[0].json
+                no_store = answer.get("error", {}).get("err_code") == 10049
+                if attempt == 19 or not (no_store or answer.get("state", {}).get("messages")):
+                    break
+                raw.publish(f"$JS.API.STREAM.DELETE.{name}", reply="R.delete")
+                raw.wait(lambda raw=raw: len(raw.frames) > 1)
+        return self.settle(wait=1, what=f"create {name} {config}")[0].json
 
     def publish(
         self,

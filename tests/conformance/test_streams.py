@@ -99,7 +99,7 @@ def test_configurations(pair: Any) -> None:
         config = {**each, "name": name} if each.get("name") == "T" else each
         if config.get("subjects") == ["t"]:
             config = {**config, "subjects": [f"t{number}"]}
-        pair.api(f"STREAM.CREATE.{name}", config)
+        pair.create(name, config)
         for raw in pair._clients:
             raw.publish(f"$JS.API.STREAM.DELETE.{name}")
 
