@@ -3,7 +3,7 @@
 import copy
 import inspect
 import pickle
-from typing import Any
+from typing import Any, get_type_hints
 
 import nats.errors
 import nats.js.errors
@@ -122,6 +122,13 @@ def test_bases(name: str) -> None:
 
 def test_the_tree_has_these_classes_and_no_others() -> None:
     assert {cls.__name__ for cls in CLASSES} == set(TREE) | set(CODES)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_each_goes_by_the_name_that_it_is_imported_by(cls: type[JetStreamExtError]) -> None:
+    assert pickle.loads(pickle.dumps(cls)) is cls
+    assert f"{cls.__module__}.{cls.__qualname__}" == f"jetstream_ext.errors.{cls.__name__}"
+    get_type_hints(cls)  # whose names are looked up in the module that the class says it is of
 
 
 @pytest.mark.parametrize("name", sorted(CODES))
