@@ -16,6 +16,7 @@ If a future nats-py has other internals, `PublicConnection` does the same work t
 from __future__ import annotations
 
 import asyncio
+import inspect
 import warnings
 from collections import deque
 from collections.abc import Awaitable
@@ -290,7 +291,7 @@ def _internals_known(nc: Client) -> bool:
         isinstance(getattr(parser, "buf", None), bytearray)
         and isinstance(getattr(parser, "state", None), int)
         and isinstance(getattr(parser, "needed", None), int)
-        and asyncio.iscoroutinefunction(getattr(parser, "parse", None))
+        and inspect.iscoroutinefunction(getattr(parser, "parse", None))
         and isinstance(getattr(nc, "_status", None), int)
         and isinstance(getattr(nc, "_pending", None), list)
         and isinstance(getattr(nc, "_pending_data_size", None), int)
@@ -298,7 +299,7 @@ def _internals_known(nc: Client) -> bool:
         and isinstance(getattr(nc, "_subs", None), dict)
         and isinstance(getattr(nc, "stats", None), dict)
         and isinstance(getattr(nc, "_reading_task", ""), asyncio.Task | None)
-        and asyncio.iscoroutinefunction(getattr(nc, "_flush_pending", None))
+        and inspect.iscoroutinefunction(getattr(nc, "_flush_pending", None))
         and (getattr(nc, "_flush_queue", "") is None or hasattr(nc._flush_queue, "empty"))
         and callable(getattr(nc, "_remove_sub", None))
     )
