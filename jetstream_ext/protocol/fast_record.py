@@ -26,7 +26,7 @@ KEPT_REPORTS: Final = 1000
 
 
 class State(enum.Enum):
-    """Where a fast batch is; the drawing is on top of the module."""
+    """Where a fast batch is; the drawing is on top of `protocol.fast`."""
 
     NEW = "new"
     STARTING = "starting"
