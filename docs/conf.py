@@ -16,6 +16,8 @@ source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "jetstream-ext"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 default_role = "code"
@@ -25,7 +27,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(nats|asyncio|pyspark|pyarrow|collections|typing|datetime|enum|types|os|pathlib)\..*"),
     (
         r"py:.*",
-        r"(JetStreamContext|KeyValue|TracebackType|StreamInfo|datetime|timedelta|Mapping|Iterable|AsyncIterable)",
+        r"(JetStreamContext|KeyValue|SparkSession|TracebackType|StreamInfo|datetime|timedelta|Mapping|Iterable|AsyncIterable)",
     ),
     (
         r"py:class",
@@ -35,7 +37,7 @@ nitpick_ignore_regex = [
         r"py:class",
         r"jetstream_ext\..*\.(Entry|Plan|Block|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|_Never|_Config|Bucket|_Result)",
     ),
-    (r"py:class", r"jetstream_ext\.testing\.reference\.connections\.Message"),
+    (r"py:class", r"jetstream_ext\.testing\.reference\.(connections\.Message|wire\..*)"),
 ]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -43,4 +45,5 @@ autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # the fields of a value as one list
 napoleon_custom_sections = [("Requires", "notes_style"), ("Cancellation", "notes_style")]

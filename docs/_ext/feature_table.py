@@ -26,7 +26,9 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
     class FeatureTable(SphinxDirective):
         def run(self) -> list[Any]:
-            return self.parse_content_to_nodes()
+            (found,) = self.parse_content_to_nodes()
+            found["classes"].append("wide")  # see _static/pages.css
+            return [found]
 
         def parse_content_to_nodes(self, allow_section_headings: bool = False) -> list[Any]:
             self.content = StringList(markdown_table().splitlines(), source=__file__)

@@ -7,6 +7,7 @@ says what came of it. A state that this module cannot reach breaks the build.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -263,6 +264,7 @@ def markdown(name: str) -> str:
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directive (called by Sphinx)."""
+    from docutils import nodes
     from docutils.statemachine import StringList
     from sphinx.util.docutils import SphinxDirective
 
@@ -270,7 +272,16 @@ def setup(app: Sphinx) -> dict[str, Any]:
         required_arguments = 1
 
         def run(self) -> list[Any]:
-            return self.parse_content_to_nodes()
+            (found,) = self.parse_content_to_nodes()
+            found["classes"].append("wide")  # see _static/pages.css
+            for literal in list(found.findall(nodes.literal)):
+                # The names of errors are long: a line may end between their words.
+                first, *words = re.findall(r"[A-Z]?[^A-Z]+|[A-Z]", literal.astext())
+                literal.clear()
+                literal += nodes.Text(first)
+                for word in words:
+                    literal += [nodes.raw("", "<wbr>", format="html"), nodes.Text(word)]
+            return [found]
 
         def parse_content_to_nodes(self, allow_section_headings: bool = False) -> list[Any]:
             self.content = StringList(markdown(self.arguments[0]).splitlines(), source=__file__)

@@ -27,6 +27,8 @@ for name in ("ORDERS", "SCHEMAS"):
     await jsx.ensure_stream(js, name=name, subjects=[f"{name.lower()}.>"], **options)
 """
 BEFORE = {
+    "index": "rows = [b'1', b'2']",
+    "servers": "",
     "direct-get": 'await js.publish("orders.eu", b"1")',
     "fast-ingest": "rows = [b'1', b'2']",
     "atomic-batches": """

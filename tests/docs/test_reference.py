@@ -1,0 +1,61 @@
+"""The reference has every public name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [path.read_text(encoding="utf-8") for path in sorted((DOCS / "reference").glob("*.md"))]
+DIRECTIVE = re.compile(r"^\.\. (?:py:)?(\w+):: (\S+)\n((?: +:.*\n)*)", re.MULTILINE)
+
+
+def found(page: str) -> set[str]:
+    """Return the full names that a page has entries for."""
+    names: set[str] = set()
+    within = ""
+    for kind, name, options in DIRECTIVE.findall(page):
+        if kind not in {"currentmodule", "automodule"}:
+            names.add(f"{within}.{name}")
+            continue
+        within = name
+        if listed := re.search(r":members:(.*)", options):
+            members = listed[1].replace(",", " ").split()
+            names |= {
+                f"{name}.{member}" for member in members or (m for m, thing in public(name).items() if has_entry(thing))
+            }
+    return names
+
+
+def public(module: str) -> dict[str, Any]:
+    loaded = importlib.import_module(module)
+    return {name: getattr(loaded, name) for name in loaded.__all__}
+
+
+def has_entry(thing: object) -> bool:
+    """Say whether autodoc finds it by itself: data that is defined elsewhere it does not."""
+    return inspect.isclass(thing) or inspect.isfunction(thing)
+
+
+NAMES = set().union(*map(found, PAGES))
+
+
+@pytest.mark.parametrize(
+    "module", ["", ".errors", ".kv", ".log", ".spark", ".testing", ".testing.reference", ".testing.pytest_plugin"]
+)
+def test_every_public_name_has_an_entry(module: str) -> None:
+    module = f"jetstream_ext{module}"
+    names = public(module)
+    # What two modules export has one entry.
+    elsewhere = set(public("jetstream_ext.testing")) if module.endswith(".reference") else set()
+    assert {name for name in names if f"{module}.{name}" not in NAMES} <= elsewhere
+
+
+def test_every_page_is_listed() -> None:
+    index = (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
+    assert all(f"\n{path.stem}\n" in index for path in (DOCS / "reference").glob("*.md") if path.stem != "index")
