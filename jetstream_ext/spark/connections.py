@@ -35,6 +35,11 @@ class Lease:
         self._loop = loop
         self._started: Future[Any] | None = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether what was started last is still running."""
+        return self._started is not None and not self._started.done()
+
     def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         """Run a coroutine on the connection's loop; return its result.
 

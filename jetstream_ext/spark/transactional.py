@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from nats.js import JetStreamContext
@@ -70,6 +71,31 @@ class Digest:
         return self._hash.hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """Rows that are stored together.
+
+    Attributes:
+        messages: The rows.
+        start: How many are before them.
+        before: The digest of those before them.
+        after: The digest with them.
+        last: There are no more. That is what it looks like: Spark ends the input of an attempt that fails before, too.
+            So the next one may have more, and only fewer are a contradiction.
+    """
+
+    messages: Sequence[Message]
+    start: int
+    before: Digest
+    after: Digest
+    last: bool
+
+    @property
+    def end(self) -> int:
+        """How many rows there are with them."""
+        return self.start + len(self.messages)
+
+
 class Transactions:
     """The transactions of one attempt at one partition.
 
@@ -94,7 +120,7 @@ class Transactions:
         self._subject = f"{options.marker_prefix}.{writer}.{partition}"
         self._marker = Marker(-1, 0, "")
         self._digest = Digest()
-        self._position = 0
+        self._taken = 0
         self._patience = Patience(self._what())
         self.skipped: int = 0
         """Rows that were stored by an earlier attempt."""
@@ -108,39 +134,43 @@ class Transactions:
         """
         await self._read_marker()
 
-    async def store(self, messages: Sequence[Message], *, last: bool) -> None:
-        """Store the next rows, or find that they are stored.
+    def next(self, messages: Sequence[Message], *, last: bool) -> Transaction:
+        """Make the next transaction, ready to be stored. Any thread may do it, while the one before is stored.
 
         Args:
             messages: The rows.
-            last: There are no more. That is what it looks like: Spark ends the input of an attempt that fails
-                before, too. So the next one may have more, and only fewer are a contradiction.
+            last: There are no more.
+        """
+        before, start = self._digest, self._taken
+        self._digest = after = before.copy()
+        after.add(messages)
+        self._taken += len(messages)
+        return Transaction(messages, start, before, after, last)
+
+    async def store(self, transaction: Transaction) -> None:
+        """Store a transaction's rows, or find that they are stored; in the order of `next`, one after the other.
 
         Raises:
             FencedError, ReplayError: As for `open`; or the rows are not those that were stored before.
             SinkError: It could not be done.
             ServerError: The server refused a row.
         """
-        start, end = self._position, self._position + len(messages)
-        digest = self._digest
-        self._digest = after = digest.copy()
-        after.add(messages)
+        messages, start, end = transaction.messages, transaction.start, transaction.end
         while True:
             stored = self._marker.rows if self._marker.batch == self._batch else 0
             if stored >= end:
-                self._check(stored, end, after, last=last)
-                self.skipped += end - start
-                break
+                self._check(stored, transaction)
+                self.skipped += len(messages)
+                return
             if stored > start:
-                some = digest.copy()
+                some = transaction.before.copy()
                 some.add(messages[: stored - start])
                 self._compare(some)
             elif stored < start:
                 raise ReplayError(f"{self._what()}: the marker of {start} rows is gone from {self._subject!r}")
-            marker = Marker(self._batch, end, after.text())
+            marker = Marker(self._batch, end, transaction.after.text())
             if await self._commit(messages[stored - start :], marker):
-                break
-        self._position = end
+                return
 
     async def _commit(self, messages: Sequence[Message], marker: Marker) -> bool:
         """Store rows and their marker; False: look at the marker again."""
@@ -176,11 +206,12 @@ class Transactions:
         self._marker = Marker(marker.batch, marker.rows, marker.digest, ack.seq)
         return True
 
-    def _check(self, stored: int, end: int, digest: Digest, *, last: bool) -> None:
-        if last and stored > end:
+    def _check(self, stored: int, transaction: Transaction) -> None:
+        end = transaction.end
+        if transaction.last and stored > end:
             raise ReplayError(f"{self._what()}: {stored} rows of it are stored, and now it has {end} only; {_ADVICE}")
         if stored == end and stored:
-            self._compare(digest)
+            self._compare(transaction.after)
 
     def _compare(self, digest: Digest) -> None:
         if digest.text() != self._marker.digest:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from nats.js import JetStreamContext
@@ -25,6 +26,9 @@ from jetstream_ext.types import Entry
 
 # The most that servers grant; they share it among the publishers of a stream.
 _FLOW: Final = 500
+# Of rows that wait while others are on their way.
+_ROWS_AT_ONCE: Final = 50_000
+_BYTES_AT_ONCE: Final = 8 << 20
 # Bytes of a transaction: the server holds it in memory until it is committed.
 _TRANSACTION_BYTES: Final = 8 << 20
 
@@ -89,38 +93,42 @@ def _fast(
 ) -> Done:
     prefix = f"{task.writer}:{task.batch}:{task.partition}"
     rows = 0
-
-    def work() -> Iterator[tuple[int, Any]]:
-        nonlocal rows
-        for messages in chunks:
-            if not messages:
-                continue
-            first, rows = rows, rows + len(messages)
-            if options.semantics is Semantics.DEDUPE:
-                entries = with_ids(messages, prefix, first)
-                yield first, ingest(context, entries, flow=_FLOW, timeout=PATIENCE)
-            else:
-                yield first, _publish(context, without_ids(messages))
-
     waiting: tuple[int, Callable[[], Any]] | None = None
     try:
-        for first, coroutine in work():
+        for messages in _joined(chunks, lambda: lease.busy):
+            send: Callable[[], Coroutine[Any, Any, Any]]
+            if options.semantics is Semantics.DEDUPE:
+                entries = with_ids(messages, prefix, rows)
+                send = partial(ingest, context, entries, flow=_FLOW, timeout=PATIENCE)
+            else:
+                send = partial(_publish, context, without_ids(messages))
             if waiting is not None:
                 # Not both at once: rows of a partition are stored in order.
-                (before, wait), waiting = waiting, None
-                try:
-                    _outcome(lease, task, before, wait)
-                except BaseException:
-                    coroutine.close()
-                    raise
-            waiting = first, lease.start(coroutine)
+                (first, wait), waiting = waiting, None
+                _outcome(lease, task, first, wait)
+            waiting = rows, lease.start(send())
+            rows += len(messages)
         if waiting is not None:
-            (before, wait), waiting = waiting, None
-            _outcome(lease, task, before, wait)
+            (first, wait), waiting = waiting, None
+            _outcome(lease, task, first, wait)
     finally:
         if waiting is not None:
             lease.abandon()
     return Done(rows)
+
+
+def _joined(chunks: Iterable[Sequence[Message]], busy: Callable[[], bool]) -> Iterator[list[Message]]:
+    """Join the chunks that come while one before them is on its way: the beginning and end of a batch take time."""
+    joined: list[Message] = []
+    size = 0
+    for chunk in chunks:
+        joined += chunk
+        size += sum(len(message[1]) for message in chunk)
+        if joined and (not busy() or len(joined) >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE):
+            yield joined
+            joined, size = [], 0
+    if joined:
+        yield joined
 
 
 async def _publish(context: JetStreamContext, entries: list[Entry]) -> None:
@@ -157,11 +165,12 @@ def _transactional(
     waiting: Callable[[], Any] | None = None
     try:
         for messages, last in _transactions_of(chunks, options.transaction_rows):
+            transaction = transactions.next(messages, last=last)
             if waiting is not None:
                 wait, waiting = waiting, None
                 wait()
             rows += len(messages)
-            waiting = lease.start(transactions.store(messages, last=last))
+            waiting = lease.start(transactions.store(transaction))
         if waiting is not None:
             wait, waiting = waiting, None
             wait()
