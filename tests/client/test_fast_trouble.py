@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ from jetstream_ext.protocol.fast_record import State
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
+
+# A transport of asyncio's that takes lists forgets there to say when it is full; mended in 3.12.9, 3.13.2 and 3.14.
+NEVER_BLOCKS = (3, 12) <= sys.version_info < (3, 12, 9) or (3, 13) <= sys.version_info < (3, 13, 2)
 
 
 @pytest.fixture
@@ -247,6 +251,7 @@ class TestBadConnections:
         with pytest.raises(nats.errors.ConnectionClosedError):
             await unused.add(f"{stream}.a", b"2")
 
+    @pytest.mark.skipif(NEVER_BLOCKS, reason="asyncio's own defect CVE-2024-12254: no write is ever held back")
     async def test_a_timeout_around_a_blocked_write_is_heard(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
@@ -255,12 +260,14 @@ class TestBadConnections:
         pub = jsx.FastPublisher(own_js, ack_timeout=30)
         await pub.add(f"{stream}.a", b"1")
         own_server.pause()
-        began = asyncio.get_running_loop().time()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.3):
-                await pub.add_many((f"{stream}.a", bytes(500_000)) for _ in range(100))
-        assert asyncio.get_running_loop().time() - began < 3
-        own_server.resume()
+        try:
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await pub.add_many((f"{stream}.a", bytes(500_000)) for _ in range(100))
+            assert asyncio.get_running_loop().time() - began < 3
+        finally:
+            own_server.resume()  # closing a connection waits until what it holds is read
         sent = pub.batch_seq
         assert sent > 1
         assert (await pub.commit_eob()).batch_size == sent
