@@ -20,6 +20,15 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"^```{code-block} python\n:caption: (\S+)\n\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PROMPTS = re.compile(r"^(?:(?:>>>|\.\.\.) )+", re.MULTILINE)
 
+# From Python 3.13 on, that prompt takes blocks from a terminal only: give it back the reading of lines it had before.
+PROMPT = """
+import code, runpy, sys
+if sys.version_info >= (3, 13):
+    from _pyrepl.console import InteractiveColoredConsole
+    InteractiveColoredConsole.runsource = code.InteractiveConsole.runsource
+runpy.run_module("asyncio", run_name="__main__", alter_sys=True)
+"""
+
 OF_FILES = {"test-with-faults"}
 TYPED = [DOCS / "tutorial.md"] + [
     path for path in sorted((DOCS / "how-to").glob("*.md")) if path.stem not in {"index", *OF_FILES}
@@ -41,7 +50,7 @@ def environment() -> dict[str, str]:
 def typed(program: str, folder: Path) -> tuple[str, str]:
     """Type a program at Python's prompt; return what it printed, without the prompts, and what went wrong."""
     done = subprocess.run(
-        [sys.executable, "-m", "asyncio"],
+        [sys.executable, "-c", PROMPT],
         input=program,
         capture_output=True,
         text=True,
