@@ -23,7 +23,7 @@ Connect = Callable[..., Awaitable[Any]]
 Stored = Callable[[Any, str], Awaitable[list[int]]]
 
 # nats-py leaves the sockets of connections that failed while they were made to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in. <function StreamWriter")
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 ACK_TIMEOUT = 2.0
 BOUND = 2 * ACK_TIMEOUT + 2.0
 

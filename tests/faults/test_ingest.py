@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from proxy import Proxy
 
 # nats-py leaves the sockets of connections that failed while they were made to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in. <function StreamWriter")
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 Connect = Callable[..., Awaitable[Any]]
 Stored = Callable[[Any, str], Awaitable[list[int]]]
 
