@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 import sys
 
 import nats
@@ -17,17 +18,18 @@ async def main(url: str) -> None:
         await jsx.ensure_stream(js, name="ORDERS", subjects=["orders.>"], allow_atomic=True, allow_direct=True)
 
         # The order must be new: nothing may be stored on its subject yet.
+        order = f"orders.{secrets.token_hex(4)}"
         async with jsx.AtomicBatch(js) as batch:
-            await batch.add("orders.1042", b'{"customer": "ann"}', expected_last_subject_seq=0)
+            await batch.add(order, b'{"customer": "ann"}', expected_last_subject_seq=0)
             for number, (item, count) in enumerate(LINES):
-                await batch.add(f"orders.1042.{number}", json.dumps({"item": item, "count": count}).encode())
+                await batch.add(f"{order}.{number}", json.dumps({"item": item, "count": count}).encode())
         print(f"stored {batch.ack.batch_size} messages at once, the last as number {batch.ack.seq}")
 
         # The same order again: refused as a whole, with the reason.
         try:
             async with jsx.AtomicBatch(js) as batch:
-                await batch.add("orders.1042.9", b"{}")
-                await batch.add("orders.1042", b"{}", expected_last_subject_seq=0)
+                await batch.add(f"{order}.9", b"{}")
+                await batch.add(order, b"{}", expected_last_subject_seq=0)
         except jsx.errors.WrongLastSequenceError as error:
             print(f"refused, {error.outcome}: {error}")
 

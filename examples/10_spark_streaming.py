@@ -1,4 +1,4 @@
-"""Bill orders with Spark, each once: ``python examples/10_spark_streaming.py URL``. Needs ``jetstream-ext[spark]``."""
+"""Bill purchases with Spark, each once: ``python examples/10_spark_streaming.py URL``. Needs ``jetstream-ext[spark]``."""
 
 import asyncio
 import os
@@ -10,13 +10,13 @@ import nats
 import jetstream_ext as jsx
 
 
-async def order(url: str, first: int, last: int) -> None:
+async def purchase(url: str, first: int, last: int) -> None:
     async with await nats.connect(url) as nc:
         js = nc.jetstream()
-        for name, subjects in (("ORDERS", "orders.*"), ("BILLS", "bills.>")):
+        for name, subjects in (("PURCHASES", "purchases.*"), ("BILLS", "bills.>")):
             await jsx.ensure_stream(js, name=name, subjects=[subjects], allow_batched=True, allow_direct=True)
         async with jsx.FastPublisher(js) as publisher:
-            await publisher.add_many((f"orders.{n % 7}", b"%d" % n) for n in range(first, last))
+            await publisher.add_many((f"purchases.{n % 7}", b"%d" % n) for n in range(first, last))
 
 
 async def bills(url: str) -> int:
@@ -32,18 +32,18 @@ def main(url: str) -> None:
     source = spark.readStream.format("jetstream").option("servers", url)
 
     def bill(checkpoint: str) -> None:
-        orders = source.load("ORDERS")
-        rows = orders.selectExpr("concat('bills.', subject) AS subject", "data", "concat(stream, ':', seq) AS msgId")
+        purchases = source.load("PURCHASES")
+        rows = purchases.selectExpr("concat('bills.', subject) AS subject", "data", "concat(stream, ':', seq) AS msgId")
         writer = rows.writeStream.format("jetstream").options(servers=url, stream="BILLS")
         # Without the trigger it would go on for ever.
         query = writer.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
         query.awaitTermination()
 
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(order(url, 0, 5_000))
+        asyncio.run(purchase(url, 0, 5_000))
         bill(f"{folder}/one")
         print(f"{asyncio.run(bills(url)):,} bills")
-        asyncio.run(order(url, 5_000, 6_000))
+        asyncio.run(purchase(url, 5_000, 6_000))
         bill(f"{folder}/one")  # goes on where it was
         print(f"{asyncio.run(bills(url)):,} bills, after a restart")
         bill(f"{folder}/two")  # starts all over; the bills that are there keep their copies out

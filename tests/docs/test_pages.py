@@ -106,6 +106,16 @@ def test_a_page_of_files(name: str, tmp_path: Path) -> None:
     assert said in done.stdout
 
 
+def test_pages_can_be_typed_one_after_the_other() -> None:
+    """Into one server: no page uses a stream or bucket of another, or of the README."""
+    made: dict[str, str] = {}
+    for page in [*TYPED, ROOT / "README.md"]:
+        text = page.read_text(encoding="utf-8")
+        for name in set(re.findall(r"""\b(?:name|bucket)="(\w+)\"""", text)):
+            assert made.setdefault(name, page.name) == page.name, name
+    assert len(made) > 8
+
+
 def test_every_page_is_run() -> None:
     pages = {path.stem for path in (DOCS / "how-to").glob("*.md")} - {"index"}
     assert pages == {path.stem for path in TYPED if path.stem != "tutorial"} | OF_FILES
