@@ -8,11 +8,11 @@ import re
 from types import TracebackType
 from typing import Final, Self
 
-import nats.errors
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.sinks import unsubscribe
 from jetstream_ext.errors import ResponseError
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.advisories import ABANDONED, parse_abandoned
@@ -70,14 +70,7 @@ class AbandonedBatches:
         if self._closed is not None and not self._closed.done():
             self._closed.set_result(None)
         if subscription is not None:
-            try:
-                await subscription.unsubscribe()
-            except (
-                nats.errors.ConnectionClosedError,
-                nats.errors.ConnectionDrainingError,
-                nats.errors.BadSubscriptionError,
-            ):
-                pass  # the subscription went with the connection
+            await unsubscribe(subscription)
 
     def __aiter__(self) -> Self:
         return self

@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from jetstream_ext.client.sinks import Door, Inbox, Sink, tell_disconnected, tell_reconnected
+from jetstream_ext.client.sinks import Door, Inbox, Sink, tell_disconnected, tell_reconnected, unsubscribe
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
 
@@ -83,18 +82,7 @@ class PublicConnection(Door):
         if not self._sinks and self._looking is not None:
             self._looking.cancel()
             self._looking = None
-
-        async def unsubscribe() -> None:
-            try:
-                await subscription.unsubscribe()
-            except (
-                nats.errors.ConnectionClosedError,
-                nats.errors.ConnectionDrainingError,
-                nats.errors.BadSubscriptionError,
-            ):
-                pass  # the subscription went with the connection
-
-        self._spawn(unsubscribe())
+        self._spawn(unsubscribe(subscription))
 
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
         """As `Connection.write_nowait`, in the background."""

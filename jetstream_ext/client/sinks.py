@@ -6,6 +6,7 @@ There are two roads: `connection.Connection` through nats-py's internals and `pu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,14 @@ class Inbox:
         subscription, self.subscription = self.subscription, None
         if subscription is not None:
             self._drop(subscription)
+
+
+async def unsubscribe(subscription: Subscription) -> None:
+    """End a subscription in public, if it is still there: it goes with its connection."""
+    with contextlib.suppress(
+        nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError, nats.errors.BadSubscriptionError
+    ):
+        await subscription.unsubscribe()
 
 
 def tell_disconnected(sinks: Iterable[Sink | None]) -> None:
