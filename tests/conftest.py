@@ -1,22 +1,27 @@
-"""Fixtures shared by all tests: one real server per session, one connection per test; a server in a container.
+"""Fixtures shared by all tests: one real server per session, one connection per test; clusters; a server in a container.
 
 A container needs an engine that answers; ``.ci/container-engine`` brings one. Where there is none, tests that want one
 are skipped, with the reason; ``JETSTREAM_EXT_REQUIRE_CONTAINER=1`` turns that into a failure, so that a job that brings an
 engine cannot pass by skipping.
 """
 
+import asyncio
+import contextlib
 import os
 import uuid
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
 
 import nats
+import nats.errors
+import nats.js.errors
 import pytest
 from hypothesis import HealthCheck, settings
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
-from jetstream_ext.testing import NatsServer
+from jetstream_ext.testing import NatsCluster, NatsServer
 
 # How long an example takes says something of the machine, and nothing of what is tested.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -44,6 +49,13 @@ def server() -> Iterator[NatsServer]:
 
 
 @pytest.fixture
+def own_server() -> Iterator[NatsServer]:
+    """A server that the test may kill, pause and restart."""
+    with NatsServer() as server:
+        yield server
+
+
+@pytest.fixture
 async def nc(server: NatsServer) -> AsyncIterator[Client]:
     """A connection of this test's own."""
     nc = await nats.connect(server.url, connect_timeout=10)
@@ -63,6 +75,94 @@ def js(nc: Client) -> JetStreamContext:
 def stream_name() -> Callable[[], str]:
     """A factory of names that no other stream or bucket of the session has; good as subject tokens too."""
     return lambda: f"T{uuid.uuid4().hex[:12]}"
+
+
+class Left:
+    """What a connection and the loop hold beyond what they held at the beginning."""
+
+    def __init__(self, nc: Client) -> None:
+        self.nc = nc
+        self.before = self._held()
+
+    def _held(self) -> tuple[set[int], set[str], set[str]]:
+        loop: Any = asyncio.get_running_loop()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        tasks = {task.get_coro().__qualname__ for task in others if not task.done()}  # type: ignore[union-attr]
+        timers = {repr(handle._callback) for handle in loop._scheduled if not handle.cancelled()}
+        return set(self.nc._subs), tasks, {timer for timer in timers if "jetstream_ext" in timer or "Timeout" in timer}
+
+    def behind(self) -> tuple[set[int], set[str], set[str]]:
+        """Subscriptions, tasks and timers that were not there before."""
+        return tuple(now - then for now, then in zip(self._held(), self.before, strict=True))  # type: ignore[return-value]
+
+    async def settled(self) -> None:
+        """Fail unless nothing is left: subscriptions and timers at once, tasks within some seconds."""
+        subscriptions, _, timers = self.behind()
+        assert (subscriptions, timers) == (set(), set())
+        async with asyncio.timeout(10):
+            while self.behind()[1]:
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def left(nc: Client, js: JetStreamContext) -> Left:
+    """Proof that nothing is left behind on `nc`."""
+    await js.account_info()  # nats-py's own response subscription is there from the first request on
+    return Left(nc)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[NatsCluster]:
+    """Three servers that a module's tests share; whoever breaks one of them mends it."""
+    with NatsCluster(3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def cluster_nc(cluster: NatsCluster) -> AsyncIterator[Client]:
+    """A connection to the cluster that never gives up."""
+
+    async def quiet(error: Exception) -> None:
+        pass
+
+    nc = await nats.connect(cluster.urls, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=quiet)
+    yield nc
+    await nc.close()
+
+
+@pytest.fixture
+async def make_replicated(
+    cluster_nc: Client, stream_name: Callable[[], str]
+) -> AsyncIterator[Callable[..., Awaitable[str]]]:
+    """Create a stream on all servers of the cluster (or as given); its subjects are ``<name>.>``, unless it is a mirror."""
+    js = cluster_nc.jetstream(timeout=10)
+    made: list[str] = []
+
+    async def make(**config: Any) -> str:
+        name = stream_name()
+        config = {"allow_direct": True, "num_replicas": 3, **config}
+        if "mirror" not in config:
+            config = {"subjects": [f"{name}.>"], "allow_atomic": True, **config}
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    await js.add_stream(name=name, **config)
+                    break
+                except (
+                    nats.js.errors.ServiceUnavailableError,
+                    nats.errors.TimeoutError,
+                    nats.errors.NoRespondersError,
+                    nats.errors.ConnectionReconnectingError,
+                    nats.errors.StaleConnectionError,
+                ):
+                    await asyncio.sleep(0.2)  # the cluster is still recovering from the test before
+        made.append(name)
+        return name
+
+    yield make
+    for name in reversed(made):
+        with contextlib.suppress(nats.errors.Error):  # what a test broke may still be recovering
+            await js.delete_stream(name)
 
 
 def no_container(image: str) -> str | None:

@@ -1,8 +1,8 @@
-"""What the shell's tests share: streams, and the proof that nothing is left behind."""
+"""What the shell's tests share: streams, servers to break, and a loop that stays quiet."""
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import nats
@@ -55,40 +55,6 @@ def make(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStream:
     return make
 
 
-class Left:
-    """What a connection and the loop hold beyond what they held at the beginning."""
-
-    def __init__(self, nc: Client) -> None:
-        self.nc = nc
-        self.before = self._held()
-
-    def _held(self) -> tuple[set[int], set[str], set[str]]:
-        loop: Any = asyncio.get_running_loop()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        tasks = {task.get_coro().__qualname__ for task in others if not task.done()}  # type: ignore[union-attr]
-        timers = {repr(handle._callback) for handle in loop._scheduled if not handle.cancelled()}
-        return set(self.nc._subs), tasks, {timer for timer in timers if "jetstream_ext" in timer or "Timeout" in timer}
-
-    def behind(self) -> tuple[set[int], set[str], set[str]]:
-        """Subscriptions, tasks and timers that were not there before."""
-        return tuple(now - then for now, then in zip(self._held(), self.before, strict=True))  # type: ignore[return-value]
-
-    async def settled(self) -> None:
-        """Fail unless nothing is left: subscriptions and timers at once, tasks within a second."""
-        subscriptions, _, timers = self.behind()
-        assert (subscriptions, timers) == (set(), set())
-        async with asyncio.timeout(1):
-            while self.behind()[1]:
-                await asyncio.sleep(0.001)
-
-
-@pytest.fixture
-async def left(nc: Client, js: JetStreamContext) -> Left:
-    """Proof that nothing is left behind on `nc`."""
-    await js.account_info()  # nats-py's own response subscription is there from the first request on
-    return Left(nc)
-
-
 @pytest.fixture(autouse=True)
 async def loop_is_quiet() -> AsyncIterator[list[dict[str, Any]]]:
     """Fail on what reaches the loop's exception handler; a test that provokes it takes it out of the list."""
@@ -99,13 +65,6 @@ async def loop_is_quiet() -> AsyncIterator[list[dict[str, Any]]]:
     gc.collect(1)  # a task that failed unseen says so when it goes; it is young, and a full collection takes long
     await asyncio.sleep(0)
     assert heard == []
-
-
-@pytest.fixture
-def own_server() -> Iterator[NatsServer]:
-    """A server that the test may kill, pause and restart."""
-    with NatsServer() as server:
-        yield server
 
 
 @pytest.fixture

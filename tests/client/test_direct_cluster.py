@@ -1,13 +1,9 @@
 """Direct Get on a cluster: replicas that lag or die, and mirrors that hold a part of the stream."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import nats
-import nats.errors
-import nats.js.errors
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
@@ -19,55 +15,17 @@ from jetstream_ext.testing import NatsCluster
 
 pytestmark = pytest.mark.timeout(180)
 
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[NatsCluster]:
-    with NatsCluster(3) as cluster:
-        yield cluster
-
-
-async def quiet(error: Exception) -> None:
-    pass
-
-
-@pytest.fixture
-async def nc(cluster: NatsCluster) -> AsyncIterator[Client]:
-    nc = await nats.connect(cluster.urls, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=quiet)
-    yield nc
-    await nc.close()
-
-
-@pytest.fixture
-def js(nc: Client) -> JetStreamContext:
-    return nc.jetstream(timeout=10)
-
-
 Make = Callable[..., Awaitable[str]]
 
 
 @pytest.fixture
-async def make(js: JetStreamContext, stream_name: Callable[[], str]) -> AsyncIterator[Make]:
-    made: list[str] = []
+def js(cluster_nc: Client) -> JetStreamContext:
+    return cluster_nc.jetstream(timeout=10)
 
-    async def make(**config: Any) -> str:
-        name = stream_name()
-        config = {"allow_direct": True, "num_replicas": 3, **config}
-        if "mirror" not in config:
-            config["subjects"] = [f"{name}.>"]
-        async with asyncio.timeout(30):
-            while True:
-                try:
-                    await js.add_stream(name=name, **config)
-                    break
-                except (nats.js.errors.ServiceUnavailableError, nats.errors.TimeoutError):
-                    await asyncio.sleep(0.2)  # the cluster is still recovering from the test before
-        made.append(name)
-        return name
 
-    yield make
-    for name in reversed(made):
-        with contextlib.suppress(nats.errors.Error):  # what a test broke may still be recovering
-            await js.delete_stream(name)
+@pytest.fixture
+def make(make_replicated: Make) -> Make:
+    return make_replicated
 
 
 async def fill(js: JetStreamContext, name: str, first: int, last: int) -> None:

@@ -1,11 +1,9 @@
-"""What the key-value tests share: buckets, and the proof that nothing is left behind."""
+"""What the key-value tests share: buckets, and many keys at once."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 
@@ -39,26 +37,3 @@ def load() -> Callable[..., Awaitable[None]]:
             await publisher.add_many((f"{kv._pre}{key}", value) for key, value in entries.items())
 
     return put
-
-
-class Left:
-    """What a connection and the loop hold beyond what they held at the beginning."""
-
-    def __init__(self, nc: Client) -> None:
-        self.nc = nc
-        self.subscriptions = set(nc._subs)
-        self.tasks = asyncio.all_tasks()
-
-    async def nothing(self) -> None:
-        """Fail unless nothing is left: subscriptions at once, tasks within a second."""
-        assert set(self.nc._subs) <= self.subscriptions
-        async with asyncio.timeout(1):
-            while asyncio.all_tasks() - self.tasks - {asyncio.current_task()}:
-                await asyncio.sleep(0.001)
-
-
-@pytest.fixture
-async def left(nc: Client, js: JetStreamContext) -> Left:
-    """Proof that nothing is left behind on `nc`."""
-    await js.account_info()  # nats-py's own response subscription is there from the first request on
-    return Left(nc)

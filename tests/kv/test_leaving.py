@@ -50,7 +50,7 @@ async def test_nothing_is_left_of_a_cancelled_call(
     await load(kv, dict.fromkeys(KEYS, b"2"))
     await call(kv)
     assert await cancelled_everywhere(lambda: call(kv)) > 5
-    await left.nothing()
+    await left.settled()
 
 
 async def test_nothing_is_left_of_a_failed_call(make_bucket, load, left) -> None:
@@ -65,7 +65,7 @@ async def test_nothing_is_left_of_a_failed_call(make_bucket, load, left) -> None
     await kv._js.delete_key_value(kv._name)
     with pytest.raises(kvx.bucket.BucketNotFoundError):
         await kvx.get_many(kv, KEYS)
-    await left.nothing()
+    await left.settled()
 
 
 async def test_a_cancelled_transaction_is_written_whole_or_not_at_all(make_bucket, left) -> None:
@@ -85,7 +85,7 @@ async def test_a_cancelled_transaction_is_written_whole_or_not_at_all(make_bucke
     snap = await kvx.snapshot(kv)
     assert len({entry.value for entry in snap.values()}) == 1
     assert snap.revision % 3 == 0
-    await left.nothing()
+    await left.settled()
 
 
 async def test_a_cancelled_retry_is_over(make_bucket, left) -> None:
@@ -105,7 +105,7 @@ async def test_a_cancelled_retry_is_over(make_bucket, left) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await left.nothing()
+    await left.settled()
 
 
 class TestInFlight:

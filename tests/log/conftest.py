@@ -1,11 +1,9 @@
-"""What the tests of the log share: streams, and the proof that nothing is left behind."""
+"""What the tests of the log share: streams and positions."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -53,26 +51,3 @@ def make_store(js: JetStreamContext, stream_name: Callable[[], str]) -> Callable
         return await OffsetStore(js, bucket or stream_name()).create()
 
     return make
-
-
-class Left:
-    """What a connection and the loop hold beyond what they held at the beginning."""
-
-    def __init__(self, nc: Client) -> None:
-        self.nc = nc
-        self.subscriptions = set(nc._subs)
-        self.tasks = asyncio.all_tasks()
-
-    async def nothing(self) -> None:
-        """Fail unless nothing is left: subscriptions at once, tasks within some seconds."""
-        assert set(self.nc._subs) <= self.subscriptions
-        async with asyncio.timeout(10):
-            while asyncio.all_tasks() - self.tasks - {asyncio.current_task()}:
-                await asyncio.sleep(0.001)
-
-
-@pytest.fixture
-async def left(nc: Client, js: JetStreamContext) -> Left:
-    """Proof that nothing is left behind on `nc`."""
-    await js.account_info()  # nats-py's own response subscription is there from the first request on
-    return Left(nc)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import nats
@@ -25,45 +25,14 @@ pytestmark = pytest.mark.timeout(240)
 Make = Callable[..., Awaitable[str]]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[NatsCluster]:
-    with NatsCluster(3) as cluster:
-        yield cluster
-
-
-async def quiet(error: Exception) -> None:
-    pass
+@pytest.fixture
+def js(cluster_nc: Client) -> JetStreamContext:
+    return cluster_nc.jetstream(timeout=5)
 
 
 @pytest.fixture
-async def nc(cluster: NatsCluster) -> AsyncIterator[Client]:
-    nc = await nats.connect(cluster.urls, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=quiet)
-    yield nc
-    await nc.close()
-
-
-@pytest.fixture
-def js(nc: Client) -> JetStreamContext:
-    return nc.jetstream(timeout=5)
-
-
-@pytest.fixture
-async def make(js: JetStreamContext, stream_name: Callable[[], str]) -> AsyncIterator[Make]:
-    made: list[str] = []
-
-    async def make(**config: Any) -> str:
-        name = stream_name()
-        config = {"allow_direct": True, "allow_atomic": True, "num_replicas": 3, **config}
-        if "mirror" not in config:
-            config["subjects"] = [f"{name}.>"]
-        await settled(lambda: js.add_stream(name=name, **config))
-        made.append(name)
-        return name
-
-    yield make
-    for name in reversed(made):
-        with contextlib.suppress(nats.errors.Error):  # what a test broke may still be recovering
-            await js.delete_stream(name)
+def make(make_replicated: Make) -> Make:
+    return make_replicated
 
 
 async def settled(call: Callable[[], Awaitable[Any]]) -> Any:
@@ -103,6 +72,21 @@ async def leader_of(cluster: NatsCluster, js: JetStreamContext, name: str) -> Na
             await asyncio.sleep(0.1)
 
 
+async def replaced(cluster: NatsCluster, victim: NatsServer, name: str) -> None:
+    """Wait until the others have another leader for a stream, as they say themselves."""
+    nc = await nats.connect([server.url for server in cluster.servers if server is not victim], error_cb=quiet)
+    try:
+        async with asyncio.timeout(60):
+            while (await settled(lambda: nc.jetstream().stream_info(name))).cluster.leader in (None, "", victim.name):
+                await asyncio.sleep(0.1)
+    finally:
+        await nc.close()
+
+
+async def quiet(error: Exception) -> None:
+    pass
+
+
 async def back(cluster: NatsCluster, server: NatsServer) -> None:
     await asyncio.to_thread(server.restart)
     await asyncio.to_thread(cluster.wait_ready)
@@ -123,7 +107,6 @@ async def test_a_mirror_that_lags_and_lacks(js: JetStreamContext, make: Make) ->
     await fill(js, name, 1, 300)
     mirror = await make(
         num_replicas=1,
-        allow_atomic=False,
         mirror=StreamSource(name=name, filter_subject=f"{name}.1"),
         mirror_direct=True,
     )
@@ -216,8 +199,8 @@ async def test_a_leader_that_dies_under_a_worker(
         await asyncio.sleep(rng.uniform(0, 0.02))
         if freeze:
             victim.pause()
-            await asyncio.sleep(8)  # the others elect a leader; this one does not know
-            victim.resume()
+            await replaced(cluster, victim, target if which == "output" else source)
+            victim.resume()  # it does not know yet
         else:
             await asyncio.to_thread(victim.kill)
             await back(cluster, victim)

@@ -291,7 +291,7 @@ async def test_committing_while_it_waits(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await left.nothing()
+    await left.settled()
 
 
 async def test_the_newest_reader_takes_the_name(

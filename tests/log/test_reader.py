@@ -160,7 +160,7 @@ async def test_tail_waits_for_more(js: JetStreamContext, make_stream: Make, more
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await left.nothing()
+    await left.settled()
     assert seen == [1, 2, 3, 4, 5, 6]
     assert reader.position == 7
     await more(name, 7, 7)
@@ -183,7 +183,7 @@ async def test_left_in_the_middle(js: JetStreamContext, make_stream: Make, left:
     async for msg in reader:
         if msg.seq == 700:
             break
-    await left.nothing()
+    await left.settled()
     assert reader.position == 701
     assert (await anext(reader)).seq == 701
 
@@ -206,7 +206,7 @@ async def test_cancelled_at_every_await(
         try:
             seen += [msg.seq for msg in await task]
         except asyncio.CancelledError:
-            await left.nothing()
+            await left.settled()
         if steps % 40 == 0:
             seen += [msg.seq for msg in await reader.read(10)]
     assert seen == list(range(1, 401))

@@ -49,7 +49,7 @@ async def test_to_the_end(js: JetStreamContext, make_stream: Make, more: More, l
     done = await work(LogReader(js, source), target, doubled(target))
     assert (done.inputs, done.position) == (10, 261)
     assert await outputs(js, target) == [b"%d" % (2 * n) for n in range(1, 261)]
-    await left.nothing()
+    await left.settled()
 
 
 async def one_by_one(name: str) -> AsyncIterator[BatchMessage]:
@@ -159,7 +159,7 @@ async def test_the_tail_is_followed_until_it_is_cancelled(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await left.nothing()
+    await left.settled()
     assert len(await outputs(js, target)) == 6
 
 

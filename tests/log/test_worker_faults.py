@@ -133,7 +133,7 @@ async def test_stopped_at_any_await(js: JetStreamContext, make_stream: Make, lef
             break
         except asyncio.CancelledError:
             stopped += 1
-            await left.nothing()
+            await left.settled()
     assert stopped > 5
     assert await outputs(js, target) == expected(120)
 
