@@ -1,0 +1,53 @@
+"""What the tests of real servers look at them with."""
+
+import contextlib
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import nats
+import pytest
+from nats.aio.client import Client
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs prctl(PR_SET_PDEATHSIG) or /proc")
+on_posix = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals or fork")
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str | list[str], **options: Any) -> AsyncIterator[Client]:
+    nc = await nats.connect(url, connect_timeout=10, reconnect_time_wait=0.05, max_reconnect_attempts=-1, **options)
+    try:
+        yield nc
+    finally:
+        await nc.close()
+
+
+@contextlib.contextmanager
+def dialled(url: str) -> Iterator[socket.socket]:
+    """A bare connection, past the server's greeting."""
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), timeout=10) as sock:
+        assert sock.recv(4096).startswith(b"INFO ")
+        yield sock
+
+
+def answers(sock: socket.socket) -> bool:
+    sock.sendall(b"PING\r\n")
+    return b"PONG" in sock.recv(4096)
+
+
+def closed_by_peer(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(4096) == b""
+    except ConnectionResetError:
+        return True
+
+
+def refused(url: str) -> bool:
+    try:
+        with dialled(url):
+            return False
+    except ConnectionRefusedError:
+        return True
