@@ -199,7 +199,7 @@ async def test_a_batch_that_the_server_forgot(js: JetStreamContext, stream: str,
     # Servers before 2.15 would open another batch for a ping after message 1, and call that message lost.
     pub = jsx.FastPublisher(js, gap=gap, keepalive=0)
     await pub.add_many([(f"{stream}.a", b"x")] * sent)
-    await asyncio.sleep(1.4)
+    await asyncio.sleep(1.4)  # longer than its server keeps it; whoever asks whether it is there yet keeps it alive
     with pytest.raises(errors.FastPublishUnknownBatchError) as caught:
         await pub.ping()
     assert (caught.value.outcome, pub.gap_count, pub.end_reason) == ("unknown", 0, jsx.EndReason.ERROR)
@@ -209,7 +209,7 @@ async def test_a_batch_that_the_server_forgot(js: JetStreamContext, stream: str,
 async def test_an_idle_batch_is_kept_alive(js: JetStreamContext, stream: str) -> None:
     pub = jsx.FastPublisher(js, keepalive=0.4)
     await pub.add(f"{stream}.a", b"1")
-    await asyncio.sleep(2.2)
+    await asyncio.sleep(2.2)  # without keepalive the server would keep it for a second
     assert (await pub.commit(f"{stream}.a", b"2")).batch_size == 2
 
 

@@ -127,6 +127,14 @@ class Raw:
             reply = arguments[2] if len(arguments) == (5 if name == "HMSG" else 4) else ""
             self.frames.append(Frame(arguments[0], block[:head], block[head:], reply))
 
+    def ask(self, subject: str, payload: bytes = b"") -> Any:
+        """Return the answer, which is JSON, whatever else comes before it."""
+        self.publish(subject, payload, reply="R.ask")
+        assert self.wait(lambda: any(frame.subject == "R.ask" for frame in self.frames)), subject
+        (answer,) = (frame for frame in self.frames if frame.subject == "R.ask")
+        self.frames.remove(answer)
+        return answer.json
+
     def close(self) -> None:
         self._socket.close()
 
@@ -305,6 +313,16 @@ class Pair:
             else:
                 return
         ask()
+
+    def ask_until(self, subject: str, done: Callable[[Any], bool], payload: bytes = b"") -> Any:
+        """Ask each server until it says what it is to say; compare nothing, and return the last answer."""
+        answer: Any = None
+        for raw in self._clients:
+            end = time.monotonic() + TIMEOUT
+            while not done(answer := raw.ask(subject, payload)):
+                assert time.monotonic() < end, (raw is self._clients[0], answer)
+                time.sleep(0.02)
+        return answer
 
     def compare_advisories(self) -> list[Frame]:
         """Wait for what the reference server announced to come from the real one too."""

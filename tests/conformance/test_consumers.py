@@ -250,10 +250,10 @@ def test_naks_and_redelivery(stream: Any) -> None:
     ack(stream, 1, b"-NAK")
     pull(stream, {"batch": 1, "no_wait": True})
     ack(stream, 2, b'-NAK {"delay": 100000000}')
-    time.sleep(0.25)
+    time.sleep(0.25)  # the delay is over, and what waits for its acknowledgement is still waited for
     pull(stream, {"batch": 1, "no_wait": True})
     info(stream)
-    time.sleep(0.8)
+    time.sleep(0.8)  # no acknowledgement is waited for any more
     pull(stream, {"batch": 10, "no_wait": True}, wait=6)
     info(stream)
 
@@ -352,7 +352,7 @@ def test_an_ephemeral_goes_when_nobody_listens(newest: Any) -> None:
     newest.stream()
     create(newest, name="E", durable_name="", deliver_subject="Q.out", inactive_threshold=SECOND // 5)
     assert newest.api("CONSUMER.NAMES.S")["consumers"] == ["E"]
-    time.sleep(0.5)
+    newest.ask_until("$JS.API.CONSUMER.NAMES.S", lambda answer: not answer["consumers"])
     assert not newest.api("CONSUMER.NAMES.S")["consumers"]
 
 

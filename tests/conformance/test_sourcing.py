@@ -14,16 +14,8 @@ SECOND = 1_000_000_000
 def steady(pair: Any, name: str, messages: int) -> Any:
     """Wait until a copy has so many messages on both servers, and compare it."""
     for raw in pair._clients:
-        for _ in range(200):
-            raw.publish(f"$JS.API.STREAM.INFO.{name}", reply="R.poll")
-            raw.wait(lambda raw=raw: any(frame.subject == "R.poll" for frame in raw.frames))
-            (answer,) = (frame.json for frame in raw.frames if frame.subject == "R.poll")
-            raw.frames.clear()
-            if answer["state"]["messages"] >= messages:
-                break
-            time.sleep(0.02)
-        assert answer["state"]["messages"] == messages, (raw is pair._clients[0], answer)
-    return answer
+        raw.frames.clear()
+    return pair.ask_until(f"$JS.API.STREAM.INFO.{name}", lambda answer: answer["state"]["messages"] == messages)
 
 
 def contents(pair: Any, name: str, last: int) -> list[list[tuple[Any, ...]]]:
@@ -99,27 +91,16 @@ def test_copies_of_streams_that_let_go(newest: Any, headers: Any, retention: str
     what = {"name": "O"}
     create = {"name": "C", "storage": "memory", **({"mirror": what} if kind == "mirror" else {"sources": [what]})}
     for raw in newest._clients:
-        raw.publish("$JS.API.STREAM.CREATE.C", json.dumps(create).encode(), reply="R.create")
-        raw.wait(lambda raw=raw: bool(raw.frames))
-        raw.frames.clear()
-    time.sleep(0.4)
+        raw.ask("$JS.API.STREAM.CREATE.C", json.dumps(create).encode())
+    newest.ask_until("$JS.API.CONSUMER.LIST.O", lambda answer: answer["consumers"])  # what nobody wants is not kept
     for _ in range(3):
         newest.publish("o.a", b"x")
     steady(newest, "C", 3)
     for raw in newest._clients:
-        raw.publish("$JS.API.CONSUMER.LIST.O", reply="R.list")
-        raw.wait(lambda raw=raw: bool(raw.frames))
-        (consumer,) = raw.frames.pop().json["consumers"]
+        (consumer,) = raw.ask("$JS.API.CONSUMER.LIST.O")["consumers"]
         assert consumer["config"]["ack_policy"] == "flow_control"
         assert consumer["name"].startswith("JS_MIRROR_" if kind == "mirror" else "JS_SRC_")
-        for _ in range(60):
-            raw.publish("$JS.API.STREAM.INFO.O", reply="R.info")
-            raw.wait(lambda raw=raw: bool(raw.frames))
-            if raw.frames.pop().json["state"]["messages"] == 0:
-                break
-            time.sleep(0.05)
-        else:
-            pytest.fail("the origin still has the messages")
+    newest.ask_until("$JS.API.STREAM.INFO.O", lambda answer: not answer["state"]["messages"])
 
 
 def test_durable_sourcing(newest: Any, headers: Any) -> None:

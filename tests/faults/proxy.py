@@ -15,6 +15,7 @@ class Proxy:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._accepting = True
+        self._turned_away = asyncio.Event()
         self._links: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -40,6 +41,11 @@ class Proxy:
         """Let connections through again."""
         self._accepting = True
 
+    async def turned_away(self) -> None:
+        """Wait until somebody wants in who is refused."""
+        self._turned_away.clear()
+        await self._turned_away.wait()
+
     def stall(self) -> None:
         """Let nothing through, in either direction, until `flow`."""
         self._flowing.clear()
@@ -59,6 +65,8 @@ class Proxy:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(self._pump(reader, upstream))
                     group.create_task(self._pump(back, writer))
+            else:
+                self._turned_away.set()
         except (asyncio.CancelledError, OSError, ExceptionGroup):
             pass  # cut, or one side is gone
         finally:

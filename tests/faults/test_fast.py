@@ -120,9 +120,13 @@ class TestGoingOn:
                 before = pub.ack_seq
                 while pub.ack_seq < before + 500 and pub.end_reason is None:
                     await asyncio.sleep(0.001)
+                reconnects = nc.stats["reconnects"]
                 proxy.cut(refuse=i % 2 == 0)
-                await asyncio.sleep(0.1)
-                proxy.accept()
+                if i % 2 == 0:
+                    await proxy.turned_away()
+                    proxy.accept()
+                while nc.stats["reconnects"] == reconnects:
+                    await asyncio.sleep(0.001)
             done.set()
 
         def source() -> Iterator[tuple[str, bytes]]:
@@ -180,7 +184,8 @@ class TestGoingOn:
             await asyncio.sleep(0.001)
         adding = asyncio.create_task(pub.add("s.1", b"1"))
         flushing = asyncio.create_task(pub.flush())
-        await asyncio.sleep(0.2)
+        for _ in range(2):
+            await proxy.turned_away()
         assert (pub.batch_seq, adding.done(), flushing.done()) == (1, False, False)
         cancelled = asyncio.create_task(pub.add("s.1", b"never"))
         await asyncio.sleep(0)

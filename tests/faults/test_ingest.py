@@ -22,6 +22,8 @@ from proxy import Proxy
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 Connect = Callable[..., Awaitable[Any]]
 Stored = Callable[[Any, str], Awaitable[list[int]]]
+PATIENCE = 0.5
+LONGER = 0.8  # than the publisher waits, so that late messages meet their copies
 
 
 def numbers(count: int) -> Iterator[tuple[str, bytes]]:
@@ -78,7 +80,7 @@ async def test_through_a_bad_connection(victim: NatsServer, connect: Connect, st
     count = 20_000
     async with Proxy(victim.port) as proxy:
         nc = await connect(proxy.url)
-        js = nc.jetstream(timeout=0.5)
+        js = nc.jetstream(timeout=PATIENCE)
         await make_stream(js)
         done = Milestones(count)
 
@@ -86,16 +88,20 @@ async def test_through_a_bad_connection(victim: NatsServer, connect: Connect, st
             for i in range(4):
                 await done.until((i + 1) / 5)
                 if fault in ("cut", "refuse"):
+                    reconnects = nc.stats["reconnects"]
                     proxy.cut(refuse=fault == "refuse")
-                    await asyncio.sleep(0.1)
-                    proxy.accept()
+                    if fault == "refuse":
+                        await proxy.turned_away()
+                        proxy.accept()
+                    while nc.stats["reconnects"] == reconnects:
+                        await asyncio.sleep(0.001)
                 elif fault == "stall":
                     proxy.stall()
-                    await asyncio.sleep(0.8)  # longer than the publisher waits, so that late messages meet their copies
+                    await asyncio.sleep(LONGER)
                     proxy.flow()
                 else:
                     victim.pause()
-                    await asyncio.sleep(0.8)
+                    await asyncio.sleep(LONGER)
                     victim.resume()
 
         breaking = asyncio.create_task(break_it())
@@ -175,20 +181,24 @@ async def test_through_leader_kills(cluster: NatsCluster, connect: Connect, stor
     await make_stream(js, num_replicas=3)
     done = Milestones(count)
 
+    async def leader(*, other_than: str = "") -> str:
+        while True:
+            try:
+                info = await js.stream_info("S")
+                if info.cluster and info.cluster.leader not in (None, other_than):
+                    return info.cluster.leader
+            except (nats.errors.Error, nats.js.errors.APIError):
+                pass  # there is an election
+            await asyncio.sleep(0.05)
+
     async def kill() -> None:
         for i in range(kills):
             await done.until((i + 1) / (kills + 1))
-            name = None
-            while name is None:
-                try:
-                    info = await js.stream_info("S")
-                    name = info.cluster.leader if info.cluster else None
-                except (nats.errors.Error, nats.js.errors.APIError):
-                    await asyncio.sleep(0.05)
-            leader = next(server for server in cluster.servers if server.name == name)
-            await asyncio.to_thread(leader.kill)
-            await asyncio.sleep(1.0)
-            await asyncio.to_thread(leader.restart)
+            name = await leader()
+            victim = next(server for server in cluster.servers if server.name == name)
+            await asyncio.to_thread(victim.kill)
+            await leader(other_than=name)
+            await asyncio.to_thread(victim.restart)
             await asyncio.to_thread(cluster.wait_ready)
 
     killing = asyncio.create_task(kill())

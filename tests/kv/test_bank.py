@@ -118,18 +118,26 @@ async def test_on_a_cluster_whose_leaders_are_killed() -> None:
         async def kill_leaders(js: JetStreamContext, end: float) -> int:
             killed = 0
             while not killed or (FULL and time.monotonic() < end - 5):
-                await asyncio.sleep(1)
+                await more(js, 100)
                 leader = (await settled(js)).leader
                 server = next(server for server in cluster.servers if server.name == leader)
                 await asyncio.to_thread(server.kill)
                 killed += 1
-                await asyncio.sleep(1)
+                await asyncio.sleep(1)  # in which it is missed, and nobody is elected yet
                 await asyncio.to_thread(server.restart)
                 await asyncio.to_thread(cluster.wait_ready)
                 await settled(js)
             return killed
 
         await bank(cluster.urls, 30 if FULL else 6, 3, "file", kill_leaders)
+
+
+async def more(js: JetStreamContext, messages: int) -> None:
+    """Wait until the bucket has got so many messages more, so that what happens next happens in the middle of it."""
+    begin = (await js.stream_info("KV_BANK")).state.last_seq
+    async with asyncio.timeout(60):
+        while (await js.stream_info("KV_BANK")).state.last_seq < begin + messages:
+            await asyncio.sleep(0.05)
 
 
 async def settled(js: JetStreamContext) -> nats.js.api.ClusterInfo:

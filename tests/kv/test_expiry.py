@@ -113,11 +113,12 @@ async def test_snapshots_drop_what_had_expired_at_their_revision(make_bucket, lo
 class TestTouch:
     async def test_a_touched_key_lives_on_and_then_ends(self, make_bucket) -> None:
         kv = await make_bucket(history=3)
-        await kv.create("s", b"value", msg_ttl=2)
-        await asyncio.sleep(1)
-        assert await kvx.touch(kv, "s", ttl=2) == 2
-        await asyncio.sleep(1.5)
+        await kv.create("s", b"value", msg_ttl=3)
+        await kv.create("untouched", b"value", msg_ttl=3)
+        assert await kvx.touch(kv, "s", ttl=60) == 3
+        await expired(kv, "untouched")
         assert (await kv.get("s")).value == b"value"
+        assert await kvx.touch(kv, "s", ttl=1) == 4
         await expired(kv, "s")
         with pytest.raises(KeyNotFoundError):
             await kv.get("s")

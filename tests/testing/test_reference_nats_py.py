@@ -96,7 +96,10 @@ async def test_push_and_queue_subscriptions(js: Any) -> None:
     members = [await js.subscribe("s.*", queue="q") for _ in range(2)]
     for _ in range(10):
         await js.publish("s.b", b"x")
-    await asyncio.sleep(0.1)
+    async with asyncio.timeout(10):
+        while sum(member.pending_msgs for member in members) < 15:
+            await asyncio.sleep(0.001)
+    await js.account_info()  # whose answer comes after anything too much
     assert sum(member.pending_msgs for member in members) == 15
 
 
