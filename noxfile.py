@@ -26,6 +26,13 @@ def tests(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *session.posargs)
 
 
+@nox.session(python=nox.project.python_versions(PROJECT))
+def pythons(session: nox.Session) -> None:
+    """Run the tests on every Python declared; one that is not installed is skipped, and named."""
+    session.install("-e", ".[spark,server,cli,plot]", *group("test"))
+    session.run("python", "-m", "pytest", *session.posargs)
+
+
 @nox.session
 def full(session: nox.Session) -> None:
     """Run the tests that CI runs shortened at their whole size; arguments after `--` go to pytest instead."""
