@@ -3,7 +3,7 @@
 ::
 
     __main__.py     the door: says what to install where the extra is missing
-    app.py          the group of commands, and what every failure becomes: one line and an exit status
+    app.py          the group of commands, and what every failure becomes: one line (failures.py) and an exit status
     connection.py   from options, environment and the contexts of the ``nats`` tool to a connection (contexts.py)
     output.py       progress bars, tables and JSON
     doctor.py, serve.py, demo.py, snapshot.py   one command each (diagnosis.py: what the doctor finds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import sys
 
 __all__ = ["main"]
@@ -10,6 +11,9 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line; the exit status is 0, 1 (failed), 2 (wrong usage) or 130 (stopped with Ctrl-C)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may lack a character; that is no reason to fail
+            stream.reconfigure(errors="backslashreplace")
     missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         sys.stderr.write(f"jetstream-ext: needs {' and '.join(missing)}: pip install 'jetstream-ext[cli]'\n")

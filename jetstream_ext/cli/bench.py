@@ -11,28 +11,46 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from rich.table import Table
 from rich.text import Text
 
 from jetstream_ext.cli import plot
 from jetstream_ext.cli.connection import Target, connected, connection_options, target
 from jetstream_ext.cli.measuring import Case, Outcome, measure, scratch
-from jetstream_ext.cli.output import console, progress, write_json
+from jetstream_ext.cli.output import console, progress, table, write_json
 from jetstream_ext.client.features import features
 from jetstream_ext.testing import NatsServer
 
 _STOPPED: Final = 130
 _STEPS: Final = 1_000  # of the progress bar
+_ROOM_FOR_ALL: Final = 76
 _GROUPS: Final = {"publish": "publish", "read": "read back"}
 
 
 @click.command("bench", short_help="Measure this library against plain nats-py.")
 @click.argument("url", envvar="NATS_URL", default="")
-@click.option("--messages", type=click.IntRange(1), default=100_000, show_default=True, help="For the fastest calls.")
-@click.option("--size", type=click.IntRange(0), default=128, show_default=True, help="Bytes per payload.")
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="One more warms up.")
 @click.option(
-    "--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw a PNG or an SVG."
+    "--messages",
+    type=click.IntRange(1),
+    default=100_000,
+    metavar="N",
+    show_default=True,
+    help="How many the fastest calls move; slower ones move a part of it.",
+)
+@click.option("--size", type=click.IntRange(0), default=128, metavar="N", show_default=True, help="Bytes per payload.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=3,
+    metavar="N",
+    show_default=True,
+    help="How often; one round more warms up.",
+)
+@click.option(
+    "--plot",
+    "picture",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw a picture, too: *.png or *.svg.",
 )
 @click.option("--json", "as_json", is_flag=True, help="The result as a JSON object; no progress bar.")
 @connection_options(server=False)
@@ -68,7 +86,7 @@ def command(
             if job.left and own is None:
                 click.echo(f"the scratch stream {job.left} could not be deleted; delete it", err=True)
     conditions = {
-        "server": where.servers[0] if own is None else "embedded",
+        "server": where.shown if own is None else "embedded",
         "server_version": outcome.version,
         "nats_py": version("nats-py"),
         "jetstream_ext": version("jetstream-ext"),
@@ -167,20 +185,18 @@ def _show(outcome: Outcome, conditions: dict[str, Any]) -> None:
     screen.print(f"{conditions['messages']:,} messages of {conditions['size']:,} bytes, {_rounds(conditions)}")
     for group, title in _GROUPS.items():
         base = outcome.base(group)
-        table = Table()
-        table.add_column(title, min_width=24)
-        table.add_column("messages/s", justify="right")
-        table.add_column("min … max", justify="right")
-        table.add_column("times nats-py", justify="right")
+        rates = table(title, "messages/s", *(["min", "max"] if screen.width >= _ROOM_FOR_ALL else []), "times nats-py")
+        for column in rates.columns[1:]:
+            column.justify = "right"
         for case in outcome.cases:
             if case.group == group:
-                table.add_row(
+                span = [min(case.rates), max(case.rates)] if screen.width >= _ROOM_FOR_ALL else []
+                rates.add_row(
                     Text(case.name, "bold" if case.ours else ""),
-                    f"{case.median:,.0f}",
-                    f"{min(case.rates):,.0f} … {max(case.rates):,.0f}",
+                    *(f"{rate:,.0f}" for rate in [case.median, *span]),
                     f"{case.median / base.median:.1f}",
                 )
-        screen.print(table)
+        screen.print(rates)
     screen.print("Times nats-py: its faster call is 1.0.", style="dim")
     for case in outcome.left_out:
         assert case.needs is not None

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import click
 import nats.errors
+import orjson
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
@@ -25,8 +26,13 @@ from jetstream_ext.protocol.frames import check_name
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+_DEFAULT_PORT: Final = 4222
+_GOODBYE: Final = 2.0
 _DEFAULT_URL: Final = "nats://127.0.0.1:4222"
 _SEED: Final = re.compile(r"BEGIN USER NKEY SEED-+\s+(\S+)")
+_USER_INFO: Final = re.compile(r"(?:(?<=://)|^(?!\w+://)).*@")
+_DURATION: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|m|h|$)")
+_SECONDS: Final = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 _SCHEMES: Final = frozenset({"nats", "tls", "ws", "wss"})
 
 
@@ -36,6 +42,11 @@ class Target:
 
     settings: Settings
     timeout: float
+
+    @property
+    def shown(self) -> str:
+        """The servers as they may be shown: without passwords and tokens."""
+        return ", ".join(map(without_secrets, self.servers))
 
     @property
     def servers(self) -> list[str]:
@@ -83,6 +94,13 @@ def connection_options(*, server: bool = True) -> Callable[[_F], _F]:
                 callback=_keep,
             )
             function = option(function)
+        function = click.option(
+            "--tlsfirst",
+            is_flag=True,
+            expose_value=False,
+            callback=_keep,
+            help="TLS before the server's greeting (handshake_first).",
+        )(function)
         return click.option(
             "--timeout",
             envvar="NATS_TIMEOUT",
@@ -90,7 +108,8 @@ def connection_options(*, server: bool = True) -> Callable[[_F], _F]:
             metavar="DURATION",
             default="5s",
             show_default=True,
-            help="For each answer.",
+            show_envvar=True,
+            help="How long to wait for each answer.",
         )(function)
 
     return decorate
@@ -111,7 +130,7 @@ def target(ctx: click.Context, timeout: float, url: str | None = None, *, select
     Raises:
         click.ClickException: There is no such context.
     """
-    given: dict[str, str] = ctx.meta.get(__name__, {})
+    given: dict[str, Any] = ctx.meta.get(__name__, {})
     settings = Settings(
         url=url or given.get("server", ""),
         user=given["user"],
@@ -124,6 +143,7 @@ def target(ctx: click.Context, timeout: float, url: str | None = None, *, select
         ca=given["tlsca"],
         jetstream_domain=given["js_domain"],
         jetstream_api_prefix=given["js_api_prefix"],
+        tls_first=given["tlsfirst"],
     )
     name = given["context"] or (None if settings.url or not selected else contexts.selected())
     return Target(settings.over(contexts.load(name)) if name else settings, timeout)
@@ -138,6 +158,10 @@ async def connected(target: Target) -> AsyncIterator[JetStreamContext]:
     """
     settings, servers = target.settings, target.servers
     arguments = _arguments(settings)
+    if any(url.startswith("ws") for url in servers) and importlib.util.find_spec("aiohttp") is None:
+        raise click.ClickException("WebSockets need the package aiohttp: pip install 'nats-py[aiohttp]'")
+    if not settings.tls_first:
+        await _check_tls([url for url in servers if "tls" in arguments or url.startswith("tls:")], target.timeout)
     client = Client()
     failures: list[Exception] = []
     connecting = True
@@ -160,13 +184,11 @@ async def connected(target: Target) -> AsyncIterator[JetStreamContext]:
                     **arguments,
                 )
         except TimeoutError:
-            last = f": {failures[-1]}" if failures else ": no answer"
-            raise click.ClickException(
-                f"no connection to {', '.join(servers)} within {target.timeout:g} s{last}"
-            ) from None
+            last = f": {failures[-1]}" if failures and str(failures[-1]) else ": no answer"
+            raise click.ClickException(f"no connection to {target.shown} within {target.timeout:g} s{last}") from None
         except (nats.errors.Error, OSError, ValueError) as error:
             reason = str(error) or type(error).__name__
-            raise click.ClickException(f"no connection to {', '.join(servers)}: {reason}") from error
+            raise click.ClickException(f"no connection to {target.shown}: {reason}") from error
         connecting = False
         where = (
             {"prefix": settings.jetstream_api_prefix}
@@ -175,8 +197,33 @@ async def connected(target: Target) -> AsyncIterator[JetStreamContext]:
         )
         yield client.jetstream(timeout=target.timeout, **where)
     finally:
-        with suppress(OSError):  # a server that refuses does not wait for a goodbye
-            await client.close()
+        # A server that refuses does not wait for a goodbye, and after half a TLS handshake nats-py waits for ever.
+        with suppress(OSError):
+            async with asyncio.timeout(_GOODBYE):
+                await client.close()
+
+
+async def _check_tls(urls: list[str], timeout: float) -> None:
+    """Refuse servers that offer no TLS: nats-py would send them the credentials in the clear.
+
+    Raises:
+        click.ClickException: A server offers none.
+    """
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme.startswith("ws"):
+            continue  # the scheme decides, not the server
+        try:
+            async with asyncio.timeout(timeout):
+                reader, writer = await asyncio.open_connection(parts.hostname, parts.port or _DEFAULT_PORT)
+                try:
+                    info = orjson.loads((await reader.readline()).partition(b"INFO ")[2])
+                finally:
+                    writer.close()
+        except (OSError, ValueError):
+            continue  # nats-py has words for what is wrong there
+        if not info.get("tls_required"):
+            raise click.ClickException(f"{without_secrets(url)} does not offer TLS, and TLS was asked for")
 
 
 def check_stream(name: str) -> None:
@@ -192,20 +239,14 @@ def check_stream(name: str) -> None:
 
 
 def _seconds(text: str) -> float:
-    """Return seconds, also as the nats tool writes them: 5s, 500ms, 2m."""
-    for suffix, factor in (("ms", 0.001), ("s", 1.0), ("m", 60.0), ("", 1.0)):
-        if text.endswith(suffix):
-            try:
-                seconds = float(text.removesuffix(suffix)) * factor
-            except ValueError:
-                break
-            if 0 < seconds < float("inf"):
-                return seconds
-            break
+    """Return seconds, also as the nats tool writes them: 5s, 500ms, 1m30s."""
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(text))
+    if not _DURATION.sub("", text) and 0 < seconds < float("inf"):
+        return seconds
     raise click.BadParameter(f"{text!r} is no duration, such as 5s or 500ms")
 
 
-def _keep(ctx: click.Context, param: click.Parameter, value: str) -> None:
+def _keep(ctx: click.Context, param: click.Parameter, value: str | bool) -> None:
     ctx.meta.setdefault(__name__, {})[str(param.name)] = value
 
 
@@ -216,10 +257,15 @@ def _checked(url: str) -> str:
         parts = urlsplit(full)
         port = parts.port
     except ValueError as error:
-        raise click.ClickException(f"{url!r} is not the URL of a server: {error}") from None
+        raise click.ClickException(f"{without_secrets(url)!r} is not the URL of a server: {error}") from None
     if parts.scheme not in _SCHEMES or not parts.hostname or port == 0:
-        raise click.ClickException(f"{url!r} is not the URL of a server, such as {_DEFAULT_URL}")
+        raise click.ClickException(f"{without_secrets(url)!r} is not the URL of a server, such as {_DEFAULT_URL}")
     return full
+
+
+def without_secrets(url: str) -> str:
+    """Return a URL, which may be a broken one, without user, password and token."""
+    return _USER_INFO.sub("", url)
 
 
 def _arguments(settings: Settings) -> dict[str, Any]:
@@ -227,7 +273,9 @@ def _arguments(settings: Settings) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     if (settings.creds or settings.nkey) and importlib.util.find_spec("nkeys") is None:
         raise click.ClickException("credentials and nkeys need the package nkeys: pip install 'nats-py[nkeys]'")
-    if settings.creds:
+    if settings.user and settings.password:  # the order of the nats tool
+        arguments |= {"user": settings.user, "password": settings.password}
+    elif settings.creds:
         path = _file("the credentials", settings.creds)
         text = path.read_text(encoding="utf-8", errors="replace")
         if "BEGIN NATS USER JWT" not in text:  # nats-py would look for it for ever
@@ -240,14 +288,13 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         seed = path.read_text(encoding="utf-8", errors="replace").strip()
         _check_seed(path, seed)
         arguments["nkeys_seed_str"] = seed
-    elif settings.user and settings.password:
-        arguments |= {"user": settings.user, "password": settings.password}
     elif token := settings.token or settings.user:
         arguments["token"] = token
     if settings.inbox_prefix:
         arguments["inbox_prefix"] = settings.inbox_prefix
-    if settings.ca or settings.cert:
+    if settings.ca or settings.cert or settings.key or settings.tls_first:
         arguments["tls"] = _tls(settings)
+        arguments["tls_handshake_first"] = settings.tls_first
     return arguments
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import click
 import orjson
@@ -27,6 +28,7 @@ class Settings:
         jetstream_domain: The domain of the JetStream.
         jetstream_api_prefix: The prefix of its API.
         inbox_prefix: The prefix of the subjects that answers come on.
+        tls_first: Whether TLS comes before the server's first word.
     """
 
     url: str = ""
@@ -41,6 +43,7 @@ class Settings:
     jetstream_domain: str = ""
     jetstream_api_prefix: str = ""
     inbox_prefix: str = ""
+    tls_first: bool = False
 
     def over(self, other: Settings) -> Settings:
         """Return these, and those of `other` where these are nothing."""
@@ -59,7 +62,7 @@ def folder() -> Path:
 def selected() -> str | None:
     """Return the name of the context that ``nats context select`` chose."""
     try:
-        return (folder() / "context.txt").read_text(encoding="utf-8").strip() or None
+        return (folder() / "context.txt").read_text(encoding="utf-8", errors="replace").strip() or None
     except FileNotFoundError:
         return None
 
@@ -87,9 +90,11 @@ def load(name: str) -> Settings:
         raise click.ClickException(f"context {name!r} is not JSON ({path}): {error}") from None
     if not isinstance(found, dict):
         raise click.ClickException(f"context {name!r} is not a JSON object ({path})")
-    given = {field.name: found.get(field.name) or "" for field in fields(Settings)}
-    if not all(isinstance(value, str) for value in given.values()):
-        raise click.ClickException(f"context {name!r} has a setting that is not a text ({path})")
+    given: dict[str, Any] = {field.name: found.get(field.name) or field.default for field in fields(Settings)}
+    for field in fields(Settings):
+        if not isinstance(given[field.name], type(field.default)):
+            wanted = "true or false" if isinstance(field.default, bool) else "a text"
+            raise click.ClickException(f"context {name!r}: {field.name!r} is not {wanted} ({path})")
     for unsupported in ("nsc", "user_jwt", "socks_proxy"):
         if found.get(unsupported):
             raise click.ClickException(f"context {name!r} uses {unsupported!r}, which this tool does not support")

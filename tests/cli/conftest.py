@@ -52,10 +52,10 @@ def ok(run: Run) -> Callable[..., Any]:
 def process(run: Run, server: NatsServer) -> Callable[..., subprocess.Popen[str]]:
     """Start a command as a process."""
 
-    def start(*arguments: object) -> subprocess.Popen[str]:
+    def start(*arguments: object, url: str | None = server.url) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "jetstream_ext.cli", *map(str, arguments)],
-            env=os.environ | {"NATS_URL": server.url},
+            env=os.environ | ({} if url is None else {"NATS_URL": url}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

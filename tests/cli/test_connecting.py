@@ -1,0 +1,137 @@
+"""Where a command connects to, as whom, and that no secret of it is shown."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from jetstream_ext.cli import contexts
+from jetstream_ext.testing import NatsServer
+
+Run = Callable[..., Result]
+Json = Callable[..., Any]
+SECRET = "s3cret@w:ord"
+
+
+def write_context(name: str, **settings: object) -> None:
+    folder = contexts.folder() / "context"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"nats://u:{SECRET}@127.0.0.1:1",
+        f"nats://{SECRET}@127.0.0.1:1",
+        f"u:{SECRET}@127.0.0.1:1",
+        f"nats://u:{SECRET}@127.0.0.1:port",
+        f"http://u:{SECRET}@127.0.0.1:1",
+        f"nats://127.0.0.1:1,nats://u:{SECRET}@127.0.0.1:2",
+    ],
+)
+def test_a_url_is_shown_without_its_secrets(run: Run, url: str) -> None:
+    for arguments in (["doctor", url], ["bench", url], ["snapshot", "B", "--server", url]):
+        done = run(*arguments, url=None)
+        assert (done.exit_code, done.stderr.count("\n"), done.stdout) == (1, 1, "")
+        assert "127.0.0.1" in done.stderr
+        assert "ord@" not in done.stderr
+        assert "s3cret" not in done.stderr
+
+
+def test_a_refused_and_an_accepted_password_are_not_shown(run: Run, ok: Json) -> None:
+    with NatsServer(config='authorization { user: u, password: "s3cret" }') as guarded:
+        place = guarded.url.removeprefix("nats://")
+        done = run("doctor", f"nats://u:wr0ng@{place}")
+        assert (done.exit_code, "wr0ng" in done.output) == (1, False)
+        said = ok("bench", f"nats://u:s3cret@{place}", "--messages", 100, "--rounds", 1)
+        assert said["server"] == guarded.url
+        shown = run("bench", f"nats://u:s3cret@{place}", "--messages", 100, "--rounds", 1)
+        assert (shown.exit_code, guarded.url in shown.stdout, "s3cret" in shown.output) == (0, True, False)
+
+
+def test_a_password_goes_before_credentials_as_in_the_nats_tool(ok: Json) -> None:
+    with NatsServer(config="authorization { user: u, password: p }") as guarded:
+        write_context("both", url=guarded.url, user="u", password="p", token="other", nkey="/no/such/file")
+        assert ok("doctor", "--context", "both", url=None)["streams"] == []
+
+
+def test_contexts_that_are_none(run: Run) -> None:
+    write_context("flag", tls_first="yes")
+    write_context("number", token=5)
+    for name, words in {"flag": "'tls_first' is not true or false", "number": "'token' is not a text"}.items():
+        done = run("doctor", "--context", name, url=None)
+        assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
+    (contexts.folder() / "context.txt").write_bytes(b"\xff\xfe")
+    done = run("doctor", url=None)
+    assert (done.exit_code, done.stderr.count("\n"), "there is no context" in done.stderr) == (1, 1, True), done.output
+
+
+@pytest.mark.parametrize("text", ["5", "500ms", "1m30s", "1h", "2.5s"])
+def test_durations_are_those_of_the_nats_tool(ok: Json, text: str) -> None:
+    assert ok("doctor", "--timeout", text)["missing"] == {}
+
+
+@pytest.mark.parametrize("text", ["", "0s", "-1s", "5x", "s", "1e999", "1 s"])
+def test_what_is_no_duration(run: Run, text: str) -> None:
+    done = run("doctor", "--timeout", text)
+    assert (done.exit_code, "is no duration" in done.stderr) == (2, True)
+
+
+def test_a_websocket_needs_a_package(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "aiohttp" else find(name, *rest)
+    )
+    done = run("doctor", "ws://127.0.0.1:1")
+    assert (done.exit_code, done.stderr) == (
+        1,
+        "Error: WebSockets need the package aiohttp: pip install 'nats-py[aiohttp]'\n",
+    )
+
+
+def test_a_server_without_tls_gets_no_password_where_tls_is_wanted(run: Run) -> None:
+    with NatsServer(config="authorization { user: u, password: p }") as plain:
+        place = plain.url.removeprefix("nats://")
+        done = run("doctor", f"tls://u:p@{place}")
+        assert (done.exit_code, done.stderr) == (
+            1,
+            f"Error: tls://{place} does not offer TLS, and TLS was asked for\n",
+        )
+        write_context("first", url=plain.url, tls_first=True, user="u", password="p")
+        done = run("doctor", "--context", "first", url=None)
+        assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+        assert done.stderr.startswith(f"Error: no connection to {plain.url}: ")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+@pytest.mark.parametrize("first", [False, True])
+def test_tls(process: Callable[..., subprocess.Popen[str]], run: Run, tmp_path: Path, first: bool) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost "
+        f"-addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {certificate}".split(),
+        capture_output=True,
+        check=True,
+    )
+    options = "handshake_first: true" if first else ""
+    with NatsServer(config=f'tls {{ cert_file: "{certificate}", key_file: "{key}", {options} }}') as server:
+        write_context("mine", url=server.url, ca=str(certificate), tls_first=first)
+        flags = ["--tlsfirst"] if first else []
+        ways: list[list[object]] = [["--context", "mine"], [server.url, "--tlsca", certificate, *flags]]
+        for arguments in ways:
+            # As a process: what asyncio has to say of TLS would come on stderr.
+            with process("doctor", "--json", *arguments, url=None) as asking:
+                shown, said = asking.communicate(timeout=60)
+            assert (asking.returncode, said) == (0, "")
+            assert json.loads(shown)["streams"] == []
+        done = run("doctor", server.url, "--timeout", "2s")  # a certificate that nobody trusts
+        assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
