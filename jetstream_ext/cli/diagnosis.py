@@ -19,6 +19,7 @@ _KV: Final = "KV_"
 _OF_STREAMS: Final = (support.DIRECT_GET, support.MSG_TTL, support.ATOMIC, support.FAST_INGEST)
 _OF_BUCKETS: Final = {support.DIRECT_GET: "direct=True", support.ATOMIC: "atomic=True", support.MSG_TTL: "ttl=True"}
 _NOT_FOR_MIRRORS: Final = (support.ATOMIC, support.FAST_INGEST)
+_NOT_FOR_BUCKETS: Final = (support.FAST_INGEST,)  # no call of this library uses it there
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +120,13 @@ async def _streams(js: JetStream) -> AsyncIterator[dict[str, Any]]:
 async def _examine(js: JetStreamContext, info: Mapping[str, Any], works: tuple[Feature, ...]) -> StreamReport:
     config, name = info["config"], _name(info)
     has = tuple(feature for feature in _OF_STREAMS if config.get(feature.option))
-    never = _never(config)
+    never = {feature: why for feature, why in _never(config).items() if feature in works}
     lacks = tuple(
-        feature for feature in _OF_STREAMS if feature in works and feature not in has and feature not in never
+        feature
+        for feature in _OF_STREAMS
+        if feature in works
+        and feature not in (*has, *never)
+        and not (name.startswith(_KV) and feature in _NOT_FOR_BUCKETS)
     )
     sources: tuple[str, ...] = ()
     if config.get("mirror") or config.get("sources"):
@@ -155,6 +160,11 @@ def _fix(stream: str, lacks: tuple[Feature, ...]) -> str:
         return ""
     if stream.startswith(_KV) and all(feature in _OF_BUCKETS for feature in lacks):
         options = ", ".join(_OF_BUCKETS[feature] for feature in lacks)
-        return f'await jetstream_ext.kv.enable(await js.key_value("{stream.removeprefix(_KV)}"), {options})'
+        return f"await jetstream_ext.kv.enable(await js.key_value({_quoted(stream.removeprefix(_KV))}), {options})"
     options = ", ".join(f"{feature.option}=True" for feature in lacks)
-    return f'await jetstream_ext.ensure_stream(js, (await js.stream_info("{stream}")).config, {options})'
+    return f"await jetstream_ext.ensure_stream(js, (await js.stream_info({_quoted(stream)})).config, {options})"
+
+
+def _quoted(name: str) -> str:
+    """Return a name as Python has it: others may have named the stream, and the call is there to be run."""
+    return repr(name) if '"' in name or "\\" in name or not name.isprintable() else f'"{name}"'

@@ -15,13 +15,24 @@ _LOOK_EVERY = 0.2
 
 
 @click.command("serve", short_help="Run a nats-server until Ctrl-C.")
-@click.option("--port", type=click.IntRange(0, 65535), default=4222, show_default=True, help="0 is a free one.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=4222,
+    metavar="PORT",
+    show_default=True,
+    help="Where it listens; 0 is any free port.",
+)
 @click.option(
     "--store",
     type=click.Path(file_okay=False, path_type=Path),
     help="Keep the data in this folder; otherwise it is gone at the end.",
 )
-@click.option("--config", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="More configuration.")
+@click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="More configuration, in nats-server's own language.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Say where it is as a JSON object.")
 def command(port: int, store: Path | None, config: Path | None, as_json: bool) -> None:
     """Run a nats-server with JetStream on this machine until Ctrl-C.
@@ -40,7 +51,8 @@ def command(port: int, store: Path | None, config: Path | None, as_json: bool) -
             except KeyboardInterrupt:
                 click.echo("stopping", err=True)
                 return
-            raise click.ClickException(f"the server ended; its last words:\n{server.log[-2000:]}")
+            last = server.log.rstrip().rpartition("\n")[2] or "nothing"
+            raise click.ClickException(f"the server ended; its last words: {last}")
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import click
 from nats.js.errors import InvalidBucketNameError, NotFoundError
-from rich.table import Table
 from rich.text import Text
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, target
-from jetstream_ext.cli.output import console, text_or_base64, write_json
+from jetstream_ext.cli.output import console, count, printable, table, text_or_base64, write_json
 from jetstream_ext.kv import KeyValueSnapshot
 from jetstream_ext.kv import snapshot as take_snapshot
 
@@ -56,20 +55,21 @@ def command(
     if as_json:
         write_json(_as_json(bucket, found))
         return
-    table = Table("key", "value", "revision", "created", title=f"{bucket} at revision {found.revision}, {found.time}")
+    entries = table("key", "value", "revision", "created")
     for key in sorted(found):
         entry = found[key]
-        table.add_row(
-            Text(key),
+        entries.add_row(
+            Text(printable(key)),
             Text(_shown(entry.value)),
             str(entry.revision),
             entry.created.isoformat(sep=" ", timespec="milliseconds"),
         )
     screen = console()
-    screen.print(table)
-    screen.print(f"{len(found):,} keys")
+    screen.print(f"{bucket} at revision {found.revision}, {found.time}", markup=False)
+    screen.print(entries)
+    screen.print(count(len(found), "key"))
     if found.unavailable:
-        screen.print(f"left out, their past is gone: {', '.join(found.unavailable)}", markup=False)
+        screen.print(f"left out, their past is gone: {', '.join(map(printable, found.unavailable))}", markup=False)
     if not found.complete:
         screen.print("keys that left nothing behind may be missing: messages were removed since")
 
@@ -79,7 +79,7 @@ def _shown(value: bytes) -> str:
     [(name, text)] = text_or_base64("value", value).items()
     if name != "value":
         return f"base64 {text}"
-    return text if text.isprintable() else repr(text)
+    return printable(text)
 
 
 async def _take(

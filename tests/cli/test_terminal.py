@@ -1,0 +1,129 @@
+"""What a terminal gets: nothing is cut, nothing that others wrote steers it, and it may lack characters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import nats
+import pytest
+from click.testing import Result
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext.cli import output
+from jetstream_ext.testing import NatsServer
+
+Run = Callable[..., Result]
+Json = Callable[..., Any]
+
+
+def with_js(url: str, function: Callable[[JetStreamContext], Any]) -> Any:
+    async def connected() -> Any:
+        nc = await nats.connect(url, connect_timeout=10)
+        try:
+            return await function(nc.jetstream())
+        finally:
+            await nc.close()
+
+    return asyncio.run(connected())
+
+
+def bucket(url: str, name: str, keys: dict[str, bytes]) -> None:
+    async def fill(js: JetStreamContext) -> None:
+        await js.create_key_value(bucket=name, direct=True)
+        for key, value in keys.items():
+            await js.publish(f"$KV.{name}.{key}", value)  # nats-py's own put refuses such keys; others do not
+
+    with_js(url, fill)
+
+
+def letters(text: str) -> str:
+    """Return a table's text, of all its lines and columns, as one."""
+    return "".join(char for char in text if char.isalnum())
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_nothing_is_cut_where_there_is_little_room(
+    server: NatsServer, run: Run, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    name = stream_name()
+    bucket(server.url, name, {"k" * 90: b"", "b": b"v" * 250, "c": b"\xff" * 90})
+    shown = {
+        arguments: run(*arguments).stdout
+        for arguments in [("doctor",), ("snapshot", name), ("bench", "--messages", 500, "--rounds", 1)]
+    }
+    for arguments, text in shown.items():
+        assert "…" not in text
+        for line in text.splitlines():
+            assert len(line) <= width or line.startswith("    await "), arguments  # that is there to be copied
+    table = shown["snapshot", name]
+    for char, number in {"k": 90, "v": 250}.items():
+        assert letters(table).count(char) >= number
+
+
+def test_no_escape_sequence_of_others_reaches_a_terminal(ok: Json, run: Run) -> None:
+    stream = "X\"'"
+    with NatsServer() as server:
+        with_js(server.url, lambda js: js.add_stream(name=stream, subjects=["x"]))
+        with_js(server.url, lambda js: js.add_stream(name="X\x1b[31m", subjects=["y"]))
+        bucket(server.url, "B", {"\x1b[31mred": b"[bold]1[/bold]", "[red]a[/red]": b"2"})
+        for arguments in (["doctor"], ["snapshot", "B"]):
+            done = run(*arguments, url=server.url)
+            assert (done.exit_code, "\x1b" in done.output) == (0, False)
+        assert "[bold]1[/bold]" in done.stdout
+        assert "[red]a[/red]" in done.stdout
+        [found] = ok("doctor", "--stream", stream, url=server.url)["streams"]
+
+        async def fix(js: JetStreamContext) -> None:
+            space = {"js": js, "jetstream_ext": jsx}
+            exec(f"async def fix():\n    {found['fix']}", space)
+            await space["fix"]()  # type: ignore[operator]
+
+        with_js(server.url, fix)
+        assert ok("doctor", "--stream", stream, url=server.url)["streams"][0]["lacks"] == []
+
+
+def test_a_terminal_that_lacks_a_character(server: NatsServer, stream_name: Callable[[], str]) -> None:
+    name = stream_name()
+    bucket(server.url, name, {"a": "Zoë…".encode()})
+    said = {}
+    for option in ([], ["--json"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "jetstream_ext.cli", "snapshot", name, "--server", server.url, *option],
+            env=os.environ | {"PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+        said[bool(option)] = done.stdout
+    assert rb"Zo\xeb\u2026" in said[False]
+    assert json.loads(said[True])["entries"]["a"]["value"] == "Zoë…"
+
+
+def test_nobody_listens_any_more(server: NatsServer) -> None:
+    command = [sys.executable, "-m", "jetstream_ext.cli", "doctor", "--json", server.url]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_one_and_many() -> None:
+    assert [output.count(number, "row") for number in (0, 1, 2_000)] == ["0 rows", "1 row", "2,000 rows"]
+
+
+def test_a_server_that_cannot_start_is_one_line_with_the_reason(server: NatsServer, run: Run) -> None:
+    port = server.url.rpartition(":")[2]
+    done = run("serve", "--port", port)
+    assert (done.exit_code, done.stderr.count("\n"), done.stdout) == (1, 1, "")
+    assert "address already in use" in done.stderr
+    assert len(done.stderr) < 400
