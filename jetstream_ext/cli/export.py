@@ -6,28 +6,34 @@ import asyncio
 import os
 import time
 from pathlib import Path
+from typing import Final
 
 import click
+import nats.errors
 from nats.js.errors import NotFoundError
 
 from jetstream_ext.cli import parts
 from jetstream_ext.cli.connection import Target, check_stream, connected, connection_options, target
+from jetstream_ext.cli.failures import one_line
 from jetstream_ext.cli.formats import FORMATS, WRITERS, format_of
-from jetstream_ext.cli.output import progress, write_json
+from jetstream_ext.cli.output import count, progress, write_json
 from jetstream_ext.cli.parts import Part, Progress
 from jetstream_ext.client.api import Api
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.client.direct import DirectGet
 
-_TELL_EVERY = 500
+_STOPPED: Final = 130
+_TELL_EVERY: Final = 500
 
 
 @click.command("export", short_help="Write a stream to a file.")
 @click.argument("stream")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--format", "given", type=click.Choice(FORMATS), help="Otherwise by the name of FILE.")
+@click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE; otherwise its name says.")
 @click.option("--subject", default="", metavar="FILTER", help="Only messages of these subjects.")
-@click.option("--start-seq", type=click.IntRange(1), default=1, show_default=True, help="Begin at this sequence.")
+@click.option(
+    "--start-seq", type=click.IntRange(1), default=1, metavar="SEQ", show_default=True, help="Begin at this sequence."
+)
 @click.option("--resume", is_flag=True, help="Go on where an earlier export to FILE stopped.")
 @click.option("--overwrite", is_flag=True, help="Replace FILE, and what an earlier export left of it.")
 @click.option("--json", "as_json", is_flag=True, help="The result as a JSON object; no progress bar.")
@@ -62,32 +68,32 @@ def command(
     began = time.monotonic()
     job = _Export(target(ctx, timeout), file, Progress(stream, "", subject, start_seq, 0, form), resume=resume)
     try:
-        done = asyncio.run(job.run(show=not as_json))
+        part = asyncio.run(job.run(show=not as_json))
+        part.finish()  # out of the loop, which would let a Ctrl-C wait for it
     except KeyboardInterrupt:
-        if job.part is not None:
-            click.echo(f"stopped: {_stored(job.part)}", err=True)
-            ctx.exit(130)
-        raise
-    except OSError as error:
-        if job.part is None:
+        if not job.keep():
             raise
-        reason = os.strerror(error.errno) if error.errno else str(error)  # pyarrow has texts of its own
-        raise click.ClickException(f"{reason}: {_stored(job.part)}") from error
-    except Exception:
-        if job.part is not None:
-            click.echo(_stored(job.part), err=True)
-        raise
+        click.echo(f"stopped: {_stored(job.part)}", err=True)
+        ctx.exit(_STOPPED)
+    except (nats.errors.Error, OSError) as error:
+        if not job.keep():
+            raise
+        # pyarrow has texts of its own for what is wrong with a disk
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else one_line(error)
+        raise click.ClickException(f"{reason}; {_stored(job.part)}") from error
+    done = part.progress
     seconds = time.monotonic() - began
     if as_json:
         write_json(parts.as_json(done, file, seconds=seconds))
     else:
-        click.echo(f"{done.messages:,} messages up to sequence {done.seq:,} in {file} ({seconds:.1f} s)")
+        click.echo(f"{count(done.messages, 'message')} up to sequence {done.seq:,} in {file} ({seconds:.1f} s)")
 
 
-def _stored(part: Part) -> str:
+def _stored(part: Part | None) -> str:
+    assert part is not None
     done = part.progress
     return (
-        f"{done.messages:,} messages up to sequence {done.seq:,} of {done.end:,} are in {part.path}; "
+        f"{count(done.messages, 'message')} up to sequence {done.seq:,} of {done.end:,} {'is' if done.messages == 1 else 'are'} in {part.path}; "
         "the same command with --resume goes on"
     )
 
@@ -102,8 +108,16 @@ class _Export:
         self._wanted = wanted
         self._resume = resume
 
-    async def run(self, *, show: bool) -> Progress:
-        """Export, and return what was written."""
+    def keep(self) -> bool:
+        """Return whether there is something to go on with; of an export that got no message, leave nothing."""
+        if self.part is None or not self.part.path.exists():
+            return False
+        if not self.part.begun:
+            parts.remove(self._file)
+        return self.part.begun
+
+    async def run(self, *, show: bool) -> Part:
+        """Export, and return what only has to be finished."""
         wanted = self._wanted
         async with connected(self._where) as js:
             try:
@@ -124,14 +138,13 @@ class _Export:
                     reads = DirectGet(js, wanted.stream).scan(
                         subject=wanted.subject or None, seq=start, up_to_seq=end, confirm=True
                     )
-                    count = part.progress.messages
-                    with progress(wanted.stream, end - first + 1, show=show) as tell:
+                    moved = part.progress.messages
+                    with progress(wanted.stream, end - first + 1, before=moved, show=show) as tell:
                         async with reads as messages:
                             async for message in messages:
                                 part.add(message)
-                                count += 1
-                                if not count % _TELL_EVERY:
-                                    tell(message.seq - first + 1, count)
-                        tell(end - first + 1, count)
-                part.finish()
-                return part.progress
+                                moved += 1
+                                if not moved % _TELL_EVERY:
+                                    tell(message.seq - first + 1, moved)
+                        tell(end - first + 1, moved)
+            return part

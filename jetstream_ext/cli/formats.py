@@ -6,6 +6,7 @@ import base64
 import csv
 import importlib.util
 import io
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, Final, Protocol
@@ -70,7 +71,8 @@ class Csv:
 
     def rows(self, messages: Iterable[StoredMsg]) -> bytes:  # noqa: D102
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
+        # Texts are quoted: older Pythons would leave a lone carriage return bare, and no reader gets that back.
+        writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
         for message in messages:
             row = _row(message)
             writer.writerow(row | {"headers": orjson.dumps(row["headers"]).decode() if row["headers"] else ""})
@@ -103,6 +105,8 @@ class Parquet(JsonLines):
             with part.open("rb") as lines, pq.ParquetWriter(fresh, schema, compression="zstd") as writer:
                 while rows := _take(lines, _ROWS):
                     writer.write_table(_table(pa, schema, rows))
+            with fresh.open("rb+") as written:
+                os.fsync(written.fileno())  # what it is made of goes
             fresh.replace(file)
         except BaseException:
             fresh.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from nats.js.errors import NotFoundError
 
 from jetstream_ext.cli.connection import Target, check_stream, connected, connection_options, target
 from jetstream_ext.cli.formats import FORMATS, format_of
-from jetstream_ext.cli.output import Tell, progress, write_json
+from jetstream_ext.cli.output import Tell, count, progress, write_json
 from jetstream_ext.cli.resuming import message_id, rows_stored
 from jetstream_ext.cli.rows import RowError, Rows, Template, fingerprint
 from jetstream_ext.client.api import Api
@@ -34,9 +34,9 @@ _STOPPED: Final = 130
 @click.option("--subject-from", metavar="COLUMN", help="Each row's subject is its value in this column.")
 @click.option("--subject", metavar="SUBJECT", help="The subject; {column} in it stands for a row's value.")
 @click.option("--data-from", metavar="COLUMN", help="The payload is this column; otherwise the row as JSON.")
-@click.option("--format", "given", type=click.Choice(FORMATS), help="Otherwise by the name of FILE.")
+@click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE; otherwise its name says.")
 @click.option("--create", multiple=True, metavar="SUBJECT", help="Create the stream with these subjects if needed.")
-@click.option("--skip", type=click.IntRange(0), default=0, metavar="ROWS", help="Leave out so many rows.")
+@click.option("--skip", type=click.IntRange(0), default=0, metavar="ROWS", help="Leave out the first ROWS rows.")
 @click.option("--resume", is_flag=True, help="Go on behind the rows that the stream has.")
 @click.option("--json", "as_json", is_flag=True, help="The result as a JSON object; no progress bar.")
 @connection_options()
@@ -72,14 +72,16 @@ def command(
     try:
         report = asyncio.run(job.run(target(ctx, timeout), create, resume=resume, show=not as_json))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        click.echo(f"stopped: at least {job.in_stream:,} rows are in {stream}; {_HINT}", err=True)
+        click.echo(
+            f"stopped: at least {count(job.in_stream, 'row')} {_is(job.in_stream)} in {stream}; {_HINT}", err=True
+        )
         ctx.exit(_STOPPED)
     except RowError as error:
-        raise click.ClickException(f"{error.message}; the {job.in_stream:,} rows before it are stored") from error
+        raise click.ClickException(f"{error.message}; {_before(job.in_stream)}") from error
     except IngestError as error:
         # The library counts what it was given; the user counts rows.
         text = f"row {job.skipped + error.index + 1} of {file}: {error.__cause__ or error}"
-        raise click.ClickException(f"{text}; the {job.skipped + error.index:,} rows before it are stored") from error
+        raise click.ClickException(f"{text}; {_before(job.skipped + error.index)}") from error
     rows = job.skipped + report.stored
     if as_json:
         write_json(
@@ -95,14 +97,22 @@ def command(
             }
         )
     if job.stopping:
-        click.echo(f"stopped: exactly {rows:,} rows are in {stream}; {_HINT}", err=True)
+        click.echo(f"stopped: exactly {count(rows, 'row')} {_is(rows)} in {stream}; {_HINT}", err=True)
         ctx.exit(_STOPPED)
     if not as_json:
         before = f" ({job.skipped:,} of them were left out or there already)" if job.skipped else ""
-        click.echo(f"{rows:,} rows of {file} are in {stream}{before} ({report.seconds:.1f} s)")
+        click.echo(f"{count(rows, 'row')} of {file} {_is(rows)} in {stream}{before} ({report.seconds:.1f} s)")
 
 
 _HINT: Final = "the same command with --resume goes on"
+
+
+def _before(rows: int) -> str:
+    return f"the {count(rows, 'row')} before it {_is(rows)} stored" if rows else "nothing is stored"
+
+
+def _is(rows: int) -> str:
+    return "is" if rows == 1 else "are"
 
 
 class _Ingest:

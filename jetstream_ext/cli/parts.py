@@ -94,6 +94,11 @@ class Part:
             self.save()
         return self
 
+    @property
+    def begun(self) -> bool:
+        """Whether a message was written, safely on the disk or not."""
+        return self._written.seq > 0
+
     def add(self, message: StoredMsg) -> None:
         """Append a message."""
         self._waiting.append(message)
@@ -114,9 +119,7 @@ class Part:
         self.progress = self._written
 
     def finish(self) -> None:
-        """Make the finished file of it."""
-        self.save()
-        self._close()
+        """Make the finished file of it, once it is complete and closed."""
         self._writer.finish(self.path, self.file)
         self.journal.unlink(missing_ok=True)
 

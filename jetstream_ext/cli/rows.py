@@ -17,7 +17,14 @@ import orjson
 
 _PLACEHOLDER: Final = re.compile(r"\{([^{}]+)\}")
 _CHUNK: Final = 1 << 20
+_LARGEST_FIELD: Final = 1 << 30  # the csv module's own limit is below the payload that a server takes
 Row = Mapping[str, Any]
+
+
+class Whole(dict[str, Any]):
+    """A row that is JSON in its file, with what stands there: to write it anew could change its numbers."""
+
+    text: bytes = b""
 
 
 class RowError(click.ClickException):
@@ -33,6 +40,8 @@ class Rows:
     """
 
     def __init__(self, path: Path, form: str) -> None:
+        if not path.is_file():  # it is read twice, the first time for its name
+            raise RowError(f"{path} is no regular file")
         self._path = path
         self._form = form
         self.position: int = 0
@@ -45,9 +54,14 @@ class Rows:
         return {"csv": self._csv, "jsonl": self._jsonl, "parquet": self._parquet}[self._form]()
 
     def _csv(self) -> Iterator[Row]:
+        csv.field_size_limit(_LARGEST_FIELD)
         reader = csv.DictReader(self._lines(), strict=True)
         number = 0
         try:
+            names = reader.fieldnames or ()
+            for name in names:
+                if names.count(name) > 1:
+                    raise RowError(f"{self._path}: there are two columns {name!r}")
             for number, row in enumerate(reader, 1):
                 if None in row or None in row.values():
                     raise RowError(f"{self._path}, row {number}: it has not as many fields as the header")
@@ -60,11 +74,13 @@ class Rows:
             if not line.strip():
                 continue
             try:
-                row = orjson.loads(line)
+                found = orjson.loads(line)
             except orjson.JSONDecodeError as error:
                 raise RowError(f"{self._path}, line {number}: {error}") from error
-            if not isinstance(row, dict):
+            if not isinstance(found, dict):
                 raise RowError(f"{self._path}, line {number}: not a JSON object")
+            row = Whole(found)
+            row.text = line.strip().encode()
             yield row
 
     def _lines(self) -> Iterator[str]:
@@ -132,7 +148,7 @@ class Template:
     def _payload(self, row: Row, place: str) -> bytes:
         name = self._data_from
         if name is None:
-            return orjson.dumps(row, default=_plain)
+            return row.text if isinstance(row, Whole) else orjson.dumps(row, default=_plain)
         found, coded = row.get(name), row.get(f"{name}_base64")
         if coded and not found:
             try:

@@ -1,0 +1,195 @@
+"""ingest and export change nothing, lose nothing silently, and say truly what is where."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nats
+import pyarrow.parquet as pq
+import pytest
+from click.testing import Result
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext.testing import NatsServer
+
+Run = Callable[..., Result]
+Json = Callable[..., Any]
+Start = Callable[..., "subprocess.Popen[str]"]
+AWKWARD = (b"x\r", b"a\rb", b"a\r\nb", b"\n", b"", b"\x00", b'"', b'a,"b', b" x ", b"\xff", b"x" * 200_000)
+DIGITS = '{"to": "%s.a",  "id": 12345678901234567890123, "price": 1.10}'
+
+
+def with_js(url: str, function: Callable[[JetStreamContext], Any]) -> Any:
+    async def connected() -> Any:
+        nc = await nats.connect(url, connect_timeout=10)
+        try:
+            return await function(nc.jetstream())
+        finally:
+            await nc.close()
+
+    return asyncio.run(connected())
+
+
+def fill(url: str, stream: str, payloads: list[bytes]) -> None:
+    async def publish(js: JetStreamContext) -> None:
+        await js.add_stream(name=stream, subjects=[stream], allow_direct=True, allow_batched=True)
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many((stream, payload) for payload in payloads)
+
+    with_js(url, publish)
+
+
+def payloads(url: str, stream: str) -> list[bytes]:
+    async def read(js: JetStreamContext) -> list[bytes]:
+        return [message.data for message in await jsx.DirectGet(js, stream).scan().to_list()]
+
+    found: list[bytes] = with_js(url, read)
+    return found
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_every_payload_comes_back(
+    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str], suffix: str
+) -> None:
+    one, two, out = stream_name(), stream_name(), tmp_path / f"out.{suffix}"
+    fill(server.url, one, list(AWKWARD))
+    ok("export", one, out)
+    ok("ingest", out, "--stream", two, "--subject", two, "--data-from", "data", "--create", two)
+    assert payloads(server.url, two) == list(AWKWARD)
+
+
+def test_a_json_line_is_stored_as_it_stands(
+    server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, rows = stream_name(), tmp_path / "rows.jsonl"
+    rows.write_text(f"\ufeff{DIGITS % stream}\r\n\n{DIGITS % stream}")
+    ok("ingest", rows, "--stream", stream, "--subject-from", "to", "--create", f"{stream}.>")
+    assert payloads(server.url, stream) == [(DIGITS % stream).encode()] * 2
+
+
+def test_files_that_would_be_stored_in_part(run: Run, tmp_path: Path, stream_name: Callable[[], str]) -> None:
+    stream, twice, pipe = stream_name(), tmp_path / "twice.csv", tmp_path / "pipe.csv"
+    twice.write_text("to,to\na,b\n")
+    os.mkfifo(pipe)
+    for path, words in {twice: "there are two columns 'to'; nothing is stored", pipe: "is no regular file"}.items():
+        done = run("ingest", path, "--stream", stream, "--subject", stream, "--create", stream)
+        assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
+
+
+def test_one_row_and_none(run: Run, tmp_path: Path, stream_name: Callable[[], str]) -> None:
+    stream, rows, out = stream_name(), tmp_path / "rows.csv", tmp_path / "out.csv"
+    rows.write_text("a\n1\n")
+    how = ("ingest", rows, "--stream", stream, "--subject", stream, "--create", stream)
+    assert f"1 row of {rows} is in {stream}" in run(*how).stdout
+    assert "1 message up to sequence 1" in run("export", stream, out).stdout
+    rows.write_text("a,b\n1\n")
+    assert run(*how).stderr.endswith("; nothing is stored\n")
+
+
+def test_an_export_that_could_not_begin_leaves_nothing(
+    server: NatsServer, run: Run, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream = stream_name()
+
+    async def closed(js: JetStreamContext) -> None:
+        await js.add_stream(name=stream, subjects=[stream])
+        await js.publish(stream, b"x")
+
+    with_js(server.url, closed)
+    done = run("export", stream, tmp_path / "out.csv", "--timeout", "2s")
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+    assert "direct" in done.stderr
+    assert "--resume" not in done.stderr
+    assert [path.name for path in tmp_path.glob("out*")] == []
+
+
+def test_ctrl_c_while_the_parquet_file_is_made(
+    server: NatsServer, process: Start, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, out = stream_name(), tmp_path / "out.parquet"
+    fill(server.url, stream, [b"%d" % n for n in range(100_000)])
+    with process("export", stream, out) as exporting:
+        end = time.monotonic() + 60
+        while not (tmp_path / "out.parquet.new").exists():
+            assert time.monotonic() < end, "it does not get so far"
+            assert exporting.poll() is None, exporting.communicate()
+            time.sleep(0.001)
+        exporting.send_signal(signal.SIGINT)
+        shown, said = exporting.communicate(timeout=60)
+    names = {path.name for path in tmp_path.glob("out*")}
+    if "out.parquet" in names:  # it was faster
+        assert "--resume goes on" not in said
+    else:
+        assert (exporting.returncode, shown, "--resume goes on" in said) == (130, "", True)
+        assert names == {"out.parquet.part", "out.parquet.part.json"}
+        assert ok("export", stream, out, "--resume")["messages"] == 100_000
+    assert pq.read_table(out)["seq"].to_pylist() == list(range(1, 100_001))
+
+
+def test_the_server_dies_while_it_is_read(
+    process: Start, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, out = stream_name(), tmp_path / "out.jsonl"
+    part = tmp_path / "out.jsonl.part"
+    with NatsServer() as doomed:
+        fill(doomed.url, stream, [b"%d" % n for n in range(100_000)])
+        with process("export", stream, out, "--timeout", "2s", url=doomed.url) as exporting:
+            end = time.monotonic() + 60
+            while not (part.exists() and part.stat().st_size > 100_000):
+                assert time.monotonic() < end, "it does not begin"
+                time.sleep(0.001)
+            doomed.kill()
+            shown, said = exporting.communicate(timeout=60)
+        if not out.exists():  # else it was faster
+            assert (exporting.returncode, shown, said.count("\n")) == (1, "", 1), said
+            assert said.startswith("Error: ")
+            assert "the same command with --resume goes on" in said
+            stored = json.loads((tmp_path / "out.jsonl.part.json").read_text())["messages"]
+            assert f"{stored:,} messages up to" in said
+            doomed.restart()
+            assert ok("export", stream, out, "--resume", url=doomed.url)["messages"] == 100_000
+    assert [json.loads(line)["data"] for line in out.read_text().splitlines()] == [str(n) for n in range(100_000)]
+
+
+def test_client_and_server_are_killed_and_each_row_is_there_once(
+    process: Start, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, rows, count = stream_name(), tmp_path / "rows.csv", 100_000
+    rows.write_text("n\n" + "".join(f"{n}\n" for n in range(count)))
+    how = ("ingest", rows, "--stream", stream, "--subject", stream, "--data-from", "n", "--create", stream)
+
+    def stored(url: str, at_least: int, running: subprocess.Popen[str]) -> None:
+        async def wait(js: JetStreamContext) -> None:
+            async with asyncio.timeout(60):
+                while running.poll() is None:
+                    try:
+                        if (await js.stream_info(stream)).state.messages >= at_least:
+                            return
+                    except nats.js.errors.NotFoundError:
+                        pass
+                    await asyncio.sleep(0.01)
+
+        with_js(url, wait)
+
+    with NatsServer() as server:
+        with process(*how, url=server.url) as killed:
+            stored(server.url, 5_000, killed)
+            killed.kill()
+        with process(*how, "--resume", "--json", url=server.url) as going_on:
+            stored(server.url, 30_000, going_on)
+            server.kill()
+            server.restart()
+            shown, said = going_on.communicate(timeout=120)
+        assert (going_on.returncode, said) == (0, "")
+        done = json.loads(shown)
+        assert (done["rows"], done["complete"]) == (count, True)
+        assert payloads(server.url, stream) == [b"%d" % n for n in range(count)]
