@@ -27,7 +27,8 @@ class NatsCluster(Lifecycle):
     Each of the servers is a `NatsServer`: kill, pause and restart them through `servers`. As there, every
     method blocks; only `async with` keeps the event loop free.
 
-    Example:
+    Example::
+
         async with NatsCluster() as cluster:
             nc = await nats.connect(cluster.urls)
             await nc.jetstream().add_stream(name="ORDERS", num_replicas=3)

@@ -22,7 +22,8 @@ class NatsServer(Lifecycle):
     Every method blocks, for some milliseconds in the normal case. In a coroutine, `async with` keeps the
     event loop free; for the others, use `await asyncio.to_thread(server.restart)`.
 
-    Example:
+    Example::
+
         async with NatsServer() as server:
             nc = await nats.connect(server.url)
     """

@@ -30,7 +30,8 @@ class Engine:
     Before anything else a call fires the timers that are due by `now`. Between calls, ask `next_timer` and
     call `handle_timer` when that instant has come.
 
-    Example:
+    Example::
+
         engine = Engine()
         engine.attach(1, now=0)                                  # the greeting
         engine.handle(1, Subscribe("_INBOX.>", "1"), now=0)

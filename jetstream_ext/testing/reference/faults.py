@@ -83,7 +83,8 @@ class Rule:
 class Drop(Rule):
     """Send no such reply; what it reports has happened all the same.
 
-    Example:
+    Example::
+
         Faults(Drop(kind="pub_ack"))  # stored, but the publisher never hears of it
     """
 
@@ -92,7 +93,8 @@ class Drop(Rule):
 class Duplicate(Rule):
     """Send a reply twice.
 
-    Example:
+    Example::
+
         Faults(Duplicate(kind="flow_ack", times=None, chance=0.2))
     """
 
@@ -101,7 +103,8 @@ class Duplicate(Rule):
 class Delay(Rule):
     """Send a reply later.
 
-    Example:
+    Example::
+
         Faults(Delay(kind="flow_ack", seconds=0.5))
     """
 
@@ -112,7 +115,8 @@ class Delay(Rule):
 class Reorder(Rule):
     """Send a reply after the next `by` ones, or after `patience` seconds if fewer follow.
 
-    Example:
+    Example::
+
         Faults(Reorder(kind="flow_ack", by=2, times=None, chance=0.3), seed=4)
     """
 
@@ -127,7 +131,8 @@ class Reorder(Rule):
 class Lose(Rule):
     """Let a message vanish: no stream stores it, and nobody answers.
 
-    Example:
+    Example::
+
         Faults(Lose("metrics.>", nth=3))  # a gap in a fast batch
     """
 
@@ -136,7 +141,8 @@ class Lose(Rule):
 class Ignore(Rule):
     """Take requests and never answer. Like `Lose`, but for good: `times` is all unless given.
 
-    Example:
+    Example::
+
         Faults(Ignore("$JS.API.DIRECT.GET.>"))
     """
 
@@ -147,7 +153,8 @@ class Ignore(Rule):
 class Unavailable(Rule):
     """Answer 503, no responders, as while a stream has no leader.
 
-    Example:
+    Example::
+
         Faults(Unavailable("orders.>", nth=4, times=3))
     """
 
@@ -156,7 +163,8 @@ class Unavailable(Rule):
 class Overload(Rule):
     """Answer 429, too many requests, and store nothing, as a stream with a full queue.
 
-    Example:
+    Example::
+
         Faults(Overload("orders.>", times=2))
     """
 
@@ -173,7 +181,8 @@ class ChangeLeader(Rule):
         unsaved: How many of the newest messages the old leader took without saving them; only messages of
             fast batches that no frame has acknowledged can be lost like that.
 
-    Example:
+    Example::
+
         Faults(ChangeLeader("orders.>", nth=20, unavailable=3, unsaved=2))
     """
 
@@ -185,7 +194,8 @@ class ChangeLeader(Rule):
 class StaleReplica(Rule):
     """Answer a Direct Get out of a replica that is `behind` messages behind. Match the stream by its subject.
 
-    Example:
+    Example::
+
         Faults(StaleReplica("$JS.API.DIRECT.GET.ORDERS.>", behind=3, times=None, chance=0.5))
     """
 
@@ -196,7 +206,8 @@ class StaleReplica(Rule):
 class Cut(Rule):
     """Close the connection that publishes the message, after the message or, with `before`, instead of it.
 
-    Example:
+    Example::
+
         Faults(Cut("orders.>", nth=100))
     """
 
@@ -207,7 +218,8 @@ class Cut(Rule):
 class Stall(Rule):
     """Neither read from nor write to the connection that publishes the message, for so many seconds.
 
-    Example:
+    Example::
+
         Faults(Stall("orders.>", nth=10, seconds=2))
     """
 

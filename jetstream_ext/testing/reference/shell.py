@@ -33,7 +33,8 @@ class ReferenceServer:
     like one release of nats-server, alone and not in a cluster; `docs/reference-server.md` lists what it
     leaves out. A plain `with` runs it in a thread of its own, for tests that are not coroutines.
 
-    Example:
+    Example::
+
         async with ReferenceServer(dialect="2.12") as server:
             nc = await nats.connect(server.url)
     """
