@@ -4,9 +4,19 @@ import asyncio
 import sys
 
 import nats
+from nats.js import JetStreamContext
+from nats.js.errors import BucketNotFoundError
+from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 from jetstream_ext import kv as kvx
+
+
+async def bucket(js: JetStreamContext, name: str, history: int = 1) -> KeyValue:
+    try:
+        return await js.key_value(name)
+    except BucketNotFoundError:
+        return await kvx.enable(await js.create_key_value(bucket=name, history=history), direct=True)
 
 
 def show(when: str, entries: kvx.KeyValueSnapshot) -> None:
@@ -16,7 +26,7 @@ def show(when: str, entries: kvx.KeyValueSnapshot) -> None:
 async def main(url: str) -> None:
     async with await nats.connect(url) as nc:
         js = nc.jetstream()
-        users = await kvx.enable(await js.create_key_value(bucket="users", history=10), direct=True)
+        users = await bucket(js, "users", history=10)
         await users.put("1234.name", b"Ann")
         await users.put("1234.address", b"Alder Street 1")
         before = await users.put("1234.email", b"ann@example.org")
@@ -30,7 +40,7 @@ async def main(url: str) -> None:
         show("then:", await kvx.snapshot(users, ["1234.>"], at=before))
 
         # A bucket that keeps only the newest revision cannot tell the past, and says so instead of guessing.
-        short = await kvx.enable(await js.create_key_value(bucket="users_short"), direct=True)
+        short = await bucket(js, "users_short")
         then = await short.put("1234.name", b"Ann")
         await short.put("1234.name", b"Anna")
         try:
