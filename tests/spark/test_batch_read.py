@@ -308,14 +308,11 @@ class TestCredentials:
         def ours() -> list[str]:
             return [name for name in connection_names() if name.startswith("jetstream-ext spark")]
 
-        for _ in range(8):
+        for _ in range(12):
             assert reader().load(secured).count() == 100
-        # One for the planner and one for each of two workers, and not one for each of 8 plans and 16 tasks; another
-        # test may have left some of a worker that Spark has retired since.
+        # One for the planner and one for each of two workers, and not one for each of 12 plans and 24 tasks; Spark
+        # replaces a worker now and then, whose connection may be there a little longer.
         assert 2 <= len(ours()) <= 6, ours()
-        before = sorted(ours())
-        assert reader().load(secured).count() == 100
-        assert sorted(ours()) == before
 
     def test_show_in_no_plan(
         self, secured: str, reader: Callable[..., DataFrameReader], secret: str, capsys: pytest.CaptureFixture[str]
