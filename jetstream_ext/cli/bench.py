@@ -80,11 +80,12 @@ def command(
         try:
             outcome = asyncio.run(job.run(where, show=not as_json))
         except (KeyboardInterrupt, asyncio.CancelledError):
-            click.echo("stopped" if job.left else "stopped; the scratch stream is deleted", err=True)
+            deleted = job.began and not job.left
+            click.echo("stopped; the scratch stream is deleted" if deleted else "stopped", err=True)
             ctx.exit(_STOPPED)
         finally:
             if job.left and own is None:
-                click.echo(f"the scratch stream {job.left} could not be deleted; delete it", err=True)
+                click.echo(f"the scratch stream {job.left} could not be deleted; delete it if it is there", err=True)
     conditions = {
         "server": where.shown if own is None else "embedded",
         "server_version": outcome.version,
@@ -105,9 +106,10 @@ def command(
 
 
 class _Bench:
-    """One run; `left` is the scratch stream if that could not be deleted."""
+    """One run; `began` with a scratch stream, which is `left` if it could not be deleted."""
 
     def __init__(self, messages: int, size: int, rounds: int) -> None:
+        self.began = False
         self.left = ""
         self._messages = messages
         self._size = size
@@ -119,6 +121,7 @@ class _Bench:
             found = await features(js)
             with progress("measuring", _STEPS, show=show) as tell:
                 async with scratch(js, found, self._on_left) as stream:
+                    self.began = True
                     return await measure(
                         js,
                         found,

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Final
 
 import click
-from nats.js.errors import NotFoundError
+from nats.js.errors import NoStreamResponseError, NotFoundError
 
 from jetstream_ext.cli.connection import Target, check_stream, connected, connection_options, target
+from jetstream_ext.cli.failures import one_line
 from jetstream_ext.cli.formats import FORMATS, format_of
 from jetstream_ext.cli.output import Tell, count, progress, write_json
 from jetstream_ext.cli.resuming import message_id, rows_stored
@@ -80,7 +81,7 @@ def command(
         raise click.ClickException(f"{error.message}; {_before(job.in_stream)}") from error
     except IngestError as error:
         # The library counts what it was given; the user counts rows.
-        text = f"row {job.skipped + error.index + 1} of {file}: {error.__cause__ or error}"
+        text = f"row {job.skipped + error.index + 1} of {file}: {_reason(error)}"
         raise click.ClickException(f"{text}; {_before(job.skipped + error.index)}") from error
     rows = job.skipped + report.stored
     if as_json:
@@ -105,6 +106,12 @@ def command(
 
 
 _HINT: Final = "the same command with --resume goes on"
+
+
+def _reason(error: IngestError) -> str:
+    if isinstance(error.__cause__, NoStreamResponseError):
+        return f"no stream listens on its subject {error.subject!r}"
+    return one_line(error.__cause__ or error)
 
 
 def _before(rows: int) -> str:
@@ -143,15 +150,20 @@ class _Ingest:
             if resume:
                 self.skipped = await rows_stored(js, self._stream, self.run_name)
             self.in_stream = self.skipped
-            with progress(self._stream, self._rows.total, show=show) as tell, self._stoppable():
-                return await ingest(js, self._messages(), on_progress=lambda now: self._tell(tell, now))
+            with (
+                progress(self._stream, self._rows.total, show=show) as tell,
+                self._stoppable(),
+                contextlib.closing(self._messages()) as messages,
+            ):
+                return await ingest(js, messages, on_progress=lambda now: self._tell(tell, now))
 
-    def _messages(self) -> Iterator[BatchMessage]:
-        for number, row in islice(enumerate(self._rows), self.skipped, None):
-            if self.stopping:
-                return
-            subject, payload = self._template.message(row, f"{self._file}, row {number + 1}")
-            yield BatchMessage(subject, payload, stream=self._stream, msg_id=message_id(self.run_name, number))
+    def _messages(self) -> Generator[BatchMessage, None, None]:
+        with contextlib.closing(self._rows.read()) as rows:
+            for number, row in islice(enumerate(rows), self.skipped, None):
+                if self.stopping:
+                    return
+                subject, payload = self._template.message(row, f"{self._file}, row {number + 1}")
+                yield BatchMessage(subject, payload, stream=self._stream, msg_id=message_id(self.run_name, number))
 
     def _tell(self, tell: Tell, now: IngestProgress) -> None:
         self.in_stream = self.skipped + now.stored

@@ -7,8 +7,8 @@ import binascii
 import csv
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,40 +50,43 @@ class Rows:
             with _parquet_file(path) as file:
                 self.total = file.metadata.num_rows
 
-    def __iter__(self) -> Iterator[Row]:
+    def read(self) -> Generator[Row, None, None]:
+        """Yield the rows. Close it if it is not read to its end."""
         return {"csv": self._csv, "jsonl": self._jsonl, "parquet": self._parquet}[self._form]()
 
-    def _csv(self) -> Iterator[Row]:
+    def _csv(self) -> Generator[Row, None, None]:
         csv.field_size_limit(_LARGEST_FIELD)
-        reader = csv.DictReader(self._lines(), strict=True)
         number = 0
-        try:
-            names = reader.fieldnames or ()
-            for name in names:
-                if names.count(name) > 1:
-                    raise RowError(f"{self._path}: there are two columns {name!r}")
-            for number, row in enumerate(reader, 1):
-                if None in row or None in row.values():
-                    raise RowError(f"{self._path}, row {number}: it has not as many fields as the header")
-                yield row
-        except csv.Error as error:
-            raise RowError(f"{self._path}, after row {number}: {error}") from error
-
-    def _jsonl(self) -> Iterator[Row]:
-        for number, line in enumerate(self._lines(), 1):
-            if not line.strip():
-                continue
+        with closing(self._lines()) as lines:
+            reader = csv.DictReader(lines, strict=True)
             try:
-                found = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                raise RowError(f"{self._path}, line {number}: {error}") from error
-            if not isinstance(found, dict):
-                raise RowError(f"{self._path}, line {number}: not a JSON object")
-            row = Whole(found)
-            row.text = line.strip().encode()
-            yield row
+                names = reader.fieldnames or ()
+                for name in names:
+                    if names.count(name) > 1:
+                        raise RowError(f"{self._path}: there are two columns {name!r}")
+                for number, row in enumerate(reader, 1):
+                    if None in row or None in row.values():
+                        raise RowError(f"{self._path}, row {number}: it has not as many fields as the header")
+                    yield row
+            except csv.Error as error:
+                raise RowError(f"{self._path}, after row {number}: {error}") from error
 
-    def _lines(self) -> Iterator[str]:
+    def _jsonl(self) -> Generator[Row, None, None]:
+        with closing(self._lines()) as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    found = orjson.loads(line)
+                except orjson.JSONDecodeError as error:
+                    raise RowError(f"{self._path}, line {number}: {error}") from error
+                if not isinstance(found, dict):
+                    raise RowError(f"{self._path}, line {number}: not a JSON object")
+                row = Whole(found)
+                row.text = line.strip().encode()
+                yield row
+
+    def _lines(self) -> Generator[str, None, None]:
         with self._path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 self.position += len(line)
@@ -92,7 +95,7 @@ class Rows:
                 except UnicodeDecodeError as error:
                     raise RowError(f"{self._path}, line {number}: not UTF-8") from error
 
-    def _parquet(self) -> Iterator[Row]:
+    def _parquet(self) -> Generator[Row, None, None]:
         with _parquet_file(self._path) as file:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():

@@ -95,6 +95,24 @@ def test_one_row_and_none(run: Run, tmp_path: Path, stream_name: Callable[[], st
     assert run(*how).stderr.endswith("; nothing is stored\n")
 
 
+def test_a_refused_row_is_named_with_the_server_s_reason(
+    server: NatsServer, run: Run, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
+    stream, rows = stream_name(), tmp_path / "rows.csv"
+    rows.write_text(f"n\n1\n2\n{'x' * 300}\n4\n")
+    options = {"allow_direct": True, "allow_batched": True, "max_msg_size": 200}
+    with_js(server.url, lambda js: js.add_stream(name=stream, subjects=[stream], **options))
+    for subject, row, words in (
+        (stream, 3, "message size exceeds maximum allowed; the 2 rows before it are stored"),
+        ("nowhere.at.all", 1, "no stream listens on its subject 'nowhere.at.all'; nothing is stored"),
+    ):
+        done = run("ingest", rows, "--stream", stream, "--subject", subject)
+        assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+        assert done.stderr.startswith(f"Error: row {row} of {rows}: ")
+        assert done.stderr.endswith(f"{words}\n")
+        assert "code=" not in done.stderr
+
+
 def test_an_export_that_could_not_begin_leaves_nothing(
     server: NatsServer, run: Run, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
