@@ -48,12 +48,21 @@ def ok(run: Run) -> Callable[..., Any]:
     return invoke
 
 
+class Command(subprocess.Popen[str]):
+    """A command that ends with its block: a test that fails in it does not wait for the end of its work."""
+
+    def __exit__(self, *exception: Any) -> None:
+        if exception[0] is not None:
+            self.kill()
+        super().__exit__(*exception)
+
+
 @pytest.fixture
-def process(run: Run, server: NatsServer) -> Callable[..., subprocess.Popen[str]]:
+def process(run: Run, server: NatsServer) -> Callable[..., Command]:
     """Start a command as a process."""
 
-    def start(*arguments: object, url: str | None = server.url) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+    def start(*arguments: object, url: str | None = server.url) -> Command:
+        return Command(
             [sys.executable, "-m", "jetstream_ext.cli", *map(str, arguments)],
             env=os.environ | ({} if url is None else {"NATS_URL": url}),
             stdout=subprocess.PIPE,

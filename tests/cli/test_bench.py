@@ -8,7 +8,8 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +95,16 @@ def test_older_servers_are_measured_as_far_as_they_go(ok: Json, version: str, le
         assert scratch(old.url) == []
 
 
-def started(process: Callable[..., subprocess.Popen[str]], url: str) -> subprocess.Popen[str]:
+@contextmanager
+def started(process: Callable[..., subprocess.Popen[str]], url: str) -> Iterator[subprocess.Popen[str]]:
     """Start a bench that lasts, and wait until it is at work."""
-    running = process("bench", url, "--messages", 1_000_000, "--rounds", 100)
-    end = time.monotonic() + 30
-    while not any(info.state.messages > 1_000 for info in scratch(url)):
-        assert time.monotonic() < end, "it does not begin"
-        assert running.poll() is None, running.communicate()
-        time.sleep(0.05)
-    return running
+    with process("bench", url, "--messages", 1_000_000, "--rounds", 100) as running:
+        end = time.monotonic() + 120
+        while not any(info.state.messages > 1_000 for info in scratch(url)):
+            assert time.monotonic() < end, "it does not begin"
+            assert running.poll() is None, running.communicate()
+            time.sleep(0.05)
+        yield running
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
