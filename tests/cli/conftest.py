@@ -51,7 +51,7 @@ def ok(run: Run) -> Callable[..., Any]:
 class Command(subprocess.Popen[str]):
     """A command that ends with its block: a test that fails in it does not wait for the end of its work."""
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         if exception[0] is not None:
             self.kill()
         super().__exit__(*exception)
