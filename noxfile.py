@@ -266,10 +266,12 @@ def lowest(requirement: str) -> str:
 def oldest(session: nox.Session) -> None:
     """Run the tests, but Spark's (session `spark`), with the oldest dependencies declared; arguments go to pytest."""
     extras = PROJECT["project"]["optional-dependencies"]
-    pinned = [lowest(each) for each in [*PROJECT["project"]["dependencies"], *extras["cli"], *extras["plot"]]]
+    extras = [*extras["spark"], *extras["cli"], *extras["plot"]]
+    pinned = [lowest(each) for each in [*PROJECT["project"]["dependencies"], *extras]]
     # With it the rest has to be what fits: one call, so that pip refuses what does not.
-    session.install("-e", ".[server,cli,plot]", *pinned, *group("test"), "pyarrow")
+    session.install("-e", ".[spark,server,cli,plot]", *pinned, *group("test"))
     session.run("python", "-m", "pip", "list")
+    # The pages and examples with Spark run here, too.
     session.run("python", "-m", "pytest", *(session.posargs or ["--ignore=tests/spark", "--ignore=tests/bench"]))
 
 
