@@ -124,6 +124,7 @@ def test_a_server_that_dies_is_one_failure(process: Callable[..., subprocess.Pop
             doomed.kill()
             shown, said = running.communicate(timeout=60)
         assert (running.returncode, shown) == (1, "")
+        assert said.count("\n") == 2, said
         first, second = said.splitlines()
         assert "could not be deleted; delete it" in first
         assert second.startswith("Error: ")
