@@ -80,7 +80,8 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], *, left: int = 1) 
 
 
 def spread(found: dict[str, Any], form: str = ",.0f") -> str:
-    return f"{found['min']:{form}} … {found['max']:{form}}"
+    # No line ends inside it.
+    return f"{found['min']:{form}}\N{NO-BREAK SPACE}…\N{NO-BREAK SPACE}{found['max']:{form}}"
 
 
 # -- the blocks
