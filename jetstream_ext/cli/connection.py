@@ -198,8 +198,8 @@ async def connected(target: Target) -> AsyncIterator[JetStreamContext]:
         yield client.jetstream(timeout=target.timeout, **where)
     finally:
         # A server that refuses does not wait for a goodbye, and after half a TLS handshake nats-py waits for ever.
-        # TypeError is what the first releases of Python 3.12 and 3.13 say when much was still to be written.
-        with suppress(OSError, TypeError):
+        # The last two are asyncio's, in the first releases of Python 3.12 and 3.13, when much was still to be written.
+        with suppress(OSError, TypeError, AttributeError):
             async with asyncio.timeout(_GOODBYE):
                 await client.close()
 
