@@ -24,8 +24,6 @@ SECRET = "correct-horse-battery"
 
 GUARDED = f"""
 http: "127.0.0.1:-1"
-ping_interval: "200ms"
-ping_max: 2
 authorization {{
   users: [
     {{user: all, password: "{SECRET}"}}
@@ -37,7 +35,7 @@ authorization {{
 
 @pytest.fixture(scope="session")
 def guarded() -> Iterator[NatsServer]:
-    """A server that wants a password, cuts who does not answer PINGs, and lists its connections over HTTP."""
+    """A server that wants a password and lists its connections over HTTP."""
     with NatsServer(config=GUARDED) as server:
         yield server
 
