@@ -223,7 +223,7 @@ async def _check_tls(urls: list[str], timeout: float) -> None:
                     writer.close()
         except (OSError, ValueError):
             continue  # nats-py has words for what is wrong there
-        if not info.get("tls_required"):
+        if not (isinstance(info, dict) and info.get("tls_required")):
             raise click.ClickException(f"{without_secrets(url)} does not offer TLS, and TLS was asked for")
 
 
