@@ -29,6 +29,22 @@ async def test_url_works_with_nats_py_and_jetstream(server: NatsServer, stream_n
         assert nc._server_info["version"] == server.version
 
 
+@pytest.mark.parametrize("version", ["2.10.26", None])
+async def test_a_stream_can_be_created_right_after_the_last_one_was_deleted(version: str | None) -> None:
+    """Servers remove the folder of all streams meanwhile; where `NatsServer` does not prevent it, some of these fail."""
+    with NatsServer(version=version) as server:
+        async with connected(server.url) as nc:
+            js = nc.jetstream()
+            for _ in range(500):
+                await js.add_stream(name="S", subjects=["s"])
+                await js.delete_stream("S")
+            await js.add_stream(name="S", subjects=["s"])
+            await js.publish("s", b"payload")
+        server.restart()
+        async with connected(server.url) as nc:
+            assert [info.config.name for info in await nc.jetstream().streams_info()] == ["S"]
+
+
 def test_listens_on_the_loopback_interface_only(server: NatsServer) -> None:
     assert server.url == f"nats://127.0.0.1:{server.port}"
     assert list(server.endpoints) == ["nats"]
