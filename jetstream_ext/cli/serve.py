@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -41,24 +43,31 @@ def command(port: int, store: Path | None, config: Path | None, as_json: bool) -
     """
     kept = () if store is None else ("--jetstream", "--store_dir", str(store.absolute()))
     server = NatsServer(jetstream=store is None, config=config, port=port or -1, args=kept)
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        with server:
-            _say(server, store, as_json=as_json)
-            try:
-                while server.running:
-                    time.sleep(_LOOK_EVERY)
-            except KeyboardInterrupt:
+    with _stop_signals() as stopping, server:
+        _say(server, store, as_json=as_json)
+        while server.running:
+            if stopping:
                 click.echo("stopping", err=True)
                 return
-            last = server.log.rstrip().rpartition("\n")[2] or "nothing"
-            raise click.ClickException(f"the server ended; its last words: {last}")
+            time.sleep(_LOOK_EVERY)
+        last = server.log.rstrip().rpartition("\n")[2] or "nothing"
+        raise click.ClickException(f"the server ended; its last words: {last}")
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM: an exception from a handler could come anywhere, also while the server is stopped."""
+    seen: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        seen.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield seen
     finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _say(server: NatsServer, store: Path | None, *, as_json: bool) -> None:
