@@ -159,7 +159,7 @@ def test_ctrl_c_ends_an_ingest_at_a_known_row(
     done = ok(*how, "--resume")
     assert done["rows"] == 200_000
     if "exactly" in said:
-        assert f"exactly {done['skipped']:,} rows" in said
+        assert f"exactly {done['skipped']:,} row" in said
     out = tmp_path / "out.jsonl"
     assert ok("export", stream, out)["messages"] == 200_000
 
