@@ -8,7 +8,7 @@ import asyncio
 import nats
 
 import jetstream_ext as jsx
-from jetstream_ext.testing.reference import Drop, Faults, Lose, ReferenceServer
+from jetstream_ext.testing import Drop, Faults, Lose, ReferenceServer
 
 
 async def application(url: str) -> jsx.IngestReport:

