@@ -460,3 +460,37 @@ def test_acknowledging_by_flow_control(newest: Any, headers: Any) -> None:
     for _ in range(3):
         newest.publish("s.a", b"x")
     info(newest)
+
+
+def test_the_last_of_each_subject_where_one_of_them_is_gone(pair: Any) -> None:
+    pair.stream()
+    for subject in ("s.a", "s.b"):
+        pair.publish(subject)
+    create(pair, deliver_policy="last_per_subject", filter_subject="s.*")
+    pair.api("STREAM.PURGE.S", {"filter": "s.a"})
+    pull(pair, {"batch": 1}, wait=0)  # finds the hole, and waits for something to happen
+    assert len(pair.publish("s.b", wait=2)) == 2  # the ack, and what was pulled
+    info(pair)
+
+
+@pytest.mark.parametrize("storage", ["memory", "file"])
+def test_how_far_it_looked_for_messages_that_are_gone(pair: Any, storage: str) -> None:
+    pair.hidden |= set() if pair.since("2.11.0") else {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
+    pair.stream(storage=storage)
+    pair.publish("s.a")
+    create(pair)
+    pair.api("STREAM.MSG.DELETE.S", {"seq": 1, "no_erase": True})
+    pull(pair, {"batch": 1}, wait=0)
+    pair.eventually(lambda: info(pair))
+
+
+def test_an_ack_before_its_delivery(pair: Any) -> None:
+    pair.stream()
+    create(pair, ack_policy="all")
+    for _ in range(3):
+        pair.publish("s.a")
+    pull(pair)
+    ack(pair, 1, delivery=2)
+    pair.eventually(lambda: info(pair))
+    pull(pair)
+    pair.eventually(lambda: info(pair))

@@ -294,6 +294,8 @@ class Player:
 
     def _ack(self, seq: int, delivery: int, word: bytes) -> None:
         self._pair.publish(f"$JS.ACK.S.C.1.{seq}.{delivery}.1.0", word)
+        # Real servers take acks at their leisure; what comes next may find the one or the other.
+        self._consumer_info()
 
     def _consumer_info(self) -> None:
         self._pair.eventually(lambda: self._pair.api("CONSUMER.INFO.S.C"))

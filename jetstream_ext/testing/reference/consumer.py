@@ -34,7 +34,7 @@ class Consumer:
         self._redelivered: dict[int, int] = {}
         self.cursor: Cursor = Cursor(stream, config)
         self._floor = (0, self.cursor.next - 1)
-        self._progress = Progress((0, self.cursor.next - 1))
+        self._progress = Progress((0, self.cursor.next - 1), stream.profile.stored_progress)
         if not stream.profile.reset:
             self._progress.floor = (0, 0)
         self._pumping = False
@@ -118,7 +118,7 @@ class Consumer:
         self.cursor.restart(seq)
         self.next_delivery = 1
         self._floor = (0, seq - 1)
-        self._progress = Progress((0, seq - 1))
+        self._progress = Progress((0, seq - 1), self.stream.profile.stored_progress)
         self._arm()
         if self.stream.config["retention"] == "interest":
             self.stream.drop_uninteresting()
@@ -401,12 +401,16 @@ class Consumer:
 
     def info_json(self, *, stored: bool = False) -> dict[str, Any]:
         """Return what an info reply says about the consumer; see `config_json` for `stored`."""
+        stream = self.stream
+        on_disk = stream.config["storage"] == "file" and not self.config["mem_storage"]
+        # A state in memory is none before the first delivery.
+        counts = on_disk and stream.profile.stored_progress
         info: dict[str, Any] = {
-            "stream_name": self.stream.name,
+            "stream_name": stream.name,
             "name": self.name,
             "created": times.rfc3339(self.created),
-            "config": consumer_json(self.config, self.stream.profile, stored=stored),
-            **self._progress.as_json((self.next_delivery - 1, self.cursor.next - 1)),
+            "config": consumer_json(self.config, stream.profile, stored=stored),
+            **self._progress.as_json(None if counts else (self.next_delivery - 1, self.cursor.next - 1)),
             "num_ack_pending": len(self.pending),
             "num_redelivered": 0 if self.config["max_deliver"] == 1 else len(self._redelivered),
             "num_waiting": self._target.waiting,

@@ -52,14 +52,15 @@ class Cursor:
         return self._count(self.next) if len(self._stream.store) else 0
 
     def take(self) -> StoredMessage | None:
-        """Return the next new message, and go on behind it; `None` if there is none yet."""
+        """Return the next new message, and go on behind it; `None` if there is none yet.
+
+        One of the list that is gone is also `None`: a real server then waits for the next message or request.
+        """
         store = self._stream.store
-        while self._first_of_each:
+        if self._first_of_each:
             seq = self._first_of_each.pop(0)
             self.next = (seq if self._first_of_each else self._resume) + 1
-            message = store.get(seq)
-            if message is not None:
-                return message
+            return store.get(seq)
         found = [store.next_for(each, self.next) for each in self.filters or [""]]
         message = min((each for each in found if each), key=lambda each: each.seq, default=None)
         self.next = max(self.next, store.last + 1) if message is None else message.seq + 1

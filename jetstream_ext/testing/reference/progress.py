@@ -23,6 +23,8 @@ class Progress:
     """What an info reply says of deliveries and acknowledgements: pairs of consumer and stream sequence."""
 
     delivered: tuple[int, int]
+    stored: bool = True
+    """Whether it is a store that says so: there a delivery that was acknowledged before it was made does not count."""
     floor: tuple[int, int] = (0, 0)
     last_delivery: int | None = None
     last_ack: int | None = None
@@ -32,12 +34,13 @@ class Progress:
 
     def note_delivery(self, delivery: int, seq: int, now: int) -> None:
         """Take note of a delivery."""
-        self.delivered = (delivery, max(seq, self.delivered[1]))
+        if not self.stored or delivery > self.floor[0]:
+            self.delivered = (delivery, max(seq, self.delivered[1]))
         self.last_delivery = now
 
-    def as_json(self, position: tuple[int, int]) -> dict[str, Any]:
-        """Return the two fields; `position` is where the consumer stands, if nothing was ever delivered."""
-        delivered = position if self.delivered == (0, 0) else self.delivered
+    def as_json(self, position: tuple[int, int] | None) -> dict[str, Any]:
+        """Return the two fields; `position` is what to show if nothing was ever delivered, where that is not zeros."""
+        delivered = position if position and self.delivered == (0, 0) else self.delivered
         return {
             "delivered": self._pair(delivered, self.last_delivery),
             "ack_floor": self._pair(self.floor, self.last_ack),

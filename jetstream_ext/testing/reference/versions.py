@@ -51,6 +51,8 @@ class Profile:
     """A status line in a published header block is not stored."""
     spaced_ack: bool = False
     metadata: bool = True
+    stored_progress: bool = True
+    """What a consumer's info says of deliveries is its stored state, not where it stands."""
     old_purge: bool = False
     """A purge below sequence 1 takes out everything; in memory, the last `keep` include those that are gone already."""
 
@@ -126,6 +128,7 @@ class Profile:
             strips_status=release >= (2, 12, 1),
             spaced_ack=not v212,
             metadata=v211,
+            stored_progress=release >= (2, 11, 3),
             old_purge=release < (2, 14, 2),
             batch_get=v211,
             get_options_on_subject=v212,
