@@ -65,7 +65,7 @@ class BatchMessage:
     Args:
         subject: Where it is stored; no wildcards, spaces or control characters.
         payload: Its bytes; empty is an ordinary message.
-        headers: Names and values; copied when sent, never changed.
+        headers: Names and values; copied, never changed.
         msg_ttl: Time to live: whole seconds, a timedelta, or `NEVER` (ADR-43; server 2.11, stream ``allow_msg_ttl``).
         msg_id: ``Nats-Msg-Id`` for the stream's duplicate window.
         stream: ``Nats-Expected-Stream``.
@@ -83,6 +83,10 @@ class BatchMessage:
     expected_last_seq: int | None = None
     expected_last_subject_seq: int | None = None
     expected_last_subject: str | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.headers) is dict:  # what else there is may know more than names and values; sending copies it
+            object.__setattr__(self, "headers", self.headers.copy())
 
 
 Entry = tuple[str, bytes] | tuple[str, bytes, Mapping[str, str]] | BatchMessage

@@ -98,6 +98,13 @@ def test_the_enums_are_their_wire_text() -> None:
     assert jsx.GapMode("fail") is jsx.GapMode.FAIL
 
 
+def test_a_batch_message_has_headers_of_its_own() -> None:
+    headers = {"A": "1"}
+    message = jsx.BatchMessage("a", headers=headers)
+    headers["A"] = "2"
+    assert message.headers == {"A": "1"}
+
+
 def test_a_batch_message_takes_what_add_takes() -> None:
     options = set(types.PublishOptions.__annotations__)
     fields = {field.name for field in dataclasses.fields(jsx.BatchMessage)}

@@ -32,7 +32,9 @@ _STOPPED: Final = 130
 @click.command("ingest", short_help="Store a file's rows in a stream.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--stream", required=True, metavar="NAME", help="The stream that is to store it.")
-@click.option("--subject-from", metavar="COLUMN", help="Each row's subject is its value in this column.")
+@click.option(
+    "--subject-from", metavar="COLUMN", help="Each row's subject is its value in this column; otherwise in 'subject'."
+)
 @click.option("--subject", metavar="SUBJECT", help="The subject; {column} in it stands for a row's value.")
 @click.option("--data-from", metavar="COLUMN", help="The payload is this column; otherwise the row as JSON.")
 @click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE; otherwise its name says.")
@@ -62,11 +64,11 @@ def command(
     needs allow_direct. Needs nats-server 2.14, and allow_batched on the stream.
     """
     check_stream(stream)
-    if (subject is None) == (subject_from is None):
+    if subject is not None and subject_from is not None:
         raise click.UsageError("give --subject or --subject-from, one of the two")
     if skip and resume:
         raise click.UsageError("give --skip or --resume, not both")
-    pattern = subject if subject is not None else f"{{{subject_from}}}"
+    pattern = subject if subject is not None else f"{{{subject_from or 'subject'}}}"
     job = _Ingest(file, format_of(file, given), stream, Template(pattern, data_from))
     job.run_name = fingerprint(file, pattern, data_from)
     job.skipped = skip

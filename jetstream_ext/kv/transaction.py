@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Final, Literal, Self
 
 from nats.js.kv import KeyValue
@@ -64,9 +64,9 @@ class Transaction:
         return self._state
 
     @property
-    def revisions(self) -> Mapping[str, int]:
+    def revisions(self) -> dict[str, int]:
         """The new revision of every key that was written; empty before the commit."""
-        return MappingProxyType(self._revisions)
+        return self._revisions.copy()
 
     # -- writing ------------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Transaction:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    async def commit(self) -> Mapping[str, int]:
+    async def commit(self) -> dict[str, int]:
         """Commit, and return the new revisions; leaving the ``async with`` block does that.
 
         A transaction that writes nothing has nothing to commit, but makes sure that all it has read was there at one

@@ -102,6 +102,47 @@ class NatsCluster(Lifecycle):
         """Stop all servers and remove their stores. Stopping twice is fine."""
         self._cleanup.close()
 
+    def kill(self) -> None:
+        """End all servers with SIGKILL, as a power cut would; `restart` brings them back with their data.
+
+        For one server, take it out of `servers`: `cluster.servers[0].kill()`.
+
+        Raises:
+            RuntimeError: The cluster is not started.
+        """
+        for server in self.servers:
+            server.kill()
+
+    def restart(self) -> None:
+        """Start all servers again on the same ports and stores, after stopping those that run, and wait for a leader.
+
+        Raises:
+            NatsServerStartError: A server did not start, or the cluster was not ready in time.
+            RuntimeError: The cluster is not started.
+        """
+        deadline = time.monotonic() + self._start_timeout
+        for server in self.servers:
+            server.restart()
+        self.wait_ready(timeout=max(0.0, deadline - time.monotonic()))
+
+    def pause(self) -> None:
+        """Freeze all servers: connections stay open and nothing is answered until `resume`.
+
+        Raises:
+            RuntimeError: The cluster is not started, one of its servers is not running, or this is Windows.
+        """
+        for server in self.servers:
+            server.pause()
+
+    def resume(self) -> None:
+        """Let all servers go on; the cluster may need some seconds to elect its leaders again, see `wait_ready`.
+
+        Raises:
+            RuntimeError: The cluster is not started, one of its servers is not running, or this is Windows.
+        """
+        for server in self.servers:
+            server.resume()
+
     def wait_ready(self, *, timeout: float = 30.0) -> NatsServer:
         """Wait until the running servers are a majority that follows one leader.
 

@@ -75,6 +75,16 @@ def test_there_and_back(ok: Json, run: Run, tmp_path: Path, stream_name: Callabl
     assert json.loads(json.loads(line)["data"]) == {"to": f"{one}.1", "name": NAMES[1], "n": "1"}
 
 
+def test_rows_go_to_their_column_subject(ok: Json, run: Run, tmp_path: Path, stream_name: Callable[[], str]) -> None:
+    stream, rows = stream_name(), tmp_path / "rows.csv"
+    rows.write_text(f"subject,n\n{stream}.a,1\n{stream}.b,2\n")
+    assert ok("ingest", rows, "--stream", stream, "--create", f"{stream}.>")["rows"] == 2
+    rows.write_text("n\n1\n")
+    done = run("ingest", rows, "--stream", stream)
+    assert (done.exit_code, "column 'subject'" in done.stderr) == (1, True)
+    assert run("ingest", rows, "--stream", stream, "--subject", "a", "--subject-from", "n").exit_code == 2
+
+
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
 def test_payloads_that_are_no_text_survive(
     server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str], suffix: str

@@ -250,6 +250,8 @@ class Player:
         self._pair.publish("$JS.API.DIRECT.GET.S", json.dumps(request).encode(), wait=1)
 
     def _get_subject(self, subject: str) -> None:
+        if self._deleted and not self._pair.since("2.11.0"):
+            return  # as above
         self._pair.publish(f"$JS.API.DIRECT.GET.S.{subject}", wait=1)
 
     def _msg_get(self, **request: Any) -> None:

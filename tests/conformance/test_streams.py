@@ -392,3 +392,13 @@ def test_unknown_api_subjects_are_swallowed(newest: Any) -> None:
         assert newest.api(subject, timeout=0.1) is None
     assert newest.api("CONSUMER.MSG.NEXT.S.c").status == "503"
     assert newest.api("DIRECT.GET.S").status == "503"
+
+
+def test_a_message_larger_than_the_stream_reaches_no_consumer(pair: Any) -> None:
+    pair.stream(max_bytes=60)
+    config = {"ack_policy": "explicit", "durable_name": "C"}
+    pair.api("CONSUMER.CREATE.S.C", {"stream_name": "S", "config": config})
+    pair.publish("s.a")
+    pair.publish("$JS.API.CONSUMER.MSG.NEXT.S.C", b'{"batch": 2}')
+    pair.publish("s.a", b"x" * 60)
+    pair.api("STREAM.INFO.S")

@@ -60,6 +60,28 @@ def test_a_cluster_without_a_leader_is_reported() -> None:
             cluster.wait_ready(timeout=0.5)
 
 
+async def test_a_power_cut_and_a_standstill() -> None:
+    with NatsCluster() as cluster:
+        async with connected(cluster.url) as nc:
+            js = nc.jetstream(timeout=10)
+            await js.add_stream(name="KEPT", subjects=["kept"], num_replicas=3)
+            await js.publish("kept", b"kept")
+        await asyncio.to_thread(cluster.kill)
+        assert not any(server.running for server in cluster.servers)
+        await asyncio.to_thread(cluster.restart)
+        await asyncio.to_thread(cluster.pause)
+        assert not any(server.running for server in cluster.servers)
+        await asyncio.to_thread(cluster.resume)
+        await asyncio.to_thread(cluster.wait_ready)
+        async with connected(cluster.url) as nc, asyncio.timeout(60):
+            while True:
+                try:
+                    assert (await nc.jetstream(timeout=1).get_msg("KEPT", 1)).data == b"kept"
+                    break
+                except (nats.errors.Error, nats.js.errors.Error):
+                    await asyncio.sleep(0.1)  # the stream elects a leader of its own
+
+
 def test_a_cluster_that_cannot_start_leaves_nothing() -> None:
     cluster = NatsCluster(config="no_such_option: 1")
     with pytest.raises(NatsServerStartError, match="no_such_option"):

@@ -326,9 +326,13 @@ class Stream:
         """Take out a message; return whether it was there."""
         message = self.store.remove(seq)
         if message is not None:
-            for consumer in list(self.consumers.values()):
-                consumer.message_removed(message)
+            self._tell_removed([message])
         return message is not None
+
+    def _tell_removed(self, messages: list[StoredMessage]) -> None:
+        for consumer in list(self.consumers.values()):
+            for message in messages:
+                consumer.message_removed(message)
 
     def purge(self, pattern: str = "", *, seq: int = 0, keep: int = 0) -> int:
         """Take out messages and return how many: all under a pattern, below `seq` or but for the last `keep`."""
@@ -358,19 +362,19 @@ class Stream:
     def enforce_limits(self, subject: str | None = None, *, every_subject: bool = False) -> None:
         """Discard what is too much, of one subject or of every one."""
         config, store = self.config, self.store
+        gone: list[StoredMessage | None] = []
         limit = config["max_msgs_per_subject"]
         if limit > 0:
             for each in list(store.totals(">")) if every_subject else [subject] if subject else []:
                 while store.count(each) > limit:
-                    self._discard(store.next_for(each, 0))
-        if config["discard"] == "new":
-            return  # what is there already may stay
-        while 0 < config["max_msgs"] < len(store) or 0 < config["max_bytes"] < store.bytes:
-            self._discard(store.get(store.first))
-
-    def _discard(self, message: StoredMessage | None) -> None:
-        assert message is not None
-        self.remove(message.seq)
+                    oldest = store.next_for(each, 0)
+                    assert oldest is not None
+                    gone.append(store.remove(oldest.seq))
+        if config["discard"] != "new":  # there, what is in it already may stay
+            while 0 < config["max_msgs"] < len(store) or 0 < config["max_bytes"] < store.bytes:
+                gone.append(store.remove(store.first))
+        # All of them first: a consumer that goes on because of one must not find the next.
+        self._tell_removed([message for message in gone if message is not None])
 
     # Replies.
 
