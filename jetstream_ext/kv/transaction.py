@@ -148,7 +148,7 @@ class Transaction:
         return (await self._get((key,))).get(key)
 
     async def get_many(self, keys: Iterable[str]) -> dict[str, KeyValueEntry]:
-        """Return the entries of several keys, without those that do not exist; otherwise as `get`."""
+        """Return the entries of several keys, without those that do not exist; errors and cancellation as for `get`."""
         self._open()
         wanted = check_keys(keys)
         found = await self._get(wanted)
@@ -258,6 +258,8 @@ class Transaction:
         Raises:
             BatchOutcomeUnknownError: It cannot be known, or not yet.
             BatchClosedError: The outcome is known already.
+
+        Cancellation: Safe; the outcome stays unknown, and can be asked for again.
         """
         if self._state != "unknown" or self._batch is None:
             raise BatchClosedError(f"the outcome of this transaction is known: {self._state}", batch_id=self._batch_id)
@@ -280,6 +282,8 @@ class Transaction:
             BatchOutcomeUnknownError: The answer was lost again.
             KeyConflictError: It had not been written, and cannot be any more.
             BatchError: It had not been written, and the server refused it now.
+
+        Cancellation: The outcome stays unknown; `resolve` finds it out.
         """
         assert self.can_repeat
         try:
@@ -297,7 +301,10 @@ class Transaction:
         self._state = "committed"
 
     async def discard(self) -> None:
-        """Give it up; nothing is written."""
+        """Give it up; nothing is written.
+
+        Cancellation: Sends nothing and waits for nothing.
+        """
         if self._state == "open":
             self._state = "discarded"
 
