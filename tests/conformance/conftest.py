@@ -206,6 +206,8 @@ class Pair:
         """Ask the JSON API, and return the decoded answer; `None` is none in time."""
         payload = request if isinstance(request, bytes) else b"" if request is None else json.dumps(request).encode()
         frames = self.publish(f"$JS.API.{subject}", payload, header=header, wait=1, timeout=timeout)
+        # A consumer that waited may have delivered meanwhile.
+        frames = [frame for frame in frames if frame.subject.startswith("R.")] or frames
         return frames[0].json if frames and frames[0].payload else frames[0] if frames else None
 
     def stream(self, name: str = "S", **config: Any) -> Any:
