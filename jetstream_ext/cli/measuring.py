@@ -157,6 +157,10 @@ async def measure(
 async def _while_connected(js: JetStreamContext, case: Case) -> int:
     """Run a case as long as there is a connection: some of nats-py's calls wait for ever without one."""
     client = JetStream(js).nc
+    this = asyncio.current_task()
+    if this is not None and this.cancelling():
+        # Ctrl-C came while nats-py waited for an answer that was just there: before Python 3.12, that swallows it.
+        raise asyncio.CancelledError
     task = asyncio.ensure_future(case.run())
     try:
         while not (await asyncio.wait({task}, timeout=_LOOK_EVERY))[0]:

@@ -173,5 +173,5 @@ def test_help_names_every_command(run: Run) -> None:
     said = run("--help").stdout
     assert "..." not in said.partition("Commands:")[2]
     assert all(name in said for name in ("bench", "demo", "doctor", "export", "ingest", "serve", "snapshot"))
-    for wrong in (["no-such"], ["ingest", __file__, "--stream", "S"], ["doctor", "--timeout", "soon"]):
+    for wrong in (["no-such"], ["ingest", __file__], ["doctor", "--timeout", "soon"]):
         assert run(*wrong).exit_code == 2
