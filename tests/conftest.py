@@ -130,9 +130,34 @@ async def cluster_nc(cluster: NatsCluster) -> AsyncIterator[Client]:
     await nc.close()
 
 
+Reached = Callable[[JetStreamContext, str], Awaitable[None]]
+
+
+@pytest.fixture
+def reached() -> Reached:
+    """A wait until a message on a subject gets to its stream, for streams that were just made on a cluster.
+
+    The server that answers for the creation is not the one a client publishes through; that one hears a moment later
+    of who is interested in the subject, and says until then that nobody is.
+    """
+
+    async def reached(js: JetStreamContext, subject: str) -> None:
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    await js.publish(subject, stream="none")
+                except nats.js.errors.NoStreamResponseError:
+                    await asyncio.sleep(0.02)
+                except nats.js.errors.BadRequestError as refused:
+                    assert refused.err_code == 10060  # it is the stream that says so
+                    return
+
+    return reached
+
+
 @pytest.fixture
 async def make_replicated(
-    cluster_nc: Client, stream_name: Callable[[], str]
+    cluster_nc: Client, stream_name: Callable[[], str], reached: Reached
 ) -> AsyncIterator[Callable[..., Awaitable[str]]]:
     """Create a stream on all servers of the cluster (or as given); its subjects are ``<name>.>``, unless it is a mirror."""
     js = cluster_nc.jetstream(timeout=10)
@@ -157,6 +182,8 @@ async def make_replicated(
                 ):
                     await asyncio.sleep(0.2)  # the cluster is still recovering from the test before
         made.append(name)
+        if "mirror" not in config:
+            await reached(js, f"{name}.new")
         return name
 
     yield make

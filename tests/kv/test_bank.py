@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import nats
 import pytest
@@ -51,13 +52,14 @@ async def transfer(tx: kvx.Transaction, worker: int, rng: random.Random) -> None
     tx.put(f"count.{worker}", b"%d" % (int(count.value) + 1 if count else 1))
 
 
-async def bank(urls: list[str], seconds: float, replicas: int, storage: str, trouble: Trouble | None = None) -> None:
+async def bank(urls: list[str], seconds: float, replicas: int, storage: str, reached: Any, trouble: Trouble | None = None) -> None:
     made = dict.fromkeys(range(WORKERS), 0)
     doubtful: set[int] = set()
     snapshots = 0
     async with connected(urls) as nc:
         js = nc.jetstream(timeout=TIMEOUT)
         kv = await kvx.enable(await js.create_key_value(bucket="BANK", replicas=replicas, storage=storage))
+        await reached(js, f"$KV.BANK.{NAMES[0]}")
         async with kvx.transaction(kv) as tx:
             for name in NAMES:
                 tx.create(name, b"%d" % EACH)
@@ -110,13 +112,13 @@ async def bank(urls: list[str], seconds: float, replicas: int, storage: str, tro
 
 @pytest.mark.parametrize("storage", ["file", "memory"])
 @pytest.mark.timeout(180)
-async def test_on_one_server(storage: str) -> None:
+async def test_on_one_server(storage: str, reached: Any) -> None:
     with NatsServer() as server:
-        await bank([server.url], 30 if FULL else 2, 1, storage)
+        await bank([server.url], 30 if FULL else 2, 1, storage, reached)
 
 
 @pytest.mark.timeout(300)
-async def test_on_a_cluster_whose_leaders_are_killed() -> None:
+async def test_on_a_cluster_whose_leaders_are_killed(reached: Any) -> None:
     async with NatsCluster() as cluster:
 
         async def kill_leaders(js: JetStreamContext, end: float) -> int:
@@ -133,7 +135,7 @@ async def test_on_a_cluster_whose_leaders_are_killed() -> None:
                 await settled(js)
             return killed
 
-        await bank(cluster.urls, 30 if FULL else 6, 3, "file", kill_leaders)
+        await bank(cluster.urls, 30 if FULL else 6, 3, "file", reached, kill_leaders)
 
 
 async def more(js: JetStreamContext, messages: int) -> None:

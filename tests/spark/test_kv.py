@@ -76,7 +76,7 @@ def make(with_js: Any, stream_name: Callable[[], str]) -> Callable[..., str]:
 
 async def ten(kv: KeyValue) -> None:
     for i in range(10):
-        await kv.put(f"k.{i}", b"%d" % i)
+        await patiently(partial(kv.put, f"k.{i}", b"%d" % i))
 
 
 def values(rows: list[dict[str, Any]]) -> dict[str, bytes]:

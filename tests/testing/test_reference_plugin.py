@@ -18,7 +18,13 @@ async def work(url, replicas):
     with pytest.raises(nats.js.errors.NotFoundError):
         await js.stream_info("S")
     await js.add_stream(name="S", subjects=["s"], num_replicas=replicas)
-    await js.publish("s", b"x")
+    while True:
+        try:
+            await js.publish("s", b"x")
+            break
+        except nats.js.errors.NoStreamResponseError:
+            assert replicas > 1  # the server that nc is on hears of it a moment later
+            await asyncio.sleep(0.02)
     await nc.close()
 
 def test_first(reference_server):
