@@ -150,10 +150,11 @@ def test_updates(pair: Any, change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("storage", ["memory", "file"])
 def test_purge_below_the_first_sequence(pair: Any, storage: str, pattern: str) -> None:
     pair.stream(storage=storage)
-    for subject in ("s.a", "s.b", "s.a"):
-        pair.publish(subject, b"x")
-    pair.api("STREAM.PURGE.S", {"seq": 1, "filter": pattern})
-    pair.api("STREAM.INFO.S", {"subjects_filter": ">"})
+    for subjects in ((), ("s.a", "s.b", "s.a")):
+        for subject in subjects:
+            pair.publish(subject, b"x")
+        pair.api("STREAM.PURGE.S", {"seq": 1, "filter": pattern})
+        pair.api("STREAM.INFO.S", {"subjects_filter": ">", "deleted_details": True})
 
 
 @pytest.mark.parametrize("config", [{"storage": "memory", "max_bytes": 60}, {"storage": "file", "max_bytes": 102}])

@@ -337,14 +337,16 @@ class Stream:
     def purge(self, pattern: str = "", *, seq: int = 0, keep: int = 0) -> int:
         """Take out messages and return how many: all under a pattern, below `seq` or but for the last `keep`."""
         store = self.store
-        in_memory = pattern in ("", ">") and self.config["storage"] == "memory"
+        every_subject = pattern in ("", ">")
+        in_memory = every_subject and self.config["storage"] == "memory"
+        compact = every_subject and not keep and seq != 1
         if seq == 1:
             if in_memory or not self.profile.old_purge:
                 return 0
             seq = 0
         if in_memory and self.profile.old_purge and 0 < keep < len(store):
-            seq, keep = store.last - keep + 1, 0
-        if pattern in ("", ">") and not keep:
+            seq, compact = store.last - keep + 1, True
+        if compact:
             gone = len(store.compact(seq or store.last + 1))
         else:
             found = store.sequences(pattern)
