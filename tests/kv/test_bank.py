@@ -52,7 +52,9 @@ async def transfer(tx: kvx.Transaction, worker: int, rng: random.Random) -> None
     tx.put(f"count.{worker}", b"%d" % (int(count.value) + 1 if count else 1))
 
 
-async def bank(urls: list[str], seconds: float, replicas: int, storage: str, reached: Any, trouble: Trouble | None = None) -> None:
+async def bank(
+    urls: list[str], seconds: float, replicas: int, storage: str, reached: Any, trouble: Trouble | None = None
+) -> None:
     made = dict.fromkeys(range(WORKERS), 0)
     doubtful: set[int] = set()
     snapshots = 0
