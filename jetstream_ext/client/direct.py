@@ -215,7 +215,7 @@ class DirectGet:
             try:
                 await reply.send(self._js, target, payload)
                 received = await reply.take(_until(end))
-                return wire.decode_single(self._stream, received[0])
+                return wire.decode_single(self._stream, received[0], self._js.connection.server_version)
             except (MessagesLostError, nats.errors.ConnectionReconnectingError):
                 if retried:
                     raise

@@ -41,6 +41,7 @@ class Reply:
         """
         connection = js.connection
         connection.check_usable()
+        self.decoder.server_version = connection.server_version
         frames.check_size(b"", payload, connection.max_payload)
         self._inbox = await connection.inbox(Sink(self._frames, self._disconnected))
         command = frames.pub(subject.encode(), self._inbox.subject.encode(), b"", payload)

@@ -34,7 +34,6 @@ from jetstream_ext.errors import (
     ResponseError,
     ServerError,
     TooManySubjectsError,
-    UnsupportedFeatureError,
 )
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol import support
@@ -181,6 +180,8 @@ class ReplyDecoder:
     """
 
     def __init__(self, stream: str, *, start: int = 1) -> None:
+        self.server_version: str = ""
+        """The connected server's, for errors."""
         self.end: EndOfBatch | None = None
         self.broken: MessagesLostError | None = None
         self.last_seq: int = 0
@@ -248,7 +249,8 @@ class ReplyDecoder:
 
     def _lost(self, last: bytes, prev: bytes) -> MessagesLostError:
         # Nothing at all where a message that was being read is gone.
-        got, expected = (h.count(seq) if seq else None for seq in (last, prev))
+        got = h.count(last) if last else None
+        expected = max(h.count(prev), self._floor)
         return MessagesLostError(
             f"stream {self._asked!r}: messages after sequence {expected} were lost on their way here "
             f"(the reply goes on after {got}): a slow consumer or a dropped connection",
@@ -265,11 +267,9 @@ class ReplyDecoder:
                 self._finish(header, values)
                 return b""
             if h.NUM_PENDING not in values or h.LAST_SEQUENCE not in values:
-                raise UnsupportedFeatureError(
-                    f"stream {self._asked!r}: the server answered a batch request with a single message; "
-                    f"batched direct get needs nats-server {support.DIRECT_BATCH.since} or newer",
-                    feature=support.DIRECT_BATCH.title,
-                    required_api_level=support.DIRECT_BATCH.api_level,
+                raise support.DIRECT_BATCH.unsupported(
+                    server_version=self.server_version,
+                    detail=f"stream {self._asked!r} answered a batch request with a single message",
                 )
             header = h.lay_out(header, values)
             row = h.reply_row(header)
@@ -301,7 +301,7 @@ class ReplyDecoder:
             self.end = EndOfBatch(num_pending=0, last_seq=0, found=False)
             return
         if code != 204:
-            raise status_error(self._asked, header)
+            raise status_error(self._asked, header, self.server_version)
         up_to = values.get(h.UP_TO_SEQUENCE)
         self.end = EndOfBatch(
             num_pending=h.count(values.get(h.NUM_PENDING, "").encode()),
@@ -319,8 +319,8 @@ class ReplyDecoder:
             raise ResponseError(f"stream {self._asked!r}: an answer without messages says that more follow")
 
 
-def status_error(stream: str, header: bytes) -> JetStreamExtError:
-    """Return the error for a refused direct get."""
+def status_error(stream: str, header: bytes, server_version: str = "") -> JetStreamExtError:
+    """Return the error for a direct get that a server, of this version if known, refused."""
     status = h.parse_status(header)
     assert status is not None
     code, text = status
@@ -328,11 +328,9 @@ def status_error(stream: str, header: bytes) -> JetStreamExtError:
         return MessageNotFoundError(f"stream {stream!r}: no message found ({text})", stream=stream)
     if code == 408 and text == "Empty Request":
         # No request of ours is empty: the server dropped the fields that it does not know.
-        return UnsupportedFeatureError(
-            f"stream {stream!r}: the server does not know batches, times and multi_last in direct gets; "
-            f"they need nats-server {support.DIRECT_BATCH.since} or newer",
-            feature=support.DIRECT_BATCH.title,
-            required_api_level=support.DIRECT_BATCH.api_level,
+        return support.DIRECT_BATCH.unsupported(
+            server_version=server_version,
+            detail=f"the server of stream {stream!r} knows none of the request's fields",
         )
     if code == 408:
         return BadRequestError(
@@ -362,8 +360,8 @@ def status_error(stream: str, header: bytes) -> JetStreamExtError:
     return ResponseError(f"stream {stream!r}: unexpected status {code} {text}", frame=header)
 
 
-def decode_single(stream: str, frame: Frame) -> StoredMsg:
-    """Decode the reply to a request without a batch.
+def decode_single(stream: str, frame: Frame, server_version: str = "") -> StoredMsg:
+    """Decode the reply to a request without a batch; the connected server's version is for errors.
 
     Raises:
         MessageNotFoundError: There is none.
@@ -377,7 +375,7 @@ def decode_single(stream: str, frame: Frame) -> StoredMsg:
     if h.SEQUENCE not in values:
         if h.parse_status(header) is None:
             raise ResponseError("a direct-get reply has neither a sequence nor a status", frame=header)
-        raise status_error(stream, header)
+        raise status_error(stream, header, server_version)
     try:
         return StoredMsg(
             stream=values[h.STREAM],

@@ -295,6 +295,27 @@ class TestReplies:
         assert decoded(case.frames, cuts) == decoded(case.frames, [])
 
 
+@pytest.mark.parametrize("frame", [message(520, 510), eob(0, 510)], ids=["message", "end"])
+def test_a_loss_at_the_beginning_is_named_by_what_was_asked_for(frame: Frame) -> None:
+    decoder = ReplyDecoder("D", start=500)
+    decoder.feed([frame])
+    assert decoder.broken is not None
+    assert (decoder.broken.expected, decoder.broken.got) == (499, 510)
+
+
+@pytest.mark.parametrize("version", ["", "2.10.26"])
+@pytest.mark.parametrize("case", [case for name, case in CASES.items() if name.startswith("2.10: ")], ids=str)
+def test_a_server_without_batches_is_named(case: Case, version: str) -> None:
+    decoder = ReplyDecoder("D")
+    decoder.server_version = version
+    with pytest.raises(errors.UnsupportedFeatureError) as caught:
+        decoder.feed(case.frames)
+    assert (caught.value.server_version or "", caught.value.required_api_level) == (version, 1)
+    assert "needs nats-server 2.11" in str(caught.value)
+    assert version in str(caught.value)
+    assert "'D'" in str(caught.value)
+
+
 def test_rows_have_everything_the_server_said() -> None:
     block = ReplyDecoder("ASKED").feed([message(4, 0, 8, b"m4", subject=b"d.\xc3\xa4", stream=b"MIRROR")])
     (stored,) = block.messages()
