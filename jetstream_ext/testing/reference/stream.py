@@ -336,6 +336,12 @@ class Stream:
 
     def purge(self, pattern: str = "", *, seq: int = 0, keep: int = 0) -> int:
         """Take out messages and return how many: all under a pattern, below `seq` or but for the last `keep`."""
+        gone = self._purge(pattern, seq, keep)
+        for consumer in list(self.consumers.values()):
+            consumer.stream_purged(pattern)
+        return gone
+
+    def _purge(self, pattern: str, seq: int, keep: int) -> int:
         store = self.store
         every_subject = pattern in ("", ">")
         in_memory = every_subject and self.config["storage"] == "memory"
@@ -347,19 +353,15 @@ class Stream:
         if in_memory and self.profile.old_purge and 0 < keep < len(store):
             seq, compact = store.last - keep + 1, True
         if compact:
-            gone = len(store.compact(seq or store.last + 1))
-        else:
-            found = store.sequences(pattern)
-            if keep:
-                found = found[: max(len(found) - keep, 0)]
-            elif seq:
-                found = [each for each in found if each < seq]
-            for each in found:
-                store.remove(each)
-            gone = len(found)
-        for consumer in list(self.consumers.values()):
-            consumer.stream_purged(pattern)
-        return gone
+            return len(store.compact(seq or store.last + 1))
+        found = store.sequences(pattern)
+        if keep:
+            found = found[: max(len(found) - keep, 0)]
+        elif seq:
+            found = [each for each in found if each < seq]
+        for each in found:
+            store.remove(each)
+        return len(found)
 
     def enforce_limits(self, subject: str | None = None, *, every_subject: bool = False) -> None:
         """Discard what is too much, of one subject or of every one."""
