@@ -187,7 +187,7 @@ async def test_nothing_answers(
     start = loop.time()
     with pytest.raises(errors.BatchOutcomeUnknownError, match=r"tried for 0\.5 s"):
         await batch.resolve(timeout=0.5)
-    assert loop.time() - start < 2
+    assert loop.time() - start < 5
     own_server.resume()
     assert await batch.resolve() == "stored"
 

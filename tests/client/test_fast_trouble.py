@@ -287,7 +287,7 @@ async def test_who_may_not_ask_for_the_level_waits_once() -> None:
     """
     async with NatsServer(config=config) as server:
         nc = await nats.connect(server.url, user="u", password="p")
-        js = nc.jetstream(domain="hub", timeout=0.5)
+        js = nc.jetstream(domain="hub", timeout=1.5)
         await js.add_stream(name="S", subjects=["s.>"], allow_batched=True)
         loop = asyncio.get_running_loop()
         took = []
@@ -296,6 +296,6 @@ async def test_who_may_not_ask_for_the_level_waits_once() -> None:
             async with jsx.FastPublisher(js) as pub:
                 await pub.add("s.a", b"x")
             took.append(loop.time() - began)
-        assert took[0] >= 0.5
-        assert max(took[1:]) < 0.5
+        assert took[0] >= 1.5
+        assert max(took[1:]) < 1.5
         await nc.close()

@@ -179,7 +179,7 @@ def test_the_idle_timeout(raw_client: Any, headers: Any) -> None:
             began = time.monotonic()
             raw.publish("s", header=headers(**lines()), reply="R.1")
             raw.wait(lambda raw=raw: len(raw.frames) == 3)
-            assert 0.8 < time.monotonic() - began < 3
+            assert 0.8 < time.monotonic() - began < 8  # 10 s is what it would be otherwise
             told.append([set(raw.frames[2].json), raw.frames[2].json["reason"], raw.frames[1:2]])
             raw.close()
         assert told[0] == told[1]

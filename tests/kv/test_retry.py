@@ -68,7 +68,7 @@ async def test_a_conflict_that_does_not_end_is_raised_in_the_end(make_bucket) ->
     start = loop.time()
     with pytest.raises(KeyConflictError):
         await kvx.retry_transaction(kv, never, give_up_after=0.5)
-    assert loop.time() - start < 2
+    assert loop.time() - start < 5
     assert runs > 3
 
 
