@@ -494,3 +494,23 @@ def test_an_ack_before_its_delivery(pair: Any) -> None:
     pair.eventually(lambda: info(pair))
     pull(pair)
     pair.eventually(lambda: info(pair))
+
+
+@pytest.mark.parametrize("word", [b"", b"-NAK", b"+TERM"], ids=str)
+@pytest.mark.parametrize("policy", ["all", "explicit"])
+@pytest.mark.parametrize("storage", ["memory", "file"])
+def test_an_ack_before_its_start(pair: Any, storage: str, policy: str, word: bytes) -> None:
+    pair.hidden |= set() if pair.since("2.11.0") else {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
+    pair.stream(storage=storage)
+    for _ in range(3):
+        pair.publish("s.a")
+    pair.api("STREAM.PURGE.S", {"seq": 3})
+    create(pair, ack_policy=policy)
+    for seq in (1, 2):
+        ack(pair, seq, word, delivery=1)
+        pair.eventually(lambda: info(pair))
+    pull(pair)
+    ack(pair, 1, word, delivery=1)
+    pair.eventually(lambda: info(pair))
+    ack(pair, 3, word, delivery=1)
+    pair.eventually(lambda: info(pair))

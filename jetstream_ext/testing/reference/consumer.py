@@ -36,7 +36,7 @@ class Consumer:
         self._floor = (0, self.cursor.next - 1)
         self._progress = Progress((0, self.cursor.next - 1), stream.profile.stored_progress)
         if not stream.profile.reset:
-            self._progress.floor = (0, 0)
+            self._floor = self._progress.floor = (0, 0)
         self._pumping = False
         self._timer: Timer | None = None
         self._pause: Timer | None = None
@@ -268,7 +268,9 @@ class Consumer:
             self._redelivered.pop(seq, None)
             self.redeliver = [each for each in self.redeliver if each != seq]
         elif delivery > self._floor[0] and seq > self._floor[1]:
-            self._floor = self._progress.floor = (delivery, seq)
+            self._floor = (delivery, seq)
+            if seq in self.pending or not self._progress.stored:  # a store takes it for that of a message only
+                self._progress.floor = self._floor
             gone = [each for each in self.pending if each <= seq]
             for each in gone:
                 del self.pending[each]
