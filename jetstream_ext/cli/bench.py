@@ -74,7 +74,7 @@ def command(
         plot.check(picture)
     where = target(ctx, timeout, url, selected=False)
     job = _Bench(messages, size, rounds)
-    with _sigterm_as_ctrl_c(), nullcontext() if where.settings.url else NatsServer() as own:
+    with _sigterm_as_ctrl_c(job), nullcontext() if where.settings.url else NatsServer() as own:
         if own is not None:
             where = target(ctx, timeout, own.url, selected=False)
         try:
@@ -114,9 +114,23 @@ class _Bench:
         self._messages = messages
         self._size = size
         self._rounds = rounds
+        self._task: asyncio.Task[Outcome] | None = None
+
+    def stop(self) -> None:
+        """End as by Ctrl-C, which is not raised: what a shell starts with `&` ignores that."""
+        if self._task is None:
+            raise KeyboardInterrupt
+        self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
     async def run(self, where: Target, *, show: bool) -> Outcome:
         """Measure."""
+        self._task = asyncio.ensure_future(self._run(where, show=show))
+        try:
+            return await self._task
+        finally:
+            self._task = None
+
+    async def _run(self, where: Target, *, show: bool) -> Outcome:
         async with connected(where) as js:
             found = await features(js)
             with progress("measuring", _STEPS, show=show) as tell:
@@ -137,9 +151,9 @@ class _Bench:
 
 
 @contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
+def _sigterm_as_ctrl_c(job: _Bench) -> Iterator[None]:
     """The scratch stream is to go, whoever ends this."""
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGTERM, lambda *_: job.stop())
     try:
         yield
     finally:

@@ -159,7 +159,7 @@ async def _while_connected(js: JetStreamContext, case: Case) -> int:
     client = JetStream(js).nc
     this = asyncio.current_task()
     if this is not None and this.cancelling():
-        # Ctrl-C came while nats-py waited for an answer that was just there: before Python 3.12, that swallows it.
+        # Ctrl-C came while nats-py waited for an answer that was just there; see `_end`.
         raise asyncio.CancelledError
     task = asyncio.ensure_future(case.run())
     try:
@@ -168,11 +168,18 @@ async def _while_connected(js: JetStreamContext, case: Case) -> int:
                 raise nats.errors.ConnectionClosedError
         return task.result()
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=_GOODBYE)  # publish_async makes another error of its cancellation
-            if task.done() and not task.cancelled():
-                task.exception()
+        await _end(task)
+
+
+async def _end(task: asyncio.Task[Any]) -> None:
+    """Cancel until it ends: before Python 3.12, a call whose answer is just there swallows its cancellation."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + _GOODBYE
+    while not task.done() and loop.time() < end:
+        task.cancel()
+        await asyncio.wait({task}, timeout=_LOOK_EVERY)
+    if task.done() and not task.cancelled():
+        task.exception()  # publish_async makes another error of its cancellation
 
 
 class _Cases:

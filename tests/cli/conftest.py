@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,13 +62,18 @@ class Command(subprocess.Popen[str]):
 def process(run: Run, server: NatsServer) -> Callable[..., Command]:
     """Start a command as a process."""
 
-    def start(*arguments: object, url: str | None = server.url) -> Command:
+    def start(*arguments: object, url: str | None = server.url, ctrl_c: bool = True) -> Command:
+        def before() -> None:
+            # What a shell starts with `&` ignores it, and so does all that it starts.
+            signal.signal(signal.SIGINT, signal.default_int_handler if ctrl_c else signal.SIG_IGN)
+
         return Command(
             [sys.executable, "-m", "jetstream_ext.cli", *map(str, arguments)],
             env=os.environ | ({} if url is None else {"NATS_URL": url}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=before,
         )
 
     return start
