@@ -1,9 +1,15 @@
 """Consumers: the API, pull and push delivery, acknowledgements, redelivery, reset."""
 
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from consuming import ack, create, info, pull
 
 SECOND = 1_000_000_000
 
@@ -15,28 +21,6 @@ def stream(pair: Any, headers: Any) -> Any:
     for index in range(6):
         pair.publish(f"s.{'ab'[index % 2]}", b"m" * (index + 1), header=headers(N=index) if index == 3 else b"")
     return pair
-
-
-def create(pair: Any, name: str = "C", stream: str = "S", **config: Any) -> Any:
-    config.setdefault("ack_policy", "explicit")
-    config.setdefault("durable_name", name)
-    return pair.api(f"CONSUMER.CREATE.{stream}.{name}", {"stream_name": stream, "config": config})
-
-
-def pull(pair: Any, payload: object = b"", *, wait: int = 1, name: str = "C", timeout: float = 10.0) -> list[Any]:
-    import json
-
-    data = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-    return pair.publish(f"$JS.API.CONSUMER.MSG.NEXT.S.{name}", data, wait=wait, timeout=timeout)
-
-
-def ack(pair: Any, seq: int, word: bytes = b"", *, delivery: int | None = None, count: int = 1, name: str = "C") -> Any:
-    """Acknowledge with an answer; the token of the time is not looked at."""
-    return pair.publish(f"$JS.ACK.S.{name}.{count}.{seq}.{delivery or seq}.1.0", word)
-
-
-def info(pair: Any, name: str = "C") -> Any:
-    return pair.api(f"CONSUMER.INFO.S.{name}")
 
 
 CONFIGURATIONS: list[dict[str, Any]] = [
@@ -460,57 +444,3 @@ def test_acknowledging_by_flow_control(newest: Any, headers: Any) -> None:
     for _ in range(3):
         newest.publish("s.a", b"x")
     info(newest)
-
-
-def test_the_last_of_each_subject_where_one_of_them_is_gone(pair: Any) -> None:
-    pair.stream()
-    for subject in ("s.a", "s.b"):
-        pair.publish(subject)
-    create(pair, deliver_policy="last_per_subject", filter_subject="s.*")
-    pair.api("STREAM.PURGE.S", {"filter": "s.a"})
-    pull(pair, {"batch": 1}, wait=0)  # finds the hole, and waits for something to happen
-    assert len(pair.publish("s.b", wait=2)) == 2  # the ack, and what was pulled
-    info(pair)
-
-
-@pytest.mark.parametrize("storage", ["memory", "file"])
-def test_how_far_it_looked_for_messages_that_are_gone(pair: Any, storage: str) -> None:
-    pair.hidden |= set() if pair.since("2.11.0") else {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
-    pair.stream(storage=storage)
-    pair.publish("s.a")
-    create(pair)
-    pair.api("STREAM.MSG.DELETE.S", {"seq": 1, "no_erase": True})
-    pull(pair, {"batch": 1}, wait=0)
-    pair.eventually(lambda: info(pair))
-
-
-def test_an_ack_before_its_delivery(pair: Any) -> None:
-    pair.stream()
-    create(pair, ack_policy="all")
-    for _ in range(3):
-        pair.publish("s.a")
-    pull(pair)
-    ack(pair, 1, delivery=2)
-    pair.eventually(lambda: info(pair))
-    pull(pair)
-    pair.eventually(lambda: info(pair))
-
-
-@pytest.mark.parametrize("word", [b"", b"-NAK", b"+TERM"], ids=str)
-@pytest.mark.parametrize("policy", ["all", "explicit"])
-@pytest.mark.parametrize("storage", ["memory", "file"])
-def test_an_ack_before_its_start(pair: Any, storage: str, policy: str, word: bytes) -> None:
-    pair.hidden |= set() if pair.since("2.11.0") else {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
-    pair.stream(storage=storage)
-    for _ in range(3):
-        pair.publish("s.a")
-    pair.api("STREAM.PURGE.S", {"seq": 3})
-    create(pair, ack_policy=policy)
-    for seq in (1, 2):
-        ack(pair, seq, word, delivery=1)
-        pair.eventually(lambda: info(pair))
-    pull(pair)
-    ack(pair, 1, word, delivery=1)
-    pair.eventually(lambda: info(pair))
-    ack(pair, 3, word, delivery=1)
-    pair.eventually(lambda: info(pair))

@@ -1,0 +1,104 @@
+"""How far a consumer is, where messages go before it comes to them, and acks come before their time."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from consuming import ack, create, info, pull
+
+PURGES: list[dict[str, Any]] = [
+    {},
+    {"seq": 1},
+    {"seq": 1, "filter": ">"},
+    {"seq": 4},
+    {"seq": 99},
+    {"keep": 2},
+    {"keep": 99},
+    {"filter": "s.a"},
+    {"filter": "s.a", "seq": 1},
+    {"filter": "s.a", "seq": 4},
+    {"filter": "s.a", "keep": 1},
+    {"filter": "zz"},
+]
+
+
+@pytest.mark.parametrize("purge", PURGES, ids=str)
+@pytest.mark.parametrize("taken", [0, 2])
+@pytest.mark.parametrize("pattern", ["", "s.a", "s.*"])
+@pytest.mark.parametrize("storage", ["memory", "file"])
+def test_a_purge(pair: Any, storage: str, pattern: str, taken: int, purge: dict[str, Any]) -> None:
+    if not pair.since("2.11.0"):
+        # There it is the last sequence that was looked at.
+        pair.hidden |= {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
+    if not pair.since("2.14.0"):
+        pair.hidden.add(("ack_floor", "last_active"))  # either of two ways to hear of it may win there
+    pair.stream(storage=storage, max_msgs=5)
+    create(pair, filter_subject=pattern)
+    for subject in ("s.a", "s.b", "s.a"):
+        pair.publish(subject)
+    if taken:
+        pull(pair, {"batch": taken, "no_wait": True}, wait=taken)
+    for subject in ("s.b", "s.a", "s.b", "s.a"):
+        pair.publish(subject)
+    pair.api("STREAM.PURGE.S", purge)
+    pair.eventually(lambda: info(pair))
+    pull(pair, {"batch": 4, "no_wait": True})
+    pair.eventually(lambda: info(pair))
+
+
+def test_the_last_of_each_subject_where_one_of_them_is_gone(pair: Any) -> None:
+    pair.stream()
+    for subject in ("s.a", "s.b"):
+        pair.publish(subject)
+    create(pair, deliver_policy="last_per_subject", filter_subject="s.*")
+    pair.api("STREAM.PURGE.S", {"filter": "s.a"})
+    pull(pair, {"batch": 1}, wait=0)  # finds the hole, and waits for something to happen
+    assert len(pair.publish("s.b", wait=2)) == 2  # the ack, and what was pulled
+    info(pair)
+
+
+@pytest.mark.parametrize("storage", ["memory", "file"])
+def test_how_far_it_looked_for_messages_that_are_gone(pair: Any, storage: str) -> None:
+    pair.hidden |= set() if pair.since("2.11.0") else {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
+    pair.stream(storage=storage)
+    pair.publish("s.a")
+    create(pair)
+    pair.api("STREAM.MSG.DELETE.S", {"seq": 1, "no_erase": True})
+    pull(pair, {"batch": 1}, wait=0)
+    pair.eventually(lambda: info(pair))
+
+
+def test_an_ack_before_its_delivery(pair: Any) -> None:
+    pair.stream()
+    create(pair, ack_policy="all")
+    for _ in range(3):
+        pair.publish("s.a")
+    pull(pair)
+    ack(pair, 1, delivery=2)
+    pair.eventually(lambda: info(pair))
+    pull(pair)
+    pair.eventually(lambda: info(pair))
+
+
+@pytest.mark.parametrize("word", [b"", b"-NAK", b"+TERM"], ids=str)
+@pytest.mark.parametrize("policy", ["all", "explicit"])
+@pytest.mark.parametrize("storage", ["memory", "file"])
+def test_an_ack_before_its_start(pair: Any, storage: str, policy: str, word: bytes) -> None:
+    pair.hidden |= set() if pair.since("2.11.0") else {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
+    pair.stream(storage=storage)
+    for _ in range(3):
+        pair.publish("s.a")
+    pair.api("STREAM.PURGE.S", {"seq": 3})
+    create(pair, ack_policy=policy)
+    for seq in (1, 2):
+        ack(pair, seq, word, delivery=1)
+        pair.eventually(lambda: info(pair))
+    pull(pair)
+    ack(pair, 1, word, delivery=1)
+    pair.eventually(lambda: info(pair))
+    ack(pair, 3, word, delivery=1)
+    pair.eventually(lambda: info(pair))
