@@ -76,7 +76,7 @@ async def bank(
             rng = random.Random(worker)
             async with connected(urls) as own:
                 mine = await own.jetstream(timeout=TIMEOUT).key_value("BANK")
-                while time.monotonic() < end:
+                while not over():  # trouble waits for what is written meanwhile
                     try:
                         await kvx.retry_transaction(mine, lambda tx: transfer(tx, worker, rng), give_up_after=60)
                     except jsx.errors.BatchOutcomeUnknownError:
