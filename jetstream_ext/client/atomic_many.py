@@ -12,7 +12,6 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.client.atomic import new_wire
 from jetstream_ext.client.atomic_wire import AtomicWire
-from jetstream_ext.client.cancelling import lost_cancellations
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.types import BatchAck, Entry
@@ -120,10 +119,8 @@ async def _publish(
 ) -> AsyncGenerator[BatchAck, None]:
     commits: deque[AtomicWire] = deque()
     try:
-        check_cancelled = lost_cancellations()
         async with aclosing(_each(batches)) as source:
             async for batch in source:
-                check_cancelled()
                 while len(commits) >= in_flight:
                     yield await _oldest(commits)
                 commits.append(await _begin(js, batch, timeout))

@@ -10,7 +10,6 @@ from typing import Final
 
 import nats.errors
 
-from jetstream_ext.client.cancelling import lost_cancellations
 from jetstream_ext.client.connection import Inbox, JetStream, Sink
 from jetstream_ext.client.levels import api_level
 from jetstream_ext.client.owners import find_owner, remember, session_of
@@ -93,9 +92,7 @@ class AtomicWire:
         acked = 0
         if isinstance(messages, AsyncIterable):
             # One write each: nats-py's buffer joins them, and a slow source is not held back by a block.
-            check_cancelled = lost_cancellations()
             async for entry in messages:
-                check_cancelled()
                 message = as_message(entry)
                 machine = self.machine or await self._open(message)
                 asked, stopped = await self._block(machine, iter((message,)))

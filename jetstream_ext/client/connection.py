@@ -28,7 +28,6 @@ from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 from nats.js.manager import JetStreamManager
 
-from jetstream_ext.client.cancelling import lost_cancellations
 from jetstream_ext.client.public_connection import PublicConnection as PublicConnection
 from jetstream_ext.client.sinks import Door, call, tell_disconnected, tell_reconnected
 from jetstream_ext.client.sinks import Inbox as Inbox
@@ -247,9 +246,12 @@ class Connection(Door):
 
 async def _cancellable(operation: Awaitable[_T]) -> _T:
     """Await nats-py's `operation` and let a cancellation through, which it swallows while it flushes."""
-    check_cancelled = lost_cancellations()
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
     result = await operation
-    check_cancelled()
+    if task.cancelling() > before:
+        raise asyncio.CancelledError
     return result
 
 

@@ -10,7 +10,6 @@ from typing import Self, Unpack
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
-from jetstream_ext.client.cancelling import lost_cancellations
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.client.fast_driver import ErrorHandler, FastDriver, FlowHandler, GapHandler, Handlers
 from jetstream_ext.protocol.fast import FastBatch
@@ -242,10 +241,8 @@ class FastPublisher:
         machine = await driver.ready()
         if isinstance(messages, AsyncIterable):
             # One write each: nats-py's buffer joins them, and a slow source is not held back by a block.
-            check_cancelled = lost_cancellations()
             async for entry in messages:
                 await self.add_message(entry if isinstance(entry, BatchMessage) else BatchMessage(*entry))
-                check_cancelled()
             return FastPubAck(machine.sent, machine.acked)
         entries = iter(messages)
         stopped: BaseException | None = None

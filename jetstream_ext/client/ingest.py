@@ -13,7 +13,6 @@ import nats.js.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
-from jetstream_ext.client.cancelling import lost_cancellations
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.errors import (
@@ -307,10 +306,8 @@ class _Ingest:
             if source.sync is not None:
                 await publisher.add_many(source.feed(self._window))
                 return
-            check_cancelled = lost_cancellations()
             while (entry := await source.next(self._window)) is not None:
                 await publisher.add_message(entry if isinstance(entry, BatchMessage) else BatchMessage(*entry))
-                check_cancelled()
         except Exception as error:
             broken = isinstance(error, BatchError | UnsupportedFeatureError | nats.errors.Error)
             if broken and not isinstance(error, ValueError):

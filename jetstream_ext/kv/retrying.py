@@ -11,7 +11,6 @@ import nats.errors
 import nats.js.errors
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.cancelling import lost_cancellations
 from jetstream_ext.client.leader import LAG_PAUSE
 from jetstream_ext.client.replies import reconnected
 from jetstream_ext.errors import (
@@ -90,12 +89,10 @@ async def retry_transaction(
     loop = asyncio.get_running_loop()
     end = loop.time() + give_up_after
     pause = _FIRST_PAUSE
-    check_cancelled = lost_cancellations()
     while True:
         tx = Transaction(bucket, with_id=True)
         try:
             result = await fn(tx)
-            check_cancelled()
             if tx.state == "open":
                 await _commit(bucket, tx, end)
             return result
@@ -109,7 +106,6 @@ async def retry_transaction(
                 raise
         finally:
             await tx.discard()
-        check_cancelled()
         await asyncio.sleep(random.uniform(pause / 2, pause))  # noqa: S311 - spreads, hides nothing
         await reconnected(bucket.js, max(0.001, end - loop.time()))
         pause = min(_LONGEST_PAUSE, pause * 2)

@@ -26,7 +26,6 @@ from typing import Any, Final, cast
 from nats.nuid import NUID
 
 from jetstream_ext.client.atomic import publish_atomic
-from jetstream_ext.client.cancelling import lost_cancellations
 from jetstream_ext.client.connection import JetStream
 from jetstream_ext.client.leader import get_at_leader
 from jetstream_ext.client.patience import Patience
@@ -177,14 +176,11 @@ class _Worker:
         """Work until the reader ends."""
         reader, fence = self._reader, self._fence
         await fence.claim()
-        check_cancelled = lost_cancellations()
         while True:
             messages = await reader.read(self._most, _IDLE if reader.tail else 0)
             position = await reader.open()
             if messages:
-                made = await self._handle(messages, position)
-                check_cancelled()
-                await self._store(made)
+                await self._store(await self._handle(messages, position))
                 self._inputs += len(messages)
                 continue
             if position != fence.position:
