@@ -102,9 +102,10 @@ async def test_a_cancelled_retry_is_over(make_bucket, left) -> None:
     task = asyncio.create_task(kvx.retry_transaction(kv, never))
     while runs < 3:
         await asyncio.sleep(0.001)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    while not task.done():  # before Python 3.12, nats-py loses a cancellation whose answer is just there
+        task.cancel()
+        await asyncio.wait({task}, timeout=0.5)
+    assert task.cancelled()
     await left.settled()
 
 
