@@ -22,7 +22,7 @@ from nats.js import JetStreamContext
 from jetstream_ext.cli import contexts
 from jetstream_ext.cli.contexts import Settings
 from jetstream_ext.errors import BadSubjectError
-from jetstream_ext.protocol.frames import check_name
+from jetstream_ext.protocol.subjects import check_name
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

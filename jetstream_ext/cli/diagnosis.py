@@ -9,17 +9,21 @@ from typing import Any, Final
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.api import Api
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.context import Context
 from jetstream_ext.client.features import features
-from jetstream_ext.client.health import source_health
-from jetstream_ext.protocol import support
-from jetstream_ext.protocol.support import Feature
+from jetstream_ext.client.source_health import source_health
+from jetstream_ext.protocol import feature_table
+from jetstream_ext.protocol.feature_table import Feature
 
 _KV: Final = "KV_"
-_OF_STREAMS: Final = (support.DIRECT_GET, support.MSG_TTL, support.ATOMIC, support.FAST_INGEST)
-_OF_BUCKETS: Final = {support.DIRECT_GET: "direct=True", support.ATOMIC: "atomic=True", support.MSG_TTL: "ttl=True"}
-_NOT_FOR_MIRRORS: Final = (support.ATOMIC, support.FAST_INGEST)
-_NOT_FOR_BUCKETS: Final = (support.FAST_INGEST,)  # no call of this library uses it there
+_OF_STREAMS: Final = (feature_table.DIRECT_GET, feature_table.MSG_TTL, feature_table.ATOMIC, feature_table.FAST_INGEST)
+_OF_BUCKETS: Final = {
+    feature_table.DIRECT_GET: "direct=True",
+    feature_table.ATOMIC: "atomic=True",
+    feature_table.MSG_TTL: "ttl=True",
+}
+_NOT_FOR_MIRRORS: Final = (feature_table.ATOMIC, feature_table.FAST_INGEST)
+_NOT_FOR_BUCKETS: Final = (feature_table.FAST_INGEST,)  # no call of this library uses it there
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +90,8 @@ async def examine(js: JetStreamContext, stream: str | None = None) -> Report:
         ServiceUnavailableError, ServerError, RequestTimeoutError: As for `features`.
     """
     found = await features(js)
-    works = tuple(feature for feature in support.FEATURES if feature.at(found.api_level))
-    door = JetStream(js)
+    works = tuple(feature for feature in feature_table.FEATURES if feature.at(found.api_level))
+    door = Context(js)
     if stream is not None:
         infos = [await Api(door).ask(f"STREAM.INFO.{stream}")]
     else:
@@ -96,7 +100,7 @@ async def examine(js: JetStreamContext, stream: str | None = None) -> Report:
         version=found.server_version,
         api_level=found.api_level,
         works=works,
-        missing=tuple(feature for feature in support.FEATURES if feature not in works),
+        missing=tuple(feature for feature in feature_table.FEATURES if feature not in works),
         streams=tuple([await _examine(js, info, works) for info in sorted(infos, key=_name)]),
     )
 
@@ -105,7 +109,7 @@ def _name(info: Mapping[str, Any]) -> str:
     return str(info["config"]["name"])
 
 
-async def _streams(js: JetStream) -> AsyncIterator[dict[str, Any]]:
+async def _streams(js: Context) -> AsyncIterator[dict[str, Any]]:
     seen = 0
     while True:
         page = await Api(js).ask("STREAM.LIST", {"offset": seen})
@@ -151,7 +155,7 @@ def _never(config: Mapping[str, Any]) -> dict[Feature, str]:
     if config.get("mirror"):
         return dict.fromkeys(_NOT_FOR_MIRRORS, "the stream is a mirror")
     if config.get("persist_mode") == "async":
-        return {support.ATOMIC: "the stream persists asynchronously"}
+        return {feature_table.ATOMIC: "the stream persists asynchronously"}
     return {}
 
 

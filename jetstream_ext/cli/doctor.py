@@ -10,7 +10,7 @@ from rich.text import Text
 from jetstream_ext.cli.connection import Target, check_stream, connected, connection_options, target
 from jetstream_ext.cli.diagnosis import Report, StreamReport, examine
 from jetstream_ext.cli.output import console, count, printable, table, write_json
-from jetstream_ext.protocol import support
+from jetstream_ext.protocol import feature_table
 
 
 @click.command("doctor", short_help="Say what a server can do, and its streams lack.")
@@ -44,7 +44,7 @@ def _show(report: Report) -> None:
     screen = console()
     screen.print(f"nats-server {report.version}, JetStream API level {report.api_level}")
     features = table("feature", "here", "calls")
-    for feature in support.FEATURES:
+    for feature in feature_table.FEATURES:
         here = Text("yes") if feature in report.works else Text(f"from {feature.since} on", "bold")
         features.add_row(feature.title, here, feature.calls.replace("`", ""))
     screen.print(features)

@@ -19,7 +19,7 @@ from jetstream_ext.cli.formats import FORMATS, WRITERS, format_of
 from jetstream_ext.cli.output import count, progress, write_json
 from jetstream_ext.cli.parts import Part, Progress
 from jetstream_ext.client.api import Api
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
 
 _STOPPED: Final = 130
@@ -121,7 +121,7 @@ class _Export:
         wanted = self._wanted
         async with connected(self._where) as js:
             try:
-                info = await Api(JetStream(js)).ask(f"STREAM.INFO.{wanted.stream}")
+                info = await Api(Context(js)).ask(f"STREAM.INFO.{wanted.stream}")
             except NotFoundError as error:
                 raise click.ClickException(f"there is no stream {wanted.stream!r}") from error
             if not self._resume:

@@ -20,7 +20,7 @@ from jetstream_ext.cli.output import Tell, count, progress, write_json
 from jetstream_ext.cli.resuming import message_id, rows_stored
 from jetstream_ext.cli.rows import RowError, Rows, Template, fingerprint
 from jetstream_ext.client.api import Api
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.context import Context
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.client.streams import ensure_stream
 from jetstream_ext.errors import IngestError
@@ -145,7 +145,7 @@ class _Ingest:
                 await ensure_stream(js, name=self._stream, subjects=subjects, allow_direct=True, allow_batched=True)
             else:
                 try:
-                    await Api(JetStream(js)).ask(f"STREAM.INFO.{self._stream}")
+                    await Api(Context(js)).ask(f"STREAM.INFO.{self._stream}")
                 except NotFoundError as error:
                     hint = "--create SUBJECT makes one"
                     raise click.ClickException(f"there is no stream {self._stream!r}; {hint}") from error

@@ -17,12 +17,12 @@ from nats.js.api import AckPolicy, ConsumerConfig
 from nats.nuid import NUID
 
 from jetstream_ext.client.atomic import publish_atomic
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.features import Features
-from jetstream_ext.protocol import support
-from jetstream_ext.protocol.support import Feature
+from jetstream_ext.protocol import feature_table
+from jetstream_ext.protocol.feature_table import Feature
 from jetstream_ext.types import BatchMessage
 
 _ATOMIC: Final = 500  # messages per batch; a server takes 1,000 unless it is configured to take fewer
@@ -92,7 +92,7 @@ async def scratch(js: JetStreamContext, found: Features, on_left: Callable[[str]
     # A server that does not know an option may refuse it.
     options: dict[str, Any] = {
         feature.option: True
-        for feature in (support.DIRECT_GET, support.ATOMIC, support.FAST_INGEST)
+        for feature in (feature_table.DIRECT_GET, feature_table.ATOMIC, feature_table.FAST_INGEST)
         if feature.at(found.api_level)
     }
     try:
@@ -156,7 +156,7 @@ async def measure(
 
 async def _while_connected(js: JetStreamContext, case: Case) -> int:
     """Run a case as long as there is a connection: some of nats-py's calls wait for ever without one."""
-    client = JetStream(js).nc
+    client = Context(js).nc
     this = asyncio.current_task()
     if this is not None and this.cancelling():
         # Ctrl-C came while nats-py waited for an answer that was just there; see `_end`.
@@ -197,11 +197,11 @@ class _Cases:
         return [
             Case("js.publish", "publish", False, None, self._publish),
             Case("js.publish_async", "publish", False, None, self._publish_async),
-            Case("publish_atomic", "publish", True, support.ATOMIC, self._publish_atomic),
-            Case("FastPublisher.add_many", "publish", True, support.FAST_INGEST, self._add_many),
+            Case("publish_atomic", "publish", True, feature_table.ATOMIC, self._publish_atomic),
+            Case("FastPublisher.add_many", "publish", True, feature_table.FAST_INGEST, self._add_many),
             Case("js.get_msg(direct=True)", "read", False, None, self._get_msg),
             Case("pull_subscribe, fetch", "read", False, None, self._fetch),
-            Case("DirectGet.scan", "read", True, support.DIRECT_BATCH, self._scan),
+            Case("DirectGet.scan", "read", True, feature_table.DIRECT_BATCH, self._scan),
         ]
 
     async def start_anew(self) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.api import Api
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.protocol.headers import MSG_ID
 
@@ -33,7 +33,7 @@ async def rows_stored(js: JetStreamContext, stream: str, run: str) -> int:
     Raises:
         DirectGetDisabledError: The stream does not allow direct gets.
     """
-    state = (await Api(JetStream(js)).ask(f"STREAM.INFO.{stream}"))["state"]
+    state = (await Api(Context(js)).ask(f"STREAM.INFO.{stream}"))["state"]
     first, last = state["first_seq"], state["last_seq"]
     prefix = message_id(run, 0).removesuffix("0")
     while last >= first and last > 0:

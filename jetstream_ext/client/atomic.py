@@ -12,7 +12,7 @@ from nats.js import JetStreamContext
 from nats.nuid import NUID
 
 from jetstream_ext.client.atomic_wire import AtomicWire
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.context import Context
 from jetstream_ext.errors import AtomicPublishDuplicateMessageIDError
 from jetstream_ext.protocol.atomic import State
 from jetstream_ext.protocol.options import check_batch_id, check_message, check_seconds
@@ -300,7 +300,7 @@ def new_wire(
     hold_back: bool = False,
 ) -> AtomicWire:
     """Return a new batch; the arguments are checked here."""
-    context = JetStream(js)
+    context = Context(js)
     checked = check_batch_id(NUID().next().decode() if batch_id is None else batch_id)
     seconds = context.timeout if timeout is None else check_seconds(timeout, "timeout")
     return AtomicWire(context, checked, seconds, ack_first=ack_first, ack_every=ack_every, hold_back=hold_back)

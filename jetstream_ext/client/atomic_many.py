@@ -12,7 +12,7 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.client.atomic import new_wire
 from jetstream_ext.client.atomic_wire import AtomicWire
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.context import Context
 from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.types import BatchAck, Entry
 
@@ -105,7 +105,7 @@ def publish_atomic_many(
     """
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
         raise ValueError(f"in_flight must be an integer from 1 up, not {in_flight!r}")
-    JetStream(js)
+    Context(js)
     if timeout is not None:
         check_seconds(timeout, "timeout")
     return AtomicBatches(js, batches, in_flight=in_flight, timeout=timeout)

@@ -10,9 +10,9 @@ from typing import Final
 
 import nats.errors
 
-from jetstream_ext.client.connection import Inbox, JetStream, Sink
-from jetstream_ext.client.levels import api_level
-from jetstream_ext.client.owners import find_owner, remember, session_of
+from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
+from jetstream_ext.client.context import Context
+from jetstream_ext.client.lookup import api_level, lookup_stream, remember_ack
 from jetstream_ext.client.resolve import Question, find_earlier, resolve
 from jetstream_ext.errors import (
     AtomicPublishDuplicateMessageIDError,
@@ -22,7 +22,7 @@ from jetstream_ext.errors import (
     JetStreamExtError,
     UnsupportedFeatureError,
 )
-from jetstream_ext.protocol import support
+from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.atomic import ATOMIC_LEVEL, AtomicBatchMachine, State, Step
 from jetstream_ext.protocol.atomic_messages import Encoder
 from jetstream_ext.protocol.frames import Frame, parts
@@ -52,7 +52,7 @@ class AtomicWire:
 
     def __init__(
         self,
-        js: JetStream,
+        js: Context,
         batch_id: str,
         timeout: float,
         *,
@@ -69,11 +69,11 @@ class AtomicWire:
         self._ack_first = ack_first
         self._ack_every = ack_every
         self._hold_back = hold_back
-        self._inbox: Inbox | None = None
+        self._inbox: InboxSubscription | None = None
         self._waiters: dict[int, _Waiter] = {}
         self._commit: _Waiter | None = None
         self._opening = asyncio.Lock()
-        self._question = Question(None, session_of(js))
+        self._question = Question(None, js.connection.session)
         self._server_version = ""
 
     # -- what can be done ---------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class AtomicWire:
         machine.check_open()
         self._check_usable()
         steps = machine.commit(message)
-        self._question = replace(self._question, session=session_of(self._js))
+        self._question = replace(self._question, session=self._js.connection.session)
         self._commit = self._expect(machine.sent)
         try:
             await self._write(*self._encode(steps))
@@ -163,7 +163,7 @@ class AtomicWire:
         if machine.ack is None:
             machine.check_open()
         assert machine.ack is not None
-        remember(self._js, machine.ack)
+        remember_ack(self._js, machine.ack)
         return machine.ack
 
     def discard(self) -> None:
@@ -207,7 +207,9 @@ class AtomicWire:
             machine = self._new_machine(await self._level(first), connection.max_payload)
             if first is not None:
                 machine.check(first)  # once more: now the server is known
-            inbox = await connection.inbox(Sink(self._frames, self._disconnected), tail=".*")
+            inbox = await connection.inbox(
+                InboxHandler(self._frames, self._disconnected), tail=".*", timeout=self._timeout
+            )
             try:
                 self._check_discarded()
             except BatchClosedError:
@@ -220,20 +222,20 @@ class AtomicWire:
         """Return the API level of the server that will take the batch."""
         # A server before 2.12 stores the messages of a batch as ordinary ones. The greeting speaks for the server at
         # the other end of the connection only; the stream's own answer speaks for the one that matters.
-        owner = await find_owner(self._js, first.subject, first.stream, self._timeout) if first is not None else None
+        owner = await lookup_stream(self._js, first.subject, first.stream, self._timeout) if first is not None else None
         if owner is None:
             level, version = await api_level(self._js), self._js.connection.server_version
         else:
-            level, version = owner[0].level, owner[0].version or "older"
+            level, version = owner[0].api_level, owner[0].server_version or "older"
         if level < ATOMIC_LEVEL:
             raise UnsupportedFeatureError(
-                f"atomic batches need nats-server {support.ATOMIC.since} (API level {ATOMIC_LEVEL}); the stream's is "
+                f"atomic batches need nats-server {feature_table.ATOMIC.since} (API level {ATOMIC_LEVEL}); the stream's is "
                 f"{version} (level {level}); nothing was sent",
-                feature=support.ATOMIC.title,
+                feature=feature_table.ATOMIC.title,
                 required_api_level=ATOMIC_LEVEL,
                 server_version=version,
             )
-        self._question = Question(owner, session_of(self._js))
+        self._question = Question(owner, self._js.connection.session)
         self._server_version = version
         return level
 
@@ -303,7 +305,7 @@ class AtomicWire:
     async def _write(self, data: bytes, messages: int, size: int) -> None:
         assert self.machine is not None
         try:
-            await self._js.connection.write(data, messages, size)
+            await self._js.connection.write(data, messages, size, timeout=self._timeout)
         except (nats.errors.Error, OSError) as error:
             self.machine.lost(f"the connection failed while it was written to ({error!r})")
             self._settle()

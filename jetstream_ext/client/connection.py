@@ -1,4 +1,4 @@
-"""The one door to nats-py's internals; every other module goes through it.
+"""The one context to nats-py's internals; every other module goes through it.
 
 Three things nats-py cannot do through its public face, and how they are done here on the user's own connection
 (so that TLS, authentication, reconnects and limits stay nats-py's):
@@ -7,10 +7,10 @@ Three things nats-py cannot do through its public face, and how they are done he
   replaced, which is where nats-py's read loop hands over what came from the socket. Frames of our subscriptions are
   cut out as bytes; everything else reaches nats-py's parser untouched and in order.
 * **Writing in bulk.** A window's commands are appended to nats-py's own write buffer in one piece, under its limits.
-* **Hearing at once that the connection is gone**: the end of nats-py's reader task.
+* **Noticing at once that the connection is lost**: the end of nats-py's reader task.
 
-If a future nats-py has other internals, `PublicConnection` does the same work through public subscriptions and
-`publish`, more slowly, and says so once in a warning. What a user of either needs to know is in `sinks`.
+If a future nats-py has other internals, `FallbackConnection` does the same work through public subscriptions and
+`publish`, more slowly, and warns once. `base_connection` has the interface of both.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import asyncio
 import inspect
 import warnings
 from collections import deque
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import Any
 
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
@@ -28,10 +27,15 @@ from nats.js import JetStreamContext
 from nats.js.kv import KeyValue
 from nats.js.manager import JetStreamManager
 
-from jetstream_ext.client.public_connection import PublicConnection as PublicConnection
-from jetstream_ext.client.sinks import Door, call, tell_disconnected, tell_reconnected
-from jetstream_ext.client.sinks import Inbox as Inbox
-from jetstream_ext.client.sinks import Sink as Sink
+from jetstream_ext.client.base_connection import (
+    BaseConnection,
+    InboxHandler,
+    InboxSubscription,
+    call_handler,
+    notify_disconnected,
+    notify_reconnected,
+)
+from jetstream_ext.client.fallback import FallbackConnection
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.frames import Frame
 
@@ -40,25 +44,22 @@ _AWAITING_CONTROL_LINE = 1
 _MAX_CONTROL_LINE = 4096
 _USABLE = frozenset({Client.CONNECTED, Client.DRAINING_SUBS})
 
-_T = TypeVar("_T")
-
-
-_Line = tuple[Sink | None, bytes, int, int, int]
+_Line = tuple[InboxHandler | None, bytes, int, int, int]
 """What a control line says, and its own length: who takes the message, its subject, its header size, its whole size."""
 
 
-class Connection(Door):
+class Connection(BaseConnection):
     """The fast road: nats-py's parser and write buffer, directly."""
 
-    _TOMBSTONES = 64
+    _CLOSED_SIDS_KEPT = 64
     _KNOWN_LIMIT = 4096
 
     def __init__(self, nc: Client) -> None:
         super().__init__(nc, lambda: _server_info(nc))
         self._parser = nc._ps
         self._parse = nc._ps.parse
-        self._sinks: dict[bytes, Sink | None] = {}
-        self._graves: deque[bytes] = deque()
+        self._handlers: dict[bytes, InboxHandler | None] = {}
+        self._closed_sids: deque[bytes] = deque()
         self._buffer: bytearray = nc._ps.buf
         self._needed = 0
         # Control lines of our messages that were read before, and how long the newest was, its end included.
@@ -74,25 +75,26 @@ class Connection(Door):
 
     # -- subscriptions ------------------------------------------------------------------------------------------
 
-    async def inbox(self, sink: Sink, *, tail: str = "") -> Inbox:
-        """Subscribe `sink` to a new inbox; `tail` is added to what is subscribed."""
+    async def inbox(self, handler: InboxHandler, *, tail: str = "", timeout: float) -> InboxSubscription:
+        """As `BaseConnection.inbox`."""
         subject = self.nc.new_inbox()
-        inbox = Inbox(self.drop, subject)
+        inbox = InboxSubscription(self.drop, subject)
         self._watch()
         try:
-            subscription = await _cancellable(self.nc.subscribe(subject + tail))
+            subscribing = self.nc.subscribe(subject + tail)
+            subscription = await self.bounded(subscribing, timeout, "the subscription of an inbox")
         except BaseException:
-            # nats-py registers a subscription before it sends it, so a cancellation in between would leak it.
+            # nats-py registers a subscription before it sends it: a call that ends in between would leak it.
             for known in list(self.nc._subs.values()):
                 if known.subject == subject + tail:
                     self.drop(known)
             raise
-        self._sinks[b"%d" % subscription._id] = sink
+        self._handlers[b"%d" % subscription._id] = handler
         inbox.subscription = subscription
         return inbox
 
     def drop(self, subscription: Subscription) -> None:
-        """Unsubscribe without suspending, so that no cancellation can come in between."""
+        """As `BaseConnection.drop`."""
         sid = b"%d" % subscription._id
         nc = self.nc
         if self.nc._subs.get(subscription._id) is subscription:
@@ -102,20 +104,16 @@ class Connection(Door):
             if self.usable:
                 self._append(b"UNSUB %b\r\n" % sid)
         # Late frames of a reply that was left early are thrown away here, not parsed by nats-py one by one.
-        self._sinks[sid] = None
+        self._handlers[sid] = None
         self._known.clear()
-        self._graves.append(sid)
-        if len(self._graves) > self._TOMBSTONES:
-            self._sinks.pop(self._graves.popleft(), None)
+        self._closed_sids.append(sid)
+        if len(self._closed_sids) > self._CLOSED_SIDS_KEPT:
+            self._handlers.pop(self._closed_sids.popleft(), None)
 
     # -- writing ------------------------------------------------------------------------------------------------
 
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
-        """Append encoded commands to nats-py's buffer in one piece.
-
-        Raises:
-            ConnectionClosedError, ConnectionDrainingError, ConnectionReconnectingError: Nothing was written.
-        """
+        """As `BaseConnection.write_nowait`."""
         self.check_usable()
         self._append(data)
         self.nc.stats["out_msgs"] += messages
@@ -130,14 +128,12 @@ class Connection(Door):
         if queue.empty():  # nats-py's flusher takes all that is pending; one call is enough
             queue.put_nowait(asyncio.get_running_loop().create_future())
 
-    async def write(self, data: bytes, messages: int, payload_bytes: int) -> None:
-        """Write as `write_nowait` does, then wait while the buffer is over nats-py's own limit.
-
-        The bytes are in the buffer before the first suspension: a cancelled call has written everything.
-        """
+    async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
+        """As `BaseConnection.write`."""
         self.write_nowait(data, messages, payload_bytes)
         if self.nc._pending_data_size > self.nc._max_pending_size > 0:
-            await _cancellable(self.nc._flush_pending(force_flush=True))
+            flushing = self.nc._flush_pending(force_flush=True)
+            await self.bounded(flushing, timeout, "room in the buffer of the connection")
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -151,7 +147,7 @@ class Connection(Door):
         if task is self._watched:
             self._watched = None
         self._connection_lost = True
-        tell_disconnected(self._sinks.values())
+        notify_disconnected(self._handlers.values())
 
     async def parse(self, data: bytes = b"") -> None:
         """Stand in for `Parser.parse`: cut out the frames of our subscriptions, pass on the rest."""
@@ -164,8 +160,8 @@ class Connection(Door):
         if self._connection_lost and self.nc.is_connected:
             # The answer to the ping that nats-py sends when it has subscribed again and written what was pending.
             self._connection_lost = False
-            tell_reconnected(self._sinks.values())
-        if not self._sinks:
+            notify_reconnected(self._handlers.values())
+        if not self._handlers:
             await self._parse(data)
             return
         if parser.state != _AWAITING_CONTROL_LINE:
@@ -185,9 +181,9 @@ class Connection(Door):
         await self._cut(data, buffer)
 
     async def _cut(self, data: bytes, buffer: bytearray) -> None:
-        parser, sinks, known = self._parser, self._sinks, self._known
+        parser, handlers, known = self._parser, self._handlers, self._known
         pos, size, width = 0, len(data), self._width
-        sink: Sink | None = None
+        handler: InboxHandler | None = None
         batch: list[Frame] = []
         payloads = 0
         while pos < size:
@@ -201,9 +197,9 @@ class Connection(Door):
                         break
                     eol = size - 2  # longer than any control line of a message; nats-py decides
                 read = frames.message_line(data[pos:eol])
-                if read is None or read.sid not in sinks:
+                if read is None or read.sid not in handlers:
                     if batch:
-                        self._deliver(sink, batch, payloads)
+                        self._deliver(handler, batch, payloads)
                         batch, payloads = [], 0
                     end = eol + 2 if read is None else eol + read.total + 4
                     await self._parse(data[pos:end])
@@ -212,7 +208,7 @@ class Connection(Door):
                     pos = end
                     continue
                 width = eol + 2 - pos
-                line = (sinks[read.sid], read.subject, read.header_size, read.total, width)
+                line = (handlers[read.sid], read.subject, read.header_size, read.total, width)
                 if len(known) >= self._KNOWN_LIMIT:
                     known.clear()
                 known[data[pos : pos + width]] = line
@@ -222,11 +218,11 @@ class Connection(Door):
             if end + 2 > size:
                 self._needed = end + 2 - pos
                 break
-            if to is not sink:
+            if to is not handler:
                 if batch:
-                    self._deliver(sink, batch, payloads)
+                    self._deliver(handler, batch, payloads)
                     batch, payloads = [], 0
-                sink = to
+                handler = to
             batch.append((subject, data[start:end], header_size))
             payloads += total - header_size
             pos = end + 2
@@ -234,25 +230,14 @@ class Connection(Door):
         if pos < size:
             buffer += memoryview(data)[pos:]
         if batch:
-            self._deliver(sink, batch, payloads)
+            self._deliver(handler, batch, payloads)
 
-    def _deliver(self, sink: Sink | None, batch: list[Frame], payload_bytes: int) -> None:
+    def _deliver(self, handler: InboxHandler | None, batch: list[Frame], payload_bytes: int) -> None:
         stats = self.nc.stats
         stats["in_msgs"] += len(batch)
         stats["in_bytes"] += payload_bytes
-        if sink is not None:
-            call(sink.frames, batch)
-
-
-async def _cancellable(operation: Awaitable[_T]) -> _T:
-    """Await nats-py's `operation` and let a cancellation through, which it swallows while it flushes."""
-    task = asyncio.current_task()
-    assert task is not None
-    before = task.cancelling()
-    result = await operation
-    if task.cancelling() > before:
-        raise asyncio.CancelledError
-    return result
+        if handler is not None:
+            call_handler(handler.frames, batch)
 
 
 _REASON = (
@@ -262,17 +247,17 @@ _REASON = (
 
 
 _PUBLIC = "_jetstream_ext_connection"
-"""Where a client keeps its `PublicConnection`: as long as the client, and no longer."""
+"""Where a client keeps its `FallbackConnection`: as long as the client, and no longer."""
 
 
-def connection_of(nc: Client) -> Connection | PublicConnection:
-    """Return the door to `nc`; the same one for every caller."""
+def connection_of(nc: Client) -> Connection | FallbackConnection:
+    """Return the context to `nc`; the same one for every caller."""
     parser = getattr(nc, "_ps", None)
     for known in (getattr(getattr(parser, "parse", None), "__self__", None), getattr(nc, _PUBLIC, None)):
-        if isinstance(known, Connection | PublicConnection):
+        if isinstance(known, Connection | FallbackConnection):
             return known
     if not _internals_known(nc):
-        public = PublicConnection(nc, lambda: _server_info(nc))
+        public = FallbackConnection(nc, lambda: _server_info(nc))
         setattr(nc, _PUBLIC, public)
         warnings.warn(_REASON, RuntimeWarning, stacklevel=3)
         return public
@@ -305,29 +290,11 @@ def _internals_known(nc: Client) -> bool:
     )
 
 
-class JetStream:
-    """What this library needs of a caller's JetStream context: its connection, prefix and default timeout.
-
-    Raises:
-        TypeError: It is something else.
-        BadSubjectError: Its prefix or domain cannot be part of a subject.
-    """
-
-    def __init__(self, js: JetStreamContext | JetStreamManager) -> None:
-        if not isinstance(js, JetStreamManager):
-            raise TypeError(f"expected a nats-py JetStream context (nc.jetstream()), not {type(js).__name__}")
-        frames.check_subject(js._prefix)  # nats-py takes any: with a space in it the server ends the connection
-        self.context = js
-        self.prefix: str = js._prefix
-        self.timeout: float = float(js._timeout)
-        self.nc: Client = js._nc
-
-    @property
-    def connection(self) -> Connection | PublicConnection:
-        """The door to its connection."""
-        return connection_of(self.nc)
+def jetstream_parts(js: JetStreamManager) -> tuple[Client, str, float]:
+    """Return the connection, the API prefix and the default timeout of a JetStream context."""
+    return js._nc, js._prefix, float(js._timeout)
 
 
-def bucket_of(kv: KeyValue) -> tuple[JetStreamContext, str, str, str]:
+def bucket_parts(kv: KeyValue) -> tuple[JetStreamContext, str, str, str]:
     """Return a bucket's JetStream context, its name, its stream, and the subject prefix of its keys."""
     return kv._js, kv._name, kv._stream, kv._pre

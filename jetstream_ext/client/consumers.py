@@ -8,10 +8,12 @@ from nats.js import JetStreamContext
 from nats.js.api import ConsumerReset
 from nats.js.errors import NotFoundError
 
-from jetstream_ext.client.api import Api, answering_server, reading
-from jetstream_ext.client.connection import JetStream
-from jetstream_ext.protocol import frames, support
+from jetstream_ext.client.api import Api, reading
+from jetstream_ext.client.context import Context
+from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.options import rfc3339
+from jetstream_ext.protocol.stream_state import answering_server
+from jetstream_ext.protocol.subjects import check_name
 
 _NO_MESSAGE = 10037
 
@@ -65,22 +67,22 @@ async def reset_consumer(
 
     Requires: nats-server 2.14 (API level 4).
     """
-    frames.check_name(stream, "stream name")
-    frames.check_name(consumer, "consumer name")
+    check_name(stream, "stream name")
+    check_name(consumer, "consumer name")
     if seq is not None and (isinstance(seq, bool) or not isinstance(seq, int) or not 1 <= seq < 1 << 64):
         raise ValueError(f"seq must be a stream sequence from 1 up, not {seq!r} (None starts at the ack floor)")
     if time is not None:
         if seq is not None:
             raise ValueError("give seq or time, not both")
         rfc3339(time, "time")
-    door = JetStream(js)
-    api = Api(door, timeout)
+    context = Context(js)
+    api = Api(context, timeout)
     info = await api.ask(f"CONSUMER.INFO.{stream}.{consumer}")
     with reading(f"consumer {consumer!r}"):
         version, level = answering_server(info.get("config") or {})
-    if not support.CONSUMER_RESET.at(level):
-        raise support.CONSUMER_RESET.unsupported(
-            server_version=version or door.connection.server_version, api_level=level, detail="nothing was changed"
+    if not feature_table.CONSUMER_RESET.at(level):
+        raise feature_table.CONSUMER_RESET.unsupported(
+            server_version=version or context.connection.server_version, api_level=level, detail="nothing was changed"
         )
     if time is not None:
         seq = await _first_at(api, stream, time)

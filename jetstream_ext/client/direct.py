@@ -10,18 +10,18 @@ from datetime import datetime
 import nats.errors
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.connection import JetStream
-from jetstream_ext.client.leader import get_at_leader, wait_for_leader
+from jetstream_ext.client.api import get_at_leader, wait_for_sequence
+from jetstream_ext.client.context import Context
 from jetstream_ext.client.message_batch import MessageBatch
-from jetstream_ext.client.replies import Reply, read_blocks, reconnected
-from jetstream_ext.client.whole import read_proved
+from jetstream_ext.client.replies import Reply, read_blocks
+from jetstream_ext.client.verified_read import read_verified
 from jetstream_ext.errors import MessageNotFoundError, MessagesLostError, RequestTimeoutError
 from jetstream_ext.protocol import direct as wire
-from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.direct import Request
 from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.protocol.plans import MultiLast, OneBatch, Plan
 from jetstream_ext.protocol.scan import Scan
+from jetstream_ext.protocol.subjects import check_filter, check_name
 from jetstream_ext.types import StoredMsg
 
 
@@ -57,8 +57,8 @@ class DirectGet:
     """
 
     def __init__(self, js: JetStreamContext, stream: str, *, timeout: float | None = None) -> None:
-        frames.check_name(stream, "stream name")
-        self._js = JetStream(js)
+        check_name(stream, "stream name")
+        self._js = Context(js)
         self._stream = stream
         self._timeout = self._js.timeout if timeout is None else _positive("timeout", timeout)
 
@@ -113,7 +113,7 @@ class DirectGet:
 
         Requires: nats-server 2.10 (ADR-31, Subject-Appended Direct Get API).
         """
-        frames.check_filter(subject)
+        check_filter(subject)
         return await self._single(Request(last_by_subj=subject), subject, min_seq=min_seq)
 
     async def get_next(self, subject: str, *, seq: int = 1, min_seq: int | None = None) -> StoredMsg:
@@ -135,7 +135,7 @@ class DirectGet:
 
         Requires: nats-server 2.10 (ADR-31, Direct Get API).
         """
-        frames.check_filter(subject)
+        check_filter(subject)
         return await self._single(Request(seq=_sequence("seq", seq), next_by_subj=subject), min_seq=min_seq)
 
     async def get_at(self, when: datetime, *, subject: str | None = None, min_seq: int | None = None) -> StoredMsg:
@@ -163,7 +163,7 @@ class DirectGet:
         """
         rfc3339(when, "when")
         if subject is not None:
-            frames.check_filter(subject)
+            check_filter(subject)
         return await self._single(Request(start_time=when, next_by_subj=subject or ">"), min_seq=min_seq)
 
     async def _single(self, request: Request, subject: str | None = None, *, min_seq: int | None) -> StoredMsg:
@@ -181,7 +181,7 @@ class DirectGet:
         if min_seq is None:
             assert missing is not None
             raise missing
-        await wait_for_leader(self._js, self._stream, min_seq, _until(end))
+        await wait_for_sequence(self._js, self._stream, min_seq, _until(end))
         truth = await get_at_leader(self._js, self._stream, request.body(), _until(end))
         if truth is None:
             raise wire.status_error(self._stream, b"NATS/1.0 404 Message Not Found\r\n\r\n")
@@ -213,7 +213,7 @@ class DirectGet:
         while True:
             reply = Reply(self._stream)
             try:
-                await reply.send(self._js, target, payload)
+                await reply.send(self._js, target, payload, _until(end))
                 received = await reply.take(_until(end))
                 return wire.decode_single(self._stream, received[0], self._js.connection.server_version)
             except (MessagesLostError, nats.errors.ConnectionReconnectingError):
@@ -222,7 +222,7 @@ class DirectGet:
                 retried = True
             finally:
                 reply.close()
-            await reconnected(self._js, _until(end))
+            await self._js.connection.wait_usable(_until(end))
 
     # -- many messages ------------------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class DirectGet:
         """
         start = _start(seq, start_time)
         if subject is not None:
-            frames.check_filter(subject)
+            check_filter(subject)
         request = Request(
             seq=start,
             start_time=start_time,
@@ -311,7 +311,7 @@ class DirectGet:
         if not filters:
             raise ValueError("subjects must be a sequence of at least one subject")
         for subject in filters:
-            frames.check_filter(subject)
+            check_filter(subject)
         if up_to_seq is not None and up_to_time is not None:
             raise ValueError("give up_to_seq or up_to_time, not both")
         if up_to_time is not None:
@@ -380,7 +380,7 @@ class DirectGet:
         """
         start = _start(seq, start_time)
         if subject is not None:
-            frames.check_filter(subject)
+            check_filter(subject)
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or not 1 <= prefetch <= 4:
             raise ValueError(f"prefetch must be 1 to 4, not {prefetch!r}")
         plan = Scan(
@@ -396,7 +396,7 @@ class DirectGet:
             _sequence("min_seq", min_seq)
         if not confirm and min_seq is None:
             return self._read(plan)
-        blocks = read_proved(self._js, self._stream, plan, self._timeout, confirm=confirm, min_seq=min_seq)
+        blocks = read_verified(self._js, self._stream, plan, self._timeout, confirm=confirm, min_seq=min_seq)
         return MessageBatch(plan, blocks)
 
     def _read(self, plan: Plan) -> MessageBatch:

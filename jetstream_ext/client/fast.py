@@ -10,7 +10,7 @@ from typing import Self, Unpack
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.context import Context
 from jetstream_ext.client.fast_driver import ErrorHandler, FastDriver, FlowHandler, GapHandler, Handlers
 from jetstream_ext.protocol.fast import FastBatch
 from jetstream_ext.protocol.fast_record import State, check_flow, check_outstanding
@@ -75,17 +75,17 @@ class FastPublisher:
         on_error: ErrorHandler | None = None,
         on_flow: FlowHandler | None = None,
     ) -> None:
-        door = JetStream(js)
+        context = Context(js)
         self._flow = check_flow(flow)
         self._outstanding = check_outstanding(max_outstanding_acks)
         self._gap = GapMode(gap)
         self._batch_id = check_batch_id(NUID().next().decode() if batch_id is None else batch_id)
-        self._ack_timeout = door.timeout if ack_timeout is None else float(ack_timeout)
+        self._ack_timeout = context.timeout if ack_timeout is None else float(ack_timeout)
         self._stall_ping = float(stall_ping)
         self._keepalive = float(keepalive or 0.0)
         if not (self._ack_timeout > 0 and self._stall_ping > 0 and self._keepalive >= 0):
             raise ValueError("ack_timeout and stall_ping must be over 0 seconds, keepalive 0 or more")
-        self._driver = FastDriver(door, self._batch_id, self._new_machine, Handlers(on_gap, on_error, on_flow))
+        self._driver = FastDriver(context, self._batch_id, self._new_machine, Handlers(on_gap, on_error, on_flow))
 
     def _new_machine(self, inbox: str, max_payload: int) -> FastBatch:
         return FastBatch(

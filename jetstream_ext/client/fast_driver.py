@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import nats.errors
 
-from jetstream_ext.client.connection import Connection, Inbox, JetStream, PublicConnection, Sink
-from jetstream_ext.client.levels import api_level
+from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription
+from jetstream_ext.client.context import Context
+from jetstream_ext.client.lookup import api_level
 from jetstream_ext.errors import BatchClosedError
 from jetstream_ext.protocol.fast import FastBatch
 from jetstream_ext.protocol.fast_endings import FAST_LEVEL, unsupported
@@ -52,7 +53,7 @@ class FastDriver:
     """
 
     def __init__(
-        self, js: JetStream, batch_id: str, new_machine: Callable[[str, int], FastBatch], handlers: Handlers
+        self, js: Context, batch_id: str, new_machine: Callable[[str, int], FastBatch], handlers: Handlers
     ) -> None:
         self.machine: FastBatch | None = None
         self.discarded: bool = False
@@ -62,8 +63,8 @@ class FastDriver:
         self._batch_id = batch_id
         self._new_machine = new_machine
         self._handlers = handlers
-        self._connection: Connection | PublicConnection | None = None
-        self._inbox: Inbox | None = None
+        self._connection: BaseConnection | None = None
+        self._inbox: InboxSubscription | None = None
         self._opening = asyncio.Lock()
         self._waiters: set[asyncio.Future[None]] = set()
         self._stalled = 0
@@ -95,8 +96,8 @@ class FastDriver:
                 self._new_machine("", connection.max_payload).add(first, 0.0)
             if await api_level(self._js) < FAST_LEVEL:
                 raise unsupported(connection.server_version)
-            sink = Sink(self._frames, self._disconnected, self._reconnected)
-            inbox = await connection.inbox(sink, tail=f".{self._batch_id}.>")
+            sink = InboxHandler(self._frames, self._disconnected, self._reconnected)
+            inbox = await connection.inbox(sink, tail=f".{self._batch_id}.>", timeout=self._js.timeout)
             try:
                 self._check_discarded()
             except BatchClosedError:
@@ -136,7 +137,7 @@ class FastDriver:
         assert self._connection is not None
         assert self.machine is not None
         try:
-            await self._connection.write(data, messages, size)
+            await self._connection.write(data, messages, size, timeout=self._js.timeout)
         except nats.errors.Error as error:
             # The bytes have their sequences and did not leave: to the batch they are lost.
             for_good = not isinstance(error, nats.errors.ConnectionReconnectingError)

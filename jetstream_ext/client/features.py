@@ -8,9 +8,9 @@ from nats.js import JetStreamContext
 from nats.js.api import DEFAULT_PREFIX
 
 from jetstream_ext.client.api import Api
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.context import Context
 from jetstream_ext.errors import RequestTimeoutError
-from jetstream_ext.protocol import support
+from jetstream_ext.protocol import feature_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +61,22 @@ async def features(js: JetStreamContext, *, timeout: float | None = None) -> Fea
 
     Requires: Any server; 2.10 is the oldest that is tested.
     """
-    door = JetStream(js)
+    context = Context(js)
     try:
-        level = await Api(door, timeout).level()
+        level = await Api(context, timeout).level()
     except RequestTimeoutError:
-        greeted = door.connection.api_level
-        if greeted is None or door.prefix != DEFAULT_PREFIX:
+        greeted = context.connection.api_level
+        if greeted is None or context.prefix != DEFAULT_PREFIX:
             raise
         level = greeted
     return Features(
-        server_version=door.connection.server_version,
+        server_version=context.connection.server_version,
         api_level=level,
-        direct_batch=support.DIRECT_BATCH.at(level),
-        msg_ttl=support.MSG_TTL.at(level),
-        atomic=support.ATOMIC.at(level),
-        atomic_eob=support.ATOMIC_EOB.at(level),
-        fast_ingest=support.FAST_INGEST.at(level),
-        consumer_reset=support.CONSUMER_RESET.at(level),
-        durable_source=support.DURABLE_SOURCE.at(level),
+        direct_batch=feature_table.DIRECT_BATCH.at(level),
+        msg_ttl=feature_table.MSG_TTL.at(level),
+        atomic=feature_table.ATOMIC.at(level),
+        atomic_eob=feature_table.ATOMIC_EOB.at(level),
+        fast_ingest=feature_table.FAST_INGEST.at(level),
+        consumer_reset=feature_table.CONSUMER_RESET.at(level),
+        durable_source=feature_table.DURABLE_SOURCE.at(level),
     )

@@ -13,7 +13,7 @@ import nats.js.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.context import Context
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.errors import (
     BatchError,
@@ -214,7 +214,7 @@ class _Ingest:
         progress: _Progress,
     ) -> None:
         self._context = context
-        self._js = JetStream(context)
+        self._js = Context(context)
         self._source = source
         self._new_publisher = new_publisher
         self._timeout = timeout

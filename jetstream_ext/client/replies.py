@@ -7,8 +7,9 @@ from collections.abc import AsyncGenerator
 
 import nats.errors
 
-from jetstream_ext.client.connection import Inbox, JetStream, Sink
-from jetstream_ext.client.leader import LAG_PAUSE
+from jetstream_ext.client.api import LAG_PAUSE
+from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
+from jetstream_ext.client.context import Context
 from jetstream_ext.errors import DirectGetDisabledError, JetStreamExtError, MessagesLostError, RequestTimeoutError
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.direct import Block, ReplyDecoder
@@ -27,12 +28,12 @@ class Reply:
     def __init__(self, stream: str, *, start: int = 1) -> None:
         self.decoder: ReplyDecoder = ReplyDecoder(stream, start=start)
         self._stream = stream
-        self._inbox: Inbox | None = None
+        self._inbox: InboxSubscription | None = None
         self._received: list[Frame] = []
         self._gone = False
         self._waiter: asyncio.Future[None] | None = None
 
-    async def send(self, js: JetStream, subject: str, payload: bytes) -> None:
+    async def send(self, js: Context, subject: str, payload: bytes, timeout: float) -> None:
         """Send the request; its reply comes to an inbox of its own.
 
         Raises:
@@ -43,9 +44,9 @@ class Reply:
         connection.check_usable()
         self.decoder.server_version = connection.server_version
         frames.check_size(b"", payload, connection.max_payload)
-        self._inbox = await connection.inbox(Sink(self._frames, self._disconnected))
+        self._inbox = await connection.inbox(InboxHandler(self._frames, self._disconnected), timeout=timeout)
         command = frames.pub(subject.encode(), self._inbox.subject.encode(), b"", payload)
-        await connection.write(command, 1, len(payload))
+        await connection.write(command, 1, len(payload), timeout=timeout)
 
     def _frames(self, frames: list[Frame]) -> None:
         if self._received:
@@ -96,7 +97,7 @@ class Reply:
             self._inbox.close()
 
 
-async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) -> AsyncGenerator[Block, None]:
+async def read_blocks(js: Context, stream: str, plan: Plan, timeout: float) -> AsyncGenerator[Block, None]:
     """Drive `plan`: yield its rows as they come, retrying once from the last good row wherever that is stateless.
 
     A reply that only goes silent counts as progress when it ends, and not before: who always lets one message through
@@ -120,7 +121,7 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
             try:
                 while (ask := plan.next_request()) is not None:
                     reply = replies[ask] = Reply(stream, start=ask.request.seq or 1)
-                    await reply.send(js, subject, ask.request.encode())
+                    await reply.send(js, subject, ask.request.encode(), timeout)
             except (MessagesLostError, nats.errors.ConnectionReconnectingError) as error:
                 failure = error
             # Only now, so that the server has something to do while the reader has.
@@ -170,26 +171,7 @@ async def read_blocks(js: JetStream, stream: str, plan: Plan, timeout: float) ->
                     retried, silent = True, isinstance(failure, RequestTimeoutError)
                 for void in voids:
                     replies.pop(void).close()
-                await reconnected(js, timeout)
+                await js.connection.wait_usable(timeout)
     finally:
         for reply in replies.values():
             reply.close()
-
-
-async def reconnected(js: JetStream, timeout: float) -> None:
-    """Wait until the connection is back.
-
-    Raises:
-        RequestTimeoutError: It was not within `timeout` seconds.
-        ConnectionClosedError: It is gone for good.
-    """
-    # nats-py tells only its user's own callback, so look, for no longer than the read may wait.
-    connection = js.connection
-    try:
-        async with asyncio.timeout(timeout):
-            while not connection.usable:
-                if connection.closed:
-                    raise nats.errors.ConnectionClosedError
-                await asyncio.sleep(0.02)
-    except TimeoutError:
-        raise RequestTimeoutError(f"the connection was lost and not back within {timeout:.4g} s") from None

@@ -24,18 +24,18 @@ import nats.js.errors
 import orjson
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.connection import JetStream, Sink
+from jetstream_ext.client.api import LAG_PAUSE, get_at_leader, stream_state
+from jetstream_ext.client.base_connection import InboxHandler
+from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.client.leader import LAG_PAUSE, get_at_leader
-from jetstream_ext.client.owners import session_of, stream_facts
 from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, RequestTimeoutError, ServerError
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.acks import parse_refusal
+from jetstream_ext.protocol.api import parse_refusal
 from jetstream_ext.protocol.atomic import AtomicBatchMachine
 from jetstream_ext.protocol.atomic_search import Search, ends_batch, fence, reached
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.stream_facts import StreamFacts
+from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.types import BatchAck
 
 # One question may take so long: during an election nobody answers, and asking again does not wait for the answer that
@@ -54,7 +54,7 @@ class Question:
         session: The connection that the commit was written to, by `session_of`.
     """
 
-    owner: tuple[StreamFacts, int] | None
+    owner: tuple[StreamState, int] | None
     session: int
 
 
@@ -66,7 +66,7 @@ class _NotYet(Exception):  # noqa: N818
     """Trying again may help."""
 
 
-async def resolve(js: JetStream, question: Question, machine: AtomicBatchMachine, timeout: float) -> BatchAck | None:
+async def resolve(js: Context, question: Question, machine: AtomicBatchMachine, timeout: float) -> BatchAck | None:
     """Return the ack that the commit should have had, or None: nothing of the batch is stored, nor will be.
 
     Raises:
@@ -101,9 +101,7 @@ async def resolve(js: JetStream, question: Question, machine: AtomicBatchMachine
     ) from cause
 
 
-async def find_earlier(
-    js: JetStream, question: Question, machine: AtomicBatchMachine, timeout: float
-) -> BatchAck | None:
+async def find_earlier(js: Context, question: Question, machine: AtomicBatchMachine, timeout: float) -> BatchAck | None:
     """Return the ack of an earlier batch with the same id and size, if its last message is still there.
 
     Raises:
@@ -122,15 +120,15 @@ async def find_earlier(
         ) from error
 
 
-async def _earlier(js: JetStream, stream: str, machine: AtomicBatchMachine, timeout: float) -> BatchAck | None:
+async def _earlier(js: Context, stream: str, machine: AtomicBatchMachine, timeout: float) -> BatchAck | None:
     subject = machine.last_subject
-    facts = await stream_facts(js, stream, timeout)
+    facts = await stream_state(js, stream, timeout)
     last = await get_at_leader(js, stream, {"last_by_subj": subject}, timeout)
     if last is not None and ends_batch(machine.batch_id, machine.size, last.headers):
         return _ack(facts, last.seq, machine)
-    if facts.direct:
+    if facts.allows_direct:
         # Ids are remembered for the duplicate window; a minute more for clocks that differ.
-        since = datetime.now(UTC) - timedelta(microseconds=facts.window_ns // 1000, seconds=60)
+        since = datetime.now(UTC) - (facts.duplicate_window or timedelta()) - timedelta(seconds=60)
         async with _direct(js, stream, timeout).scan(subject=subject, start_time=since) as messages:
             async for message in messages:
                 if ends_batch(machine.batch_id, machine.size, message.headers):
@@ -138,7 +136,7 @@ async def _earlier(js: JetStream, stream: str, machine: AtomicBatchMachine, time
     return None
 
 
-async def _attempt(js: JetStream, question: Question, machine: AtomicBatchMachine) -> BatchAck | None:
+async def _attempt(js: Context, question: Question, machine: AtomicBatchMachine) -> BatchAck | None:
     if question.owner is None:
         raise _NeverKnown("the stream could not be looked up when the batch was opened")
     opened, after = question.owner
@@ -173,7 +171,7 @@ async def _attempt(js: JetStream, question: Question, machine: AtomicBatchMachin
     if search.last_seq is not None:
         return _ack(facts, search.last_seq, machine)
     again = await _facts(js, opened)
-    if again.leader != leader or not again.leads:
+    if again.leader != leader or not again.leader_is_certain:
         raise _NotYet("the stream's leader does not hear from a majority")
     if search.room:
         raise _NeverKnown("messages were removed from the stream since, and its own may have been among them")
@@ -182,9 +180,9 @@ async def _attempt(js: JetStream, question: Question, machine: AtomicBatchMachin
     return None
 
 
-async def _facts(js: JetStream, opened: StreamFacts) -> StreamFacts:
+async def _facts(js: Context, opened: StreamState) -> StreamState:
     try:
-        facts = await stream_facts(js, opened.name, _QUESTION)
+        facts = await stream_state(js, opened.name, _QUESTION)
     except nats.js.errors.NotFoundError:
         raise _NeverKnown("the stream no longer exists") from None
     if facts.created != opened.created:
@@ -192,12 +190,12 @@ async def _facts(js: JetStream, opened: StreamFacts) -> StreamFacts:
     return facts
 
 
-async def _read(js: JetStream, facts: StreamFacts, search: Search) -> None:
+async def _read(js: Context, facts: StreamState, search: Search) -> None:
     """Show `search` the stream from where it is to the last sequence in `facts`."""
     end = facts.last_seq
     if search.next_seq > end:
         return
-    if facts.direct:
+    if facts.allows_direct:
         direct = _direct(js, facts.name, _QUESTION)
         async with direct.scan(seq=search.next_seq, up_to_seq=end, confirm=True) as messages:
             async for message in messages:
@@ -211,12 +209,12 @@ async def _read(js: JetStream, facts: StreamFacts, search: Search) -> None:
     search.skip(end)
 
 
-def _direct(js: JetStream, stream: str, timeout: float) -> DirectGet:
-    assert isinstance(js.context, JetStreamContext)  # only those publish
-    return DirectGet(js.context, stream, timeout=timeout)
+def _direct(js: Context, stream: str, timeout: float) -> DirectGet:
+    assert isinstance(js.js, JetStreamContext)  # only those publish
+    return DirectGet(js.js, stream, timeout=timeout)
 
 
-async def _fence(js: JetStream, machine: AtomicBatchMachine, facts: StreamFacts) -> tuple[int, int | None]:
+async def _fence(js: Context, machine: AtomicBatchMachine, facts: StreamState) -> tuple[int, int | None]:
     """Send the fence; return the connection it went through, and the sequence that the leader will reach if known."""
     loop = asyncio.get_running_loop()
     answers: dict[bytes, Frame] = {}
@@ -234,13 +232,13 @@ async def _fence(js: JetStream, machine: AtomicBatchMachine, facts: StreamFacts)
 
     connection = js.connection
     connection.check_usable()
-    inbox = await connection.inbox(Sink(take, disconnected), tail=".*")
+    inbox = await connection.inbox(InboxHandler(take, disconnected), tail=".*", timeout=_QUESTION)
     try:
         subject, own = machine.last_subject.encode(), inbox.subject.encode()
         kill, mark = fence(machine.batch_id, facts.name)
         data = frames.pub(subject, own + b".kill", kill, b"") + frames.pub(subject, own + b".mark", mark, b"")
-        session = session_of(js)
-        await connection.write(data, 2, 0)
+        session = js.connection.session
+        await connection.write(data, 2, 0, timeout=_QUESTION)
         async with asyncio.timeout(_QUESTION):
             await complete
     except TimeoutError:
@@ -269,5 +267,5 @@ def _refusal(frame: Frame, stream: str) -> ServerError:
     return parse_refusal(reply["error"], payload)
 
 
-def _ack(facts: StreamFacts, last_seq: int, machine: AtomicBatchMachine) -> BatchAck:
+def _ack(facts: StreamState, last_seq: int, machine: AtomicBatchMachine) -> BatchAck:
     return BatchAck(facts.name, last_seq, machine.batch_id, machine.size)

@@ -18,10 +18,11 @@ from nats.js.api import (
 )
 
 from jetstream_ext.client.api import Api
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.context import Context
 from jetstream_ext.errors import ServerError
-from jetstream_ext.protocol import frames, support
+from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.options import rfc3339
+from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
 
 _INVALID_JSON: Final = 10025
 _HEARTBEAT: Final = 1.0
@@ -100,11 +101,11 @@ async def create_source_consumer(
 
     Requires: nats-server 2.14 (API level 4) on both sides; an older reading server may ignore the consumer.
     """
-    frames.check_name(stream, "stream name")
-    frames.check_name(name, "consumer name")
-    frames.check_subject(deliver_subject)
+    check_name(stream, "stream name")
+    check_name(name, "consumer name")
+    check_subject(deliver_subject)
     if filter_subject is not None:
-        frames.check_filter(filter_subject)
+        check_filter(filter_subject)
     base = config or ConsumerConfig()
     _check_config(base, filter_subject)
     policy = _start(deliver_policy, opt_start_seq, opt_start_time)
@@ -121,8 +122,8 @@ async def create_source_consumer(
         idle_heartbeat=_HEARTBEAT,
         max_deliver=-1,
     ).as_dict()
-    door = JetStream(js)
-    api = Api(door, timeout)
+    context = Context(js)
+    api = Api(context, timeout)
     subject = f"CONSUMER.CREATE.{stream}.{name}"
     if filter_subject not in (None, ">"):
         subject += f".{filter_subject}"
@@ -130,13 +131,13 @@ async def create_source_consumer(
         await api.ask(subject, {"stream_name": stream, "config": body, "action": "create"})
     except ServerError as refusal:
         # Older servers know no such ack policy, and say that the JSON is invalid.
-        if refusal.err_code == _INVALID_JSON and not support.DURABLE_SOURCE.at(level := await api.level()):
-            raise support.DURABLE_SOURCE.unsupported(
-                server_version=door.connection.server_version, api_level=level, detail="nothing was created"
+        if refusal.err_code == _INVALID_JSON and not feature_table.DURABLE_SOURCE.at(level := await api.level()):
+            raise feature_table.DURABLE_SOURCE.unsupported(
+                server_version=context.connection.server_version, api_level=level, detail="nothing was created"
             ) from refusal
         raise
-    if external is None and door.prefix != DEFAULT_PREFIX:
-        external = ExternalStream(api=door.prefix)
+    if external is None and context.prefix != DEFAULT_PREFIX:
+        external = ExternalStream(api=context.prefix)
     return StreamSource(
         name=stream, external=external, consumer=StreamConsumerSource(name=name, deliver_subject=deliver_subject)
     )
@@ -176,10 +177,10 @@ def server_managed_source(
     Raises:
         ValueError: A name that cannot be, two starts, or a naive datetime.
     """
-    frames.check_name(stream, "stream name")
-    frames.check_name(name, "consumer name")
+    check_name(stream, "stream name")
+    check_name(name, "consumer name")
     if filter_subject is not None:
-        frames.check_filter(filter_subject)
+        check_filter(filter_subject)
     _start(None, opt_start_seq, opt_start_time)
     return StreamSource(
         name=stream,
@@ -217,7 +218,7 @@ def _check_config(config: ConsumerConfig, filter_subject: str | None) -> None:
     if config.filter_subjects and filter_subject is not None:
         raise ValueError("give filter_subject or config.filter_subjects, not both")
     for subject in config.filter_subjects or ():
-        frames.check_filter(subject)
+        check_filter(subject)
     wrong: dict[str, tuple[Any, str]] = {
         "ack_policy": (
             config.ack_policy not in (default.ack_policy, AckPolicy.FLOW_CONTROL),

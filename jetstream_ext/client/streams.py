@@ -10,11 +10,13 @@ from nats.js import JetStreamContext
 from nats.js.api import DEFAULT_PREFIX, StreamConfig, StreamInfo, StreamSource
 from nats.js.errors import NotFoundError
 
-from jetstream_ext.client.api import Api, answering_server, reading
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.api import Api, reading
+from jetstream_ext.client.context import Context
 from jetstream_ext.errors import ServerError, StreamConfigMismatchError
-from jetstream_ext.protocol import frames, support
-from jetstream_ext.protocol.support import Feature
+from jetstream_ext.protocol import feature_table
+from jetstream_ext.protocol.feature_table import Feature
+from jetstream_ext.protocol.stream_state import answering_server
+from jetstream_ext.protocol.subjects import check_name
 
 _STREAM_EXISTS: Final = 10058
 _MINUS_ONE_FOR_ZERO: Final = frozenset(
@@ -59,11 +61,11 @@ async def ensure_stream(
     programs that turn on different options of one stream at the same moment can undo each other's.
     """
     wanted = (config or StreamConfig()).evolve(**params)
-    frames.check_name(wanted.name or "", "stream name")
-    api = Api(JetStream(js), timeout)
-    domain = api.js.connection.domain
-    if api.js.prefix != DEFAULT_PREFIX:
-        wanted = _without_external(wanted, api.js.prefix)
+    check_name(wanted.name or "", "stream name")
+    api = Api(Context(js), timeout)
+    domain = api.context.connection.domain
+    if api.context.prefix != DEFAULT_PREFIX:
+        wanted = _without_external(wanted, api.context.prefix)
     elif domain is not None:
         wanted = _without_external(wanted, f"$JS.{domain}.API")
     retried = False
@@ -115,25 +117,25 @@ async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> Strea
 async def _require(api: Api, wanted: StreamConfig, detail: str) -> None:
     """Raise unless the server's API level has all that `wanted` needs."""
     needed = list(_needs(wanted))
-    greeted = api.js.connection.api_level
-    if api.js.prefix == DEFAULT_PREFIX and greeted is not None and all(feature.at(greeted) for feature in needed):
+    greeted = api.context.connection.api_level
+    if api.context.prefix == DEFAULT_PREFIX and greeted is not None and all(feature.at(greeted) for feature in needed):
         return
     if not needed:
         return
     level = await api.level()
     for feature in needed:
         if not feature.at(level):
-            version = api.js.connection.server_version
+            version = api.context.connection.server_version
             raise feature.unsupported(server_version=version, api_level=level, detail=detail)
 
 
 def _needs(wanted: StreamConfig) -> Iterator[Feature]:
-    for option, feature in support.BY_OPTION.items():
+    for option, feature in feature_table.BY_OPTION.items():
         if getattr(wanted, option):
             yield feature
     for source in [wanted.mirror, *(wanted.sources or [])]:
         if source is not None and source.consumer is not None:
-            yield support.DURABLE_SOURCE
+            yield feature_table.DURABLE_SOURCE
 
 
 def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
@@ -144,9 +146,9 @@ def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo
     diff = dict.fromkeys(_missing(wanted, found.config), (True, False)) | _diff(wanted, found.config)
     if diff:
         for feature in _needs(wanted):
-            if feature.option in diff or (feature is support.DURABLE_SOURCE and not feature.at(level)):
+            if feature.option in diff or (feature is feature_table.DURABLE_SOURCE and not feature.at(level)):
                 raise feature.unsupported(
-                    server_version=version or api.js.connection.server_version,
+                    server_version=version or api.context.connection.server_version,
                     api_level=level,
                     detail=f"stream {wanted.name!r} now exists without it",
                 )
@@ -167,7 +169,7 @@ def _options(config: StreamConfig) -> list[str]:
 
 def _diff(wanted: StreamConfig, found: StreamConfig) -> dict[str, tuple[Any, Any]]:
     """Return where an existing configuration is not what is wanted, apart from the ``allow_*`` options."""
-    # Through the same door as what was found, so that units, enums and defaults are the same on both sides.
+    # Through the same context as what was found, so that units, enums and defaults are the same on both sides.
     asked = _read(wanted.as_dict())
     diff = {}
     for name in vars(wanted):

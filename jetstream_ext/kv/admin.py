@@ -10,7 +10,7 @@ import nats.errors
 import nats.js.errors
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.api import Api, answering_server
+from jetstream_ext.client.api import Api
 from jetstream_ext.errors import (
     KeyConflictError,
     MessageTTLDisabledError,
@@ -20,9 +20,10 @@ from jetstream_ext.errors import (
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.keys import check_key
 from jetstream_ext.kv.messages import ROLLUP_HEADERS, operation
+from jetstream_ext.protocol.feature_table import BY_OPTION
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
 from jetstream_ext.protocol.options import ttl_value
-from jetstream_ext.protocol.support import BY_OPTION
+from jetstream_ext.protocol.stream_state import answering_server
 from jetstream_ext.types import NEVER, TTL
 
 _WRONG_LAST: Final = frozenset({10071, 10164})

@@ -11,16 +11,17 @@ from nats.js import JetStreamContext
 from nats.js.errors import BadBucketError, BucketNotFoundError, NotFoundError
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.api import Api, answering_server
-from jetstream_ext.client.connection import JetStream, bucket_of
+from jetstream_ext.client.api import Api, get_at_leader
+from jetstream_ext.client.concurrency import gather_bounded
+from jetstream_ext.client.connection import bucket_parts
+from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.client.leader import get_at_leader
 from jetstream_ext.errors import DirectGetDisabledError, ResponseError
-from jetstream_ext.kv.flight import in_flight
 from jetstream_ext.kv.messages import entry_of
 from jetstream_ext.kv.records import record
 from jetstream_ext.kv.values import KeyValueEntry
-from jetstream_ext.protocol.support import DIRECT_BATCH
+from jetstream_ext.protocol.feature_table import DIRECT_BATCH
+from jetstream_ext.protocol.stream_state import answering_server
 from jetstream_ext.types import StoredMsg
 
 _LOOKS_IN_FLIGHT: Final = 32
@@ -85,8 +86,8 @@ class Bucket:
     def __init__(self, kv: KeyValue, timeout: float | None = None) -> None:
         if not isinstance(kv, KeyValue):
             raise TypeError(f"expected a nats-py bucket (await js.key_value(...)), not {type(kv).__name__}")
-        self.context, self.name, self.stream, self.prefix = bucket_of(kv)
-        self.js: JetStream = JetStream(self.context)
+        self.context, self.name, self.stream, self.prefix = bucket_parts(kv)
+        self.js: Context = Context(self.context)
         self.direct: DirectGet = DirectGet(self.context, self.stream, timeout=timeout)
         self.timeout: float = self.js.timeout if timeout is None else float(timeout)
 
@@ -177,7 +178,7 @@ class Bucket:
             message = await self.at_leader(last_by_subj=self.subject(key))
             found[key] = None if message is None else entry_of(self.name, key, record(message))
 
-        await in_flight(read, keys, limit=_LOOKS_IN_FLIGHT)
+        await gather_bounded(read, keys, limit=_LOOKS_IN_FLIGHT)
         return found
 
 

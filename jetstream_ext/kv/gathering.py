@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from jetstream_ext.client.concurrency import gather_bounded
 from jetstream_ext.errors import TooManySubjectsError
 from jetstream_ext.kv.bucket import Bucket, Facts
-from jetstream_ext.kv.flight import in_flight
 from jetstream_ext.kv.keys import EVERYTHING, is_literal
 from jetstream_ext.kv.past import Holes, Past
 from jetstream_ext.kv.records import Record, Records
@@ -84,7 +84,7 @@ async def by_name(
         await read(chunk[:half])
         await read(chunk[half:])
 
-    await in_flight(read, _cut_up(bucket, keys), limit=_CHUNKS_IN_FLIGHT)
+    await gather_bounded(read, _cut_up(bucket, keys), limit=_CHUNKS_IN_FLIGHT)
 
 
 def _cut_up(bucket: Bucket, keys: Sequence[str]) -> list[Sequence[str]]:
@@ -136,7 +136,7 @@ async def past_by_name(bucket: Bucket, source: Source, names: Sequence[str], fac
         elif (oldest := await source.oldest_of(bucket.subject(key), revision)) is not None:
             past.feed_oldest(*oldest)
 
-    await in_flight(look, [key for key in moved if not past.knows(key)], limit=_LOOKS_IN_FLIGHT)
+    await gather_bounded(look, [key for key in moved if not past.knows(key)], limit=_LOOKS_IN_FLIGHT)
     return missing
 
 

@@ -11,8 +11,7 @@ import nats.errors
 import nats.js.errors
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.leader import LAG_PAUSE
-from jetstream_ext.client.replies import reconnected
+from jetstream_ext.client.api import LAG_PAUSE
 from jetstream_ext.errors import (
     AtomicPublishIncompleteError,
     BatchAbandonedError,
@@ -107,7 +106,7 @@ async def retry_transaction(
         finally:
             await tx.discard()
         await asyncio.sleep(random.uniform(pause / 2, pause))  # noqa: S311 - spreads, hides nothing
-        await reconnected(bucket.js, max(0.001, end - loop.time()))
+        await bucket.js.connection.wait_usable(max(0.001, end - loop.time()))
         pause = min(_LONGEST_PAUSE, pause * 2)
 
 
@@ -127,7 +126,7 @@ async def _commit(bucket: Bucket, tx: Transaction, end: float) -> None:
         unknown = error
     while loop.time() < end:
         try:
-            await reconnected(bucket.js, end - loop.time())
+            await bucket.js.connection.wait_usable(end - loop.time())
             if tx.can_repeat and loop.time() + bucket.timeout - sent < await _duplicate_window(bucket):
                 await tx.repeat()
             else:

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 from nats.js.errors import NotFoundError
 
-from jetstream_ext.client.api import Api
-from jetstream_ext.client.leader import LAG_PAUSE
+from jetstream_ext.client.api import LAG_PAUSE, Api
 from jetstream_ext.client.replies import read_blocks
-from jetstream_ext.client.whole import read_proved
+from jetstream_ext.client.verified_read import read_verified
 from jetstream_ext.errors import MessagesLostError, RequestTimeoutError, ServerError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.records import Record, Records, record
@@ -191,7 +190,7 @@ class Source:
         while position < last:
             plan = Scan(seq=position + 1, up_to_seq=last, max_bytes=DEFAULT_MAX_BYTES)
             bucket = self._bucket
-            blocks = read_proved(bucket.js, bucket.stream, plan, bucket.timeout, confirm=True, min_seq=None)
+            blocks = read_verified(bucket.js, bucket.stream, plan, bucket.timeout, confirm=True, min_seq=None)
             stranger = ""
             async with aclosing(blocks):
                 async for block in blocks:

@@ -11,7 +11,7 @@ from nats.js.kv import KeyValue
 from nats.nuid import NUID
 
 from jetstream_ext.client.atomic import AtomicBatch, publish_atomic
-from jetstream_ext.client.owners import find_owner
+from jetstream_ext.client.lookup import lookup_stream
 from jetstream_ext.errors import (
     AtomicPublishDuplicateMessageIDError,
     AtomicPublishIncompleteError,
@@ -25,7 +25,7 @@ from jetstream_ext.kv.keys import check_key, check_keys
 from jetstream_ext.kv.refusals import explained
 from jetstream_ext.kv.staging import Staging
 from jetstream_ext.kv.values import KeyValueEntry
-from jetstream_ext.protocol import support
+from jetstream_ext.protocol import feature_table
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
 State = Literal["open", "committed", "failed", "discarded", "unknown"]
@@ -235,16 +235,16 @@ class Transaction:
     async def _check_server(self) -> None:
         """Refuse the one release that checks the expectations of a batch against the wrong messages."""
         bucket = self._bucket
-        owner = await find_owner(
+        owner = await lookup_stream(
             bucket.js, bucket.subject(next(iter(self._staging.writes))), bucket.stream, bucket.timeout
         )
-        version = (owner[0].version if owner else None) or bucket.js.connection.server_version
+        version = (owner[0].server_version if owner else None) or bucket.js.connection.server_version
         if version == "2.12.0":
             raise UnsupportedFeatureError(
                 "transactions need nats-server 2.12.1: 2.12.0 commits batches whose expectations do not hold; "
                 "nothing was written",
-                feature=support.ATOMIC.title,
-                required_api_level=support.ATOMIC.api_level,
+                feature=feature_table.ATOMIC.title,
+                required_api_level=feature_table.ATOMIC.api_level,
                 server_version=version,
             )
 

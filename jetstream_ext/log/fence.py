@@ -7,15 +7,16 @@ says who wrote it and as which of its commits, so that a commit whose answer was
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import orjson
 
 from jetstream_ext.errors import StreamConfigMismatchError, UnsupportedFeatureError
-from jetstream_ext.log.state import LogState
-from jetstream_ext.protocol import support
-from jetstream_ext.protocol.stream_facts import matches
+from jetstream_ext.protocol import feature_table
+from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.subjects import covers
 from jetstream_ext.types import NEVER, BatchMessage, StoredMsg
 
 _VERSION: Final = 1
@@ -101,7 +102,7 @@ class Keeping:
     never: bool
 
 
-def check_output(state: LogState, subject: str, server_version: str, *, may_vanish: bool) -> Keeping:
+def check_output(state: StreamState, subject: str, server_version: str, *, may_vanish: bool) -> Keeping:
     """Refuse a stream that cannot hold outputs and the position of a worker.
 
     Args:
@@ -114,16 +115,18 @@ def check_output(state: LogState, subject: str, server_version: str, *, may_vani
         UnsupportedFeatureError: Its server is older than 2.12.1.
         StreamConfigMismatchError: Its configuration; ``diff`` says what is wrong.
     """
-    facts, config = state.facts, state.config
-    version = facts.version or server_version
-    if not support.ATOMIC.at(facts.level):
-        raise support.ATOMIC.unsupported(server_version=version, api_level=facts.level, detail="nothing was stored")
+    config = state.config
+    version = state.server_version or server_version
+    if not feature_table.ATOMIC.at(state.api_level):
+        raise feature_table.ATOMIC.unsupported(
+            server_version=version, api_level=state.api_level, detail="nothing was stored"
+        )
     if version == _UNFENCED:
         raise UnsupportedFeatureError(
             f"exactly-once processing needs nats-server 2.12.1: {_UNFENCED} commits batches whose expectations do not "
             "hold; nothing was stored",
-            feature=support.ATOMIC.title,
-            required_api_level=support.ATOMIC.api_level,
+            feature=feature_table.ATOMIC.title,
+            required_api_level=feature_table.ATOMIC.api_level,
             server_version=version,
         )
     never = bool(config.get("allow_msg_ttl"))
@@ -132,11 +135,11 @@ def check_output(state: LogState, subject: str, server_version: str, *, may_vani
     if not config.get("allow_atomic"):
         diff["allow_atomic"] = (True, False)
         advice.append("turn on allow_atomic")
-    if not facts.takes(subject):
-        diff["subjects"] = ((*facts.subjects, subject), facts.subjects)
+    if not state.stores(subject):
+        diff["subjects"] = ((*state.subjects, subject), state.subjects)
         advice.append(f"add {subject!r} (or a wildcard that matches it) to its subjects")
     transform = config.get("subject_transform") or {}
-    if transform and matches(str(transform.get("src") or ">"), subject):
+    if transform and covers(str(transform.get("src") or ">"), subject):
         diff["subject_transform"] = (None, transform)
         advice.append(f"its subject_transform stores {subject!r} under another subject")
     if not may_vanish and (limits := _limits(config, never=never)):
@@ -148,7 +151,7 @@ def check_output(state: LogState, subject: str, server_version: str, *, may_vani
         )
     if diff:
         raise StreamConfigMismatchError(
-            f"stream {facts.name!r} cannot hold outputs and the position of a worker: {'; '.join(advice)}", diff=diff
+            f"stream {state.name!r} cannot hold outputs and the position of a worker: {'; '.join(advice)}", diff=diff
         )
     return Keeping(
         rollup=bool(config.get("allow_rollup_hdrs")) and not config.get("deny_purge"),
@@ -156,7 +159,7 @@ def check_output(state: LogState, subject: str, server_version: str, *, may_vani
     )
 
 
-def _limits(config: dict[str, Any], *, never: bool) -> dict[str, tuple[Any, Any]]:
+def _limits(config: Mapping[str, Any], *, never: bool) -> dict[str, tuple[Any, Any]]:
     """Return what of a stream's configuration can remove the newest message of a subject."""
     found: dict[str, tuple[Any, Any]] = {}
     retention = str(config.get("retention") or "limits")

@@ -12,14 +12,14 @@ from nats.js import JetStreamContext
 from nats.js.errors import BucketNotFoundError
 from nats.nuid import NUID
 
-from jetstream_ext.client.connection import JetStream
-from jetstream_ext.client.patience import Patience
+from jetstream_ext.client.context import Context
+from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import FencedError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.keys import check_key
 from jetstream_ext.kv.messages import operation
-from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ
+from jetstream_ext.protocol.subjects import check_name
 from jetstream_ext.types import StoredMsg
 
 if TYPE_CHECKING:
@@ -98,11 +98,11 @@ class OffsetStore:
     def __init__(
         self, js: JetStreamContext, bucket: str = "offsets", *, timeout: float | None = None, patience: float = 30.0
     ) -> None:
-        frames.check_name(bucket, "bucket name")
+        check_name(bucket, "bucket name")
         for name, value in (("timeout", timeout), ("patience", patience)):
             if value is not None and (isinstance(value, bool) or not value > 0):
                 raise ValueError(f"{name} must be a number of seconds over 0, not {value!r}")
-        JetStream(js)
+        Context(js)
         self._context = js
         self._name = bucket
         self._timeout = timeout
@@ -153,13 +153,13 @@ class OffsetStore:
         Cancellation: Safe; nothing is left behind.
         """
         check_key(name)
-        patience = Patience(self._patience)
+        retry = Retry(self._patience)
         while True:
             try:
                 found = await self._newest(name)
                 break
             except Exception as error:
-                await patience.after(error)
+                await retry.pause(error)
         self._revisions[name] = 0 if found is None else found.seq
         return _decode(name, found)
 
@@ -234,7 +234,7 @@ class OffsetStore:
 
     async def _store(self, offset: StoredOffset) -> StoredOffset:
         name, data = offset.name, offset.encode()
-        patience = Patience(self._patience)
+        retry = Retry(self._patience)
         while True:
             known = self._revisions.get(name, 0)
             try:
@@ -250,7 +250,7 @@ class OffsetStore:
                 break
             except Exception as error:
                 if not (isinstance(error, nats.js.errors.APIError) and error.err_code in _WRONG_LAST):
-                    await patience.after(error)
+                    await retry.pause(error)
                     continue
                 # It may be this very commit, stored by a try whose answer was lost, or one that was cancelled.
                 found = await self._settled(name, known)
@@ -267,7 +267,7 @@ class OffsetStore:
 
     async def _settled(self, name: str, known: int) -> StoredMsg | None:
         """Return what refused a commit; a leader that was replaced and does not know it may not have it."""
-        patience = Patience(self._patience)
+        retry = Retry(self._patience)
         while True:
             try:
                 found = await self._newest(name)
@@ -275,7 +275,7 @@ class OffsetStore:
                     return found
                 raise RequestTimeoutError(f"bucket {self._name!r} refuses a commit of {name!r} and does not say why")
             except (JetStreamExtError, nats.errors.Error) as error:
-                await patience.after(error)
+                await retry.pause(error)
 
 
 def _name_of(reader: LogReader, name: str | None) -> str:

@@ -24,13 +24,14 @@ from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.patience import Patience
+from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import DirectGetDisabledError, PositionLostError
 from jetstream_ext.log.offsets import OffsetStore, StoredOffset
 from jetstream_ext.log.source import Source
 from jetstream_ext.log.starts import First, Seq, Start, Stored, check_start
-from jetstream_ext.log.state import LogState, first_missing
-from jetstream_ext.protocol import frames
+from jetstream_ext.log.state import first_missing
+from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.subjects import check_filter
 from jetstream_ext.types import StoredMsg
 
 _log = logging.getLogger("jetstream_ext")
@@ -110,7 +111,7 @@ class LogReader:
         poll: float = 0.25,
     ) -> None:
         if subject is not None:
-            frames.check_filter(subject)
+            check_filter(subject)
         if on_lost not in ("error", "skip"):
             raise ValueError(f"on_lost must be 'error' or 'skip', not {on_lost!r}")
         for name, value in (("patience", patience), ("poll", poll)):
@@ -196,7 +197,7 @@ class LogReader:
         self._position: int | None = start.seq if isinstance(start, Seq) else None
         # At the start that "the oldest message" is, nothing is lost before there was a first message.
         self._at_head = False
-        self._state: LogState | None = None
+        self._state: StreamState | None = None
         self._ready: deque[StoredMsg] = deque()
         self._ahead = 0
 
@@ -212,7 +213,7 @@ class LogReader:
         Cancellation: Safe; nothing is left behind.
         """
         with self._alone():
-            patience = Patience(self._patience)
+            retry = Retry(self._patience)
             while True:
                 try:
                     if self._position is None:
@@ -221,7 +222,7 @@ class LogReader:
                         await self._look()
                     return self._position
                 except Exception as error:
-                    await self._wait_out(error, patience)
+                    await self._wait_out(error, retry)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -287,16 +288,16 @@ class LogReader:
         """Have messages ready; False: for `wait` seconds (None: for ever) the stream had no more."""
         loop = asyncio.get_running_loop()
         deadline = math.inf if wait is None else loop.time() + wait
-        patience = Patience(self._patience)
+        retry = Retry(self._patience)
         pause = min(_FIRST_PAUSE, self._poll)
         while True:
             try:
                 if await self._advance():
                     return True
             except Exception as error:
-                await self._wait_out(error, patience)
+                await self._wait_out(error, retry)
                 continue
-            patience.reset()
+            retry.reset()
             left = deadline - loop.time()
             if left <= 0:
                 return False
@@ -304,11 +305,11 @@ class LogReader:
             await asyncio.sleep(min(pause, left))
             pause = min(pause * 2, self._poll)
 
-    async def _wait_out(self, error: Exception, patience: Patience) -> None:
+    async def _wait_out(self, error: Exception, retry: Retry) -> None:
         """Wait a little after trouble that passes; raise everything else."""
         if isinstance(error, DirectGetDisabledError) and not self._source.checked:
             raise error  # the leader says so
-        await patience.after(error)
+        await retry.pause(error)
         self._state = None
 
     async def _advance(self) -> bool:
@@ -316,24 +317,24 @@ class LogReader:
         while True:
             position = await self._resolve() if self._position is None else self._position
             state = self._state
-            if state is None or position > state.last:
+            if state is None or position > state.last_seq:
                 state = await self._look()
-                if position > state.last + 1:
+                if position > state.last_seq + 1:
                     state = self._state = await self._source.settled(position)
-            if position > state.last:
+            if position > state.last_seq:
                 return False
             await self._group(position, state)
             if self._ready:
                 return True
 
-    async def _group(self, position: int, state: LogState) -> None:
+    async def _group(self, position: int, state: StreamState) -> None:
         """Read a group of messages, have it checked by the leader, and make it ready."""
-        if position < state.first and not self._at_head:
-            position = self._lost(position, state.first)
-        rows, end = await self._source.read(position, self._source.end_of_group(position, state.last))
+        if position < state.first_seq and not self._at_head:
+            position = self._lost(position, state.first_seq)
+        rows, end = await self._source.read(position, self._source.end_of_group(position, state.last_seq))
         state = await self._look()
         missing = first_missing([row.seq for row in rows], position, end)
-        if missing is None or state.first <= missing:
+        if missing is None or state.first_seq <= missing:
             self._at_head = False
         elif not self._at_head:
             # What was read before the hole is whole; the hole is for the next call to tell of.
@@ -341,7 +342,7 @@ class LogReader:
             if kept:
                 rows, end = kept, missing - 1
             else:
-                self._lost(missing, min(state.first, end + 1))
+                self._lost(missing, min(state.first_seq, end + 1))
         self._ready.extend(rows)
         self._ahead = end + 1
         if not rows:
@@ -349,7 +350,7 @@ class LogReader:
 
     # -- what the leader says -----------------------------------------------------------------------------------
 
-    async def _look(self) -> LogState:
+    async def _look(self) -> StreamState:
         self._state = await self._source.look()
         return self._state
 
@@ -379,9 +380,9 @@ class LogReader:
         if isinstance(start, Seq | StoredOffset):
             position = start.seq
         elif isinstance(start, First):
-            position = state.first
+            position = state.first_seq
         else:
-            position = await self._source.find(start, state.last)
+            position = await self._source.find(start, state.last_seq)
         self._at_head = isinstance(start, First)
         self._position = position
         return position

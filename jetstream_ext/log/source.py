@@ -7,14 +7,15 @@ from typing import Final
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.api import get_at_leader, stream_state
+from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.client.leader import get_at_leader
 from jetstream_ext.errors import PositionLostError, StreamRecreatedError
 from jetstream_ext.log.offsets import StoredOffset
 from jetstream_ext.log.starts import Last, Time
-from jetstream_ext.log.state import LogState, check_readable, look
+from jetstream_ext.log.state import check_readable
 from jetstream_ext.protocol.direct import Request
+from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.types import StoredMsg
 
 # Messages and bytes of a group, about. The two questions that a group costs should not count beside its messages.
@@ -44,7 +45,7 @@ class Source:
         self, js: JetStreamContext, stream: str, subject: str | None, timeout: float | None, *, others_delete: bool
     ) -> None:
         self._direct = DirectGet(js, stream, timeout=timeout)
-        self._js = JetStream(js)
+        self._js = Context(js)
         self.context = js
         self.stream = stream
         self.subject = subject
@@ -79,14 +80,14 @@ class Source:
             self._span = min(self._span * 4, _WIDEST)
         return rows, last
 
-    async def look(self) -> LogState:
+    async def look(self) -> StreamState:
         """Return what the leader says now.
 
         Raises:
             StreamRecreatedError: The stream is another one.
             Exception: As for `check_readable` and `state.look`.
         """
-        state = await look(self._js, self.stream, self.timeout)
+        state = await stream_state(self._js, self.stream, self.timeout)
         if not self.checked:
             check_readable(state, self._js.connection.server_version, others_delete=self._others_delete)
             self.checked = True
@@ -102,21 +103,21 @@ class Source:
             )
         return state
 
-    async def settled(self, position: int) -> LogState:
+    async def settled(self, position: int) -> StreamState:
         """Look again for a while: a leader that was just elected may not have applied everything yet."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _SETTLE
         while True:
             state = await self.look()
-            if position <= state.last + 1:
+            if position <= state.last_seq + 1:
                 return state
             if loop.time() >= deadline:
                 raise PositionLostError(
-                    f"stream {self.stream!r} ends at sequence {state.last}, before the position {position}: it has "
+                    f"stream {self.stream!r} ends at sequence {state.last_seq}, before the position {position}: it has "
                     "lost its end, or the position is another stream's",
                     stream=self.stream,
                     expected=position,
-                    got=state.last + 1,
+                    got=state.last_seq + 1,
                 )
             await asyncio.sleep(_SETTLE_PAUSE)
 

@@ -25,10 +25,10 @@ from typing import Any, Final, cast
 
 from nats.nuid import NUID
 
+from jetstream_ext.client.api import get_at_leader, stream_state
 from jetstream_ext.client.atomic import publish_atomic
-from jetstream_ext.client.connection import JetStream
-from jetstream_ext.client.leader import get_at_leader
-from jetstream_ext.client.patience import Patience
+from jetstream_ext.client.context import Context
+from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import (
     AtomicPublishTooLargeError,
     BadSubjectError,
@@ -39,9 +39,9 @@ from jetstream_ext.errors import (
 from jetstream_ext.log.fence import Keeping, Record, check_output
 from jetstream_ext.log.offsets import StoredOffset
 from jetstream_ext.log.reader import LogReader
-from jetstream_ext.log.state import LogState, look
-from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.options import check_message
+from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.subjects import check_name, check_subject
 from jetstream_ext.types import BatchMessage, StoredMsg
 
 Outputs = BatchMessage | Iterable[BatchMessage] | AsyncIterable[BatchMessage] | None
@@ -149,9 +149,9 @@ async def exactly_once(
     for what, value in (("timeout", timeout), ("patience", patience)):
         if value is not None and (isinstance(value, bool) or not value > 0):
             raise ValueError(f"{what} must be a number of seconds over 0, not {value!r}")
-    frames.check_name(output_stream, "stream name")
+    check_name(output_stream, "stream name")
     subject = f"{prefix}.{name}"
-    frames.check_subject(subject)
+    check_subject(subject)
     fence = _Fence(reader, output_stream, subject, name, timeout, patience, may_vanish=position_may_vanish)
     return await _Worker(reader, fence, handler, max_messages, grouped=grouped).run()
 
@@ -255,7 +255,7 @@ class _Fence:
         may_vanish: bool,
     ) -> None:
         self._reader = reader
-        self._js = JetStream(reader.context)
+        self._js = Context(reader.context)
         self._stream = stream
         self._subject = subject
         self._name = name
@@ -265,7 +265,7 @@ class _Fence:
         self._worker = NUID().next().decode()
         self._at = 0
         self._keeping = Keeping(rollup=False, never=False)
-        self._state: LogState | None = None
+        self._state: StreamState | None = None
         self.position = 0
         """The position of the newest record."""
         self.commits = 0
@@ -296,7 +296,7 @@ class _Fence:
         batch = [*outputs, record.message(self._subject, self._at, self._keeping)]
         if batch[0].stream is None:  # which stream it is for needs no question then, and no permission for one
             batch[0] = replace(batch[0], stream=self._stream)
-        patience = Patience(self._patience)
+        retry = Retry(self._patience)
         while True:
             try:
                 at = (await publish_atomic(reader.context, batch, timeout=self._timeout)).seq
@@ -311,9 +311,9 @@ class _Fence:
                     raise self._fenced(found) from error
                 if isinstance(error, WrongLastSequenceError) and not any(map(_expects, outputs)):
                     # A leader that was replaced and does not know it has answered: ask again.
-                    await patience.after(RequestTimeoutError(f"stream {self._stream!r} does not say what has refused"))
+                    await retry.pause(RequestTimeoutError(f"stream {self._stream!r} does not say what has refused"))
                 else:
-                    await patience.after(error)
+                    await retry.pause(error)
         self._at = at
         self.position = position
         self.commits += 1
@@ -322,28 +322,28 @@ class _Fence:
         """Refuse the subject of an output that would not be part of the batch."""
         if subject == self._subject:
             raise BadSubjectError(f"subject {subject!r} is the one of the worker's position; nothing else may be there")
-        if self._state is None or not self._state.facts.takes(subject):
+        if self._state is None or not self._state.stores(subject):
             state = await self._look()
-            if not state.facts.takes(subject):
+            if not state.stores(subject):
                 raise BadSubjectError(f"subject {subject!r} is not one of the output stream {self._stream!r}")
 
-    async def _look(self) -> LogState:
-        patience = Patience(self._patience)
+    async def _look(self) -> StreamState:
+        retry = Retry(self._patience)
         while True:
             try:
-                self._state = await look(self._js, self._stream, self._timeout)
+                self._state = await stream_state(self._js, self._stream, self._timeout)
                 return self._state
             except Exception as error:
-                await patience.after(error)
+                await retry.pause(error)
 
     async def _newest(self) -> Record | None:
-        patience = Patience(self._patience)
+        retry = Retry(self._patience)
         while True:
             try:
                 found = await get_at_leader(self._js, self._stream, {"last_by_subj": self._subject}, self._timeout)
                 return None if found is None else Record.decode(found)
             except Exception as error:
-                await patience.after(error)
+                await retry.pause(error)
 
     def _fenced(self, found: Record | None) -> FencedError:
         what = f"worker {self._name!r} on stream {self._stream!r}"

@@ -34,15 +34,15 @@ from jetstream_ext.errors import (
     ServerError,
     UnsupportedFeatureError,
 )
-from jetstream_ext.protocol import support
+from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.atomic_messages import NO_OPTIONS, Block, Encoded, Encoder, header_of, options_of
 from jetstream_ext.protocol.atomic_messages import Step as Step
 from jetstream_ext.protocol.atomic_replies import Reply, failure, leaves_open, read_reply
 from jetstream_ext.protocol.options import as_message, check_batch_id
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
-ATOMIC_LEVEL: Final = support.ATOMIC.api_level
-MARKER_LEVEL: Final = support.ATOMIC_EOB.api_level
+ATOMIC_LEVEL: Final = feature_table.ATOMIC.api_level
+MARKER_LEVEL: Final = feature_table.ATOMIC_EOB.api_level
 
 # However few replies are asked for: a server that gave the batch up says so in replies only, and the source of the
 # messages need not have an end. A bulk waits for the server where it is so many messages behind.
@@ -361,8 +361,8 @@ class AtomicBatchMachine:
         elif reply is Reply.ORDINARY:
             too_old = UnsupportedFeatureError(
                 f"batch {self.batch_id}: the server does not know atomic batches (it needs nats-server "
-                f"{support.ATOMIC.since}); {self.sent} of its messages may be stored as ordinary ones",
-                feature=support.ATOMIC.title,
+                f"{feature_table.ATOMIC.since}); {self.sent} of its messages may be stored as ordinary ones",
+                feature=feature_table.ATOMIC.title,
                 required_api_level=ATOMIC_LEVEL,
             )
             self._happened(Event.ORDINARY, error=too_old)

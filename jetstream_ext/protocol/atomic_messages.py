@@ -13,10 +13,11 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from jetstream_ext.errors import BadHeaderError, MaxPayloadError, UnsupportedFeatureError
+from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol import support
-from jetstream_ext.protocol.frames import SubjectCache, pub
+from jetstream_ext.protocol.frames import pub
 from jetstream_ext.protocol.options import check_batch_id, given_headers, message_headers, payload_bytes
+from jetstream_ext.protocol.subjects import SubjectCache
 from jetstream_ext.types import BatchMessage
 
 _MANAGED: Final = frozenset({h.BATCH_ID.lower(), h.BATCH_SEQUENCE.lower(), h.BATCH_COMMIT.lower()})
@@ -153,8 +154,8 @@ class Encoder:
                 raise UnsupportedFeatureError(
                     "expected_last_subject_seq in atomic batches needs nats-server 2.12.1: 2.12.0 compares it with "
                     "another subject; the message was not added",
-                    feature=support.ATOMIC.title,
-                    required_api_level=support.ATOMIC.api_level,
+                    feature=feature_table.ATOMIC.title,
+                    required_api_level=feature_table.ATOMIC.api_level,
                     server_version=self._server_version,
                 )
 

@@ -19,7 +19,7 @@ from jetstream_ext.errors import (
     server_error,
 )
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.acks import parse_batch_ack, parse_refusal
+from jetstream_ext.protocol.api import parse_batch_ack, parse_refusal
 from jetstream_ext.types import BatchAck
 
 _STILL_OPEN: Final = frozenset({10054, 10167, 10175})

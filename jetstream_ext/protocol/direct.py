@@ -35,8 +35,8 @@ from jetstream_ext.errors import (
     ServerError,
     TooManySubjectsError,
 )
+from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol import support
 from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.types import StoredMsg
@@ -267,7 +267,7 @@ class ReplyDecoder:
                 self._finish(header, values)
                 return b""
             if h.NUM_PENDING not in values or h.LAST_SEQUENCE not in values:
-                raise support.DIRECT_BATCH.unsupported(
+                raise feature_table.DIRECT_BATCH.unsupported(
                     server_version=self.server_version,
                     detail=f"stream {self._asked!r} answered a batch request with a single message",
                 )
@@ -328,7 +328,7 @@ def status_error(stream: str, header: bytes, server_version: str = "") -> JetStr
         return MessageNotFoundError(f"stream {stream!r}: no message found ({text})", stream=stream)
     if code == 408 and text == "Empty Request":
         # No request of ours is empty: the server dropped the fields that it does not know.
-        return support.DIRECT_BATCH.unsupported(
+        return feature_table.DIRECT_BATCH.unsupported(
             server_version=server_version,
             detail=f"the server of stream {stream!r} knows none of the request's fields",
         )

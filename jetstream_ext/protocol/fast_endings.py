@@ -14,11 +14,11 @@ from jetstream_ext.errors import (
     UnsupportedFeatureError,
     batch_refusal,
 )
-from jetstream_ext.protocol import support
+from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.fast_record import FastRecord, State
 from jetstream_ext.types import BatchFlowGap, EndReason
 
-FAST_LEVEL = support.FAST_INGEST.api_level
+FAST_LEVEL = feature_table.FAST_INGEST.api_level
 """The JetStream API level that has fast ingest."""
 
 
@@ -27,8 +27,8 @@ def unsupported(server_version: str = "", *, stored_as: int = 0) -> UnsupportedF
     named = f"nats-server {server_version}" if server_version else "the server"
     done = f"message {stored_as} was stored as an ordinary one" if stored_as else "nothing was sent"
     return UnsupportedFeatureError(
-        f"{named} does not know fast ingest (it needs nats-server {support.FAST_INGEST.since}); {done}",
-        feature=support.FAST_INGEST.title,
+        f"{named} does not know fast ingest (it needs nats-server {feature_table.FAST_INGEST.since}); {done}",
+        feature=feature_table.FAST_INGEST.title,
         required_api_level=FAST_LEVEL,
         server_version=server_version or None,
     )

@@ -11,8 +11,9 @@ from typing import Final
 
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.fast_replies import APPEND, COMMIT_EOB, PING, START
-from jetstream_ext.protocol.frames import SubjectCache, check_size, pub
+from jetstream_ext.protocol.frames import check_size, pub
 from jetstream_ext.protocol.options import message_headers, payload_bytes
+from jetstream_ext.protocol.subjects import SubjectCache
 from jetstream_ext.types import BatchMessage, Entry, GapMode
 
 BLOCK: Final = 1 << 20

@@ -14,7 +14,7 @@ import orjson
 
 from jetstream_ext.errors import ResponseError, ServerError, server_error
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.acks import parse_batch_ack, parse_refusal
+from jetstream_ext.protocol.api import parse_batch_ack, parse_refusal
 from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowError, BatchFlowGap
 

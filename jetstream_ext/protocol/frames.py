@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jetstream_ext.errors import BadSubjectError, MaxPayloadError
-
-# Everything at or below space, and DEL: a subject is one token stream on a line of a text protocol. And halves of
-# surrogate pairs, which no UTF-8 has.
-_FORBIDDEN = frozenset(chr(code) for code in (*range(33), 127, *range(0xD800, 0xE000)))
-
+from jetstream_ext.errors import MaxPayloadError
 
 Frame = tuple[bytes, bytes, int]
 """One delivered message: its subject, its header block and payload in one piece, and the size of the block.
@@ -56,52 +51,6 @@ class Command(NamedTuple):
     payload: bytes
 
 
-def check_subject(subject: str) -> None:
-    """Refuse a subject that nothing can be published to.
-
-    Raises:
-        BadSubjectError: Empty, an empty token, a wildcard, white space or a control character.
-        TypeError: Not a string.
-    """
-    if not isinstance(subject, str):
-        raise TypeError(f"a subject must be str, not {type(subject).__name__}")
-    if not subject or not _FORBIDDEN.isdisjoint(subject):
-        raise BadSubjectError(f"subject {subject!r} is empty or has white space or control characters")
-    for token in subject.split("."):
-        if not token:
-            raise BadSubjectError(f"subject {subject!r} has an empty token")
-        if token in ("*", ">"):
-            raise BadSubjectError(f"subject {subject!r} has a wildcard: messages are stored under literal subjects")
-
-
-def check_filter(subject: str) -> None:
-    """Refuse a subject filter that the server would not understand; wildcards are fine here.
-
-    Raises:
-        BadSubjectError: As for `check_subject`, and a ``>`` that is not last.
-        TypeError: Not a string.
-    """
-    if not isinstance(subject, str):
-        raise TypeError(f"a subject filter must be str, not {type(subject).__name__}")
-    if not subject or not _FORBIDDEN.isdisjoint(subject):
-        raise BadSubjectError(f"subject filter {subject!r} is empty or has white space or control characters")
-    tokens = subject.split(".")
-    if not all(tokens) or ">" in tokens[:-1]:
-        raise BadSubjectError(f"subject filter {subject!r} has an empty token or a '>' that is not the last")
-
-
-def check_name(name: str, what: str) -> None:
-    r"""Refuse a stream or bucket name that would become other tokens of an API subject.
-
-    Raises:
-        BadSubjectError: Empty, or with ``.``, ``*``, ``>``, ``/``, ``\``, white space or control characters.
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"{what} must be str, not {type(name).__name__}")
-    if not name or not _FORBIDDEN.isdisjoint(name) or any(char in name for char in ".*>/\\"):
-        raise BadSubjectError(f"{what} {name!r} is empty or has characters that are not allowed in a name")
-
-
 def check_size(header: bytes, payload: bytes, max_payload: int) -> None:
     """Refuse a message that the server would refuse for its size.
 
@@ -138,26 +87,3 @@ def parse_pubs(data: bytes) -> Iterator[Command]:
         body = data[start : start + total]
         yield Command(words[1].decode(), reply, body[:header_size], body[header_size:])
         pos = start + total + 2
-
-
-class SubjectCache:
-    """Checked subjects and their bytes. Streams are written through few subjects, so checking once is enough."""
-
-    _LIMIT = 8192
-
-    def __init__(self) -> None:
-        self._known: dict[str, bytes] = {}
-
-    def encode(self, subject: str) -> bytes:
-        """Return the bytes of a valid subject.
-
-        Raises:
-            BadSubjectError: See `check_subject`.
-        """
-        known = self._known.get(subject)
-        if known is None:
-            check_subject(subject)
-            if len(self._known) >= self._LIMIT:
-                self._known.clear()
-            known = self._known[subject] = subject.encode()
-        return known

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 from jetstream_ext.errors import BadHeaderError
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.frames import check_filter, check_name
+from jetstream_ext.protocol.subjects import check_filter, check_name
 from jetstream_ext.types import NEVER, TTL, BatchMessage, Entry
 
 _BATCH_ID_CHARS = frozenset("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_-")

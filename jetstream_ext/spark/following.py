@@ -19,12 +19,13 @@ from typing import Any, Final
 
 from nats.js import JetStreamContext
 
+from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.spark.bounds import AtSequence, AtTime, Named
 from jetstream_ext.spark.offsets import Position, Positions, decode, encode
 from jetstream_ext.spark.options import ReadOptions
 from jetstream_ext.spark.planning import describe, first_from, place_filter
 from jetstream_ext.spark.ranges import SequenceRange, partition_evenly
-from jetstream_ext.spark.states import StreamState, lose
+from jetstream_ext.spark.states import lose
 
 # Spark asks every 10 ms whether there is news; while there is none, look this often.
 IDLE_PAUSE: Final = 0.1
@@ -70,7 +71,7 @@ class Follower:
     async def freeze(self, context: JetStreamContext) -> None:
         """Read nothing that is stored after this moment (``trigger(availableNow=True)``)."""
         states = {name: await describe(context, self._options, name) for name in self._options.streams}
-        self._target = {name: Position(state.created, state.last) for name, state in states.items() if state}
+        self._target = {name: Position(state.created, state.last_seq) for name, state in states.items() if state}
 
     async def latest(
         self, context: JetStreamContext, start: Mapping[str, Any] | None, limit: Limit | None
@@ -143,9 +144,9 @@ class Follower:
         if start is Named.EARLIEST:
             return Position(state.created, 0)  # wherever the stream starts when it is read
         first = await first_from(context, state, start)
-        if isinstance(start, AtSequence) and first > state.last + 1:
-            lose(self._options, f"stream {stream!r} ends at sequence {state.last}, before the start at {first}")
-        if start is Named.LATEST or first > state.last:
+        if isinstance(start, AtSequence) and first > state.last_seq + 1:
+            lose(self._options, f"stream {stream!r} ends at sequence {state.last_seq}, before the start at {first}")
+        if start is Named.LATEST or first > state.last_seq:
             self._pinned = True
         return Position(state.created, first - 1)
 
@@ -164,7 +165,7 @@ class Follower:
             known = before.get(stream)
             if state is not None and known is not None and known.created == state.created:
                 state = await self._not_behind(context, state, known.seq)
-            ends[stream] = self._initial_of(stream) if state is None else Position(state.created, state.last)
+            ends[stream] = self._initial_of(stream) if state is None else Position(state.created, state.last_seq)
         self._latest = dict(ends)
         self._idle_since = asyncio.get_running_loop().time() if ends == before else None
         return encode(ends)
@@ -186,13 +187,13 @@ class Follower:
             if state is None:
                 ends[stream] = before
                 continue
-            self._latest[stream] = Position(state.created, state.last)
+            self._latest[stream] = Position(state.created, state.last_seq)
             before, state = await self._continue(context, before, state, begun)
-            last = state.last
+            last = state.last_seq
             if self._target is not None:
                 target = self._target.get(stream)
                 last = min(last, target.seq) if target is not None and target.created == state.created else 0
-            from_seq = max(before.seq, state.first - 1) if last > before.seq else before.seq
+            from_seq = max(before.seq, state.first_seq - 1) if last > before.seq else before.seq
             ends[stream] = before
             if last > from_seq:
                 backlogs[stream] = before, state, last - from_seq
@@ -201,7 +202,7 @@ class Follower:
         total = sum(backlog for _, _, backlog in backlogs.values())
         for stream, (before, state, backlog) in backlogs.items():
             takes = _takes(limit, state, backlog, total)
-            ends[stream] = Position(before.created, max(before.seq, state.first - 1) + takes)
+            ends[stream] = Position(before.created, max(before.seq, state.first_seq - 1) + takes)
         return ends
 
     async def _continue(
@@ -214,18 +215,18 @@ class Follower:
         if before.created != state.created:
             lose(self._options, f"stream {stream!r} was deleted and created anew at {state.created}")
             return Position(state.created, 0), state
-        if state.last >= before.seq or begun == self._initial:
+        if state.last_seq >= before.seq or begun == self._initial:
             return before, state
         settled = await self._not_behind(context, state, before.seq)
-        return (before if settled.last >= before.seq else Position(state.created, 0)), settled
+        return (before if settled.last_seq >= before.seq else Position(state.created, 0)), settled
 
     async def _not_behind(self, context: JetStreamContext, state: StreamState, seq: int) -> StreamState:
         """Return the state of a stream that has `seq`, as it had before; fail, or warn, if it lost its end."""
         settled = await self._settled(context, state, seq)
-        if settled.last < seq:
+        if settled.last_seq < seq:
             lose(
                 self._options,
-                f"stream {state.name!r} ends at sequence {settled.last}; the query has read up to {seq} already, so "
+                f"stream {state.name!r} ends at sequence {settled.last_seq}; the query has read up to {seq} already, so "
                 "the stream lost its end",
             )
         return settled
@@ -234,7 +235,7 @@ class Follower:
         """Look again for a while until the leader has `seq`: one that was just elected may not yet."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _SETTLE
-        while state.last < seq and loop.time() < deadline:
+        while state.last_seq < seq and loop.time() < deadline:
             await asyncio.sleep(IDLE_PAUSE)
             state = await describe(context, self._options, state.name) or state
         return state
@@ -276,17 +277,17 @@ class Follower:
         if state.created != span.created:
             lose(options, f"{what} are gone: it was deleted and created anew at {state.created}")
             return None
-        if state.last < span.last:
+        if state.last_seq < span.last:
             state = await self._settled(context, state, span.last)
-        if state.last < span.last:
-            lose(options, f"{what} should be read, but the stream ends at {state.last}")
+        if state.last_seq < span.last:
+            lose(options, f"{what} should be read, but the stream ends at {state.last_seq}")
         first = span.first
-        if state.first > first and not span.from_head:
-            missing = f"sequences {first} to {min(span.last, state.first - 1)} of stream {stream!r}"
-            lose(options, f"{missing} are gone (expired, purged or deleted); it starts at {state.first} now")
-            first = state.first
-        head = state.first if span.from_head else 0
-        found = replace(span, first=first, last=min(span.last, state.last), gapless=state.gapless)
+        if state.first_seq > first and not span.from_head:
+            missing = f"sequences {first} to {min(span.last, state.first_seq - 1)} of stream {stream!r}"
+            lose(options, f"{missing} are gone (expired, purged or deleted); it starts at {state.first_seq} now")
+            first = state.first_seq
+        head = state.first_seq if span.from_head else 0
+        found = replace(span, first=first, last=min(span.last, state.last_seq), gapless=state.has_every_sequence)
         if not len(found):
             return None
         return await place_filter(context, options.subjects, state, found), max(
@@ -301,6 +302,6 @@ def _takes(limit: Limit, state: StreamState, backlog: int, total: int) -> int:
     if limit.rows is not None:
         takes = min(takes, max(1, math.floor(limit.rows * share)))
     if limit.size is not None:
-        each = state.size / max(1, state.last - state.first + 1)  # gaps count as nothing
+        each = state.size / max(1, state.last_seq - state.first_seq + 1)  # gaps count as nothing
         takes = min(takes, max(1, math.floor(limit.size * share / max(each, 1e-9))))
     return takes

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, NoReturn, TypeVar
 
 from jetstream_ext.errors import BadSubjectError
-from jetstream_ext.protocol import frames
+from jetstream_ext.protocol.subjects import check_name
 
 # What Spark itself puts there: the arguments of load().
 _LOADED: Final = ("path", "paths")
@@ -99,7 +99,7 @@ class Given:
         """Return the names of the streams, from the option `stream` or the arguments of ``load``."""
 
         def check(name: str) -> None:
-            frames.check_name(name, "stream name")
+            check_name(name, "stream name")
 
         streams = self.names("stream", check)
         loaded = self.names("path", check) or self.take("paths", lambda text: _checked(json.loads(text), check), ())

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from jetstream_ext.protocol import frames
+from jetstream_ext.protocol.subjects import check_filter
 from jetstream_ext.spark.bounds import AtSequence, AtTime, Named, parse_times
 from jetstream_ext.spark.given import Given, boolean, positive
 from jetstream_ext.spark.options import CONNECTION_OPTIONS, ConnectionOptions, api_prefix, connection_options, domain
@@ -56,7 +56,7 @@ class KvOptions:
         return cls(
             connection=connection_options(given),
             bucket=buckets[0],
-            keys=given.names("keys", frames.check_filter) or (">",),
+            keys=given.names("keys", check_filter) or (">",),
             as_of=given.take("asOf", _as_of, None),
             include_deleted=given.take("includeDeleted", boolean, False),
             strict=given.take("consistency", _strict, False),

@@ -8,13 +8,13 @@ from typing import Any, Final
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.api import Api
-from jetstream_ext.client.connection import JetStream
-from jetstream_ext.client.leader import get_at_leader
+from jetstream_ext.client.api import Api, get_at_leader
+from jetstream_ext.client.context import Context
+from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.spark.bounds import AtSequence, AtTime
 from jetstream_ext.spark.kv_options import KvOptions
 from jetstream_ext.spark.planning import first_from
-from jetstream_ext.spark.states import PlanningError, StreamState, look
+from jetstream_ext.spark.states import PlanningError, look
 
 # What servers take of explicit names in one request; one place is for the canary.
 NAMES_AT_ONCE: Final = 1024
@@ -71,7 +71,7 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KvPart]
     revision = await _revision(context, options, state, last)
     if not keys or not revision:
         return []
-    js = JetStream(context)
+    js = Context(context)
     newest = await get_at_leader(js, stream, {"seq": revision}, js.timeout)
     parts = max(min(options.min_partitions, len(keys)), -(-len(keys) // _KEYS_PER_PARTITION))
     cuts = [len(keys) * part // parts for part in range(parts + 1)]
@@ -92,9 +92,9 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KvPart]
 
 async def _revision(context: JetStreamContext, options: KvOptions, state: StreamState, last: int) -> int:
     if isinstance(options.as_of, AtSequence):
-        if options.as_of.seq > state.last:
+        if options.as_of.seq > state.last_seq:
             raise PlanningError(
-                f"option 'asOf': bucket {options.bucket!r} is at revision {state.last}, not {options.as_of.seq} yet"
+                f"option 'asOf': bucket {options.bucket!r} is at revision {state.last_seq}, not {options.as_of.seq} yet"
             )
         return options.as_of.seq
     if isinstance(options.as_of, AtTime):
@@ -108,7 +108,7 @@ async def _keys(
     """Return the keys, sorted, and the revision at which they were listed."""
     wild = [one for one in options.keys if one.endswith(">") or "*" in one.split(".")]
     keys = {key for key in options.keys if key not in wild}
-    last = state.last
+    last = state.last_seq
     for pattern in [">"] if ">" in wild else wild:
         for _ in range(_LISTINGS):
             listed, at, steady = await _list(context, state.name, prefix + pattern)
@@ -127,7 +127,7 @@ async def _keys(
 
 async def _list(context: JetStreamContext, stream: str, pattern: str) -> tuple[list[str], int, bool]:
     """Return the subjects of a stream, the revision at the first page, and whether none slipped between the pages."""
-    js = JetStream(context)
+    js = Context(context)
     subjects: dict[str, Any] = {}
     offset, last, total, steady = 0, 0, -1, True
     while True:

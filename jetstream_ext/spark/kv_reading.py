@@ -15,10 +15,9 @@ import pyarrow as pa
 from nats.js import JetStreamContext
 from pyspark.sql.types import StructType
 
-from jetstream_ext.client.api import Api
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.api import LAG_PAUSE, Api, get_at_leader
+from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.client.leader import LAG_PAUSE, get_at_leader
 from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES
 from jetstream_ext.spark.connections import connections
@@ -82,7 +81,7 @@ class _Reader:
     """Reads the keys of one part."""
 
     def __init__(self, context: JetStreamContext, options: KvOptions, part: KvPart) -> None:
-        self._js = JetStream(context)
+        self._js = Context(context)
         self._direct = DirectGet(context, part.stream)
         self._options = options
         self._part = part

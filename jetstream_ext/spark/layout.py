@@ -10,8 +10,8 @@ from __future__ import annotations
 from nats.js import JetStreamContext
 from nats.js.errors import APIError
 
-from jetstream_ext.client.connection import JetStream
-from jetstream_ext.client.leader import get_at_leader
+from jetstream_ext.client.api import get_at_leader
+from jetstream_ext.client.context import Context
 from jetstream_ext.errors import FencedError
 from jetstream_ext.protocol.options import message_headers
 from jetstream_ext.spark.markers import Layout, ReplayError
@@ -31,7 +31,7 @@ async def claim_layout(
         ReplayError: It came in another number before.
         SinkError: It could not be done.
     """
-    js = JetStream(context)
+    js = Context(context)
     subject = f"{options.marker_prefix}.{writer}._layout"
     what = f"stream {options.stream!r}, micro-batch {batch}"
     patience = Patience(what)
@@ -80,7 +80,7 @@ async def correct_layout(
     Raises:
         FencedError, APIError, TimeoutError: It could not be done; the record stays as it was.
     """
-    js = JetStream(context)
+    js = Context(context)
     subject = f"{options.marker_prefix}.{writer}._layout"
     stored = await get_at_leader(js, options.stream, {"last_by_subj": subject}, js.timeout)
     known = Layout(-1, 0) if stored is None else Layout.decode(stored)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from jetstream_ext.protocol import frames
+from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
 from jetstream_ext.spark.bounds import AtSequence, AtTime, Bound, Named, parse_offsets, parse_times
 from jetstream_ext.spark.given import Given, boolean, nonempty, positive, seconds, size
 
@@ -156,7 +156,7 @@ class ReadOptions:
         read = cls(
             connection=connection_options(given),
             streams=streams,
-            subjects=given.names("subjects", frames.check_filter),
+            subjects=given.names("subjects", check_filter),
             starting=_bounds(given, "starting", streams, Named.EARLIEST),
             ending=_bounds(given, "ending", streams, Named.LATEST),
             min_partitions=given.take("minPartitions", positive, 2),
@@ -205,14 +205,14 @@ def _known(streaming: bool | None) -> dict[str, Any]:
 def api_prefix(text: str) -> str:
     """Return a prefix of the JetStream API, without the dot at its end."""
     prefix = nonempty(text).rstrip(".")
-    frames.check_subject(prefix)
+    check_subject(prefix)
     return prefix
 
 
 def domain(text: str) -> str:
     """Return a JetStream domain, which is one token of a subject."""
     name = nonempty(text)
-    frames.check_name(name, "domain")
+    check_name(name, "domain")
     return name
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from jetstream_ext.client import patience
+from jetstream_ext.client import retry
 from jetstream_ext.errors import BatchError, JetStreamExtError, ServerError
 
 # Seconds of trouble without anything getting through: an election, a restart.
@@ -18,7 +18,7 @@ class SinkError(JetStreamExtError):
 def passes(error: Exception) -> bool:
     """Return whether the same call may succeed a little later: no leader, no connection, no answer, too busy."""
     # A batch that ended for any other reason than the server's refusal is sent anew: its marker tells if it was stored.
-    return patience.passes(error) or (isinstance(error, BatchError) and not isinstance(error, ServerError))
+    return retry.is_transient(error) or (isinstance(error, BatchError) and not isinstance(error, ServerError))
 
 
 class Patience:
@@ -30,7 +30,7 @@ class Patience:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._waits = patience.Patience(PATIENCE, passes)
+        self._waits = retry.Retry(PATIENCE, transient=passes)
 
     def reset(self) -> None:
         """Note that something got through."""
@@ -43,6 +43,6 @@ class Patience:
             SinkError: For too long nothing got through.
         """
         try:
-            await self._waits.after(error)
+            await self._waits.pause(error)
         except Exception as last:
             raise SinkError(f"{self._what}: nothing could be stored for {PATIENCE:g} s: {last}") from last

@@ -6,16 +6,17 @@ from dataclasses import replace
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.api import get_at_leader
+from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.client.leader import get_at_leader
 from jetstream_ext.protocol.direct import Request
+from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.spark.balance import measure
 from jetstream_ext.spark.bounds import AtSequence, AtTime, Bound, Named
 from jetstream_ext.spark.options import ReadOptions
 from jetstream_ext.spark.pushed import NOTHING_PUSHED, Pushed
 from jetstream_ext.spark.ranges import SequenceRange, partition
-from jetstream_ext.spark.states import DataLossError, PlanningError, StreamState, check_readable, look, lose
+from jetstream_ext.spark.states import DataLossError, PlanningError, check_readable, look, lose
 
 # Looking for matches costs the server about as much as sending five times as many messages: where more of them match,
 # everything is read and filtered here.
@@ -77,32 +78,35 @@ async def describe(context: JetStreamContext, options: ReadOptions, stream: str)
 async def _resolve(context: JetStreamContext, options: ReadOptions, state: StreamState) -> SequenceRange:
     stream, start, end = state.name, options.starting[state.name], options.ending[state.name]
     first = await first_from(context, state, start)
-    last = state.last
+    last = state.last_seq
     if isinstance(end, AtSequence):
         last = end.seq
     elif isinstance(end, AtTime):
         last = await first_from(context, state, end) - 1
-    if first < state.first:
-        missing = f"sequences {first} to {state.first - 1} of stream {stream!r} are gone (expired, purged or deleted)"
-        lose(options, f"{missing}; it starts at {state.first} now")
-    if first > state.last + 1:
-        lose(
-            options, f"stream {stream!r} ends at sequence {state.last}, before the start at {first}; was it re-created?"
+    if first < state.first_seq:
+        missing = (
+            f"sequences {first} to {state.first_seq - 1} of stream {stream!r} are gone (expired, purged or deleted)"
         )
-    if last > state.last:
-        lose(options, f"stream {stream!r} ends at sequence {state.last}, and not at {last} or later")
+        lose(options, f"{missing}; it starts at {state.first_seq} now")
+    if first > state.last_seq + 1:
+        lose(
+            options,
+            f"stream {stream!r} ends at sequence {state.last_seq}, before the start at {first}; was it re-created?",
+        )
+    if last > state.last_seq:
+        lose(options, f"stream {stream!r} ends at sequence {state.last_seq}, and not at {last} or later")
     return SequenceRange(
         stream,
-        max(first, state.first),
-        min(last, state.last),
+        max(first, state.first_seq),
+        min(last, state.last_seq),
         from_head=start is Named.EARLIEST,
-        gapless=state.gapless,
+        gapless=state.has_every_sequence,
         created=state.created,
     )
 
 
 def _share(state: StreamState, found: SequenceRange) -> int:
-    return max(0, int(state.size * len(found) / max(1, state.last - state.first + 1)))
+    return max(0, int(state.size * len(found) / max(1, state.last_seq - state.first_seq + 1)))
 
 
 async def first_from(context: JetStreamContext, state: StreamState, bound: Bound) -> int:
@@ -111,10 +115,10 @@ async def first_from(context: JetStreamContext, state: StreamState, bound: Bound
         return bound.seq
     if isinstance(bound, AtTime):
         # At the leader: another replica may not have it yet.
-        js = JetStream(context)
+        js = Context(context)
         found = await get_at_leader(js, state.name, Request(start_time=bound.when).body(), js.timeout)
-        return state.last + 1 if found is None else found.seq
-    return state.first if bound is Named.EARLIEST else state.last + 1
+        return state.last_seq + 1 if found is None else found.seq
+    return state.first_seq if bound is Named.EARLIEST else state.last_seq + 1
 
 
 async def place_filter(
@@ -131,7 +135,7 @@ async def place_filter(
     rows = len(await probe.to_list())
     if subject is None:
         return replace(found, filters=filters)
-    matching = (rows + (probe.num_pending or 0)) / max(1, min(state.messages, state.last - found.first + 1))
+    matching = (rows + (probe.num_pending or 0)) / max(1, min(state.messages, state.last_seq - found.first + 1))
     if matching > _SELECTIVE:
         return replace(found, filters=filters)
     return replace(found, subject=subject, size=int(found.size * matching))

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jetstream_ext.errors import BadSubjectError
-from jetstream_ext.protocol import frames
-from jetstream_ext.spark.subjects import covers
+from jetstream_ext.protocol.subjects import check_filter, covers
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ def _subjects(kind: str, one: Any) -> Pushed:
 def _is_subject(text: str) -> bool:
     """Return whether a subject can be that: then, as a filter, it matches itself only."""
     try:
-        frames.check_filter(text)
+        check_filter(text)
     except BadSubjectError:
         return False
     return not any(token in ("*", ">") for token in text.split("."))

@@ -10,18 +10,18 @@ import pyarrow as pa
 from nats.js import JetStreamContext
 from pyspark.sql.types import StructType
 
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.context import Context
 from jetstream_ext.client.replies import read_blocks
-from jetstream_ext.client.whole import read_whole
+from jetstream_ext.client.verified_read import read_whole
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block
 from jetstream_ext.protocol.headers import ROW_SUBJECT
 from jetstream_ext.protocol.scan import Scan
+from jetstream_ext.protocol.subjects import SubjectMatcher
 from jetstream_ext.spark.arrow import BatchBuilder
 from jetstream_ext.spark.connections import connections
 from jetstream_ext.spark.options import ReadOptions
 from jetstream_ext.spark.ranges import SequenceRange
 from jetstream_ext.spark.states import look, lose
-from jetstream_ext.spark.subjects import Matcher
 
 # What Spark takes at a time: large enough for its cost per batch to vanish, small enough for limit() to stop early.
 _ROWS: Final = 10_000
@@ -44,7 +44,7 @@ def read_range(options: ReadOptions, schema: StructType, part: SequenceRange) ->
 
 async def _chunks(blocks: AsyncGenerator[Block, None], part: SequenceRange) -> AsyncGenerator[Block, None]:
     """Join blocks as they come from the socket into those that Spark takes."""
-    matcher = Matcher(part.filters) if part.filters else None
+    matcher = SubjectMatcher(part.filters) if part.filters else None
     chunk, size = Block(part.stream), 0
     async for block in blocks:
         if matcher is not None:
@@ -60,7 +60,7 @@ async def _chunks(blocks: AsyncGenerator[Block, None], part: SequenceRange) -> A
 
 async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceRange) -> AsyncGenerator[Block, None]:
     """Yield the messages of a range, and make sure at its end that none expired before it was read."""
-    js = JetStream(context)
+    js = Context(context)
     timeout = options.connection.timeout
     plan = Scan(subject=part.subject, seq=part.first, up_to_seq=part.last, max_bytes=DEFAULT_MAX_BYTES)
     blocks = (read_whole if options.tail_check else read_blocks)(js, part.stream, plan, timeout)
@@ -80,8 +80,10 @@ async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceR
     state = await look(context, part.stream)
     if state is None or (part.created and state.created != part.created):
         lose(options, f"stream {part.stream!r} was deleted or created anew while it was read")
-    elif suspicious and state.first > gap:
-        lose(options, f"sequences {gap} to {state.first - 1} of stream {part.stream!r} expired before they were read")
+    elif suspicious and state.first_seq > gap:
+        lose(
+            options, f"sequences {gap} to {state.first_seq - 1} of stream {part.stream!r} expired before they were read"
+        )
 
 
 def _first_gap(expected: int, seqs: list[int]) -> int:

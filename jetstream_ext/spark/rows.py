@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StringType, StructType
 
 from jetstream_ext.errors import BadSubjectError, JetStreamExtError
-from jetstream_ext.protocol.frames import check_subject
+from jetstream_ext.protocol.subjects import check_subject, covers
 from jetstream_ext.spark.given import OptionError
-from jetstream_ext.spark.subjects import covers
 from jetstream_ext.spark.write_options import NatsHeaders, Semantics, WriteOptions
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from typing import Final
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.spark.states import PlanningError, StreamState, look
-from jetstream_ext.spark.subjects import covers
+from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.subjects import covers
+from jetstream_ext.spark.states import PlanningError, look
 from jetstream_ext.spark.write_options import Semantics, WriteOptions
 
 _log = logging.getLogger("jetstream_ext")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Protocol
 
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.api import Api
-from jetstream_ext.client.connection import JetStream
-from jetstream_ext.errors import JetStreamExtError, ResponseError
+from jetstream_ext.client.api import stream_state
+from jetstream_ext.client.context import Context
+from jetstream_ext.errors import ErrorCode, JetStreamExtError
+from jetstream_ext.protocol.stream_state import StreamState
 
 _log = logging.getLogger("jetstream_ext")
-
-STREAM_NOT_FOUND: Final = 10059
 
 
 class PlanningError(JetStreamExtError):
@@ -34,34 +32,6 @@ class LossPolicy(Protocol):
         """Fail, or go on with a warning."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamState:
-    """What the leader says about a stream.
-
-    Attributes:
-        name: Its name.
-        first: The first sequence it holds; one more than `last` when it is empty.
-        last: The last sequence it ever stored.
-        messages: How many it holds.
-        size: Their bytes.
-        created: When it was created, in the server's words.
-        config: Its configuration, in the server's words.
-    """
-
-    name: str
-    first: int
-    last: int
-    messages: int
-    size: int
-    created: str
-    config: dict[str, Any]
-
-    @property
-    def gapless(self) -> bool:
-        """Whether it holds every sequence from its first to its last."""
-        return self.messages == self.last - self.first + 1
-
-
 def lose(options: LossPolicy, what: str) -> None:
     """Fail, or warn if the user said that a loss is no failure."""
     if options.fail_on_data_loss:
@@ -77,32 +47,18 @@ async def look(context: JetStreamContext, stream: str) -> StreamState | None:
         RequestTimeoutError: No answer.
         ServerError: Another refusal.
     """
-    js = JetStream(context)
+    js = Context(context)
     try:
-        info = await Api(js, js.timeout).ask(f"STREAM.INFO.{stream}")
+        return await stream_state(js, stream)
     except NotFoundError as error:
-        if error.err_code == STREAM_NOT_FOUND:
+        if error.err_code == ErrorCode.STREAM_NOT_FOUND:
             return None
         raise
     except ServiceUnavailableError as error:
         raise PlanningError(
-            f"nobody answers {js.prefix}.STREAM.INFO.{stream}: JetStream is not enabled there, or the option 'domain' "
+            f"no server answers {js.prefix}.STREAM.INFO.{stream}: JetStream is not enabled there, or the option 'domain' "
             "or 'apiPrefix' is wrong"
         ) from error
-    try:
-        state = info["state"]
-        messages, last = int(state["messages"]), int(state["last_seq"])
-        return StreamState(
-            name=stream,
-            first=int(state["first_seq"]) if messages else last + 1,
-            last=last,
-            messages=messages,
-            size=int(state["bytes"]),
-            created=str(info["created"]),
-            config=dict(info["config"]),
-        )
-    except (KeyError, TypeError, ValueError):
-        raise ResponseError(f"the answer on STREAM.INFO.{stream} lacks its state") from None
 
 
 def check_readable(state: StreamState, *, allow_unstable_retention: bool) -> None:

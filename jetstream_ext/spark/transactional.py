@@ -20,9 +20,9 @@ from hashlib import blake2b
 
 from nats.js import JetStreamContext
 
+from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.atomic import publish_atomic
-from jetstream_ext.client.connection import JetStream
-from jetstream_ext.client.leader import get_at_leader
+from jetstream_ext.client.context import Context
 from jetstream_ext.errors import (
     AtomicPublishTooLargeError,
     BadHeaderError,
@@ -112,7 +112,7 @@ class Transactions:
         self, context: JetStreamContext, options: WriteOptions, writer: str, batch: int, partition: int, *, rollup: bool
     ) -> None:
         self._context = context
-        self._js = JetStream(context)
+        self._js = Context(context)
         self._options = options
         self._batch = batch
         self._partition = partition

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from jetstream_ext.protocol import frames
+from jetstream_ext.protocol.subjects import check_subject
 from jetstream_ext.spark.given import Given, nonempty, positive
 from jetstream_ext.spark.options import CONNECTION_OPTIONS, ConnectionOptions, api_prefix, connection_options, domain
 
@@ -152,7 +152,7 @@ def _nats_headers(text: str) -> NatsHeaders:
 
 def _subject(text: str) -> str:
     subject = nonempty(text)
-    frames.check_subject(subject)
+    check_subject(subject)
     return subject
 
 

@@ -14,8 +14,8 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
-from jetstream_ext.client.connection import JetStream
-from jetstream_ext.client.leader import get_at_leader
+from jetstream_ext.client.api import get_at_leader
+from jetstream_ext.client.context import Context
 from jetstream_ext.errors import ResponseError
 from jetstream_ext.log import LogReader
 from jetstream_ext.testing import NatsServer
@@ -31,7 +31,7 @@ OTHERS: dict[str, Callable[[JetStreamContext], Awaitable[Any]]] = {
     "batch": lambda js: jsx.publish_atomic(js, [("S.a", b"")]),
     "get": lambda js: jsx.DirectGet(js, "S").get(1),
     "scan": lambda js: jsx.DirectGet(js, "S").scan(confirm=True, min_seq=7).to_list(),
-    "leader": lambda js: get_at_leader(JetStream(js), "S", {"seq": 1}, 1000),
+    "leader": lambda js: get_at_leader(Context(js), "S", {"seq": 1}, 1000),
     "log": lambda js: LogReader(js, "S").open(),
 }
 RESET = ("reset", "reset to a time")

@@ -11,7 +11,7 @@ from nats.js.api import StorageType
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client.owners import _known
+from jetstream_ext.client.lookup import _known
 
 pytestmark = pytest.mark.usefixtures("level")
 

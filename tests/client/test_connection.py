@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from nats.aio.client import Client
 from nats.protocol.parser import Parser
 
-from jetstream_ext.client import connection as door
-from jetstream_ext.client.connection import Connection, Inbox, Sink, connection_of
+from jetstream_ext.client import context
+from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
+from jetstream_ext.client.connection import Connection, connection_of
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.direct import ReplyDecoder
 from jetstream_ext.protocol.frames import Frame, parts
@@ -48,14 +49,14 @@ class Recorder(Client):
         self.heard.append(("ERR", err_msg))
 
 
-def listener(nc: Recorder, name: str) -> Sink:
+def listener(nc: Recorder, name: str) -> InboxHandler:
     def take(frames: list[Frame]) -> None:
         nc.heard += [(name, *parts(frame)) for frame in frames]
 
-    return Sink(take, lambda: nc.heard.append((name, "gone")))
+    return InboxHandler(take, lambda: nc.heard.append((name, "gone")))
 
 
-async def opened() -> tuple[Recorder, Connection, Inbox, Inbox]:
+async def opened() -> tuple[Recorder, Connection, InboxSubscription, InboxSubscription]:
     """A connection with two inboxes: ours have the subscription ids 1 and 12."""
     nc = Recorder()
     connection = connection_of(nc)
@@ -167,7 +168,7 @@ async def test_a_direct_get_reply_cut_anywhere_decodes_the_same() -> None:
     async def decoded(*pieces: bytes) -> tuple[list[StoredMsg], Any]:
         nc, connection, *_ = await opened()
         decoder, messages = ReplyDecoder("S"), []
-        sink = Sink(lambda frames: messages.extend(decoder.feed(frames).messages()), lambda: None)
+        sink = InboxHandler(lambda frames: messages.extend(decoder.feed(frames).messages()), lambda: None)
         connection._sinks[b"1"] = sink
         for piece in pieces:
             await nc._ps.parse(piece)
@@ -210,7 +211,7 @@ async def test_a_large_message_is_not_looked_at_again_with_every_piece(
 async def test_many_small_messages_are_delivered_in_blocks() -> None:
     nc, connection, *_ = await opened()
     blocks: list[int] = []
-    inbox = await connection.inbox(Sink(lambda frames: blocks.append(len(frames)), lambda: None))
+    inbox = await connection.inbox(InboxHandler(lambda frames: blocks.append(len(frames)), lambda: None))
     assert inbox.subscription is not None
     await nc._ps.parse(msg(inbox.subscription._id, b"x") * 1000)
     assert blocks == [1000]
@@ -312,7 +313,7 @@ async def test_closed_inboxes_are_remembered_only_so_many() -> None:
     for _ in range(1000):
         inbox = await connection.inbox(listener(nc, "short"))
         inbox.close()
-    assert len(connection._sinks) <= connection._TOMBSTONES + 2
+    assert len(connection._sinks) <= connection._CLOSED_SIDS_KEPT + 2
     assert set(nc._subs) == {1, 12}
     await nc._ps.parse(msg(13, b"very late") + msg(12, b"ours"))
     assert nc.heard[-1] == ("two", b"a.b", b"", b"ours")
@@ -326,7 +327,7 @@ async def test_closing_an_inbox_inside_its_own_delivery() -> None:
         taken.extend(frames)
         inbox.close()
 
-    inbox = await connection.inbox(Sink(take, lambda: None))
+    inbox = await connection.inbox(InboxHandler(take, lambda: None))
     data = msg(13, b"x")
     await nc._ps.parse(data + msg(2, b"foreign") + data)
     await nc._ps.parse(data)
@@ -345,7 +346,7 @@ async def test_a_sink_that_fails_does_not_end_the_connection(
     def fail(*_: object) -> None:
         raise failure
 
-    await connection.inbox(Sink(fail, fail))
+    await connection.inbox(InboxHandler(fail, fail))
     await nc._ps.parse(msg(13, b"x") + msg(1, b"ours"))
     assert nc.heard == [("one", b"a.b", b"", b"ours")]
     reader = asyncio.get_running_loop().create_task(asyncio.sleep(0))
@@ -448,10 +449,10 @@ async def test_writing_counts_and_wakes_the_flusher_once() -> None:
 )
 async def test_a_prefix_that_would_be_other_words_is_refused(where: dict[str, str]) -> None:
     with pytest.raises(BadSubjectError):
-        door.JetStream(Client().jetstream(**where))
+        context.Context(Client().jetstream(**where))
 
 
 @pytest.mark.parametrize("thing", [None, "js", object()])
 def test_only_a_jetstream_context_is_taken(thing: Any) -> None:
     with pytest.raises(TypeError, match="JetStream context"):
-        door.JetStream(thing)
+        context.Context(thing)

@@ -13,7 +13,9 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client.connection import PublicConnection, Sink, connection_of
+from jetstream_ext.client.base_connection import InboxHandler
+from jetstream_ext.client.connection import connection_of
+from jetstream_ext.client.fallback import FallbackConnection
 from jetstream_ext.protocol.frames import Frame, parts, pub
 from jetstream_ext.testing import NatsServer
 
@@ -67,7 +69,7 @@ async def test_warns_once_per_connection(server: NatsServer) -> None:
         assert [(warning.category, "several times slower" in str(warning.message)) for warning in caught] == [
             (RuntimeWarning, True)
         ]
-        assert isinstance(connection_of(nc), PublicConnection)
+        assert isinstance(connection_of(nc), FallbackConnection)
         assert connection_of(nc) is connection_of(nc)
         await nc.close()
 
@@ -76,7 +78,7 @@ async def test_warns_once_per_connection(server: NatsServer) -> None:
 def test_any_missing_internal_is_noticed(missing: str) -> None:
     nc = Client()
     setattr(nc, missing, object())
-    assert isinstance(connection_of(nc), PublicConnection)
+    assert isinstance(connection_of(nc), FallbackConnection)
 
 
 async def test_fast_ingest(js: JetStreamContext, stream: str, left: Any) -> None:
@@ -104,7 +106,7 @@ async def test_the_order_of_many_tasks(js: JetStreamContext, nc: Client, stream:
 
 
 async def test_a_cancelled_write_has_written_everything(
-    nc: Client, heard: tuple[PublicConnection, str, list[Frame]]
+    nc: Client, heard: tuple[FallbackConnection, str, list[Frame]]
 ) -> None:
     connection, subject, frames = heard
     data = [pub(subject.encode(), b"", b"", b"%d" % i) for i in range(4)]
@@ -186,9 +188,9 @@ async def test_a_closed_connection(nc: Client, js: JetStreamContext, stream: str
 
 async def test_a_lost_connection_is_heard_of(own_nc: Client, own_server: NatsServer) -> None:
     connection = connection_of(made_strange(own_nc))
-    assert isinstance(connection, PublicConnection)
+    assert isinstance(connection, FallbackConnection)
     heard: list[object] = []
-    inbox = await connection.inbox(Sink(heard.extend, lambda: heard.append("lost"), lambda: heard.append("back")))
+    inbox = await connection.inbox(InboxHandler(heard.extend, lambda: heard.append("lost"), lambda: heard.append("back")))
     for turn in (1, 2):
         await asyncio.to_thread(own_server.kill)
         await asyncio.to_thread(own_server.restart)
@@ -198,7 +200,7 @@ async def test_a_lost_connection_is_heard_of(own_nc: Client, own_server: NatsSer
         assert heard == ["lost", "back"] * turn
     # Who comes later has lost nothing.
     late: list[object] = []
-    other = await connection.inbox(Sink(late.extend, lambda: late.append("lost")))
+    other = await connection.inbox(InboxHandler(late.extend, lambda: late.append("lost")))
     await connection.write(
         pub(other.subject.encode(), b"", b"", b"x") + pub(inbox.subject.encode(), b"", b"", b"x"), 2, 2
     )
@@ -239,7 +241,7 @@ async def test_a_cancelled_subscription_is_dropped(nc: Client, left: Any) -> Non
     connection = connection_of(nc)
     nc._max_pending_size = 1  # the subscription waits for the flusher
     for turns in range(6):
-        opening = asyncio.create_task(connection.inbox(Sink(lambda _: None, lambda: None)))
+        opening = asyncio.create_task(connection.inbox(InboxHandler(lambda _: None, lambda: None)))
         for _ in range(turns):
             await asyncio.sleep(0)
         if not opening.cancel():
@@ -251,11 +253,11 @@ async def test_a_cancelled_subscription_is_dropped(nc: Client, left: Any) -> Non
 
 
 @pytest.fixture
-async def heard(nc: Client) -> AsyncIterator[tuple[PublicConnection, str, list[Frame]]]:
+async def heard(nc: Client) -> AsyncIterator[tuple[FallbackConnection, str, list[Frame]]]:
     connection = connection_of(nc)
-    assert isinstance(connection, PublicConnection)
+    assert isinstance(connection, FallbackConnection)
     frames: list[Frame] = []
-    inbox = await connection.inbox(Sink(frames.extend, lambda: None))
+    inbox = await connection.inbox(InboxHandler(frames.extend, lambda: None))
     yield connection, inbox.subject, frames
     inbox.close()
     await asyncio.sleep(0)
@@ -273,7 +275,7 @@ async def heard(nc: Client) -> AsyncIterator[tuple[PublicConnection, str, list[F
     ],
 )
 async def test_frames_are_what_the_server_sent(
-    heard: tuple[PublicConnection, str, list[Frame]], header: bytes, data: bytes
+    heard: tuple[FallbackConnection, str, list[Frame]], header: bytes, data: bytes
 ) -> None:
     connection, subject, frames = heard
     # Past nats-py's own publish, which sends no status lines.

@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext.errors import RequestTimeoutError, UnsupportedFeatureError
-from jetstream_ext.protocol import support
+from jetstream_ext.protocol import feature_table
 from jetstream_ext.testing import NatsServer
 
 
@@ -83,10 +83,10 @@ async def test_a_user_who_may_not_ask() -> None:
 
 
 def test_the_table_and_the_dataclass_are_of_one_mind() -> None:
-    rows = {feature.title: feature for feature in support.FEATURES}
-    assert len(rows) == len(support.FEATURES)
-    for feature in support.FEATURES:
-        assert feature.since in support.RELEASES
+    rows = {feature.title: feature for feature in feature_table.FEATURES}
+    assert len(rows) == len(feature_table.FEATURES)
+    for feature in feature_table.FEATURES:
+        assert feature.since in feature_table.RELEASES
         assert feature.at(9)
         assert feature.on("2.15")
         assert (feature.api_level == 0) == (feature.since == "2.10")
@@ -95,13 +95,13 @@ def test_the_table_and_the_dataclass_are_of_one_mind() -> None:
 
 
 def test_the_error_of_a_feature_says_what_it_needs() -> None:
-    error = support.FAST_INGEST.unsupported(server_version="2.12.8", api_level=3, detail="nothing was sent")
+    error = feature_table.FAST_INGEST.unsupported(server_version="2.12.8", api_level=3, detail="nothing was sent")
     assert isinstance(error, UnsupportedFeatureError)
     assert str(error) == (
         "fast ingest: needs nats-server 2.14 (JetStream API level 4), and this is 2.12.8 (level 3); nothing was sent"
     )
     assert (error.feature, error.required_api_level, error.server_version) == ("fast ingest", 4, "2.12.8")
-    assert str(support.ATOMIC.unsupported()).endswith("and this is an older server")
+    assert str(feature_table.ATOMIC.unsupported()).endswith("and this is an older server")
 
 
 def test_no_error_names_a_feature_or_a_level_of_its_own() -> None:
@@ -116,13 +116,13 @@ def test_no_error_names_a_feature_or_a_level_of_its_own() -> None:
 
 
 def test_the_table_in_markdown() -> None:
-    head, rule, *rows = support.markdown_table().splitlines()
+    head, rule, *rows = feature_table.markdown_table().splitlines()
     assert head.count("|") == rule.count("|")
-    assert len(rows) == len(support.FEATURES)
+    assert len(rows) == len(feature_table.FEATURES)
     assert all(row.count("|") == head.count("|") for row in rows)
     assert (
         "| fast ingest | `FastPublisher` | no | no | no | yes | yes | 4 |"
-        in rows[support.FEATURES.index(support.FAST_INGEST)]
+        in rows[feature_table.FEATURES.index(feature_table.FAST_INGEST)]
     )
 
 
@@ -130,7 +130,7 @@ def test_the_table_in_a_readme() -> None:
     script = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "_ext" / "feature_table.py"))
     begin, end, update = script["BEGIN"], script["END"], script["update"]
     text = f"# Title\n{begin}old\n{end}The rest.\n"
-    assert update(text) == f"# Title\n{begin}\n{support.markdown_table()}\n{end}The rest.\n"
+    assert update(text) == f"# Title\n{begin}\n{feature_table.markdown_table()}\n{end}The rest.\n"
     assert update(update(text)) == update(text)
     for broken in ("", begin, end, f"{end}{begin}", text + text):
         with pytest.raises(ValueError, match="feature table"):

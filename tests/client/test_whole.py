@@ -8,8 +8,8 @@ from nats.js.api import StreamConfig, StreamSource
 
 import jetstream_ext as jsx
 from jetstream_ext.client import whole
-from jetstream_ext.client.connection import JetStream
-from jetstream_ext.client.whole import read_whole
+from jetstream_ext.client.context import Context
+from jetstream_ext.client.verified_read import read_whole
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.scan import Scan
@@ -51,7 +51,7 @@ def present(first: int, last: int) -> list[int]:
 
 async def read(js: JetStreamContext, stream: str, subject: str | None = None, timeout: float = 10) -> list[int]:
     plan = Scan(subject=subject, seq=1, up_to_seq=300, max_bytes=1 << 20)
-    return [seq async for block in read_whole(JetStream(js), stream, plan, timeout) for seq in block.seqs]
+    return [seq async for block in read_whole(Context(js), stream, plan, timeout) for seq in block.seqs]
 
 
 async def test_a_filtered_mirror(js: JetStreamContext, origin: str, mirror: Mirror) -> None:
@@ -82,7 +82,7 @@ async def test_a_mirror_that_is_whole_costs_no_second_read(
     reads: list[int] = []
     blocks = whole.read_blocks
 
-    async def counted(js: JetStream, stream: str, plan: Scan, timeout: float) -> AsyncIterator[Block]:
+    async def counted(js: Context, stream: str, plan: Scan, timeout: float) -> AsyncIterator[Block]:
         reads.append(plan.position)
         async for block in blocks(js, stream, plan, timeout):
             yield block
@@ -98,7 +98,7 @@ async def test_nobody_has_it(
     name = await mirror(93, filter_subject=f"{origin}.1")
     blocks = whole.read_blocks
 
-    def only_the_mirror(js: JetStream, stream: str, plan: Scan, timeout: float) -> AsyncIterator[Block]:
+    def only_the_mirror(js: Context, stream: str, plan: Scan, timeout: float) -> AsyncIterator[Block]:
         return blocks(js, name, plan, timeout)
 
     monkeypatch.setattr(whole, "read_blocks", only_the_mirror)

@@ -21,9 +21,9 @@ from nats.js.api import DeliverPolicy, StreamConfig, StreamConsumerSource, Strea
 
 import jetstream_ext as jsx
 from jetstream_ext.errors import ConsumerInvalidResetError, ServerError, UnsupportedFeatureError
-from jetstream_ext.protocol import support
+from jetstream_ext.protocol import feature_table
+from jetstream_ext.protocol.feature_table import Feature
 from jetstream_ext.protocol.options import MAX_TTL
-from jetstream_ext.protocol.support import Feature
 from jetstream_ext.testing import NatsServer
 
 LEVELS = {"2.10.26": 0, "2.11.11": 1, "2.12.0": 2, "2.12.8": 3, "2.14.0": 4, "2.14.6": 4, "2.15.1": 5}
@@ -164,26 +164,26 @@ async def has_durable_source(nc: Client, name: str) -> bool:
 
 
 BY_HAND: dict[Feature, Callable[[Client, str], Awaitable[bool]]] = {
-    support.DIRECT_GET: has_direct_get,
-    support.DIRECT_BATCH: has_direct_batch,
-    support.MSG_TTL: has_msg_ttl,
-    support.DELETE_MARKERS: has_delete_markers,
-    support.ATOMIC: has_atomic,
-    support.ATOMIC_EOB: has_atomic_eob,
-    support.COUNTERS: has_counters,
-    support.SCHEDULES: has_schedules,
-    support.FAST_INGEST: has_fast_ingest,
-    support.CONSUMER_RESET: has_consumer_reset,
-    support.DURABLE_SOURCE: has_durable_source,
+    feature_table.DIRECT_GET: has_direct_get,
+    feature_table.DIRECT_BATCH: has_direct_batch,
+    feature_table.MSG_TTL: has_msg_ttl,
+    feature_table.DELETE_MARKERS: has_delete_markers,
+    feature_table.ATOMIC: has_atomic,
+    feature_table.ATOMIC_EOB: has_atomic_eob,
+    feature_table.COUNTERS: has_counters,
+    feature_table.SCHEDULES: has_schedules,
+    feature_table.FAST_INGEST: has_fast_ingest,
+    feature_table.CONSUMER_RESET: has_consumer_reset,
+    feature_table.DURABLE_SOURCE: has_durable_source,
 }
 
 
 def test_every_row_is_tried() -> None:
-    assert list(BY_HAND) == list(support.FEATURES)
-    assert {".".join(version.split(".")[:2]) for version in LEVELS} == set(support.RELEASES)
+    assert list(BY_HAND) == list(feature_table.FEATURES)
+    assert {".".join(version.split(".")[:2]) for version in LEVELS} == set(feature_table.RELEASES)
 
 
-@pytest.mark.parametrize("feature", support.FEATURES, ids=lambda feature: feature.title)
+@pytest.mark.parametrize("feature", feature_table.FEATURES, ids=lambda feature: feature.title)
 async def test_the_row_is_true(old: NatsServer, nc: Client, name: str, feature: Feature) -> None:
     assert await BY_HAND[feature](nc, name) == feature.on(line(old))
     # The level says the same as the release.
@@ -198,13 +198,13 @@ async def test_features(old: NatsServer, nc: Client) -> None:
     assert found == jsx.Features(
         server_version=old.version,
         api_level=LEVELS[old.version],
-        direct_batch=support.DIRECT_BATCH.on(release),
-        msg_ttl=support.MSG_TTL.on(release),
-        atomic=support.ATOMIC.on(release),
-        atomic_eob=support.ATOMIC_EOB.on(release),
-        fast_ingest=support.FAST_INGEST.on(release),
-        consumer_reset=support.CONSUMER_RESET.on(release),
-        durable_source=support.DURABLE_SOURCE.on(release),
+        direct_batch=feature_table.DIRECT_BATCH.on(release),
+        msg_ttl=feature_table.MSG_TTL.on(release),
+        atomic=feature_table.ATOMIC.on(release),
+        atomic_eob=feature_table.ATOMIC_EOB.on(release),
+        fast_ingest=feature_table.FAST_INGEST.on(release),
+        consumer_reset=feature_table.CONSUMER_RESET.on(release),
+        durable_source=feature_table.DURABLE_SOURCE.on(release),
     )
 
 
@@ -216,10 +216,10 @@ async def refuses(call: Awaitable[Any], feature: Feature, server: NatsServer) ->
     assert refused.value.server_version == server.version
 
 
-@pytest.mark.parametrize("feature", support.BY_OPTION.values(), ids=lambda feature: feature.option)
+@pytest.mark.parametrize("feature", feature_table.BY_OPTION.values(), ids=lambda feature: feature.option)
 async def test_ensure_stream(old: NatsServer, nc: Client, name: str, feature: Feature) -> None:
     js = nc.jetstream()
-    wanted = {feature.option: 60 if feature is support.DELETE_MARKERS else True}
+    wanted = {feature.option: 60 if feature is feature_table.DELETE_MARKERS else True}
     if feature.on(line(old)):
         info = await jsx.ensure_stream(js, name=name, subjects=[f"{name}.>"], allow_rollup_hdrs=True, **wanted)
         assert getattr(info.config, feature.option)
@@ -234,7 +234,7 @@ async def test_ensure_stream(old: NatsServer, nc: Client, name: str, feature: Fe
 async def test_ensure_stream_turns_on_what_the_server_has(old: NatsServer, nc: Client, name: str) -> None:
     js = nc.jetstream()
     await js.add_stream(name=name, subjects=[f"{name}.>"])
-    flags = [f for f in support.FEATURES if f.option.startswith("allow_") and f is not support.COUNTERS]
+    flags = [f for f in feature_table.FEATURES if f.option.startswith("allow_") and f is not feature_table.COUNTERS]
     wanted = {feature.option: True for feature in flags if feature.on(line(old))}
     info = await jsx.ensure_stream(js, name=name, **wanted)
     assert all(getattr(info.config, option) for option in wanted)
@@ -252,9 +252,9 @@ async def test_reset_consumer(old: NatsServer, nc: Client, name: str) -> None:
         with pytest.raises(nats.js.errors.NotFoundError):
             await jsx.reset_consumer(js, stream, consumer)
     assert nc.stats["out_msgs"] == sent + 2  # what no server answers is not asked
-    if not support.CONSUMER_RESET.on(line(old)):
-        await refuses(jsx.reset_consumer(js, name, "c"), support.CONSUMER_RESET, old)
-        await refuses(jsx.reset_consumer(js, name, "c", time=datetime.now(UTC)), support.CONSUMER_RESET, old)
+    if not feature_table.CONSUMER_RESET.on(line(old)):
+        await refuses(jsx.reset_consumer(js, name, "c"), feature_table.CONSUMER_RESET, old)
+        await refuses(jsx.reset_consumer(js, name, "c", time=datetime.now(UTC)), feature_table.CONSUMER_RESET, old)
         return
     assert (await jsx.reset_consumer(js, name, "c", seq=3)).reset_seq == 3
     assert (await jsx.reset_consumer(js, name, "c")).reset_seq == 3
@@ -270,11 +270,11 @@ async def test_durable_sourcing(old: NatsServer, nc: Client, name: str) -> None:
     for _ in range(5):
         await js.publish(f"{name}.1", b"x")
     call = jsx.create_source_consumer(js, name, "c", deliver_subject=f"d.{name}")
-    if not support.DURABLE_SOURCE.on(line(old)):
-        await refuses(call, support.DURABLE_SOURCE, old)
+    if not feature_table.DURABLE_SOURCE.on(line(old)):
+        await refuses(call, feature_table.DURABLE_SOURCE, old)
         # 2.10 and 2.11 would take the entry, forget the consumer, and read all the same.
         by_hand = StreamSource(name=name, consumer=StreamConsumerSource(name="c", deliver_subject="d"))
-        await refuses(jsx.ensure_stream(js, name=f"{name}R", sources=[by_hand]), support.DURABLE_SOURCE, old)
+        await refuses(jsx.ensure_stream(js, name=f"{name}R", sources=[by_hand]), feature_table.DURABLE_SOURCE, old)
         assert (await js.stream_info(name)).state.messages == 5
         with pytest.raises(nats.js.errors.NotFoundError):
             await js.stream_info(f"{name}R")
@@ -319,7 +319,7 @@ REFUSED = (
 
 async def test_the_grammar_of_ttls(old: NatsServer, nc: Client, name: str) -> None:
     await create(nc, name, allow_msg_ttl=True)
-    seen = support.MSG_TTL.on(line(old))
+    seen = feature_table.MSG_TTL.on(line(old))
     # Bytes, not nats-py, which trims what it is given.
     reader, writer = await asyncio.open_connection("127.0.0.1", old.port)
     writer.write(b'CONNECT {"verbose":false,"headers":true}\r\nSUB answers 1\r\n')
@@ -340,14 +340,14 @@ async def test_the_grammar_of_ttls(old: NatsServer, nc: Client, name: str) -> No
 async def test_a_stream_without_the_option(old: NatsServer, nc: Client, name: str, ttl: Any) -> None:
     await create(nc, name)
     answer = await ask(nc, f"{name}.1", b"x", jsx.ttl_headers(ttl))
-    assert answer.get("error", {}).get("err_code") == (10166 if support.MSG_TTL.on(line(old)) else None)
+    assert answer.get("error", {}).get("err_code") == (10166 if feature_table.MSG_TTL.on(line(old)) else None)
 
 
 async def test_the_option_can_be_turned_on_and_never_off(old: NatsServer, nc: Client, name: str) -> None:
     js = nc.jetstream()
     await create(nc, name)
-    if not support.MSG_TTL.on(line(old)):
-        await refuses(jsx.ensure_stream(js, name=name, allow_msg_ttl=True), support.MSG_TTL, old)
+    if not feature_table.MSG_TTL.on(line(old)):
+        await refuses(jsx.ensure_stream(js, name=name, allow_msg_ttl=True), feature_table.MSG_TTL, old)
         return
     config = (await jsx.ensure_stream(js, name=name, allow_msg_ttl=True)).config
     with pytest.raises(nats.js.errors.ServerError) as refused:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import jetstream_ext.kv as kvx
+from jetstream_ext.client.concurrency import gather_bounded
 from jetstream_ext.errors import HistoryUnavailableError, KeyConflictError
-from jetstream_ext.kv.flight import in_flight
 
 KEYS = [f"k.{n}" for n in range(3_000)]
 CALLS: list[Callable[[Any], Awaitable[Any]]] = [
@@ -122,10 +122,10 @@ class TestInFlight:
             now -= 1
             done.append(item)
 
-        await in_flight(work, range(20), limit=4)
+        await gather_bounded(work, range(20), limit=4)
         assert sorted(done) == list(range(20))
         assert most == 4
-        await in_flight(work, [], limit=4)
+        await gather_bounded(work, [], limit=4)
 
     async def test_the_first_failure_ends_it(self) -> None:
         cancelled = []
@@ -139,6 +139,6 @@ class TestInFlight:
             raise KeyError(item)
 
         with pytest.raises(KeyError) as caught:
-            await in_flight(work, range(9), limit=3)
+            await gather_bounded(work, range(9), limit=3)
         assert caught.value.args == (1,)
         assert sorted(cancelled) == [0, 2]

@@ -7,7 +7,7 @@ import nats.js.errors
 import pytest
 
 from jetstream_ext import errors
-from jetstream_ext.client.patience import Patience, passes
+from jetstream_ext.client.retry import Patience, passes
 
 
 @pytest.mark.parametrize(

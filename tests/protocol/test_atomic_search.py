@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.atomic_search import Search, fence, reached
-from jetstream_ext.protocol.stream_facts import StreamFacts, matches, parse_stream_info
+from jetstream_ext.protocol.stream_state import StreamState, matches, parse_stream_state
 
 
 def header(batch: str, number: object) -> dict[str, str]:
@@ -72,7 +72,7 @@ def test_how_far_the_leader_is(text: str, seq: int | None) -> None:
 )  # fmt: skip
 def test_subjects(pattern: str, subject: str, expected: bool) -> None:
     assert matches(pattern, subject) is expected
-    assert StreamFacts("S", "", (pattern,)).takes(subject) is expected
+    assert StreamState("S", "", (pattern,)).stores(subject) is expected
 
 
 def info(**more: Any) -> dict[str, Any]:
@@ -80,9 +80,9 @@ def info(**more: Any) -> dict[str, Any]:
 
 
 def test_an_old_or_single_server() -> None:
-    facts = parse_stream_info(info())
-    assert facts == StreamFacts("S", "now", last_seq=9)
-    assert facts.leads
+    facts = parse_stream_state(info())
+    assert facts == StreamState("S", "now", last_seq=9)
+    assert facts.leader_is_certain
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_a_leader_that_hears_from_a_majority(active: tuple[int, ...], offline: t
         {"name": f"n{i}", "active": seconds * 1_000_000_000, "offline": i in offline}
         for i, seconds in enumerate(active)
     ]
-    facts = parse_stream_info(info(cluster={"leader": "n9", "replicas": peers}))
-    assert (facts.leader, facts.replicated, facts.leads) == ("n9", True, leads)
+    facts = parse_stream_state(info(cluster={"leader": "n9", "replicas": peers}))
+    assert (facts.leader, facts.replicated, facts.leader_is_certain) == ("n9", True, leads)
 
 
 def test_what_the_server_echoes() -> None:
@@ -103,8 +103,8 @@ def test_what_the_server_echoes() -> None:
         "name": "S", "subjects": ["a", "b.>"], "allow_atomic": True, "allow_direct": True, "num_replicas": 3,
         "sources": [{}], "duplicate_window": 5, "metadata": {"_nats.level": "4", "_nats.ver": "2.14.6"},
     }  # fmt: skip
-    facts = parse_stream_info(info(config=config))
-    assert facts == StreamFacts(
+    facts = parse_stream_state(info(config=config))
+    assert facts == StreamState(
         "S", "now", ("a", "b.>"), 9, replicated=True, direct=True, contiguous=False, window_ns=5,
         level=4, version="2.14.6",
     )  # fmt: skip

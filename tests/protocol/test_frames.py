@@ -11,6 +11,7 @@ from nats.protocol import command
 from jetstream_ext.errors import BadSubjectError, MaxPayloadError
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.subjects import SubjectCache, check_filter, check_name, check_subject
 
 subjects = st.text(string.ascii_letters + string.digits + "-_$äß", min_size=1, max_size=12)
 payloads = st.binary(max_size=60) | st.just(b"PUB a 1\r\nx\r\n")
@@ -50,41 +51,41 @@ BAD_EVERYWHERE = ["", " ", "a b", "a\tb", "a\r\nb", "a\0", "a\x7f", ".", "a.", "
 
 @pytest.mark.parametrize("subject", ["a", "a.b.c", "$KV.bucket.key", "ä.ß", "a*.b", "a.b>", "_INBOX.x", "a=/b"])
 def test_subjects_that_messages_can_be_stored_under(subject: str) -> None:
-    frames.check_subject(subject)
-    assert frames.SubjectCache().encode(subject) == subject.encode()
+    check_subject(subject)
+    assert SubjectCache().encode(subject) == subject.encode()
 
 
 @pytest.mark.parametrize("subject", [*BAD_EVERYWHERE, "*", "a.*", "a.>", ">", "a.*.b"])
 def test_subjects_that_they_cannot_be_stored_under(subject: str) -> None:
     with pytest.raises(BadSubjectError) as caught:
-        frames.check_subject(subject)
+        check_subject(subject)
     assert repr(subject) in str(caught.value)
 
 
 @pytest.mark.parametrize("subject", ["a", "*", ">", "a.*.c", "a.>", "*.*.>"])
 def test_filters(subject: str) -> None:
-    frames.check_filter(subject)
+    check_filter(subject)
 
 
 @pytest.mark.parametrize("subject", [*BAD_EVERYWHERE, "a.>.b", ">.a"])
 def test_bad_filters(subject: str) -> None:
     with pytest.raises(BadSubjectError):
-        frames.check_filter(subject)
+        check_filter(subject)
 
 
 @pytest.mark.parametrize("name", ["S", "KV_bucket", "a-b", "ä", "$x"])
 def test_names(name: str) -> None:
-    frames.check_name(name, "stream name")
+    check_name(name, "stream name")
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "a b", "*", ">", "a/b", "a\\b", "a\r\n", "a>", "\x7f", "\ud800"])
 def test_bad_names(name: str) -> None:
     with pytest.raises(BadSubjectError, match="stream name"):
-        frames.check_name(name, "stream name")
+        check_name(name, "stream name")
 
 
 @pytest.mark.parametrize(
-    "check", [frames.check_subject, frames.check_filter, lambda name: frames.check_name(name, "x")]
+    "check", [check_subject, check_filter, lambda name: check_name(name, "x")]
 )
 @pytest.mark.parametrize("value", [None, b"a", 5])
 def test_only_text_is_a_subject_or_name(check: Callable[[object], None], value: object) -> None:
@@ -100,14 +101,14 @@ def test_size_counts_headers_and_is_allowed_to_reach_the_limit() -> None:
 
 class TestSubjectCache:
     def test_stays_bounded_and_right(self) -> None:
-        cache = frames.SubjectCache()
+        cache = SubjectCache()
         for i in range(20_000):
             assert cache.encode(f"s.{i}") == b"s.%d" % i
         assert len(cache._known) <= cache._LIMIT
         assert cache.encode("s.1") == b"s.1"
 
     def test_does_not_remember_what_it_refused(self) -> None:
-        cache = frames.SubjectCache()
+        cache = SubjectCache()
         for _ in range(2):
             with pytest.raises(BadSubjectError):
                 cache.encode("a b")
@@ -115,4 +116,4 @@ class TestSubjectCache:
     @pytest.mark.parametrize("subject", [None, b"a", 5, ["a"]])
     def test_takes_text_only(self, subject: object) -> None:
         with pytest.raises(TypeError):
-            frames.SubjectCache().encode(subject)  # type: ignore[arg-type]
+            SubjectCache().encode(subject)  # type: ignore[arg-type]

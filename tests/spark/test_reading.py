@@ -13,7 +13,7 @@ from nats.js.api import StreamConfig
 from pyspark.sql.types import StructType
 
 import jetstream_ext as jsx
-from jetstream_ext.client.connection import JetStream
+from jetstream_ext.client.context import Context
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.scan import Scan
 from jetstream_ext.spark import reading
@@ -151,7 +151,7 @@ def test_rows_that_expire_while_the_range_is_read(
 ) -> None:
     read_whole = reading.read_whole
 
-    async def slow_read(js: JetStream, name: str, plan: Scan, timeout: float) -> AsyncIterator[Block]:
+    async def slow_read(js: Context, name: str, plan: Scan, timeout: float) -> AsyncIterator[Block]:
         async for block in read_whole(js, name, Scan(seq=2, up_to_seq=2, max_bytes=1 << 20), timeout):
             yield block
         await js.context.purge_stream(name, seq=26)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetstream_ext.spark.subjects import Matcher, covers
+from jetstream_ext.protocol.subjects import SubjectMatcher, covers
 
 TOKEN = st.sampled_from(["a", "b", "*"])
 FILTERS = st.builds(
@@ -25,7 +25,7 @@ def matches(filter_: str, subject: str) -> bool:
 @given(FILTERS, SUBJECTS)
 def test_matches_as_the_server_does(filter_: str, subject: str) -> None:
     assert covers(filter_, subject) == matches(filter_, subject)
-    assert Matcher([filter_]).mask([subject.encode()]) == [matches(filter_, subject)]
+    assert SubjectMatcher([filter_]).mask([subject.encode()]) == [matches(filter_, subject)]
 
 
 @given(FILTERS, FILTERS, SUBJECTS)
@@ -54,8 +54,8 @@ def test_covers(wide: str, narrow: str, expected: bool) -> None:
 
 
 def test_any_filter_lets_through_and_answers_are_kept() -> None:
-    matcher = Matcher(["a.*", "b"])
+    matcher = SubjectMatcher(["a.*", "b"])
     subjects = [b"a.1", b"b", b"c", b"a.1", b"a.\xff"]
     assert matcher.mask(subjects) == [True, True, False, True, True]
     assert matcher.mask(subjects) == [True, True, False, True, True]
-    assert Matcher(["x"]).mask([]) == []
+    assert SubjectMatcher(["x"]).mask([]) == []

@@ -15,12 +15,10 @@ from nats.js.api import DEFAULT_PREFIX
 from nats.js.errors import NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client.api import Api, reading
-from jetstream_ext.client.connection import JetStream
-from jetstream_ext.errors import RequestTimeoutError, ServerError
-from jetstream_ext.protocol import frames
-from jetstream_ext.protocol.acks import parse_refusal
-
-_STREAM_NOT_FOUND: Final = 10059
+from jetstream_ext.client.context import Context
+from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError
+from jetstream_ext.protocol.api import parse_refusal
+from jetstream_ext.protocol.subjects import check_name
 
 STALLED_AFTER: Final = timedelta(seconds=10)
 """Without a sign of its origin for so long, a server gives up and asks again; heartbeats come every second."""
@@ -110,8 +108,8 @@ async def source_health(js: JetStreamContext, stream: str, *, timeout: float | N
 
     Requires: Any server; durable consumers nats-server 2.14.
     """
-    frames.check_name(stream, "stream name")
-    api = Api(JetStream(js), timeout)
+    check_name(stream, "stream name")
+    api = Api(Context(js), timeout)
     info = await api.ask(f"STREAM.INFO.{stream}")
     with reading(f"stream {stream!r} or an origin of it"):
         config, domain = info["config"], info.get("domain")
@@ -183,7 +181,7 @@ def _identity(entry: Mapping[str, Any]) -> tuple[object, ...]:
 async def _origin(api: Api, entry: Mapping[str, Any]) -> tuple[SourceState, str, int | None]:
     """Ask the origin of `entry`: what is wrong there, and how much it has pending for it."""
     name, consumer = entry["name"], entry.get("consumer")
-    prefix = (entry.get("external") or {}).get("api") or api.js.prefix
+    prefix = (entry.get("external") or {}).get("api") or api.context.prefix
     where = f"stream {name!r}" if prefix == DEFAULT_PREFIX else f"stream {name!r} behind {prefix}"
     try:
         if consumer is None:
@@ -191,7 +189,7 @@ async def _origin(api: Api, entry: Mapping[str, Any]) -> tuple[SourceState, str,
             return SourceState.OK, "", None
         info = await api.ask(f"CONSUMER.INFO.{name}.{consumer['name']}", prefix=prefix)
     except NotFoundError as error:
-        if error.err_code == _STREAM_NOT_FOUND or consumer is None:
+        if error.err_code == ErrorCode.STREAM_NOT_FOUND or consumer is None:
             return SourceState.STREAM_MISSING, f"there is no {where}", None
         return SourceState.CONSUMER_MISSING, f"there is no consumer {consumer['name']!r} on {where}", None
     except (ServiceUnavailableError, RequestTimeoutError, ServerError) as error:

@@ -16,8 +16,8 @@ from collections.abc import AsyncGenerator, Sequence
 from datetime import datetime
 from typing import Final
 
-from jetstream_ext.client.connection import JetStream
-from jetstream_ext.client.leader import LAG_PAUSE, get_at_leader, last_at_leader, wait_for_leader
+from jetstream_ext.client.api import LAG_PAUSE, get_at_leader, stream_state, wait_for_sequence
+from jetstream_ext.client.context import Context
 from jetstream_ext.client.replies import read_blocks
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.direct import Block, Request
@@ -31,8 +31,8 @@ _AT_ONCE: Final = 64
 _THROWN_AWAY: Final = 8
 
 
-async def read_proved(
-    js: JetStream, stream: str, plan: Scan, timeout: float, *, confirm: bool, min_seq: int | None
+async def read_verified(
+    js: Context, stream: str, plan: Scan, timeout: float, *, confirm: bool, min_seq: int | None
 ) -> AsyncGenerator[Block, None]:
     """Drive a range read and prove it, as far as is asked for.
 
@@ -48,16 +48,16 @@ async def read_proved(
         RequestTimeoutError: The leader does not reach `min_seq`, or no responder has what it has.
     """
     if min_seq is not None:
-        await wait_for_leader(js, stream, min_seq, timeout)
+        await wait_for_sequence(js, stream, min_seq, timeout)
     if confirm and plan.up_to_seq is None:
-        plan.up_to_seq = await last_at_leader(js, stream, timeout)
+        plan.up_to_seq = (await stream_state(js, stream, timeout)).last_seq
     async with contextlib.aclosing(read_whole(js, stream, plan, timeout, to=None if confirm else min_seq)) as blocks:
         async for block in blocks:
             yield block
 
 
 async def read_whole(
-    js: JetStream, stream: str, plan: Scan, timeout: float, *, to: int | None = None
+    js: Context, stream: str, plan: Scan, timeout: float, *, to: int | None = None
 ) -> AsyncGenerator[Block, None]:
     """Drive a range read; prove its end, and the gaps in what others than the stream itself answer.
 
@@ -137,7 +137,7 @@ def _gaps(before: int, seqs: Sequence[int], end: int) -> list[tuple[int, int]]:
 
 
 async def _first_hole(
-    js: JetStream,
+    js: Context,
     stream: str,
     subject: str | None,
     since: datetime | None,

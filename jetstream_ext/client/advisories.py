@@ -11,11 +11,11 @@ from typing import Final, Self
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.connection import JetStream
-from jetstream_ext.client.sinks import unsubscribe
+from jetstream_ext.client.base_connection import unsubscribe
+from jetstream_ext.client.context import Context
 from jetstream_ext.errors import ResponseError
-from jetstream_ext.protocol import frames
-from jetstream_ext.protocol.advisories import ABANDONED, parse_abandoned
+from jetstream_ext.protocol.api import ABANDONED, parse_abandoned
+from jetstream_ext.protocol.subjects import check_name
 from jetstream_ext.types import AbandonedBatch
 
 _log = logging.getLogger("jetstream_ext")
@@ -30,8 +30,8 @@ class AbandonedBatches:
     """
 
     def __init__(self, js: JetStreamContext, stream: str) -> None:
-        frames.check_name(stream, "stream name")
-        self._js = JetStream(js)
+        check_name(stream, "stream name")
+        self._js = Context(js)
         self._subject = f"{ABANDONED}.{stream}"
         # Advisories go to one subject whatever the domain; streams of one name in two domains are told apart by it.
         domain = _DOMAIN.match(self._js.prefix)

@@ -10,7 +10,14 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from jetstream_ext.client.sinks import Door, Inbox, Sink, tell_disconnected, tell_reconnected, unsubscribe
+from jetstream_ext.client.base_connection import (
+    BaseConnection,
+    InboxHandler,
+    InboxSubscription,
+    notify_disconnected,
+    notify_reconnected,
+    unsubscribe,
+)
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
 
@@ -20,7 +27,7 @@ _LOOK_AGAIN = 0.05
 _T = TypeVar("_T")
 
 
-class PublicConnection(Door):
+class FallbackConnection(BaseConnection):
     """The slow road, with nothing but nats-py's public methods.
 
     Args:
@@ -32,27 +39,27 @@ class PublicConnection(Door):
         super().__init__(nc, server_info)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._writing = asyncio.Lock()
-        self._sinks: dict[Subscription, Sink] = {}
+        self._handlers: dict[Subscription, InboxHandler] = {}
         self._looking: asyncio.Task[None] | None = None
         self._session = 0
         self._lost = False
 
-    async def inbox(self, sink: Sink, *, tail: str = "") -> Inbox:
-        """As `Connection.inbox`."""
-        inbox = Inbox(self.drop, self.nc.new_inbox())
+    async def inbox(self, handler: InboxHandler, *, tail: str = "", timeout: float) -> InboxSubscription:
+        """As `BaseConnection.inbox`."""
+        inbox = InboxSubscription(self.drop, self.nc.new_inbox())
 
         async def deliver(msg: Msg) -> None:
             block = h.rebuild(msg.headers)
-            sink.frames([(msg.subject.encode(), block + msg.data, len(block))])
+            handler.frames([(msg.subject.encode(), block + msg.data, len(block))])
 
         subscribing = self._spawn(self.nc.subscribe(inbox.subject + tail, cb=deliver))
         try:
-            subscription = await asyncio.shield(subscribing)
-        except asyncio.CancelledError:
+            subscription = await self.bounded(_shielded(subscribing), timeout, "the subscription of an inbox")
+        except BaseException:
             subscribing.add_done_callback(self._unwanted)
             raise
-        self._look()  # what happened before is nothing that this sink has lost
-        self._sinks[subscription] = sink
+        self._look()  # what happened before is nothing that this handler has lost
+        self._handlers[subscription] = handler
         if self._looking is None or self._looking.done():
             self._looking = self._spawn(self._keep_looking())
         inbox.subscription = subscription
@@ -71,30 +78,30 @@ class PublicConnection(Door):
         session, there = self.nc.stats["reconnects"], self.nc.is_connected
         if (session != self._session or not there) and not self._lost:
             self._lost = True
-            tell_disconnected(self._sinks.values())
+            notify_disconnected(self._handlers.values())
         if there and self._lost:
             self._lost, self._session = False, session
-            tell_reconnected(self._sinks.values())
+            notify_reconnected(self._handlers.values())
 
     def drop(self, subscription: Subscription) -> None:
-        """As `Connection.drop`, in the background."""
-        self._sinks.pop(subscription, None)
-        if not self._sinks and self._looking is not None:
+        """As `BaseConnection.drop`, in the background."""
+        self._handlers.pop(subscription, None)
+        if not self._handlers and self._looking is not None:
             self._looking.cancel()
             self._looking = None
         self._spawn(unsubscribe(subscription))
 
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
-        """As `Connection.write_nowait`, in the background."""
+        """As `BaseConnection.write_nowait`, in the background."""
         self.check_usable()
-        self._spawn(self._publish(data)).add_done_callback(_seen)
+        self._spawn(self._publish(data)).add_done_callback(_mark_retrieved)
 
-    async def write(self, data: bytes, messages: int, payload_bytes: int) -> None:
-        """As `Connection.write`."""
+    async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
+        """As `BaseConnection.write`."""
         self.check_usable()
         task = self._spawn(self._publish(data))
-        task.add_done_callback(_seen)
-        await asyncio.shield(task)
+        task.add_done_callback(_mark_retrieved)
+        await self.bounded(_shielded(task), timeout, "room in the buffer of the connection")
 
     async def _publish(self, data: bytes) -> None:
         async with self._writing:  # in the order of the calls: batches are numbered
@@ -109,7 +116,11 @@ class PublicConnection(Door):
         return task
 
 
-def _seen(task: asyncio.Task[None]) -> None:
+def _mark_retrieved(task: asyncio.Task[None]) -> None:
     # A failure means that the connection is going; who waits for an answer learns it by its timeout.
     if not task.cancelled():
         task.exception()
+
+
+async def _shielded(task: asyncio.Task[_T]) -> _T:
+    return await asyncio.shield(task)

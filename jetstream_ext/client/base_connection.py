@@ -1,0 +1,263 @@
+"""What both accesses to a client connection share: inbox subscriptions, bounded waits, and the connection's state.
+
+`connection.Connection` works through nats-py's internals, `fallback.FallbackConnection` through its public interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.protocol.frames import Frame
+
+# A handler does not suspend, so a CancelledError from one belongs to something that the handler looked at.
+_HANDLER_FAILURES = (Exception, asyncio.CancelledError)
+# nats-py has no event for a connection that is closed or connected again: seconds between two looks.
+_STATE_POLL: Final = 0.05
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class InboxHandler:
+    """Receives what is delivered to one inbox subscription. All are called on the loop and must not block or raise."""
+
+    frames: Callable[[list[Frame]], None]
+    """Receive delivered messages, in order."""
+    disconnected: Callable[[], None]
+    """The connection is lost: what was sent may be lost, and what was asked may never be answered."""
+    reconnected: Callable[[], None] | None = None
+    """There is a new connection; the subscription is on it, and what was not yet sent is on its way."""
+
+
+class InboxSubscription:
+    """A subscription on an inbox of its own that delivers to an `InboxHandler`. Close it with `close`."""
+
+    def __init__(self, drop: Callable[[Subscription], None], subject: str) -> None:
+        self.subject = subject
+        self.subscription: Subscription | None = None
+        self._drop = drop
+
+    def close(self) -> None:
+        """Drop the subscription. Never suspends; safe to call twice and on a closed connection."""
+        subscription, self.subscription = self.subscription, None
+        if subscription is not None:
+            self._drop(subscription)
+
+
+async def unsubscribe(subscription: Subscription) -> None:
+    """End a subscription through nats-py's public interface; a subscription of a closed connection has ended."""
+    with contextlib.suppress(
+        nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError, nats.errors.BadSubscriptionError
+    ):
+        await subscription.unsubscribe()
+
+
+def notify_disconnected(handlers: Iterable[InboxHandler | None]) -> None:
+    """Tell all handlers that the connection is lost; handlers may be added and removed meanwhile."""
+    for handler in list(handlers):
+        if handler is not None:
+            call_handler(handler.disconnected)
+
+
+def notify_reconnected(handlers: Iterable[InboxHandler | None]) -> None:
+    """Tell the handlers that want to know that there is a new connection."""
+    for handler in list(handlers):
+        if handler is not None and handler.reconnected is not None:
+            call_handler(handler.reconnected)
+
+
+def call_handler(handler: Callable[..., None], *arguments: object) -> None:
+    """Call a handler and report what it raises: an exception would end nats-py's read loop silently."""
+    try:
+        handler(*arguments)
+    except _HANDLER_FAILURES as error:
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": "jetstream_ext could not process what the server sent", "exception": error}
+        )
+
+
+class BaseConnection(ABC):
+    """Access to a user's connection.
+
+    Args:
+        nc: The user's connection.
+        server_info: Returns the ``INFO`` of the server it is connected to.
+    """
+
+    def __init__(self, nc: Client, server_info: Callable[[], Mapping[str, Any]]) -> None:
+        self.nc = nc
+        self._server_info = server_info
+
+    # -- subscribing and writing ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def inbox(self, handler: InboxHandler, *, tail: str = "", timeout: float) -> InboxSubscription:
+        """Subscribe `handler` to a new inbox; `tail` is added to the subject that is subscribed.
+
+        Raises:
+            RequestTimeoutError: nats-py did not take the subscription within `timeout` seconds.
+            ConnectionClosedError: nats-py's: the connection is closed, or was closed meanwhile.
+
+        Cancellation: Nothing is subscribed.
+        """
+
+    @abstractmethod
+    def drop(self, subscription: Subscription) -> None:
+        """Unsubscribe without suspending, so that no cancellation can come in between."""
+
+    @abstractmethod
+    def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
+        """Append encoded commands to nats-py's buffer in one piece.
+
+        Raises:
+            ConnectionClosedError, ConnectionDrainingError, ConnectionReconnectingError: Nothing was written.
+        """
+
+    @abstractmethod
+    async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
+        """Write as `write_nowait` does, then wait while the buffer is over nats-py's own limit.
+
+        Raises:
+            RequestTimeoutError: The server did not read for `timeout` seconds; the bytes stay in the buffer.
+
+        Cancellation: The bytes are in the buffer before the first suspension: everything is written.
+        """
+
+    # -- waiting --------------------------------------------------------------------------------------------------
+
+    async def bounded(self, operation: Coroutine[Any, Any, _T], timeout: float, what: str) -> _T:
+        """Await an operation of nats-py, for no longer than `timeout` seconds and the life of the connection.
+
+        nats-py's own waits (subscribe, flush, request) have no bound, and some swallow a cancellation. The operation
+        runs in a task of its own that is cancelled when this call ends first.
+
+        Args:
+            operation: A coroutine of nats-py.
+            timeout: Seconds.
+            what: What is awaited, for the error: "the answer to …".
+
+        Raises:
+            RequestTimeoutError: The time is over.
+            ConnectionClosedError: nats-py's: the connection is closed, or was closed meanwhile.
+            Exception: What the operation raises.
+
+        Cancellation: The operation is cancelled.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        task = loop.create_task(operation)
+        task.add_done_callback(_mark_retrieved)
+        try:
+            while True:
+                remaining = deadline - loop.time()
+                done, _ = await asyncio.wait({task}, timeout=max(0.0, min(remaining, _STATE_POLL)))
+                if done:
+                    return task.result()
+                if self.closed:
+                    raise nats.errors.ConnectionClosedError
+                if remaining <= 0:
+                    raise RequestTimeoutError(f"{what} did not come within {timeout:.4g} s")
+        finally:
+            task.cancel()
+
+    async def request(self, subject: str, payload: bytes, timeout: float) -> Msg:
+        """Send a request and return the answer.
+
+        Raises:
+            RequestTimeoutError: No answer within `timeout` seconds.
+            NoRespondersError: nats-py's: nothing is subscribed to the subject.
+            ConnectionClosedError, ConnectionDrainingError: nats-py's.
+        """
+        what = f"the answer on {subject}"
+        try:
+            return await self.bounded(self.nc.request(subject, payload, timeout=timeout), timeout, what)
+        except nats.errors.TimeoutError:
+            raise RequestTimeoutError(f"{what} did not come within {timeout:.4g} s") from None
+
+    async def wait_usable(self, timeout: float) -> None:
+        """Wait until the connection is back.
+
+        Raises:
+            RequestTimeoutError: It was not within `timeout` seconds.
+            ConnectionClosedError: nats-py's: it is closed.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while not self.usable:
+            if self.closed:
+                raise nats.errors.ConnectionClosedError
+            remaining = deadline - loop.time()
+            if remaining <= 0:
+                raise RequestTimeoutError(f"the connection was lost and did not come back within {timeout:.4g} s")
+            await asyncio.sleep(min(0.02, remaining))
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def usable(self) -> bool:
+        """Whether what is written now can reach the server."""
+        return bool(self.nc.is_connected) and not self.nc.is_draining_pubs
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection is closed for good."""
+        return bool(self.nc.is_closed)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the user is draining the connection."""
+        return bool(self.nc.is_draining)
+
+    @property
+    def session(self) -> int:
+        """A number that changes with every reconnect."""
+        return int(self.nc.stats["reconnects"])
+
+    @property
+    def max_payload(self) -> int:
+        """The server's limit for headers and payload together, in bytes."""
+        return int(self.nc.max_payload)
+
+    @property
+    def server_version(self) -> str:
+        """The connected server's version."""
+        return str(self._server_info().get("version", ""))
+
+    @property
+    def api_level(self) -> int | None:
+        """The connected server's JetStream API level (None: a server before 2.12)."""
+        level = self._server_info().get("api_lvl")
+        return level if isinstance(level, int) else None
+
+    @property
+    def domain(self) -> str | None:
+        """The connected server's JetStream domain."""
+        domain = self._server_info().get("domain")
+        return domain if isinstance(domain, str) and domain else None
+
+    def check_usable(self) -> None:
+        """Raise nats-py's own error unless what is written now can reach the server."""
+        if self.usable:
+            return
+        if self.nc.is_closed:
+            raise nats.errors.ConnectionClosedError
+        if self.nc.is_draining_pubs:
+            raise nats.errors.ConnectionDrainingError
+        raise nats.errors.ConnectionReconnectingError
+
+
+def _mark_retrieved(task: asyncio.Task[Any]) -> None:
+    # asyncio warns of an exception that nobody looked at; the caller of an abandoned operation has its own error.
+    if not task.cancelled():
+        task.exception()

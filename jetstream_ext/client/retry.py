@@ -1,0 +1,110 @@
+"""The one retry policy: which errors are transient, how long to pause, when to give up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Final
+
+import nats.errors
+from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
+
+from jetstream_ext.errors import (
+    AtomicPublishIncompleteError,
+    BatchAbandonedError,
+    BatchOutcomeUnknownError,
+    DirectGetDisabledError,
+    ErrorCode,
+    MessagesLostError,
+    PositionLostError,
+    RequestTimeoutError,
+    ServerError,
+)
+
+_TRANSIENT: Final = (
+    RequestTimeoutError,
+    MessagesLostError,
+    DirectGetDisabledError,  # the caller checked allow_direct at the leader before: the responders are away
+    BatchAbandonedError,
+    BatchOutcomeUnknownError,
+    AtomicPublishIncompleteError,
+    NoStreamResponseError,
+    ServiceUnavailableError,
+    nats.errors.TimeoutError,
+    nats.errors.NoRespondersError,
+    nats.errors.ConnectionReconnectingError,
+    nats.errors.StaleConnectionError,
+)
+# What a cluster that is electing its leaders answers.
+_ELECTING: Final = frozenset({ErrorCode.CLUSTER_UNAVAILABLE, ErrorCode.NOT_LEADER, ErrorCode.STREAM_OFFLINE})
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether the same call may succeed a little later: no leader, no connection, no answer, too busy."""
+    if isinstance(error, PositionLostError):
+        return False
+    if isinstance(error, APIError) and error.err_code in _ELECTING:
+        return True
+    if isinstance(error, ServerError) and error.retryable:
+        return True
+    return isinstance(error, _TRANSIENT)
+
+
+class Retry:
+    """Pauses between the attempts of one operation, and ends them.
+
+    Args:
+        give_up_after: Seconds without progress after which the next error is raised.
+        first_pause: The first pause in seconds; each later one is longer by `factor`.
+        longest_pause: The longest pause in seconds.
+        factor: By how much pauses grow.
+        jitter: Take a random part of each pause, so that competing writers do not retry in step.
+        transient: Which errors another attempt can be expected to overcome.
+    """
+
+    def __init__(
+        self,
+        give_up_after: float,
+        *,
+        first_pause: float = 0.02,
+        longest_pause: float = 0.5,
+        factor: float = 2.0,
+        jitter: bool = False,
+        transient: Callable[[Exception], bool] = is_transient,
+    ) -> None:
+        self.give_up_after = give_up_after
+        self._first_pause = self._pause = first_pause
+        self._longest_pause = longest_pause
+        self._factor = factor
+        self._jitter = jitter
+        self._transient = transient
+        self._deadline: float | None = None
+
+    def reset(self) -> None:
+        """Note progress: the time to give up and the pauses start again with the next error."""
+        self._pause, self._deadline = self._first_pause, None
+
+    def start(self) -> None:
+        """Let the time to give up run from now on, not from the first error."""
+        self._deadline = asyncio.get_running_loop().time() + self.give_up_after
+
+    async def pause(self, error: Exception) -> None:
+        """Wait before the next attempt, or raise `error` if it is not transient or the time is over.
+
+        Cancellation: Safe.
+        """
+        if not self._transient(error):
+            raise error
+        await self.pause_or_raise(error)
+
+    async def pause_or_raise(self, error: Exception) -> None:
+        """Wait before the next attempt, whatever `error` is, or raise it if the time is over."""
+        now = asyncio.get_running_loop().time()
+        if self._deadline is None:
+            self._deadline = now + self.give_up_after
+        if now >= self._deadline:
+            raise error
+        pause = self._pause * random.random() if self._jitter else self._pause  # noqa: S311 - spreads load
+        self._pause = min(self._pause * self._factor, self._longest_pause)
+        await asyncio.sleep(pause)

@@ -1,0 +1,124 @@
+"""Subjects, filters and names: what is valid, and what matches what. The only place that knows wildcards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from jetstream_ext.errors import BadSubjectError
+
+# A subject is part of one line of a text protocol, encoded in UTF-8: no controls, white space or lone surrogates.
+_FORBIDDEN_CHARACTERS: Final = frozenset(chr(code) for code in (*range(33), 127, *range(0xD800, 0xE000)))
+
+
+def check_subject(subject: str) -> None:
+    """Refuse a subject that nothing can be published to.
+
+    Raises:
+        BadSubjectError: Empty, an empty token, a wildcard, white space or a control character.
+        TypeError: Not a string.
+    """
+    if not isinstance(subject, str):
+        raise TypeError(f"a subject must be str, not {type(subject).__name__}")
+    if not subject or not _FORBIDDEN_CHARACTERS.isdisjoint(subject):
+        raise BadSubjectError(f"subject {subject!r} is empty or has white space or control characters")
+    for token in subject.split("."):
+        if not token:
+            raise BadSubjectError(f"subject {subject!r} has an empty token")
+        if token in ("*", ">"):
+            raise BadSubjectError(f"subject {subject!r} has a wildcard: messages are stored under literal subjects")
+
+
+def check_filter(subject: str) -> None:
+    """Refuse a subject filter that the server would not understand; wildcards are fine here.
+
+    Raises:
+        BadSubjectError: As for `check_subject`, and a ``>`` that is not last.
+        TypeError: Not a string.
+    """
+    if not isinstance(subject, str):
+        raise TypeError(f"a subject filter must be str, not {type(subject).__name__}")
+    if not subject or not _FORBIDDEN_CHARACTERS.isdisjoint(subject):
+        raise BadSubjectError(f"subject filter {subject!r} is empty or has white space or control characters")
+    tokens = subject.split(".")
+    if not all(tokens) or ">" in tokens[:-1]:
+        raise BadSubjectError(f"subject filter {subject!r} has an empty token or a '>' that is not the last")
+
+
+def check_name(name: str, what: str) -> None:
+    r"""Refuse a stream or bucket name that would become other tokens of an API subject.
+
+    Raises:
+        BadSubjectError: Empty, or with ``.``, ``*``, ``>``, ``/``, ``\``, white space or control characters.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"{what} must be str, not {type(name).__name__}")
+    if not name or not _FORBIDDEN_CHARACTERS.isdisjoint(name) or any(char in name for char in ".*>/\\"):
+        raise BadSubjectError(f"{what} {name!r} is empty or has characters that are not allowed in a name")
+
+
+def covers(wide: str, narrow: str) -> bool:
+    """Return whether the filter `wide` matches every subject that the filter (or literal subject) `narrow` matches."""
+    if wide == narrow:
+        return True
+    wide_tokens, narrow_tokens = wide.split("."), narrow.split(".")
+    for index, token in enumerate(wide_tokens):
+        if token == ">":
+            return len(narrow_tokens) > index
+        if index >= len(narrow_tokens) or narrow_tokens[index] == ">" or token not in ("*", narrow_tokens[index]):
+            return False
+    return len(wide_tokens) == len(narrow_tokens)
+
+
+def overlap(one: str, other: str) -> bool:
+    """Return whether some literal subject is matched by both filters."""
+    ones, others = one.split("."), other.split(".")
+    for left, right in zip(ones, others, strict=False):
+        if ">" in (left, right):
+            return True
+        if left != right and "*" not in (left, right):
+            return False
+    return len(ones) == len(others)
+
+
+class SubjectMatcher:
+    """Matches the subjects of stored messages against filters, and remembers answers: streams repeat subjects."""
+
+    _REMEMBERED = 65_536
+
+    def __init__(self, filters: Iterable[str]) -> None:
+        self._filters = tuple(filters)
+        self._known: dict[bytes, bool] = {}
+
+    def mask(self, subjects: Sequence[bytes]) -> list[bool]:
+        """Return for each subject whether one of the filters matches it."""
+        known = self._known
+        if len(known) > self._REMEMBERED:
+            known.clear()
+        for subject in set(subjects).difference(known):
+            text = subject.decode("utf-8", "replace")
+            known[subject] = any(covers(each, text) for each in self._filters)
+        return [known[subject] for subject in subjects]
+
+
+class SubjectCache:
+    """Checked subjects and their bytes. Streams are written through few subjects, so checking once is enough."""
+
+    _LIMIT = 8192
+
+    def __init__(self) -> None:
+        self._known: dict[str, bytes] = {}
+
+    def encode(self, subject: str) -> bytes:
+        """Return the bytes of a valid subject.
+
+        Raises:
+            BadSubjectError: See `check_subject`.
+        """
+        known = self._known.get(subject)
+        if known is None:
+            check_subject(subject)
+            if len(self._known) >= self._LIMIT:
+                self._known.clear()
+            known = self._known[subject] = subject.encode()
+        return known
