@@ -1,4 +1,4 @@
-"""The table of features in the documentation and in the README, both from `jetstream_ext.protocol.support`.
+"""The table of features in the documentation and in the README, both from `jetstream_ext.protocol.feature_table`.
 
 In a page, the directive `feature-table` is the table. For the README, ``python docs/_ext/feature_table.py README.md``
 replaces what stands between ``<!-- feature table -->`` and ``<!-- end of feature table -->``; with ``--check`` it only
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetstream_ext.protocol.support import markdown_table
+from jetstream_ext.protocol.feature_table import markdown_table
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx

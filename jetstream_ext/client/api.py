@@ -15,7 +15,7 @@ from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client.context import Context
-from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ResponseError
+from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ResponseError, ServerError
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import parse_answer
 from jetstream_ext.protocol.stream_state import StreamState, parse_stream_state
@@ -88,15 +88,20 @@ class Api:
         payload = b"" if body is None else orjson.dumps(body)
 
         async def send() -> Msg:
-            if self.remaining <= 0:
-                raise RequestTimeoutError(f"no answer on {subject} within {self.timeout:.4g} s")
-            return await self.context.connection.request(subject, payload, self.remaining)
+            return await self.context.connection.request(subject, payload, max(0.0, self.remaining))
 
         try:
             reply = await (_first_answer(send) if repeat else send())
+        except RequestTimeoutError:
+            raise RequestTimeoutError(f"no answer on {subject} within {self.timeout:.4g} s") from None
         except nats.errors.NoRespondersError as error:
             raise ServiceUnavailableError(code=503, description=f"no server answers on {subject}") from error
-        return parse_answer(subject, reply.data)
+        try:
+            return parse_answer(subject, reply.data)
+        except ServerError as refusal:
+            if refusal.code != 404:
+                raise
+            raise NotFoundError(code=404, err_code=refusal.err_code, description=refusal.description) from refusal
 
     async def level(self) -> int:
         """Return the API level of the JetStream that answers (0: older than 2.11).

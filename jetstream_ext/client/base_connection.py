@@ -246,6 +246,13 @@ class BaseConnection(ABC):
         domain = self._server_info().get("domain")
         return domain if isinstance(domain, str) and domain else None
 
+    def check_subscribable(self) -> None:
+        """Raise nats-py's own error if the connection takes no more subscriptions."""
+        if self.nc.is_closed:
+            raise nats.errors.ConnectionClosedError
+        if self.nc.is_draining:
+            raise nats.errors.ConnectionDrainingError
+
     def check_usable(self) -> None:
         """Raise nats-py's own error unless what is written now can reach the server."""
         if self.usable:

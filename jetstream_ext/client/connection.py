@@ -76,21 +76,18 @@ class Connection(BaseConnection):
     # -- subscriptions ------------------------------------------------------------------------------------------
 
     async def inbox(self, handler: InboxHandler, *, tail: str = "", timeout: float) -> InboxSubscription:
-        """As `BaseConnection.inbox`."""
-        subject = self.nc.new_inbox()
-        inbox = InboxSubscription(self.drop, subject)
+        """As `BaseConnection.inbox`, without ever suspending."""
+        nc = self.nc
+        self.check_subscribable()
         self._watch()
-        try:
-            subscribing = self.nc.subscribe(subject + tail)
-            subscription = await self.bounded(subscribing, timeout, "the subscription of an inbox")
-        except BaseException:
-            # nats-py registers a subscription before it sends it: a call that ends in between would leak it.
-            for known in list(self.nc._subs.values()):
-                if known.subject == subject + tail:
-                    self.drop(known)
-            raise
+        inbox = InboxSubscription(self.drop, nc.new_inbox())
+        nc._sid += 1
+        # As nats-py's `subscribe` does it, which would also wait for the flusher, without a limit.
+        subscription = inbox.subscription = Subscription(nc, nc._sid, inbox.subject + tail)
+        nc._subs[subscription._id] = subscription
         self._handlers[b"%d" % subscription._id] = handler
-        inbox.subscription = subscription
+        if nc.is_connected:  # else nats-py sends it when it is connected again
+            self._append(b"SUB %b  %d\r\n" % (subscription._subject.encode(), subscription._id))
         return inbox
 
     def drop(self, subscription: Subscription) -> None:
@@ -282,6 +279,7 @@ def _internals_known(nc: Client) -> bool:
         and isinstance(getattr(nc, "_pending_data_size", None), int)
         and isinstance(getattr(nc, "_max_pending_size", None), int)
         and isinstance(getattr(nc, "_subs", None), dict)
+        and isinstance(getattr(nc, "_sid", None), int)
         and isinstance(getattr(nc, "stats", None), dict)
         and isinstance(getattr(nc, "_reading_task", ""), asyncio.Task | None)
         and inspect.iscoroutinefunction(getattr(nc, "_flush_pending", None))

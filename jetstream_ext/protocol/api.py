@@ -6,7 +6,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import orjson
-from nats.js.errors import NotFoundError
 
 from jetstream_ext.errors import ResponseError, ServerError, server_error
 from jetstream_ext.protocol import headers as h
@@ -21,8 +20,7 @@ def parse_answer(subject: str, payload: bytes) -> dict[str, Any]:
     """Read the JSON answer to a request of the JetStream API.
 
     Raises:
-        NotFoundError: nats-py's: there is no such stream, consumer or message.
-        ServerError: Any other refusal.
+        ServerError: The server refused.
         ResponseError: The answer is malformed.
     """
     try:
@@ -32,10 +30,7 @@ def parse_answer(subject: str, payload: bytes) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise ResponseError(f"the answer on {subject} is not a JSON object", frame=payload)
     if "error" in answer:
-        refusal = parse_refusal(answer["error"], payload)
-        if refusal.code == 404:
-            raise NotFoundError(code=404, err_code=refusal.err_code, description=refusal.description) from refusal
-        raise refusal
+        raise parse_refusal(answer["error"], payload)
     return answer
 
 

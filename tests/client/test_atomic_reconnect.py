@@ -119,7 +119,7 @@ async def test_a_write_that_fails_half_way_closes_the_batch(
 ) -> None:
     name = await make_stream()
 
-    async def fails(data: bytes, messages: int, size: int) -> None:
+    async def fails(data: bytes, messages: int, size: int, *, timeout: float) -> None:
         raise error
 
     for commit in (False, True):

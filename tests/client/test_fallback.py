@@ -111,8 +111,8 @@ async def test_a_cancelled_write_has_written_everything(
     connection, subject, frames = heard
     data = [pub(subject.encode(), b"", b"", b"%d" % i) for i in range(4)]
     nc._max_pending_size = 1  # every publish waits for the flusher
-    first = asyncio.create_task(connection.write(data[0] + data[1], 2, 2))
-    second = asyncio.create_task(connection.write(data[2] + data[3], 2, 2))
+    first = asyncio.create_task(connection.write(data[0] + data[1], 2, 2, timeout=5))
+    second = asyncio.create_task(connection.write(data[2] + data[3], 2, 2, timeout=5))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     second.cancel()
@@ -190,7 +190,9 @@ async def test_a_lost_connection_is_heard_of(own_nc: Client, own_server: NatsSer
     connection = connection_of(made_strange(own_nc))
     assert isinstance(connection, FallbackConnection)
     heard: list[object] = []
-    inbox = await connection.inbox(InboxHandler(heard.extend, lambda: heard.append("lost"), lambda: heard.append("back")))
+    inbox = await connection.inbox(
+        InboxHandler(heard.extend, lambda: heard.append("lost"), lambda: heard.append("back")), timeout=5
+    )
     for turn in (1, 2):
         await asyncio.to_thread(own_server.kill)
         await asyncio.to_thread(own_server.restart)
@@ -200,9 +202,9 @@ async def test_a_lost_connection_is_heard_of(own_nc: Client, own_server: NatsSer
         assert heard == ["lost", "back"] * turn
     # Who comes later has lost nothing.
     late: list[object] = []
-    other = await connection.inbox(InboxHandler(late.extend, lambda: late.append("lost")))
+    other = await connection.inbox(InboxHandler(late.extend, lambda: late.append("lost")), timeout=5)
     await connection.write(
-        pub(other.subject.encode(), b"", b"", b"x") + pub(inbox.subject.encode(), b"", b"", b"x"), 2, 2
+        pub(other.subject.encode(), b"", b"", b"x") + pub(inbox.subject.encode(), b"", b"", b"x"), 2, 2, timeout=5
     )
     async with asyncio.timeout(10):
         while not late or len(heard) < 5:
@@ -241,7 +243,7 @@ async def test_a_cancelled_subscription_is_dropped(nc: Client, left: Any) -> Non
     connection = connection_of(nc)
     nc._max_pending_size = 1  # the subscription waits for the flusher
     for turns in range(6):
-        opening = asyncio.create_task(connection.inbox(InboxHandler(lambda _: None, lambda: None)))
+        opening = asyncio.create_task(connection.inbox(InboxHandler(lambda _: None, lambda: None), timeout=5))
         for _ in range(turns):
             await asyncio.sleep(0)
         if not opening.cancel():
@@ -257,7 +259,7 @@ async def heard(nc: Client) -> AsyncIterator[tuple[FallbackConnection, str, list
     connection = connection_of(nc)
     assert isinstance(connection, FallbackConnection)
     frames: list[Frame] = []
-    inbox = await connection.inbox(InboxHandler(frames.extend, lambda: None))
+    inbox = await connection.inbox(InboxHandler(frames.extend, lambda: None), timeout=5)
     yield connection, inbox.subject, frames
     inbox.close()
     await asyncio.sleep(0)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.atomic_search import Search, fence, reached
-from jetstream_ext.protocol.stream_state import StreamState, matches, parse_stream_state
 
 
 def header(batch: str, number: object) -> dict[str, str]:
@@ -61,50 +60,3 @@ def test_the_fence() -> None:
 )
 def test_how_far_the_leader_is(text: str, seq: int | None) -> None:
     assert reached(text) == seq
-
-
-@pytest.mark.parametrize(
-    ("pattern", "subject", "expected"),
-    [
-        ("a", "a", True), ("a", "b", False), ("a.*", "a.b", True), ("a.*", "a", False), ("a.*", "a.b.c", False),
-        ("a.>", "a.b.c", True), ("a.>", "a", False), (">", "a", True), ("*.b", "a.b", True), ("a.b", "a.b.c", False),
-    ],
-)  # fmt: skip
-def test_subjects(pattern: str, subject: str, expected: bool) -> None:
-    assert matches(pattern, subject) is expected
-    assert StreamState("S", "", (pattern,)).stores(subject) is expected
-
-
-def info(**more: Any) -> dict[str, Any]:
-    return {"config": {"name": "S"}, "created": "now", "state": {"first_seq": 1, "last_seq": 9}, **more}
-
-
-def test_an_old_or_single_server() -> None:
-    facts = parse_stream_state(info())
-    assert facts == StreamState("S", "now", last_seq=9)
-    assert facts.leader_is_certain
-
-
-@pytest.mark.parametrize(
-    ("active", "offline", "leads"),
-    [((1, 1), (), True), ((1, 9), (), True), ((9, 9), (), False), ((1, 9), (0,), False)],
-)
-def test_a_leader_that_hears_from_a_majority(active: tuple[int, ...], offline: tuple[int, ...], leads: bool) -> None:
-    peers = [
-        {"name": f"n{i}", "active": seconds * 1_000_000_000, "offline": i in offline}
-        for i, seconds in enumerate(active)
-    ]
-    facts = parse_stream_state(info(cluster={"leader": "n9", "replicas": peers}))
-    assert (facts.leader, facts.replicated, facts.leader_is_certain) == ("n9", True, leads)
-
-
-def test_what_the_server_echoes() -> None:
-    config = {
-        "name": "S", "subjects": ["a", "b.>"], "allow_atomic": True, "allow_direct": True, "num_replicas": 3,
-        "sources": [{}], "duplicate_window": 5, "metadata": {"_nats.level": "4", "_nats.ver": "2.14.6"},
-    }  # fmt: skip
-    facts = parse_stream_state(info(config=config))
-    assert facts == StreamState(
-        "S", "now", ("a", "b.>"), 9, replicated=True, direct=True, contiguous=False, window_ns=5,
-        level=4, version="2.14.6",
-    )  # fmt: skip

@@ -84,9 +84,7 @@ def test_bad_names(name: str) -> None:
         check_name(name, "stream name")
 
 
-@pytest.mark.parametrize(
-    "check", [check_subject, check_filter, lambda name: check_name(name, "x")]
-)
+@pytest.mark.parametrize("check", [check_subject, check_filter, lambda name: check_name(name, "x")])
 @pytest.mark.parametrize("value", [None, b"a", 5])
 def test_only_text_is_a_subject_or_name(check: Callable[[object], None], value: object) -> None:
     with pytest.raises(TypeError, match="must be str"):

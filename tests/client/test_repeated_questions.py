@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jetstream_ext.client import leader
+from jetstream_ext.client import api
 
 
 class Questions:
@@ -31,7 +31,7 @@ class Questions:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader, "_ASK_AGAIN", 0.01)
+    monkeypatch.setattr(api, "_ASK_AGAIN", 0.01)
 
 
 async def nothing_left(questions: Questions, unanswered: int) -> None:
@@ -43,20 +43,20 @@ async def nothing_left(questions: Questions, unanswered: int) -> None:
 
 async def test_an_answer_to_any_question_counts() -> None:
     questions = Questions("yes", at=3)
-    assert await leader._answered(questions) == "yes"
+    assert await api._first_answer(questions) == "yes"
     await nothing_left(questions, 2)
 
 
 async def test_so_does_a_refusal() -> None:
     questions = Questions(ZeroDivisionError(), at=2)
     with pytest.raises(ZeroDivisionError):
-        await leader._answered(questions)
+        await api._first_answer(questions)
     await nothing_left(questions, 1)
 
 
 async def test_a_cancelled_wait_leaves_no_question() -> None:
     questions = Questions(None, at=0)
-    waiting = asyncio.create_task(leader._answered(questions))
+    waiting = asyncio.create_task(api._first_answer(questions))
     async with asyncio.timeout(10):
         while questions.asked < 3:
             await asyncio.sleep(0.001)
@@ -75,7 +75,7 @@ async def test_two_answers_at_once() -> None:
         await gate.wait()
         raise ZeroDivisionError
 
-    waiting = asyncio.create_task(leader._answered(question))
+    waiting = asyncio.create_task(api._first_answer(question))
     async with asyncio.timeout(10):
         while len(asked) < 2:
             await asyncio.sleep(0.001)

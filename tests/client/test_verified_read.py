@@ -7,7 +7,7 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamConfig, StreamSource
 
 import jetstream_ext as jsx
-from jetstream_ext.client import whole
+from jetstream_ext.client import verified_read
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.verified_read import read_whole
 from jetstream_ext.errors import RequestTimeoutError
@@ -80,14 +80,14 @@ async def test_a_mirror_that_is_whole_costs_no_second_read(
 ) -> None:
     await mirror(279)
     reads: list[int] = []
-    blocks = whole.read_blocks
+    blocks = verified_read.read_blocks
 
     async def counted(js: Context, stream: str, plan: Scan, timeout: float) -> AsyncIterator[Block]:
         reads.append(plan.position)
         async for block in blocks(js, stream, plan, timeout):
             yield block
 
-    monkeypatch.setattr(whole, "read_blocks", counted)
+    monkeypatch.setattr(verified_read, "read_blocks", counted)
     assert await read(js, origin) == present(1, 300)
     assert reads == [0]
 
@@ -96,11 +96,11 @@ async def test_nobody_has_it(
     js: JetStreamContext, origin: str, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = await mirror(93, filter_subject=f"{origin}.1")
-    blocks = whole.read_blocks
+    blocks = verified_read.read_blocks
 
     def only_the_mirror(js: Context, stream: str, plan: Scan, timeout: float) -> AsyncIterator[Block]:
         return blocks(js, name, plan, timeout)
 
-    monkeypatch.setattr(whole, "read_blocks", only_the_mirror)
+    monkeypatch.setattr(verified_read, "read_blocks", only_the_mirror)
     with pytest.raises(RequestTimeoutError, match=rf"has sequence 2, .* within 0\.3 s \(a mirror answers: '{name}'\)"):
         await read(js, origin, timeout=0.3)

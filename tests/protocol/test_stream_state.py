@@ -1,0 +1,102 @@
+"""What the leader of a stream says of it, and what follows from that."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from jetstream_ext.errors import DirectGetDisabledError, ResponseError, UnsupportedFeatureError
+from jetstream_ext.protocol.stream_state import StreamState, parse_stream_state
+
+CREATED = "2026-01-02T03:04:05.000000006Z"
+
+
+def answer(**more: Any) -> dict[str, Any]:
+    return {
+        "config": {"name": "S"},
+        "created": CREATED,
+        "state": {"messages": 9, "first_seq": 1, "last_seq": 9, "last_ts": "2026-01-02T03:05:05Z"},
+        **more,
+    }
+
+
+def test_a_single_server_that_says_no_version() -> None:
+    state = parse_stream_state(answer())
+    assert (state.name, state.created, state.first_seq, state.last_seq, state.messages) == ("S", CREATED, 1, 9, 9)
+    assert (state.api_level, state.server_version, state.replicated) == (0, None, False)
+    assert state.leader_is_certain
+    assert state.last_time == datetime(2026, 1, 2, 3, 5, 5, tzinfo=UTC)
+    assert state.has_every_sequence
+    assert state.never_removed
+
+
+def test_an_empty_stream_begins_after_its_last_sequence() -> None:
+    state = parse_stream_state(
+        answer(state={"messages": 0, "first_seq": 0, "last_seq": 7, "last_ts": "0001-01-01T00:00:00Z"})
+    )
+    assert (state.first_seq, state.last_seq) == (8, 7)
+    assert state.last_time == datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert not state.never_removed
+
+
+@pytest.mark.parametrize(
+    ("active", "offline", "certain"),
+    [((1, 1), (), True), ((1, 9), (), True), ((9, 9), (), False), ((1, 9), (0,), False)],
+)
+def test_a_leader_is_certain_while_a_majority_hears_from_it(
+    active: tuple[int, ...], offline: tuple[int, ...], certain: bool
+) -> None:
+    peers = [
+        {"name": f"n{i}", "active": seconds * 1_000_000_000, "offline": i in offline}
+        for i, seconds in enumerate(active)
+    ]
+    state = parse_stream_state(answer(cluster={"leader": "n9", "replicas": peers}))
+    assert (state.leader, state.replicated, state.leader_is_certain) == ("n9", True, certain)
+
+
+def test_the_configuration_that_the_server_echoes() -> None:
+    config = {
+        "name": "S",
+        "subjects": ["a", "b.>"],
+        "allow_direct": True,
+        "num_replicas": 3,
+        "sources": [{}],
+        "duplicate_window": 5_000_000_000,
+        "max_age": 1_000_000_000,
+        "metadata": {"_nats.level": "4", "_nats.ver": "2.14.6"},
+    }
+    state = parse_stream_state(answer(config=config))
+    assert state.subjects == ("a", "b.>")
+    assert state.stores("b.c")
+    assert not state.stores("c")
+    assert state.allows_direct
+    assert not state.contiguous
+    assert (state.duplicate_window, state.max_age, state.marker_ttl) == (
+        timedelta(seconds=5),
+        timedelta(seconds=1),
+        None,
+    )
+    assert (state.api_level, state.server_version) == (4, "2.14.6")
+    state.check_direct_reads("2.15.1")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"config": None},
+        {"state": {}},
+        {"state": {"messages": "x", "last_seq": 1, "first_seq": 1}},
+        {"ts": "now"},
+        {"cluster": {"replicas": [3]}},
+    ],
+)
+def test_a_malformed_answer_is_a_response_error_that_names_the_stream(broken: dict[str, Any]) -> None:
+    with pytest.raises(ResponseError, match="'ORDERS'"):
+        parse_stream_state(answer(**broken), "ORDERS")
+
+
+def test_a_stream_without_direct_gets_is_refused_with_what_to_do() -> None:
+    with pytest.raises(DirectGetDisabledError, match="nats stream edit S --allow-direct"):
+        StreamState("S", CREATED, {}, api_level=1).check_direct_reads("2.15.1")
+    with pytest.raises(UnsupportedFeatureError, match=r"2\.10\.2"):
+        StreamState("S", CREATED, {"allow_direct": True}).check_direct_reads("2.10.2")
