@@ -6,16 +6,16 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent / "_ext"))
 
-project = "jetstream-ext"
+project = "nats-jetstream-ext"
 author = "the jetstream-ext authors"
 copyright = "2026, the jetstream-ext authors"
-release = version = _version("jetstream-ext")
+release = version = _version("nats-jetstream-ext")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "feature_table", "state_tables"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
-html_title = "jetstream-ext"
+html_title = "nats-jetstream-ext"
 html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 

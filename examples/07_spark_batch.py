@@ -1,4 +1,4 @@
-"""Count a stream's messages with Spark: ``python examples/07_spark_batch.py URL``. Needs ``jetstream-ext[spark]``."""
+"""Count a stream's messages with Spark: ``python examples/07_spark_batch.py URL``. Needs ``nats-jetstream-ext[spark]``."""
 
 import asyncio
 import os

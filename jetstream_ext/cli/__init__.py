@@ -1,4 +1,4 @@
-"""The command line: ``jetstream-ext``, or ``python -m jetstream_ext.cli``. Needs ``jetstream-ext[cli]``.
+"""The command line: ``jetstream-ext``, or ``python -m jetstream_ext.cli``. Needs ``nats-jetstream-ext[cli]``.
 
 ::
 

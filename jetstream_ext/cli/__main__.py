@@ -16,7 +16,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
     if missing:
-        sys.stderr.write(f"jetstream-ext: needs {' and '.join(missing)}: pip install 'jetstream-ext[cli]'\n")
+        sys.stderr.write(f"jetstream-ext: needs {' and '.join(missing)}: pip install 'nats-jetstream-ext[cli]'\n")
         sys.exit(1)
     try:
         from jetstream_ext.cli.app import cli  # only now: it imports both

@@ -42,7 +42,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="jetstream-ext")
+@click.version_option(package_name="nats-jetstream-ext")
 def cli() -> None:
     """Bulk work on NATS JetStream: look at servers, ingest and export files, read buckets.
 

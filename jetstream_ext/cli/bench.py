@@ -68,7 +68,7 @@ def command(
     """Measure this library and plain nats-py in turn, on the server at URL or else on one of its own.
 
     It works on a scratch stream, which it deletes at the end and after Ctrl-C, and touches no other. It loads the
-    server as much as it can. A server of its own needs jetstream-ext[server].
+    server as much as it can. A server of its own needs nats-jetstream-ext[server].
     """
     if picture is not None:
         plot.check(picture)
@@ -90,7 +90,7 @@ def command(
         "server": where.shown if own is None else "embedded",
         "server_version": outcome.version,
         "nats_py": version("nats-py"),
-        "jetstream_ext": version("jetstream-ext"),
+        "jetstream_ext": version("nats-jetstream-ext"),
         "messages": messages,
         "size": size,
         "rounds": rounds,

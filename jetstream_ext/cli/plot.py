@@ -46,7 +46,7 @@ def check(path: Path) -> None:
     if not path.parent.is_dir():
         raise click.ClickException(f"{path}: there is no folder {str(path.parent)!r}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise click.ClickException("a plot needs matplotlib: pip install 'jetstream-ext[plot]'")
+        raise click.ClickException("a plot needs matplotlib: pip install 'nats-jetstream-ext[plot]'")
 
 
 def draw(path: Path, title: str, groups: Sequence[tuple[str, Sequence[Bar]]]) -> None:

@@ -39,7 +39,7 @@ _LOOK_EVERY = 0.2
 def command(port: int, store: Path | None, config: Path | None, as_json: bool) -> None:
     """Run a nats-server with JetStream on this machine until Ctrl-C.
 
-    It listens on 127.0.0.1 only. The binary comes with jetstream-ext[server], or is the one on the path.
+    It listens on 127.0.0.1 only. The binary comes with nats-jetstream-ext[server], or is the one on the path.
     """
     kept = () if store is None else ("--jetstream", "--store_dir", str(store.absolute()))
     server = NatsServer(jetstream=store is None, config=config, port=port or -1, args=kept)

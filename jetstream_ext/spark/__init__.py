@@ -1,6 +1,6 @@
 """The PySpark connector: formats `jetstream` (streams, read and written) and `jetstream_kv` (buckets, read).
 
-Spark finds the formats by itself (`pyspark_jetstream`); `register` does it by hand. Needs ``jetstream-ext[spark]``.
+Spark finds the formats by itself (`pyspark_jetstream`); `register` does it by hand. Needs ``nats-jetstream-ext[spark]``.
 
 From a query to rows, and from rows to messages::
 
@@ -52,7 +52,7 @@ def register(spark: SparkSession) -> None:
         ModuleNotFoundError: There is no PySpark.
     """
     if importlib.util.find_spec("pyspark") is None:
-        raise ModuleNotFoundError("the connector needs PySpark: pip install 'jetstream-ext[spark]'", name="pyspark")
+        raise ModuleNotFoundError("the connector needs PySpark: pip install 'nats-jetstream-ext[spark]'", name="pyspark")
     # Not at the top: pyspark is an extra, and heavy.
     from pyspark.errors import AnalysisException
 

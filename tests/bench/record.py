@@ -120,7 +120,7 @@ def whole(groups: Mapping[str, Json], *, quick: bool, load: float) -> Json:
 
 
 def _versions(groups: Iterable[str]) -> list[str]:
-    return ["nats-py", "jetstream-ext", *(["pyspark"] if any(name.startswith("spark") for name in groups) else [])]
+    return ["nats-py", "nats-jetstream-ext", *(["pyspark"] if any(name.startswith("spark") for name in groups) else [])]
 
 
 def _cpu() -> str:

