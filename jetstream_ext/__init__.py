@@ -9,8 +9,7 @@ from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.features import Features, features
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.client.message_batch import MessageBatch
-from jetstream_ext.client.source_health import SourceHealth, SourceState, source_health
-from jetstream_ext.client.sources import create_source_consumer, server_managed_source
+from jetstream_ext.client.sourcing import SourceHealth, SourceState, create_source_consumer, source_health
 from jetstream_ext.client.streams import ensure_stream
 from jetstream_ext.ttl import marker_reason, ttl_headers, with_ttl
 from jetstream_ext.types import (
@@ -64,7 +63,6 @@ __all__ = [
     "publish_atomic",
     "publish_atomic_many",
     "reset_consumer",
-    "server_managed_source",
     "source_health",
     "ttl_headers",
     "watch_abandoned",

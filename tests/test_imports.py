@@ -54,7 +54,6 @@ DOCUMENTED = {
     "publish_atomic",
     "publish_atomic_many",
     "reset_consumer",
-    "server_managed_source",
     "source_health",
     "ttl_headers",
     "watch_abandoned",

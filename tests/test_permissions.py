@@ -22,7 +22,7 @@ from jetstream_ext.testing import NatsServer
 
 PAGE = Path(__file__).parents[1] / "docs" / "permissions.md"
 NAMES = {"<stream>": "S", "<subject>": "s.a", "<consumer>": "C", "<bucket>": "B", "<origin>": "O", "<output>": "T"}
-ASK_NOBODY = {"ttl_headers", "marker_reason", "with_ttl", "server_managed_source"}
+ASK_NOBODY = {"ttl_headers", "marker_reason", "with_ttl"}
 
 Call = Callable[[JetStreamContext], Awaitable[Any]]
 

@@ -11,7 +11,7 @@ from nats.js import JetStreamContext
 from jetstream_ext.client.api import Api
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.features import features
-from jetstream_ext.client.source_health import source_health
+from jetstream_ext.client.sourcing import source_health
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.feature_table import Feature
 

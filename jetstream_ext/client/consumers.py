@@ -6,16 +6,13 @@ from datetime import datetime
 
 from nats.js import JetStreamContext
 from nats.js.api import ConsumerReset
-from nats.js.errors import NotFoundError
 
-from jetstream_ext.client.api import Api, reading
+from jetstream_ext.client.api import Api, get_at_leader, reading, stream_state
 from jetstream_ext.client.context import Context
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.protocol.stream_state import answering_server
 from jetstream_ext.protocol.subjects import check_name
-
-_NO_MESSAGE = 10037
 
 
 async def reset_consumer(
@@ -94,14 +91,6 @@ async def reset_consumer(
 async def _first_at(api: Api, stream: str, when: datetime) -> int:
     """Return the first sequence stored at or after `when`, or the one that comes next."""
     # The end first: a message that is stored between the two questions must not be skipped.
-    info = await api.ask(f"STREAM.INFO.{stream}")
-    with reading(f"stream {stream!r}"):
-        end = int(info["state"]["last_seq"]) + 1
-    try:
-        found = await api.ask(f"STREAM.MSG.GET.{stream}", {"start_time": rfc3339(when, "time")})
-    except NotFoundError as error:
-        if error.err_code != _NO_MESSAGE:
-            raise
-        return end
-    with reading(f"a message of stream {stream!r}"):
-        return int(found["message"]["seq"])
+    end = (await stream_state(api.context, stream, api.remaining)).last_seq + 1
+    found = await get_at_leader(api.context, stream, {"start_time": rfc3339(when, "time")}, api.remaining)
+    return end if found is None else found.seq

@@ -12,13 +12,12 @@ from nats.js.errors import NotFoundError
 
 from jetstream_ext.client.api import Api, reading
 from jetstream_ext.client.context import Context
-from jetstream_ext.errors import ServerError, StreamConfigMismatchError
+from jetstream_ext.errors import ErrorCode, ServerError, StreamConfigMismatchError
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.feature_table import Feature
 from jetstream_ext.protocol.stream_state import answering_server
 from jetstream_ext.protocol.subjects import check_name
 
-_STREAM_EXISTS: Final = 10058
 _MINUS_ONE_FOR_ZERO: Final = frozenset(
     {"max_consumers", "max_msgs", "max_bytes", "max_msgs_per_subject", "max_msg_size"}
 )
@@ -81,7 +80,7 @@ async def ensure_stream(
             return _checked(api, wanted, await api.ask(f"STREAM.CREATE.{wanted.name}", wanted.as_dict()))
         except ServerError as refusal:
             # Somebody else may have created it since it was asked for.
-            if refusal.err_code != _STREAM_EXISTS or retried:
+            if refusal.err_code != ErrorCode.STREAM_NAME_EXISTS or retried:
                 raise
             retried = True
 
@@ -197,10 +196,6 @@ def _read(config: Mapping[str, Any]) -> StreamConfig:
     for name, value in copy.items():
         if isinstance(value, dict | list) and name != "metadata":
             copy[name] = _pruned(value)
-    for entry in [copy.get("mirror"), *(copy.get("sources") or [])]:
-        consumer = (entry or {}).get("consumer")
-        if consumer:  # nats-py insists on a field that a server-managed one (an ADR draft's) has not
-            consumer.setdefault("deliver_subject", "")
     read: StreamConfig = StreamConfig.from_response(copy)
     return read
 

@@ -62,10 +62,10 @@ def covers(wide: str, narrow: str) -> bool:
     if wide == narrow:
         return True
     wide_tokens, narrow_tokens = wide.split("."), narrow.split(".")
-    for index, token in enumerate(wide_tokens):
-        if token == ">":
+    for index, part in enumerate(wide_tokens):
+        if part == ">":
             return len(narrow_tokens) > index
-        if index >= len(narrow_tokens) or narrow_tokens[index] == ">" or token not in ("*", narrow_tokens[index]):
+        if index >= len(narrow_tokens) or narrow_tokens[index] == ">" or part not in ("*", narrow_tokens[index]):
             return False
     return len(wide_tokens) == len(narrow_tokens)
 

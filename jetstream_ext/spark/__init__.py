@@ -52,7 +52,9 @@ def register(spark: SparkSession) -> None:
         ModuleNotFoundError: There is no PySpark.
     """
     if importlib.util.find_spec("pyspark") is None:
-        raise ModuleNotFoundError("the connector needs PySpark: pip install 'nats-jetstream-ext[spark]'", name="pyspark")
+        raise ModuleNotFoundError(
+            "the connector needs PySpark: pip install 'nats-jetstream-ext[spark]'", name="pyspark"
+        )
     # Not at the top: pyspark is an extra, and heavy.
     from pyspark.errors import AnalysisException
 

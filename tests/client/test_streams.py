@@ -20,6 +20,7 @@ from nats.js.api import (
     StoreCompression,
     StreamConfig,
     StreamConsumerLimits,
+    StreamConsumerSource,
     StreamSource,
     SubjectTransform,
 )
@@ -279,7 +280,7 @@ async def test_a_server_that_is_too_old_is_known_before_anything_is_created(
 
 async def test_a_durable_source_too(nc: Client, stream_name: Callable[[], str]) -> None:
     old = await Canned(nc, stream_name(), info=[MISSING], account=[{"api": {"level": 3}}]).start()
-    entry = jsx.server_managed_source("O", "c")
+    entry = StreamSource(name="O", consumer=StreamConsumerSource(name="c", deliver_subject="d"))
     with pytest.raises(UnsupportedFeatureError) as refused:
         await jsx.ensure_stream(old.js, name="S", sources=[entry])
     assert (refused.value.feature, refused.value.required_api_level) == ("durable sourcing", 4)

@@ -20,7 +20,7 @@ from nats.aio.client import Client
 from nats.js.api import DeliverPolicy, StreamConfig, StreamConsumerSource, StreamSource
 
 import jetstream_ext as jsx
-from jetstream_ext.errors import ConsumerInvalidResetError, ServerError, UnsupportedFeatureError
+from jetstream_ext.errors import ConsumerInvalidResetError, UnsupportedFeatureError
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.feature_table import Feature
 from jetstream_ext.protocol.options import MAX_TTL
@@ -294,15 +294,6 @@ async def test_health_of_an_ordinary_mirror(old: NatsServer, nc: Client, name: s
     async with asyncio.timeout(SLACK):
         while not (await jsx.source_health(js, f"{name}M"))[0].ok:
             await asyncio.sleep(0.05)
-
-
-async def test_the_draft_s_server_managed_source(nc: Client, name: str) -> None:
-    await create(nc, name)
-    js = nc.jetstream()
-    with pytest.raises((UnsupportedFeatureError, ServerError)):
-        await jsx.ensure_stream(js, name=f"{name}R", sources=[jsx.server_managed_source(name, "c")])
-    with pytest.raises(nats.js.errors.NotFoundError):
-        await js.stream_info(f"{name}R")
 
 
 # -- times to live ------------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ entry = await jsx.create_source_consumer(js, "ORDERS", "to-hub", deliver_subject
 await jsx.ensure_stream(js, name="ALL-READINGS", sources=[entry])
 """,
 }
-# Run elsewhere: it never ends (client/test_abandoned.py); it needs two domains (client/test_sources_over_a_leaf.py).
+# Run elsewhere: it never ends (client/test_abandoned.py); it needs two domains (client/test_sourcing_over_a_leaf.py).
 NOT_HERE = ("jsx.watch_abandoned(", 'nc.jetstream(domain="edge")')
 
 

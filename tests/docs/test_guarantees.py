@@ -12,7 +12,7 @@ TESTS = Path(__file__).parents[1]
 PAGE = (TESTS.parent / "docs" / "guarantees.md").read_text(encoding="utf-8")
 # They ask at most, and a lost answer is a timeout.
 ONLY_ASK = {
-    "features", "marker_reason", "server_managed_source", "source_health", "ttl_headers", "watch_abandoned", "with_ttl",
+    "features", "marker_reason", "source_health", "ttl_headers", "watch_abandoned", "with_ttl",
     "create_source_consumer", "kv.enable",
 }  # fmt: skip
 

@@ -1,7 +1,5 @@
 """What the messages of a stream say of a batch: against a stream that really had it, or not."""
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

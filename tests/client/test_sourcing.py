@@ -20,7 +20,6 @@ from nats.js.api import (
     ExternalStream,
     ReplayPolicy,
     RetentionPolicy,
-    StreamConfig,
     StreamConsumerSource,
     StreamSource,
     SubjectTransform,
@@ -29,7 +28,6 @@ from nats.js.api import (
 import jetstream_ext as jsx
 from jetstream_ext.errors import RequestTimeoutError, ServerError
 from jetstream_ext.testing import NatsServer
-from jetstream_ext.testing.reference import ReferenceServer
 
 SLACK = 60.0
 
@@ -274,48 +272,6 @@ async def test_the_entry_of_a_domain_refers_to_it() -> None:
         given = ExternalStream(api="$JS.elsewhere.API", deliver="x")
         again = await jsx.create_source_consumer(js, "S", "c", deliver_subject="d", external=given)
         assert again.external == given
-        await nc.close()
-
-
-# -- the draft's form -------------------------------------------------------------------------------------------------
-
-
-def test_the_entry_of_the_draft() -> None:
-    entry = jsx.server_managed_source("S", "c", filter_subject="s.>", opt_start_seq=5)
-    assert entry.as_dict() == {
-        "name": "S",
-        "filter_subject": "s.>",
-        "opt_start_seq": 5,
-        "consumer": {"name": "c", "server_managed": True},
-    }
-    assert StreamConfig(name="T", sources=[entry]).as_dict()["sources"] == [entry.as_dict()]
-    assert StreamConfig(name="T", mirror=entry).as_dict()["mirror"] == entry.as_dict()
-    for wrong in ({"filter_subject": "a..b"}, {"opt_start_seq": 1, "opt_start_time": datetime.now(UTC)}):
-        with pytest.raises(ValueError, match=r"filter|both"):
-            jsx.server_managed_source("S", "c", **wrong)  # type: ignore[arg-type]
-
-
-async def test_servers_refuse_the_draft(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
-    name, copy = await origin(), stream_name()
-    with pytest.raises(ServerError, match="server_managed") as refused:
-        await jsx.ensure_stream(js, name=copy, sources=[jsx.server_managed_source(name, "c")])
-    assert refused.value.err_code == 10025
-
-
-async def test_the_reference_server_s_draft_takes_it() -> None:
-    async with ReferenceServer(dialect="draft") as server:
-        nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream()
-        await js.add_stream(name="S", subjects=["s.>"], retention=RetentionPolicy.WORK_QUEUE)
-        entry = jsx.server_managed_source("S", "c")
-        info = await jsx.ensure_stream(js, name="T", sources=[entry])
-        assert info.config.sources[0].consumer.name == "c"
-        await js.publish("s.1", b"1")
-        async with asyncio.timeout(SLACK):  # nats-py's own stream_info cannot read the draft's entry
-            while not (await jsx.ensure_stream(js, name="T", sources=[entry])).state.messages:
-                await asyncio.sleep(0.02)
-        assert (await js.consumer_info("S", "c")).config.ack_policy == AckPolicy.FLOW_CONTROL
-        await becomes(js, "T", jsx.SourceState.OK)
         await nc.close()
 
 
