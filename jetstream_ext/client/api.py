@@ -148,7 +148,7 @@ async def wait_for_sequence(context: Context, stream: str, seq: int, timeout: fl
     """
     try:
         async with asyncio.timeout(timeout):
-            while (await stream_state(context, stream, timeout)).last_seq < seq:
+            while (await stream_state(context, stream, timeout)).last_seq < seq:  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(LAG_PAUSE)
     except TimeoutError:
         raise RequestTimeoutError(f"stream {stream!r} did not reach sequence {seq} within {timeout:.4g} s") from None
