@@ -1,10 +1,10 @@
 """Key-value buckets: many keys at once, points in time, transactions."""
 
 from jetstream_ext.kv.admin import enable, touch
-from jetstream_ext.kv.reading import get_many, snapshot
-from jetstream_ext.kv.retrying import retry_transaction
+from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot
+from jetstream_ext.kv.reads import get_many, snapshot
+from jetstream_ext.kv.retry import retry_transaction
 from jetstream_ext.kv.transaction import Transaction, transaction
-from jetstream_ext.kv.values import KeyValueEntry, KeyValueSnapshot
 
 __all__ = [
     "KeyValueEntry",

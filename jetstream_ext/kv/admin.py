@@ -18,8 +18,8 @@ from jetstream_ext.errors import (
     StreamConfigMismatchError,
 )
 from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.entries import ROLLUP_HEADERS, operation
 from jetstream_ext.kv.keys import check_key
-from jetstream_ext.kv.messages import ROLLUP_HEADERS, operation
 from jetstream_ext.protocol.feature_table import BY_OPTION
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
 from jetstream_ext.protocol.options import ttl_value

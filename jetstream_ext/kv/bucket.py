@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from collections.abc import Iterable
 from typing import Any, Final
 
 from nats.js import JetStreamContext
@@ -16,54 +14,12 @@ from jetstream_ext.client.concurrency import gather_bounded
 from jetstream_ext.client.connection import bucket_parts
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.errors import DirectGetDisabledError, ResponseError
-from jetstream_ext.kv.messages import entry_of
-from jetstream_ext.kv.records import record
-from jetstream_ext.kv.values import KeyValueEntry
-from jetstream_ext.protocol.feature_table import DIRECT_BATCH
-from jetstream_ext.protocol.stream_state import answering_server
+from jetstream_ext.errors import ResponseError
+from jetstream_ext.kv.entries import KeyValueEntry, entry_of, record
+from jetstream_ext.protocol.stream_state import StreamState, parse_stream_state
 from jetstream_ext.types import StoredMsg
 
 _LOOKS_IN_FLIGHT: Final = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the leader of a bucket's stream says of it."""
-
-    config: Mapping[str, Any]
-    """The stream's configuration, in the server's words."""
-    now: datetime
-    """The leader's clock."""
-    created: datetime
-    first: int
-    """The lowest sequence that the stream can have had."""
-    last: int
-    """The newest sequence (0: none yet)."""
-    last_time: datetime
-    """When that was stored; when the bucket was created, if there is none."""
-    messages: int
-    keys: int
-
-    @property
-    def history(self) -> int:
-        """How many messages the bucket keeps of a key (0: all)."""
-        return max(0, int(self.config.get("max_msgs_per_subject", 0)))
-
-    @property
-    def max_age(self) -> timedelta | None:
-        """The bucket's own time to live."""
-        return _duration(self.config.get("max_age"))
-
-    @property
-    def marker_ttl(self) -> timedelta | None:
-        """How long the markers stay that the server leaves for expired keys."""
-        return _duration(self.config.get("subject_delete_marker_ttl"))
-
-    @property
-    def gapless(self) -> bool:
-        """Whether not one message was ever removed."""
-        return self.messages == self.last - self.first + 1
 
 
 class Bucket:
@@ -113,8 +69,8 @@ class Bucket:
             raise ResponseError(f"the server's information on bucket {self.name!r} has no configuration or no state")
         return answer
 
-    async def facts(self, *, direct: bool = True) -> Facts:
-        """Return what the leader says now.
+    async def state(self, *, direct: bool = True) -> StreamState:
+        """Return what the leader of the bucket's stream says now.
 
         Args:
             direct: Insist that the bucket can be read by direct gets.
@@ -122,41 +78,20 @@ class Bucket:
         Raises:
             DirectGetDisabledError: It cannot.
             UnsupportedFeatureError: The server is older than 2.11.
-            BadBucketError: It is a mirror of another bucket.
+            BadBucketError: The bucket is a mirror of another bucket.
             BucketNotFoundError, RequestTimeoutError, ServiceUnavailableError, ResponseError: As for `info`.
         """
-        info = await self.info()
-        config, state = info["config"], info["state"]
-        if mirror := config.get("mirror"):
-            # Neither would nats-py find a key there.
-            raise BadBucketError(
+        state = parse_stream_state(await self.info(), self.stream)
+        if mirror := state.config.get("mirror"):
+            raise BadBucketError(  # nats-py finds no key there either
                 description=f"bucket {self.name!r} is a mirror: its keys are those of stream {mirror.get('name')!r}, "
-                "under that bucket's name; use that bucket, for which its mirrors answer direct gets anyway",
+                "under that bucket's name; read that bucket, for which its mirrors answer direct gets",
                 stream=self.stream,
             )
-        if direct and not config.get("allow_direct"):
-            raise DirectGetDisabledError(
-                f"bucket {self.name!r} does not allow direct gets, which this read is made of; "
-                "turn them on once, with `await jetstream_ext.kv.enable(kv, direct=True)`",
-                stream=self.stream,
-            )
-        version, level = answering_server(config)
-        if direct and not DIRECT_BATCH.at(level):
-            raise DIRECT_BATCH.unsupported(server_version=version or self.js.connection.server_version, api_level=level)
-        try:
-            created, last_time = _time(info["created"]), _time(state["last_ts"])
-            return Facts(
-                config=config,
-                now=_time(info["ts"]),
-                created=created,
-                first=max(1, int(config.get("first_seq") or 1)),
-                last=int(state["last_seq"]),
-                last_time=last_time if last_time.year > 1 else created,
-                messages=int(state["messages"]),
-                keys=int(state.get("num_subjects", 0)),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ResponseError(f"the server's information on bucket {self.name!r} makes no sense") from error
+        if direct:
+            how = "enable it with `await jetstream_ext.kv.enable(kv, direct=True)`"
+            state.check_direct_reads(self.js.connection.server_version, how=how)
+        return state
 
     async def at_leader(self, **request: object) -> StoredMsg | None:
         """Return the message that the leader finds for a request of ``STREAM.MSG.GET``, or None.
@@ -180,11 +115,3 @@ class Bucket:
 
         await gather_bounded(read, keys, limit=_LOOKS_IN_FLIGHT)
         return found
-
-
-def _time(text: str) -> datetime:
-    return datetime.fromisoformat(text).astimezone(UTC)
-
-
-def _duration(nanoseconds: int | None) -> timedelta | None:
-    return timedelta(microseconds=nanoseconds / 1000) if nanoseconds else None

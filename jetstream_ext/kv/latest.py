@@ -16,9 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import datetime, timedelta
 
-from jetstream_ext.kv.messages import TTL, Subjects, lives_forever, operation, ttl_of
-from jetstream_ext.kv.records import Row
-from jetstream_ext.kv.values import KeyValueEntry
+from jetstream_ext.kv.entries import TTL, KeyValueEntry, Row, Subjects, lives_forever, operation, ttl_of
 
 
 class Latest:

@@ -20,7 +20,7 @@ from jetstream_ext.client.replies import read_blocks
 from jetstream_ext.client.verified_read import read_verified
 from jetstream_ext.errors import MessagesLostError, RequestTimeoutError, ServerError
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.records import Record, Records, record
+from jetstream_ext.kv.entries import Record, Records, record
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request
 from jetstream_ext.protocol.plans import OneAnswer
 from jetstream_ext.protocol.scan import Scan
@@ -219,7 +219,7 @@ class Source:
         patience = _Patience(self._bucket)
         while True:
             # Nobody who answered so far can have had more than the leader has now. The next reply must reach that.
-            leader = (await self._bucket.facts()).last
+            leader = (await self._bucket.state()).last_seq
             request = Request(seq=position + 1, batch=_LOG_BATCH, max_bytes=DEFAULT_MAX_BYTES)
             answer = await self._ask(request)
             why = "replies broke off"
@@ -282,7 +282,7 @@ class Source:
         mirror = found.get("mirror") or {}
         if mirror.get("name") != self._bucket.stream or any(mirror.get(name) for name in _PART):
             return False
-        own = (await self._bucket.facts()).config
+        own = (await self._bucket.state()).config
         return all(found.get(name) == own.get(name) for name in _SAME)
 
 

@@ -15,9 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from jetstream_ext.errors import KeyConflictError, MaxPayloadError
+from jetstream_ext.kv.entries import DELETE_HEADERS, PURGE_HEADERS, ROLLUP_HEADERS, KeyValueEntry, Operation
 from jetstream_ext.kv.keys import check_key
-from jetstream_ext.kv.messages import DELETE_HEADERS, PURGE_HEADERS, ROLLUP_HEADERS
-from jetstream_ext.kv.values import KeyValueEntry, Operation
 from jetstream_ext.protocol.options import payload_bytes, ttl_value
 from jetstream_ext.types import NEVER, TTL, BatchMessage
 

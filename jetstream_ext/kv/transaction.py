@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Final, Literal, Self
@@ -13,18 +13,21 @@ from nats.nuid import NUID
 from jetstream_ext.client.atomic import AtomicBatch, publish_atomic
 from jetstream_ext.client.lookup import lookup_stream
 from jetstream_ext.errors import (
+    AtomicPublishDisabledError,
     AtomicPublishDuplicateMessageIDError,
     AtomicPublishIncompleteError,
+    AtomicPublishTooLargeError,
     BatchClosedError,
     BatchServerError,
+    MessageTooLargeError,
+    MessageTTLDisabledError,
     UnsupportedFeatureError,
     WrongLastSequenceError,
 )
 from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.entries import KeyValueEntry
 from jetstream_ext.kv.keys import check_key, check_keys
-from jetstream_ext.kv.refusals import explained
-from jetstream_ext.kv.staging import Staging
-from jetstream_ext.kv.values import KeyValueEntry
+from jetstream_ext.kv.staging import Staged, Staging
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
@@ -226,7 +229,7 @@ class Transaction:
             except BatchServerError as refusal:
                 limit = -1
                 if isinstance(refusal, AtomicPublishIncompleteError):
-                    limit = int((await self._bucket.facts(direct=False)).config.get("max_msg_size", -1))
+                    limit = int((await self._bucket.state(direct=False)).config.get("max_msg_size", -1))
                 raise explained(refusal, self._bucket.name, staging.writes, limit) from refusal.__cause__
             finally:
                 await batch.discard()
@@ -332,15 +335,15 @@ class Transaction:
 
     async def _find_fence(self) -> int:
         """Return a revision of the bucket at which all that was read was so."""
-        facts = await self._bucket.facts(direct=False)
+        state = await self._bucket.state(direct=False)
         await self._check_reads()
-        return facts.last
+        return state.last_seq
 
     async def _check_reads(self) -> None:
         """Make sure that all that was read was so between the last read and now."""
         staging = self._staging
         if staging.reads and not staging.writes and not any(staging.reads.values()):
-            await self._bucket.facts(direct=False)  # or nothing is there because the keys have another prefix
+            await self._bucket.state(direct=False)  # or nothing is there because the keys have another prefix
         if len(staging.reads) < 2 and not staging.writes:
             return  # one key is as it was when it was read
         conflict = staging.moved(await self._bucket.look_up(staging.reads))
@@ -375,3 +378,57 @@ def transaction(kv: KeyValue, *, timeout: float | None = None) -> Transaction:
         1000 keys at a time.
     """
     return Transaction(Bucket(kv, timeout))
+
+
+def explained(
+    refusal: BatchServerError, bucket: str, writes: Mapping[str, Staged], max_value_size: int
+) -> BatchServerError:
+    """Return a refusal of a transaction, with the key it is about and what the caller can do.
+
+    Args:
+        refusal: What the server said.
+        bucket: The bucket's name.
+        writes: What was to be written.
+        max_value_size: The bucket's limit in bytes, where it matters; -1: none.
+    """
+    if isinstance(refusal, AtomicPublishDisabledError):
+        return _again(
+            refusal,
+            f"bucket {bucket!r} does not allow atomic batches, which transactions are made of; turn them on once, "
+            "with `await jetstream_ext.kv.enable(kv, atomic=True)`",
+        )
+    if isinstance(refusal, MessageTTLDisabledError):
+        keys = ", ".join(repr(key) for key, staged in writes.items() if staged.ttl is not None)
+        return _again(
+            refusal,
+            f"bucket {bucket!r} does not allow times to live (key {keys}); turn them on once, "
+            "with `await jetstream_ext.kv.enable(kv, ttl=True)`",
+        )
+    if isinstance(refusal, AtomicPublishTooLargeError):
+        return _again(
+            refusal, f"bucket {bucket!r}: {len(writes)} keys are more than the server takes at once: {refusal}"
+        )
+    if isinstance(refusal, AtomicPublishIncompleteError):
+        # The refusal of a message that is too large comes to nobody, and then the batch has a hole.
+        for key, staged in writes.items():
+            if 0 <= max_value_size < len(staged.value):
+                return MessageTooLargeError(
+                    f"key {key!r}: {len(staged.value)} bytes are over the {max_value_size} that bucket {bucket!r} allows",
+                    code=400,
+                    err_code=10054,
+                    description="message size exceeds maximum allowed",
+                    batch_id=refusal.batch_id,
+                    outcome="not_stored",
+                )
+    return refusal
+
+
+def _again(refusal: BatchServerError, message: str) -> BatchServerError:
+    return type(refusal)(
+        message,
+        code=refusal.code,
+        err_code=refusal.err_code,
+        description=refusal.description or "",
+        batch_id=refusal.batch_id,
+        outcome="not_stored",
+    )

@@ -16,8 +16,8 @@ from jetstream_ext.client.context import Context
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import FencedError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.entries import operation
 from jetstream_ext.kv.keys import check_key
-from jetstream_ext.kv.messages import operation
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ
 from jetstream_ext.protocol.subjects import check_name
 from jetstream_ext.types import StoredMsg

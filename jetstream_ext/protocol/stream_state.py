@@ -14,6 +14,7 @@ from jetstream_ext.protocol.subjects import covers
 # A follower that heard from its leader starts no election for 4 s. A leader that heard from a majority more recently
 # than this is therefore the only one.
 _LEASE_NS: Final = 2_500_000_000
+_EPOCH: Final = datetime.fromtimestamp(0, UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,18 @@ class StreamState:
     messages: int = 0
     size: int = 0
     num_subjects: int = 0
-    last_time: datetime | None = None
-    now: datetime | None = None
+    last_time: datetime = _EPOCH
+    now: datetime = _EPOCH
     replicated: bool = False
     leader: str = ""
     leader_is_certain: bool = True
     api_level: int = 0
     server_version: str | None = None
+
+    @property
+    def created_at(self) -> datetime:
+        """When it was created."""
+        return datetime.fromisoformat(self.created).astimezone(UTC)
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -152,7 +158,9 @@ def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamSta
         fresh = [peer for peer in peers if not peer.get("offline") and int(peer.get("active") or 0) < _LEASE_NS]
         messages, last_seq = int(state["messages"]), int(state["last_seq"])
         created = str(answer["created"])
-        last_time = _time(state.get("last_ts"))
+        last_time = _time(state["last_ts"])
+        if last_time.year == 1:  # what servers say of a stream without a message
+            last_time = _time(created)
         version, level = answering_server(config)
         return StreamState(
             name=str(config["name"]),
@@ -163,9 +171,8 @@ def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamSta
             messages=messages,
             size=int(state.get("bytes") or 0),
             num_subjects=int(state.get("num_subjects") or 0),
-            # A stream without a message names the year 1.
-            last_time=last_time if last_time is not None and last_time.year > 1 else _time(created),
-            now=_time(answer.get("ts")),
+            last_time=last_time,
+            now=_time(answer["ts"]),
             replicated=bool(peers) or int(config.get("num_replicas") or 1) > 1,
             leader=str(cluster.get("leader") or ""),
             leader_is_certain=not peers or (len(fresh) + 1) * 2 > len(peers) + 1,
@@ -186,8 +193,8 @@ def answering_server(config: Mapping[str, Any]) -> tuple[str | None, int]:
     return str(version) if version else None, int(level) if level.isascii() and level.isdecimal() else 0
 
 
-def _time(text: object) -> datetime | None:
-    return datetime.fromisoformat(str(text)).astimezone(UTC) if text else None
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text).astimezone(UTC)
 
 
 def _duration(nanoseconds: int | None) -> timedelta | None:

@@ -11,7 +11,7 @@ from nats.js.errors import BucketNotFoundError, InvalidKeyError
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import DirectGetDisabledError, HistoryUnavailableError, ResponseError
-from jetstream_ext.kv import gathering
+from jetstream_ext.kv import reads
 from jetstream_ext.testing import NatsServer
 
 
@@ -82,7 +82,7 @@ async def test_a_server_that_answers_for_fewer_subjects_is_asked_for_fewer(
     kv = await make_bucket()
     there = {f"k.{n}": b"%d" % n for n in range(3_000)}
     await load(kv, there)
-    monkeypatch.setattr(gathering, "_CHUNK", 2_900)
+    monkeypatch.setattr(reads, "_CHUNK", 2_900)
     assert len(await kvx.get_many(kv, there)) == 3_000
 
 
@@ -186,8 +186,8 @@ async def test_information_that_makes_no_sense_is_no_answer(
     kv = await make_bucket()
     ask = kvx.bucket.Api.ask
 
-    async def lie(self: Any, what: str, body: Any = None) -> dict[str, Any]:
-        answer = await ask(self, what, body)
+    async def lie(self: Any, what: str, body: Any = None, **options: Any) -> dict[str, Any]:
+        answer = await ask(self, what, body, **options)
         part = answer if broken in answer else answer["state"]
         del part[broken]
         if instead is not None:

@@ -4,9 +4,17 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from jetstream_ext.kv.messages import entry_of, follows, lives_forever, operation, replaced_all, shows_expiry, ttl_of
-from jetstream_ext.kv.records import Record
-from jetstream_ext.kv.values import KeyValueEntry
+from jetstream_ext.kv.entries import (
+    KeyValueEntry,
+    Record,
+    entry_of,
+    follows,
+    lives_forever,
+    operation,
+    replaced_all,
+    shows_expiry,
+    ttl_of,
+)
 
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -11,7 +11,7 @@ from nats.js.kv import KeyValue
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import HistoryUnavailableError
-from jetstream_ext.kv import gathering, reading
+from jetstream_ext.kv import reads
 
 KEYS = ["a", "b", "a.x", "a.y", "a.x.1", "b.x", "c/1", "d=1"]
 FILTERS = [None, ["a.>"], ["a.*"], ["*.x"], ["a", "b"], ["a.>", "c/1", "nothing"], ["*"], ["nothing.>"]]
@@ -138,10 +138,10 @@ def check(
 def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the past is read: small buckets by their log, large ones by the names of the keys."""
     if request.param == "by name":
-        monkeypatch.setattr(reading, "SMALL_LOG", 0)
-        monkeypatch.setattr(reading, "_DEEP", 0)
-        monkeypatch.setattr(gathering, "SMALL_LOG", 0)
-        monkeypatch.setattr(gathering, "_ROWS_PER_LOOK", 0)
+        monkeypatch.setattr(reads, "SMALL_LOG", 0)
+        monkeypatch.setattr(reads, "_DEEP", 0)
+        monkeypatch.setattr(reads, "SMALL_LOG", 0)
+        monkeypatch.setattr(reads, "_ROWS_PER_LOOK", 0)
     return request.param
 
 

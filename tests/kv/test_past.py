@@ -5,10 +5,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from jetstream_ext.kv.entries import Record, Subjects
+from jetstream_ext.kv.history import Holes, Past, Verdict
 from jetstream_ext.kv.keys import matcher
-from jetstream_ext.kv.messages import Subjects
-from jetstream_ext.kv.past import Holes, Past, Verdict
-from jetstream_ext.kv.records import Record
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 ALL = Subjects("B", "$KV.B.", matcher([">"]))

@@ -15,7 +15,7 @@ from jetstream_ext.errors import (
     RequestTimeoutError,
     TooManyRequestsError,
 )
-from jetstream_ext.kv import retrying
+from jetstream_ext.kv import retry
 from jetstream_ext.kv.transaction import Transaction
 
 
@@ -212,7 +212,7 @@ class TestLostAnswers:
         async def cannot(tx: Transaction, *, timeout: float | None = None) -> Any:
             raise BatchOutcomeUnknownError("cannot be known")
 
-        monkeypatch.setattr(retrying, "_duplicate_window", closed)
+        monkeypatch.setattr(retry, "_duplicate_window", closed)
         monkeypatch.setattr(Transaction, "resolve", cannot)
         with pytest.raises(BatchOutcomeUnknownError, match="cannot be known"):
             await kvx.retry_transaction(kv, Counting(), give_up_after=0.3)

@@ -11,7 +11,7 @@ from nats.js.errors import InvalidKeyError
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.errors import HistoryUnavailableError
-from jetstream_ext.kv import reading
+from jetstream_ext.kv import reads
 
 
 def values(snap: kvx.KeyValueSnapshot) -> dict[str, bytes]:
@@ -214,7 +214,7 @@ async def test_deep_histories_are_read_by_name(
     kv = await make_bucket(history=5)
     for n in range(6):
         await load(kv, {f"k.{i}": b"%d" % n for i in range(2_000)})
-    monkeypatch.setattr(reading, "SMALL_LOG", 100)
+    monkeypatch.setattr(reads, "SMALL_LOG", 100)
     snap = await kvx.snapshot(kv, at=at)
     assert len(snap) == 2_000
     assert {entry.value for entry in snap.values()} == {b"5" if at is None else b"2"}
@@ -257,7 +257,7 @@ async def test_no_consumer_is_made(make_bucket, load) -> None:
 
 async def test_a_subject_with_a_wildcard_in_it_is_one_message(make_bucket, load, monkeypatch) -> None:
     """No client takes it for a key, but servers store it."""
-    monkeypatch.setattr(reading, "_DEEP", 0)
+    monkeypatch.setattr(reads, "_DEEP", 0)
     kv = await make_bucket(history=2)
     await load(kv, {f"k{n}": b"1" for n in range(1_100)})
     await kv._js.publish(f"{kv._pre}*", b"star")
@@ -272,20 +272,20 @@ async def test_a_time_that_is_waited_for_needs_what_is_stored_until_then(make_bu
     kv = await make_bucket(history=5)
     await kv.put("a", b"1")
     needs = []
-    find = reading.find_instant
+    find = reads.find_instant
 
     async def after_another_put(*args: Any) -> Any:
         await kv.put("a", b"2")
         return await find(*args)
 
-    class Listening(reading.Source):
+    class Listening(reads.Source):
         def __init__(self, bucket: Any, need: int) -> None:
             needs.append(need)
             super().__init__(bucket, need)
 
-    monkeypatch.setattr(reading, "find_instant", after_another_put)
-    monkeypatch.setattr(reading, "Source", Listening)
-    facts = await reading.Bucket(kv).facts()
+    monkeypatch.setattr(reads, "find_instant", after_another_put)
+    monkeypatch.setattr(reads, "Source", Listening)
+    facts = await reads.Bucket(kv).state()
     found = await kvx.get_many(kv, ["a"], at=facts.now + timedelta(seconds=3))
     assert found["a"].value == b"2"
     assert needs == [found["a"].revision]

@@ -9,10 +9,10 @@ from nats.js.errors import NotFoundError
 
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.kv import source as module
-from jetstream_ext.kv.bucket import Facts
-from jetstream_ext.kv.records import Records
+from jetstream_ext.kv.entries import Records
 from jetstream_ext.kv.source import Answer, Source
 from jetstream_ext.protocol.direct import Block
+from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.types import StoredMsg
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -32,16 +32,16 @@ class Log:
     def subject(self, key: str) -> str:
         return f"$KV.B.{key}"
 
-    async def facts(self) -> Facts:
-        return Facts(
+    async def state(self) -> StreamState:
+        return StreamState(
+            name=self.stream,
+            created=NOW.isoformat(),
             config=CONFIG,
-            now=NOW,
-            created=NOW,
-            first=1,
-            last=self.last,
-            last_time=NOW,
+            last_seq=self.last,
             messages=len(self.messages),
-            keys=len(set(self.messages.values())),
+            num_subjects=len(set(self.messages.values())),
+            last_time=NOW,
+            now=NOW,
         )
 
     async def at_leader(self, **request: Any) -> StoredMsg | None:

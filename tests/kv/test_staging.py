@@ -7,8 +7,8 @@ import pytest
 from nats.js.errors import InvalidKeyError
 
 from jetstream_ext.errors import KeyConflictError, MaxPayloadError
+from jetstream_ext.kv.entries import KeyValueEntry
 from jetstream_ext.kv.staging import Staging
-from jetstream_ext.kv.values import KeyValueEntry
 from jetstream_ext.types import NEVER, BatchMessage
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

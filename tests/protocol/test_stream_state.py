@@ -15,6 +15,7 @@ def answer(**more: Any) -> dict[str, Any]:
     return {
         "config": {"name": "S"},
         "created": CREATED,
+        "ts": "2026-01-02T03:06:05Z",
         "state": {"messages": 9, "first_seq": 1, "last_seq": 9, "last_ts": "2026-01-02T03:05:05Z"},
         **more,
     }

@@ -1,4 +1,4 @@
-"""Transactions that are tried again until they succeed."""
+"""Transactions that are run again until they succeed."""
 
 from __future__ import annotations
 
@@ -151,5 +151,5 @@ async def _commit(bucket: Bucket, tx: Transaction, end: float) -> None:
 
 async def _duplicate_window(bucket: Bucket) -> float:
     """Return for how many seconds the bucket's servers know a message id again."""
-    facts = await bucket.facts(direct=False)
-    return float(facts.config.get("duplicate_window") or 0) / 1e9
+    state = await bucket.state(direct=False)
+    return float(state.config.get("duplicate_window") or 0) / 1e9
