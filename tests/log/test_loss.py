@@ -28,7 +28,7 @@ def before_each_look(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Cal
     """Do something just before the n-th time that a reader asks the leader, counted from 1."""
 
     def plan(what: dict[int, Callable[[], Awaitable[Any]]]) -> None:
-        look, count = source_module.look, 0
+        look, count = source_module.stream_state, 0
 
         async def counted(*arguments: Any) -> Any:
             nonlocal count
@@ -37,7 +37,7 @@ def before_each_look(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Cal
                 await what[count]()
             return await look(*arguments)
 
-        monkeypatch.setattr(source_module, "look", counted)
+        monkeypatch.setattr(source_module, "stream_state", counted)
 
     return plan
 

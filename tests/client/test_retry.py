@@ -1,0 +1,95 @@
+"""Which errors are transient, and how retries pause and end."""
+
+import asyncio
+
+import nats.errors
+import nats.js.errors
+import pytest
+
+from jetstream_ext import errors
+from jetstream_ext.client.retry import Retry, is_transient
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.RequestTimeoutError(),
+        errors.MessagesLostError(),
+        errors.DirectGetDisabledError(),
+        errors.BatchOutcomeUnknownError(),
+        errors.BatchAbandonedError(),
+        errors.NoStreamError(),
+        errors.AtomicPublishTooManyInflightError(),
+        errors.server_error(code=503, err_code=10008),
+        nats.js.errors.APIError(code=500, err_code=10009),
+        nats.js.errors.ServiceUnavailableError(code=503),
+        nats.errors.NoRespondersError(),
+        nats.errors.ConnectionReconnectingError(),
+    ],
+    ids=repr,
+)
+def test_the_same_call_may_succeed_later(error: Exception) -> None:
+    assert is_transient(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.PositionLostError(),
+        errors.StreamRecreatedError(),
+        errors.FencedError(),
+        errors.WrongLastSequenceError(),
+        errors.MessageTooLargeError(),
+        errors.server_error(code=503, err_code=10077),  # the stream is full
+        nats.js.errors.NotFoundError(code=404),
+        nats.errors.ConnectionClosedError(),
+        ValueError(),
+    ],
+    ids=repr,
+)
+def test_another_attempt_cannot_help(error: Exception) -> None:
+    assert not is_transient(error)
+
+
+async def test_a_retry_gives_up_and_raises_the_last_error() -> None:
+    retry = Retry(0.2)
+    begun = asyncio.get_running_loop().time()
+
+    async def pause_and_pause() -> None:
+        while True:
+            await retry.pause(errors.RequestTimeoutError())
+
+    with pytest.raises(errors.RequestTimeoutError):
+        await pause_and_pause()
+    assert asyncio.get_running_loop().time() - begun >= 0.2
+
+
+async def test_an_error_that_is_not_transient_is_raised_at_once() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await Retry(60).pause(ZeroDivisionError())
+
+
+async def test_progress_starts_the_time_to_give_up_again() -> None:
+    retry = Retry(1e-9)
+    for _ in range(3):
+        await retry.pause(errors.RequestTimeoutError())
+        retry.reset()
+
+
+async def test_pauses_grow_to_the_longest_and_jitter_shortens_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    retry = Retry(60, first_pause=0.1, longest_pause=0.5)
+    for _ in range(4):
+        await retry.pause(errors.RequestTimeoutError())
+    assert pauses == [0.1, 0.2, 0.4, 0.5]
+    pauses.clear()
+    jittered = Retry(60, first_pause=0.1, longest_pause=0.5, jitter=True)
+    for _ in range(20):
+        await jittered.pause(errors.RequestTimeoutError())
+    assert all(0 <= pause <= 0.5 for pause in pauses)
+    assert len(set(pauses)) > 1
