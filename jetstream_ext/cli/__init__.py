@@ -2,14 +2,12 @@
 
 ::
 
-    __main__.py     the door: says what to install where the extra is missing
-    app.py          the group of commands, and what every failure becomes: one line (failures.py) and an exit status
-    connection.py   from options, environment and the contexts of the ``nats`` tool to a connection (contexts.py)
-    output.py       progress bars, tables and JSON
-    doctor.py, serve.py, demo.py, snapshot.py   one command each (diagnosis.py: what the doctor finds)
-    bench.py        this library against plain nats-py (measuring.py: the cases; plot.py: their picture)
-    ingest.py       from a file into a stream (rows.py: the formats; resuming.py: where an earlier run stopped)
-    export.py       from a stream into a file (parts.py: the unfinished file; formats.py: the formats)
+    __main__.py     says what to install where the extra is missing
+    app.py          the group of commands, and their exit statuses
+    connection.py   from options, environment and the contexts of the ``nats`` tool to a connection
+    output.py       progress bars, tables, JSON, and failures in one line
+    doctor.py, serve.py, demo.py, snapshot.py, ingest.py, export.py   one command each (formats.py: what export writes)
+    bench.py        this library against plain nats-py (measuring.py: the cases)
 
 Nothing here is imported by the library.
 """

@@ -9,7 +9,7 @@ from typing import Any, Final
 import click
 import nats.errors
 
-from jetstream_ext.cli.failures import one_line
+from jetstream_ext.cli.output import one_line
 from jetstream_ext.testing.errors import NatsServerError
 
 _COMMANDS: Final = ("bench", "demo", "doctor", "export", "ingest", "serve", "snapshot")

@@ -1,11 +1,13 @@
-"""``jetstream-ext bench``: this library against plain nats-py, on a server of yours or of its own."""
+"""``jetstream-ext bench``: this library against plain nats-py, as a table and a picture."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -13,12 +15,98 @@ from typing import Any, Final
 import click
 from rich.text import Text
 
-from jetstream_ext.cli import plot
 from jetstream_ext.cli.connection import Target, connected, connection_options, target
 from jetstream_ext.cli.measuring import Case, Outcome, measure, scratch
 from jetstream_ext.cli.output import console, progress, table, write_json
 from jetstream_ext.client.features import features
 from jetstream_ext.testing import NatsServer
+
+_SUFFIXES: Final = (".png", ".svg")
+_INK: Final = "#808080"  # readable on white and on black; the picture itself has no background
+_OURS: Final = "#2f81f7"
+_THEIRS: Final = "#a0a0a0"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One bar.
+
+    Attributes:
+        name: What it is.
+        median: How long it is.
+        least: Where its whisker begins,
+        most: and ends.
+        ours: Whether it is this library's.
+    """
+
+    name: str
+    median: float
+    least: float
+    most: float
+    ours: bool
+
+
+def _check_plot(path: Path) -> None:
+    """Refuse a picture that could not be written, before anything is measured.
+
+    Raises:
+        click.ClickException: matplotlib is missing, the name says no format, or there is no such folder.
+    """
+    if path.suffix.lower() not in _SUFFIXES:
+        raise click.ClickException(f"{path}: a plot is a file named {' or '.join('*' + each for each in _SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise click.ClickException(f"{path}: there is no folder {str(path.parent)!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise click.ClickException("a plot needs matplotlib: pip install 'nats-jetstream-ext[plot]'")
+
+
+def _draw_plot(path: Path, title: str, groups: Sequence[tuple[str, Sequence[Bar]]]) -> None:
+    """Draw groups of bars below each other.
+
+    Args:
+        path: The file; its name says whether it is a PNG or an SVG.
+        title: What stands on top.
+        groups: Their titles and bars.
+    """
+    from matplotlib import rc_context  # an extra, and heavy
+    from matplotlib.figure import Figure
+
+    ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color")
+    settings: dict[Any, Any] = {"svg.fonttype": "none", **dict.fromkeys(ink, _INK)}
+    with rc_context(settings):
+        heights = [len(bars) + 1.2 for _, bars in groups]
+        figure = Figure(figsize=(9, 0.36 * sum(heights) + 0.6), dpi=150, layout="constrained")
+        figure.suptitle(title, fontsize=10)
+        for axes, (name, bars) in zip(
+            figure.subplots(len(groups), squeeze=False, height_ratios=heights)[:, 0], groups, strict=True
+        ):
+            _draw_group(axes, name, bars)
+        figure.savefig(path, transparent=True)
+
+
+def _draw_group(axes: Any, name: str, bars: Sequence[Bar]) -> None:
+    places = range(len(bars))
+    axes.barh(
+        places,
+        [bar.median for bar in bars],
+        height=0.7,
+        color=[_OURS if bar.ours else _THEIRS for bar in bars],
+        xerr=[[bar.median - bar.least for bar in bars], [bar.most - bar.median for bar in bars]],
+        ecolor=_INK,
+        capsize=2,
+    )
+    for place, bar in zip(places, bars, strict=True):
+        axes.annotate(
+            f"{bar.median:,.0f}", (bar.most, place), (5, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    axes.set_yticks(places, [bar.name for bar in bars], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(bar.most for bar in bars) * 1.15)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value else "0")
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_title(f"{name}, messages/s", loc="left", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+
 
 _STOPPED: Final = 130
 _STEPS: Final = 1_000  # of the progress bar
@@ -71,7 +159,7 @@ def command(
     server as much as it can. A server of its own needs nats-jetstream-ext[server].
     """
     if picture is not None:
-        plot.check(picture)
+        _check_plot(picture)
     where = target(ctx, timeout, url, selected=False)
     job = _Bench(messages, size, rounds)
     with _sigterm_as_ctrl_c(job), nullcontext() if where.settings.url else NatsServer() as own:
@@ -96,7 +184,7 @@ def command(
         "rounds": rounds,
     }
     if picture is not None:
-        plot.draw(picture, _title(conditions), [(title, _bars(outcome, name)) for name, title in _GROUPS.items()])
+        _draw_plot(picture, _title(conditions), [(title, _bars(outcome, name)) for name, title in _GROUPS.items()])
     if as_json:
         write_json(conditions | _as_json(outcome))
         return
@@ -171,9 +259,9 @@ def _rounds(conditions: dict[str, Any]) -> str:
     return "one round" if conditions["rounds"] == 1 else f"medians of {conditions['rounds']} rounds"
 
 
-def _bars(outcome: Outcome, group: str) -> list[plot.Bar]:
+def _bars(outcome: Outcome, group: str) -> list[Bar]:
     return [
-        plot.Bar(case.name, case.median, min(case.rates), max(case.rates), case.ours)
+        Bar(case.name, case.median, min(case.rates), max(case.rates), case.ours)
         for case in outcome.cases
         if case.group == group
     ]

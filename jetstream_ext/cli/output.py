@@ -1,20 +1,26 @@
-"""What the commands show: progress on stderr, results on stdout."""
+"""What the commands show: progress and failures on stderr, results on stdout."""
 
 from __future__ import annotations
 
 import base64
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import click
+import nats.errors
+import nats.js.errors
 import orjson
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
 from rich.theme import Theme
+
+from jetstream_ext.errors import ErrorCode, IngestError, JetStreamExtError, RequestTimeoutError
+from jetstream_ext.testing.errors import NatsServerStartError
 
 _WIDE: Final = 200
 _ROOM_FOR_A_BAR: Final = 70
@@ -116,3 +122,31 @@ def text_or_base64(name: str, data: bytes) -> dict[str, str]:
         return {name: data.decode()}
     except UnicodeDecodeError:
         return {f"{name}_base64": base64.b64encode(data).decode()}
+
+
+_NOT_ENABLED: Final = frozenset({ErrorCode.NOT_ENABLED_FOR_ACCOUNT, ErrorCode.NOT_ENABLED})
+_LOG_STAMP: Final = re.compile(r"^\[\d+\] \S+ \S+ \[\w+\] ")
+_NATS_PY: Final = re.compile(r"^nats: (?:JetStream\.\w+ )?(?=.)")
+
+
+def one_line(error: BaseException) -> str:
+    """Return it in one line."""
+    if isinstance(error, nats.js.errors.APIError) and not isinstance(error, IngestError):
+        described = error.description or type(error).__name__
+        if error.err_code in _NOT_ENABLED:
+            return f"JetStream is off for this account, or on this server ({described})"
+        if isinstance(error, nats.js.errors.ServiceUnavailableError):
+            asked = described if "no server answers on" in described else "no server answers"  # nats-py's has no text
+            if error.err_code is None:
+                return f"{asked}: the server runs without JetStream, or its domain is another"
+        if error.description and not isinstance(error, JetStreamExtError):  # nats-py's own texts are full of names
+            return f"the server says: {error.description}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    if isinstance(error, NatsServerStartError):
+        first, *_, last = str(error).splitlines()  # between them is the rest of the server's log
+        return f"{first.removesuffix('. The end of its log:')}: {_LOG_STAMP.sub('', last.strip())}"
+    text = " ".join(_NATS_PY.sub("", str(error)).split()) or type(error).__name__
+    if isinstance(error, RequestTimeoutError | nats.errors.TimeoutError) and "connection" not in text:
+        text += " (the user may lack the permission; servers do not answer then)"
+    return text

@@ -20,7 +20,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext
 import jetstream_ext.kv
-from jetstream_ext.cli import contexts
+from jetstream_ext.cli import connection
 from jetstream_ext.testing import NatsServer, ReferenceServer
 
 Run = Callable[..., Result]
@@ -136,7 +136,7 @@ def test_a_wrong_password_and_a_context(run: Run, ok: Json, tmp_path: Path) -> N
         done = run("doctor", guarded.url, "--user", "u", "--password", "wrong")
         assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
         assert "uthorization" in done.stderr
-        folder = contexts.folder() / "context"
+        folder = connection.context_folder() / "context"
         folder.mkdir(parents=True)
         (folder / "mine.json").write_text(json.dumps({"url": guarded.url, "user": "u", "password": "s3cret-word"}))
         assert ok("doctor", "--context", "mine", url=None)["streams"] == []

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from jetstream_ext.cli import contexts
+from jetstream_ext.cli import connection
 from jetstream_ext.testing import NatsServer
 
 Run = Callable[..., Result]
@@ -22,7 +22,7 @@ SECRET = "s3cret@w:ord"
 
 
 def write_context(name: str, **settings: object) -> None:
-    folder = contexts.folder() / "context"
+    folder = connection.context_folder() / "context"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(settings))
 
@@ -70,7 +70,7 @@ def test_contexts_that_are_none(run: Run) -> None:
     for name, words in {"flag": "'tls_first' is not true or false", "number": "'token' is not a text"}.items():
         done = run("doctor", "--context", name, url=None)
         assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
-    (contexts.folder() / "context.txt").write_bytes(b"\xff\xfe")
+    (connection.context_folder() / "context.txt").write_bytes(b"\xff\xfe")
     done = run("doctor", url=None)
     assert (done.exit_code, done.stderr.count("\n"), "there is no context" in done.stderr) == (1, 1, True), done.output
 

@@ -3,7 +3,7 @@
 import asyncio
 import pickle
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 
 import nats.errors
