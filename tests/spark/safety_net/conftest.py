@@ -9,8 +9,8 @@ import pickle
 import threading
 import urllib.request
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
 
 import nats
 import pyarrow as pa
@@ -21,11 +21,11 @@ from pyspark import TaskContext
 from pyspark.sql import Row, datasource
 from pyspark.sql.datasource import CaseInsensitiveDict, DataSourceArrowWriter
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
-from pyspark_jetstream import DefaultSource as StreamSource
-from pyspark_jetstream_kv import DefaultSource as BucketSource
 
 import jetstream_ext as jsx
 from jetstream_ext.testing import NatsServer
+from pyspark_jetstream import DefaultSource as StreamSource
+from pyspark_jetstream_kv import DefaultSource as BucketSource
 
 Offset = dict[str, Any]
 Message = dict[str, Any]
@@ -94,7 +94,7 @@ def _stored(offset: Offset) -> Offset:
     return dict(json.loads(json.dumps(offset)))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def batch_read(server: NatsServer) -> Callable[..., BatchRead]:
     """Make a batch read of a stream: ``batch_read(stream, **options)``."""
 
@@ -104,7 +104,7 @@ def batch_read(server: NatsServer) -> Callable[..., BatchRead]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def bucket_read(server: NatsServer) -> Callable[..., BatchRead]:
     """Make a batch read of a bucket: ``bucket_read(bucket, **options)``."""
 
@@ -114,7 +114,7 @@ def bucket_read(server: NatsServer) -> Callable[..., BatchRead]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def stream_query(server: NatsServer) -> Callable[..., StreamQuery]:
     """Make a streaming query: ``stream_query(stream, **options)``; ``stream=""`` leaves the option out."""
 
@@ -133,7 +133,7 @@ def _reader(kind: type, options: dict[str, str], method: str) -> Any:
 class _Task(TaskContext):
     """What a task knows of itself."""
 
-    def __new__(cls, *_: object) -> _Task:
+    def __new__(cls, *_: object) -> Self:
         return object.__new__(cls)
 
     def __init__(self, partition: int, batch: int, attempt: int) -> None:
@@ -159,9 +159,13 @@ class _Task(TaskContext):
 class Sink:
     """The sink of a streaming query, or of batch writes."""
 
-    def __init__(self, options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, options: dict[str, str]) -> None:
         self._options = options
-        self._monkeypatch = monkeypatch
+
+    def plan(self) -> None:
+        """Plan a micro-batch."""
+        source, schema = self._source()
+        source.streamWriter(schema, False)
 
     def write(self, parts: Iterable[Iterable[Message]], *, batch: int = 0, attempt: int = 0) -> None:
         """Write a micro-batch, given by partition, up to and with its commit."""
@@ -185,12 +189,12 @@ class Sink:
         names = self._source()[1].names
         done = []
         for number, rows in enumerate(parts):
-            task = _Task(number, batch, attempt)
-            self._monkeypatch.setattr(TaskContext, "get", classmethod(lambda _, task=task: task))
             given: Iterator[Any] = (Row(**{name: row.get(name) for name in names}) for row in rows)
             if isinstance(writer, _ARROW_WRITERS):
                 given = _record_batches(given, names)
-            done.append(pickle.loads(pickle.dumps(writer)).write(given))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(TaskContext, "get", lambda number=number: _Task(number, batch, attempt))
+                done.append(pickle.loads(pickle.dumps(writer)).write(given))
         writer.commit(done, *end)
 
 
@@ -207,12 +211,12 @@ def _record_batches(rows: Iterator[Row], names: list[str]) -> Iterator[pa.Record
         yield pa.RecordBatch.from_pylist(some, schema)
 
 
-@pytest.fixture
-def sink(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sink]:
+@pytest.fixture(scope="session")
+def sink(server: NatsServer) -> Callable[..., Sink]:
     """Make a sink: ``sink(stream, semantics, **options)``."""
 
     def make(stream: str, semantics: str = "dedupe", **options: str) -> Sink:
-        return Sink({"servers": server.url, "stream": stream, "semantics": semantics} | options, monkeypatch)
+        return Sink({"servers": server.url, "stream": stream, "semantics": semantics} | options)
 
     return make
 
@@ -262,7 +266,9 @@ def stored(with_js: Any) -> Callable[[str, str], Counter[bytes]]:
     """Count what a stream has on a subject, by its data: ``stored(stream, subject)``."""
 
     async def scan(js: JetStreamContext, stream: str, subject: str) -> Counter[bytes]:
-        return Counter(one.data for one in await jsx.DirectGet(js, stream).scan(subject=subject, confirm=True).to_list())
+        return Counter(
+            one.data for one in await jsx.DirectGet(js, stream).scan(subject=subject, confirm=True).to_list()
+        )
 
     return lambda stream, subject: with_js(lambda js: scan(js, stream, subject))
 
@@ -314,6 +320,3 @@ class MeasuredServer(NatsServer):
 def measured() -> Iterator[MeasuredServer]:
     with MeasuredServer(config='http: "127.0.0.1:-1"') as server:
         yield server
-
-
-Do = Callable[[JetStreamContext], Awaitable[Any]]

@@ -13,6 +13,12 @@ from nats.js.api import StreamConfig, StreamSource
 EPIC = "Spark: the same rows on every replay, through every failure, at any size"
 
 
+def _require(condition: bool, what: str) -> None:
+    """Fail in a way that no expected failure takes for its own."""
+    if not condition:
+        pytest.fail(what)
+
+
 lacks_keys = pytest.mark.xfail(
     strict=True, raises=AssertionError, reason=f"{EPIC}: a bucket lacks the keys that a partial mirror does not have"
 )
@@ -59,5 +65,6 @@ def test_the_plan_of_a_large_bucket_holds_no_list_of_its_keys(
     publish([(f"$KV.{bucket}.customer.{number:08}.address", b"") for number in range(keys)])
     reader = bucket_read(bucket)
     partitions = reader.partitions()
-    assert sum(batch.num_rows for partition in partitions for batch in reader.batches(partition)) == keys
+    rows = sum(batch.num_rows for partition in partitions for batch in reader.batches(partition))
+    _require(rows == keys, "keys are missing")
     assert len(pickle.dumps(partitions)) < keys

@@ -87,6 +87,11 @@ def test_a_purge_during_a_read_by_subject_is_noticed(
     # One of seven messages matches, so that the server filters.
     rows = [(f"{name}.{number % 7}", b"" if number % 7 else bytes(1 << 18)) for number in range(7 * matching)]
     publish(rows)
-    reader = batch_read(name, subjects=f"{name}.0", minPartitions="1", startingOffsets=_starting(name, "first sequence"))
+    reader = batch_read(
+        name, subjects=f"{name}.0", minPartitions="1", startingOffsets=_starting(name, "first sequence")
+    )
     [partition] = reader.partitions()
-    assert _purge_while_reading(reader, partition, lambda: with_js(lambda js: js.purge_stream(name))) in (None, matching)
+    assert _purge_while_reading(reader, partition, lambda: with_js(lambda js: js.purge_stream(name))) in (
+        None,
+        matching,
+    )

@@ -12,17 +12,21 @@ from typing import Any
 import nats
 import pytest
 from nats.js.api import StreamConfig
-from pyspark.sql.datasource import CaseInsensitiveDict
-from pyspark.sql.types import BinaryType, StringType, StructField, StructType
-from pyspark_jetstream import DefaultSource as StreamSource
-from pyspark_jetstream_kv import DefaultSource as BucketSource
 
 from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.testing import NatsServer
 
 EPIC = "Spark: the same rows on every replay, through every failure, at any size"
 
-QUESTIONS = ["initial offset", "latest offset", "available now", "micro-batch plan", "batch plan", "sink", "bucket plan"]
+QUESTIONS = [
+    "initial offset",
+    "latest offset",
+    "available now",
+    "micro-batch plan",
+    "batch plan",
+    "sink",
+    "bucket plan",
+]
 
 
 async def _fill(url: str) -> None:
@@ -36,38 +40,41 @@ async def _fill(url: str) -> None:
     await nc.close()
 
 
-def _questions(url: str) -> dict[str, Callable[[], Any]]:
-    options = CaseInsensitiveDict({"servers": url, "stream": "S", "requestTimeout": "5"})
-    source = StreamSource(options)
-    bucket = BucketSource(CaseInsensitiveDict({"servers": url, "bucket": "B", "requestTimeout": "5"}))
-    fresh, query = (source.streamReader(source.schema()) for _ in range(2))
-    start = query.initialOffset()
-    limit = query.getDefaultReadLimit()
-    end = query.latestOffset(start, limit)
-    frozen = source.streamReader(source.schema())
-    rows = StructType([StructField("subject", StringType()), StructField("data", BinaryType())])
-    answers: dict[str, Callable[[], Any]] = {
-        "initial offset": fresh.initialOffset,
-        "latest offset": lambda: query.latestOffset(start, limit),
-        "available now": frozen.prepareForTriggerAvailableNow,
-        "micro-batch plan": lambda: query.partitions(start, end),
-        "batch plan": source.reader(source.schema()).partitions,
-        "sink": lambda: source.streamWriter(rows, False),
-        "bucket plan": bucket.reader(bucket.schema()).partitions,
-    }
-    assert list(answers) == QUESTIONS
-    return answers
+@pytest.fixture(scope="module")
+def questions(
+    stream_query: Any, batch_read: Any, bucket_read: Any, sink: Any
+) -> Callable[[str], dict[str, Callable[[], Any]]]:
+    """Prepare every question, so that what is left is to ask it."""
+
+    def prepare(url: str) -> dict[str, Callable[[], Any]]:
+        options = {"servers": url, "requestTimeout": "5"}
+        query = stream_query("S", **options)
+        start = query.initial()
+        end = query.latest(start)
+        answers: dict[str, Callable[[], Any]] = {
+            "initial offset": stream_query("S", **options).initial,
+            "latest offset": lambda: query.latest(start),
+            "available now": stream_query("S", **options).reader.prepareForTriggerAvailableNow,
+            "micro-batch plan": lambda: query.partitions(start, end),
+            "batch plan": batch_read("S", **options).partitions,
+            "sink": sink("S", **options).plan,
+            "bucket plan": bucket_read("B", **options).partitions,
+        }
+        assert list(answers) == QUESTIONS
+        return answers
+
+    return prepare
 
 
 @pytest.fixture(scope="module")
-def asked() -> Iterator[dict[str, Future[Any]]]:
+def asked(questions: Any) -> Iterator[dict[str, Future[Any]]]:
     """Ask all questions of a server that dies before it answers, and is back a moment later."""
     with NatsServer() as server:
         asyncio.run(_fill(server.url))
-        questions = _questions(server.url)
+        prepared = questions(server.url)
         server.pause()  # what is asked now is on its way, and lost with the server
-        with ThreadPoolExecutor(len(questions)) as pool:
-            futures = {name: pool.submit(question) for name, question in questions.items()}
+        with ThreadPoolExecutor(len(prepared)) as pool:
+            futures = {name: pool.submit(question) for name, question in prepared.items()}
             time.sleep(0.5)
             assert not any(future.done() for future in futures.values())
             server.kill()
@@ -82,10 +89,10 @@ def test_a_question_outlives_the_server_that_was_asked(asked: dict[str, Future[A
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_a_question_waits_for_a_server_that_is_away(question: str) -> None:
+def test_a_question_waits_for_a_server_that_is_away(questions: Any, question: str) -> None:
     with NatsServer() as server:
         asyncio.run(_fill(server.url))
-        ask = _questions(server.url)[question]
+        ask = questions(server.url)[question]
         server.kill()
         restart = threading.Timer(0.3, server.restart)
         restart.start()

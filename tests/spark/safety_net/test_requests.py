@@ -26,6 +26,12 @@ one_by_one = pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{EPI
 MESSAGES = 20_000
 
 
+def _require(condition: bool, what: str) -> None:
+    """Fail in a way that no expected failure takes for its own."""
+    if not condition:
+        pytest.fail(what)
+
+
 @pytest.fixture(scope="module")
 def rare(measured: Any) -> str:
     """A stream of many messages, three of which are on rare subjects."""
@@ -49,7 +55,7 @@ def test_a_batch_read_of_several_rare_subjects_is_sent_few_other_messages(
 ) -> None:
     reader = batch_read(rare, servers=measured.url, subjects="RARE.first,RARE.second")
     before = measured.sent()
-    assert sorted(row["seq"] for row in reader.rows()) == [100, 10_000, 19_000]
+    _require(sorted(row["seq"] for row in reader.rows()) == [100, 10_000, 19_000], "rows are missing")
     assert measured.sent() - before < 500
 
 
@@ -60,7 +66,7 @@ def test_a_micro_batch_of_several_rare_subjects_is_sent_few_other_messages(
     query = stream_query(rare, servers=measured.url, subjects="RARE.first,RARE.second")
     before = measured.sent()
     start = query.initial()
-    assert query.seqs(start, query.latest(start)) == [100, 10_000, 19_000]
+    _require(query.seqs(start, query.latest(start)) == [100, 10_000, 19_000], "rows are missing")
     assert measured.sent() - before < 500
 
 
@@ -81,7 +87,7 @@ def test_an_idle_query_asks_the_server_at_most_twice_a_second(
     until = time.monotonic() + seconds
     with requests_seen(name) as requests:
         while time.monotonic() < until:
-            assert query.latest(end) == end
+            _require(query.latest(end) == end, "there is something new")
             time.sleep(0.01)  # as Spark does
     assert len(requests) <= 2 * seconds + 1
 
@@ -98,7 +104,7 @@ def test_the_identity_of_a_stream_is_checked_once_for_all_partitions(
     start = reader.initial() if streaming else {}
     partitions = reader.partitions(start, reader.latest(start)) if streaming else reader.partitions()
     with requests_seen(name) as requests:
-        assert [len(reader.read(partition)) for partition in partitions] == [100] * 8
+        _require([len(reader.read(partition)) for partition in partitions] == [100] * 8, "rows are missing")
     assert sum(".STREAM.INFO." in request for request in requests) <= 1
 
 
@@ -163,7 +169,7 @@ def test_many_streams_are_planned_at_once_for_a_batch_read(many_streams: Any, se
         reader.partitions()  # it is connected
         reader = batch_read(",".join(many_streams), servers=url)
         begun = time.monotonic()
-        assert len(reader.partitions()) == len(many_streams)
+        _require(len(reader.partitions()) == len(many_streams), "streams are missing")
         assert time.monotonic() - begun < 1
 
 
@@ -175,5 +181,5 @@ def test_many_streams_are_planned_at_once_for_a_micro_batch(many_streams: Any, s
         query = stream_query(",".join(many_streams), servers=url)
         begun = time.monotonic()
         start = query.initial()
-        assert len(query.partitions(start, query.latest(start))) == len(many_streams)
+        _require(len(query.partitions(start, query.latest(start))) == len(many_streams), "streams are missing")
         assert time.monotonic() - begun < 1
