@@ -14,7 +14,7 @@ import pytest
 from nats.js.api import StreamConfig
 
 from jetstream_ext.errors import JetStreamExtError
-from jetstream_ext.testing import NatsServer
+from jetstream_ext.testing import NatsCluster, NatsServer
 
 EPIC = "Spark: the same rows on every replay, through every failure, at any size"
 
@@ -29,25 +29,29 @@ QUESTIONS = [
 ]
 
 
-async def _fill(url: str) -> None:
+async def _fill(url: str, replicas: int = 1) -> str:
+    """Return the name of the leader of stream S."""
     nc = await nats.connect(url)
-    js = nc.jetstream()
-    await js.add_stream(StreamConfig(name="S", subjects=["S.>"], allow_direct=True, allow_batched=True))
+    js = nc.jetstream(timeout=10)
+    config = StreamConfig(name="S", subjects=["S.>"], allow_direct=True, allow_batched=True, num_replicas=replicas)
+    await js.add_stream(config)
     await js.add_stream(StreamConfig(name="KV_B", subjects=["$KV.B.>"], allow_direct=True, max_msgs_per_subject=1))
     for _ in range(10):
         await js.publish("S.a")
     await js.publish("$KV.B.key")
+    cluster = (await js.stream_info("S")).cluster
     await nc.close()
+    return (cluster and cluster.leader) or ""
 
 
 @pytest.fixture(scope="module")
 def questions(
     stream_query: Any, batch_read: Any, bucket_read: Any, sink: Any
-) -> Callable[[str], dict[str, Callable[[], Any]]]:
+) -> Callable[..., dict[str, Callable[[], Any]]]:
     """Prepare every question, so that what is left is to ask it."""
 
-    def prepare(url: str) -> dict[str, Callable[[], Any]]:
-        options = {"servers": url, "requestTimeout": "5"}
+    def prepare(url: str, timeout: int = 5) -> dict[str, Callable[[], Any]]:
+        options = {"servers": url, "requestTimeout": f"{timeout}"}
         query = stream_query("S", **options)
         start = query.initial()
         end = query.latest(start)
@@ -82,7 +86,32 @@ def asked(questions: Any) -> Iterator[dict[str, Future[Any]]]:
         yield futures
 
 
-@pytest.mark.xfail(strict=True, raises=JetStreamExtError, reason=f"{EPIC}: the driver asks once, without retry")
+@pytest.fixture(scope="module")
+def asked_in_election(questions: Any) -> Iterator[dict[str, Future[Any]]]:
+    """Ask all questions about a stream whose leader was killed; the others need 4 to 9 s to elect a new one."""
+    with NatsCluster(3) as cluster:
+        leader = asyncio.run(_fill(cluster.url, replicas=3))
+        [gone] = [server for server in cluster.servers if server.name == leader]
+        prepared = questions(",".join(url for url in cluster.urls if url != gone.url), timeout=12)
+        del prepared["bucket plan"]
+        gone.kill()
+        with ThreadPoolExecutor(len(prepared)) as pool:
+            futures = {name: pool.submit(question) for name, question in prepared.items()}
+        yield futures
+
+
+asks_once = pytest.mark.xfail(
+    strict=True, raises=JetStreamExtError, reason=f"{EPIC}: the driver asks once, without retry"
+)
+
+
+@asks_once
+@pytest.mark.parametrize("question", QUESTIONS[:-1])
+def test_a_question_outlives_the_leader_of_its_stream(asked_in_election: dict[str, Future[Any]], question: str) -> None:
+    asked_in_election[question].result()
+
+
+@asks_once
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_question_outlives_the_server_that_was_asked(asked: dict[str, Future[Any]], question: str) -> None:
     asked[question].result()

@@ -27,6 +27,10 @@ stuck = pytest.mark.xfail(
     strict=True, raises=JetStreamExtError, reason=f"{EPIC}: a transactional replay that differs never gets through"
 )
 
+row_by_row = pytest.mark.skipif(
+    not hasattr(datasource, "DataSourceStreamArrowWriter"), reason="Spark 4.0 hands a sink a whole partition at once"
+)
+
 ROWS = 30
 
 
@@ -150,6 +154,7 @@ def test_equal_rows_are_all_kept(make_stream: Any, sink: Any, stored: Any) -> No
     assert stored(out, f"{out}.rows") == {b"the same": 10}
 
 
+@row_by_row
 @stuck
 def test_a_transactional_task_stores_its_remaining_rows_after_an_earlier_row_vanished(
     make_stream: Any, sink: Any, stored: Any
@@ -241,9 +246,7 @@ def losing_a_row_and_failing(url: str, source: str, out: str) -> Any:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(
-    not hasattr(datasource, "DataSourceStreamArrowWriter"), reason="Spark 4.0 hands a sink a whole partition at once"
-)
+@row_by_row
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize(
     "semantics",

@@ -145,8 +145,9 @@ def test_a_recreated_stream_fails_the_query(make_stream: Any, stream_query: Any,
     name = make_stream(10)
     end = (query := stream_query(name)).latest(query.initial())
     with_js(lambda js: _recreate(js, name, 15))
+    query = stream_query(name)
     with pytest.raises(JetStreamExtError, match=name):
-        stream_query(name).latest(end)
+        query.partitions(end, query.latest(end))
 
 
 @no_option
@@ -158,7 +159,7 @@ def test_on_recreate_fail_refuses_a_recreated_stream_even_where_losses_are_toler
     with_js(lambda js: _recreate(js, name, 15))
     query = stream_query(name, onRecreate="fail", failOnDataLoss="false")
     with pytest.raises(JetStreamExtError, match=name):
-        query.latest(end)
+        query.partitions(end, query.latest(end))
 
 
 @no_option
@@ -195,5 +196,6 @@ def test_new_offsets_are_of_version_2(make_stream: Any, stream_query: Any) -> No
 
 def test_an_offset_of_a_later_version_is_refused(make_stream: Any, stream_query: Any) -> None:
     query = stream_query(make_stream(10))
+    start = query.latest(query.initial()) | {"v": 99}
     with pytest.raises((JetStreamExtError, ValueError), match="version 99"):
-        query.latest(query.latest(query.initial()) | {"v": 99})
+        query.partitions(start, query.latest(start))
