@@ -48,7 +48,7 @@ async def test_get_many_reads_many_keys_beside_a_message_with_a_wildcard_in_its_
 async def test_snapshot_ends_when_a_writer_is_faster(
     server: NatsServer, js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
-    name, keys, most = stream_name(), 100, 20
+    name, keys, most = stream_name(), 100, 12
     await kvx.enable(await js.create_key_value(bucket=name, storage="memory"))
     await put_all(js, name, keys, bytes(120_000))
     rounds = 0
