@@ -11,14 +11,39 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-GREETING = {"server_id": "F", "version": "2.15.1", "proto": 1, "headers": True, "max_payload": 1 << 20, "jetstream": True}
+GREETING = {
+    "server_id": "F",
+    "version": "2.15.1",
+    "proto": 1,
+    "headers": True,
+    "max_payload": 1 << 20,
+    "jetstream": True,
+}
 
 
 def certificate(folder: Path) -> Path:
     """Make a certificate for 127.0.0.1, with its key in the same file."""
     subprocess.run(
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=127.0.0.1 "
-        "-addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out certificate.pem".split(),
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=127.0.0.1",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-keyout",
+            "key.pem",
+            "-out",
+            "certificate.pem",
+        ],
         cwd=folder,
         check=True,
         capture_output=True,
@@ -127,4 +152,6 @@ class FakeNatsServer:
                         if payload is not None:
                             inbox = words[2]
                             sid = next(sid for prefix, sid in subscriptions.items() if inbox.startswith(prefix))
-                            connection.sendall(b"MSG %b %b %d\r\n%b\r\n" % (inbox.encode(), sid.encode(), len(payload), payload))
+                            connection.sendall(
+                                b"MSG %b %b %d\r\n%b\r\n" % (inbox.encode(), sid.encode(), len(payload), payload)
+                            )

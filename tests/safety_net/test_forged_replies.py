@@ -61,7 +61,7 @@ ODD = {
     "underscore": "1_000",
     "plus": "+7",
     "Arabic digit": "٣",
-    "full-width digit": "５",
+    "full-width digit": "\uff15",
     "over 64 bits": str(1 << 64),
 }
 
@@ -121,9 +121,7 @@ async def test_flow_of_a_forged_ack_is_never_larger_than_a_flow_can_be(
         if not frame.payload.startswith(b"{") or (reply := json.loads(frame.payload)).get("type") != "ack":
             return frame
         forged += 1
-        return Frame(
-            frame.subject, frame.reply, frame.header, json.dumps(reply | {"msgs": msgs}).encode(), frame.sid
-        )
+        return Frame(frame.subject, frame.reply, frame.header, json.dumps(reply | {"msgs": msgs}).encode(), frame.sid)
 
     proxy.on_delivery = forge
     flows: list[int] = []

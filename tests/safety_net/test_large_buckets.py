@@ -43,7 +43,9 @@ async def test_get_many_reads_many_keys_beside_a_message_with_a_wildcard_in_its_
 
 
 @pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: a snapshot never catches up with a faster writer, without bound"
+    strict=True,
+    raises=AssertionError,
+    reason=f"{ISSUE}: a snapshot never catches up with a faster writer, without bound",
 )
 async def test_snapshot_ends_when_a_writer_is_faster(
     server: NatsServer, js: JetStreamContext, stream_name: Callable[[], str]

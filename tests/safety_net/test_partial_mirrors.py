@@ -48,7 +48,9 @@ def mirrored(js: JetStreamContext, stream_name: Callable[[], str]) -> Mirrored:
 
 
 LIMITS = pytest.mark.parametrize("limit", [{"max_msgs": 10}, {"max_bytes": 700}], ids=["max_msgs", "max_bytes"])
-PART = pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{ISSUE}: a mirror with a limit answers for the bucket")
+PART = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=f"{ISSUE}: a mirror with a limit answers for the bucket"
+)
 MORE = pytest.mark.xfail(
     strict=True, raises=AssertionError, reason=f"{ISSUE}: a mirror keeps what was purged from its origin"
 )

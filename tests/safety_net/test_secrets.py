@@ -1,10 +1,10 @@
 """No password leaves in the clear where TLS was asked for, and none is shown."""
 
-import contextlib
-import json
+import gc
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_nats_server import FakeNatsServer, certificate
+from read_as_spark import read_as_spark
 from run_cli import run_cli
 
 ISSUE = "Hostile and odd input"
@@ -20,15 +21,18 @@ PASSWORD = "correct-horse"
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 
 
-def read_with_spark(**options: str) -> None:
-    """Read a stream as Spark's driver does, without a Spark; whatever it fails with."""
-    pytest.importorskip("pyspark")
-    from pyspark.sql.datasource import CaseInsensitiveDict
-    from pyspark_jetstream import DefaultSource
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Collect what nats-py leaves of connections that failed: not while pytest writes a report, nor in another test.
 
-    source = DefaultSource(CaseInsensitiveDict({"stream": "S", "requestTimeout": "1", **options}))
-    with contextlib.suppress(Exception):
-        source.reader(source.schema()).partitions()
+    On Python 3.11 a traceback that is logged while another one is formatted breaks the formatting.
+    """
+    gc.disable()
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
+    gc.enable()
 
 
 def refuse() -> bytes | None:
@@ -47,7 +51,9 @@ def password(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SPARK = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: Spark sends the password in the clear although TLS was asked for"
+    strict=True,
+    raises=AssertionError,
+    reason=f"{ISSUE}: Spark sends the password in the clear although TLS was asked for",
 )
 
 
@@ -55,11 +61,12 @@ SPARK = pytest.mark.xfail(
 @needs_openssl
 @pytest.mark.parametrize("how", ["scheme", "tlsCa"])
 def test_spark_sends_no_password_to_a_server_without_tls(tmp_path: Path, how: str) -> None:
+    pytest.importorskip("pyspark")
     with FakeNatsServer(on_connect=refuse) as server:
         asked = {"tlsCa": str(certificate(tmp_path)), "servers": server.url}
         if how == "scheme":
             asked = {"servers": f"tls://{server.place}"}
-        read_with_spark(user="u", passwordEnv="SAFETY_NET_PASSWORD", **asked)
+        read_as_spark(requestTimeout="2", user="u", passwordEnv="SAFETY_NET_PASSWORD", **asked)
         assert not sent_in_the_clear(server)
 
 
@@ -83,21 +90,24 @@ class LosesTls:
 @SPARK
 @needs_openssl
 def test_spark_sends_no_password_to_a_server_that_has_lost_its_tls(tmp_path: Path) -> None:
+    pytest.importorskip("pyspark")
     chain, script = certificate(tmp_path), LosesTls()
     with FakeNatsServer(
         info=script.info, on_connect=script.on_connect, on_publish=script.on_publish, chain=chain
     ) as server:
-        read_with_spark(servers=server.url, tlsCa=str(chain), user="u", passwordEnv="SAFETY_NET_PASSWORD")
+        read_as_spark(server.url, requestTimeout="3", tlsCa=str(chain), user="u", passwordEnv="SAFETY_NET_PASSWORD")
         assert script.met
         assert not sent_in_the_clear(server)
 
 
 @pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: the command line looks for TLS on another connection than it uses"
+    strict=True,
+    raises=AssertionError,
+    reason=f"{ISSUE}: the command line looks for TLS on another connection than it uses",
 )
 def test_command_line_sends_no_password_when_only_its_first_connection_is_offered_tls(tmp_path: Path) -> None:
     with FakeNatsServer(info=lambda n: {"tls_required": n == 0}, on_connect=refuse) as server:
-        run_cli("doctor", f"tls://u:{PASSWORD}@{server.place}", "--timeout", "1s", home=tmp_path)
+        run_cli("doctor", f"tls://u:{PASSWORD}@{server.place}", "--timeout", "2s", home=tmp_path)
         assert not sent_in_the_clear(server)
 
 
@@ -111,7 +121,17 @@ def test_command_line_sends_no_password_to_a_server_that_has_lost_its_tls(tmp_pa
         info=script.info, on_connect=script.on_connect, on_publish=script.on_publish, chain=chain
     ) as server:
         run_cli(
-            "doctor", server.url, "--user", "u", "--password", PASSWORD, "--tlsca", chain, "--timeout", "1s", home=tmp_path
+            "doctor",
+            server.url,
+            "--user",
+            "u",
+            "--password",
+            PASSWORD,
+            "--tlsca",
+            chain,
+            "--timeout",
+            "3s",
+            home=tmp_path,
         )
         assert script.met
         assert not sent_in_the_clear(server)
@@ -146,37 +166,3 @@ def test_command_line_prints_no_part_of_a_password(
     assert done.status == 1
     for shown in ("hun", "ter2", "IPv6", "Port could not be cast"):
         assert shown not in done.output
-
-
-# -- words of the server
-
-
-def refuse_api(description: str) -> Callable[[str], bytes | None]:
-    """Return an `on_publish` that refuses every request to JetStream."""
-    error = {"code": 500, "err_code": 10049, "description": description}
-    return lambda subject: json.dumps({"type": "io.nats.jetstream.api.v1.error", "error": error}).encode()
-
-
-EVIL = "\x1b]0;owned\x07\x1b[31mred\x9b2J"
-
-
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: escape sequences in a server's -ERR reach the terminal"
-)
-def test_no_escape_sequence_of_a_refused_connection_reaches_the_terminal(tmp_path: Path) -> None:
-    words = f"-ERR 'Authorization Violation {EVIL}'\r\n".encode()
-    with FakeNatsServer(on_connect=lambda: words) as server:
-        done = run_cli("doctor", server.url, "--timeout", "1s", home=tmp_path)
-    assert done.status == 1
-    assert done.output.replace("\n", "").isprintable()
-
-
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: escape sequences in a server's description reach the terminal"
-)
-@pytest.mark.parametrize("command", [["doctor"], ["export", "S", "-", "--format", "jsonl"], ["snapshot", "B"]])
-def test_no_escape_sequence_of_a_refused_request_reaches_the_terminal(tmp_path: Path, command: list[str]) -> None:
-    with FakeNatsServer(on_publish=refuse_api(EVIL)) as server:
-        done = run_cli(*command, "--timeout", "1s", home=tmp_path, environment={"NATS_URL": server.url})
-    assert done.output
-    assert done.output.replace("\n", "").isprintable()

@@ -52,9 +52,7 @@ async def test_output_larger_than_the_stream_takes_is_refused_at_once_and_named(
 ) -> None:
     name, output = stream_name(), stream_name()
     await js.add_stream(name=name, subjects=[name], allow_direct=True)
-    await js.add_stream(
-        name=output, subjects=[f"{output}.>"], allow_direct=True, allow_atomic=True, max_msg_size=1000
-    )
+    await js.add_stream(name=output, subjects=[f"{output}.>"], allow_direct=True, allow_atomic=True, max_msg_size=1000)
     await js.publish(name, b"1")
     before = time.monotonic()
     with pytest.raises(MessageTooLargeError, match=f"{output}.large"):
