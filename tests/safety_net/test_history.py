@@ -49,8 +49,8 @@ async def test_past_before_max_age_was_raised_is_unavailable_for_keys_that_expir
     await kv.put("session.a", b"1")
     await kv.put("other", b"2")
     await expired(js, f"KV_{name}")
-    await kv.put("other", b"3")
     config = (await js.stream_info(f"KV_{name}")).config
     await js.update_stream(config.evolve(max_age=3600))
+    await kv.put("other", b"3")
     with pytest.raises(HistoryUnavailableError):
         await kvx.snapshot(kv, ["session.*"], at=1)

@@ -36,8 +36,8 @@ def collected() -> Iterator[None]:
 
 
 def refuse() -> bytes | None:
-    """End a connection once the client has said who it is."""
-    return None
+    """Refuse whoever connects, so that the client does not try again for long."""
+    return b"-ERR 'Authorization Violation'\r\n"
 
 
 def sent_in_the_clear(server: FakeNatsServer) -> bool:
