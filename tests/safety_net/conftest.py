@@ -125,11 +125,3 @@ def make_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStr
         return name
 
     return make
-
-
-@pytest.fixture
-async def quiet_loop() -> AsyncIterator[list[dict[str, Any]]]:
-    """What reaches the loop's exception handler; it is collected, not printed."""
-    heard: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context))
-    yield heard

@@ -9,6 +9,8 @@ from nats.aio.client import Client
 
 from jetstream_ext.testing import NatsServer, ReferenceServer
 
+# nats-py leaves the sockets of connections that were cut to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 ISSUE = "Every wait ends, every report is true: "
 Connect = Callable[..., Awaitable[Client]]
 README = Path(__file__).parents[2] / "README.md"

@@ -1,19 +1,25 @@
 """Logs: what compaction replaces is no loss, workers stand by, and a mirror answers without its origin."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
+from nats.js.api import ExternalStream, StreamSource
+from nats.js.errors import BadBucketError
+from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext import BatchMessage, errors
 from jetstream_ext.log import LogReader, Seq, exactly_once
-from jetstream_ext.testing import ReferenceServer, Unavailable
+from jetstream_ext.testing import NatsServer, ReferenceServer, Unavailable
 
+# nats-py leaves the sockets of connections that were cut to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 ISSUE = "Every wait ends, every report is true: "
 Connect = Callable[..., Awaitable[Client]]
 MakeStream = Callable[..., Awaitable[str]]
@@ -60,7 +66,7 @@ def numbers(stream: str) -> Callable[[jsx.StoredMsg], BatchMessage]:
 
 async def replica(js: JetStreamContext, source: str, target: str, **options: Any) -> None:
     """Work until the end of the loop, as a supervisor restarts a worker."""
-    reader = LogReader(js, source, tail=True)
+    reader = LogReader(js, source, tail=True, poll=0.01)
     await exactly_once(reader, target, numbers(target), name="w", prefix=f"{target}.at", **options)
 
 
@@ -99,7 +105,7 @@ async def test_replicas_that_fence_each_other_back_off(js: JetStreamContext, mak
     async def produce() -> None:
         while True:
             await js.publish(f"{source}.a", b"1")
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.06)
 
     tasks = [asyncio.ensure_future(task) for task in (supervise(), supervise(), produce())]
     await asyncio.sleep(1.5)
@@ -107,6 +113,7 @@ async def test_replicas_that_fence_each_other_back_off(js: JetStreamContext, mak
         while not task.done():
             task.cancel()
             await asyncio.sleep(0.01)
+    print(taken_over)
     assert taken_over <= 5
 
 
@@ -125,13 +132,33 @@ async def test_an_unconfirmed_reader_asks_no_leader(connect: Connect) -> None:
         assert [message.data for message in await reader.read()] == [b"0", b"1", b"2"]
 
 
+@pytest.fixture
+async def mirror(connect: Connect) -> AsyncIterator[tuple[NatsServer, KeyValue]]:
+    """A bucket on a hub, and what a leaf node has of it: a mirror."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    hub_config = f"jetstream {{ domain: hub }}\nleafnodes {{ host: 127.0.0.1, port: {port} }}"
+    remote = f"{{ url: 'nats://127.0.0.1:{port}' }}"
+    leaf_config = f"jetstream {{ domain: leaf }}\nleafnodes {{ reconnect: 1, remotes: [ {remote} ] }}"
+    with NatsServer(name="hub", config=hub_config) as hub, NatsServer(name="leaf", config=leaf_config) as leaf:
+        origin = await (await connect(hub.url)).jetstream().create_key_value(bucket="B", direct=True)
+        await origin.put("a", b"1")
+        js = (await connect(leaf.url)).jetstream(timeout=1)
+        source = StreamSource(name="KV_B", external=ExternalStream(api="$JS.hub.API"))
+        await js.add_stream(
+            name="KV_B", mirror=source, max_msgs_per_subject=1, allow_direct=True, mirror_direct=True, deny_delete=True
+        )
+        async with asyncio.timeout(10):
+            while (await js.stream_info("KV_B")).state.messages < 1:
+                await asyncio.sleep(0.02)
+        yield hub, await js.key_value("B")
+
+
+@pytest.mark.xfail(strict=True, raises=BadBucketError, reason=ISSUE + "get_many and snapshot on mirrors")
 @pytest.mark.parametrize("call", ["get_many", "snapshot"])
-async def test_a_mirror_is_read_while_its_origin_is_away(connect: Connect, call: str) -> None:
-    async with ReferenceServer() as server:
-        js = (await connect(server.url)).jetstream(timeout=0.5)
-        kv = await js.create_key_value(bucket="B", direct=True)
-        await kv.put("a", b"1")
-        for question in ("$JS.API.STREAM.INFO.KV_B", "$JS.API.STREAM.MSG.GET.KV_B"):
-            server.faults.add(Unavailable(question, times=None))
-        found = await (kvx.get_many(kv, ["a"], timeout=1) if call == "get_many" else kvx.snapshot(kv, timeout=1))
-        assert found["a"].value == b"1"
+async def test_a_mirror_is_read_while_its_origin_is_away(mirror: tuple[NatsServer, KeyValue], call: str) -> None:
+    hub, kv = mirror
+    hub.kill()
+    found = await (kvx.get_many(kv, ["a"], timeout=1) if call == "get_many" else kvx.snapshot(kv, timeout=1))
+    assert found["a"].value == b"1"

@@ -17,14 +17,17 @@ import jetstream_ext.log as log
 from jetstream_ext import errors
 from jetstream_ext.testing import NatsServer
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from waiting import abandon
+
+# nats-py leaves the sockets of connections that were cut to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 ISSUE = "Every wait ends, every report is true: "
 TIMEOUT = 0.2
 SLACK = 1.0
 DOCUMENTED = (errors.JetStreamExtError, nats.errors.Error)
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from waiting import abandon
 
 Connect = Callable[..., Awaitable[Client]]
 Within = Callable[[float, Awaitable[Any]], Awaitable[Any]]

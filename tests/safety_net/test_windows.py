@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from link import Link
 from waiting import abandon
 
+# nats-py leaves the sockets of connections that were cut to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 ISSUE = "Every wait ends, every report is true: "
 Connect = Callable[..., Awaitable[Client]]
 MakeStream = Callable[..., Awaitable[str]]
