@@ -4,6 +4,7 @@ import asyncio
 import gc
 import warnings
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from nats.aio.client import Client
@@ -29,10 +30,12 @@ DROP = pytest.mark.parametrize("drop", [drop_publisher, drop_batch])
 Drop = Callable[[JetStreamContext, str], Awaitable[None]]
 
 
-async def collect() -> list[str]:
-    """Collect what was dropped; return the resource warnings."""
+async def drop_and_collect(drop: Drop, js: JetStreamContext, stream: str) -> list[str]:
+    """Open something and drop it; return the resource warnings."""
+    gc.collect()  # what other tests have dropped
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        await drop(js, stream)
         gc.collect()
         await asyncio.sleep(0.05)
     return [str(warning.message) for warning in caught if warning.category is ResourceWarning]
@@ -42,8 +45,7 @@ async def collect() -> list[str]:
 async def test_a_dropped_publisher_sends_nothing_more(
     nc: Client, js: JetStreamContext, make_stream: MakeStream
 ) -> None:
-    await drop_publisher(js, await make_stream())
-    await collect()
+    await drop_and_collect(drop_publisher, js, await make_stream())
     before = nc.stats["out_msgs"]
     await asyncio.sleep(0.5)
     assert nc.stats["out_msgs"] == before
@@ -54,10 +56,9 @@ async def test_a_dropped_publisher_sends_nothing_more(
 )
 @DROP
 async def test_a_dropped_object_leaves_no_subscription_task_or_timer(
-    js: JetStreamContext, make_stream: MakeStream, left, drop: Drop
+    js: JetStreamContext, make_stream: MakeStream, left: Any, drop: Drop
 ) -> None:
-    await drop(js, await make_stream())
-    await collect()
+    await drop_and_collect(drop, js, await make_stream())
     assert left.behind() == (set(), set(), set())
 
 
@@ -68,6 +69,5 @@ async def test_a_dropped_object_leaves_no_subscription_task_or_timer(
 async def test_dropping_an_open_object_is_a_resource_warning(
     js: JetStreamContext, make_stream: MakeStream, drop: Drop
 ) -> None:
-    gc.collect()
-    await drop(js, await make_stream())
-    assert any("FastPublisher" in text or "AtomicBatch" in text for text in await collect())
+    found = await drop_and_collect(drop, js, await make_stream())
+    assert any("FastPublisher" in text or "AtomicBatch" in text for text in found)

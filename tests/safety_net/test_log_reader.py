@@ -2,7 +2,9 @@
 
 import asyncio
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,10 @@ import jetstream_ext.kv as kvx
 from jetstream_ext import BatchMessage, errors
 from jetstream_ext.log import LogReader, Seq, exactly_once
 from jetstream_ext.testing import NatsServer, ReferenceServer, Unavailable
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from waiting import abandon
 
 # nats-py leaves the sockets of connections that were cut to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
@@ -79,8 +85,7 @@ async def test_a_standby_waits_while_another_worker_is_alive(js: JetStreamContex
         await asyncio.sleep(0.1)
     ended = [worker for worker in workers if worker.done()]
     for worker in workers:
-        worker.cancel()
-    await asyncio.wait(workers)
+        await abandon(worker)
     for worker in ended:
         worker.result()
     outputs = await LogReader(js, target, subject=f"{target}.out").read()
@@ -88,7 +93,7 @@ async def test_a_standby_waits_while_another_worker_is_alive(js: JetStreamContex
 
 
 @pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=ISSUE + "two supervised replicas fence each other for ever"
+    strict=True, raises=AssertionError, reason=ISSUE + "two supervised replicas fence each other indefinitely"
 )
 async def test_replicas_that_fence_each_other_back_off(js: JetStreamContext, make_stream: MakeStream) -> None:
     source, target = await make_stream(), await make_stream()
@@ -110,10 +115,7 @@ async def test_replicas_that_fence_each_other_back_off(js: JetStreamContext, mak
     tasks = [asyncio.ensure_future(task) for task in (supervise(), supervise(), produce())]
     await asyncio.sleep(1.5)
     for task in tasks:
-        while not task.done():
-            task.cancel()
-            await asyncio.sleep(0.01)
-    print(taken_over)
+        await abandon(task)
     assert taken_over <= 5
 
 

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import nats.errors
@@ -149,12 +150,12 @@ async def open_calls(own_server: NatsServer, connect: Connect) -> AsyncIterator[
 
 
 async def unended(seconds: float, running: dict[str, asyncio.Future[Any]]) -> dict[str, str]:
-    """Return which calls have not ended with a documented error within so many seconds, and what they do instead."""
+    """Return which calls have not ended within so many seconds, or with an error that is not documented."""
     await asyncio.wait(running.values(), timeout=seconds)
     wrong = {name: "still waits" for name, task in running.items() if not task.done()}
     for name, task in running.items():
         await abandon(task)
-        if name not in wrong and (task.cancelled() or not isinstance(task.exception(), DOCUMENTED)):
+        if name not in wrong and (task.cancelled() or not isinstance(task.exception(), (*DOCUMENTED, NoneType))):
             wrong[name] = f"ended as {task!r}"
     return wrong
 
@@ -194,6 +195,29 @@ async def test_a_call_behind_pending_bytes_ends_with_its_connection(
             await abandon(closing)
 
 
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "adding hangs if the server stops reading")
+@pytest.mark.parametrize("kind", ["atomic", "fast"])
+async def test_adding_large_messages_ends_when_the_server_stops_reading(
+    own_server: NatsServer, connect: Connect, within: Within, kind: str
+) -> None:
+    js = (await connect(own_server.url)).jetstream(timeout=TIMEOUT)
+    await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True, allow_batched=True)
+    batch = jsx.AtomicBatch(js) if kind == "atomic" else jsx.FastPublisher(js)
+    options = {"ack": False} if kind == "atomic" else {}
+    await batch.add("s.a", b"1")
+
+    async def add() -> None:
+        while True:
+            await batch.add("s.a", bytes(1_000_000), **options)
+
+    own_server.pause()
+    try:
+        assert isinstance(await within(TIMEOUT + SLACK + 0.5, add()), DOCUMENTED)
+    finally:
+        own_server.kill()
+        await batch.discard()
+
+
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "adding to a batch hangs after nc.close()")
 async def test_adding_large_messages_ends_when_the_connection_is_closed(
     own_server: NatsServer, connect: Connect, within: Within
@@ -210,8 +234,10 @@ async def test_adding_large_messages_ends_when_the_connection_is_closed(
         batch = jsx.AtomicBatch(nc.jetstream(timeout=TIMEOUT), ack_every=10_000)
         adding = asyncio.ensure_future(add(batch))
         await asyncio.sleep(0.05)
-        await asyncio.wait([asyncio.ensure_future(nc.close())], timeout=1)
-        assert isinstance(await within(0.3, adding), DOCUMENTED)
+        closing = asyncio.ensure_future(nc.close())
+        await asyncio.wait([closing], timeout=1)
+        await abandon(closing)
+        assert isinstance(await within(SLACK, adding), DOCUMENTED)
         await batch.discard()
 
 
