@@ -107,13 +107,15 @@ async def test_replicas_that_fence_each_other_back_off(js: JetStreamContext, mak
             except errors.FencedError:
                 taken_over += 1
 
-    async def produce() -> None:
-        while True:
-            await js.publish(f"{source}.a", b"1")
-            await asyncio.sleep(0.06)
-
-    tasks = [asyncio.ensure_future(task) for task in (supervise(), supervise(), produce())]
-    await asyncio.sleep(1.5)
+    tasks = [asyncio.ensure_future(supervise()) for _ in range(2)]
+    for n in range(12):
+        before = taken_over
+        await js.publish(f"{source}.a", b"%d" % n)
+        for _ in range(40):
+            if taken_over > before:
+                break
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)  # the one that was fenced starts again
     for task in tasks:
         await abandon(task)
     assert taken_over <= 5
