@@ -1,0 +1,127 @@
+"""Waits that a test survives, and connections that a test may break."""
+
+import asyncio
+import contextlib
+import gc
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import nats
+import nats.errors
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+from jetstream_ext.testing import NatsServer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from waiting import abandon
+
+Connect = Callable[..., Awaitable[Client]]
+Within = Callable[[float, Awaitable[Any]], Awaitable[Any]]
+MakeStream = Callable[..., Awaitable[str]]
+
+
+@pytest.fixture
+def within() -> Within:
+    """Await something for so many seconds; return its result, or the error that it raised.
+
+    The test fails with an `AssertionError` if the wait has not ended by then.
+    """
+
+    async def within(seconds: float, awaitable: Awaitable[Any]) -> Any:
+        task = asyncio.ensure_future(awaitable)
+        await asyncio.wait([task], timeout=seconds)
+        if not task.done():
+            await abandon(task)
+            raise AssertionError(f"the call has not ended within {seconds:g} s")
+        if task.cancelled():
+            raise AssertionError("the call ended as cancelled, though its caller did not cancel it")
+        return task.exception() or task.result()
+
+    return within
+
+
+async def _ignore(error: Exception) -> None:
+    pass
+
+
+async def end_connection(nc: Client) -> None:
+    """Close a connection in whatever state a test has left it."""
+    writer = getattr(nc._transport, "_io_writer", None)
+    if writer is not None and not writer.transport.is_closing():
+        writer.transport.abort()  # what is still to be written would hold close() up
+        await asyncio.sleep(0)
+    closing = asyncio.ensure_future(nc.close())
+    await asyncio.wait([closing], timeout=2)
+    await abandon(closing)
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """A factory of connections that a test may break; they reconnect indefinitely unless told otherwise."""
+    made: list[Client] = []
+
+    async def connect(url: str | list[str], **options: Any) -> Client:
+        options = {"reconnect_time_wait": 0.05, "max_reconnect_attempts": -1, "error_cb": _ignore, **options}
+        nc = await nats.connect(url, connect_timeout=5, **options)
+        made.append(nc)
+        return nc
+
+    yield connect
+    for nc in made:
+        await end_connection(nc)
+    # nats-py can leave a reconnect behind whose connection was lost at once.
+    for task in asyncio.all_tasks():
+        if getattr(task.get_coro(), "__qualname__", "").startswith(("Client.", "Subscription.")):
+            await abandon(task)
+    made.clear()
+    gc.collect()  # here, where the sockets that nats-py leaves open are expected
+    await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def clog() -> AsyncIterator[Callable[[Client, NatsServer], Awaitable[None]]]:
+    """Pause a server, and publish until its connection takes no more: over 2 MiB are pending then."""
+    noises: list[asyncio.Task[None]] = []
+    going_on = True
+
+    async def noise(nc: Client) -> None:
+        with contextlib.suppress(nats.errors.Error):
+            while going_on:  # a cancellation alone may be lost
+                await nc.publish("noise", bytes(1_000_000))
+
+    async def clog(nc: Client, server: NatsServer) -> None:
+        server.pause()
+        # The first of them wait for what is being written; the bytes of the last stay pending behind it.
+        while nc.pending_data_size <= 1 << 21:
+            assert len(noises) < 50
+            noises.append(asyncio.create_task(noise(nc)))
+            await asyncio.sleep(0.05)
+
+    yield clog
+    going_on = False
+    for task in noises:
+        await abandon(task)
+
+
+@pytest.fixture
+def make_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStream:
+    """Create a stream on the shared server with everything turned on (or as given); its subjects are ``<name>.>``."""
+
+    async def make(**config: Any) -> str:
+        name = stream_name()
+        config = {
+            "allow_direct": True,
+            "allow_atomic": True,
+            "allow_batched": True,
+            "subjects": [f"{name}.>"],
+            **config,
+        }
+        await js.add_stream(name=name, **config)
+        return name
+
+    return make

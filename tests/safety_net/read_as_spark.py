@@ -1,0 +1,42 @@
+"""Read a stream as Spark's driver and workers do: without a Spark, in a process of its own, as theirs are."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+_PROGRAM = """
+import json, sys
+from pyspark.sql.datasource import CaseInsensitiveDict
+from pyspark_jetstream import DefaultSource
+
+found = {"data": [], "error": ""}
+try:
+    source = DefaultSource(CaseInsensitiveDict(json.loads(sys.argv[1])))
+    reader = source.reader(source.schema())
+    for partition in reader.partitions():
+        for block in reader.read(partition):
+            found["data"] += [data.decode() for data in block.column("data").to_pylist()]
+except Exception as error:
+    found["error"] = f"{type(error).__name__}: {error}"
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What came of it."""
+
+    data: list[str]
+    """The payloads."""
+    error: str
+    """What the read ended with, as Spark logs it; empty if it did not."""
+
+
+def read_as_spark(servers: str, **options: str) -> Read:
+    """Read stream ``S``, or the one in `options`."""
+    given = {"servers": servers, "stream": "S", "requestTimeout": "10", **options}
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, json.dumps(given)], capture_output=True, text=True, check=True, timeout=60
+    )
+    return Read(**json.loads(done.stdout.splitlines()[-1]))

@@ -1,0 +1,38 @@
+"""The command line as its user starts it, in this process: quicker than a Python for each command."""
+
+import contextlib
+import io
+import os
+import runpy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a command left."""
+
+    status: int | str | None
+    output: str
+    """Standard output and standard error."""
+
+
+def run_cli(*arguments: object, home: Path, environment: dict[str, str] | None = None) -> Finished:
+    """Run ``python -m jetstream_ext.cli`` with none of the machine's settings; not inside of an event loop."""
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("NATS_")}
+    settings |= {"XDG_CONFIG_HOME": str(home)} | (environment or {})
+    output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+    status: int | str | None = 0
+    with (
+        mock.patch.dict(os.environ, settings, clear=True),
+        mock.patch.object(sys, "argv", ["jetstream-ext", *map(str, arguments)]),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+    ):
+        try:
+            runpy.run_module("jetstream_ext.cli", run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+    return Finished(status, output.buffer.getvalue().decode())  # type: ignore[attr-defined]

@@ -1,0 +1,73 @@
+"""Nothing of a publisher or a batch outlives the object that its user has dropped."""
+
+import asyncio
+import gc
+import warnings
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+
+ISSUE = "Every wait ends, every report is true: "
+MakeStream = Callable[..., Awaitable[str]]
+
+
+async def drop_publisher(js: JetStreamContext, stream: str) -> None:
+    publisher = jsx.FastPublisher(js, keepalive=0.05)
+    await publisher.add(f"{stream}.a", b"1")
+
+
+async def drop_batch(js: JetStreamContext, stream: str) -> None:
+    batch = jsx.AtomicBatch(js)
+    await batch.add(f"{stream}.a", b"1")
+
+
+DROP = pytest.mark.parametrize("drop", [drop_publisher, drop_batch])
+Drop = Callable[[JetStreamContext, str], Awaitable[None]]
+
+
+async def drop_and_collect(drop: Drop, js: JetStreamContext, stream: str) -> list[str]:
+    """Open something and drop it; return the resource warnings."""
+    gc.collect()  # what other tests have dropped
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        await drop(js, stream)
+        gc.collect()
+        await asyncio.sleep(0.05)
+    return [str(warning.message) for warning in caught if warning.category is ResourceWarning]
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "a dropped publisher pings on")
+async def test_a_dropped_publisher_sends_nothing_more(
+    nc: Client, js: JetStreamContext, make_stream: MakeStream
+) -> None:
+    await drop_and_collect(drop_publisher, js, await make_stream())
+    before = nc.stats["out_msgs"]
+    await asyncio.sleep(0.5)
+    assert nc.stats["out_msgs"] == before
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=ISSUE + "a dropped publisher or batch keeps its subscription"
+)
+@DROP
+async def test_a_dropped_object_leaves_no_subscription_task_or_timer(
+    js: JetStreamContext, make_stream: MakeStream, left: Any, drop: Drop
+) -> None:
+    await drop_and_collect(drop, js, await make_stream())
+    assert left.behind() == (set(), set(), set())
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=ISSUE + "no ResourceWarning for a dropped publisher or batch"
+)
+@DROP
+async def test_dropping_an_open_object_is_a_resource_warning(
+    js: JetStreamContext, make_stream: MakeStream, drop: Drop
+) -> None:
+    found = await drop_and_collect(drop, js, await make_stream())
+    assert any("FastPublisher" in text or "AtomicBatch" in text for text in found)

@@ -1,0 +1,173 @@
+"""Numbers and texts that no server of ours sends: refused with a documented error, never believed."""
+
+import json
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig
+
+import jetstream_ext as jsx
+from jetstream_ext.errors import JetStreamExtError, ResponseError
+from jetstream_ext.testing import NatsServer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from frame_proxy import Frame, FrameProxy
+
+ISSUE = "Hostile and odd input"
+NOT_RAISED: Any = pytest.fail.Exception
+LARGEST_FLOW = 65_535
+
+
+@pytest.fixture
+async def stream(js: JetStreamContext, stream_name: Callable[[], str]) -> str:
+    """A stream of nine messages that takes batches of both kinds."""
+    name = stream_name()
+    config = StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True, allow_batched=True)
+    await jsx.ensure_stream(js, config)
+    for n in range(1, 10):
+        await js.publish(f"{name}.a", b"%d" % n)
+    return name
+
+
+@pytest.fixture
+async def proxied(server: NatsServer) -> AsyncIterator[tuple[JetStreamContext, FrameProxy]]:
+    """A context behind a proxy."""
+    async with FrameProxy(server.port) as proxy:
+        nc = await nats.connect(proxy.url)
+        yield nc.jetstream(timeout=1), proxy
+        await nc.close()
+
+
+async def get(direct: jsx.DirectGet, subject: str) -> int:
+    return (await direct.get(7)).seq
+
+
+async def get_next(direct: jsx.DirectGet, subject: str) -> int:
+    return (await direct.get_next(subject, seq=7)).seq
+
+
+async def batch(direct: jsx.DirectGet, subject: str) -> int:
+    return (await direct.batch(1, seq=7).to_list())[0].seq
+
+
+ODD = {
+    "negative": "-5",
+    "underscore": "1_000",
+    "plus": "+7",
+    "Arabic digit": "٣",
+    "full-width digit": "\uff15",
+    "over 64 bits": str(1 << 64),
+}
+
+
+@pytest.mark.xfail(
+    strict=True, raises=NOT_RAISED, reason=f"{ISSUE}: a Nats-Sequence that is no number of a server is believed"
+)
+@pytest.mark.parametrize(
+    ("call", "value"), [*((call, value) for call in (get, get_next) for value in ODD.values()), (batch, ODD["plus"])]
+)
+async def test_sequence_that_is_no_number_of_a_server_is_refused(
+    proxied: tuple[JetStreamContext, FrameProxy],
+    stream: str,
+    call: Callable[[jsx.DirectGet, str], Awaitable[int]],
+    value: str,
+) -> None:
+    js, proxy = proxied
+
+    async def forge(frame: Frame) -> Frame:
+        if b"\r\nNats-Sequence: 7\r\n" not in frame.header:
+            return frame
+        return frame.with_header(b"Nats-Sequence: 7\r\n", f"Nats-Sequence: {value}\r\n".encode())
+
+    proxy.on_delivery = forge
+    with pytest.raises(ResponseError):
+        await call(jsx.DirectGet(js, stream), f"{stream}.a")
+
+
+@pytest.mark.parametrize("value", [ODD["negative"], ODD["underscore"], ODD["Arabic digit"], ODD["over 64 bits"]])
+async def test_sequence_that_is_no_number_of_a_server_is_refused_in_a_batch(
+    proxied: tuple[JetStreamContext, FrameProxy], stream: str, value: str
+) -> None:
+    js, proxy = proxied
+
+    async def forge(frame: Frame) -> Frame:
+        if b"\r\nNats-Sequence: 7\r\n" not in frame.header:
+            return frame
+        return frame.with_header(b"Nats-Sequence: 7\r\n", f"Nats-Sequence: {value}\r\n".encode())
+
+    proxy.on_delivery = forge
+    with pytest.raises(ResponseError):
+        await jsx.DirectGet(js, stream).batch(3, seq=6).to_list()
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=f"{ISSUE}: a forged flow ack opens the window without bound"
+)
+@pytest.mark.parametrize("msgs", [LARGEST_FLOW + 1, 1 << 63])
+async def test_flow_of_a_forged_ack_is_never_larger_than_a_flow_can_be(
+    proxied: tuple[JetStreamContext, FrameProxy], stream: str, msgs: int
+) -> None:
+    js, proxy = proxied
+    forged = 0
+
+    async def forge(frame: Frame) -> Frame:
+        nonlocal forged
+        if not frame.payload.startswith(b"{") or (reply := json.loads(frame.payload)).get("type") != "ack":
+            return frame
+        forged += 1
+        return Frame(frame.subject, frame.reply, frame.header, json.dumps(reply | {"msgs": msgs}).encode(), frame.sid)
+
+    proxy.on_delivery = forge
+    flows: list[int] = []
+    try:
+        async with jsx.FastPublisher(js, flow=2) as publisher:
+            for n in range(6):
+                await publisher.add(f"{stream}.b", b"%d" % n)
+            await publisher.flush()
+            flows.append(publisher.flow)
+    except JetStreamExtError:
+        pass  # refusing the ack is right, too
+    assert forged, "no ack came by"
+    assert all(flow <= LARGEST_FLOW for flow in flows)
+
+
+async def publish_atomically(js: JetStreamContext, subject: str, **options: Any) -> None:
+    await jsx.publish_atomic(js, [jsx.BatchMessage(subject, b"", **options)])
+
+
+async def add_to_an_atomic_batch(js: JetStreamContext, subject: str, **options: Any) -> None:
+    async with jsx.AtomicBatch(js) as atomic:
+        await atomic.add(subject, b"", **options)
+
+
+async def publish_fast(js: JetStreamContext, subject: str, **options: Any) -> None:
+    async with jsx.FastPublisher(js) as publisher:
+        await publisher.add(subject, b"1")
+        await publisher.add(subject, b"2", **options)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=UnicodeEncodeError, reason=f"{ISSUE}: a lone surrogate in a header is a UnicodeEncodeError"
+)
+@pytest.mark.parametrize("option", [{"headers": {"A": "\ud800"}}, {"msg_id": "\ud800"}], ids=["headers", "msg_id"])
+@pytest.mark.parametrize("write", [publish_atomically, add_to_an_atomic_batch, publish_fast])
+async def test_lone_surrogate_in_a_header_is_refused_with_a_documented_error(
+    js: JetStreamContext, stream: str, write: Callable[..., Awaitable[None]], option: dict[str, Any]
+) -> None:
+    with pytest.raises(JetStreamExtError):
+        await write(js, f"{stream}.c", **option)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=f"{ISSUE}: a lone surrogate in a header is reported in the codec's words"
+)
+async def test_ingest_names_a_lone_surrogate_in_its_own_words(js: JetStreamContext, stream: str) -> None:
+    with pytest.raises(JetStreamExtError) as caught:
+        await jsx.ingest(js, [(f"{stream}.c", b"", {"A": "\ud800"})])
+    assert "codec can't encode" not in str(caught.value)

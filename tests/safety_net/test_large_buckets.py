@@ -1,0 +1,75 @@
+"""Buckets of many keys are read whole, in a bounded time, whatever else is stored or written."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import nats
+import pytest
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
+from jetstream_ext.errors import RequestTimeoutError, TooManySubjectsError
+from jetstream_ext.testing import NatsServer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from frame_proxy import Frame, FrameProxy
+
+ISSUE = "Key-value and log: no guess, no hole"
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=TooManySubjectsError,
+    reason=f"{ISSUE}: an oldest message with a wildcard in its subject makes get_many fail",
+)
+async def test_get_many_reads_many_keys_beside_a_message_with_a_wildcard_in_its_subject(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name = stream_name()
+    kv = await kvx.enable(await js.create_key_value(bucket=name))
+    await js.publish(f"$KV.{name}.*", b"anybody can store this")
+    keys = [f"k{n}" for n in range(1100)]
+    for some in (keys[:550], keys[550:]):
+        await jsx.publish_atomic(js, [jsx.BatchMessage(f"$KV.{name}.{key}", b"1") for key in some])
+    assert list(await kvx.get_many(kv, keys)) == keys
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason=f"{ISSUE}: a snapshot never catches up with a faster writer, without bound",
+)
+async def test_snapshot_ends_when_a_writer_is_faster(
+    server: NatsServer, js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    name, keys, most = stream_name(), 100, 20
+    await kvx.enable(await js.create_key_value(bucket=name, storage="memory"))
+    rounds = 0
+
+    async def put_all_again() -> None:
+        for n in range(1, keys):
+            await js._nc.publish(f"$KV.{name}.k{n}", bytes(120_000))
+        await js.publish(f"$KV.{name}.k0", bytes(120_000))
+
+    async def write_first(frame: Frame) -> Frame:
+        nonlocal rounds
+        if ".DIRECT.GET." in frame.subject and rounds < most:
+            rounds += 1
+            # More than one reply holds, so that there is always more to read; a tenth of the reader's time at least.
+            await asyncio.gather(put_all_again(), asyncio.sleep(0.1))
+        return frame
+
+    await put_all_again()
+    async with FrameProxy(server.port, write_first) as proxy:
+        nc = await nats.connect(proxy.url)
+        try:
+            await kvx.snapshot(await nc.jetstream().key_value(name), timeout=1)
+        except RequestTimeoutError:
+            pass  # giving up in time is right, too
+        finally:
+            await nc.close()
+    assert rounds < most, "the snapshot ended only because the writer did"

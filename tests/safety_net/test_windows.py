@@ -1,0 +1,76 @@
+"""The window is a bound, lost acks are recovered, and a slow link is shared."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import nats.errors
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext.testing import Drop, Faults, NatsServer, ReferenceServer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from link import Link
+from waiting import abandon
+
+# nats-py leaves the sockets of connections that were cut to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
+ISSUE = "Every wait ends, every report is true: "
+Connect = Callable[..., Awaitable[Client]]
+MakeStream = Callable[..., Awaitable[str]]
+Within = Callable[[float, Awaitable[Any]], Awaitable[Any]]
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "the window is not a bound")
+async def test_concurrent_adds_stay_within_the_window(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream()
+    in_flight = 0
+    async with jsx.FastPublisher(js, flow=5, max_outstanding_acks=2) as publisher:
+        await publisher.add(f"{stream}.a", b"first")
+        adding = asyncio.gather(*(publisher.add(f"{stream}.a", b"%d" % n) for n in range(500)))
+        while not adding.done():
+            in_flight = max(in_flight, publisher.batch_seq - publisher.ack_seq)
+            await asyncio.sleep(0)
+        await adding
+    assert in_flight <= 10
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "lost acks with a timeout of 1 s or less")
+@pytest.mark.parametrize("context_timeout", [False, True])
+async def test_a_lost_ack_is_recovered_within_a_short_timeout(
+    connect: Connect, within: Within, context_timeout: bool
+) -> None:
+    async with ReferenceServer(faults=Faults(Drop(kind="flow_ack", nth=2))) as server:
+        js = (await connect(server.url)).jetstream(timeout=0.6 if context_timeout else 5)
+        await js.add_stream(name="S", subjects=["s.>"], allow_batched=True)
+        publisher = jsx.FastPublisher(js, flow=5, max_outstanding_acks=1, ack_timeout=None if context_timeout else 0.6)
+        outcome = await within(3, publisher.add_many(("s.a", b"%d" % n) for n in range(20)))
+        await publisher.discard()
+        assert isinstance(outcome, jsx.FastPubAck)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "a scan on a slow link starves other calls")
+async def test_a_scan_over_a_slow_link_leaves_room_for_other_calls(own_server: NatsServer, connect: Connect) -> None:
+    admin = (await connect(own_server.url)).jetstream()
+    await admin.add_stream(name="S", subjects=["s.>"], storage="memory", allow_direct=True)
+    for _ in range(40):
+        await admin.publish("s.a", bytes(500_000))
+    async with Link(own_server.port, rate=3_000_000) as link:
+        js = (await connect(link.url)).jetstream(timeout=10)
+        scanning = asyncio.ensure_future(jsx.DirectGet(js, "S").scan().to_list())
+        await asyncio.sleep(1)
+        unanswered = 0
+        other = js._nc.jetstream(timeout=1)
+        for _ in range(2):
+            try:
+                await other.account_info()
+            except nats.errors.TimeoutError:
+                unanswered += 1
+        await abandon(scanning)
+        assert unanswered == 0

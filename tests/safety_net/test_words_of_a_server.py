@@ -1,0 +1,116 @@
+"""Whatever a server says reaches a terminal or a log without its escape sequences."""
+
+import asyncio
+import gc
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_nats_server import FakeNatsServer
+from read_as_spark import read_as_spark
+from run_cli import run_cli
+
+ISSUE = "Hostile and odd input"
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Collect what nats-py leaves of connections that failed: not while pytest writes a report, nor in another test.
+
+    On Python 3.11 a traceback that is logged while another one is formatted breaks the formatting.
+    """
+    gc.disable()
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
+    gc.enable()
+
+
+def refuse_api(description: str) -> Callable[[str], bytes | None]:
+    """Return an `on_publish` that refuses every request to JetStream."""
+    error = {"code": 500, "err_code": 10049, "description": description}
+    return lambda subject: json.dumps({"type": "io.nats.jetstream.api.v1.error", "error": error}).encode()
+
+
+EVIL = "\x1b]0;owned\x07\x1b[31mred\x9b2J"
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=f"{ISSUE}: escape sequences in a server's -ERR reach the terminal"
+)
+def test_no_escape_sequence_of_a_refused_connection_reaches_the_terminal(tmp_path: Path) -> None:
+    words = f"-ERR 'Authorization Violation {EVIL}'\r\n".encode()
+    with FakeNatsServer(on_connect=lambda: words) as server:
+        done = run_cli("doctor", server.url, "--timeout", "1s", home=tmp_path)
+    assert done.status == 1
+    assert done.output.replace("\n", "").isprintable()
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=f"{ISSUE}: escape sequences in a server's description reach the terminal"
+)
+@pytest.mark.parametrize("command", [["doctor"], ["export", "S", "-", "--format", "jsonl"], ["snapshot", "B"]])
+def test_no_escape_sequence_of_a_refused_request_reaches_the_terminal(tmp_path: Path, command: list[str]) -> None:
+    with FakeNatsServer(on_publish=refuse_api(EVIL)) as server:
+        done = run_cli(*command, "--timeout", "1s", home=tmp_path, environment={"NATS_URL": server.url})
+    assert done.output
+    assert done.output.replace("\n", "").isprintable()
+
+
+def answer_as_an_empty_account(subject: str) -> bytes | None:
+    """Answer what a command asks JetStream that has no streams."""
+    if subject.endswith(".API.INFO"):
+        empty = {"memory": 0, "storage": 0, "streams": 0, "consumers": 0, "limits": {}, "api": {"level": 5}}
+    else:
+        empty = {"total": 0, "offset": 0, "limit": 256, "streams": []}
+    return json.dumps(empty).encode()
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=f"{ISSUE}: escape sequences in a server's version reach the terminal"
+)
+def test_no_escape_sequence_of_a_servers_version_reaches_the_terminal(tmp_path: Path) -> None:
+    with FakeNatsServer(info=lambda n: {"version": f"2.15.1{EVIL}"}, on_publish=answer_as_an_empty_account) as server:
+        done = run_cli("doctor", server.url, "--timeout", "1s", home=tmp_path)
+    assert done.output
+    assert done.output.replace("\n", "").isprintable()
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=f"{ISSUE}: escape sequences in a server's -ERR reach Spark's log"
+)
+def test_no_escape_sequence_of_a_refused_connection_reaches_sparks_log() -> None:
+    pytest.importorskip("pyspark")
+    words = f"-ERR 'Authorization Violation {EVIL}'\r\n".encode()
+    with FakeNatsServer(on_connect=lambda: words) as server:
+        read = read_as_spark(server.url)
+    assert "Authorization Violation" in read.error
+    assert read.error.replace("\n", "").isprintable()
+
+
+async def test_no_escape_sequence_of_a_malformed_advisory_reaches_the_log(
+    js: JetStreamContext, stream_name: Callable[[], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    name = stream_name()
+    caplog.set_level(logging.DEBUG, "jetstream_ext")
+    advisory = f"$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED.{name}"
+    event = {"stream": name, "batch": "b", "reason": "timeout", "timestamp": EVIL}
+    async with jsx.watch_abandoned(js, name) as batches:
+        await js._nc.publish(advisory, json.dumps(event).encode())
+        await js._nc.publish(advisory, EVIL.encode())
+        await js._nc.publish(advisory, json.dumps(event | {"timestamp": "2026-01-01T00:00:00Z"}).encode())
+        async with asyncio.timeout(5):
+            assert (await anext(batches)).batch_id == "b"
+    assert len(caplog.messages) == 2
+    assert all(message.isprintable() for message in caplog.messages)

@@ -1,0 +1,322 @@
+"""The data sources driven as Spark drives them, but without a JVM: offsets go through JSON, readers through pickle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import pickle
+import threading
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
+
+import nats
+import pyarrow as pa
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig
+from pyspark import TaskContext
+from pyspark.sql import Row, datasource
+from pyspark.sql.datasource import CaseInsensitiveDict, DataSourceArrowWriter
+from pyspark.sql.types import BinaryType, StringType, StructField, StructType
+
+import jetstream_ext as jsx
+from jetstream_ext.testing import NatsServer
+from pyspark_jetstream import DefaultSource as StreamSource
+from pyspark_jetstream_kv import DefaultSource as BucketSource
+
+Offset = dict[str, Any]
+Message = dict[str, Any]
+
+_ARROW_WRITERS = (DataSourceArrowWriter, getattr(datasource, "DataSourceStreamArrowWriter", DataSourceArrowWriter))
+
+
+def _spark_limits_batches() -> bool:
+    try:
+        import pyspark.sql.streaming.datasource  # noqa: F401
+    except ImportError:  # before Spark 4.2
+        return False
+    return True
+
+
+class Reader:
+    """One reader, planned and read."""
+
+    def __init__(self, reader: Any) -> None:
+        self.reader = reader
+
+    def read(self, partition: Any) -> list[Message]:
+        """Read a partition as a task does."""
+        return [row for batch in self.batches(partition) for row in batch.to_pylist()]
+
+    def batches(self, partition: Any) -> Iterator[pa.RecordBatch]:
+        reader, partition = pickle.loads(pickle.dumps((self.reader, partition)))
+        return iter(reader.read(partition))
+
+
+class BatchRead(Reader):
+    """A batch query."""
+
+    def partitions(self) -> list[Any]:
+        return list(self.reader.partitions())
+
+    def rows(self) -> list[Message]:
+        return [row for partition in self.partitions() for row in self.read(partition)]
+
+
+class StreamQuery(Reader):
+    """A streaming query."""
+
+    def initial(self) -> Offset:
+        return _stored(self.reader.initialOffset())
+
+    def latest(self, start: Offset) -> Offset:
+        """Return the end of the next micro-batch, within the options' limits."""
+        if not _spark_limits_batches():
+            return _stored(self.reader.latestOffset())
+        return _stored(self.reader.latestOffset(_stored(start), self.reader.getDefaultReadLimit()))
+
+    def partitions(self, start: Offset, end: Offset) -> list[Any]:
+        return list(self.reader.partitions(_stored(start), _stored(end)))
+
+    def parts(self, start: Offset, end: Offset) -> list[list[Message]]:
+        """Return the rows of a micro-batch, by partition."""
+        return [self.read(partition) for partition in self.partitions(start, end)]
+
+    def seqs(self, start: Offset, end: Offset) -> list[int]:
+        return [row["seq"] for part in self.parts(start, end) for row in part]
+
+
+def _stored(offset: Offset) -> Offset:
+    """Return an offset as it comes out of Spark's log."""
+    return dict(json.loads(json.dumps(offset)))
+
+
+@pytest.fixture(scope="session")
+def batch_read(server: NatsServer) -> Callable[..., BatchRead]:
+    """Make a batch read of a stream: ``batch_read(stream, **options)``."""
+
+    def make(stream: str, **options: str) -> BatchRead:
+        return BatchRead(_reader(StreamSource, {"servers": server.url, "stream": stream} | options, "reader"))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def bucket_read(server: NatsServer) -> Callable[..., BatchRead]:
+    """Make a batch read of a bucket: ``bucket_read(bucket, **options)``."""
+
+    def make(bucket: str, **options: str) -> BatchRead:
+        return BatchRead(_reader(BucketSource, {"servers": server.url, "bucket": bucket} | options, "reader"))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def stream_query(server: NatsServer) -> Callable[..., StreamQuery]:
+    """Make a streaming query: ``stream_query(stream, **options)``; ``stream=""`` leaves the option out."""
+
+    def make(stream: str, **options: str) -> StreamQuery:
+        given = {"servers": server.url} | ({"stream": stream} if stream else {}) | options
+        return StreamQuery(_reader(StreamSource, given, "streamReader"))
+
+    return make
+
+
+def _reader(kind: type, options: dict[str, str], method: str) -> Any:
+    source = kind(CaseInsensitiveDict(options))
+    return getattr(source, method)(source.schema())
+
+
+class _Task(TaskContext):
+    """What a task knows of itself."""
+
+    def __new__(cls, *_: object) -> Self:
+        return object.__new__(cls)
+
+    def __init__(self, partition: int, batch: int, attempt: int) -> None:
+        self._facts = partition, attempt
+        self._properties = {"sql.streaming.queryId": "a-query", "streaming.sql.batchId": f"{batch}"}
+
+    def partitionId(self) -> int:  # noqa: N802
+        return self._facts[0]
+
+    def attemptNumber(self) -> int:  # noqa: N802
+        return self._facts[1]
+
+    def stageId(self) -> int:  # noqa: N802
+        return 1
+
+    def taskAttemptId(self) -> int:  # noqa: N802
+        return 1000 + 10 * self._facts[0] + self._facts[1]
+
+    def getLocalProperty(self, key: str) -> str | None:  # noqa: N802
+        return self._properties.get(key)
+
+
+class Sink:
+    """The sink of a streaming query, or of batch writes."""
+
+    def __init__(self, options: dict[str, str]) -> None:
+        self._options = options
+
+    def plan(self) -> None:
+        """Plan a micro-batch."""
+        source, schema = self._source()
+        source.streamWriter(schema, False)
+
+    def write(self, parts: Iterable[Iterable[Message]], *, batch: int = 0, attempt: int = 0) -> None:
+        """Write a micro-batch, given by partition, up to and with its commit."""
+        source, schema = self._source()
+        self._store(source.streamWriter(schema, False), parts, batch, attempt, (batch,))
+
+    def save(self, parts: Iterable[Iterable[Message]], attempt: int = 0) -> None:
+        """Write a DataFrame, given by partition, up to and with its commit."""
+        source, schema = self._source()
+        self._store(source.writer(schema, False), parts, 0, attempt, ())
+
+    def _source(self) -> tuple[Any, StructType]:
+        fields = [StructField("subject", StringType()), StructField("data", BinaryType())]
+        if self._options.get("semantics", "dedupe") == "dedupe":
+            fields.append(StructField("msgId", StringType()))
+        return StreamSource(CaseInsensitiveDict(self._options)), StructType(fields)
+
+    def _store(
+        self, writer: Any, parts: Iterable[Iterable[Message]], batch: int, attempt: int, end: tuple[int, ...]
+    ) -> None:
+        names = self._source()[1].names
+        done = []
+        for number, rows in enumerate(parts):
+            given: Iterator[Any] = (Row(**{name: row.get(name) for name in names}) for row in rows)
+            if isinstance(writer, _ARROW_WRITERS):
+                given = _record_batches(given, names)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(TaskContext, "get", lambda number=number: _Task(number, batch, attempt))
+                done.append(pickle.loads(pickle.dumps(writer)).write(given))
+        writer.commit(done, *end)
+
+
+def _record_batches(rows: Iterator[Row], names: list[str]) -> Iterator[pa.RecordBatch]:
+    """Hand rows over a few at a time."""
+    schema = pa.schema([pa.field(name, pa.binary() if name == "data" else pa.string()) for name in names])
+    some: list[dict[str, Any]] = []
+    for row in rows:
+        some.append(row.asDict())
+        if len(some) == 5:
+            yield pa.RecordBatch.from_pylist(some, schema)
+            some = []
+    if some:
+        yield pa.RecordBatch.from_pylist(some, schema)
+
+
+@pytest.fixture(scope="session")
+def sink(server: NatsServer) -> Callable[..., Sink]:
+    """Make a sink: ``sink(stream, semantics, **options)``."""
+
+    def make(stream: str, semantics: str = "dedupe", **options: str) -> Sink:
+        return Sink({"servers": server.url, "stream": stream, "semantics": semantics} | options)
+
+    return make
+
+
+@pytest.fixture
+def make_stream(with_js: Any, stream_name: Callable[[], str]) -> Callable[..., str]:
+    """Make a stream that can be read and written, with `messages` messages on ``<stream>.a`` whose data are numbers."""
+
+    def make(messages: int = 0, *, name: str = "", **config: Any) -> str:
+        name = name or stream_name()
+
+        async def create(js: JetStreamContext) -> None:
+            await js.add_stream(
+                StreamConfig(
+                    name=name,
+                    subjects=[f"{name}.>", f"_spark.{name}.>"],
+                    allow_direct=True,
+                    allow_batched=True,
+                    allow_atomic=True,
+                ).evolve(**config)
+            )
+
+        with_js(create)
+        if messages:
+            _publish(with_js, name, [(f"{name}.a", b"%d" % number) for number in range(messages)])
+        return name
+
+    return make
+
+
+def _publish(with_js: Any, name: str, messages: list[tuple[str, bytes]]) -> None:
+    async def publish(js: JetStreamContext) -> None:
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many(messages)
+
+    with_js(publish)
+
+
+@pytest.fixture
+def publish(with_js: Any) -> Callable[[list[tuple[str, bytes]]], None]:
+    """Publish messages: ``publish([(subject, data), …])``."""
+    return lambda messages: _publish(with_js, "", messages)
+
+
+@pytest.fixture
+def stored(with_js: Any) -> Callable[[str, str], Counter[bytes]]:
+    """Count what a stream has on a subject, by its data: ``stored(stream, subject)``."""
+
+    async def scan(js: JetStreamContext, stream: str, subject: str) -> Counter[bytes]:
+        return Counter(
+            one.data for one in await jsx.DirectGet(js, stream).scan(subject=subject, confirm=True).to_list()
+        )
+
+    return lambda stream, subject: with_js(lambda js: scan(js, stream, subject))
+
+
+@pytest.fixture
+def requests_seen(server: NatsServer) -> Callable[[str], Any]:
+    """Record the subjects of all requests about a stream: ``with requests_seen(stream) as subjects:``."""
+
+    @contextlib.contextmanager
+    def record(stream: str) -> Iterator[list[str]]:
+        subjects: list[str] = []
+        ready, done = threading.Event(), threading.Event()
+
+        async def listen() -> None:
+            async def take(msg: Any) -> None:
+                if stream in msg.subject.split("."):
+                    subjects.append(msg.subject)
+
+            nc = await nats.connect(server.url)
+            await nc.subscribe("$JS.API.>", cb=take)
+            await nc.flush()
+            ready.set()
+            await asyncio.to_thread(done.wait)
+            await nc.flush()
+            await asyncio.sleep(0.05)  # the callback runs after the flush
+            await nc.close()
+
+        thread = threading.Thread(target=lambda: asyncio.run(listen()))
+        thread.start()
+        ready.wait(10)
+        try:
+            yield subjects
+        finally:
+            done.set()
+            thread.join()
+
+    return record
+
+
+class MeasuredServer(NatsServer):
+    """A server that says how many messages it has sent."""
+
+    def sent(self) -> int:
+        with urllib.request.urlopen(f"{self.endpoints['monitoring'][0]}/varz") as answer:
+            return int(json.load(answer)["out_msgs"])
+
+
+@pytest.fixture(scope="session")
+def measured() -> Iterator[MeasuredServer]:
+    with MeasuredServer(config='http: "127.0.0.1:-1"') as server:
+        yield server

@@ -1,0 +1,185 @@
+"""What a read costs the server: messages sent for rows, and requests for a plan, an idle query and a partition."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import nats
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig
+
+import jetstream_ext as jsx
+
+EPIC = "Spark: the same rows on every replay, through every failure, at any size"
+reads_everything = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=f"{EPIC}: several subject filters read the whole stream"
+)
+one_by_one = pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{EPIC}: streams are planned one by one")
+
+MESSAGES = 20_000
+
+
+def _require(condition: bool, what: str) -> None:
+    """Fail in a way that no expected failure takes for its own."""
+    if not condition:
+        pytest.fail(what)
+
+
+@pytest.fixture(scope="module")
+def rare(measured: Any) -> str:
+    """A stream of many messages, three of which are on rare subjects."""
+
+    async def fill() -> None:
+        nc = await nats.connect(measured.url)
+        js = nc.jetstream()
+        await js.add_stream(StreamConfig(name="RARE", subjects=["RARE.>"], allow_direct=True, allow_batched=True))
+        subjects = {100: "RARE.first", 10_000: "RARE.second", 19_000: "RARE.first"}
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many((subjects.get(seq, "RARE.common"), b"") for seq in range(1, MESSAGES + 1))
+        await nc.close()
+
+    asyncio.run(fill())
+    return "RARE"
+
+
+@reads_everything
+def test_a_batch_read_of_several_rare_subjects_is_sent_few_other_messages(
+    measured: Any, rare: str, batch_read: Any
+) -> None:
+    reader = batch_read(rare, servers=measured.url, subjects="RARE.first,RARE.second")
+    before = measured.sent()
+    _require(sorted(row["seq"] for row in reader.rows()) == [100, 10_000, 19_000], "rows are missing")
+    assert measured.sent() - before < 500
+
+
+@reads_everything
+def test_a_micro_batch_of_several_rare_subjects_is_sent_few_other_messages(
+    measured: Any, rare: str, stream_query: Any
+) -> None:
+    query = stream_query(rare, servers=measured.url, subjects="RARE.first,RARE.second")
+    before = measured.sent()
+    start = query.initial()
+    _require(query.seqs(start, query.latest(start)) == [100, 10_000, 19_000], "rows are missing")
+    assert measured.sent() - before < 500
+
+
+def test_a_batch_read_of_one_rare_subject_is_sent_few_other_messages(measured: Any, rare: str, batch_read: Any) -> None:
+    reader = batch_read(rare, servers=measured.url, subjects="RARE.first")
+    before = measured.sent()
+    assert [row["seq"] for row in reader.rows()] == [100, 19_000]
+    assert measured.sent() - before < 500
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{EPIC}: an idle query asks ten times a second")
+def test_an_idle_query_asks_the_server_at_most_twice_a_second(
+    make_stream: Any, stream_query: Any, requests_seen: Any
+) -> None:
+    name, seconds = make_stream(10), 3
+    query = stream_query(name)
+    end = query.latest(query.initial())
+    until = time.monotonic() + seconds
+    with requests_seen(name) as requests:
+        while time.monotonic() < until:
+            _require(query.latest(end) == end, "there is something new")
+            time.sleep(0.01)  # as Spark does
+    assert len(requests) <= 2 * seconds + 1
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=f"{EPIC}: every partition asks for the identity of its stream"
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_identity_of_a_stream_is_checked_once_for_all_partitions(
+    make_stream: Any, batch_read: Any, stream_query: Any, requests_seen: Any, streaming: bool
+) -> None:
+    name = make_stream(800)
+    reader = (stream_query if streaming else batch_read)(name, minPartitions="8")
+    start = reader.initial() if streaming else {}
+    partitions = reader.partitions(start, reader.latest(start)) if streaming else reader.partitions()
+    with requests_seen(name) as requests:
+        _require([len(reader.read(partition)) for partition in partitions] == [100] * 8, "rows are missing")
+    assert sum(".STREAM.INFO." in request for request in requests) <= 1
+
+
+class Distance:
+    """A proxy that brings every answer some milliseconds late, in a thread of its own."""
+
+    def __init__(self, url: str, delay: float) -> None:
+        self._port = urlsplit(url).port
+        self._delay = delay
+        self._writers: list[asyncio.StreamWriter] = []
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[str]:
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        listener = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, "127.0.0.1", 0), loop).result()
+        try:
+            yield f"nats://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        finally:
+            asyncio.run_coroutine_threadsafe(self._end(listener), loop).result()
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+
+    async def _end(self, listener: asyncio.Server) -> None:
+        listener.close()
+        for writer in self._writers:
+            writer.close()
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        behind, to_server = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += [writer, to_server]
+        await asyncio.gather(self._pass(reader, to_server, 0), self._pass(behind, writer, self._delay))
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay: float) -> None:
+        loop = asyncio.get_running_loop()
+        while data := await reader.read(1 << 16):
+            loop.call_later(delay, writer.write, data)
+        loop.call_later(delay, writer.close)
+
+
+@pytest.fixture
+def many_streams(make_stream: Any, stream_name: Any, with_js: Any) -> list[str]:
+    prefix = stream_name()
+    names = [f"{prefix}_{number}" for number in range(20)]
+
+    async def create(js: JetStreamContext) -> None:
+        for name in names:
+            await js.add_stream(StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True))
+            await js.publish(f"{name}.a")
+
+    with_js(create)
+    return names
+
+
+@one_by_one
+def test_many_streams_are_planned_at_once_for_a_batch_read(many_streams: Any, server: Any, batch_read: Any) -> None:
+    with Distance(server.url, 0.05)() as url:
+        reader = batch_read(many_streams[0], servers=url)
+        reader.partitions()  # it is connected
+        reader = batch_read(",".join(many_streams), servers=url)
+        begun = time.monotonic()
+        _require(len(reader.partitions()) == len(many_streams), "streams are missing")
+        assert time.monotonic() - begun < 1
+
+
+@one_by_one
+def test_many_streams_are_planned_at_once_for_a_micro_batch(many_streams: Any, server: Any, stream_query: Any) -> None:
+    with Distance(server.url, 0.05)() as url:
+        query = stream_query(many_streams[0], servers=url)
+        query.initial()  # it is connected
+        query = stream_query(",".join(many_streams), servers=url)
+        begun = time.monotonic()
+        start = query.initial()
+        _require(len(query.partitions(start, query.latest(start))) == len(many_streams), "streams are missing")
+        assert time.monotonic() - begun < 1

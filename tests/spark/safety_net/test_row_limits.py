@@ -1,0 +1,75 @@
+"""How much a micro-batch has: so many rows, however many sequences they are spread over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+EPIC = "Spark: the same rows on every replay, through every failure, at any size"
+no_max_rows = pytest.mark.xfail(strict=True, raises=ValueError, reason=f"{EPIC}: there is no option maxRowsPerTrigger")
+no_min_rows = pytest.mark.xfail(strict=True, raises=ValueError, reason=f"{EPIC}: there is no option minRowsPerTrigger")
+
+try:
+    import pyspark.sql.streaming.datasource  # noqa: F401
+except ImportError:
+    pytest.skip("limits need Spark 4.2", allow_module_level=True)
+
+
+@pytest.fixture
+def sparse(make_stream: Any, publish: Any, with_js: Any) -> Callable[[], str]:
+    """Make a stream of 50 messages on ``<stream>.kept`` over 5,000 sequences; all others are purged."""
+
+    def make() -> str:
+        name: str = make_stream()
+        publish([(f"{name}.{'kept' if number % 100 == 99 else 'purged'}", b"") for number in range(5000)])
+        with_js(lambda js: js.purge_stream(name, subject=f"{name}.purged"))
+        return name
+
+    return make
+
+
+def _micro_batches(query: Any) -> list[int]:
+    """Return how many rows the micro-batches have until nothing is left."""
+    counts: list[int] = []
+    at = query.initial()
+    while (end := query.latest(at)) != at:
+        counts.append(len(query.seqs(at, end)))
+        at = end
+    return counts
+
+
+@no_max_rows
+def test_max_rows_per_trigger_counts_the_rows_of_a_sparse_stream(sparse: Any, stream_query: Any) -> None:
+    assert _micro_batches(stream_query(sparse(), maxRowsPerTrigger="20")) == [20, 20, 10]
+
+
+@no_max_rows
+def test_max_rows_per_trigger_counts_the_rows_that_match_a_filter(
+    make_stream: Any, stream_query: Any, publish: Any
+) -> None:
+    name = make_stream()
+    publish([(f"{name}.{'wanted' if number % 100 == 99 else 'other'}", b"") for number in range(5000)])
+    query = stream_query(name, subjects=f"{name}.wanted", maxRowsPerTrigger="20")
+    assert _micro_batches(query) == [20, 20, 10]
+
+
+@no_min_rows
+def test_min_rows_per_trigger_waits_for_enough_rows(make_stream: Any, stream_query: Any, publish: Any) -> None:
+    name = make_stream(5)
+    query = stream_query(name, minRowsPerTrigger="10", maxTriggerDelay="1h")
+    start = query.initial()
+    assert query.seqs(start, query.latest(start)) == []
+    publish([(f"{name}.a", b"")] * 5)
+    assert query.seqs(start, query.latest(start)) == list(range(1, 11))
+
+
+@no_min_rows
+def test_max_trigger_delay_ends_the_wait_for_enough_rows(make_stream: Any, stream_query: Any) -> None:
+    query = stream_query(make_stream(5), minRowsPerTrigger="10", maxTriggerDelay="1s")
+    start = query.initial()
+    query.latest(start)
+    time.sleep(1.2)
+    assert query.seqs(start, query.latest(start)) == [1, 2, 3, 4, 5]

@@ -1,0 +1,201 @@
+"""Which stream a checkpoint belongs to: the same one after a restart or a restore, and what `onRecreate` makes of another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import nats
+import nats.errors
+import pytest
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig, StreamSource
+
+from jetstream_ext.errors import JetStreamExtError
+from jetstream_ext.testing import NatsCluster, NatsServer
+
+EPIC = "Spark: the same rows on every replay, through every failure, at any size"
+mistaken = pytest.mark.xfail(
+    strict=True, raises=JetStreamExtError, reason=f"{EPIC}: a stream is known by its `created`, which changes"
+)
+read_again = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=f"{EPIC}: a stream whose `created` changed is read from 1 again"
+)
+no_option = pytest.mark.xfail(strict=True, raises=ValueError, reason=f"{EPIC}: there is no option onRecreate")
+
+
+def _require(condition: bool, what: str) -> None:
+    """Fail in a way that no expected failure takes for its own."""
+    if not condition:
+        pytest.fail(what)
+
+
+def _read_on(query: Any, start: dict[str, Any], more: Callable[[], None]) -> list[int]:
+    """Return the sequences of the micro-batch after `start`, when there is more to read."""
+    more()
+    return list(query.seqs(start, query.latest(start)))
+
+
+async def _publish_ten(js: JetStreamContext) -> None:
+    for _ in range(10):
+        await js.publish("S.a")
+
+
+async def _with_js(url: str | list[str], question: Callable[[JetStreamContext], Any]) -> Any:
+    nc = await nats.connect(url)
+    try:
+        return await question(nc.jetstream(timeout=1))
+    finally:
+        await nc.close()
+
+
+@pytest.mark.parametrize("fail", [pytest.param("true", marks=mistaken), pytest.param("false", marks=read_again)])
+def test_a_server_2_12_8_that_restarts_after_a_config_update_keeps_its_streams(stream_query: Any, fail: str) -> None:
+    config = StreamConfig(name="S", subjects=["S.>"], allow_direct=True)
+    with NatsServer(version="2.12.8") as server:
+
+        def ask(question: Callable[[JetStreamContext], Any]) -> Any:
+            return asyncio.run(_with_js(server.url, question))
+
+        created = ask(lambda js: js.add_stream(config)).created
+        ask(_publish_ten)
+        server.restart()
+        query = stream_query("S", servers=server.url, failOnDataLoss=fail)
+        end = query.latest(query.initial())
+        ask(lambda js: js.update_stream(config.evolve(description="the same stream")))
+        server.restart()
+        _require(ask(lambda js: js.stream_info("S")).created != created, "`created` is the same")
+        restarted = stream_query("S", servers=server.url, failOnDataLoss=fail)
+        assert _read_on(restarted, end, lambda: ask(_publish_ten)) == list(range(11, 21))
+
+
+@mistaken
+def test_a_stream_of_a_2_12_8_cluster_that_was_created_again_keeps_its_identity(stream_query: Any) -> None:
+    config = StreamConfig(name="S", subjects=["S.>"], allow_direct=True)
+    with NatsCluster(3, version="2.12.8") as cluster:
+
+        def ask(question: Callable[[JetStreamContext], Any]) -> Any:
+            return asyncio.run(_with_js(cluster.urls, question))
+
+        created = ask(lambda js: js.add_stream(config)).created
+        ask(_publish_ten)
+        servers = ",".join(cluster.urls)
+        end = (query := stream_query("S", servers=servers)).latest(query.initial())
+        ask(lambda js: js.add_stream(config))
+        cluster.restart()
+        _require(ask(_created_when_it_is_back) != created, "`created` is the same")
+        assert _read_on(stream_query("S", servers=servers), end, lambda: ask(_publish_ten)) == list(range(11, 21))
+
+
+async def _created_when_it_is_back(js: JetStreamContext) -> Any:
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return (await js.stream_info("S")).created
+            except (nats.errors.Error, TimeoutError):
+                await asyncio.sleep(0.1)
+
+
+async def _caught_up(js: JetStreamContext, name: str, messages: int) -> None:
+    async with asyncio.timeout(10):
+        while (await js.stream_info(name)).state.messages < messages:
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("fail", [pytest.param("true", marks=mistaken), pytest.param("false", marks=read_again)])
+def test_a_stream_rebuilt_from_its_mirror_is_the_same_stream(
+    make_stream: Any, stream_query: Any, stream_name: Any, publish: Any, with_js: Any, fail: str
+) -> None:
+    name, copy = make_stream(10), stream_name()
+
+    async def rebuild(js: JetStreamContext) -> None:
+        config = (await js.stream_info(name)).config
+        await js.add_stream(StreamConfig(name=copy, mirror=StreamSource(name=name)))
+        await _caught_up(js, copy, 10)
+        await js.delete_stream(name)
+        await js.update_stream(StreamConfig(name=copy))
+        rebuilt = StreamConfig(name=name, mirror=StreamSource(name=copy), allow_direct=True)
+        await js.add_stream(rebuilt)
+        await _caught_up(js, name, 10)
+        await js.delete_stream(copy)
+        await js.update_stream(rebuilt.evolve(mirror=None, subjects=config.subjects, allow_batched=True))
+
+    end = (query := stream_query(name)).latest(query.initial())
+    before = with_js(lambda js: js.get_msg(name, 10)).time
+    with_js(rebuild)
+    _require(with_js(lambda js: js.get_msg(name, 10)).time == before, "the messages have other times")
+    query = stream_query(name, failOnDataLoss=fail)
+    assert _read_on(query, end, lambda: publish([(f"{name}.a", b"")] * 5)) == list(range(11, 16))
+
+
+def _recreate(js: JetStreamContext, name: str, messages: int) -> Any:
+    async def recreate() -> None:
+        config = (await js.stream_info(name)).config
+        await js.delete_stream(name)
+        await js.add_stream(config)
+        for _ in range(messages):
+            await js.publish(f"{name}.a", b"other")
+
+    return recreate()
+
+
+def test_a_recreated_stream_fails_the_query(make_stream: Any, stream_query: Any, with_js: Any) -> None:
+    name = make_stream(10)
+    end = (query := stream_query(name)).latest(query.initial())
+    with_js(lambda js: _recreate(js, name, 15))
+    query = stream_query(name)
+    with pytest.raises(JetStreamExtError, match=name):
+        query.partitions(end, query.latest(end))
+
+
+@no_option
+def test_on_recreate_fail_refuses_a_recreated_stream_even_where_losses_are_tolerated(
+    make_stream: Any, stream_query: Any, with_js: Any
+) -> None:
+    name = make_stream(10)
+    end = (query := stream_query(name)).latest(query.initial())
+    with_js(lambda js: _recreate(js, name, 15))
+    query = stream_query(name, onRecreate="fail", failOnDataLoss="false")
+    with pytest.raises(JetStreamExtError, match=name):
+        query.partitions(end, query.latest(end))
+
+
+@no_option
+@pytest.mark.parametrize(("choice", "expected"), [("earliest", range(1, 16)), ("keep", range(11, 16))])
+def test_on_recreate_decides_where_a_recreated_stream_goes_on(
+    make_stream: Any, stream_query: Any, with_js: Any, choice: str, expected: range
+) -> None:
+    name = make_stream(10)
+    end = (query := stream_query(name)).latest(query.initial())
+    with_js(lambda js: _recreate(js, name, 15))
+    query = stream_query(name, onRecreate=choice)
+    assert query.seqs(end, query.latest(end)) == list(expected)
+
+
+def test_an_offset_of_version_1_goes_on(make_stream: Any, stream_query: Any, with_js: Any) -> None:
+    name = make_stream(10)
+    # As STREAM.INFO words it: nats-py's datetime has lost the nanoseconds.
+    answer = with_js(lambda js: _stream_info(js, name))
+    start = {"v": 1, "streams": {name: {"created": answer["created"], "seq": 4}}}
+    query = stream_query(name)
+    assert query.seqs(start, query.latest(start)) == list(range(5, 11))
+
+
+async def _stream_info(js: JetStreamContext, name: str) -> dict[str, Any]:
+    return dict(json.loads((await js._nc.request(f"$JS.API.STREAM.INFO.{name}")).data))
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{EPIC}: offsets of version 2")
+def test_new_offsets_are_of_version_2(make_stream: Any, stream_query: Any) -> None:
+    query = stream_query(make_stream(10))
+    start = query.initial()
+    assert [offset["v"] for offset in (start, query.latest(start))] == [2, 2]
+
+
+def test_an_offset_of_a_later_version_is_refused(make_stream: Any, stream_query: Any) -> None:
+    query = stream_query(make_stream(10))
+    start = query.latest(query.initial()) | {"v": 99}
+    with pytest.raises((JetStreamExtError, ValueError), match="version 99"):
+        query.partitions(start, query.latest(start))
