@@ -12,6 +12,8 @@ nox.needs_version = ">=2025.2.9"  # nox.project.dependency_groups
 nox.options.sessions = ["lint", "types", "tests"]
 
 PROJECT = nox.project.load_toml("pyproject.toml")
+# The tests mostly wait for their servers: more workers than two processors.
+PARALLEL = ["-n", "4"]
 
 
 def group(name: str) -> list[str]:
@@ -23,7 +25,7 @@ def group(name: str) -> list[str]:
 def tests(session: nox.Session) -> None:
     """Run the tests; arguments after `--` go to pytest."""
     session.install("-e", ".[spark,server,cli,plot]", *group("test"))
-    session.run("python", "-m", "pytest", *session.posargs)
+    session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
 
 
 @nox.session(python=nox.project.python_versions(PROJECT))
