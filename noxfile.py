@@ -12,6 +12,8 @@ nox.needs_version = ">=2025.2.9"  # nox.project.dependency_groups
 nox.options.sessions = ["lint", "types", "tests"]
 
 PROJECT = nox.project.load_toml("pyproject.toml")
+# The tests mostly wait for their servers: more workers than two processors.
+PARALLEL = ["-n", "4"]
 
 
 def group(name: str) -> list[str]:
@@ -21,59 +23,64 @@ def group(name: str) -> list[str]:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run the tests; arguments after `--` go to pytest."""
+    """Run the tests on several processes; arguments after `--` go to pytest."""
     session.install("-e", ".[spark,server,cli,plot]", *group("test"))
-    session.run("python", "-m", "pytest", *session.posargs)
+    session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
 
 
-@nox.session(python=nox.project.python_versions(PROJECT))
-def pythons(session: nox.Session) -> None:
-    """Run the tests on every Python declared; one that is not installed is skipped, and named."""
-    session.install("-e", ".[spark,server,cli,plot]", *group("test"))
-    session.run("python", "-m", "pytest", *session.posargs)
+# What CI runs shortened or not at all: arguments for Python, and environment variables.
+CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "longer": (
+        [
+            "-m",
+            "pytest",
+            "tests/client/test_sourcing_over_a_leaf.py",
+            "tests/conformance/test_feature_table.py",
+            "tests/kv/test_bank.py",
+        ],
+        {},
+    ),
+    "faults": (["-m", "pytest", "tests/faults"], {}),
+    "atomic_faults": (
+        ["-m", "pytest", "-s", "tests/faults/test_atomic_leader.py"],
+        {"JETSTREAM_EXT_ATOMIC_BATCHES": "200"},
+    ),
+    "spark_faults": (["-m", "pytest", "tests/spark/test_faults.py"], {"JETSTREAM_EXT_SPARK_ROWS": "40000"}),
+    "differential": (
+        ["-m", "pytest", "tests/conformance/test_differential.py"],
+        {
+            "JETSTREAM_EXT_DIFFERENTIAL": "10000",
+            "JETSTREAM_EXT_DIFFERENTIAL_VERSIONS": "2.10.26,2.11.11,2.12.8,2.14.6,2.15.1",
+        },
+    ),
+    "simulation": (["tests/simulation"], {}),
+    "fuzz": (["tests/fuzz/direct_get.py"], {}),
+}
 
 
 @nox.session
 def full(session: nox.Session) -> None:
-    """Run the tests that CI runs shortened at their whole size; arguments after `--` go to pytest instead."""
-    session.install("-e", ".[server]", *group("test"))
-    files = [
-        "tests/client/test_sources_over_a_leaf.py",
-        "tests/conformance/test_feature_table.py",
-        "tests/kv/test_bank.py",
-    ]
-    session.run("python", "-m", "pytest", *(session.posargs or files), env={"JETSTREAM_EXT_FULL": "1"})
+    """Run the long campaigns, or the one named after `--`, whose further arguments go to it.
 
-
-@nox.session
-def simulation(session: nox.Session) -> None:
-    """Run 200,000 schedules of the fast batch in virtual time; arguments after `--` go to the script."""
-    session.install("-e", ".")
-    session.run("python", "tests/simulation", *session.posargs)
-
-
-@nox.session
-def faults(session: nox.Session) -> None:
-    """Kill, pause and restart real servers under load, in full size; arguments after `--` go to pytest."""
-    session.install("-e", ".[server]", *group("test"))
-    session.run("python", "-m", "pytest", "tests/faults", *session.posargs, env={"FAULTS": "full"})
-
-
-@nox.session
-def atomic_faults(session: nox.Session) -> None:
-    """Kill leaders under 200 atomic batches (an argument after `--` is another number): some ten minutes."""
-    session.install("-e", ".[server]", *group("test"))
-    batches = session.posargs[0] if session.posargs else "200"
-    session.run("python", "-m", "pytest", "-s", "tests/faults/test_atomic_leader.py", env={"ATOMIC_FAULTS": batches})
-
-
-@nox.session
-def differential(session: nox.Session) -> None:
-    """Compare the reference server with real ones on 10,000 random sequences of commands; takes a quarter of an hour."""
-    session.install("-e", ".[server]", *group("test"))
-    every = "2.10.26,2.11.11,2.12.8,2.14.6,2.15.1"
-    env = {"JETSTREAM_EXT_DIFFERENTIAL": "10000", "JETSTREAM_EXT_DIFFERENTIAL_VERSIONS": every}
-    session.run("python", "-m", "pytest", "tests/conformance/test_differential.py", *session.posargs, env=env)
+    The campaigns: longer (tests that CI runs shortened), faults, atomic_faults and spark_faults (kill, pause and restart
+    real servers under load), differential (10,000 random sequences of commands to the reference server and to real ones),
+    simulation (200,000 schedules of the fast batch in virtual time), fuzz (the decoder of direct-get replies; needs a
+    Python that atheris supports).
+    """
+    chosen, arguments = session.posargs[:1] or list(CAMPAIGNS), session.posargs[1:]
+    if unknown := set(chosen) - set(CAMPAIGNS):
+        session.error(f"no campaign is called {unknown.pop()!r}; there are {', '.join(CAMPAIGNS)}")
+    for name in chosen:
+        command, environment = CAMPAIGNS[name]
+        if command[0] == "-m":
+            session.install("-e", ".[spark,server]", *group("test"))
+        else:
+            session.install("-e", ".")
+        extra = arguments
+        if name == "fuzz":
+            session.install("atheris>=2.3")
+            extra = arguments or ["-max_total_time=300"]
+        session.run("python", *command, *extra, env={"JETSTREAM_EXT_FULL": "1", **environment})
 
 
 @nox.session
@@ -102,10 +109,13 @@ def interop(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and format."""
+    """Check style, format, and which module imports which."""
     session.install(*group("lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
+    if "importlinter" in PROJECT["tool"]:
+        session.install("-e", ".")  # import-linter finds the package by importing it
+        session.run("lint-imports")
 
 
 @nox.session
@@ -131,38 +141,6 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("version", ["4.0.*", "4.1.*", "4.3.0"])
-def spark(session: nox.Session, version: str) -> None:
-    """Run the tests of the connector with one version of Spark; arguments after `--` go to pytest."""
-    session.install("-e", ".[spark,server]", f"pyspark=={version}", *group("test"))
-    session.run("python", "-m", "pytest", "tests/spark", *session.posargs)
-
-
-@nox.session
-@nox.parametrize("where", ["cluster", "connect"])
-def spark_elsewhere(session: nox.Session, where: str) -> None:
-    """Run the connector's main tests on executors with JVMs of their own, and through Spark Connect."""
-    session.install("-e", ".[spark,server]", *group("test"))
-    if where == "connect":
-        session.install("grpcio", "grpcio-status", "googleapis-common-protos", "zstandard")
-    name, value = {
-        "cluster": ("JSX_SPARK_MASTER", "local-cluster[2,1,1024]"),
-        "connect": ("JSX_SPARK_REMOTE", "local[2]"),
-    }[where]
-    tests = ["test_streaming.py", "test_sink.py", "test_kv.py"]
-    paths = session.posargs or [f"tests/spark/{test}" for test in tests]
-    session.run("python", "-m", "pytest", *paths, env={name: value})
-
-
-@nox.session
-def spark_faults(session: nox.Session) -> None:
-    """Kill everything that can be killed under the connector, with 40,000 rows each."""
-    session.install("-e", ".[spark,server]", *group("test"))
-    env = {"JSX_FAULT_ROWS": "40000", "JSX_FAULT_CLUSTER": "1"}
-    session.run("python", "-m", "pytest", "tests/spark/test_faults.py", *session.posargs, env=env)
-
-
-@nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation into docs/_build/html; a warning is an error."""
     # pytest, because one module of the package is a plugin of it; the extras are not needed to import the rest.
@@ -180,13 +158,6 @@ def bench(session: nox.Session) -> None:
     session.run("python", "tests/bench", *session.posargs)
 
 
-@nox.session(python="3.11")
-def fuzz(session: nox.Session) -> None:
-    """Fuzz the decoder of direct-get replies; arguments after `--` go to libFuzzer (default: five minutes)."""
-    session.install("-e", ".", "atheris>=2.3")
-    session.run("python", "tests/fuzz/direct_get.py", *(session.posargs or ["-max_total_time=300"]))
-
-
 def build(session: nox.Session) -> tuple[Path, Path]:
     """Build the sdist, and the wheel out of it."""
     out = Path(session.create_tmp()) / "dist"
@@ -197,9 +168,9 @@ def build(session: nox.Session) -> tuple[Path, Path]:
     return sdist, wheel
 
 
-def run_built(session: nox.Session, built: Path, sdist: Path) -> None:
-    """Install what was built, and run the tests of the sdist where no sources are that could be imported instead."""
-    session.install(f"{built}[spark,server,cli,plot]", *group("test"))
+def run_built(session: nox.Session, built: Path, sdist: Path, tests: list[str]) -> None:
+    """Install what was built, and run tests of the sdist in a folder without sources to import instead."""
+    session.install("--force-reinstall", "--no-deps", str(built))
     unpacked = Path(session.create_tmp()) / "unpacked"
     shutil.rmtree(unpacked, ignore_errors=True)
     shutil.unpack_archive(sdist, unpacked, filter="data")
@@ -207,37 +178,36 @@ def run_built(session: nox.Session, built: Path, sdist: Path) -> None:
     shutil.rmtree(tree / "jetstream_ext")
     for module in tree.glob("pyspark_*.py"):
         module.unlink()
-    session.chdir(tree)
-    check = "import jetstream_ext, pathlib; assert (pathlib.Path(jetstream_ext.__file__).parent / 'py.typed').is_file()"
-    session.run("python", "-c", check)
-    session.run("python", "-m", "pytest", *session.posargs)
+    with session.chdir(tree):
+        check = (
+            "import jetstream_ext, pathlib; assert (pathlib.Path(jetstream_ext.__file__).parent / 'py.typed').is_file()"
+        )
+        session.run("python", "-c", check)
+        session.run("python", "-m", "pytest", *PARALLEL, *tests)
 
 
 @nox.session
-def wheel(session: nox.Session) -> None:
-    """Run the tests against the built wheel; arguments after `--` go to pytest."""
-    sdist, built = build(session)
-    run_built(session, built, sdist)
+def package(session: nox.Session) -> None:
+    """Build wheel and sdist, and check them as a user gets them; arguments after `--` go to pytest.
 
-
-@nox.session
-def sdist(session: nox.Session) -> None:
-    """Run the tests against the built sdist; arguments after `--` go to pytest."""
-    archive, _ = build(session)
-    run_built(session, archive, archive)
-
-
-@nox.session
-def clean(session: nox.Session) -> None:
-    """Install the wheel without extras where nothing else is, and see that it imports, and imports little."""
-    _, built = build(session)
+    The wheel alone, without extras, imports little and names the extras that it lacks. A user's type checker learns the
+    type of everything in it. The tests nearest to a user pass with the installed wheel, and with the installed sdist.
+    """
+    sdist, wheel = build(session)
     session.run("python", "-m", "venv", "--clear", str(Path(session.create_tmp()) / "venv"))
     python = str(Path(session.create_tmp()) / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python")
-    session.run(python, "-m", "pip", "install", "--quiet", str(built), external=True)
+    session.run(python, "-m", "pip", "install", "--quiet", str(wheel), external=True)
     for script in (_IMPORTS_LIGHT, _NEEDS_EXTRAS):
         session.run(python, "-I", "-c", script, external=True)
 
+    session.install(f"{wheel}[spark,server,cli,plot]", "pyright[nodejs]", *group("test"))
+    with session.chdir(session.create_tmp()):
+        session.run("pyright", "--verifytypes", "jetstream_ext", "--ignoreexternal")
+    run_built(session, wheel, sdist, session.posargs or ["tests/cli", "tests/test_examples.py", *_OF_A_PACKAGE])
+    run_built(session, sdist, sdist, session.posargs or ["tests/cli", *_OF_A_PACKAGE])
 
+
+_OF_A_PACKAGE = ["tests/test_imports.py", "tests/testing"]
 _IMPORTS_LIGHT = """
 import sys, importlib
 before = set(sys.modules)
@@ -263,32 +233,55 @@ def lowest(requirement: str) -> str:
     return re.sub(r">=([^,]+).*", r"==\1", requirement)
 
 
+SPARK = {
+    "spark-4.0": (["pyspark==4.0.*"], {}),
+    "spark-4.1": (["pyspark==4.1.*"], {}),
+    "spark-4.3": (["pyspark==4.3.0"], {}),
+    # Executors with JVMs of their own, and Spark Connect.
+    "spark-cluster": ([], {"JETSTREAM_EXT_SPARK_MASTER": "local-cluster[2,1,1024]"}),
+    "spark-connect": (
+        ["grpcio", "grpcio-status", "googleapis-common-protos", "zstandard"],
+        {"JETSTREAM_EXT_SPARK_REMOTE": "local[2]"},
+    ),
+}
+PYTHONS = nox.project.python_versions(PROJECT)
+COMPAT = [
+    *(nox.param(None, ends, id=ends) for ends in ("oldest", "newest")),
+    *(nox.param(version, "python", id=f"python-{version}") for version in PYTHONS),
+    *(nox.param(None, spark, id=spark) for spark in SPARK),
+]
+
+
 @nox.session
-def oldest(session: nox.Session) -> None:
-    """Run the tests, but Spark's (session `spark`), with the oldest dependencies declared; arguments go to pytest."""
+@nox.parametrize("python,what", COMPAT)
+def compat(session: nox.Session, what: str) -> None:
+    """Run the tests with other dependencies or another Python; arguments after `--` go to pytest.
+
+    oldest and newest are the ends of the range of dependencies, pre-releases included. A Python that is not installed is
+    skipped, and named.
+    """
+    arguments, environment = session.posargs, {}
+    everything = ["-e", ".[spark,server,cli,plot]", *group("test")]
+    if what == "oldest":
+        # One call, so that pip refuses a set that does not fit.
+        session.install(*everything, *oldest_requirements())
+        arguments = arguments or ["--ignore=tests/spark", "--ignore=tests/bench"]
+    elif what == "newest":
+        session.install("--upgrade", "--upgrade-strategy", "eager", "--pre", "nats-py<3", "orjson", "typing-extensions")
+        session.install(*everything)
+    elif what == "python":
+        session.install(*everything)
+    else:
+        requirements, environment = SPARK[what]
+        session.install(*everything, *requirements)
+        main = [f"tests/spark/test_{name}.py" for name in ("streaming", "sink", "kv")]
+        arguments = arguments or (main if environment else ["tests/spark"])
+    session.run("python", "-m", "pip", "list")
+    session.run("python", "-m", "pytest", *PARALLEL, *arguments, env=environment)
+
+
+def oldest_requirements() -> list[str]:
+    """Return each requirement of the package as the oldest release that it allows."""
     extras = PROJECT["project"]["optional-dependencies"]
-    extras = [*extras["spark"], *extras["cli"], *extras["plot"]]
-    pinned = [lowest(each) for each in [*PROJECT["project"]["dependencies"], *extras]]
-    # With it the rest has to be what fits: one call, so that pip refuses what does not.
-    session.install("-e", ".[spark,server,cli,plot]", *pinned, *group("test"))
-    session.run("python", "-m", "pip", "list")
-    # The pages and examples with Spark run here, too.
-    session.run("python", "-m", "pytest", *(session.posargs or ["--ignore=tests/spark", "--ignore=tests/bench"]))
-
-
-@nox.session
-def newest(session: nox.Session) -> None:
-    """Run the tests with the newest dependencies, pre-releases too; arguments after `--` go to pytest."""
-    session.install("--upgrade", "--upgrade-strategy", "eager", "--pre", "nats-py<3", "orjson", "typing-extensions")
-    session.install("-e", ".[spark,server,cli,plot]", *group("test"))
-    session.run("python", "-m", "pip", "list")
-    session.run("python", "-m", "pytest", *session.posargs)
-
-
-@nox.session
-def verifytypes(session: nox.Session) -> None:
-    """See that a user's type checker learns the type of everything that the package has."""
-    _, built = build(session)
-    session.install(f"{built}[spark,server,cli,plot]", "pyright[nodejs]", *group("test"))
-    with session.chdir(session.create_tmp()):
-        session.run("pyright", "--verifytypes", "jetstream_ext", "--ignoreexternal")
+    requirements = [*PROJECT["project"]["dependencies"], *extras["spark"], *extras["cli"], *extras["plot"]]
+    return [re.sub(r">=([^,]+).*", r"==\1", requirement) for requirement in requirements]

@@ -41,6 +41,75 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# Spark's JVMs live for seconds here: an optimising compiler, parallel collectors and a web page do not pay for themselves.
+os.environ.setdefault("SPARK_LAUNCHER_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+os.environ.setdefault(
+    "SPARK_SUBMIT_OPTS",
+    "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData -Dspark.ui.enabled=false -Dspark.sql.shuffle.partitions=2",
+)
+
+# What `pytest -n` starts first, the longest first, so that no worker is left alone with it at the end.
+LONGEST = (
+    "spark session",
+    "spark processes",
+    "tests/faults/test_ingest.py",
+    "tests/kv/test_model.py",
+    "tests/conformance/test_consumer_progress.py",
+    "tests/conformance/test_fast.py",
+    "tests/cli/test_fidelity.py",
+    "tests/client/test_direct_cluster.py",
+    "tests/test_permissions.py",
+    "tests/docs/test_pages.py",
+    "tests/test_examples.py",
+    "tests/cli/test_files.py",
+    "tests/conformance/test_consumers.py",
+    "tests/faults/test_fast.py",
+    "tests/log/test_cluster.py",
+    "tests/simulation/test_fast.py",
+    "tests/conformance/test_differential.py",
+    "tests/conformance/test_streams.py",
+)
+# Each of these tests starts JVMs of its own.
+SPARK_PROCESSES = (
+    "tests/bench/test_figures.py",
+    "tests/spark/test_faults.py",
+    "tests/spark/test_secrets.py",
+    "tests/docs/test_pages.py::test_a_page_does_what_it_says[tutorial]",
+    "tests/docs/test_pages.py::test_a_page_does_what_it_says[spark-pipeline]",
+    "tests/test_examples.py::test_it_does_what_it_says[07_spark_batch]",
+    "tests/test_examples.py::test_it_does_what_it_says[10_spark_streaming]",
+)
+
+
+def scope_of(nodeid: str) -> str:
+    """Return the name of the tests that one worker runs one after the other: a file, or those that share a JVM."""
+    if nodeid.startswith(SPARK_PROCESSES):
+        return "spark processes"
+    if nodeid.startswith("tests/spark/"):
+        return "spark session"
+    return nodeid.split("::", 1)[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `pytest -n`, run each scope on one worker, where its tests share servers, and at most two JVMs at once."""
+    from xdist.scheduler.loadscope import LoadScopeScheduling
+
+    class Scopes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    config.option.loadscopereorder = False  # the order is that of the collection
+    return Scopes(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        rank = {scope: place for place, scope in enumerate(LONGEST)}
+        items.sort(key=lambda item: rank.get(scope_of(item.nodeid), len(rank)))
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[NatsServer]:
     """A server that all tests share: use names of your own, and do not kill, pause or restart it."""

@@ -28,6 +28,7 @@ def run(server: NatsServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     """Run a command against the shared server, or with `url` against another one."""
     for name in [name for name in os.environ if name.startswith("NATS_")]:
         monkeypatch.delenv(name)
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it for its workers
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
     def invoke(*arguments: object, url: str | None = server.url) -> Result:

@@ -4,7 +4,7 @@ Three servers: the work queue is on `edge`, a leaf node of `hub`, and the stream
 link of `edge` goes through a slow relay that is cut, with data in flight, whenever another share of it has passed; every
 third time the hub itself crashes. Messages are published on `edge` all the while.
 
-CI runs a short version; `python -m nox -s full` runs it at its whole size.
+CI runs a short version; `python -m nox -s full -- longer` runs it at its whole size.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Random commands to a real server and to the reference server, every reply compared.
 
 The number of sequences is `JETSTREAM_EXT_DIFFERENTIAL` (300 unless set; then always the same ones, so that a
-change that has nothing to do with them cannot fail on them). `python -m nox -s differential` tries 10,000.
+change that has nothing to do with them cannot fail on them). `python -m nox -s full -- differential` tries 10,000.
 """
 
 import json

@@ -13,14 +13,14 @@ from nats.aio.client import Client
 import jetstream_ext as jsx
 from jetstream_ext.testing import NatsCluster, NatsServer
 
-FULL = os.environ.get("FAULTS") == "full"
+FULL = bool(os.environ.get("JETSTREAM_EXT_FULL"))
 Connect = Callable[..., Awaitable[Client]]
 Stored = Callable[[str], Awaitable[list[int]]]
 
 
 @pytest.fixture
 def full() -> bool:
-    """Whether to take the time that it takes: the nox session `faults`."""
+    """Whether to take the time that it takes: `nox -s full -- faults`."""
     return FULL
 
 

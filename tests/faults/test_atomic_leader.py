@@ -2,8 +2,8 @@
 
 One round kills (or freezes) the server that leads most of the streams, while a batch is under way in each of them.
 Afterwards, with all servers back: a batch is stored whole or not at all, what its client was told is true or "unknown",
-and `resolve` finds out the truth. ``ATOMIC_FAULTS`` is how many batches are to be tried, ``ATOMIC_SEED`` the first seed;
-``python -m nox -s atomic_faults`` tries 200.
+and `resolve` finds out the truth. ``JETSTREAM_EXT_ATOMIC_BATCHES`` is the number of batches to try and
+``JETSTREAM_EXT_ATOMIC_SEED`` the first seed; ``python -m nox -s full -- atomic_faults`` tries 200.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.testing import NatsCluster, NatsServer
 
-BATCHES = int(os.environ.get("ATOMIC_FAULTS", "8"))
-SEED = int(os.environ.get("ATOMIC_SEED", "1"))
+BATCHES = int(os.environ.get("JETSTREAM_EXT_ATOMIC_BATCHES", "8"))
+SEED = int(os.environ.get("JETSTREAM_EXT_ATOMIC_SEED", "1"))
 STREAMS = 9
 
 

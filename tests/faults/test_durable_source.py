@@ -1,6 +1,6 @@
 """Durable sourcing in a cluster whose leaders are killed: all that the work queue took is copied, once and in order.
 
-CI kills the leader of the consumer; `python -m nox -s faults` kills those of both streams besides.
+CI kills the leader of the consumer; `python -m nox -s full -- faults` kills those of both streams besides.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
     python tests/fuzz/direct_get.py -max_total_time=300
 
-Needs atheris; arguments are libFuzzer's. `python -m nox -s fuzz` runs it.
+Needs atheris; arguments are libFuzzer's. `python -m nox -s full -- fuzz` runs it.
 """
 
 import sys

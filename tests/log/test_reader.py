@@ -64,7 +64,7 @@ async def test_an_empty_stream(js: JetStreamContext, make_stream: Make, more: Mo
         (Last(), "9", None),
         (New(), None, None),
         (Time(datetime(2020, 1, 1, tzinfo=UTC)), None, 1),
-        (Time(datetime(2126, 1, 1, tzinfo=UTC)), None, None),
+        (Time(datetime(2200, 1, 1, tzinfo=UTC)), None, None),
     ],
     ids=repr,
 )

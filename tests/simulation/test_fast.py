@@ -1,4 +1,4 @@
-"""A few seconds of the simulation; CI runs 100,000 more, `nox -s simulation` 200,000."""
+"""A few seconds of the simulation; CI runs 100,000 more, `nox -s full -- simulation` 200,000."""
 
 import sys
 from pathlib import Path

@@ -42,7 +42,7 @@ def guarded() -> Iterator[NatsServer]:
 
 @pytest.fixture(scope="session")
 def secret() -> str:
-    """The password of `guarded`; Spark's workers have it in JSX_TEST_PASSWORD."""
+    """The password of `guarded`; Spark's workers have it in JETSTREAM_EXT_TEST_PASSWORD."""
     return SECRET
 
 
@@ -61,18 +61,18 @@ def connection_names(guarded: NatsServer) -> Callable[[], list[str]]:
 def spark() -> Iterator[SparkSession]:
     """Two threads; the third attempt of a task is its last (plain ``local[2]`` would not retry any).
 
-    ``JSX_SPARK_MASTER`` and ``JSX_SPARK_REMOTE`` run the tests elsewhere.
+    ``JETSTREAM_EXT_SPARK_MASTER`` and ``JETSTREAM_EXT_SPARK_REMOTE`` run the tests elsewhere.
     """
     from pyspark.sql import SparkSession
 
     # The JVM keeps the environment that it was started in, and looks for formats with the first python3 on PATH.
-    os.environ["JSX_TEST_PASSWORD"] = SECRET
+    os.environ["JETSTREAM_EXT_TEST_PASSWORD"] = SECRET
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     builder = SparkSession.builder
-    if remote := os.environ.get("JSX_SPARK_REMOTE"):
+    if remote := os.environ.get("JETSTREAM_EXT_SPARK_REMOTE"):
         builder = builder.remote(remote)  # Spark Connect
     else:
-        builder = builder.master(os.environ.get("JSX_SPARK_MASTER", "local[2,3]"))
+        builder = builder.master(os.environ.get("JETSTREAM_EXT_SPARK_MASTER", "local[2,3]"))
     session = (
         builder.appName("jetstream-ext tests")
         .config("spark.ui.enabled", "false")

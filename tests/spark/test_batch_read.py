@@ -296,7 +296,7 @@ class TestCredentials:
 
     @pytest.fixture
     def reader(self, spark: SparkSession, guarded: NatsServer) -> Callable[..., DataFrameReader]:
-        def read(user: str = "all", variable: str = "JSX_TEST_PASSWORD") -> DataFrameReader:
+        def read(user: str = "all", variable: str = "JETSTREAM_EXT_TEST_PASSWORD") -> DataFrameReader:
             options = {"servers": guarded.url, "user": user, "passwordEnv": variable, "requestTimeout": "2"}
             return spark.read.format("jetstream").options(**options)
 

@@ -31,8 +31,8 @@ def cache() -> Iterator[Connections]:
 
 @pytest.fixture
 def options(guarded: NatsServer, secret: str, monkeypatch: pytest.MonkeyPatch) -> ConnectionOptions:
-    monkeypatch.setenv("JSX_PASSWORD", secret)
-    return ConnectionOptions((guarded.url,), user="all", password_env="JSX_PASSWORD", timeout=5)
+    monkeypatch.setenv("JETSTREAM_EXT_PASSWORD", secret)
+    return ConnectionOptions((guarded.url,), user="all", password_env="JETSTREAM_EXT_PASSWORD", timeout=5)
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -150,13 +150,13 @@ def test_leaving_early_while_an_item_is_on_its_way(cache: Connections, options: 
 def test_a_wrong_password_fails_at_once(
     cache: Connections, options: ConnectionOptions, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("JSX_PASSWORD", "wrong")
+    monkeypatch.setenv("JETSTREAM_EXT_PASSWORD", "wrong")
     start = time.monotonic()
     with pytest.raises(ConnectError, match=r"(?i)authorization") as caught, cache.lend(options, "x"):
         pass
     assert time.monotonic() - start < 3
     assert "wrong" not in str(caught.value)
-    monkeypatch.setenv("JSX_PASSWORD", secret)
+    monkeypatch.setenv("JETSTREAM_EXT_PASSWORD", secret)
     with cache.lend(options, "x") as lease:  # the failure is not remembered
         assert lease.connection.usable
 
@@ -171,7 +171,7 @@ def test_no_server(cache: Connections) -> None:
 
 
 def test_a_timeout_tells_of_missing_permissions(cache: Connections, options: ConnectionOptions) -> None:
-    less = ConnectionOptions(options.servers, user="less", password_env="JSX_PASSWORD", timeout=0.5)
+    less = ConnectionOptions(options.servers, user="less", password_env="JETSTREAM_EXT_PASSWORD", timeout=0.5)
     read = ReadOptions(less, ("A",), (), {}, {})
     with (
         pytest.raises(RefusedError, match=r"(?i)permissions Violation for Publish to .*\$JS.API.STREAM.INFO.A"),
@@ -190,10 +190,10 @@ def test_the_jetstream_of_a_domain_or_prefix(where: dict[str, str], prefix: str)
 
 
 def test_token(cache: Connections, secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JSX_TOKEN", secret)
+    monkeypatch.setenv("JETSTREAM_EXT_TOKEN", secret)
     with (
         NatsServer(config=f'authorization {{token: "{secret}"}}') as server,
-        cache.lend(ConnectionOptions((server.url,), token_env="JSX_TOKEN"), "token") as lease,
+        cache.lend(ConnectionOptions((server.url,), token_env="JETSTREAM_EXT_TOKEN"), "token") as lease,
     ):
         assert lease.run(rtt(lease.connection.client)) > 0
 
@@ -245,8 +245,8 @@ def test_tls_both_ways(cache: Connections, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"user": "u", "password_env": "JSX_NOT_SET"}, "'passwordEnv'.*environment variable that is set"),
-        ({"token_env": "JSX_NOT_SET"}, "'tokenEnv'.*environment variable that is set"),
+        ({"user": "u", "password_env": "JETSTREAM_EXT_NOT_SET"}, "'passwordEnv'.*environment variable that is set"),
+        ({"token_env": "JETSTREAM_EXT_NOT_SET"}, "'tokenEnv'.*environment variable that is set"),
         ({"tls_ca": "/no/such/file"}, "'tlsCa'.*no file '/no/such/file' on this node"),
         ({"nkey_file": "SU" + "A" * 56}, "'nkeyFile'.*holds the secret itself"),
         ({"creds_file": "-----BEGIN NATS USER JWT-----\nJSX_NOT_SET" + "x" * 1000}, "'credsFile'.*holds the secret"),
@@ -262,7 +262,7 @@ def test_names_the_reference_that_leads_nowhere(
         cache.lend(ConnectionOptions((server.url,), **given), "x"),  # type: ignore[arg-type]
     ):
         pass
-    assert "JSX_NOT_SET" not in str(caught.value)
+    assert "JETSTREAM_EXT_NOT_SET" not in str(caught.value)
     assert "SUAA" not in str(caught.value)
 
 

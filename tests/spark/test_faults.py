@@ -1,7 +1,7 @@
 """Exactly once under faults, by content: from one stream to another, 0 missing and 0 duplicated.
 
-Short here; ``nox -s spark_faults`` runs each with 40,000 rows (``JSX_FAULT_ROWS``) and adds those that need a cluster of
-several JVMs (``JSX_FAULT_CLUSTER``).
+Short here; ``nox -s full -- spark_faults`` runs each with 40,000 rows (``JETSTREAM_EXT_SPARK_ROWS``) and adds those that
+need a cluster of several JVMs (``JETSTREAM_EXT_FULL``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jetstream_ext.testing import NatsServer
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-ROWS = int(os.environ.get("JSX_FAULT_ROWS", "4000"))
+ROWS = int(os.environ.get("JETSTREAM_EXT_SPARK_ROWS", "4000"))
 JOB = Path(__file__).with_name("fault_job.py")
 TRANSACTION = max(50, min(999, ROWS // 80))
 EXACT = ["dedupe", "transactional"]
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(600)
 as_they_come = pytest.mark.skipif(
     not _HAS_STREAM_ARROW, reason="Spark 4.0 hands a sink all rows of a partition at once"
 )
-in_cluster = pytest.mark.skipif("JSX_FAULT_CLUSTER" not in os.environ, reason="nox -s spark_faults runs it")
+in_cluster = pytest.mark.skipif(not os.environ.get("JETSTREAM_EXT_FULL"), reason="nox -s full -- spark_faults runs it")
 
 
 def row_of(number: int) -> bytes:
@@ -346,8 +346,8 @@ def test_the_server_is_killed(spark: SparkSession, with_js: Any, tmp_path: Path,
 @as_they_come
 @pytest.mark.parametrize("semantics", EXACT)
 def test_the_driver_is_killed(pipeline: Pipeline, semantics: str) -> None:
-    if semantics == "dedupe" and "JSX_FAULT_CLUSTER" not in os.environ:
-        pytest.skip("nox -s spark_faults runs it")
+    if semantics == "dedupe" and not os.environ.get("JETSTREAM_EXT_FULL"):
+        pytest.skip("nox -s full -- spark_faults runs it")
     pipeline.make()
     with pipeline.job(semantics) as job:
         pipeline.until(ROWS // 3)

@@ -63,7 +63,7 @@ def test_a_row_is_enough(spark: SparkSession, row: str) -> None:
     user = f'{{ user: some, password: correct-horse-battery, permissions: {{ publish: [{publish}], subscribe: "_INBOX.>" }} }}'
     with NatsServer(config=f"authorization {{ users: [ {{ user: admin, password: x }}, {user} ] }}") as server:
         asyncio.run(prepare(server.url))
-        options = {"servers": server.url, "user": "some", "passwordEnv": "JSX_TEST_PASSWORD"}
+        options = {"servers": server.url, "user": "some", "passwordEnv": "JETSTREAM_EXT_TEST_PASSWORD"}
         if row == "reading":
             assert spark.read.format("jetstream").options(**options).load(STREAM).count() == 1
         elif row == "buckets":

@@ -98,11 +98,11 @@ def servers(tmp_path: Path) -> Iterator[dict[str, dict[str, str]]]:
     with ExitStack() as stack:
         both = stack.enter_context(NatsServer(config=users)).url
         yield {
-            "password": {"servers": both, "user": "me", "passwordEnv": "JSX_JOB_PASSWORD"},
+            "password": {"servers": both, "user": "me", "passwordEnv": "JETSTREAM_EXT_JOB_PASSWORD"},
             "nkey": {"servers": both, "nkeyFile": str(seed)},
             "token": {
                 "servers": stack.enter_context(NatsServer(config=f'authorization {{token: "{TOKEN}"}}')).url,
-                "tokenEnv": "JSX_JOB_TOKEN",
+                "tokenEnv": "JETSTREAM_EXT_JOB_TOKEN",
             },
             "creds": {"servers": stack.enter_context(NatsServer(config=operator)).url, "credsFile": creds},
             "secrets": {
@@ -146,8 +146,8 @@ def test_no_secret_is_written_down(servers: dict[str, dict[str, str]], with_js: 
         anywhere | {"servers": f"nats://me:{PASSWORD}@127.0.0.1"},
         anywhere | {"nats.password": PASSWORD},
         # What that server does not take.
-        anywhere | {"tokenEnv": "JSX_JOB_TOKEN"},
-        anywhere | {"user": "you", "passwordEnv": "JSX_JOB_PASSWORD"},
+        anywhere | {"tokenEnv": "JETSTREAM_EXT_JOB_TOKEN"},
+        anywhere | {"user": "you", "passwordEnv": "JETSTREAM_EXT_JOB_PASSWORD"},
         anywhere | {"credsFile": servers["creds"]["credsFile"]},
         # What is right, for a stream that is not there.
         nkey | {"path": "NONE"},
@@ -164,8 +164,8 @@ def test_no_secret_is_written_down(servers: dict[str, dict[str, str]], with_js: 
             "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={logging.as_uri()}",
             "spark.ui.showConsoleProgress": "false",
             # As the documentation has it for executors. Spark hides what such names hold.
-            "spark.executorEnv.JSX_JOB_PASSWORD": PASSWORD,
-            "spark.executorEnv.JSX_JOB_TOKEN": TOKEN,
+            "spark.executorEnv.JETSTREAM_EXT_JOB_PASSWORD": PASSWORD,
+            "spark.executorEnv.JETSTREAM_EXT_JOB_TOKEN": TOKEN,
         },
         "read": [servers[kind] | {"path": "IN"} for kind in ("nkey", "token", "creds", "password")],
         "write": password | {"stream": "OUT", "subject": "OUT"},
@@ -174,8 +174,8 @@ def test_no_secret_is_written_down(servers: dict[str, dict[str, str]], with_js: 
     }
     environment = os.environ | {
         "PYSPARK_PYTHON": sys.executable,
-        "JSX_JOB_PASSWORD": PASSWORD,
-        "JSX_JOB_TOKEN": TOKEN,
+        "JETSTREAM_EXT_JOB_PASSWORD": PASSWORD,
+        "JETSTREAM_EXT_JOB_TOKEN": TOKEN,
     }
     done = subprocess.run(
         [sys.executable, str(JOB), json.dumps(given)],
@@ -199,7 +199,7 @@ def test_no_secret_is_written_down(servers: dict[str, dict[str, str]], with_js: 
     # It is all there: the driver's own log, plans, the query's progress, Spark's settings without what they hold.
     assert b" INFO " in log
     assert b"== Physical Plan ==" in log
-    assert b"spark.executorEnv.JSX_JOB_PASSWORD=*********(redacted)" in log
+    assert b"spark.executorEnv.JETSTREAM_EXT_JOB_PASSWORD=*********(redacted)" in log
     for what in (b"SparkListenerJobStart", b"SparkListenerEnvironmentUpdate", b"jetstream", b"QueryProgressEvent"):
         assert what in everything, what
     for kind, secret in secrets.items():

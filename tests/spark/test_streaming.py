@@ -239,7 +239,7 @@ def test_the_checkpoint_holds_no_secret(
         await js.publish(f"{one}.a", b"1")
 
     with_js(fill, guarded.url, user="all", password=secret)
-    credentials = {"servers": guarded.url, "user": "all", "passwordEnv": "JSX_TEST_PASSWORD"}
+    credentials = {"servers": guarded.url, "user": "all", "passwordEnv": "JETSTREAM_EXT_TEST_PASSWORD"}
     frame = spark.readStream.format("jetstream").options(**credentials).load(one)
     writer = frame.selectExpr(f"'{other}.a' AS subject", "data").writeStream.format("jetstream")
     writer = writer.options(**credentials, stream=other, checkpointLocation=str(tmp_path)).trigger(availableNow=True)

@@ -53,7 +53,7 @@ def guarded() -> Iterator[NatsServer]:
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
-    monkeypatch.setenv("JSX_PERMISSIONS", SECRET)
+    monkeypatch.setenv("JETSTREAM_EXT_PERMISSIONS", SECRET)
     cache = Connections()
     for module in (reading, writing, kv_reading):
         monkeypatch.setattr(module, "connections", lambda: cache)
@@ -85,7 +85,7 @@ def given(guarded: NatsServer, with_js: Any) -> Callable[[str], dict[str, str]]:
     return lambda user: {
         "servers": guarded.url,
         "user": user,
-        "passwordEnv": "JSX_PERMISSIONS",
+        "passwordEnv": "JETSTREAM_EXT_PERMISSIONS",
         "requestTimeout": "3",
     }
 
