@@ -113,7 +113,7 @@ def test_timers_that_were_cancelled_are_not_kept() -> None:
     bench.stream(allow_batched=True)
     for seq in range(1, 1001):
         bench.publish("s.a", b"x", reply=fast("b", seq, 1 if seq > 1 else 0))
-    assert len(bench.engine.timers) <= 65
+    assert len(bench.engine.context.timers) <= 65
     assert bench.engine.next_timer() == bench.now + 10 * SECOND
 
 
@@ -124,7 +124,7 @@ def test_message_ids_are_forgotten_after_the_window() -> None:
         bench.publish("s.a", header=f"NATS/1.0\r\nNats-Msg-Id: {index}\r\n\r\n".encode())
         bench.wait(0.1)
     assert bench.engine.jetstream is not None
-    assert len(bench.engine.jetstream.streams["S"]._seen) <= 20
+    assert len(bench.engine.jetstream.streams["S"].stream.duplicates) <= 20
     (answer,) = bench.publish("s.a", header=b"NATS/1.0\r\nNats-Msg-Id: 99\r\n\r\n")
     assert b"duplicate" in answer.payload
     (answer,) = bench.publish("s.a", header=b"NATS/1.0\r\nNats-Msg-Id: 50\r\n\r\n")
