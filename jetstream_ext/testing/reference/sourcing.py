@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from .consumers.config import check_consumer
-from .consumers.consumer import Consumer, Consumers
+from .consumers.consumer import Consumer
+from .consumers.registry import Consumers
 from .context import Timer
 from .router import Message, Subscription
 from .streams.store import StoredMessage
