@@ -8,7 +8,7 @@ From the lowest layer to the highest:
 
 * `wire`: the client protocol, header blocks, subjects, JSON, times, error codes.
 * `releases`: where the modelled releases of nats-server differ.
-* `router`, `context`: core NATS, and what all parts of the server share.
+* `router`, `context`: core NATS, and the state that all parts of the server share.
 * `streams`: stored messages, limits, retention, expiry, Direct Get.
 * `publishing`: checks of published messages, single messages, atomic batches, fast batches with their gaps.
 * `consumers`: positions, acknowledgements, redelivery, pull and push.

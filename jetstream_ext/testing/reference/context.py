@@ -1,4 +1,4 @@
-"""What all parts of the server share: the release, limits, time, timers, random numbers and the router."""
+"""The state that all parts of the server share: release, limits, time, timers, random numbers and router."""
 
 import heapq
 from collections.abc import Callable
@@ -80,7 +80,7 @@ class Timers:
 
 
 class ServerContext:
-    """What all parts of one server share."""
+    """The state that all parts of one server share."""
 
     def __init__(self, profile: Profile, limits: Limits, seed: int) -> None:
         self.profile = profile
@@ -96,7 +96,7 @@ class ServerContext:
         return self.timers.call_at(self.now + round(seconds * SECOND), call)
 
     def make_name(self, length: int = 8) -> str:
-        """Return random letters and digits, as in the names that the server makes up."""
+        """Return random letters and digits, as in the names that the server generates."""
         return "".join(self.random.choices(_LETTERS, k=length))
 
     def send(

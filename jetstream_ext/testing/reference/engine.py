@@ -49,7 +49,7 @@ class Engine:
         self.profile: Profile = profile if profile is not None else Profile.of(DIALECTS["2.15"])
         self.context: ServerContext = ServerContext(self.profile, limits or Limits(), seed)
         self._router = self.context.router
-        self._max_payload = max_payload
+        self.max_payload = max_payload
         self._users = {user.name: user for user in users}
         self._token = token
         self._address = (host, port)
@@ -57,7 +57,7 @@ class Engine:
         if self.jetstream is not None:
             Api(self.jetstream)
         plan = faults if faults is not None else Faults()
-        self.injector: Injector = Injector(self.context, self.jetstream, plan, self._cut, self._stall)
+        self.injector: Injector = Injector(self.context, self.jetstream, plan, self.cut, self.stall)
         self._stalled: dict[int, list[Command]] = {}
         self._withheld: list[Output] = []
 
@@ -100,11 +100,21 @@ class Engine:
         self.jetstream.streams[stream].change_leader(unsaved=unsaved)
         return self._take()
 
+    def cut(self, connection: int) -> None:
+        """Close a connection after everything already sent to it."""
+        self._router.close(connection)
+        self._drop(connection)
+
     def cut_all(self) -> list[Output]:
         """Close every connection."""
         for connection in list(self._router.connections):
-            self._cut(connection)
+            self.cut(connection)
         return self._take()
+
+    def stall(self, connection: int, seconds: float) -> None:
+        """Stop processing a connection for some seconds: keep its commands and its outputs until then."""
+        self._stalled.setdefault(connection, [])
+        self.context.call_later(seconds, lambda: self._resume(connection))
 
     def next_timer(self) -> int | None:
         """Return the time at which `handle_timer` is due, or `None`."""
@@ -131,7 +141,7 @@ class Engine:
         }
         if self._needs_login:
             info["auth_required"] = True
-        return info | {"max_payload": self._max_payload, "jetstream": self.jetstream is not None}
+        return info | {"max_payload": self.max_payload, "jetstream": self.jetstream is not None}
 
     def set_address(self, host: str, port: int) -> None:
         """Set the address that INFO reports."""
@@ -266,16 +276,7 @@ class Engine:
     def _end(self, client: Connection, reason: str) -> None:
         if reason:
             self._router.send_line(client.id, f"-ERR '{reason}'")
-        self._cut(client.id)
-
-    def _cut(self, connection: int) -> None:
-        self._router.close(connection)
-        self._drop(connection)
-
-    def _stall(self, connection: int, seconds: float) -> None:
-        # Until it resumes, the commands and outputs of the connection are kept.
-        self._stalled.setdefault(connection, [])
-        self.context.call_later(seconds, lambda: self._resume(connection))
+        self.cut(client.id)
 
     def _resume(self, connection: int) -> None:
         commands = self._stalled.pop(connection, [])

@@ -72,7 +72,7 @@ class HostedStream:
         self.stream.close()
 
     def start_pullers(self) -> None:
-        """Start copying what the stream mirrors and sources."""
+        """Start copying the mirror and the sources of the stream."""
         self.pullers = start_pullers(self.stream, self._hosted.get)
 
     def change_leader(self, *, unsaved: int) -> None:
@@ -87,7 +87,7 @@ class HostedStream:
         Args:
             deleted: Whether to list the deleted sequences.
             cluster: Whether to name the leader.
-            stored: Whether to leave out what only the running server knows; see `config_json`.
+            stored: Whether to leave out the fields of the running server; see `config_json`.
         """
         info = self.stream.info_json(deleted=deleted, stored=stored)
         if cluster:

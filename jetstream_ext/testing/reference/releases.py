@@ -43,7 +43,7 @@ def _in(since: tuple[int, int, int] = _OLDEST, *, until: tuple[int, int, int] | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What one release of the server does; `Profile.of` looks it up."""
+    """The behaviour of one release of the server; `Profile.of` looks it up."""
 
     version: str
     api_level: int
@@ -81,7 +81,7 @@ class Profile:
     strips_status: bool = _in((2, 12, 1))
     """The status line of a published header block is not stored."""
     ttl: bool = _in((2, 11, 0))
-    """Per-message TTLs, and markers for what they remove."""
+    """Per-message TTLs and delete markers."""
     exact_max_bytes: bool = _in((2, 14, 0))
     """With `discard: new`, a message may fill the stream up to the last byte."""
     trims_every_subject: bool = _in((2, 14, 0))
@@ -160,6 +160,11 @@ class Profile:
     """A mirror shows its filter before the first answer of its origin."""
     source_header_has_subject: bool = _in((2, 12, 0))
     source_header_has_identity: bool = _in((2, 15, 0))
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """The version as numbers."""
+        return tuple(int(part) for part in self.version.split("-")[0].split("."))
 
     def meets_required_level(self, header: bytes) -> bool:
         """Whether the server has the API level that a header block requires, if it requires one."""

@@ -234,7 +234,7 @@ class Puller:
 
 
 def start_pullers(stream: Stream, find_origin: FindOrigin) -> list[Puller]:
-    """Start copying what a stream mirrors and sources."""
+    """Start copying the mirror and the sources of a stream."""
     config = stream.config
     mirrors = [Puller(stream, config["mirror"], find_origin, mirror=True)] if config["mirror"] else []
     return [*mirrors, *(Puller(stream, source, find_origin, mirror=False) for source in config["sources"])]

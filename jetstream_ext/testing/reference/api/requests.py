@@ -1,4 +1,4 @@
-"""Requests of the JSON API: their decoding, and what a kind of request is."""
+"""Requests of the JSON API: the routes, decoding, and pages of lists."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Route:
     names: int = 1
     """How many names the subject ends with; -1 is one or more."""
     on_error: tuple[tuple[str, Any], ...] = ()
-    """The fields that a refusal has besides the error."""
+    """Further fields of a refusal."""
     strict: bool = True
     """Whether an unknown field is an error."""
 

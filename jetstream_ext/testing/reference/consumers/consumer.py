@@ -165,7 +165,7 @@ class Consumer:
     # Delivering.
 
     def pump(self) -> None:
-        """Deliver what can be delivered."""
+        """Deliver messages until the target or `max_ack_pending` stops it, or none is left."""
         if self._pumping or self.paused_for:
             return
         self._pumping = True

@@ -38,7 +38,7 @@ _JITTER = 600 * times.MILLISECOND
 
 
 class ConsumerView(Protocol):
-    """What a delivery target needs of its consumer."""
+    """The part of a consumer that its delivery target uses."""
 
     stream: Stream
     name: str
@@ -48,7 +48,7 @@ class ConsumerView(Protocol):
     pending: dict[int, Pending]
 
     def pump(self) -> None:
-        """Deliver what can be delivered."""
+        """Deliver messages until the target or `max_ack_pending` stops it, or none is left."""
         ...
 
     def delete(self) -> None:

@@ -1,4 +1,4 @@
-"""The consumers of a stream: creation and update, and what the stream asks and tells them."""
+"""The consumers of a stream: create, update and find them, and inform them of changes of the stream."""
 
 from typing import Any
 

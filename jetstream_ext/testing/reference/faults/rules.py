@@ -83,7 +83,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Drop(Rule):
-    """Do not send a reply; what it reports has happened nevertheless.
+    """Lose a reply on its way to the client: the server has processed the message.
 
     Example::
 

@@ -36,7 +36,7 @@ class UnansweredRefusalError(Exception):
 
 @dataclass(slots=True)
 class Staged:
-    """What the earlier messages of an atomic batch would change."""
+    """The changes by the earlier messages of an atomic batch."""
 
     count: int = 0
     ids: set[str] = field(default_factory=set)
@@ -47,7 +47,7 @@ class Staged:
 
 
 def check_intake(stream: Stream, header: bytes, payload: bytes) -> None:
-    """Check what the server checks before it looks at the batch of a message.
+    """Make the checks that precede those of a batch: sealed stream and message size.
 
     Raises:
         ApiError: The server refuses the message.

@@ -364,7 +364,7 @@ def config_json(config: StreamConfig, profile: Profile, *, stored: bool = False)
 
 
 def metadata_json(config: dict[str, Any], profile: Profile, level: int, *, stored: bool) -> dict[str, str]:
-    """Return the metadata of a configuration with what the server adds: the API level it requires, and the version."""
+    """Return the metadata of a configuration, including the server's: API levels and version."""
     own = {"_nats.req.level": str(level)}
     if not stored:
         own |= {"_nats.level": str(profile.api_level), "_nats.ver": profile.version}

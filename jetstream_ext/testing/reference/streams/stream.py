@@ -269,7 +269,7 @@ class Stream:
         return removed
 
     def enforce_limits(self, subject: str | None = None, *, every_subject: bool = False) -> None:
-        """Remove what exceeds the limits; `max_msgs_per_subject` is enforced for one subject or for every one."""
+        """Remove the oldest messages above the limits; check `max_msgs_per_subject` for one subject or for all."""
         config, store = self.config, self.store
         removed: list[StoredMessage | None] = []
         limit = config["max_msgs_per_subject"]
@@ -337,9 +337,9 @@ class Stream:
         """Publish an advisory about the stream.
 
         Args:
-            subject: What follows `$JS.EVENT.ADVISORY.` in the subject.
+            subject: The subject without the prefix `$JS.EVENT.ADVISORY.`.
             kind: The last part of the advisory's type.
-            fields: Its fields besides the type, id, time and stream.
+            fields: Its fields, in addition to type, id, time and stream.
         """
         advisory = {
             "type": f"io.nats.jetstream.advisory.v1.{kind}",

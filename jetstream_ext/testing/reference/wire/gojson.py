@@ -131,7 +131,7 @@ class ListOf:
 
 
 Kind = Scalar | Enum | Struct | ListOf
-"""What a field may hold."""
+"""The type of a field."""
 
 
 def dumps(value: Any) -> bytes:
