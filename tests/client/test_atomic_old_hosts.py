@@ -12,7 +12,7 @@ from nats.js import JetStreamContext
 import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.testing import NatsServer
-from jetstream_ext.testing.ports import HeldPort
+from jetstream_ext.testing.process import HeldPort
 
 HUB = """
 leafnodes { listen: 127.0.0.1:%d }

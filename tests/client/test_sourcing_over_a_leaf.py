@@ -22,7 +22,7 @@ from nats.js.api import RetentionPolicy
 
 import jetstream_ext as jsx
 from jetstream_ext.testing import NatsServer
-from jetstream_ext.testing.ports import HeldPort
+from jetstream_ext.testing.process import HeldPort
 
 FULL = bool(os.environ.get("JETSTREAM_EXT_FULL"))
 MESSAGES, CUTS = (10_000, 5) if FULL else (1_500, 2)

@@ -57,7 +57,7 @@ class Server:
 
     def stored(self) -> list[int]:
         """Return the numbers of the stored messages, in order."""
-        return [int(message.payload) for message in self._stream.store]
+        return [int(message.payload) for message in self._stream.stream.store]
 
     def _at(self, now: float) -> int:
         return START + int(now * 1e9)

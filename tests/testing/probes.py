@@ -1,4 +1,4 @@
-"""What the tests of real servers look at them with."""
+"""Probes for the tests of real servers: sockets and HTTP requests."""
 
 import contextlib
 import socket

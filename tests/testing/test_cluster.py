@@ -1,4 +1,4 @@
-"""NatsCluster, with real processes."""
+"""`NatsCluster` with real processes."""
 
 import asyncio
 import sys
@@ -24,7 +24,7 @@ def test_a_cluster_elects_a_leader(cluster: NatsCluster) -> None:
     assert cluster.url in cluster.urls
 
 
-async def test_a_stream_with_three_replicas_can_be_made_at_once() -> None:
+async def test_stream_with_three_replicas_can_be_created_at_once() -> None:
     async with NatsCluster(config="max_payload: 2048") as cluster, connected(cluster.urls) as nc:
         await nc.jetstream().add_stream(name="S", subjects=["s"], num_replicas=3)
         assert nc.max_payload == 2048
@@ -62,7 +62,7 @@ def test_a_cluster_without_a_leader_is_reported() -> None:
             cluster.wait_ready(timeout=0.5)
 
 
-async def test_a_power_cut_and_a_standstill(reached: Any) -> None:
+async def test_cluster_survives_kill_and_pause_of_all_servers(reached: Any) -> None:
     with NatsCluster() as cluster:
         async with connected(cluster.url) as nc:
             js = nc.jetstream(timeout=10)
@@ -85,7 +85,7 @@ async def test_a_power_cut_and_a_standstill(reached: Any) -> None:
                     await asyncio.sleep(0.1)  # the stream elects a leader of its own
 
 
-def test_a_cluster_that_cannot_start_leaves_nothing() -> None:
+def test_cluster_that_cannot_start_leaves_no_process() -> None:
     cluster = NatsCluster(config="no_such_option: 1")
     with pytest.raises(NatsServerStartError, match="no_such_option"):
         cluster.start()
@@ -105,6 +105,6 @@ def test_a_stopped_cluster_can_be_started_again() -> None:
         assert cluster.wait_ready().running
 
 
-def test_one_server_is_not_a_cluster() -> None:
+def test_cluster_of_one_server_is_refused() -> None:
     with pytest.raises(ValueError, match="NatsServer"):
         NatsCluster(1)

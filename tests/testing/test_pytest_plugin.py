@@ -1,4 +1,4 @@
-"""The fixtures that other projects opt in to."""
+"""The pytest fixture `nats_server`."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The dialect of the ADRs' first wording: what they say, and no real server does any more (or yet)."""
+"""The draft dialect: behaviour of the ADRs' first wording that no released server has."""
 
 import json
 from typing import Any
@@ -53,7 +53,7 @@ def test_a_refused_message_ends_a_fail_batch_with_the_error_in_the_final_ack() -
     assert (final["batch"], final["count"]) == ("b", 1)
 
 
-def test_so_does_a_refused_first_message() -> None:
+def test_a_refused_first_message_ends_a_fail_batch_in_the_same_way() -> None:
     first, final = Bench(allow_batched=True).fast(1, 0, "fail", b"NATS/1.0\r\nNats-Expected-Last-Sequence: 99\r\n\r\n")
     assert first == {"ack_msgs": 10}
     assert (final["error"]["err_code"], final["batch"], final["count"]) == (10071, "b", 0)
@@ -72,12 +72,12 @@ def test_fast_ingest_is_level_3() -> None:
         ({"allow_batched": True}, "R.b.10.ok.7.1.$FI", 10206),
     ],
 )
-def test_codes(config: dict[str, Any], reply: str, code: int) -> None:
+def test_fast_batch_error_codes(config: dict[str, Any], reply: str, code: int) -> None:
     (answer,) = Bench(**config).send("s.a", b"x", reply)
     assert json.loads(answer.payload)["error"]["err_code"] == code
 
 
-def test_a_fast_batch_that_times_out_is_announced() -> None:
+def test_fast_batch_timeout_publishes_an_advisory() -> None:
     bench = Bench(allow_batched=True)
     bench.engine.handle(1, Subscribe("$JS.EVENT.ADVISORY.>", "2"), bench.now)
     bench.fast(1, 0)
@@ -87,12 +87,12 @@ def test_a_fast_batch_that_times_out_is_announced() -> None:
     assert (advisory["batch"], advisory["reason"]) == ("b", "timeout")
 
 
-def test_direct_get_comes_with_a_limit_per_subject() -> None:
+def test_limit_per_subject_enables_direct_get() -> None:
     assert Bench(max_msgs_per_subject=1).created["config"]["allow_direct"] is True
     assert Bench().created["config"]["allow_direct"] is False
 
 
-def test_what_a_request_says_of_direct_get_is_overridden() -> None:
+def test_allow_direct_of_the_request_has_no_effect() -> None:
     bench = Bench(allow_direct=True)
     assert bench.created["config"]["allow_direct"] is False
     update = {"name": "S", "subjects": ["s.>"], "max_msgs_per_subject": 1, "allow_direct": False}
@@ -111,11 +111,11 @@ def test_a_batch_needs_a_subject_and_a_start() -> None:
         assert end.header.startswith(b"NATS/1.0 204 EOB\r\n")
 
 
-def test_without_direct_get_there_is_silence() -> None:
+def test_disabled_direct_get_sends_no_answer() -> None:
     assert Bench().send("$JS.API.DIRECT.GET.S", b'{"seq":1}') == []
 
 
-def test_time_stamps_have_the_old_form() -> None:
+def test_time_stamps_have_the_old_format() -> None:
     bench = Bench(max_msgs_per_subject=1)
     bench.send("s.a", b"hello")
     assert b"\r\nNats-Time-Stamp: 2022-08-06 00:29:27.587861324 +0000 UTC\r\n" in bench.get()
@@ -134,7 +134,7 @@ def test_the_end_of_a_multi_get_names_the_last_match() -> None:
     assert b"Nats-UpTo-Sequence: 2\r\n" in end.header
 
 
-def test_ttls() -> None:
+def test_no_expire_header_and_zero_ttl() -> None:
     bench = Bench(allow_msg_ttl=True, max_age=10 * SECOND, max_msgs_per_subject=1)
     for subject, line in (("s.zero", "Nats-TTL: 0"), ("s.never", "Nats-No-Expire: 1"), ("s.one", "Nats-TTL: 1")):
         (answer,) = bench.send(subject, b"x", header=f"NATS/1.0\r\n{line}\r\n\r\n".encode())
@@ -147,7 +147,7 @@ def test_ttls() -> None:
     assert b"Nats-Sequence: 2" in bench.get("s.never")
 
 
-def test_limit_tombstones() -> None:
+def test_delete_markers_have_the_applied_limit_header() -> None:
     bench = Bench(max_age=SECOND, limits_ttl=SECOND, max_msgs_per_subject=1)
     assert bench.created["config"]["limits_ttl"] == SECOND
     bench.send("s.a", b"x")
@@ -164,7 +164,7 @@ def test_a_reset_to_zero_is_refused() -> None:
     assert bench.api("CONSUMER.RESET.S.C")["reset_seq"] == 1
 
 
-def test_a_source_may_have_its_consumer_made_by_the_server() -> None:
+def test_server_creates_the_managed_consumer_of_a_source() -> None:
     bench = Bench(retention="workqueue")
     bench.send("s.a", b"x")
     source = {"name": "S", "consumer": {"name": "mine", "server_managed": True}}

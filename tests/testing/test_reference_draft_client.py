@@ -1,4 +1,4 @@
-"""This library's client on the ADRs' first wording: what it does on released servers, it does there too."""
+"""The client of this library on the draft dialect of the reference server."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -46,7 +46,7 @@ async def test_fast_ingest(js: Any, gap: jsx.GapMode) -> None:
     assert (pub.ack.seq, pub.ack.batch_size, pub.end_reason) == (57, 57, jsx.EndReason.COMMITTED)
 
 
-async def test_a_gap_that_may_be(js: Any, draft: ReferenceServer) -> None:
+async def test_gap_in_ok_mode_is_reported(js: Any, draft: ReferenceServer) -> None:
     await js.add_stream(**CONFIG, allow_batched=True)
     draft.faults.add(Lose("s.>", nth=5, times=2))
     async with jsx.FastPublisher(js, flow=10, gap=jsx.GapMode.OK) as pub:
@@ -55,7 +55,7 @@ async def test_a_gap_that_may_be(js: Any, draft: ReferenceServer) -> None:
     assert (pub.ack.batch_size, (await js.stream_info("S")).state.messages) == (30, 28)
 
 
-async def test_a_gap_that_ends_the_batch(js: Any, draft: ReferenceServer) -> None:
+async def test_gap_in_fail_mode_ends_the_batch(js: Any, draft: ReferenceServer) -> None:
     await js.add_stream(**CONFIG, allow_batched=True)
     draft.faults.add(Lose("s.>", nth=5))
     with pytest.raises(jsx.errors.BatchGapError) as caught:
@@ -75,7 +75,7 @@ async def publish(js: Any, gap: jsx.GapMode, refused: int) -> jsx.FastPublisher:
 
 
 @pytest.mark.parametrize("refused", [1, 2, 8])
-async def test_a_refused_message_ends_a_batch_without_gaps(js: Any, refused: int) -> None:
+async def test_refused_message_in_fail_mode_ends_the_batch(js: Any, refused: int) -> None:
     await js.add_stream(**CONFIG, allow_batched=True)
     with pytest.raises(WrongLastSequenceError):
         await publish(js, jsx.GapMode.FAIL, refused)
@@ -83,14 +83,14 @@ async def test_a_refused_message_ends_a_batch_without_gaps(js: Any, refused: int
 
 
 @pytest.mark.parametrize("refused", [2, 8])
-async def test_a_refused_message_is_reported_where_gaps_may_be(js: Any, refused: int) -> None:
+async def test_refused_message_in_ok_mode_is_reported(js: Any, refused: int) -> None:
     await js.add_stream(**CONFIG, allow_batched=True)
     pub = await publish(js, jsx.GapMode.OK, refused)
     assert [each.seq for each in pub.errors] == [refused]
     assert (await js.stream_info("S")).state.messages == 28
 
 
-async def test_lost_acknowledgements_are_asked_for(js: Any, draft: ReferenceServer) -> None:
+async def test_client_pings_after_a_lost_acknowledgement(js: Any, draft: ReferenceServer) -> None:
     await js.add_stream(**CONFIG, allow_batched=True)
     draft.faults.add(Drop(kind="flow_ack", nth=2, times=2))
     async with jsx.FastPublisher(js, flow=5, ack_timeout=2.0) as pub:
@@ -140,7 +140,7 @@ async def test_key_value(js: Any, clock: VirtualClock) -> None:
     assert shown["b"].reason == "MaxAge"
 
 
-async def test_a_reset(js: Any) -> None:
+async def test_consumer_reset(js: Any) -> None:
     await js.add_stream(**CONFIG)
     await js.publish("s.a", b"x")
     await js.pull_subscribe("s.>", durable="d", stream="S")

@@ -1,4 +1,4 @@
-"""The engine without a server: a pure machine with a virtual clock."""
+"""The engine of the reference server, without sockets and with virtual time."""
 
 import json
 from typing import Any
@@ -47,7 +47,7 @@ def fast(batch: str, seq: int, op: int, *, flow: int = 10, gap: str = "fail") ->
     return f"R.{batch}.{flow}.{gap}.{seq}.{op}.$FI"
 
 
-def test_a_batch_of_fast_ingest() -> None:
+def test_fast_batch_from_start_to_commit() -> None:
     bench = Bench()
     bench.stream(allow_batched=True)
     (first,) = bench.publish("s.a", b"x", reply=fast("b", 1, 0))
@@ -60,7 +60,7 @@ def test_a_batch_of_fast_ingest() -> None:
     assert end.payload == b'{"stream":"S","seq":10,"batch":"b","count":10}'
 
 
-def test_an_idle_batch_is_forgotten_without_a_word() -> None:
+def test_idle_fast_batch_is_dropped_without_an_advisory() -> None:
     bench = Bench()
     bench.stream(allow_batched=True, allow_atomic=True)
     bench.publish("s.a", b"x", reply=fast("b", 1, 0))
@@ -73,7 +73,7 @@ def test_an_idle_batch_is_forgotten_without_a_word() -> None:
     assert json.loads(reply.payload)["error"]["err_code"] == 10208
 
 
-def test_an_idle_atomic_batch_is_announced() -> None:
+def test_idle_atomic_batch_is_dropped_with_an_advisory() -> None:
     bench = Bench()
     bench.stream(allow_atomic=True)
     bench.engine.handle(1, Subscribe("$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED.*", "2"), bench.now)
@@ -82,7 +82,7 @@ def test_an_idle_atomic_batch_is_announced() -> None:
     assert json.loads(told.payload)["reason"] == "timeout"
 
 
-def test_the_limits_can_be_lower() -> None:
+def test_limits_can_be_lowered() -> None:
     bench = Bench(limits=Limits(fast_per_stream=1, batch_timeout=2))
     bench.stream(allow_batched=True)
     bench.publish("s.a", reply=fast("a", 1, 0))
@@ -108,23 +108,23 @@ def test_ttls_and_markers_on_a_virtual_clock() -> None:
     assert bench.engine.next_timer() is None
 
 
-def test_timers_that_were_cancelled_are_not_kept() -> None:
+def test_cancelled_timers_are_removed() -> None:
     bench = Bench()
     bench.stream(allow_batched=True)
     for seq in range(1, 1001):
         bench.publish("s.a", b"x", reply=fast("b", seq, 1 if seq > 1 else 0))
-    assert len(bench.engine.timers) <= 65
+    assert len(bench.engine.context.timers) <= 65
     assert bench.engine.next_timer() == bench.now + 10 * SECOND
 
 
-def test_message_ids_are_forgotten_after_the_window() -> None:
+def test_message_ids_are_removed_after_the_duplicate_window() -> None:
     bench = Bench()
     bench.stream(duplicate_window=2 * SECOND, max_msgs=1)
     for index in range(100):
         bench.publish("s.a", header=f"NATS/1.0\r\nNats-Msg-Id: {index}\r\n\r\n".encode())
         bench.wait(0.1)
     assert bench.engine.jetstream is not None
-    assert len(bench.engine.jetstream.streams["S"]._seen) <= 20
+    assert len(bench.engine.jetstream.streams["S"].stream.duplicates) <= 20
     (answer,) = bench.publish("s.a", header=b"NATS/1.0\r\nNats-Msg-Id: 99\r\n\r\n")
     assert b"duplicate" in answer.payload
     (answer,) = bench.publish("s.a", header=b"NATS/1.0\r\nNats-Msg-Id: 50\r\n\r\n")
@@ -150,7 +150,7 @@ def test_the_same_seed_gives_the_same_outputs() -> None:
     assert run(1) != run(2)
 
 
-def test_a_greeting_needs_an_attached_connection() -> None:
+def test_only_an_attached_connection_gets_info() -> None:
     engine = Engine(Profile.of("2.12.8"))
     (greeting,) = engine.attach(7, 0)
     assert isinstance(greeting, Line)
@@ -158,7 +158,7 @@ def test_a_greeting_needs_an_attached_connection() -> None:
     assert engine.handle(7, Ping(), 0) == [Line(7, "PONG")]
 
 
-def test_bytes_cut_anywhere_are_the_same_commands() -> None:
+def test_parser_accepts_bytes_split_at_any_position() -> None:
     data = b'CONNECT {"a":1}\r\nSUB a.b q 1\r\nHPUB a.b r 12 14\r\nNATS/1.0\r\n\r\nhi\r\nPUB x 0\r\n\r\nUNSUB 1 5\r\nPING\r\n'
     whole = Parser(100).feed(data)
     assert len(whole) == 6
@@ -181,6 +181,6 @@ def test_outputs_as_bytes(output: Any, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("version", ["2.9.1", "2.10", "x"])
-def test_versions_that_are_none(version: str) -> None:
+def test_invalid_version_is_refused(version: str) -> None:
     with pytest.raises(ValueError, match=r"version|knows"):
         Profile.of(version)

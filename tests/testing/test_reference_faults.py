@@ -1,4 +1,4 @@
-"""Every fault, seen by a plain nats-py client or by the bare engine."""
+"""Every fault rule, on the engine and with nats-py as the client."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ def test_reorder() -> None:
     assert Bench(Reorder(kind="pub_ack", by=2)).seqs(4) == [[], [2], [3, 1], [4]]
 
 
-def test_reorder_does_not_wait_for_ever() -> None:
+def test_reorder_waits_no_longer_than_its_patience() -> None:
     bench = Bench(Reorder(kind="pub_ack", by=2, patience=0.5))
     assert bench.seqs(2) == [[], [2]]
     assert [json.loads(each.payload)["seq"] for each in bench.later(0.5)] == [1]
@@ -120,7 +120,7 @@ def test_overload() -> None:
 
 
 @pytest.mark.parametrize("gap", ["ok", "fail"])
-def test_a_leader_change_without_loss_is_only_a_frame(gap: str) -> None:
+def test_leader_change_without_loss_sends_one_frame(gap: str) -> None:
     bench = Bench(ChangeLeader("s.>", nth=4))
     for seq in range(1, 4):
         bench.fast(seq, 1 if seq > 1 else 0, gap)
@@ -162,7 +162,7 @@ def test_a_leader_change_loses_atomic_batches() -> None:
     assert json.loads(answer.payload)["error"]["err_code"] == 10176
 
 
-def test_a_message_lost_with_the_leader_is_no_duplicate_later() -> None:
+def test_message_lost_with_the_leader_can_be_published_again() -> None:
     bench = Bench(ChangeLeader("s.>", nth=3, unsaved=1))
     bench.fast(1, 0)
     header = b"NATS/1.0\r\nNats-Msg-Id: one\r\n\r\n"
@@ -205,7 +205,7 @@ def test_chance_is_seeded() -> None:
     assert 5 < sum(map(bool, lost(1))) < 25
 
 
-def test_a_plan_begins_afresh_with_every_server() -> None:
+def test_counts_of_a_plan_restart_with_every_server() -> None:
     rule = Drop(kind="pub_ack", nth=2, chance=0.9)
     plan = Faults(rule, seed=3)
 
@@ -233,17 +233,17 @@ def test_a_plan_begins_afresh_with_every_server() -> None:
     ],
     ids=str,
 )
-def test_a_rule_that_could_never_apply_is_refused(rule: type[Rule], arguments: dict[str, Any]) -> None:
+def test_rule_that_can_never_match_is_refused(rule: type[Rule], arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"subject|kind|count|chance"):
         rule(**arguments)
 
 
-def test_conditions() -> None:
+def test_when_condition() -> None:
     rule = Drop(when=lambda reply: b'"seq":2' in reply.payload)
     assert Bench(rule).seqs(3) == [[1], [], [3]]
 
 
-def test_rules_come_and_go() -> None:
+def test_rules_can_be_added_and_removed() -> None:
     rule = Drop(kind="pub_ack", times=None)
     bench = Bench(rule)
     assert bench.seqs(1) == [[]]
@@ -257,7 +257,7 @@ def test_rules_come_and_go() -> None:
     assert "Drop(" in repr(faults)
 
 
-async def test_with_nats_py() -> None:
+async def test_lost_ack_is_a_timeout_in_nats_py() -> None:
     plan = Faults(Unavailable("s.>"), Drop(kind="pub_ack"))
     async with ReferenceServer(faults=plan) as server:
         nc = await nats.connect(server.url)
@@ -303,7 +303,7 @@ async def test_a_virtual_clock_moves_the_server() -> None:
         await nc.close()
 
 
-def test_in_a_thread_of_its_own() -> None:
+def test_plain_with_runs_the_server_in_a_thread() -> None:
     clock = VirtualClock()
     with ReferenceServer(clock=clock) as server:
 
@@ -321,7 +321,7 @@ def test_in_a_thread_of_its_own() -> None:
         assert asyncio.run(work()) == 1
 
 
-def test_a_server_that_is_not_started() -> None:
+def test_server_that_is_not_started_is_reported() -> None:
     server = ReferenceServer()
     with pytest.raises(RuntimeError, match="not started"):
         _ = server.url

@@ -1,4 +1,4 @@
-"""What no client should send: the reference server refuses it, or takes it, and goes on."""
+"""Invalid input from clients: the reference server refuses it and continues to work."""
 
 import json
 from typing import Any
@@ -58,7 +58,7 @@ class Bench:
 
 
 @pytest.mark.parametrize("number", [DIGITS, "\u00b2", "\u0663", "-1", "1_0", ""])
-def test_numbers_that_are_none(number: str) -> None:
+def test_invalid_numbers_are_refused(number: str) -> None:
     bench = Bench()
     bench.send(f"$JS.ACK.S.C.1.{number or 'x'}.1.0.0")
     bench.send("$JS.ACK.S.C.1.1.1.0.0", b"+NXT " + number.encode())
@@ -72,13 +72,13 @@ def test_numbers_that_are_none(number: str) -> None:
 
 
 @pytest.mark.parametrize("ttl", [DIGITS, DIGITS + "s", "1" + "." * 3000, "1.s", ".s", "1h" * 2000])
-def test_times_to_live_that_are_none_take_no_time_to_refuse(ttl: str) -> None:
+def test_invalid_ttls_are_refused_quickly(ttl: str) -> None:
     (answer,) = Bench().send("s.a", header=f"NATS/1.0\r\nNats-TTL: {ttl}\r\n\r\n".encode())
     assert (b'"err_code":10165' in answer.payload) == (ttl not in ("1.s", "1h" * 2000))
 
 
 @pytest.mark.parametrize("subject", [*APIS, "CONSUMER.DELETE.S.C", "STREAM.DELETE.S"])
-def test_json_that_is_none(subject: str) -> None:
+def test_invalid_json_is_refused(subject: str) -> None:
     bench = Bench()
     for payload in (
         b"[" * 5000,
@@ -92,7 +92,7 @@ def test_json_that_is_none(subject: str) -> None:
     bench.goes_on()
 
 
-def test_half_a_character_is_replaced() -> None:
+def test_unpaired_surrogate_is_replaced() -> None:
     bench = Bench()
     metadata = b'{"name":"T","metadata":{"a":"\\ud800","b":"\\ud83d\\ude00"}}'
     (answer,) = bench.send("$JS.API.STREAM.CREATE.T", metadata)
@@ -144,7 +144,7 @@ replies = st.one_of(
     script=st.lists(st.tuples(subjects, payloads, replies, blocks, st.sampled_from([0, 1, 10**10])), max_size=25),
     draft=st.booleans(),
 )
-def test_nothing_that_a_client_sends_breaks_the_server(script: list[Any], draft: bool) -> None:
+def test_random_commands_do_not_break_the_server(script: list[Any], draft: bool) -> None:
     bench = Bench(draft=draft)
     now = NOW
     for subject, payload, reply, header, passed in script:
@@ -162,7 +162,7 @@ def test_nothing_that_a_client_sends_breaks_the_server(script: list[Any], draft:
         max_size=30,
     )
 )
-def test_no_bytes_break_the_parser(data: list[bytes]) -> None:
+def test_random_bytes_do_not_break_the_parser(data: list[bytes]) -> None:
     parser, engine = Parser(100), Engine()
     engine.attach(1, NOW)
     for part in data:

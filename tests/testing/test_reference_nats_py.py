@@ -1,4 +1,4 @@
-"""nats-py as it is, on the reference server: what an application does all day."""
+"""Common operations of nats-py on the reference server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -116,7 +116,7 @@ async def test_ordered_consumer(js: Any) -> None:
     await sub.unsubscribe()
 
 
-async def test_an_ordered_consumer_that_misses_messages() -> None:
+async def test_ordered_consumer_recovers_missed_messages() -> None:
     """What it missed comes again, by another consumer that nats-py makes."""
     faults = Faults(Drop("_INBOX.>", when=lambda reply: reply.shown == "s", nth=20, times=3))
     async with ReferenceServer(faults=faults) as server:

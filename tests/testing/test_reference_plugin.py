@@ -1,4 +1,4 @@
-"""The fixtures of the pytest plugin that are not the single real server."""
+"""The pytest fixtures `reference_server` and `nats_cluster`."""
 
 import socket
 import subprocess
@@ -52,7 +52,7 @@ def test_the_fixtures_of_the_plugin(tmp_path: Path) -> None:
     assert "3 passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_port_that_is_taken_is_an_error_at_once() -> None:
+def test_port_in_use_is_reported_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

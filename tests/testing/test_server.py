@@ -1,4 +1,4 @@
-"""NatsServer, with real processes: starting, stopping and configuration."""
+"""`NatsServer` with real processes: start, stop and configuration."""
 
 import asyncio
 import contextlib
@@ -86,7 +86,7 @@ def test_refuses_to_start_twice(own_server: NatsServer) -> None:
 @pytest.mark.parametrize(
     "use", [lambda s: s.url, lambda s: s.port, lambda s: s.kill(), lambda s: s.restart(), lambda s: s.pause()]
 )
-def test_using_a_server_that_is_not_started_says_so(use: Callable[[NatsServer], object]) -> None:
+def test_server_that_is_not_started_is_reported(use: Callable[[NatsServer], object]) -> None:
     with pytest.raises(RuntimeError, match="not started"):
         use(NatsServer())
 
@@ -144,7 +144,7 @@ def test_repr_names_the_state(own_server: NatsServer) -> None:
 # In a coroutine
 
 
-async def test_async_with_leaves_the_loop_free() -> None:
+async def test_async_with_does_not_block_the_event_loop() -> None:
     ticks = 0
 
     async def tick() -> None:
@@ -161,7 +161,7 @@ async def test_async_with_leaves_the_loop_free() -> None:
     assert refused(url)
 
 
-async def test_cancelling_the_start_leaves_nothing() -> None:
+async def test_cancelled_start_leaves_no_process() -> None:
     server = NatsServer()
 
     async def use() -> None:
@@ -196,7 +196,7 @@ async def test_config_file(tmp_path: Path) -> None:
         assert nc.max_payload == 4096
 
 
-def test_a_bad_config_shows_the_log_and_leaves_nothing() -> None:
+def test_bad_config_error_shows_the_log_and_leaves_no_process() -> None:
     server = NatsServer(config="no_such_option: 1")
     with pytest.raises(NatsServerStartError, match=r'exit status 1.*check config(?s:.*)unknown field "no_such_option"'):
         server.start()

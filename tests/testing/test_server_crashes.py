@@ -1,4 +1,4 @@
-"""NatsServer, killed, restarted and paused."""
+"""`NatsServer`: kill, restart and pause."""
 
 import asyncio
 import socket
@@ -44,7 +44,7 @@ async def test_clients_reconnect_after_a_restart(own_server: NatsServer) -> None
 
 
 @on_linux
-def test_nobody_gets_the_port_of_a_killed_server(own_server: NatsServer) -> None:
+def test_port_of_a_killed_server_stays_reserved(own_server: NatsServer) -> None:
     own_server.kill()
     with socket.socket() as thief, pytest.raises(OSError, match="in use"):
         thief.bind(("127.0.0.1", own_server.port))

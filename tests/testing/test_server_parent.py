@@ -1,4 +1,4 @@
-"""The end of the process that started a server, and of the server with it."""
+"""A server does not outlive the process that started it."""
 
 import os
 import subprocess
@@ -85,7 +85,7 @@ def test_an_exit_without_stop_ends_the_server() -> None:
 
 
 @on_posix
-def test_a_forked_process_leaves_the_server_to_its_parent() -> None:
+def test_exit_of_a_forked_process_does_not_end_the_server() -> None:
     script = """
         import os, sys, warnings
         from jetstream_ext.testing import NatsServer
@@ -102,7 +102,7 @@ def test_a_forked_process_leaves_the_server_to_its_parent() -> None:
 
 
 @on_posix
-def test_ctrl_c_reaches_the_context_manager_and_not_the_server() -> None:
+def test_ctrl_c_interrupts_the_test_but_not_the_server() -> None:
     script = """
         import os, signal, sys
         from jetstream_ext.testing import NatsServer

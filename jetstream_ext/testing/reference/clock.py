@@ -1,16 +1,16 @@
-"""Where the server's time comes from: the machine, or the test."""
+"""Clocks: the system's, and a virtual one that a test moves."""
 
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-from .times import SECOND
+from .wire.times import SECOND
 
 __all__ = ["Clock", "SystemClock", "VirtualClock"]
 
 
 class Clock(Protocol):
-    """Tells the time, and may say when it jumped."""
+    """A source of time for the reference server."""
 
     def now(self) -> int:
         """Return nanoseconds since 1970."""
@@ -18,7 +18,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's own time."""
+    """The system's time."""
 
     def now(self) -> int:
         """Return nanoseconds since 1970."""
@@ -26,14 +26,14 @@ class SystemClock:
 
 
 class VirtualClock:
-    """Time that stands still until a test moves it.
+    """A clock that stands still until a test moves it.
 
     Example::
 
         clock = VirtualClock()
         async with ReferenceServer(clock=clock) as server:
             ...
-            clock.advance(3600)  # every TTL of up to an hour is over now
+            clock.advance(3600)  # every TTL of up to an hour has now expired
     """
 
     def __init__(self, start: int = 1_800_000_000 * SECOND) -> None:
@@ -45,17 +45,17 @@ class VirtualClock:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Move the time, and let the server do what is due by then.
+        """Move the time forward, and let the server run everything that is due by then.
 
         Raises:
             ValueError: `seconds` is negative.
         """
         if seconds < 0:
-            raise ValueError("time does not go back")
+            raise ValueError(f"a clock cannot move back, so advance({seconds:g}) is refused")
         self._now += round(seconds * SECOND)
         for listener in list(self._listeners):
             listener()
 
     def on_advance(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after every move."""
+        """Call `listener` whenever the time has moved."""
         self._listeners.append(listener)

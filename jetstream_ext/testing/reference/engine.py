@@ -1,34 +1,28 @@
-"""The reference server without sockets, tasks or clock: commands in, outputs out."""
+"""The reference server as a state machine: commands in, outputs out, without sockets, tasks or a clock."""
 
 import json
 from collections.abc import Iterable
-from random import Random
 
-from . import ids, subjects
-from .connections import Connection, Message, Permissions, Subscription, User
-from .faults import Faults
-from .injector import Injector
+from .api.dispatch import Api
+from .context import Limits, ServerContext
+from .faults.injector import Injector
+from .faults.rules import Faults
 from .jetstream import JetStream
-from .limits import Limits
-from .router import Router
-from .timers import Timers
-from .times import SECOND
-from .versions import Profile
-from .wire import Command, Connect, Output, Ping, Pong, Publish, Refused, Subscribe, Unsubscribe
+from .releases import DIALECTS, Profile
+from .router import Connection, Message, Permissions, Subscription, User
+from .wire import Command, Connect, Output, Ping, Pong, Publish, Refused, Subscribe, Unsubscribe, subjects
 
-__all__ = ["Engine"]
+__all__ = ["MAX_PAYLOAD", "Engine"]
 
 MAX_PAYLOAD = 1 << 20
 
 
 class Engine:
-    """One server, as a pure machine.
+    """One server as a state machine.
 
-    Every call takes `now`, integer nanoseconds since 1970 that never go back, and returns the outputs in
-    order: `Deliver`, `Line` and `Close`, each for one connection. `wire.encode` makes bytes of them.
-
-    Before anything else a call fires the timers that are due by `now`. Between calls, ask `next_timer` and
-    call `handle_timer` when that instant has come.
+    Every call takes `now`, the time in nanoseconds since 1970, which must not decrease. It first fires the timers that
+    are due by then, and returns its outputs in order: `Deliver`, `Line` and `Close`, each for one connection.
+    `wire.encode` turns them into bytes. Call `handle_timer` at the time that `next_timer` returns.
 
     Example::
 
@@ -52,89 +46,79 @@ class Engine:
         limits: Limits | None = None,
         faults: Faults | None = None,
     ) -> None:
-        self.profile: Profile = profile if profile is not None else Profile.of("2.15.1")
+        self.profile: Profile = profile if profile is not None else Profile.of(DIALECTS["2.15"])
+        self.context: ServerContext = ServerContext(self.profile, limits or Limits(), seed)
+        self._router = self.context.router
         self.max_payload = max_payload
-        self.now: int = 0
-        self.random: Random = Random(seed)  # noqa: S311 — reproducible on purpose, and no secret
-        self.timers: Timers = Timers()
-        self.router: Router = Router(self.profile, self.random)
         self._users = {user.name: user for user in users}
         self._token = token
         self._address = (host, port)
-        self.server_id: str = ids.server_id(self.random)
-        self.jetstream: JetStream | None = JetStream(self, limits or Limits()) if jetstream else None
-        self.injector: Injector = Injector(self, faults if faults is not None else Faults())
+        self.jetstream: JetStream | None = JetStream(self.context) if jetstream else None
+        if self.jetstream is not None:
+            Api(self.jetstream)
+        plan = faults if faults is not None else Faults()
+        self.injector: Injector = Injector(self.context, self.jetstream, plan, self.cut, self.stall)
         self._stalled: dict[int, list[Command]] = {}
         self._withheld: list[Output] = []
 
     def attach(self, connection: int, now: int) -> list[Output]:
-        """Take a new connection, under an id of the caller's, and greet it."""
+        """Add a connection, under an id that the caller chooses, and send it INFO."""
         self._advance(now)
-        self.router.connections[connection] = Connection(connection, authorized=not self._needs_login)
-        self.router.line(connection, f"INFO {json.dumps(self._info(connection), separators=(',', ':'))} ")
+        self._router.connections[connection] = Connection(connection, authorized=not self._needs_login)
+        self._send_info(connection)
         return self._take()
 
     def detach(self, connection: int, now: int) -> list[Output]:
-        """Forget a connection that is gone."""
+        """Remove a connection that is closed."""
         self._advance(now)
         self._drop(connection)
         return self._take()
 
     def handle(self, connection: int, command: Command, now: int) -> list[Output]:
-        """Process a command of a connection, and return everything that follows from it.
+        """Process a command of a connection.
 
-        A connection that was not attached is attached, as one that did CONNECT with headers and without a
-        login: a simulation needs no handshake.
+        An unknown connection is added as one that is logged in and understands headers, so a simulation needs no
+        handshake.
         """
         self._advance(now)
-        client = self.router.connections.get(connection)
+        client = self._router.connections.get(connection)
         if client is None:
             client = Connection(connection, authorized=True, headers=True, no_responders=True)
-            self.router.connections[connection] = client
+            self._router.connections[connection] = client
         self._dispatch(client, command)
         return self._take()
 
     def change_leader(self, stream: str, now: int, *, unsaved: int = 0) -> list[Output]:
-        """Give a stream another leader; see `ChangeLeader`.
+        """Change the leader of a stream; see `ChangeLeader`.
 
         Raises:
-            KeyError: There is no such stream.
+            KeyError: The stream does not exist.
         """
         self._advance(now)
         if self.jetstream is None:
             raise KeyError(stream)
-        self.injector.change_leader(self.jetstream.streams[stream], unsaved=unsaved)
+        self.jetstream.streams[stream].change_leader(unsaved=unsaved)
         return self._take()
 
     def cut(self, connection: int) -> None:
-        """Close a connection, after what is on its way."""
-        self.router.close(connection)
+        """Close a connection after everything already sent to it."""
+        self._router.close(connection)
         self._drop(connection)
 
     def cut_all(self) -> list[Output]:
         """Close every connection."""
-        for connection in list(self.router.connections):
+        for connection in list(self._router.connections):
             self.cut(connection)
         return self._take()
 
     def stall(self, connection: int, seconds: float) -> None:
-        """Let a connection wait: what it sends and what it should get is kept for so long."""
+        """Stop processing a connection for some seconds: keep its commands and its outputs until then."""
         self._stalled.setdefault(connection, [])
-        self.timers.at(self.now + round(seconds * SECOND), lambda: self._resume(connection))
-
-    def _resume(self, connection: int) -> None:
-        waiting = self._stalled.pop(connection, [])
-        held = self._withheld
-        self.router.outputs += [output for output in held if output.connection == connection]
-        self._withheld = [output for output in held if output.connection != connection]
-        for command in waiting:
-            client = self.router.connections.get(connection)
-            if client is not None:
-                self._dispatch(client, command)
+        self.context.call_later(seconds, lambda: self._resume(connection))
 
     def next_timer(self) -> int | None:
-        """Return when `handle_timer` is due, or `None`."""
-        return self.timers.next()
+        """Return the time at which `handle_timer` is due, or `None`."""
+        return self.context.timers.next()
 
     def handle_timer(self, now: int) -> list[Output]:
         """Fire the timers that are due."""
@@ -142,11 +126,11 @@ class Engine:
         return self._take()
 
     def info(self) -> dict[str, object]:
-        """Return what INFO says to every connection."""
+        """Return the fields of INFO that are the same for every connection."""
         host, port = self._address
         info: dict[str, object] = {
-            "server_id": self.server_id,
-            "server_name": self.server_id,
+            "server_id": self.context.server_id,
+            "server_name": self.context.server_id,
             "version": self.profile.version,
             "proto": 1,
             "git_commit": self.profile.git_commit,
@@ -160,29 +144,31 @@ class Engine:
         return info | {"max_payload": self.max_payload, "jetstream": self.jetstream is not None}
 
     def set_address(self, host: str, port: int) -> None:
-        """Say where the server listens, for INFO."""
+        """Set the address that INFO reports."""
         self._address = (host, port)
 
     @property
     def _needs_login(self) -> bool:
         return bool(self._users) or self._token is not None
 
-    def _info(self, connection: int, *, after_connect: bool = False) -> dict[str, object]:
+    def _send_info(self, connection: int, *, after_connect: bool = False) -> None:
         info = self.info() | {"client_id": connection, "client_ip": "127.0.0.1"}
         if after_connect:
             info |= {"connect_info": True, "remote_account": "$G"}
         if self.profile.announces_level:
             info["api_lvl"] = self.profile.api_level
-        return info | {"xkey": "X" + self.server_id[1:]}
+        info |= {"xkey": "X" + self.context.server_id[1:]}
+        self._router.send_line(connection, f"INFO {json.dumps(info, separators=(',', ':'))} ")
 
     def _advance(self, now: int) -> None:
-        while (timer := self.timers.pop(now)) is not None:
-            self.now = max(self.now, timer.when)
+        context = self.context
+        while (timer := context.timers.pop(now)) is not None:
+            context.now = max(context.now, timer.when)
             timer.call()
-        self.now = max(self.now, now)
+        context.now = max(context.now, now)
 
     def _take(self) -> list[Output]:
-        outputs, self.router.outputs = self.router.outputs, []
+        outputs, self._router.outputs = self._router.outputs, []
         if self._stalled:
             self._withheld += [output for output in outputs if output.connection in self._stalled]
             outputs = [output for output in outputs if output.connection not in self._stalled]
@@ -200,11 +186,10 @@ class Engine:
                 self._end(client, reason)
                 return
             case Ping() if client.authorized:
-                self.router.line(client.id, "PONG")
-                if client.async_info and not client.greeted and self.profile.announces_level:
-                    info = self._info(client.id, after_connect=True)
-                    self.router.line(client.id, f"INFO {json.dumps(info, separators=(',', ':'))} ")
-                client.greeted = True
+                self._router.send_line(client.id, "PONG")
+                if client.async_info and not client.ponged and self.profile.announces_level:
+                    self._send_info(client.id, after_connect=True)
+                client.ponged = True
                 return
             case Pong() if client.authorized:
                 return
@@ -218,8 +203,8 @@ class Engine:
                 self._subscribe(client, command)
             case Unsubscribe():
                 self._unsubscribe(client, command)
-        if client.verbose and client.id in self.router.connections:
-            self.router.line(client.id, "+OK")
+        if client.verbose and client.id in self._router.connections:
+            self._router.send_line(client.id, "+OK")
 
     def _connect(self, client: Connection, options: dict[str, object]) -> None:
         permissions = self._login(options)
@@ -237,7 +222,7 @@ class Engine:
         if client.no_responders and not client.headers:
             self._end(client, "No Responders Requires Headers Support")
         elif client.verbose:
-            self.router.line(client.id, "+OK")
+            self._router.send_line(client.id, "+OK")
 
     def _login(self, options: dict[str, object]) -> Permissions | None:
         if self._token is not None and options.get("auth_token") == self._token:
@@ -249,31 +234,31 @@ class Engine:
 
     def _publish(self, client: Connection, command: Publish) -> None:
         if client.pedantic and not subjects.is_literal(command.subject):
-            self.router.line(client.id, "-ERR 'Invalid Publish Subject'")
+            self._router.send_line(client.id, "-ERR 'Invalid Publish Subject'")
             return
         if not client.permissions.may_publish(command.subject):
-            self.router.line(client.id, f"-ERR 'Permissions Violation for Publish to \"{command.subject}\"'")
+            self._router.send_line(client.id, f"-ERR 'Permissions Violation for Publish to \"{command.subject}\"'")
             return
         if not subjects.is_valid(command.subject):
-            return  # matches no subscription
+            return  # no subscription matches it
         message = Message(command.subject, command.payload, command.reply, command.header, client.id)
         if not self.injector.faults.rules or self.injector.incoming(message):
-            self.router.publish(message)
+            self._router.publish(message)
 
     def _subscribe(self, client: Connection, command: Subscribe) -> None:
         if not subjects.is_valid(command.subject):
-            self.router.line(client.id, "-ERR 'Invalid Subject'")
+            self._router.send_line(client.id, "-ERR 'Invalid Subject'")
             return
         if not client.permissions.may_subscribe(command.subject):
             group = f' using queue "{command.queue}"' if command.queue else ""
             violation = f'Permissions Violation for Subscription to "{command.subject}"{group}'
-            self.router.line(client.id, f"-ERR '{violation}'")
+            self._router.send_line(client.id, f"-ERR '{violation}'")
             return
         if command.sid in client.subscriptions:
             return
         subscription = Subscription(command.subject, command.queue, client.id, command.sid)
         client.subscriptions[command.sid] = subscription
-        self.router.subscribe(subscription)
+        self._router.subscribe(subscription)
         if self.jetstream is not None:
             self.jetstream.interest_changed()
 
@@ -284,21 +269,30 @@ class Engine:
         subscription.limit = command.limit
         if command.limit == 0 or subscription.delivered >= command.limit:
             del client.subscriptions[command.sid]
-            self.router.unsubscribe(subscription)
+            self._router.unsubscribe(subscription)
             if self.jetstream is not None:
                 self.jetstream.interest_changed()
 
     def _end(self, client: Connection, reason: str) -> None:
         if reason:
-            self.router.line(client.id, f"-ERR '{reason}'")
-        self.router.close(client.id)
-        self._drop(client.id)
+            self._router.send_line(client.id, f"-ERR '{reason}'")
+        self.cut(client.id)
+
+    def _resume(self, connection: int) -> None:
+        commands = self._stalled.pop(connection, [])
+        held = self._withheld
+        self._router.outputs += [output for output in held if output.connection == connection]
+        self._withheld = [output for output in held if output.connection != connection]
+        for command in commands:
+            client = self._router.connections.get(connection)
+            if client is not None:
+                self._dispatch(client, command)
 
     def _drop(self, connection: int) -> None:
         self._stalled.pop(connection, None)
-        client = self.router.connections.pop(connection, None)
+        client = self._router.connections.pop(connection, None)
         if client is not None:
             for subscription in client.subscriptions.values():
-                self.router.unsubscribe(subscription)
+                self._router.unsubscribe(subscription)
             if self.jetstream is not None:
                 self.jetstream.interest_changed()

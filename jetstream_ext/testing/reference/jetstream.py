@@ -1,121 +1,171 @@
-"""All streams of the server, and what they need from it."""
+"""JetStream: the streams of the server, each with its consumers, batches, Direct Get and copies."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from .api import Api
-from .sourcing import start_pullers
-from .stream import Stream
+from .consumers.registry import Consumers
+from .context import ServerContext
+from .publishing.atomic import AtomicBatches
+from .publishing.fast import FastBatches, is_fast
+from .publishing.publish import publish
+from .router import Message, Subscription
+from .sourcing import Puller, start_pullers
+from .streams.config import StreamConfig
+from .streams.direct_get import DirectGet
+from .streams.store import StoredMessage
+from .streams.stream import Stream
+from .wire import headers, times
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from random import Random
+__all__ = ["HostedStream", "JetStream"]
 
-    from .connections import Handler, Subscription
-    from .engine import Engine
-    from .limits import Limits
-    from .store import StoredMessage
-    from .stream_config import StreamConfig
-    from .timers import Timer
-    from .versions import Profile
 
-__all__ = ["JetStream"]
+class HostedStream:
+    """A stream with everything that the server runs for it."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        config: StreamConfig,
+        hosted: Mapping[str, HostedStream],
+        on_stored: Callable[[Stream, StoredMessage], None],
+    ) -> None:
+        """Create a stream.
+
+        Args:
+            context: The server.
+            config: A checked configuration.
+            hosted: All streams of the server.
+            on_stored: Called with each new message.
+        """
+        self._context = context
+        self._hosted = hosted
+        self.consumers: Consumers = Consumers()
+        self.stream: Stream = Stream(context, config, self.consumers, on_stored)
+        self.atomic: AtomicBatches = AtomicBatches(
+            self.stream, lambda: sum(len(each.atomic) for each in hosted.values())
+        )
+        self.fast: FastBatches = FastBatches(self.stream, lambda: sum(len(each.fast) for each in hosted.values()))
+        self.pullers: list[Puller] = []
+        self._direct_get = DirectGet(self.stream)
+        self._subscriptions: list[Subscription] = []
+        self._subscribe()
+
+    def update(self, config: StreamConfig) -> None:
+        """Apply another configuration."""
+        for puller in self.pullers:
+            puller.close()
+        self._unsubscribe()
+        self.stream.update(config)
+        self._subscribe()
+        self.start_pullers()
+
+    def close(self) -> None:
+        """Stop everything that belongs to the stream."""
+        for puller in self.pullers:
+            puller.close()
+        self.consumers.close()
+        self.atomic.forget_all()
+        self.fast.forget_all()
+        self._unsubscribe()
+        self.stream.close()
+
+    def start_pullers(self) -> None:
+        """Start copying the mirror and the sources of the stream."""
+        self.pullers = start_pullers(self.stream, self._hosted.get)
+
+    def change_leader(self, *, unsaved: int) -> None:
+        """Continue under another leader, without the newest `unsaved` messages of fast batches."""
+        self.fast.lose_unacked(unsaved)
+        self.atomic.forget_all()
+        self.fast.leader_changed()
+
+    def info_json(self, *, deleted: bool = False, cluster: bool = False, stored: bool = False) -> dict[str, Any]:
+        """Return the fields of an info reply.
+
+        Args:
+            deleted: Whether to list the deleted sequences.
+            cluster: Whether to name the leader.
+            stored: Whether to leave out the fields of the running server; see `config_json`.
+        """
+        info = self.stream.info_json(deleted=deleted, stored=stored)
+        if cluster:
+            info["cluster"] = {"leader": self._context.server_id}
+        rows = [puller.info_json() for puller in self.pullers]
+        if rows:
+            info |= {"mirror": rows[0]} if self.stream.config["mirror"] else {"sources": rows}
+        info["ts"] = times.rfc3339(self._context.now)
+        return info
+
+    def _subscribe(self) -> None:
+        config, respond_to = self.stream.config, self._context.router.respond_to
+        self._subscriptions = [respond_to(subject, self._receive) for subject in config["subjects"]]
+        names = [config["name"]] if config["allow_direct"] else []
+        if config["mirror"] and config["mirror_direct"]:
+            names.append(config["mirror"]["name"])
+        for name in names:
+            subject = f"$JS.API.DIRECT.GET.{name}"
+            self._subscriptions.append(respond_to(subject, self._direct_get.by_request, queue="_sys_"))
+            self._subscriptions.append(respond_to(f"{subject}.>", self._direct_get.by_subject, queue="_sys_"))
+        if self._context.profile.draft and not config["allow_direct"]:
+            # The first wording has no answer where Direct Get is disabled, not even 503.
+            self._subscriptions.append(respond_to(f"$JS.API.DIRECT.GET.{config['name']}", lambda message: None))
+
+    def _unsubscribe(self) -> None:
+        for subscription in self._subscriptions:
+            self._context.router.unsubscribe(subscription)
+        self._subscriptions = []
+
+    def _receive(self, message: Message) -> None:
+        profile = self._context.profile
+        header = headers.strip_status(message.header) if profile.strips_status else message.header
+        header = headers.remove(header, "Nats-Request-Info") if header else header
+        if profile.fast and is_fast(message.reply):
+            self.fast.receive(message, header)
+        elif profile.atomic and header and (batch_id := headers.get(header, "Nats-Batch-Id")):
+            self.atomic.receive(batch_id, message, header)
+        else:
+            publish(self.stream, message.subject, header, message.payload, reply=message.reply)
 
 
 class JetStream:
     """The streams of a server."""
 
-    def __init__(self, engine: Engine, limits: Limits) -> None:
-        self._engine = engine
-        self.limits = limits
-        self.streams: dict[str, Stream] = {}
-        self.api: Api = Api(self)
-
-    @property
-    def profile(self) -> Profile:
-        """The release."""
-        return self._engine.profile
-
-    @property
-    def now(self) -> int:
-        """The instant."""
-        return self._engine.now
-
-    @property
-    def random(self) -> Random:
-        """The server's random numbers."""
-        return self._engine.random
-
-    @property
-    def server_name(self) -> str:
-        """The name of the server."""
-        return self._engine.server_id
-
-    def at(self, when: int, call: Callable[[], None]) -> Timer:
-        """Arrange a call."""
-        return self._engine.timers.at(when, call)
-
-    def send(
-        self, subject: str, payload: bytes = b"", *, header: bytes = b"", reply: str = "", shown: str = ""
-    ) -> None:
-        """Publish as the server; clients see the subject `shown`, if one is given."""
-        self._engine.router.send(subject, payload, header=header, reply=reply, shown=shown)
-
-    def respond_to(self, subject: str, handler: Handler, *, queue: str = "") -> Subscription:
-        """Handle the messages on a subject."""
-        return self._engine.router.respond_to(subject, handler, queue=queue)
-
-    def ignore(self, subscription: Subscription) -> None:
-        """Stop handling them."""
-        self._engine.router.unsubscribe(subscription)
-
-    def has_interest(self, subject: str) -> bool:
-        """Whether anybody would get a message on a subject."""
-        return self._engine.router.has_interest(subject)
-
-    def has_listener(self, subject: str, queue: str = "") -> bool:
-        """Whether somebody subscribes to this very subject, not to a pattern for it, and in this queue group."""
-        return self._engine.router.has_listener(subject, queue)
+    def __init__(self, context: ServerContext) -> None:
+        self.context = context
+        self.streams: dict[str, HostedStream] = {}
 
     def find_config(self, name: str) -> StreamConfig | None:
-        """Return the configuration of a stream, `None` if there is no such stream."""
-        stream = self.streams.get(name)
-        return None if stream is None else stream.config
+        """Return the configuration of a stream, or `None`."""
+        hosted = self.streams.get(name)
+        return None if hosted is None else hosted.stream.config
 
-    def add(self, config: StreamConfig) -> Stream:
+    def add(self, config: StreamConfig) -> HostedStream:
         """Create a stream from a checked configuration."""
-        stream = self.streams[config["name"]] = Stream(self, config)
-        stream.open()
-        start_pullers(stream)
-        for other in list(self.streams.values()):
-            for puller in other.pullers:
-                if other is not stream and puller.origin_name == stream.name:
-                    puller.connect()
-        return stream
+        name = config["name"]
+        hosted = self.streams[name] = HostedStream(self.context, config, self.streams, self._on_stored)
+        hosted.start_pullers()
+        for puller in self._pullers():
+            if puller not in hosted.pullers and puller.origin_name == name:
+                puller.connect()
+        return hosted
 
-    def delete(self, stream: Stream) -> None:
-        """Delete a stream with all that belongs to it."""
-        for puller in stream.pullers:
-            puller.close()
-        for consumer in list(stream.consumers.values()):
-            consumer.close()
-        stream.atomic.forget_all()
-        stream.fast.forget_all()
-        stream.close()
-        del self.streams[stream.name]
-        for other in list(self.streams.values()):
-            for puller in other.pullers:
-                puller.origin_gone(stream)
-
-    def message_stored(self, stream: Stream, message: StoredMessage) -> None:
-        """Let the mirrors and sources of a stream have a message."""
-        for other in list(self.streams.values()):
-            for puller in other.pullers:
-                puller.origin_stored(stream, message)
+    def delete(self, name: str) -> None:
+        """Delete a stream with everything that belongs to it."""
+        self.streams[name].close()
+        del self.streams[name]
+        for puller in self._pullers():
+            puller.origin_deleted(name)
 
     def interest_changed(self) -> None:
-        """Let the push consumers see who listens now."""
-        for stream in list(self.streams.values()):
-            for consumer in list(stream.consumers.values()):
-                consumer.interest_changed()
+        """Tell the push consumers that clients have subscribed or unsubscribed."""
+        for hosted in list(self.streams.values()):
+            hosted.consumers.interest_changed()
+
+    def _on_stored(self, origin: Stream, message: StoredMessage) -> None:
+        for puller in self._pullers():
+            puller.origin_stored(origin, message)
+
+    def _pullers(self) -> list[Puller]:
+        return [puller for hosted in self.streams.values() for puller in hosted.pullers]

@@ -1,0 +1,1 @@
+"""The JSON API of JetStream on `$JS.API`: account, streams and consumers."""

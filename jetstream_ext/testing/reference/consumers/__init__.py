@@ -1,0 +1,1 @@
+"""Consumers: configuration, position, acknowledgements, redelivery, and delivery by pull and push."""

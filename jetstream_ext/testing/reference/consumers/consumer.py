@@ -1,0 +1,441 @@
+"""One consumer: deliveries, acknowledgements and redeliveries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..context import Timer
+from ..router import Message, Subscription
+from ..streams.store import StoredMessage
+from ..streams.stream import Stream
+from ..wire import gojson, headers, subjects, times
+from .config import ConsumerConfig, consumer_json
+from .delivery import DeliveryTarget, Pull, Push
+from .position import Cursor, Pair, Pending, Progress, moved_floor
+
+__all__ = ["Consumer"]
+
+
+class Consumer:
+    """A consumer of one stream; `next_delivery` is the consumer sequence of the next delivery."""
+
+    def __init__(self, stream: Stream, name: str, config: ConsumerConfig, forget: Callable[[], object]) -> None:
+        """Start a consumer.
+
+        Args:
+            stream: Its stream.
+            name: Its name.
+            config: A checked configuration.
+            forget: Removes the consumer from the consumers of its stream.
+        """
+        self.stream: Stream = stream
+        self.name: str = name
+        self.config: ConsumerConfig = config
+        self.created: int = stream.context.now
+        self.next_delivery: int = 1
+        self.pending: dict[int, Pending] = {}
+        self.redeliver: list[int] = []
+        self.cursor: Cursor = Cursor(stream, config)
+        self._forget_me = forget
+        self._redeliveries: dict[int, int] = {}
+        self._floor = (0, self.cursor.next - 1)
+        self._progress = Progress(self._floor, stream.profile.stored_progress)
+        if not stream.profile.floor_at_start:
+            self._floor = self._progress.floor = (0, 0)
+        self._pumping = False
+        self._ack_timer = Timer(stream.context, self._expire)
+        self._pause_timer = Timer(stream.context, self.pump)
+        self._subscriptions = self._respond()
+        self._target: DeliveryTarget = Push(self) if config["deliver_subject"] else Pull(self)
+        self._watch_pause()
+
+    def _respond(self) -> list[Subscription]:
+        respond_to = self.stream.context.router.respond_to
+        name = f"{self.stream.name}.{self.name}"
+        found = [respond_to(f"$JS.API.CONSUMER.MSG.NEXT.{name}", self._on_next)]
+        if self.config["ack_policy"] in ("explicit", "all"):
+            found.append(respond_to(f"$JS.ACK.{name}.*.*.*.*.*", self._on_ack))
+        return found
+
+    # Life cycle.
+
+    def close(self) -> None:
+        """Stop."""
+        self._target.close()
+        self._ack_timer.cancel()
+        self._pause_timer.cancel()
+        for subscription in self._subscriptions:
+            self.stream.context.router.unsubscribe(subscription)
+
+    def delete(self) -> None:
+        """Stop, and leave the stream."""
+        self.close()
+        self._forget_me()
+        self.stream.drop_unneeded(deleted=True)
+
+    def update(self, config: ConsumerConfig) -> None:
+        """Apply another configuration."""
+        moved = config["deliver_subject"] != self.config["deliver_subject"]
+        self.config = self.cursor.config = config
+        if moved:
+            self._target.close()
+            self._target = Push(self)
+        self._arm()
+        self._watch_pause()
+
+    def pause(self, until: int | None) -> None:
+        """Deliver nothing until a time."""
+        self.config["pause_until"] = until
+        self._watch_pause()
+        self.pump()
+
+    @property
+    def paused_for(self) -> int:
+        """For how many more nanoseconds the consumer is paused."""
+        until = self.config["pause_until"]
+        return max(until - self.stream.context.now, 0) if until is not None else 0
+
+    def _watch_pause(self) -> None:
+        self._pause_timer.set(self.config["pause_until"] if self.paused_for else None)
+
+    def reset(self, seq: int) -> int:
+        """Restart at a sequence, or after the acknowledgement floor if it is 0.
+
+        Returns:
+            The first sequence to be delivered.
+
+        Raises:
+            ValueError: The deliver policy does not allow this sequence; the text is the server's.
+        """
+        if seq:
+            policy = self.config["deliver_policy"]
+            if policy == "by_start_sequence" and seq < self.config["opt_start_seq"]:
+                raise ValueError("below start seq")
+            if policy == "by_start_time" and seq < self.stream.store.seq_from_time(self.config["opt_start_time"]):
+                raise ValueError("below start time")
+            if policy not in ("all", "by_start_sequence", "by_start_time"):
+                raise ValueError("not allowed")
+        seq = max(seq or self._floor[1] + 1, 1)
+        self.pending.clear()
+        self.redeliver.clear()
+        self._redeliveries.clear()
+        self.cursor.restart(seq)
+        self.next_delivery = 1
+        self._floor = (0, seq - 1)
+        self._progress = Progress(self._floor, self.stream.profile.stored_progress)
+        self._arm()
+        self.stream.drop_unneeded()
+        return seq
+
+    # Choosing the next message.
+
+    def needs(self, message: StoredMessage) -> bool:
+        """Whether an interest or work queue stream must keep a message for this consumer."""
+        seq = message.seq
+        if not self.cursor.wants(message.subject):
+            return False
+        if seq in self._redeliveries:
+            return True
+        if seq <= self._floor[1]:
+            return False
+        return self.config["ack_policy"] != "explicit" or seq >= self.cursor.next or seq in self.pending
+
+    def _next_message(self) -> tuple[StoredMessage, int] | None:
+        """Take the next message, a redelivery first, and return it with its delivery count."""
+        while self.redeliver:
+            seq = self.redeliver.pop(0)
+            count = self._redeliveries[seq] = self._redeliveries.get(seq, 0) + 1
+            limit = self.config["max_deliver"]
+            if 0 < limit <= count:
+                self._give_up(seq, count)
+                continue
+            message = self.stream.store.get(seq)
+            if message is not None:
+                return message, count + 1
+        if self.at_limit():
+            return None
+        message = self.cursor.take()
+        return None if message is None else (message, 1)
+
+    def at_limit(self) -> bool:
+        """Whether `max_ack_pending` stops the delivery."""
+        return bool(0 < self.config["max_ack_pending"] <= len(self.pending))
+
+    # Delivering.
+
+    def pump(self) -> None:
+        """Deliver messages until the target or `max_ack_pending` stops it, or none is left."""
+        if self._pumping or self.paused_for:
+            return
+        self._pumping = True
+        try:
+            while self._target.ready():
+                found = self._next_message()
+                if found is None or not self._deliver(*found):
+                    break
+        finally:
+            self._pumping = False
+        self._target.idle(end_of_stream=not self.at_limit())
+
+    def _deliver(self, message: StoredMessage, count: int) -> bool:
+        stream = self.stream
+        left = self.cursor.num_pending()
+        reply = f"$JS.ACK.{stream.name}.{self.name}.{count}.{message.seq}.{self.next_delivery}.{message.time}.{left}"
+        header, payload = message.header, message.payload
+        if self.config["headers_only"]:
+            header, payload = headers.add(header, ("Nats-Msg-Size", str(len(payload)))), b""
+        size = len(message.subject) + len(reply) + len(header) + len(payload)
+        subject = self._target.take(size)
+        if subject is None:
+            if count == 1:
+                self.cursor.put_back(message.seq)
+            else:
+                self._redeliveries[message.seq] -= 1
+                self.redeliver.insert(0, message.seq)
+            return False
+        now = stream.context.now
+        delivery, self.next_delivery = self.next_delivery, self.next_delivery + 1
+        self._progress.add_delivery(delivery, message.seq, now)
+        acknowledged = self.config["ack_policy"] == "none"
+        if acknowledged:
+            self._floor = self._progress.floor = (delivery, message.seq)
+        elif message.seq in self.pending:
+            self.pending[message.seq].since = now
+        else:
+            self.pending[message.seq] = Pending(delivery, now)
+        stream.context.send(subject, payload, header=header, reply=reply, shown=message.subject)
+        self._target.sent(size)
+        self._arm()
+        if acknowledged:
+            stream.acknowledged(message.seq)
+        return True
+
+    def send_heartbeat(self, subject: str, *, stalled_on: str = "") -> None:
+        """Send an idle heartbeat, with the last sequences and the flow control request that is open."""
+        lines = [("Nats-Last-Consumer", str(self.next_delivery - 1)), ("Nats-Last-Stream", str(self.cursor.next - 1))]
+        if stalled_on:
+            lines.append(("Nats-Consumer-Stalled", stalled_on))
+        self.stream.context.send(subject, header=headers.status("100 Idle Heartbeat", *lines))
+
+    # Acknowledgements.
+
+    def _on_next(self, message: Message) -> None:
+        if message.reply:
+            self._target.request(message.reply, message.payload)
+
+    def _on_ack(self, message: Message) -> None:
+        *_, _count, seq_text, delivery_text, _time, _left = message.subject.split(".")
+        seq, delivery = headers.parse_number(seq_text), headers.parse_number(delivery_text)
+        if seq is None or delivery is None:
+            return
+        word = message.payload
+        answers = bool(message.reply) and seq > 0
+        if word in (b"", b"+ACK", b"+OK") or word.startswith(b"+TERM"):
+            # With limits retention and explicit acks, the store answers for sequence 0, where the consumer does not.
+            by_store = self.stream.config["retention"] == "limits" and self.config["ack_policy"] == "explicit"
+            answers = self.acknowledge(seq, delivery) and bool(message.reply) and (seq > 0 or by_store)
+        elif word.startswith(b"+NXT"):
+            self.acknowledge(seq, delivery)
+            if message.reply:
+                self._target.request(message.reply, word[4:])
+            answers = False
+        elif word.startswith(b"-NAK"):
+            self._nak(seq, delivery, word[4:].strip())
+        elif word == b"+WPI" and seq in self.pending:
+            self.pending[seq].since = self.stream.context.now
+            self._arm()
+        if answers:
+            self.stream.context.send(message.reply)
+
+    def acknowledge(self, seq: int, delivery: int) -> bool:
+        """Process an acknowledgement; return whether the server answers it."""
+        if seq >= self.cursor.next and not self.config["flow_control"]:
+            return False
+        was_full = self.at_limit()
+        done = [seq]
+        if self.config["ack_policy"] == "explicit":
+            entry = self.pending.pop(seq, None)
+            if entry is not None:
+                self._floor = moved_floor(self.pending, self._floor, self._last_delivered, (entry.delivery, seq))
+                self._move_reported_floor((entry.delivery, seq))
+            self._drop_redelivery(seq)
+        elif delivery > self._floor[0] and seq > self._floor[1]:
+            self._floor = (delivery, seq)
+            if seq in self.pending or not self._progress.stored:  # a store ignores all but pending messages
+                self._progress.floor = self._floor
+            done = [each for each in self.pending if each <= seq]
+            for each in done:
+                del self.pending[each]
+                self._redeliveries.pop(each, None)
+            self.redeliver = [each for each in self.redeliver if each > seq]
+        else:
+            return True
+        self._progress.last_ack = self.stream.context.now
+        self._arm()
+        for each in done:
+            self.stream.acknowledged(each)
+        if was_full or self.redeliver:
+            self.pump()
+        return True
+
+    def _nak(self, seq: int, delivery: int, argument: bytes) -> None:
+        entry = self.pending.get(seq)
+        if delivery <= self._floor[0] or delivery > self.next_delivery or entry is None:
+            return
+        delay = _parse_delay(argument)
+        if delay is not None:
+            self.redeliver = [each for each in self.redeliver if each != seq]
+            entry.since = self.stream.context.now - int(self.config["ack_wait"]) + delay
+            self._arm()
+            return
+        if seq not in self.redeliver:
+            self.redeliver.append(seq)
+        self.pump()
+
+    @property
+    def _last_delivered(self) -> Pair:
+        return self.next_delivery - 1, self.cursor.next - 1
+
+    def _move_reported_floor(self, done: Pair) -> None:
+        progress = self._progress
+        progress.floor = moved_floor(self.pending, progress.floor, progress.delivered, done)
+
+    def _drop_redelivery(self, seq: int) -> None:
+        self._redeliveries.pop(seq, None)
+        self.redeliver = [each for each in self.redeliver if each != seq]
+
+    # Redelivery.
+
+    def _deadline(self, seq: int) -> int:
+        backoff = self.config["backoff"]
+        wait = backoff[min(self._redeliveries.get(seq, 0), len(backoff) - 1)] if backoff else self.config["ack_wait"]
+        return self.pending[seq].since + int(wait)
+
+    def _arm(self) -> None:
+        if self.config["ack_policy"] in ("explicit", "all"):
+            waiting = [self._deadline(seq) for seq in self.pending if seq not in self.redeliver]
+            self._ack_timer.set(min(waiting, default=None))
+
+    def _expire(self) -> None:
+        now = self.stream.context.now
+        due = sorted(seq for seq in self.pending if seq not in self.redeliver and self._deadline(seq) <= now)
+        for seq in due:
+            count = max(self._redeliveries.get(seq, 0), 1)
+            if 0 < self.config["max_deliver"] <= count:
+                self._give_up(seq, count)
+                self._redeliveries[seq] = count
+            else:
+                self.redeliver.append(seq)
+                self.pending[seq].since = now
+        self._arm()
+        self.pump()
+
+    def _give_up(self, seq: int, count: int) -> None:
+        """Deliver a message no more, and publish the advisory the first time."""
+        if count == self.config["max_deliver"]:
+            self.stream.send_advisory(
+                f"CONSUMER.MAX_DELIVERIES.{self.stream.name}.{self.name}",
+                "max_deliver",
+                {"consumer": self.name, "stream_seq": seq, "deliveries": count},
+            )
+        self._forget(seq)
+
+    def _forget(self, seq: int) -> None:
+        entry = self.pending.pop(seq, None)
+        if entry is not None:
+            self._floor = moved_floor(self.pending, self._floor, self._last_delivered, (entry.delivery, seq))
+
+    # Changes of the stream.
+
+    def message_stored(self, message: StoredMessage) -> None:
+        """Handle a new message."""
+        if self.cursor.wants(message.subject):
+            self.pump()
+
+    def message_removed(self, message: StoredMessage) -> None:
+        """Handle the removal of a message."""
+        entry = self.pending.get(message.seq)
+        if entry is not None:
+            self._forget(message.seq)
+            self._move_reported_floor((entry.delivery, message.seq))
+            self._progress.last_ack = self.stream.context.now
+            self._drop_redelivery(message.seq)
+            self._arm()
+            self.pump()
+
+    def stream_purged(self, pattern: str) -> None:
+        """Handle a purge of the messages that match a pattern; an empty one matches all."""
+        store = self.stream.store
+        wider = False
+        first = store.first
+        if pattern and not (
+            self.cursor.filters and any(subjects.is_subset(each, pattern) for each in self.cursor.filters)
+        ):
+            if not self.cursor.overlaps([pattern]):
+                return
+            wider = True
+        elif pattern:
+            following = store.next_for(pattern, 0)
+            first = following.seq if following is not None else store.last + 1
+        self.cursor.next = max(self.cursor.next, first)
+        if self._floor[1] < first:
+            self._drop_purged(first, wider=wider)
+        if not self.pending:
+            self._redeliveries.clear()
+            self._floor = self._last_delivered
+        self.redeliver = [seq for seq in self.redeliver if seq >= self.cursor.next]
+        self._progress.delivered = self._last_delivered
+        self._progress.floor = self._floor
+        self._arm()
+
+    def _drop_purged(self, first: int, *, wider: bool) -> None:
+        delivery = self._floor[0]
+        for seq, entry in list(self.pending.items()):
+            if seq < first or (wider and self.stream.store.get(seq) is None):
+                delivery = max(delivery, entry.delivery)
+                del self.pending[seq]
+                self._redeliveries.pop(seq, None)
+                if self.stream.profile.purge_is_activity:
+                    self._progress.last_ack = self.stream.context.now
+        self._floor = (delivery, first - 1)
+
+    def interest_changed(self) -> None:
+        """Handle that clients have subscribed or unsubscribed."""
+        self._target.interest_changed()
+
+    def info_json(self, *, stored: bool = False) -> dict[str, Any]:
+        """Return the fields of an info reply; see `consumer_json` for `stored`."""
+        stream = self.stream
+        on_disk = stream.config["storage"] == "file" and not self.config["mem_storage"]
+        # Before the first delivery, a consumer in memory has no stored state and reports its position.
+        reports_state = on_disk and stream.profile.stored_progress
+        info: dict[str, Any] = {
+            "stream_name": stream.name,
+            "name": self.name,
+            "created": times.rfc3339(self.created),
+            "config": consumer_json(self.config, stream.profile, stored=stored),
+            **self._progress.as_json(None if reports_state else self._last_delivered),
+            "num_ack_pending": len(self.pending),
+            "num_redelivered": 0 if self.config["max_deliver"] == 1 else len(self._redeliveries),
+            "num_waiting": self._target.waiting,
+            "num_pending": self.cursor.num_pending(),
+        }
+        info |= self._target.info_json()
+        if self.paused_for:
+            info |= {"paused": True, "pause_remaining": self.paused_for}
+        info["ts"] = times.rfc3339(self.stream.context.now)
+        return info
+
+
+def _parse_delay(argument: bytes) -> int | None:
+    """Return the delay of a negative acknowledgement in nanoseconds, `None` for none."""
+    if not argument:
+        return None
+    if argument.startswith(b"{"):
+        schema = gojson.Struct("ConsumerNakOptions", {"delay": gojson.DURATION})
+        try:
+            return int(gojson.decode(argument, schema, strict=False).get("delay", 0))
+        except gojson.JsonError:
+            return None
+    return times.parse_duration(argument.decode("utf-8", "replace"))

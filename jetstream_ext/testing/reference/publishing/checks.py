@@ -1,0 +1,230 @@
+"""The checks of a published message: expectations, duplicates, roll-ups, sizes, TTL and the discard policy."""
+
+from dataclasses import dataclass, field
+
+from ..releases import Profile
+from ..streams.expiry import message_ttl, valid_ttl
+from ..streams.stream import FULL, Stream
+from ..wire import headers
+from ..wire.errors import ApiError, api_error
+
+__all__ = [
+    "DuplicateMessageError",
+    "Staged",
+    "UnansweredRefusalError",
+    "check_intake",
+    "check_last_id",
+    "check_single",
+    "check_staged",
+]
+
+_MAX_HEADER = 65535
+_OTHER_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
+
+
+class DuplicateMessageError(Exception):
+    """The message id was published before, as the message with this sequence."""
+
+    def __init__(self, seq: int) -> None:
+        super().__init__(seq)
+        self.seq = seq
+
+
+class UnansweredRefusalError(Exception):
+    """The release drops the message without an answer."""
+
+
+@dataclass(slots=True)
+class Staged:
+    """The changes by the earlier messages of an atomic batch."""
+
+    count: int = 0
+    ids: set[str] = field(default_factory=set)
+    written: dict[str, list[int]] = field(default_factory=dict)
+    """The sizes of the messages by subject."""
+    expected: dict[str, int] = field(default_factory=dict)
+    """The expected last sequences by subject."""
+
+
+def check_intake(stream: Stream, header: bytes, payload: bytes) -> None:
+    """Make the checks that precede those of a batch: sealed stream and message size.
+
+    Raises:
+        ApiError: The server refuses the message.
+    """
+    if stream.config["sealed"]:
+        raise api_error(10109)
+    _check_message_size(stream, header, payload)
+
+
+def check_single(stream: Stream, subject: str, header: bytes, payload: bytes) -> None:
+    """Check a message that is not part of a batch.
+
+    Raises:
+        ApiError: The server refuses the message.
+        DuplicateMessageError: Its id is a duplicate.
+        UnansweredRefusalError: The release drops the message without an answer.
+    """
+    profile, config = stream.profile, stream.config
+    if config["sealed"]:
+        raise api_error(10109)
+    if profile.checks_size_first:
+        _check_size(stream, header, payload)
+    if header:
+        _check_stream(stream, header)
+        if valid_ttl(profile, header) and not config["allow_msg_ttl"]:
+            raise api_error(10166)
+        if profile.checks_id_first:
+            _check_duplicate(stream, header)
+        wanted = _expected(header, "Nats-Expected-Last-Subject-Sequence")
+        other = headers.get(header, _OTHER_SUBJECT) if profile.expects_other_subject else None
+        if wanted is not None:
+            _check_last(stream, other or subject, wanted)
+        elif other and profile.refuses_subject_without_sequence:
+            raise api_error(10193)
+        wanted = _expected(header, "Nats-Expected-Last-Sequence")
+        if wanted is not None and wanted != stream.store.last:
+            raise api_error(10071, stream.store.last)
+        _check_source(profile, header)
+        _check_duplicate(stream, header)
+        check_last_id(stream, header)
+        _check_rollup(stream, header)
+    _check_size(stream, header, payload)
+
+
+def check_last_id(stream: Stream, header: bytes) -> None:
+    """Check `Nats-Expected-Last-Msg-Id`, also of a message in a batch.
+
+    Raises:
+        ApiError: Another id was published last.
+    """
+    wanted = headers.get(header, "Nats-Expected-Last-Msg-Id")
+    if wanted and wanted != stream.last_msg_id:
+        raise api_error(10070, stream.last_msg_id)
+
+
+def check_staged(stream: Stream, staged: Staged, subject: str, header: bytes, payload: bytes) -> None:
+    """Check a message of a batch against the stream and the earlier messages, and add it to `staged`.
+
+    Raises:
+        ApiError: The server refuses the message.
+        DuplicateMessageError: Its id is a duplicate.
+        UnansweredRefusalError: The release drops the message without an answer.
+    """
+    profile, config = stream.profile, stream.config
+    rollup = ""
+    if header:
+        if len(header) > _MAX_HEADER:
+            raise api_error(10097)
+        _check_stream(stream, header)
+        try:
+            has_ttl = message_ttl(profile, header) != 0
+        except ApiError:
+            if config["allow_msg_ttl"]:
+                raise
+            has_ttl = True
+        if has_ttl and not config["allow_msg_ttl"]:
+            raise api_error(10166)
+        msg_id = headers.get(header, "Nats-Msg-Id")
+        if msg_id:
+            if msg_id in staged.ids:
+                raise DuplicateMessageError(0)
+            _check_duplicate(stream, header)
+            staged.ids.add(msg_id)
+        _check_source(profile, header)
+        _check_expectations(stream, staged, subject, header)
+        rollup = _check_rollup(stream, header)
+        if (rollup == "sub" and subject in staged.written) or (rollup == "all" and staged.written):
+            raise api_error(10111, f"batch rollup {rollup} invalid")
+    staged.written.setdefault(subject, []).append(stream.store.size(subject, header, payload))
+    staged.count += 1
+    if config["discard"] == "new":
+        _check_room(stream, staged, subject, header)
+
+
+def _check_expectations(stream: Stream, staged: Staged, subject: str, header: bytes) -> None:
+    wanted = _expected(header, "Nats-Expected-Last-Sequence")
+    if wanted is not None:
+        if wanted != stream.store.last + staged.count:
+            raise api_error(10071, stream.store.last + staged.count)
+        if staged.written:
+            raise api_error(10164)
+    wanted = _expected(header, "Nats-Expected-Last-Subject-Sequence")
+    other = headers.get(header, _OTHER_SUBJECT)
+    if wanted is None:
+        if other:
+            raise api_error(10193)
+        return
+    subject = other or subject
+    if subject in staged.written:
+        raise api_error(10164)
+    if subject not in staged.expected:
+        _check_last(stream, subject, wanted)
+        staged.expected[subject] = wanted
+    elif staged.expected[subject] != wanted:
+        raise api_error(10071, staged.expected[subject])
+
+
+def _check_room(stream: Stream, staged: Staged, subject: str, header: bytes) -> None:
+    config, store = stream.config, stream.store
+    sizes = [size for each in staged.written.values() for size in each]
+    if 0 < config["max_msgs"] < len(store) + len(sizes):
+        raise api_error(10077, FULL["msgs"])
+    if 0 < config["max_bytes"] < store.bytes + sum(sizes):
+        raise api_error(10077, FULL["bytes"])
+    limit = config["max_msgs_per_subject"]
+    per_subject = config["discard_new_per_subject"] and not headers.get(header, "Nats-Rollup")
+    if per_subject and store.count(subject) + len(staged.written[subject]) > limit:
+        raise api_error(10077, FULL["subject"])
+
+
+def _expected(header: bytes, name: str) -> int | None:
+    text = headers.get(header, name)
+    return headers.parse_signed(text) if text else None
+
+
+def _check_last(stream: Stream, subject: str, wanted: int) -> None:
+    last = stream.store.last_for(subject)
+    if wanted != (last.seq if last else 0):
+        raise api_error(10071, last.seq if last else 0)
+
+
+def _check_stream(stream: Stream, header: bytes) -> None:
+    wanted = headers.get(header, "Nats-Expected-Stream")
+    if wanted and wanted != stream.name:
+        raise api_error(10060)
+
+
+def _check_source(profile: Profile, header: bytes) -> None:
+    if profile.refuses_source_header and headers.get(header, "Nats-Stream-Source"):
+        raise api_error(10227)
+
+
+def _check_duplicate(stream: Stream, header: bytes) -> None:
+    msg_id = headers.get(header, "Nats-Msg-Id")
+    seq = stream.duplicate_of(msg_id) if msg_id and not stream.config["mirror"] else 0
+    if seq:
+        raise DuplicateMessageError(seq)
+
+
+def _check_rollup(stream: Stream, header: bytes) -> str:
+    rollup = (headers.get(header, "Nats-Rollup") or "").lower()
+    if rollup:
+        if not stream.config["allow_rollup_hdrs"] or stream.config["deny_purge"]:
+            raise api_error(10111, "rollup not permitted")
+        if rollup not in ("sub", "all"):
+            if not stream.profile.refuses_bad_rollup:
+                raise UnansweredRefusalError
+            raise api_error(10111, f'rollup value invalid: "{rollup}"')
+    return rollup
+
+
+def _check_size(stream: Stream, header: bytes, payload: bytes) -> None:
+    _check_message_size(stream, header, payload)
+    if len(header) > _MAX_HEADER:
+        raise api_error(10097)
+
+
+def _check_message_size(stream: Stream, header: bytes, payload: bytes) -> None:
+    if 0 <= stream.config["max_msg_size"] < len(header) + len(payload):
+        raise api_error(10054)

@@ -1,0 +1,1 @@
+"""Streams: configuration, stored messages, limits, retention, expiry and Direct Get."""

@@ -1,0 +1,381 @@
+"""One stream: stores messages, detects duplicates, enforces limits and retention, expires and purges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..context import ServerContext
+from ..releases import Profile
+from ..wire import gojson, headers, times
+from ..wire.errors import api_error
+from .config import StreamConfig, config_json
+from .expiry import Expiry, marker_header, marker_reason, message_ttl, valid_ttl
+from .store import Store, StoredMessage
+
+__all__ = ["FULL", "Readers", "Stream"]
+
+FULL = {
+    "msgs": "maximum messages exceeded",
+    "bytes": "maximum bytes exceeded",
+    "subject": "maximum messages per subject exceeded",
+}
+"""The texts of error 10077, by limit."""
+
+
+class Readers(Protocol):
+    """The consumers of a stream, as far as the stream knows them."""
+
+    def __len__(self) -> int: ...
+
+    def want(self, subject: str) -> bool:
+        """Whether the filter of a consumer matches a subject."""
+        ...
+
+    def need(self, message: StoredMessage) -> bool:
+        """Whether a consumer still has to process a message."""
+        ...
+
+    def message_stored(self, message: StoredMessage) -> None:
+        """Handle a new message."""
+        ...
+
+    def messages_removed(self, messages: list[StoredMessage]) -> None:
+        """Handle the removal of messages."""
+        ...
+
+    def stream_purged(self, pattern: str) -> None:
+        """Handle a purge of the messages that match a pattern; an empty one matches all."""
+        ...
+
+
+class _Duplicates:
+    """The message ids of the duplicate window, each with its sequence and time, oldest first."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def find(self, msg_id: str, window: int) -> int:
+        seq, stored = self._seen.get(msg_id, (0, 0))
+        if seq and self._context.now - stored >= window:
+            del self._seen[msg_id]
+            return 0
+        return seq
+
+    def add(self, msg_id: str, seq: int, window: int) -> None:
+        if not msg_id or not window:
+            return
+        now, seen = self._context.now, self._seen
+        while seen and now - seen[oldest := next(iter(seen))][1] >= window:
+            del seen[oldest]
+        seen[msg_id] = (seq, now)
+
+    def forget(self, seq: int) -> None:
+        self._seen = {msg_id: seen for msg_id, seen in self._seen.items() if seen[0] != seq}
+
+
+class Stream:
+    """A stream, as its leader sees it."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        config: StreamConfig,
+        readers: Readers,
+        on_stored: Callable[[Stream, StoredMessage], None],
+    ) -> None:
+        """Create an empty stream.
+
+        Args:
+            context: The server.
+            config: A checked configuration.
+            readers: The stream's consumers.
+            on_stored: Called with each new message, after the consumers: other streams may copy it.
+        """
+        self.context = context
+        self.config: StreamConfig = config
+        self.created: int = context.now
+        self.identity: str = context.make_name()
+        """Distinguishes this stream from earlier and later ones of the same name."""
+        self.store: Store = Store(file=config["storage"] == "file", first_seq=config["first_seq"])
+        self.replica: Store | None = None
+        """The older state that Direct Get reads while a fault makes the replicas lag."""
+        self.last_msg_id: str = ""
+        self.duplicates: _Duplicates = _Duplicates(context)
+        self._readers = readers
+        self._on_stored = on_stored
+        self._expiry = Expiry(context, self._expire)
+
+    @property
+    def name(self) -> str:
+        """The name."""
+        return str(self.config["name"])
+
+    @property
+    def profile(self) -> Profile:
+        """The release of the server."""
+        return self.context.profile
+
+    @property
+    def view(self) -> Store:
+        """The store that Direct Get reads."""
+        return self.store if self.replica is None else self.replica
+
+    # Life cycle.
+
+    def update(self, config: StreamConfig) -> None:
+        """Apply another configuration."""
+        lowered = 0 < config["max_msgs_per_subject"] < self.config["max_msgs_per_subject"]
+        self.config = config
+        self._expiry.restart((message.seq, self._expires_at(message)) for message in self.store)
+        self.enforce_limits(every_subject=lowered or self.profile.trims_every_subject)
+        if config["retention"] == "interest" and self.profile.update_drops_unneeded:
+            for message in self.store:
+                if not self._readers.want(message.subject):
+                    self.remove(message.seq)
+
+    def close(self) -> None:
+        """Stop expiring messages."""
+        self._expiry.stop()
+
+    # Adding messages.
+
+    def append(self, subject: str, header: bytes, payload: bytes) -> int:
+        """Store a message that has passed the checks of a publisher's message, and return its sequence.
+
+        The caller calls `announce` once it has sent the acknowledgement.
+
+        Raises:
+            ApiError: The stream is full.
+        """
+        config = self.config
+        msg_id = headers.get(header, "Nats-Msg-Id") or ""
+        if config["retention"] == "interest" and not self._readers.want(subject):
+            seq = self.store.skip()
+        else:
+            ttl = message_ttl(self.profile, header)
+            marker_ttl = config["subject_delete_marker_ttl"] // times.SECOND
+            if 0 < ttl < marker_ttl and config["max_msgs_per_subject"] != 1:
+                ttl = marker_ttl
+                header = headers.add(headers.remove(header, "Nats-TTL"), ("Nats-TTL", str(ttl)))
+            self._check_room(subject, header, payload)
+            seq = self._add(subject, header, payload, ttl).seq
+        self.last_msg_id = msg_id
+        self.duplicates.add(msg_id, seq, config["duplicate_window"])
+        if config["allow_rollup_hdrs"] and not config["deny_purge"]:
+            rollup = (headers.get(header, "Nats-Rollup") or "").lower()
+            if rollup in ("sub", "all"):
+                self.purge(subject if rollup == "sub" else "", keep=1)
+        return seq
+
+    def append_copy(self, subject: str, header: bytes, payload: bytes, *, seq: int = 0, time: int = 0) -> None:
+        """Store a message of another stream, without the checks of a publisher's message.
+
+        Args:
+            subject: The subject.
+            header: The header block.
+            payload: The payload.
+            seq: The sequence of the message in a mirror; 0 is the next one.
+            time: The time of the message in a mirror; 0 is now.
+        """
+        msg_id = (headers.get(header, "Nats-Msg-Id") or "") if not seq else ""
+        if msg_id and self.duplicate_of(msg_id):
+            return
+        # The origin stored the message in spite of an invalid TTL, so the copy is stored as well.
+        ttl = valid_ttl(self.profile, header) if self.config["allow_msg_ttl"] else 0
+        stored = self._add(subject, header, payload, ttl, seq=seq, time=time)
+        self.duplicates.add(msg_id, stored.seq, self.config["duplicate_window"])
+        self.announce(stored.seq)
+
+    def announce(self, seq: int) -> None:
+        """Tell consumers and copies about a new message, unless a limit or roll-up has removed it already."""
+        message = self.store.get(seq)
+        if message is not None:
+            self._readers.message_stored(message)
+            self._on_stored(self, message)
+
+    def duplicate_of(self, msg_id: str) -> int:
+        """Return the sequence of a message id inside the duplicate window, or 0."""
+        return self.duplicates.find(msg_id, self.config["duplicate_window"])
+
+    def undo_append(self, seq: int) -> bool:
+        """Undo the newest message if it has this sequence, and return whether it did."""
+        if not self.store.undo_add(seq):
+            return False
+        self.duplicates.forget(seq)
+        return True
+
+    def _add(
+        self, subject: str, header: bytes, payload: bytes, ttl: int, *, seq: int = 0, time: int = 0
+    ) -> StoredMessage:
+        message = self.store.add(subject, header, payload, time or self.context.now, ttl, seq)
+        self._expiry.add(message.seq, self._expires_at(message))
+        self.enforce_limits(subject)
+        return message
+
+    def _check_room(self, subject: str, header: bytes, payload: bytes) -> None:
+        config, store = self.config, self.store
+        if config["discard"] != "new":
+            return
+        limit = config["max_msgs_per_subject"]
+        replaces = 0 < limit <= store.count(subject)
+        if replaces and config["discard_new_per_subject"] and not headers.get(header, "Nats-Rollup"):
+            raise api_error(10077, FULL["subject"])
+        if 0 < config["max_msgs"] <= len(store) and not replaces:
+            raise api_error(10077, FULL["msgs"])
+        size = store.size(subject, header, payload)
+        if 0 < config["max_bytes"] < store.bytes + size + (not self.profile.exact_max_bytes):
+            oldest = store.next_for(subject, 0) if replaces else None
+            if oldest is None or store.size(subject, oldest.header, oldest.payload) < size:
+                raise api_error(10077, FULL["bytes"])
+
+    # Removing messages.
+
+    def remove(self, seq: int) -> bool:
+        """Remove a message, and return whether it existed."""
+        message = self.store.remove(seq)
+        if message is not None:
+            self._readers.messages_removed([message])
+        return message is not None
+
+    def acknowledged(self, seq: int) -> None:
+        """Remove a message that a consumer has processed, if the retention policy says so and no other needs it."""
+        retention = self.config["retention"]
+        message = self.store.get(seq) if retention != "limits" else None
+        if message is not None and (retention == "workqueue" or not self._readers.need(message)):
+            self.store.remove(seq)
+
+    def drop_unneeded(self, *, deleted: bool = False) -> None:
+        """Remove the messages of an interest stream that no consumer needs; `deleted` if a consumer was deleted."""
+        if self.config["retention"] == "interest":
+            for message in self.store:
+                if not self._readers.need(message):
+                    self.store.remove(message.seq)
+            if self.store.last == 0 and (deleted or self.profile.empty_interest_restarts):
+                self.store.compact(1)
+
+    def purge(self, pattern: str = "", *, seq: int = 0, keep: int = 0) -> int:
+        """Remove messages: all that match a pattern, only those below `seq`, or all but the last `keep`.
+
+        Returns:
+            How many messages were removed.
+        """
+        removed = self._purge(pattern, seq, keep)
+        self._readers.stream_purged(pattern)
+        return removed
+
+    def enforce_limits(self, subject: str | None = None, *, every_subject: bool = False) -> None:
+        """Remove the oldest messages above the limits; check `max_msgs_per_subject` for one subject or for all."""
+        config, store = self.config, self.store
+        removed: list[StoredMessage | None] = []
+        limit = config["max_msgs_per_subject"]
+        if limit > 0:
+            for each in list(store.totals(">")) if every_subject else [subject] if subject else []:
+                while store.count(each) > limit:
+                    oldest = store.next_for(each, 0)
+                    assert oldest is not None
+                    removed.append(store.remove(oldest.seq))
+        if config["discard"] != "new":  # otherwise the messages that are already stored may stay
+            while 0 < config["max_msgs"] < len(store) or 0 < config["max_bytes"] < store.bytes:
+                removed.append(store.remove(store.first))
+        # Remove all of them first: a consumer that continues because of one must not find the next.
+        self._readers.messages_removed([message for message in removed if message is not None])
+
+    def _purge(self, pattern: str, seq: int, keep: int) -> int:
+        store = self.store
+        every_subject = pattern in ("", ">")
+        in_memory = every_subject and self.config["storage"] == "memory"
+        compact = every_subject and not keep and seq != 1
+        if seq == 1:
+            if in_memory or not self.profile.old_purge:
+                return 0
+            seq = 0
+        if in_memory and self.profile.old_purge and 0 < keep < len(store):
+            seq, compact = store.last - keep + 1, True
+        if compact:
+            return len(store.compact(seq or store.last + 1))
+        found = store.sequences(pattern)
+        if keep:
+            found = found[: max(len(found) - keep, 0)]
+        elif seq:
+            found = [each for each in found if each < seq]
+        for each in found:
+            store.remove(each)
+        return len(found)
+
+    # Expiry.
+
+    def _expires_at(self, message: StoredMessage) -> int | None:
+        if message.ttl < 0:
+            return None
+        ages = (self.config["max_age"], message.ttl * times.SECOND)
+        return min((message.time + age for age in ages if age), default=None)
+
+    def _expire(self, seqs: list[int]) -> None:
+        expired = []
+        for seq in seqs:
+            message = self.store.get(seq)
+            if message is not None:
+                self.remove(seq)
+                expired.append(message)
+        marker_ttl = self.config["subject_delete_marker_ttl"]
+        if not marker_ttl or self.config["mirror"]:
+            return
+        for message in expired:
+            was_marker = headers.get(message.header, marker_reason(self.profile))
+            if not was_marker and not self.store.count(message.subject):
+                header = marker_header(self.profile, marker_ttl)
+                self.announce(self._add(message.subject, header, b"", marker_ttl // times.SECOND).seq)
+
+    # Replies and advisories.
+
+    def send_advisory(self, subject: str, kind: str, fields: dict[str, Any]) -> None:
+        """Publish an advisory about the stream.
+
+        Args:
+            subject: The subject without the prefix `$JS.EVENT.ADVISORY.`.
+            kind: The last part of the advisory's type.
+            fields: Its fields, in addition to type, id, time and stream.
+        """
+        advisory = {
+            "type": f"io.nats.jetstream.advisory.v1.{kind}",
+            "id": self.context.make_name(22),
+            "timestamp": times.rfc3339(self.context.now),
+            "stream": self.name,
+            **fields,
+        }
+        self.context.send(f"$JS.EVENT.ADVISORY.{subject}", gojson.dumps(advisory))
+
+    def state_json(self, *, deleted: bool = False) -> dict[str, Any]:
+        """Return the `state` of an info reply; `deleted` adds the deleted sequences."""
+        state = self.store.state()
+        shown: dict[str, Any] = {
+            "messages": state.messages,
+            "bytes": state.bytes,
+            "first_seq": state.first_seq,
+            "first_ts": times.ZERO_TIME if state.first_time is None else times.rfc3339(state.first_time),
+            "last_seq": state.last_seq,
+            "last_ts": times.ZERO_TIME if state.last_time is None else times.rfc3339(state.last_time),
+        }
+        if state.subjects:
+            shown["num_subjects"] = state.subjects
+        if state.deleted:
+            shown["num_deleted"] = state.deleted
+            if deleted:
+                shown["deleted"] = self.store.deleted()
+        if deleted and state.last_seq == state.first_seq == 0 and self.config["storage"] == "file":
+            shown |= {"num_deleted": 1, "deleted": [0]}  # an empty file store reports sequence 0 as deleted
+        shown["consumer_count"] = len(self._readers)
+        return shown
+
+    def info_json(self, *, deleted: bool = False, stored: bool = False) -> dict[str, Any]:
+        """Return the fields of an info reply that are the stream's own; see `config_json` for `stored`."""
+        return {
+            "config": config_json(self.config, self.profile, stored=stored),
+            "created": times.rfc3339(self.created),
+            "state": self.state_json(deleted=deleted),
+        }

@@ -1,0 +1,226 @@
+"""JSON as a Go server encodes and decodes it: HTML-safe output, typed and case-insensitive input.
+
+The texts of syntax errors are Python's; all other differences that a client can see are modelled.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import times
+
+__all__ = [
+    "BOOL",
+    "DURATION",
+    "DURATIONS",
+    "INT",
+    "STRING",
+    "STRINGS",
+    "STRING_MAP",
+    "TIME",
+    "UINT",
+    "Enum",
+    "JsonError",
+    "Kind",
+    "ListOf",
+    "Struct",
+    "decode",
+    "dumps",
+    "quote",
+]
+
+_QUOTED = {
+    **{code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F)},
+    **str.maketrans({'"': r"\"", "\\": r"\\"}),
+    **str.maketrans({"\a": r"\a", "\b": r"\b", "\f": r"\f", "\n": r"\n", "\r": r"\r", "\t": r"\t", "\v": r"\v"}),
+}
+_HTML = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+
+
+class JsonError(ValueError):
+    """A request that does not decode; the text is the server's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A JSON value of one Go type; `check` returns the Python value or raises a `TypeError`."""
+
+    go_type: str
+    check: Callable[[Any], Any]
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    # Go replaces an unpaired surrogate with the replacement character.
+    return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _integer(low: int, high: int) -> Callable[[Any], int]:
+    def check(value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise TypeError
+        return value
+
+    return check
+
+
+_INT64 = _integer(-(1 << 63), (1 << 63) - 1)
+
+
+def _time(value: Any) -> int:
+    return times.parse_rfc3339(_string(value))
+
+
+def _strings(value: Any) -> list[str]:
+    if not isinstance(value, list):
+        raise TypeError
+    return [_string(item) if item is not None else "" for item in value]
+
+
+def _durations(value: Any) -> list[int]:
+    if not isinstance(value, list):
+        raise TypeError
+    return [_INT64(item) for item in value]
+
+
+def _string_map(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise TypeError
+    return {key: _string(item) for key, item in value.items()}
+
+
+STRING = Scalar("string", _string)
+BOOL = Scalar("bool", _bool)
+INT = Scalar("int", _INT64)
+UINT = Scalar("uint64", _integer(0, (1 << 64) - 1))
+DURATION = Scalar("time.Duration", _INT64)
+TIME = Scalar("time.Time", _time)
+STRINGS = Scalar("[]string", _strings)
+DURATIONS = Scalar("[]time.Duration", _durations)
+STRING_MAP = Scalar("map[string]string", _string_map)
+
+
+@dataclass(frozen=True, slots=True)
+class Enum:
+    """A string out of a fixed set; the server decodes these with their own code, so the error text differs."""
+
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Struct:
+    """A JSON object with these fields."""
+
+    name: str
+    fields: Mapping[str, "Kind"]
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf:
+    """A JSON array of objects."""
+
+    item: Struct
+
+
+Kind = Scalar | Enum | Struct | ListOf
+"""The type of a field."""
+
+
+def dumps(value: Any) -> bytes:
+    """Encode as Go's `json.Marshal` does: compact, in the given order, with `<`, `>` and `&` escaped."""
+    return (
+        json.dumps(value, separators=(",", ":"), ensure_ascii=False).translate(_HTML).encode("utf-8", "surrogateescape")
+    )
+
+
+def quote(text: str) -> str:
+    r"""Quote as Go's `%q` does: control characters become `\x01` and the like, which is not JSON."""
+    return '"' + text.translate(_QUOTED) + '"'
+
+
+def decode(data: bytes, schema: Struct, *, strict: bool) -> dict[str, Any]:
+    """Decode a request into a dict of the fields it has.
+
+    Args:
+        data: The request.
+        schema: The known fields. As in Go, the case of a name does not matter.
+        strict: Whether to refuse an unknown field.
+
+    Raises:
+        JsonError: The request is not JSON, a value has the wrong type, or a field is unknown and `strict` is set.
+    """
+    try:
+        value = json.loads(data.decode("utf-8", "replace"), parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise JsonError("unexpected end of JSON input" if error.pos >= len(error.doc) else str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise JsonError(str(error)) from error
+    if value is None:
+        return {}
+    return _struct(value, schema, strict)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"invalid character {name[0]!r} looking for beginning of value")
+
+
+def _struct(value: Any, schema: Struct, strict: bool) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise JsonError(f"json: cannot unmarshal {_go_kind(value)} into Go value of type server.{schema.name}")
+    result: dict[str, Any] = {}
+    folded = {name.lower(): name for name in schema.fields}
+    for key, item in value.items():
+        name = key if key in schema.fields else folded.get(key.lower())
+        if name is None:
+            if strict:
+                raise JsonError(f'json: unknown field "{key}"')
+            continue
+        if item is not None:
+            result[name] = _value(item, schema.fields[name], f"{schema.name}.{name}", strict)
+    return result
+
+
+def _value(item: Any, kind: Kind, path: str, strict: bool) -> Any:
+    match kind:
+        case Struct():
+            return _struct(item, kind, strict)
+        case ListOf():
+            if not isinstance(item, list):
+                raise JsonError(
+                    f"json: cannot unmarshal {_go_kind(item)} into Go struct field {path} of type []server.{kind.item.name}"
+                )
+            return [_struct(element, kind.item, strict) for element in item]
+        case Enum():
+            if item not in kind.values:
+                raise JsonError(f"can not unmarshal {json.dumps(item)}")
+            return item
+        case Scalar():
+            try:
+                return kind.check(item)
+            except TypeError:
+                text = f"json: cannot unmarshal {_go_kind(item)} into Go struct field {path} of type {kind.go_type}"
+                raise JsonError(text) from None
+            except ValueError as error:
+                raise JsonError(str(error)) from None
+
+
+def _go_kind(value: Any) -> str:
+    match value:
+        case bool():
+            return "bool"
+        case int() | float():
+            return f"number {value}" if isinstance(value, float) or value < 0 else "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"
