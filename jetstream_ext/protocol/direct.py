@@ -144,6 +144,10 @@ class Block:
         row = h.checked_row(self.bodies[index][: self.header_sizes[index]])
         return h.line_number(row[h.ROW_PENDING])
 
+    def message(self, index: int) -> StoredMsg:
+        """Return one row as a message."""
+        return StoredMsg.from_wire(self.stream, self.seqs[index], self.bodies[index], self.header_sizes[index])
+
     def messages(self) -> Iterator[StoredMsg]:
         """Return the rows as messages, made one by one as they are taken."""
         return map(StoredMsg.from_wire, repeat(self.stream), self.seqs, self.bodies, self.header_sizes)
@@ -175,13 +179,12 @@ class ReplyDecoder:
 
     Args:
         stream: The stream that was asked, for errors.
-        start: The first sequence that was asked for: a server that answers with what is before it would be asked for
-            the rest of it for ever.
+        start: The first sequence that was asked for. What is before it is refused; asking for the rest of such an
+            answer would never end.
+        server_version: The connected server's version, for errors.
     """
 
-    def __init__(self, stream: str, *, start: int = 1) -> None:
-        self.server_version: str = ""
-        """The connected server's, for errors."""
+    def __init__(self, stream: str, *, start: int = 1, server_version: str = "") -> None:
         self.end: EndOfBatch | None = None
         self.broken: MessagesLostError | None = None
         self.last_seq: int = 0
@@ -189,6 +192,7 @@ class ReplyDecoder:
         self.size: int = 0
         """About how many bytes of subjects, stored headers and payloads came so far: what `max_bytes` counts."""
         self._asked = stream
+        self._server_version = server_version
         self._floor = start - 1
         self._prev = b"0"
         self._responder = b""
@@ -268,7 +272,7 @@ class ReplyDecoder:
                 return b""
             if h.NUM_PENDING not in values or h.LAST_SEQUENCE not in values:
                 raise feature_table.DIRECT_BATCH.unsupported(
-                    server_version=self.server_version,
+                    server_version=self._server_version,
                     detail=f"stream {self._asked!r} answered a batch request with a single message",
                 )
             header = h.lay_out(header, values)
@@ -301,7 +305,7 @@ class ReplyDecoder:
             self.end = EndOfBatch(num_pending=0, last_seq=0, found=False)
             return
         if code != 204:
-            raise status_error(self._asked, header, self.server_version)
+            raise status_error(self._asked, header, self._server_version)
         up_to = values.get(h.UP_TO_SEQUENCE)
         self.end = EndOfBatch(
             num_pending=h.count(values.get(h.NUM_PENDING, "").encode()),
