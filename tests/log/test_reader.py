@@ -9,8 +9,6 @@ from typing import Any
 import nats.errors
 import nats.js.errors
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from nats.js import JetStreamContext
 
 import jetstream_ext.log as jslog

@@ -59,7 +59,7 @@ def reply(seqs: Sequence[int], pending: int = 0, stream: str = "S") -> list[Fram
     if not seqs:
         return [status("404 Message Not Found")]
     rows = [
-        row(seq, last, pending + len(seqs) - i, stream) for i, (seq, last) in enumerate(zip(seqs, [0, *seqs]), 1)
+        row(seq, last, pending + len(seqs) - i, stream) for i, (seq, last) in enumerate(zip(seqs, [0, *seqs], strict=False), 1)
     ]  # fmt: skip
     return [*rows, eob(seqs[-1], pending)]
 
@@ -442,12 +442,16 @@ class Responder:
     stream: str
     held: set[int]
     reached: int
+    stuck: bool = False
+    room: int = 1 << 20
+    """How many messages ``max_bytes`` lets into one reply."""
 
     def answer(self, request: Request, matches: Callable[[int], bool]) -> list[Frame]:
         assert request.batch
         first = request.seq or int(request.start_time.timestamp())  # type: ignore[union-attr]
         found = [seq for seq in sorted(self.held) if first <= seq <= self.reached and matches(seq)]
-        return reply(found[: request.batch], max(0, len(found) - request.batch), self.stream)
+        count = min(request.batch, self.room)
+        return reply(found[:count], max(0, len(found) - count), self.stream)
 
 
 @dataclass
@@ -459,27 +463,33 @@ class Cluster:
     last: int = 0
     responders: list[Responder] = field(default_factory=list)
     trouble: float = 0.0
+    kinds: list[str] = field(default_factory=lambda: ["503", "silence", "cut", "lost"])
 
     @classmethod
     def random(cls, rng: random.Random) -> "Cluster":
         last = rng.choice([0, 1, 5, 30, 120, 400])
         held = {seq for seq in range(1, last + 1) if rng.random() < rng.choice([1.0, 0.9, 0.5, 0.1])}
-        cluster = cls(rng, held, last, trouble=rng.choice([0.0, 0.02, 0.2, 0.6]))
+        cluster = cls(rng, held, last, trouble=rng.choice([0.0, 0.02, 0.2, 0.6, 1.0]))
+        if rng.random() < 0.3:
+            cluster.kinds = [rng.choice(cluster.kinds)]
         for _ in range(rng.randint(1, 3)):
             cluster.responders.append(Responder("S", held, rng.choice([last, last, rng.randint(0, last)])))
         for number in range(rng.randint(0, 2)):
             some = rng.choice([0.0, 0.3, 0.9, 1.0])
             part = {seq for seq in held if rng.random() < some}
             cluster.responders.append(Responder(f"M{number}", part, rng.choice([last, rng.randint(0, last)])))
+        for responder in cluster.responders:
+            responder.stuck, responder.room = rng.random() < 0.2, rng.choice([2, 5, 1 << 20])
         return cluster
 
     def frames(self, request: Request, matches: Callable[[int], bool]) -> list[Frame]:
         rng = self.rng
         responder = rng.choice(self.responders)
-        responder.reached = min(self.last, responder.reached + rng.choice([0, 0, 1, 50]))
+        if not responder.stuck:
+            responder.reached = min(self.last, responder.reached + rng.choice([0, 0, 1, 50]))
         frames = responder.answer(request, matches)
         if rng.random() < self.trouble:
-            match rng.choice(["503", "silence", "cut", "lost"]):
+            match rng.choice(self.kinds):
                 case "503":
                     return [status("503")]
                 case "silence":
@@ -576,7 +586,7 @@ class World:
             self.now = until
         if self.rng.random() < self.cluster.trouble / 20:
             self.machine.disconnected()
-            self.open = dict.fromkeys(self.open, [])
+            self.open = {sent: [] for sent in self.open}
         self.machine.handle_timer(self.now)
 
     def check(self) -> None:
