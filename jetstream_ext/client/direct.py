@@ -13,7 +13,7 @@ from jetstream_ext.client.direct_reader import MessageBatch, read_blocks, read_o
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request
 from jetstream_ext.protocol.options import rfc3339
-from jetstream_ext.protocol.reads import MultiLast, OneBatch, Plan, Scan
+from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan
 from jetstream_ext.protocol.subjects import check_filter, check_name
 from jetstream_ext.types import StoredMsg
 
@@ -107,7 +107,7 @@ class DirectGet:
         Requires: nats-server 2.10 (ADR-31, Subject-Appended Direct Get API).
         """
         check_filter(subject)
-        return await self._single(Request(last_by_subj=subject), subject, min_seq=min_seq)
+        return await self._single(Request(last_by_subj=subject), min_seq=min_seq)
 
     async def get_next(self, subject: str, *, seq: int = 1, min_seq: int | None = None) -> StoredMsg:
         """Return the first message on `subject` (a filter may have wildcards) with a sequence of at least `seq`.
@@ -159,11 +159,11 @@ class DirectGet:
             check_filter(subject)
         return await self._single(Request(start_time=when, next_by_subj=subject or ">"), min_seq=min_seq)
 
-    async def _single(self, request: Request, subject: str | None = None, *, min_seq: int | None) -> StoredMsg:
+    async def _single(self, request: Request, *, min_seq: int | None) -> StoredMsg:
         if min_seq is None:
-            return await read_one(self._js, self._stream, request, subject, self._timeout)
+            return await read_one(self._js, self._stream, request, self._timeout)
         need = _sequence("min_seq", min_seq)
-        return await VerifiedReader(self._js, self._stream, self._timeout, need=need).get(request, subject)
+        return await VerifiedReader(self._js, self._stream, self._timeout, need=need).get(request)
 
     # -- many messages ------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class DirectGet:
             batch=_count("batch", batch),
             max_bytes=_count("max_bytes", max_bytes),
         )
-        return self._read(OneBatch(request))
+        return self._read(OneReply(request))
 
     def multi_last(
         self,

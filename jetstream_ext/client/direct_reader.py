@@ -18,10 +18,10 @@ from jetstream_ext.client.concurrency import gather_bounded
 from jetstream_ext.client.context import Context
 from jetstream_ext.errors import JetStreamExtError, MessagesLostError, RequestTimeoutError
 from jetstream_ext.protocol import frames, range_read
-from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, decode_single, status_error
+from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, decode_single, not_found
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import RangeRead
-from jetstream_ext.protocol.reads import OneBatch, Plan, Scan, SentRequest
+from jetstream_ext.protocol.reads import OneReply, Plan, Scan, SentRequest
 from jetstream_ext.types import StoredMsg
 
 
@@ -118,7 +118,7 @@ async def read_blocks(
     machine = RangeRead(
         stream, plan, timeout, pause=LAG_PAUSE, prove_to=prove_to, server_version=connection.server_version
     )
-    subject = f"{context.prefix}.DIRECT.GET.{stream}"
+    api = f"{context.prefix}.DIRECT.GET.{stream}"
 
     async def ask_leader(request: Request) -> int | None:
         found = await get_at_leader(context, stream, request.body(), timeout)
@@ -135,8 +135,8 @@ async def read_blocks(
                     machine.handle_timer(loop.time())
                 case range_read.SendRequest(sent):
                     try:
-                        receive = partial(machine.receive, sent)
-                        await inboxes.send(subject, sent.request.encode(), receive, timeout, sent)
+                        subject, payload = sent.request.address(api)
+                        await inboxes.send(subject, payload, partial(machine.receive, sent), timeout, sent)
                     except nats.errors.ConnectionReconnectingError as error:
                         machine.not_sent(error, loop.time())
                 case range_read.DropReply(sent):
@@ -155,14 +155,13 @@ async def read_blocks(
         inboxes.close_all()
 
 
-async def read_one(context: Context, stream: str, request: Request, subject: str | None, timeout: float) -> StoredMsg:
+async def read_one(context: Context, stream: str, request: Request, timeout: float) -> StoredMsg:
     """Return the message that a direct get without a batch finds; a request that the connection lost is sent once more.
 
     Args:
         context: The context.
         stream: The stream.
         request: The request.
-        subject: Send it as the subject-appended form for this subject instead.
         timeout: Seconds for all of it.
 
     Raises:
@@ -174,16 +173,15 @@ async def read_one(context: Context, stream: str, request: Request, subject: str
     silence = RequestTimeoutError(f"stream {stream!r}: no answer to a direct get within {timeout:.4g} s")
     if request.start_time is not None:
         # As a batch of one: a server that does not know start_time would answer a single get with another message.
-        plan = OneBatch(replace(request, batch=1))
+        plan = OneReply(replace(request, batch=1))
         try:
             async with asyncio.timeout_at(deadline), aclosing(read_blocks(context, stream, plan, timeout)) as blocks:
                 async for block in blocks:
                     return next(block.messages())
         except TimeoutError:
             raise silence from None
-        raise status_error(stream, b"NATS/1.0 404 Message Not Found\r\n\r\n")
-    api = f"{context.prefix}.DIRECT.GET.{stream}"
-    target, payload = (api, request.encode()) if subject is None else (f"{api}.{subject}", b"")
+        raise not_found(stream)
+    subject, payload = request.address(f"{context.prefix}.DIRECT.GET.{stream}")
     retried = False
 
     def remaining() -> float:
@@ -193,7 +191,7 @@ async def read_one(context: Context, stream: str, request: Request, subject: str
         received: list[Frame] = []
         inboxes = _Inboxes(context, lambda: None)
         try:
-            await inboxes.send(target, payload, received.extend, remaining())
+            await inboxes.send(subject, payload, received.extend, remaining())
             if not await inboxes.wait(deadline):
                 raise silence
             if received:

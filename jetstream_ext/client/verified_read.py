@@ -8,8 +8,8 @@ holds and has the sequence that the leader had when the read began; otherwise it
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,8 +20,8 @@ from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct_reader import read_blocks, read_one
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import MessageNotFoundError, MessagesLostError, RequestTimeoutError, ServerError
-from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, status_error
-from jetstream_ext.protocol.reads import OneAnswer, Scan
+from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, not_found
+from jetstream_ext.protocol.reads import OneReply, Scan
 from jetstream_ext.types import StoredMsg
 
 _CATCH_UP_BATCH: Final = 16_000
@@ -71,24 +71,16 @@ class VerifiedReader:
 
     # -- reads ----------------------------------------------------------------------------------------------------
 
-    async def get(self, request: Request, subject: str | None = None) -> StoredMsg:
+    async def get(self, request: Request) -> StoredMsg:
         """Return the message that a single get finds; the leader's where the answer proves too little.
-
-        Args:
-            request: The request.
-            subject: As for `direct_reader.read_one`.
 
         Raises:
             MessageNotFoundError: The leader has no such message.
             RequestTimeoutError: No answer, or the leader does not reach the needed sequence, within the timeout.
         """
         clock = Api(self._context, self._timeout)
-        missing: MessageNotFoundError | None = None
-        try:
-            found = await read_one(self._context, self._stream, request, subject, self._timeout)
-        except MessageNotFoundError as error:
-            missing = error
-        else:
+        with contextlib.suppress(MessageNotFoundError):
+            found = await read_one(self._context, self._stream, request, self._timeout)
             if found.seq == request.seq:
                 return found  # no other message can be the answer
             # What a mirror answers as the last message is one at least as new as needed; but as the next message it can
@@ -99,7 +91,7 @@ class VerifiedReader:
         await wait_for_sequence(self._context, self._stream, self._need, max(0.001, clock.remaining))
         at_leader = await get_at_leader(self._context, self._stream, request.body(), max(0.001, clock.remaining))
         if at_leader is None:
-            raise missing or status_error(self._stream, b"NATS/1.0 404 Message Not Found\r\n\r\n")
+            raise not_found(self._stream)
         return at_leader
 
     async def last_of(self, subjects: Sequence[str], *, up_to: StoredMsg | None = None, limited: bool = True) -> Answer:
@@ -199,7 +191,9 @@ class VerifiedReader:
         position, retry, doubt = first - 1, self._retry(), ""
         while position < last:
             plan = Scan(seq=position + 1, up_to_seq=last, max_bytes=DEFAULT_MAX_BYTES)
-            async with aclosing(read_blocks(self._context, self._stream, plan, self._timeout, confirm=True)) as blocks:
+            async with contextlib.aclosing(
+                read_blocks(self._context, self._stream, plan, self._timeout, confirm=True)
+            ) as blocks:
                 async for block in blocks:
                     if doubt := await self._doubt(block.stream):
                         break
@@ -236,10 +230,11 @@ class VerifiedReader:
                         retry.reset()
                     if answer.pending:
                         continue
-                    missing = await self._next_at_leader(position) if position < leader else None
-                    if missing is None or missing > leader:
+                    after = Request(seq=position + 1, next_by_subj=">")
+                    missing = await self._at_leader(after) if position < leader else None
+                    if missing is None or missing.seq > leader:
                         return newest
-                    doubt = _lags(missing)
+                    doubt = _lags(missing.seq)
             await self._pause(retry, doubt)
 
     # -- whom to trust --------------------------------------------------------------------------------------------
@@ -276,9 +271,9 @@ class VerifiedReader:
 
     async def _ask(self, request: Request) -> Answer | None:
         """Return the reply to one request, or None: it broke off."""
-        plan, joined = OneAnswer(request), Block()
+        plan, joined = OneReply(request, whole=True), Block()
         try:
-            async with aclosing(read_blocks(self._context, self._stream, plan, self._timeout)) as blocks:
+            async with contextlib.aclosing(read_blocks(self._context, self._stream, plan, self._timeout)) as blocks:
                 async for block in blocks:
                     joined.stream = block.stream
                     joined.extend(block)
@@ -289,10 +284,6 @@ class VerifiedReader:
 
     async def _at_leader(self, request: Request) -> StoredMsg | None:
         return await get_at_leader(self._context, self._stream, request.body(), self._timeout)
-
-    async def _next_at_leader(self, seq: int) -> int | None:
-        found = await self._at_leader(Request(seq=seq + 1, next_by_subj=">"))
-        return None if found is None else found.seq
 
     async def _find_witness(self) -> str | None:
         """Return a subject that has a message now, or None: the stream is empty."""

@@ -59,9 +59,12 @@ class Request:
     batch: int | None = None
     max_bytes: int | None = None
 
-    def encode(self) -> bytes:
-        """Return the request's JSON."""
-        return orjson.dumps(self.body())
+    def address(self, api: str) -> tuple[str, bytes]:
+        """Return subject and payload of the request to the direct-get subject `api`.
+
+        A last message is asked for in the subject-appended form, for which permission on that subject is enough.
+        """
+        return (api, orjson.dumps(self.body())) if self.last_by_subj is None else (f"{api}.{self.last_by_subj}", b"")
 
     def body(self) -> dict[str, Any]:
         """Return the request's fields."""
@@ -323,13 +326,18 @@ class ReplyDecoder:
             raise ResponseError(f"stream {self._asked!r}: an answer without messages says that more follow")
 
 
+def not_found(stream: str) -> MessageNotFoundError:
+    """Return the error for a single get that found nothing."""
+    return MessageNotFoundError(f"stream {stream!r}: no message found", stream=stream)
+
+
 def status_error(stream: str, header: bytes, server_version: str = "") -> JetStreamExtError:
     """Return the error for a direct get that a server, of this version if known, refused."""
     status = h.parse_status(header)
     assert status is not None
     code, text = status
     if code == 404:
-        return MessageNotFoundError(f"stream {stream!r}: no message found ({text})", stream=stream)
+        return not_found(stream)
     if code == 408 and text == "Empty Request":
         # No request of ours is empty: the server dropped the fields that it does not know.
         return feature_table.DIRECT_BATCH.unsupported(
@@ -355,8 +363,8 @@ def status_error(stream: str, header: bytes, server_version: str = "") -> JetStr
         )
     if code == 503:
         return DirectGetDisabledError(
-            f"nobody answers direct gets for stream {stream!r}: "
-            "it does not exist, lacks allow_direct, or has no server that can answer now",
+            f"stream {stream!r}: no server answers direct gets. The stream does not exist, lacks allow_direct, or all "
+            "its replicas are away",
             stream=stream,
         )
     if code == 500:

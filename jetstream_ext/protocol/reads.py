@@ -1,7 +1,7 @@
 """Which requests answer a read, and which rows of their replies count. No I/O, no time.
 
-A `Plan` is what `range_read.RangeRead` drives: `Scan` is a whole range, `OneBatch` one request, `MultiLast` the last
-message of many subjects at one point in time, `OneAnswer` one reply that counts as a whole::
+A `Plan` is what `range_read.RangeRead` drives: `Scan` is a whole range, `OneReply` one request, `MultiLast` the last
+message of many subjects at one point in time::
 
     next_request() ──► request on the wire ──► accept(request, block)  ─► the rows to deliver
                                                finish(request, end)    ─► done, or more requests
@@ -81,43 +81,51 @@ class Plan(ABC):
         self.end, self.done = end, True
 
 
-class OneBatch(Plan):
-    """The plan of one batch request: at most `request.batch` messages, in one reply."""
+class OneReply(Plan):
+    """The plan of one request, which one reply answers.
 
-    def __init__(self, request: Request) -> None:
+    Args:
+        request: The request.
+        whole: The reply counts only as a whole, because it shows one moment of one server: where it breaks off after
+            rows came, the read fails. Otherwise another request brings the rest of the batch.
+    """
+
+    def __init__(self, request: Request, *, whole: bool = False) -> None:
         super().__init__()
-        assert request.batch is not None
         self._request = request
-        self._remaining: int = request.batch
-        self._last = 0
-        self._pending = 0
+        self._whole = whole
+        self._rows = self._last = self._pending = 0
 
     def next_request(self) -> SentRequest | None:
         """Return the request, once (and the rest of it after `retry`)."""
         if self.done or self.in_flight:
             return None
         request = self._request
-        if self._last:
-            request = replace(request, seq=self._last + 1, start_time=None, batch=self._remaining)
+        if self._rows and request.batch is not None:
+            request = replace(request, seq=self._last + 1, start_time=None, batch=request.batch - self._rows)
         return self._send(request)
 
     def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
         """Take rows; all of them count."""
-        self._remaining -= len(block)
-        self._last = block.seqs[-1]
-        self._pending = pending
+        self._rows += len(block)
+        self._last, self._pending = block.seqs[-1], pending
         return block
 
     def finish(self, sent: SentRequest, end: EndOfBatch) -> None:
         """Take the end."""
         self.in_flight.clear()
-        # A retry that found nothing more still ends where the rows before it ended.
-        self._finish_early(end if end.found else replace(end, last_seq=self._last, found=bool(self._last)))
+        if not end.found:  # a retry that found nothing more still ends where the rows before it ended
+            end = replace(end, last_seq=self._last, found=self._rows > 0)
+        elif self._request.multi_last is not None and self._rows:
+            end = replace(end, num_pending=self._pending)  # as in `MultiLast`
+        self._finish_early(end)
 
     def retry(self) -> bool:
         """Ask for the rest, unless only the end of the reply is missing: the last message said the same."""
+        if self._whole and self._rows:
+            return False
         self.in_flight.clear()
-        if self._remaining <= 0:
+        if self._rows and self._rows == self._request.batch:
             self._finish_early(EndOfBatch(self._pending, self._last))
         return True
 
@@ -138,11 +146,8 @@ class MultiLast(Plan):
         super().__init__()
         self._request = request
         self._pinned = request.up_to_seq
-        self._rows = 0
-        self._last = 0
-        self._pending = 0
-        self._doubted = False
-        self._probing = False
+        self._rows = self._last = self._pending = 0
+        self._doubted = self._probing = False
 
     def next_request(self) -> SentRequest | None:
         """Return the next page's request."""
@@ -164,8 +169,7 @@ class MultiLast(Plan):
             block.keep(0, 0)
             return block
         self._rows += len(block)
-        self._last = block.seqs[-1]
-        self._pending = pending
+        self._last, self._pending = block.seqs[-1], pending
         sent.rows += len(block)
         return block
 
@@ -200,42 +204,6 @@ class MultiLast(Plan):
         self.in_flight.clear()
         if self._full:
             self._finish_early(EndOfBatch(self._pending, self._last, self._pinned))
-        return True
-
-
-class OneAnswer(Plan):
-    """The plan of one request whose reply counts as a whole, because it shows one moment of one server.
-
-    No other reply can continue one that broke off; after rows came, the reader has to start again.
-    """
-
-    def __init__(self, request: Request) -> None:
-        super().__init__()
-        self._request = request
-        self._pending = 0
-
-    def next_request(self) -> SentRequest | None:
-        """Return the request, once."""
-        return None if self.done or self.in_flight else self._send(self._request)
-
-    def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
-        """Take rows; all of them count."""
-        sent.rows += len(block)
-        self._pending = pending
-        return block
-
-    def finish(self, sent: SentRequest, end: EndOfBatch) -> None:
-        """Take the end."""
-        self.in_flight.clear()
-        # As in `MultiLast`: on 2.11 the EOB of a cut multi_last counts one too few, its last message does not.
-        cut = self._request.multi_last is not None and sent.rows
-        self._finish_early(replace(end, num_pending=self._pending) if cut else end)
-
-    def retry(self) -> bool:
-        """Ask again, unless rows came."""
-        if any(sent.rows for sent in self.in_flight):
-            return False
-        self.in_flight.clear()
         return True
 
 
@@ -284,10 +252,8 @@ class Scan(Plan):
         self._batch = batch or FIRST_BATCH
         self._max_bytes = max_bytes
         self._prefetch = prefetch
-        self._dense = False
-        self._pending = 0
-        self._reached = False
-        self._beyond = 0
+        self._dense = self._reached = False
+        self._pending = self._beyond = 0
 
     def next_request(self) -> SentRequest | None:
         """Return the request behind the cursor, or a guess of the one after those in flight."""

@@ -22,7 +22,7 @@ with atheris.instrument_imports(include=["jetstream_ext"]):
         SendRequest,
         Wait,
     )
-    from jetstream_ext.protocol.reads import MultiLast, OneAnswer, OneBatch, Request, Scan
+    from jetstream_ext.protocol.reads import MultiLast, OneReply, Request, Scan
 
 NAMES = ["Stream", "Subject", "Sequence", "Time-Stamp", "Num-Pending", "Last-Sequence", "UpTo-Sequence", "Other"]
 STATUSES = [b"", b" 204 EOB", b" 404 Message Not Found", b" 408 Bad Request", b" 413 x", b" 500", b" 503", b" x"]
@@ -77,9 +77,9 @@ def one_input(raw: bytes) -> None:
     up_to = data.ConsumeIntInRange(1, 50) if data.ConsumeBool() else None
     plans = [
         Scan(max_bytes=1000, up_to_seq=up_to),
-        OneBatch(Request(batch=5, seq=1)),
+        OneReply(Request(batch=5, seq=1)),
         MultiLast(Request(multi_last=("a",), up_to_seq=9 if data.ConsumeBool() else None)),
-        OneAnswer(Request(batch=5, seq=1)),
+        OneReply(Request(batch=5, seq=1), whole=True),
     ]
     plan = plans[data.ConsumeIntInRange(0, 3)]
     prove_to = up_to if isinstance(plan, Scan) and data.ConsumeBool() else None

@@ -30,7 +30,7 @@ from jetstream_ext.protocol.range_read import (
     State,
     Wait,
 )
-from jetstream_ext.protocol.reads import MultiLast, OneAnswer, OneBatch, Plan, Scan, SentRequest
+from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan, SentRequest
 
 TIMEOUT, PAUSE = 5.0, 0.05
 DOCUMENTED = (errors.RequestTimeoutError, errors.MessagesLostError, errors.DirectGetDisabledError)
@@ -160,8 +160,8 @@ class TestReading:
     @pytest.mark.parametrize(
         ("plan", "frames"),
         [
-            (OneBatch(Request(seq=1, batch=2)), reply([1, 2], 3)),
-            (OneAnswer(Request(seq=1, batch=2)), reply([1, 2], 3)),
+            (OneReply(Request(seq=1, batch=2)), reply([1, 2], 3)),
+            (OneReply(Request(seq=1, batch=2), whole=True), reply([1, 2], 3)),
             (MultiLast(Request(multi_last=("a",))), [row(1, 0, 1), row(2, 1, 0), eob(2, 0, 2)]),
         ],
     )
@@ -244,7 +244,7 @@ class TestConnection:
         assert isinstance(script.answer(reply([1])), Done)
 
     def test_one_answer_is_never_continued(self) -> None:
-        script = Script(OneAnswer(Request(seq=1, batch=9)))
+        script = Script(OneReply(Request(seq=1, batch=9), whole=True))
         script.answer([row(1, 0, 3)])
         script.machine.disconnected()
         assert isinstance(failure(script.act()), errors.MessagesLostError)

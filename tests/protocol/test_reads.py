@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jetstream_ext.protocol import reads
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
-from jetstream_ext.protocol.reads import MultiLast, OneAnswer, OneBatch, Plan, Scan, SentRequest
+from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan, SentRequest
 
 NOT_FOUND = EndOfBatch(0, 0, found=False)
 NO_LOSS: list[int | None] = []
@@ -305,7 +305,7 @@ class TestScan:
         assert plan.next_request().request.start_time == when  # type: ignore[union-attr]
 
 
-class TestOneBatch:
+class TestOneReply:
     @given(
         messages=streams, subject=st.sampled_from([None, "a"]), seq=st.integers(1, 130), batch=st.integers(1, 20),
         max_bytes=st.integers(1, 400), lost=losses, piece=st.integers(1, 7), old=st.booleans(),
@@ -314,7 +314,7 @@ class TestOneBatch:
         self, messages: dict[int, tuple[str, int]], subject: str | None, seq: int, batch: int, max_bytes: int,
         lost: list[int | None], piece: int, old: bool,
     ) -> None:  # fmt: skip
-        plan = OneBatch(Request(seq=seq, next_by_subj=subject, batch=batch, max_bytes=max_bytes))
+        plan = OneReply(Request(seq=seq, next_by_subj=subject, batch=batch, max_bytes=max_bytes))
         delivered = Driver(plan, Model(messages, old=old), lost, piece).run()
         matching = [s for s in sorted(messages) if s >= seq and subject in (None, messages[s][0])]
         assert delivered == matching[: len(delivered)]
@@ -329,18 +329,18 @@ class TestOneBatch:
 
     def test_sends_one_request(self) -> None:
         model = Model(dict.fromkeys(range(1, 31), ("a", 10)))
-        assert Driver(OneBatch(Request(seq=3, batch=5, max_bytes=35)), model).run() == [3, 4, 5, 6]
+        assert Driver(OneReply(Request(seq=3, batch=5, max_bytes=35)), model).run() == [3, 4, 5, 6]
         assert len(model.requests) == 1
 
     def test_a_lost_end_is_not_paid_with_another_message(self) -> None:
         model = Model(dict.fromkeys(range(1, 31), ("a", 1)))
-        plan = OneBatch(Request(seq=1, batch=5, max_bytes=100))
+        plan = OneReply(Request(seq=1, batch=5, max_bytes=100))
         assert Driver(plan, model, [5]).run() == [1, 2, 3, 4, 5]
         assert plan.end == EndOfBatch(25, 5)
 
     def test_by_time_goes_on_by_sequence(self) -> None:
         model = Model(dict.fromkeys(range(1, 31), ("a", 1)))
-        plan = OneBatch(Request(start_time=datetime.fromtimestamp(4, UTC), batch=6, max_bytes=100))
+        plan = OneReply(Request(start_time=datetime.fromtimestamp(4, UTC), batch=6, max_bytes=100))
         assert Driver(plan, model, [2]).run() == [4, 5, 6, 7, 8, 9]
         assert (model.requests[1].seq, model.requests[1].start_time, model.requests[1].batch) == (6, None, 4)
 
@@ -461,10 +461,10 @@ LOG = Request(seq=7, batch=10)
 LASTS = Request(multi_last=("a.>",))
 
 
-class TestOneAnswer:
+class TestOneWholeReply:
     @pytest.mark.parametrize("request_", [LOG, LASTS])
     def test_one_request_and_all_of_its_rows(self, request_: Request) -> None:
-        plan = OneAnswer(request_)
+        plan = OneReply(request_, whole=True)
         ask = plan.next_request()
         assert ask is not None
         assert ask.request is request_
@@ -477,7 +477,7 @@ class TestOneAnswer:
         assert plan.next_request() is None
 
     def test_the_end_of_a_cut_multi_last_is_what_its_last_message_says(self) -> None:
-        plan = OneAnswer(LASTS)
+        plan = OneReply(LASTS, whole=True)
         ask = plan.next_request()
         assert ask is not None
         accept(plan, ask, [7], 1)
@@ -485,7 +485,7 @@ class TestOneAnswer:
         assert plan.end == EndOfBatch(1, 7, 12)
 
     def test_the_end_of_a_cut_batch_is_what_the_end_says(self) -> None:
-        plan = OneAnswer(LOG)
+        plan = OneReply(LOG, whole=True)
         ask = plan.next_request()
         assert ask is not None
         accept(plan, ask, [7], 1)
@@ -493,7 +493,7 @@ class TestOneAnswer:
         assert plan.end == EndOfBatch(0, 7)
 
     def test_nothing_found(self) -> None:
-        plan = OneAnswer(LASTS)
+        plan = OneReply(LASTS, whole=True)
         ask = plan.next_request()
         assert ask is not None
         missing = EndOfBatch(0, 0, found=False)
@@ -501,7 +501,7 @@ class TestOneAnswer:
         assert plan.end == missing
 
     def test_lost_without_a_message_is_asked_again(self) -> None:
-        plan = OneAnswer(LOG)
+        plan = OneReply(LOG, whole=True)
         assert plan.next_request() is not None
         assert plan.retry()
         again = plan.next_request()
@@ -509,7 +509,7 @@ class TestOneAnswer:
         assert again.request is LOG
 
     def test_lost_after_a_message_is_lost(self) -> None:
-        plan = OneAnswer(LOG)
+        plan = OneReply(LOG, whole=True)
         ask = plan.next_request()
         assert ask is not None
         accept(plan, ask, [7], 1)
@@ -519,9 +519,9 @@ class TestOneAnswer:
 def test_every_plan_has_one_request_out_at_first_and_none_when_done() -> None:
     for plan in (
         Scan(max_bytes=10),
-        OneBatch(Request(seq=1, batch=1)),
+        OneReply(Request(seq=1, batch=1)),
         MultiLast(Request(multi_last=("a",))),
-        OneAnswer(Request(multi_last=("a",))),
+        OneReply(Request(multi_last=("a",)), whole=True),
     ):
         first = plan.next_request()
         assert first is not None
