@@ -5,10 +5,10 @@ from jetstream_ext.client.atomic import AtomicBatch, publish_atomic
 from jetstream_ext.client.atomic_many import AtomicBatches, publish_atomic_many
 from jetstream_ext.client.consumers import reset_consumer
 from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.client.direct_reader import MessageBatch
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.features import Features, features
 from jetstream_ext.client.ingest import ingest
-from jetstream_ext.client.message_batch import MessageBatch
 from jetstream_ext.client.sourcing import SourceHealth, SourceState, create_source_consumer, source_health
 from jetstream_ext.client.streams import ensure_stream
 from jetstream_ext.ttl import marker_reason, ttl_headers, with_ttl

@@ -39,8 +39,8 @@ def check_timeout(timeout: float | None, default: float) -> float:
     """
     if timeout is None:
         return default
-    if isinstance(timeout, bool) or not timeout > 0:
-        raise ValueError(f"timeout must be over 0 seconds, not {timeout!r}")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise ValueError(f"timeout must be a number of seconds over 0, not {timeout!r}")
     return float(timeout)
 
 

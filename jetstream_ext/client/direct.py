@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime
 
-import nats.errors
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.api import get_at_leader, wait_for_sequence
+from jetstream_ext.client.api import check_timeout
 from jetstream_ext.client.context import Context
-from jetstream_ext.client.message_batch import MessageBatch
-from jetstream_ext.client.replies import Reply, read_blocks
-from jetstream_ext.client.verified_read import read_verified
-from jetstream_ext.errors import MessageNotFoundError, MessagesLostError, RequestTimeoutError
-from jetstream_ext.protocol import direct as wire
-from jetstream_ext.protocol.direct import Request
+from jetstream_ext.client.direct_reader import MessageBatch, read_blocks, read_one
+from jetstream_ext.client.verified_read import VerifiedReader
+from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request
 from jetstream_ext.protocol.options import rfc3339
-from jetstream_ext.protocol.plans import MultiLast, OneBatch, Plan
-from jetstream_ext.protocol.scan import Scan
+from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan
 from jetstream_ext.protocol.subjects import check_filter, check_name
 from jetstream_ext.types import StoredMsg
 
@@ -60,7 +53,7 @@ class DirectGet:
         check_name(stream, "stream name")
         self._js = Context(js)
         self._stream = stream
-        self._timeout = self._js.timeout if timeout is None else _positive("timeout", timeout)
+        self._timeout = check_timeout(timeout, self._js.timeout)
 
     def __repr__(self) -> str:
         return f"<DirectGet stream={self._stream!r}>"
@@ -114,7 +107,7 @@ class DirectGet:
         Requires: nats-server 2.10 (ADR-31, Subject-Appended Direct Get API).
         """
         check_filter(subject)
-        return await self._single(Request(last_by_subj=subject), subject, min_seq=min_seq)
+        return await self._single(Request(last_by_subj=subject), min_seq=min_seq)
 
     async def get_next(self, subject: str, *, seq: int = 1, min_seq: int | None = None) -> StoredMsg:
         """Return the first message on `subject` (a filter may have wildcards) with a sequence of at least `seq`.
@@ -166,63 +159,11 @@ class DirectGet:
             check_filter(subject)
         return await self._single(Request(start_time=when, next_by_subj=subject or ">"), min_seq=min_seq)
 
-    async def _single(self, request: Request, subject: str | None = None, *, min_seq: int | None) -> StoredMsg:
-        if min_seq is not None:
-            _sequence("min_seq", min_seq)
-        end = asyncio.get_running_loop().time() + self._timeout
-        missing: MessageNotFoundError | None = None
-        try:
-            found = await self._ask(request, subject, end)
-        except MessageNotFoundError as error:
-            missing = error
-        else:
-            if min_seq is None or self._proves_itself(found, request, min_seq):
-                return found
+    async def _single(self, request: Request, *, min_seq: int | None) -> StoredMsg:
         if min_seq is None:
-            assert missing is not None
-            raise missing
-        await wait_for_sequence(self._js, self._stream, min_seq, _until(end))
-        truth = await get_at_leader(self._js, self._stream, request.body(), _until(end))
-        if truth is None:
-            raise wire.status_error(self._stream, b"NATS/1.0 404 Message Not Found\r\n\r\n")
-        return truth
-
-    def _proves_itself(self, found: StoredMsg, request: Request, min_seq: int) -> bool:
-        if request.seq == found.seq:
-            return True  # nothing can come before it
-        # Who has min_seq has what is before it, except a mirror: that can lack the message asked for and have a later.
-        return found.seq >= min_seq and (request.last_by_subj is not None or found.stream == self._stream)
-
-    async def _ask(self, request: Request, subject: str | None, end: float) -> StoredMsg:
-        if request.start_time is not None:
-            # As a batch of one: a server that does not know start_time would answer a single get with another message.
-            try:
-                async with asyncio.timeout_at(end), self._read(OneBatch(replace(request, batch=1))) as batch:
-                    found = await anext(batch, None)
-            except TimeoutError:
-                raise RequestTimeoutError(
-                    f"stream {self._stream!r}: no answer to a direct get within {self._timeout:g} s"
-                ) from None
-            if found is None:
-                raise wire.status_error(self._stream, b"NATS/1.0 404 Message Not Found\r\n\r\n")
-            return found
-        api = f"{self._js.prefix}.DIRECT.GET.{self._stream}"
-        target = api if subject is None else f"{api}.{subject}"
-        payload = request.encode() if subject is None else b""
-        retried = False
-        while True:
-            reply = Reply(self._stream)
-            try:
-                await reply.send(self._js, target, payload, _until(end))
-                received = await reply.take(_until(end))
-                return wire.decode_single(self._stream, received[0], self._js.connection.server_version)
-            except (MessagesLostError, nats.errors.ConnectionReconnectingError):
-                if retried:
-                    raise
-                retried = True
-            finally:
-                reply.close()
-            await self._js.connection.wait_usable(_until(end))
+            return await read_one(self._js, self._stream, request, self._timeout)
+        need = _sequence("min_seq", min_seq)
+        return await VerifiedReader(self._js, self._stream, self._timeout, need=need).get(request)
 
     # -- many messages ------------------------------------------------------------------------------------------
 
@@ -233,7 +174,7 @@ class DirectGet:
         subject: str | None = None,
         seq: int | None = None,
         start_time: datetime | None = None,
-        max_bytes: int = wire.DEFAULT_MAX_BYTES,
+        max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> MessageBatch:
         """Read up to `batch` messages with one request (or the rest with another, where a reply broke off).
 
@@ -267,7 +208,7 @@ class DirectGet:
             batch=_count("batch", batch),
             max_bytes=_count("max_bytes", max_bytes),
         )
-        return self._read(OneBatch(request))
+        return self._read(OneReply(request))
 
     def multi_last(
         self,
@@ -276,7 +217,7 @@ class DirectGet:
         up_to_seq: int | None = None,
         up_to_time: datetime | None = None,
         batch: int | None = None,
-        max_bytes: int = wire.DEFAULT_MAX_BYTES,
+        max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> MessageBatch:
         """Read the last message of every subject that matches one of `subjects`, all as of one sequence.
 
@@ -333,7 +274,7 @@ class DirectGet:
         start_time: datetime | None = None,
         up_to_seq: int | None = None,
         batch: int | None = None,
-        max_bytes: int = wire.DEFAULT_MAX_BYTES,
+        max_bytes: int = DEFAULT_MAX_BYTES,
         prefetch: int = 2,
         confirm: bool = False,
         min_seq: int | None = None,
@@ -394,24 +335,11 @@ class DirectGet:
         )
         if min_seq is not None:
             _sequence("min_seq", min_seq)
-        if not confirm and min_seq is None:
-            return self._read(plan)
-        blocks = read_verified(self._js, self._stream, plan, self._timeout, confirm=confirm, min_seq=min_seq)
+        return self._read(plan, confirm=confirm, min_seq=min_seq)
+
+    def _read(self, plan: Plan, *, confirm: bool = False, min_seq: int | None = None) -> MessageBatch:
+        blocks = read_blocks(self._js, self._stream, plan, self._timeout, confirm=confirm, min_seq=min_seq)
         return MessageBatch(plan, blocks)
-
-    def _read(self, plan: Plan) -> MessageBatch:
-        return MessageBatch(plan, read_blocks(self._js, self._stream, plan, self._timeout))
-
-
-def _until(end: float) -> float:
-    """Return the seconds until `end` on the loop's clock; a wait that has none left fails at its first suspension."""
-    return max(0.001, end - asyncio.get_running_loop().time())
-
-
-def _positive(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{name} must be a number of seconds over 0, not {value!r}")
-    return float(value)
 
 
 def _count(name: str, value: int) -> int:

@@ -1,170 +1,304 @@
-"""A range of a stream, whole: what the answer of a replica or mirror leaves open is asked of the stream's leader.
+"""Reads that are complete and current, whichever replica or mirror answers.
 
-A replica of the stream itself has its messages in order and without holes of its own; it can only be behind, so its
-end has to be proved. A mirror that answers direct gets under the stream's name (``mirror_direct``) can lack any message:
-it has limits of its own, perhaps a filter, perhaps a start in the middle. Where another name answered, every gap
-between two messages is proved, too. That is one question for each gap, so an answer of another name with many gaps is
-not proved but thrown away and asked for again, as long as the stream itself answers now and then.
+A replica may lag. A mirror may hold a part of the stream only, or what the stream has removed, and answers all the same
+under the stream's name. `VerifiedReader` accepts an answer only if it shows that its responder holds what the stream
+holds and has the sequence that the leader had when the read began; otherwise it asks again. Ranges are proved by
+`range_read.RangeRead`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from bisect import bisect_left
-from collections.abc import AsyncGenerator, Sequence
-from datetime import datetime
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from jetstream_ext.client.api import LAG_PAUSE, get_at_leader, stream_state, wait_for_sequence
+from nats.js.errors import NotFoundError
+
+from jetstream_ext.client.api import LAG_PAUSE, Api, get_at_leader, stream_state, wait_for_sequence
 from jetstream_ext.client.context import Context
-from jetstream_ext.client.replies import read_blocks
-from jetstream_ext.errors import RequestTimeoutError
-from jetstream_ext.protocol.direct import Block, Request
-from jetstream_ext.protocol.scan import Scan
+from jetstream_ext.client.direct_reader import read_blocks, read_one
+from jetstream_ext.client.retry import Retry
+from jetstream_ext.errors import MessageNotFoundError, MessagesLostError, RequestTimeoutError, ServerError
+from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, not_found
+from jetstream_ext.protocol.reads import OneReply, Scan
 from jetstream_ext.types import StoredMsg
 
-# Questions to the leader in flight. More gaps than these at once take longer to prove than to ask for the rows again.
-_AT_ONCE: Final = 64
+_CATCH_UP_BATCH: Final = 16_000
+_NO_LIMIT: Final = 1 << 31
+_FIRST_PAUSE: Final = 0.001  # short, because another responder may answer the next request
+# What a mirror must have in common with its origin to hold the same messages for the same time.
+_SAME: Final = ("max_msgs_per_subject", "max_age", "allow_msg_ttl")
+_PART: Final = ("filter_subject", "subject_transforms", "opt_start_seq", "opt_start_time")
+_BROKEN: Final = "replies broke off"
 
-# Answers in a row that are thrown away: where only a mirror is near, nobody else ever answers.
-_THROWN_AWAY: Final = 8
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One whole reply: the messages of one moment.
+
+    Attributes:
+        block: The messages; `Block.stream` is the responder's name, or nothing if there are no messages.
+        pending: How many more messages there are, which did not fit.
+        up_to_seq: The newest sequence that the responder had (`multi_last` only).
+    """
+
+    block: Block
+    pending: int
+    up_to_seq: int
 
 
-async def read_verified(
-    js: Context, stream: str, plan: Scan, timeout: float, *, confirm: bool, min_seq: int | None
-) -> AsyncGenerator[Block, None]:
-    """Drive a range read and prove it, as far as is asked for.
+class VerifiedReader:
+    """The verified reads of one call: of last messages, of a subject's oldest one, of ranges and of single messages.
 
     Args:
-        js: The context.
+        context: The context.
         stream: The stream.
-        plan: The range; with `confirm` and without an end it gets the one that the leader has now.
-        timeout: As for `read_whole`, and the seconds until the leader must have `min_seq`.
-        confirm: Prove the whole range.
-        min_seq: Prove it up to this sequence, at least.
-
-    Raises:
-        RequestTimeoutError: The leader does not reach `min_seq`, or no responder has what it has.
+        timeout: Seconds to wait for an answer, and for a responder that has caught up.
+        need: The sequence that a responder must have: the leader's last one when the read began, or the reader's own
+            write.
+        what: What is read, for errors; the default is the stream.
     """
-    if min_seq is not None:
-        await wait_for_sequence(js, stream, min_seq, timeout)
-    if confirm and plan.up_to_seq is None:
-        plan.up_to_seq = (await stream_state(js, stream, timeout)).last_seq
-    async with contextlib.aclosing(read_whole(js, stream, plan, timeout, to=None if confirm else min_seq)) as blocks:
-        async for block in blocks:
-            yield block
 
+    def __init__(self, context: Context, stream: str, timeout: float, *, need: int, what: str = "") -> None:
+        self._context = context
+        self._stream = stream
+        self._timeout = timeout
+        self._need = need
+        self._what = what or f"stream {stream!r}"
+        self._trusted = {stream: True}
+        self._witness: str | None = None
 
-async def read_whole(
-    js: Context, stream: str, plan: Scan, timeout: float, *, to: int | None = None
-) -> AsyncGenerator[Block, None]:
-    """Drive a range read; prove its end, and the gaps in what others than the stream itself answer.
+    # -- reads ----------------------------------------------------------------------------------------------------
 
-    What is found to be missing is asked for again, until a responder that has it answers.
+    async def get(self, request: Request) -> StoredMsg:
+        """Return the message that a single get finds; the leader's where the answer proves too little.
 
-    Args:
-        js: The context.
-        stream: The stream.
-        plan: The range; it must have `up_to_seq`, or `to` must be given.
-        timeout: Seconds without progress that responders may take to have a message that the leader has.
-        to: Prove it only up to this sequence.
+        Raises:
+            MessageNotFoundError: The leader has no such message.
+            RequestTimeoutError: No answer, or the leader does not reach the needed sequence, within the timeout.
+        """
+        clock = Api(self._context, self._timeout)
+        with contextlib.suppress(MessageNotFoundError):
+            found = await read_one(self._context, self._stream, request, self._timeout)
+            if found.seq == request.seq:
+                return found  # no other message can be the answer
+            # What a mirror answers as the last message is one at least as new as needed; but as the next message it can
+            # answer a later one, because it lacks the first.
+            responder = self._stream if request.last_by_subj is not None else found.stream
+            if responder == self._stream and not await self._doubt(responder, found.seq, self._need):
+                return found
+        await wait_for_sequence(self._context, self._stream, self._need, max(0.001, clock.remaining))
+        at_leader = await get_at_leader(self._context, self._stream, request.body(), max(0.001, clock.remaining))
+        if at_leader is None:
+            raise not_found(self._stream)
+        return at_leader
 
-    Raises:
-        RequestTimeoutError: None of them delivered it.
-    """
-    ends = [end for end in (plan.up_to_seq, to) if end is not None]
-    end = min(ends)
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout
-    thrown_away = 0
-    while True:
-        begun, since = plan.position, plan.start_time
-        before, hole, responder, again = begun, 0, stream, False
-        # Closed here, not when it is collected: a read that is left early leaves no subscription.
-        async with contextlib.aclosing(read_blocks(js, stream, plan, timeout)) as blocks:
-            async for block in blocks:
-                if block.stream == stream:
-                    thrown_away = 0
-                elif gaps := _gaps(before, block.seqs, end):
-                    responder = block.stream
-                    if again := len(gaps) > _AT_ONCE and thrown_away < _THROWN_AWAY:
-                        thrown_away += 1
-                        hole = gaps[0][1]
-                    else:
-                        hole = await _first_hole(js, stream, plan.subject, since, gaps, timeout)
-                    if hole:
-                        block.keep(0, bisect_left(block.seqs, hole))
-                        plan.position = block.seqs[-1] if len(block) else before
-                        plan.start_time = since if plan.position == begun else None
-                if len(block):
-                    before = block.seqs[-1]
+    async def last_of(self, subjects: Sequence[str], *, up_to: StoredMsg | None = None, limited: bool = True) -> Answer:
+        """Return the last message of every subject that matches one of `subjects`, all of one moment.
+
+        The answer may include the last message of one more subject.
+
+        Args:
+            subjects: The subjects and patterns.
+            up_to: Look no further than this message, which must still be stored; see `newest_up_to`.
+            limited: Cut the answer where it would need much memory; `Answer.pending` tells.
+
+        Raises:
+            TooManySubjectsError: They match too many.
+            RequestTimeoutError: No responder that has caught up answered in time.
+            LookupError: `up_to` is not stored any more.
+        """
+        retry = self._retry()
+        while True:
+            # A reply without messages shows neither its responder nor what that has, so one known message is asked for.
+            witness = up_to.subject if up_to is not None else self._witness or await self._find_witness()
+            if witness is None:
+                return Answer(Block(), pending=0, up_to_seq=self._need)
+            request = Request(
+                multi_last=(*subjects, witness),
+                up_to_seq=None if up_to is None else up_to.seq,
+                max_bytes=DEFAULT_MAX_BYTES if limited else _NO_LIMIT,
+            )
+            answer = await self._ask(request)
+            if answer is None:
+                doubt = _BROKEN
+            elif up_to is None:
+                doubt = await self._doubt(answer.block.stream, answer.up_to_seq, self._need)
+                if not len(answer.block):
+                    self._witness = None
+            else:
+                # In ascending order: where nothing was cut off, the last message is the newest one up to that point.
+                reached = up_to.seq if answer.pending else max(answer.block.seqs, default=0)
+                doubt = await self._doubt(answer.block.stream, reached, up_to.seq)
+                if reached and reached < up_to.seq and await self._at_leader(Request(seq=up_to.seq)) is None:
+                    raise LookupError
+            if answer is not None and not doubt:
+                return answer
+            await self._pause(retry, doubt)
+
+    async def newest_up_to(self, seq: int, first: int) -> StoredMsg | None:
+        """Return the newest message up to `seq` that the leader still has, or None.
+
+        Args:
+            seq: The sequence.
+            first: The lowest sequence that there can be.
+        """
+        newest = await self._at_leader(Request(seq=seq))
+        low, high = first, seq - 1
+        while newest is None or newest.seq < seq:
+            if low > high:
+                break
+            middle = (low + high + 1) // 2
+            found = await self._at_leader(Request(seq=middle, next_by_subj=">"))
+            if found is None or found.seq > seq:
+                high = middle - 1
+            else:
+                newest, low = found, found.seq + 1
+        return newest
+
+    async def oldest_of(self, subject: str, after: int) -> tuple[StoredMsg, int] | None:
+        """Return the oldest message of a subject, and how many it has; None: it has none.
+
+        Args:
+            subject: The subject.
+            after: A sequence up to which it is known to have none.
+
+        Raises:
+            RequestTimeoutError: No responder that has caught up answered in time.
+        """
+        retry = self._retry()
+        request = Request(seq=1, next_by_subj=subject, batch=1, max_bytes=DEFAULT_MAX_BYTES)
+        while True:
+            answer = await self._ask(request)
+            if answer is None:
+                doubt = _BROKEN
+            else:
+                block = answer.block
+                if not len(block) and await self._at_leader(Request(last_by_subj=subject)) is None:
+                    return None
+                doubt = await self._doubt(block.stream, max(block.seqs, default=0), after + 1)
+                if not doubt:
+                    return block.message(0), answer.pending + 1
+            await self._pause(retry, doubt)
+
+    async def log(self, first: int, last: int) -> AsyncGenerator[Block, None]:
+        """Yield every message of ``first … last`` that there is, in order, proved at the leader.
+
+        Raises:
+            RequestTimeoutError: No responder that has them answered in time.
+        """
+        position, retry, doubt = first - 1, self._retry(), ""
+        while position < last:
+            plan = Scan(seq=position + 1, up_to_seq=last, max_bytes=DEFAULT_MAX_BYTES)
+            async with contextlib.aclosing(
+                read_blocks(self._context, self._stream, plan, self._timeout, confirm=True)
+            ) as blocks:
+                async for block in blocks:
+                    if doubt := await self._doubt(block.stream):
+                        break
+                    position = block.seqs[-1]
+                    retry.reset()
                     yield block
-                    deadline = loop.time() + timeout
-                if hole:
-                    break
-        if not again:
-            if not hole:
-                if plan.position >= end:
-                    return
-                missing = await get_at_leader(js, stream, plan.rest().body(), timeout)
-                if missing is None or missing.seq > end:
-                    return
-                hole = missing.seq
-            if loop.time() >= deadline:
-                of_another = f" (a mirror answers: {responder!r})" if responder != stream else ""
-                raise RequestTimeoutError(
-                    f"stream {stream!r}: the leader has sequence {hole}, but no replica or mirror that answers direct "
-                    f"gets delivered it within {timeout:g} s{of_another}"
-                )
-            await asyncio.sleep(LAG_PAUSE)
-        plan.reopen()
+            if not doubt:
+                return
+            await self._pause(retry, doubt)
 
+    async def catch_up(self, position: int, take: Callable[[Block], None]) -> StoredMsg | None:
+        """Hand over the messages behind `position`, up to an end that no reply of this read has passed.
 
-def _gaps(before: int, seqs: Sequence[int], end: int) -> list[tuple[int, int]]:
-    """Return the gaps among `seqs`, and in front of them behind `before`: where each begins and what follows it."""
-    if seqs[-1] - before == len(seqs):
-        return []
-    gaps: list[tuple[int, int]] = []
-    expected = before + 1
-    for seq in seqs:
-        if expected > end:
-            break
-        if seq != expected:
-            gaps.append((expected, seq))
-        expected = seq + 1
-    return gaps
+        Returns:
+            The last one, or None.
 
+        Raises:
+            RequestTimeoutError: No responder that has them answered in time.
+        """
+        retry = self._retry()
+        newest: StoredMsg | None = None
+        while True:
+            # No responder so far can have had more than the leader has now, and the next reply must reach that.
+            leader = (await stream_state(self._context, self._stream, self._timeout)).last_seq
+            answer = await self._ask(Request(seq=position + 1, batch=_CATCH_UP_BATCH, max_bytes=DEFAULT_MAX_BYTES))
+            doubt = _BROKEN
+            if answer is not None:
+                block = answer.block
+                doubt = await self._doubt(block.stream) if len(block) else ""
+                if not doubt:
+                    if len(block):
+                        take(block)
+                        newest, position = block.message(-1), block.seqs[-1]
+                        retry.reset()
+                    if answer.pending:
+                        continue
+                    after = Request(seq=position + 1, next_by_subj=">")
+                    missing = await self._at_leader(after) if position < leader else None
+                    if missing is None or missing.seq > leader:
+                        return newest
+                    doubt = _lags(missing.seq)
+            await self._pause(retry, doubt)
 
-async def _first_hole(
-    js: Context,
-    stream: str,
-    subject: str | None,
-    since: datetime | None,
-    gaps: Sequence[tuple[int, int]],
-    timeout: float,
-) -> int:
-    """Return the first message that the leader has and that is missing in one of `gaps`, or 0.
+    # -- whom to trust --------------------------------------------------------------------------------------------
 
-    A read that starts by time has its first gap in front of its first row, and what counts there is the time.
-    """
+    async def _doubt(self, responder: str, reached: int = 0, need: int = 0) -> str:
+        """Return why an answer must not be taken, or nothing: its responder holds what is needed.
 
-    async def at_leader(start: int) -> StoredMsg | None:
-        if since is not None and start == 1:
-            request = Request(start_time=since, next_by_subj=subject)
-        else:
-            request = Request(seq=start, next_by_subj=subject or ">")
-        return await get_at_leader(js, stream, request.body(), timeout)
+        Args:
+            responder: The stream that answered; nothing where the answer has no message.
+            reached: A sequence that the answer shows its responder to have.
+            need: The sequence that it must have.
+        """
+        if not responder:
+            return "no replica has caught up with the leader"
+        trusted = self._trusted.get(responder)
+        if trusted is None:
+            trusted = self._trusted[responder] = await self._mirrors_all(responder)
+        if not trusted:
+            return f"only stream {responder!r} answered, a mirror that does not hold the same messages"
+        return _lags(need) if reached < need else ""
 
-    for first in range(0, len(gaps), _AT_ONCE):
-        some = gaps[first : first + _AT_ONCE]
+    async def _mirrors_all(self, responder: str) -> bool:
         try:
-            async with asyncio.TaskGroup() as group:
-                questions = [group.create_task(at_leader(start)) for start, _ in some]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        for question, (_, stop) in zip(questions, some, strict=True):
-            found = question.result()
-            if found is not None and found.seq < stop:
-                return found.seq
-    return 0
+            mirror = (await Api(self._context, self._timeout).ask(f"STREAM.INFO.{responder}"))["config"]
+        except (NotFoundError, ServerError):
+            return False  # of another account or domain: nothing is known of it
+        source = mirror.get("mirror") or {}
+        if source.get("name") != self._stream or any(source.get(name) for name in _PART):
+            return False
+        origin = (await stream_state(self._context, self._stream, self._timeout)).config
+        return all(mirror.get(name) == origin.get(name) for name in _SAME)
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+
+    async def _ask(self, request: Request) -> Answer | None:
+        """Return the reply to one request, or None: it broke off."""
+        plan, joined = OneReply(request, whole=True), Block()
+        try:
+            async with contextlib.aclosing(read_blocks(self._context, self._stream, plan, self._timeout)) as blocks:
+                async for block in blocks:
+                    joined.stream = block.stream
+                    joined.extend(block)
+        except MessagesLostError:
+            return None
+        assert plan.end is not None
+        return Answer(joined, pending=plan.end.num_pending, up_to_seq=plan.end.up_to_seq or 0)
+
+    async def _at_leader(self, request: Request) -> StoredMsg | None:
+        return await get_at_leader(self._context, self._stream, request.body(), self._timeout)
+
+    async def _find_witness(self) -> str | None:
+        """Return a subject that has a message now, or None: the stream is empty."""
+        # The first message, not the last: it is found at once in a stream of any size, it seldom goes away, and servers
+        # may say that there is no last one where its sequence was deleted.
+        oldest = await self._at_leader(Request(seq=1, next_by_subj=">"))
+        self._witness = None if oldest is None else oldest.subject
+        return self._witness
+
+    def _retry(self) -> Retry:
+        return Retry(self._timeout, first_pause=_FIRST_PAUSE, longest_pause=LAG_PAUSE, factor=1.5)
+
+    async def _pause(self, retry: Retry, doubt: str) -> None:
+        await retry.pause_or_raise(RequestTimeoutError(f"{self._what}: {doubt}, for {self._timeout:g} s"))
+
+
+def _lags(seq: int) -> str:
+    return f"no replica that answered had sequence {seq}"

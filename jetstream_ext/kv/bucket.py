@@ -14,6 +14,7 @@ from jetstream_ext.client.concurrency import gather_bounded
 from jetstream_ext.client.connection import bucket_parts
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import ResponseError
 from jetstream_ext.kv.entries import KeyValueEntry, entry_of, record
 from jetstream_ext.protocol.stream_state import StreamState, parse_stream_state
@@ -92,6 +93,14 @@ class Bucket:
             how = "enable it with `await jetstream_ext.kv.enable(kv, direct=True)`"
             state.check_direct_reads(self.js.connection.server_version, how=how)
         return state
+
+    def reader(self, need: int) -> VerifiedReader:
+        """Return the verified reads of one call.
+
+        Args:
+            need: The sequence that every responder must have: the leader's last one when the call began.
+        """
+        return VerifiedReader(self.js, self.stream, self.timeout, need=need, what=f"bucket {self.name!r}")
 
     async def at_leader(self, **request: object) -> StoredMsg | None:
         """Return the message that the leader finds for a request of ``STREAM.MSG.GET``, or None.

@@ -159,6 +159,13 @@ def _time(line: bytes) -> datetime:
         return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=parse_time_ns(line[17:]) // 1000)
 
 
+def records_of(block: Block) -> Records:
+    """Return the messages of a block."""
+    records = Records()
+    records.add(block)
+    return records
+
+
 def record(message: StoredMsg) -> Record:
     """Return one message."""
     return Record(message.seq, message.subject, message.data, message.headers, message.time)

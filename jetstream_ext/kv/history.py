@@ -35,35 +35,6 @@ from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.protocol.stream_state import StreamState
 
 
-class Holes:
-    """Which sequences of ``first … last`` a reader of the whole log did not meet: removed before it came."""
-
-    def __init__(self, first: int, last: int) -> None:
-        self._next = first
-        self._last = last
-        self.lowest: int = 0
-        """The lowest missing sequence (0: none so far)."""
-        self.highest: int = 0
-        """The highest missing sequence (0: none so far)."""
-
-    def see(self, seqs: Iterable[int]) -> None:
-        """Take the next sequences, ascending."""
-        expected, last = self._next, self._last
-        for seq in seqs:
-            if seq != expected and expected <= last:
-                self.lowest = self.lowest or expected
-                self.highest = min(seq - 1, last)
-            expected = seq + 1
-        self._next = expected
-
-    def close(self) -> None:
-        """Take the end of the log."""
-        if self._next <= self._last:
-            self.lowest = self.lowest or self._next
-            self.highest = self._last
-            self._next = self._last + 1
-
-
 @dataclass(slots=True)
 class _Key:
     """The messages of a key."""

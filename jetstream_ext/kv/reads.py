@@ -9,14 +9,17 @@ from typing import Final
 from nats.js.kv import KeyValue
 
 from jetstream_ext.client.concurrency import gather_bounded
+from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import HistoryUnavailableError, TooManySubjectsError
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot, Record, Records, Subjects
-from jetstream_ext.kv.history import Holes, Instant, Past, Verdict, find_instant
+from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot, Record, Records, Subjects, record, records_of
+from jetstream_ext.kv.history import Instant, Past, Verdict, find_instant
 from jetstream_ext.kv.keys import EVERYTHING, check_filters, check_keys, is_literal, matcher
 from jetstream_ext.kv.latest import Latest
-from jetstream_ext.kv.source import Answer, Source
+from jetstream_ext.protocol.direct import Block
+from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.types import StoredMsg
 
 _DEEP: Final = 3
 """From so many messages per key on, asking for the keys by name is cheaper than reading the whole log."""
@@ -62,7 +65,7 @@ async def get_many(
     state = await bucket.state()
     if at is None:
         latest = Latest(subjects)
-        await by_name(bucket, Source(bucket, state.last_seq), list(wanted), latest.feed)
+        await by_name(bucket, bucket.reader(state.last_seq), list(wanted), latest.feed)
         found = latest.entries()
     else:
         instant = await find_instant(bucket, state, at)
@@ -132,22 +135,22 @@ async def snapshot(
 async def _now(
     bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, *, include_deletes: bool
 ) -> KeyValueSnapshot:
-    source = Source(bucket, state.last_seq)
+    source = bucket.reader(state.last_seq)
     latest = Latest(subjects, max_age=state.max_age)
     answer = await at_once(bucket, source, patterns, state)
     if answer is not None:
-        latest.feed(answer.records)
-        newest = answer.records[-1] if len(answer.records) else None
+        latest.feed(records_of(answer))
+        newest = answer.message(-1) if len(answer) else None
     else:
         names = None
         if patterns != [EVERYTHING] or state.messages >= _DEEP * state.num_subjects:
             names = await names_of(bucket, patterns)
         if names is None:
-            async for records in source.log(state.lowest_seq, state.last_seq):
-                latest.feed(records)
+            async for block in source.log(state.lowest_seq, state.last_seq):
+                latest.feed(records_of(block))
         else:
             await by_name(bucket, source, names, latest.feed)
-        newest = await source.catch_up(state.last_seq, latest.feed)
+        newest = await source.catch_up(state.last_seq, lambda block: latest.feed(records_of(block)))
     revision, time = state.last_seq, state.last_time
     if newest is not None and newest.seq > revision:
         revision, time = newest.seq, newest.time
@@ -164,7 +167,7 @@ async def _past(
         return past.verdict(named=(), wild=False, missing=False, lost=False)
     if instant.revision > state.last_seq:
         state = await bucket.state()  # that moment was waited for
-    source = Source(bucket, state.last_seq)
+    source = bucket.reader(state.last_seq)
     named = [pattern for pattern in patterns if is_literal(pattern)]
     wild = len(named) < len(patterns)
     small = state.messages <= SMALL_LOG
@@ -183,10 +186,10 @@ async def _past(
         else:
             lost = _expiring(state, past, instant)
     if names is None:
-        holes = await whole_log(source, state, past)
-        missing = 0 < holes.lowest <= instant.revision
+        gaps = await whole_log(source, state, past)
+        missing = 0 < gaps.lowest <= instant.revision
         # One that is newer than the revision may be the delete marker of a key that was there (`purge_deletes`).
-        lost = holes.highest > past.accounts_for() or _expiring(state, past, instant)
+        lost = gaps.highest > past.accounts_for() or _expiring(state, past, instant)
     if instant.present:
         # While a revision is the newest one, what expires in silence has been in its time and has not.
         return past.verdict(named=(), wild=wild, missing=missing, lost=False)
@@ -231,7 +234,7 @@ SMALL_LOG: Final = 16_000
 Take = Callable[[Records], None]
 
 
-async def at_once(bucket: Bucket, source: Source, patterns: list[str], state: StreamState) -> Answer | None:
+async def at_once(bucket: Bucket, source: VerifiedReader, patterns: list[str], state: StreamState) -> Block | None:
     """Return the one answer that has everything, or None: it would not fit."""
     if len(_cut_up(bucket, patterns)) > 1 or (patterns == [EVERYTHING] and state.num_subjects > _CHUNK):
         return None
@@ -239,7 +242,7 @@ async def at_once(bucket: Bucket, source: Source, patterns: list[str], state: St
         answer = await source.last_of([bucket.subject(pattern) for pattern in patterns])
     except TooManySubjectsError:
         return None
-    return None if answer.pending else answer
+    return None if answer.pending else answer.block
 
 
 async def names_of(bucket: Bucket, patterns: list[str]) -> list[str] | None:
@@ -259,7 +262,7 @@ async def names_of(bucket: Bucket, patterns: list[str]) -> list[str] | None:
 
 
 async def by_name(
-    bucket: Bucket, source: Source, keys: Sequence[str], take: Take, *, up_to: Record | None = None
+    bucket: Bucket, source: VerifiedReader, keys: Sequence[str], take: Take, *, up_to: StoredMsg | None = None
 ) -> None:
     """Hand over the last message of each of `keys`, in chunks of one moment each.
 
@@ -268,7 +271,7 @@ async def by_name(
         source: Who is asked.
         keys: The keys.
         take: Takes the messages, among which may be one of another key.
-        up_to: Look no further than this message; see `Source.last_of`.
+        up_to: Look no further than this message; see `VerifiedReader.last_of`.
 
     Raises:
         LookupError: `up_to` is not stored any more.
@@ -283,7 +286,7 @@ async def by_name(
                 raise
         else:
             if not answer.pending:
-                take(answer.records)
+                take(records_of(answer.block))
                 return
         half = len(chunk) // 2
         await read(chunk[:half])
@@ -309,7 +312,7 @@ def _cut_up(bucket: Bucket, keys: Sequence[str]) -> list[Sequence[str]]:
 
 
 async def past_by_name(
-    bucket: Bucket, source: Source, names: Sequence[str], state: StreamState, past: Past
+    bucket: Bucket, source: VerifiedReader, names: Sequence[str], state: StreamState, past: Past
 ) -> bool | None:
     """Feed what decides about each of `names` at the revision of `past`.
 
@@ -323,11 +326,11 @@ async def past_by_name(
 
     def take(records: Records) -> None:
         for row in records:
-            record = Record(*row)
-            if record.seq <= revision:
-                past.feed((record,))
+            found = Record(*row)
+            if found.seq <= revision:
+                past.feed((found,))
             else:
-                last[record.subject[cut:]] = record
+                last[found.subject[cut:]] = found
 
     await by_name(bucket, source, names, take)
     moved = [key for key in names if key in last]
@@ -341,23 +344,25 @@ async def past_by_name(
         if state.max_msgs_per_subject == 1:
             past.feed((last[key],))  # it is the only one
         elif (oldest := await source.oldest_of(bucket.subject(key), revision)) is not None:
-            past.feed_oldest(*oldest)
+            past.feed_oldest(record(oldest[0]), oldest[1])
 
     await gather_bounded(look, [key for key in moved if not past.knows(key)], limit=_LOOKS_IN_FLIGHT)
     return missing
 
 
-async def _read_log(source: Source, state: StreamState, past: Past) -> bool:
+async def _read_log(source: VerifiedReader, state: StreamState, past: Past) -> bool:
     """Feed the whole log up to the revision; return whether messages of it are missing."""
-    holes = Holes(state.lowest_seq, past.revision)
-    async for records in source.log(state.lowest_seq, past.revision):
-        holes.see(records.seqs)
-        past.feed(records)
-    holes.close()
-    return holes.highest > 0
+    gaps = Gaps(state.lowest_seq, past.revision)
+    async for block in source.log(state.lowest_seq, past.revision):
+        gaps.add(block.seqs)
+        past.feed(records_of(block))
+    gaps.close()
+    return gaps.highest > 0
 
 
-async def _look_back(bucket: Bucket, source: Source, keys: Sequence[str], state: StreamState, past: Past) -> None:
+async def _look_back(
+    bucket: Bucket, source: VerifiedReader, keys: Sequence[str], state: StreamState, past: Past
+) -> None:
     """Feed the last message up to the revision of each of `keys`."""
     while keys and (newest := await source.newest_up_to(past.revision, state.lowest_seq)) is not None:
         try:
@@ -367,29 +372,29 @@ async def _look_back(bucket: Bucket, source: Source, keys: Sequence[str], state:
             pass  # removed just now; as nothing is ever added there, this comes to an end
 
 
-async def whole_log(source: Source, state: StreamState, past: Past) -> Holes:
+async def whole_log(source: VerifiedReader, state: StreamState, past: Past) -> Gaps:
     """Feed every message that there is; return what is missing of those that there were when the read began."""
-    holes = Holes(state.lowest_seq, state.last_seq)
+    gaps = Gaps(state.lowest_seq, state.last_seq)
 
-    def take(records: Records) -> None:
-        holes.see(records.seqs)
-        past.feed(records, log=True)
+    def take(block: Block) -> None:
+        gaps.add(block.seqs)
+        past.feed(records_of(block), log=True)
 
-    async for records in source.log(state.lowest_seq, state.last_seq):
-        take(records)
+    async for block in source.log(state.lowest_seq, state.last_seq):
+        take(block)
     await source.catch_up(state.last_seq, take)
-    holes.close()
-    return holes
+    gaps.close()
+    return gaps
 
 
-async def any_missing(bucket: Bucket, source: Source, state: StreamState, revision: int) -> bool:
+async def any_missing(bucket: Bucket, source: VerifiedReader, state: StreamState, revision: int) -> bool:
     """Return whether messages up to `revision` were removed, or may have been."""
     if (await bucket.state()).never_removed:
         return False
     if revision - state.lowest_seq >= SMALL_LOG:
         return True
-    holes = Holes(state.lowest_seq, revision)
-    async for records in source.log(state.lowest_seq, revision):
-        holes.see(records.seqs)
-    holes.close()
-    return holes.highest > 0
+    gaps = Gaps(state.lowest_seq, revision)
+    async for block in source.log(state.lowest_seq, revision):
+        gaps.add(block.seqs)
+    gaps.close()
+    return gaps.highest > 0

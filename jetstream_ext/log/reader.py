@@ -29,7 +29,7 @@ from jetstream_ext.errors import DirectGetDisabledError, PositionLostError
 from jetstream_ext.log.offsets import OffsetStore, StoredOffset
 from jetstream_ext.log.source import Source
 from jetstream_ext.log.starts import First, Seq, Start, Stored, check_start
-from jetstream_ext.log.state import first_missing
+from jetstream_ext.protocol.gaps import first_gap
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import check_filter
 from jetstream_ext.types import StoredMsg
@@ -333,7 +333,7 @@ class LogReader:
             position = self._lost(position, state.first_seq)
         rows, end = await self._source.read(position, self._source.end_of_group(position, state.last_seq))
         state = await self._look()
-        missing = first_missing([row.seq for row in rows], position, end)
+        missing = first_gap([row.seq for row in rows], position, end)
         if missing is None or state.first_seq <= missing:
             self._at_head = False
         elif not self._at_head:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.protocol.stream_state import StreamState
 
@@ -29,13 +27,3 @@ def check_readable(state: StreamState, server_version: str, *, others_delete: bo
             "on_lost='skip'",
             diff={"retention": ("limits", state.retention)},
         )
-
-
-def first_missing(seqs: Sequence[int], start: int, end: int) -> int | None:
-    """Return the first sequence of the range from `start` to `end` that is not in `seqs` (ascending); None: all are."""
-    if len(seqs) == end - start + 1:
-        return None
-    for expected, seq in enumerate(seqs, start):
-        if seq != expected:
-            return expected
-    return start + len(seqs)

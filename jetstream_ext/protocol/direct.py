@@ -59,9 +59,12 @@ class Request:
     batch: int | None = None
     max_bytes: int | None = None
 
-    def encode(self) -> bytes:
-        """Return the request's JSON."""
-        return orjson.dumps(self.body())
+    def address(self, api: str) -> tuple[str, bytes]:
+        """Return subject and payload of the request to the direct-get subject `api`.
+
+        A last message is asked for in the subject-appended form, for which permission on that subject is enough.
+        """
+        return (api, orjson.dumps(self.body())) if self.last_by_subj is None else (f"{api}.{self.last_by_subj}", b"")
 
     def body(self) -> dict[str, Any]:
         """Return the request's fields."""
@@ -144,6 +147,10 @@ class Block:
         row = h.checked_row(self.bodies[index][: self.header_sizes[index]])
         return h.line_number(row[h.ROW_PENDING])
 
+    def message(self, index: int) -> StoredMsg:
+        """Return one row as a message."""
+        return StoredMsg.from_wire(self.stream, self.seqs[index], self.bodies[index], self.header_sizes[index])
+
     def messages(self) -> Iterator[StoredMsg]:
         """Return the rows as messages, made one by one as they are taken."""
         return map(StoredMsg.from_wire, repeat(self.stream), self.seqs, self.bodies, self.header_sizes)
@@ -175,13 +182,12 @@ class ReplyDecoder:
 
     Args:
         stream: The stream that was asked, for errors.
-        start: The first sequence that was asked for: a server that answers with what is before it would be asked for
-            the rest of it for ever.
+        start: The first sequence that was asked for. What is before it is refused; asking for the rest of such an
+            answer would never end.
+        server_version: The connected server's version, for errors.
     """
 
-    def __init__(self, stream: str, *, start: int = 1) -> None:
-        self.server_version: str = ""
-        """The connected server's, for errors."""
+    def __init__(self, stream: str, *, start: int = 1, server_version: str = "") -> None:
         self.end: EndOfBatch | None = None
         self.broken: MessagesLostError | None = None
         self.last_seq: int = 0
@@ -189,6 +195,7 @@ class ReplyDecoder:
         self.size: int = 0
         """About how many bytes of subjects, stored headers and payloads came so far: what `max_bytes` counts."""
         self._asked = stream
+        self._server_version = server_version
         self._floor = start - 1
         self._prev = b"0"
         self._responder = b""
@@ -268,7 +275,7 @@ class ReplyDecoder:
                 return b""
             if h.NUM_PENDING not in values or h.LAST_SEQUENCE not in values:
                 raise feature_table.DIRECT_BATCH.unsupported(
-                    server_version=self.server_version,
+                    server_version=self._server_version,
                     detail=f"stream {self._asked!r} answered a batch request with a single message",
                 )
             header = h.lay_out(header, values)
@@ -301,7 +308,7 @@ class ReplyDecoder:
             self.end = EndOfBatch(num_pending=0, last_seq=0, found=False)
             return
         if code != 204:
-            raise status_error(self._asked, header, self.server_version)
+            raise status_error(self._asked, header, self._server_version)
         up_to = values.get(h.UP_TO_SEQUENCE)
         self.end = EndOfBatch(
             num_pending=h.count(values.get(h.NUM_PENDING, "").encode()),
@@ -319,13 +326,18 @@ class ReplyDecoder:
             raise ResponseError(f"stream {self._asked!r}: an answer without messages says that more follow")
 
 
+def not_found(stream: str) -> MessageNotFoundError:
+    """Return the error for a single get that found nothing."""
+    return MessageNotFoundError(f"stream {stream!r}: no message found", stream=stream)
+
+
 def status_error(stream: str, header: bytes, server_version: str = "") -> JetStreamExtError:
     """Return the error for a direct get that a server, of this version if known, refused."""
     status = h.parse_status(header)
     assert status is not None
     code, text = status
     if code == 404:
-        return MessageNotFoundError(f"stream {stream!r}: no message found ({text})", stream=stream)
+        return not_found(stream)
     if code == 408 and text == "Empty Request":
         # No request of ours is empty: the server dropped the fields that it does not know.
         return feature_table.DIRECT_BATCH.unsupported(
@@ -351,8 +363,8 @@ def status_error(stream: str, header: bytes, server_version: str = "") -> JetStr
         )
     if code == 503:
         return DirectGetDisabledError(
-            f"nobody answers direct gets for stream {stream!r}: "
-            "it does not exist, lacks allow_direct, or has no server that can answer now",
+            f"stream {stream!r}: no server answers direct gets. The stream does not exist, lacks allow_direct, or all "
+            "its replicas are away",
             stream=stream,
         )
     if code == 500:

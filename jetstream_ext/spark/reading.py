@@ -11,11 +11,11 @@ from nats.js import JetStreamContext
 from pyspark.sql.types import StructType
 
 from jetstream_ext.client.context import Context
-from jetstream_ext.client.replies import read_blocks
-from jetstream_ext.client.verified_read import read_whole
+from jetstream_ext.client.direct_reader import read_blocks
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block
+from jetstream_ext.protocol.gaps import first_gap
 from jetstream_ext.protocol.headers import ROW_SUBJECT
-from jetstream_ext.protocol.scan import Scan
+from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.protocol.subjects import SubjectMatcher
 from jetstream_ext.spark.arrow import BatchBuilder
 from jetstream_ext.spark.connections import connections
@@ -63,12 +63,11 @@ async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceR
     js = Context(context)
     timeout = options.connection.timeout
     plan = Scan(subject=part.subject, seq=part.first, up_to_seq=part.last, max_bytes=DEFAULT_MAX_BYTES)
-    blocks = (read_whole if options.tail_check else read_blocks)(js, part.stream, plan, timeout)
+    blocks = read_blocks(js, part.stream, plan, timeout, confirm=options.tail_check)
     expected, gap = part.first, 0
     async with aclosing(blocks):
         async for block in blocks:
-            if not gap and (block.seqs[0] != expected or block.seqs[-1] - block.seqs[0] >= len(block)):
-                gap = _first_gap(expected, block.seqs)
+            gap = gap or first_gap(block.seqs, expected, block.seqs[-1]) or 0
             expected = block.seqs[-1] + 1
             yield block
     if not gap and expected <= part.last:
@@ -84,11 +83,3 @@ async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceR
         lose(
             options, f"sequences {gap} to {state.first_seq - 1} of stream {part.stream!r} expired before they were read"
         )
-
-
-def _first_gap(expected: int, seqs: list[int]) -> int:
-    for seq in seqs:
-        if seq != expected:
-            break
-        expected += 1
-    return expected

@@ -364,11 +364,11 @@ class TestRefusals:
     async def test_408_says_what_the_server_says(
         self, direct: jsx.DirectGet, monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...]
     ) -> None:
-        monkeypatch.setattr(Request, "encode", lambda self: b'{"seq":1,"last_by_subj":"x","batch":1}')
+        monkeypatch.setattr(Request, "address", lambda _, api: (api, b'{"seq":1,"last_by_subj":"x","batch":1}'))
         with pytest.raises(errors.BadRequestError, match="Bad Request") as caught:
             await direct.get(1)
         assert caught.value.description == "Bad Request"
-        monkeypatch.setattr(Request, "encode", lambda self: b'{"seq":-1}')
+        monkeypatch.setattr(Request, "address", lambda _, api: (api, b'{"seq":-1}'))
         for read in (direct.get(1), direct.batch(1).to_list(), direct.multi_last([">"]).to_list()):
             with pytest.raises(errors.BadRequestError, match="Malformed Request"):
                 await read

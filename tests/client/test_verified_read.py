@@ -1,18 +1,18 @@
-"""Ranges that mirrors answer for: their gaps are asked of the leader, too."""
+"""Ranges that mirrors answer for: the gaps in their answers are proved at the leader."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable
 
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig, StreamSource
 
 import jetstream_ext as jsx
-from jetstream_ext.client import verified_read
+from jetstream_ext.client import direct_reader
 from jetstream_ext.client.context import Context
-from jetstream_ext.client.verified_read import read_whole
+from jetstream_ext.client.direct_reader import read_blocks
 from jetstream_ext.errors import RequestTimeoutError
-from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.scan import Scan
+from jetstream_ext.protocol.reads import Scan
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def present(first: int, last: int) -> list[int]:
 
 async def read(js: JetStreamContext, stream: str, subject: str | None = None, timeout: float = 10) -> list[int]:
     plan = Scan(subject=subject, seq=1, up_to_seq=300, max_bytes=1 << 20)
-    return [seq async for block in read_whole(Context(js), stream, plan, timeout) for seq in block.seqs]
+    return [seq async for block in read_blocks(Context(js), stream, plan, timeout, confirm=True) for seq in block.seqs]
 
 
 async def test_a_filtered_mirror(js: JetStreamContext, origin: str, mirror: Mirror) -> None:
@@ -75,32 +75,24 @@ async def test_a_mirror_with_holes_of_its_own(js: JetStreamContext, origin: str,
         assert await read(js, origin) == present(1, 300)
 
 
-async def test_a_mirror_that_is_whole_costs_no_second_read(
-    js: JetStreamContext, origin: str, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+async def test_a_complete_mirror_costs_no_second_read(
+    js: JetStreamContext, origin: str, mirror: Mirror, caplog: pytest.LogCaptureFixture
 ) -> None:
     await mirror(279)
-    reads: list[int] = []
-    blocks = verified_read.read_blocks
-
-    async def counted(js: Context, stream: str, plan: Scan, timeout: float) -> AsyncIterator[Block]:
-        reads.append(plan.position)
-        async for block in blocks(js, stream, plan, timeout):
-            yield block
-
-    monkeypatch.setattr(verified_read, "read_blocks", counted)
-    assert await read(js, origin) == present(1, 300)
-    assert reads == [0]
+    with caplog.at_level(logging.DEBUG, logger="jetstream_ext.direct"):
+        assert await read(js, origin) == present(1, 300)
+    assert sum("request sent" in record.message for record in caplog.records) == 1
 
 
-async def test_nobody_has_it(
+async def test_messages_that_no_responder_has_are_an_error(
     js: JetStreamContext, origin: str, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = await mirror(93, filter_subject=f"{origin}.1")
-    blocks = verified_read.read_blocks
+    send = direct_reader._Inboxes.send
 
-    def only_the_mirror(js: Context, stream: str, plan: Scan, timeout: float) -> AsyncIterator[Block]:
-        return blocks(js, name, plan, timeout)
+    async def only_to_the_mirror(self: object, subject: str, *arguments: object) -> None:
+        await send(self, subject.replace(origin, name), *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(verified_read, "read_blocks", only_the_mirror)
+    monkeypatch.setattr(direct_reader._Inboxes, "send", only_to_the_mirror)
     with pytest.raises(RequestTimeoutError, match=rf"has sequence 2, .* within 0\.3 s \(a mirror answers: '{name}'\)"):
         await read(js, origin, timeout=0.3)

@@ -11,9 +11,18 @@ import atheris
 
 with atheris.instrument_imports(include=["jetstream_ext"]):
     from jetstream_ext.errors import JetStreamExtError
-    from jetstream_ext.protocol.direct import ReplyDecoder, decode_single
-    from jetstream_ext.protocol.plans import MultiLast, OneBatch, Request
-    from jetstream_ext.protocol.scan import Scan
+    from jetstream_ext.protocol.direct import decode_single
+    from jetstream_ext.protocol.range_read import (
+        AskLeader,
+        AwaitConnection,
+        Deliver,
+        Done,
+        Fail,
+        RangeRead,
+        SendRequest,
+        Wait,
+    )
+    from jetstream_ext.protocol.reads import MultiLast, OneReply, Request, Scan
 
 NAMES = ["Stream", "Subject", "Sequence", "Time-Stamp", "Num-Pending", "Last-Sequence", "UpTo-Sequence", "Other"]
 STATUSES = [b"", b" 204 EOB", b" 404 Message Not Found", b" 408 Bad Request", b" 413 x", b" 500", b" 503", b" x"]
@@ -65,33 +74,44 @@ def look_at(messages: object) -> int:
 
 def one_input(raw: bytes) -> None:
     data = atheris.FuzzedDataProvider(raw)
+    up_to = data.ConsumeIntInRange(1, 50) if data.ConsumeBool() else None
     plans = [
-        Scan(max_bytes=1000, up_to_seq=data.ConsumeIntInRange(1, 50) if data.ConsumeBool() else None),
-        OneBatch(Request(batch=5, seq=1)),
+        Scan(max_bytes=1000, up_to_seq=up_to),
+        OneReply(Request(batch=5, seq=1)),
         MultiLast(Request(multi_last=("a",), up_to_seq=9 if data.ConsumeBool() else None)),
+        OneReply(Request(batch=5, seq=1), whole=True),
     ]
-    plan = plans[data.ConsumeIntInRange(0, 2)]
+    plan = plans[data.ConsumeIntInRange(0, 3)]
+    prove_to = up_to if isinstance(plan, Scan) and data.ConsumeBool() else None
+    machine = RangeRead("S", plan, 5.0, pause=0.05, prove_to=prove_to)
+    now, last = 0.0, 0
     try:
-        for _ in range(20):
-            while plan.next_request() is not None:
-                pass
-            oldest = plan.oldest
-            if plan.done or oldest is None or not data.remaining_bytes():
-                break
-            decoder, last = ReplyDecoder("S", start=oldest.request.seq or 1), 0
-            while decoder.end is None and decoder.broken is None and data.remaining_bytes():
-                frames = []
-                for _ in range(data.ConsumeIntInRange(1, 4)):
-                    header = header_block(data, last)
-                    frames.append((b"_INBOX.x", header + data.ConsumeBytes(5), len(header)))
-                block = decoder.feed(frames)
-                last = look_at(block.messages())
-                if block.seqs:
-                    plan.accept(oldest, block, decoder.size, block.pending(-1))
-            if decoder.end is not None:
-                plan.finish(oldest, decoder.end)
-            elif plan.retry() is None:
-                break
+        for _ in range(200):
+            match machine.next_action(now):
+                case SendRequest():
+                    last = 0
+                case Deliver(block):
+                    last = look_at(block.messages())
+                case AskLeader(requests):
+                    machine.leader_answered([data.ConsumeIntInRange(0, 60) or None for _ in requests], now)
+                case AwaitConnection():
+                    machine.connected()
+                case Fail(error):
+                    raise error
+                case Done():
+                    break
+                case Wait(until):
+                    if data.remaining_bytes() and data.ConsumeIntInRange(0, 9):
+                        frames = []
+                        for _ in range(data.ConsumeIntInRange(1, 4)):
+                            header = header_block(data, last)
+                            frames.append((b"_INBOX.x", header + data.ConsumeBytes(5), len(header)))
+                        if plan.in_flight:
+                            machine.receive(plan.in_flight[0], frames)
+                    elif data.ConsumeBool():
+                        machine.disconnected()
+                    now = max(now, until) if data.ConsumeBool() else now
+                    machine.handle_timer(now)
         header = header_block(data, 1)
         look_at([decode_single("S", (b"_INBOX.x", header + b"x", len(header)))])
     except JetStreamExtError:

@@ -9,6 +9,7 @@ from nats.js.api import StreamSource
 from nats.js.errors import BadBucketError
 
 import jetstream_ext.kv as kvx
+from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import NoStreamError, RequestTimeoutError
 from jetstream_ext.testing import NatsCluster
 
@@ -57,32 +58,32 @@ async def test_a_mirror_that_holds_the_same_is_believed(make_bucket, load, monke
     await load(kv, dict.fromkeys(KEYS, b"1"))
     stream = await mirrored(kv, "SAME", 600, max_msgs_per_subject=1, allow_msg_ttl=True)
     asked: set[str] = set()
-    trusted = kvx.source.Source._trusted
+    mirrors_all = VerifiedReader._mirrors_all
 
     async def listen(self, name: str) -> bool:
         asked.add(name)
-        return await trusted(self, name)
+        return await mirrors_all(self, name)
 
-    monkeypatch.setattr(kvx.source.Source, "_trusted", listen)
+    monkeypatch.setattr(VerifiedReader, "_mirrors_all", listen)
     for n in range(40):
         await kv.put("k0.0", b"%d" % n)
         assert (await kvx.get_many(kv, ["k0.0"]))["k0.0"].value == b"%d" % n
         assert len(await kvx.snapshot(kv)) == 600
-    assert asked == {kv._stream, stream}
+    assert asked == {stream}
 
 
 async def test_when_nobody_else_answers_it_says_so(make_bucket, load, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = await make_bucket()
     await load(kv, {"a.0": b"1", "b.1": b"1"})
     stream = await mirrored(kv, "FILTERED", 1, filter_subject=f"$KV.{kv._name}.*.0")
-    ask = kvx.source.Source._ask
+    ask = VerifiedReader._ask
 
     async def near(self, request):
-        while (answer := await ask(self, request)) is None or answer.stream != stream:
+        while (answer := await ask(self, request)) is None or answer.block.stream != stream:
             pass
         return answer
 
-    monkeypatch.setattr(kvx.source.Source, "_ask", near)
+    monkeypatch.setattr(VerifiedReader, "_ask", near)
     with pytest.raises(RequestTimeoutError, match="does not hold the same"):
         await kvx.get_many(kv, ["a.0"], timeout=0.5)
 

@@ -6,8 +6,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from jetstream_ext.kv.entries import Record, Subjects
-from jetstream_ext.kv.history import Holes, Past, Verdict
+from jetstream_ext.kv.history import Past, Verdict
 from jetstream_ext.kv.keys import matcher
+from jetstream_ext.protocol.gaps import Gaps
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 ALL = Subjects("B", "$KV.B.", matcher([">"]))
@@ -134,31 +135,6 @@ def test_a_history_accounts_for_no_more_than_it_can_have_removed() -> None:
     assert past.accounts_for() == 6
 
 
-def test_holes() -> None:
-    def highest(first: int, last: int, *seqs: int) -> int:
-        holes = Holes(first, last)
-        for seq in seqs:
-            holes.see([seq])
-        holes.close()
-        return holes.highest
-
-    assert highest(1, 4, 1, 2, 3, 4) == 0
-    assert highest(1, 4, 1, 2, 3, 4, 7, 9) == 0
-    assert highest(1, 4, 2, 3, 4) == 1
-    assert highest(1, 4, 1, 2, 4) == 3
-    assert highest(1, 4, 1, 2, 3, 6) == 4
-    assert highest(1, 4) == 4
-    assert highest(5, 4) == 0
-    assert highest(5, 6, 5, 6) == 0
-    assert highest(5, 9, 7, 9) == 8
-    holes = Holes(1, 9)
-    holes.see([1, 2, 4])
-    holes.see([5, 7])
-    assert holes.lowest == 3
-    holes.close()
-    assert (holes.lowest, holes.highest) == (3, 9)
-
-
 class Server:
     """A bucket that keeps so many messages of a key, and all that ever happened to it."""
 
@@ -194,15 +170,15 @@ def test_no_answer_is_ever_wrong(seed: int) -> None:
     held = server.held()
     for revision in range(1, 51):
         truth = {record.subject.removeprefix("$KV.B."): record.seq for record in server.happened[:revision]}
-        past, holes = Past(ALL, revision=revision, history=server.history), Holes(1, 50)
+        past, gaps = Past(ALL, revision=revision, history=server.history), Gaps(1, 50)
         past.feed(held, log=True)
-        holes.see(record.seq for record in held)
-        holes.close()
+        gaps.add([record.seq for record in held])
+        gaps.close()
         verdict = past.verdict(
             named=("a", "z"),
             wild=True,
-            missing=0 < holes.lowest <= revision,
-            lost=holes.highest > past.accounts_for(),
+            missing=0 < gaps.lowest <= revision,
+            lost=gaps.highest > past.accounts_for(),
         )
         assert not verdict.lost, "histories account for all that is missing"
         assert known(verdict).items() <= truth.items()

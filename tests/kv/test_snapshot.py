@@ -268,7 +268,7 @@ async def test_a_subject_with_a_wildcard_in_it_is_one_message(make_bucket, load,
 
 
 async def test_a_time_that_is_waited_for_needs_what_is_stored_until_then(make_bucket, monkeypatch) -> None:
-    """Whoever answers must have that, not only what there was when the call began."""
+    """The responder must have that sequence, not only the last one when the call began."""
     kv = await make_bucket(history=5)
     await kv.put("a", b"1")
     needs = []
@@ -278,13 +278,14 @@ async def test_a_time_that_is_waited_for_needs_what_is_stored_until_then(make_bu
         await kv.put("a", b"2")
         return await find(*args)
 
-    class Listening(reads.Source):
-        def __init__(self, bucket: Any, need: int) -> None:
-            needs.append(need)
-            super().__init__(bucket, need)
+    reader = reads.Bucket.reader
+
+    def listening(self: Any, need: int) -> Any:
+        needs.append(need)
+        return reader(self, need)
 
     monkeypatch.setattr(reads, "find_instant", after_another_put)
-    monkeypatch.setattr(reads, "Source", Listening)
+    monkeypatch.setattr(reads.Bucket, "reader", listening)
     facts = await reads.Bucket(kv).state()
     found = await kvx.get_many(kv, ["a"], at=facts.now + timedelta(seconds=3))
     assert found["a"].value == b"2"

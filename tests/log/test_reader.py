@@ -9,15 +9,12 @@ from typing import Any
 import nats.errors
 import nats.js.errors
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from nats.js import JetStreamContext
 
 import jetstream_ext.log as jslog
 from jetstream_ext import DirectGet
 from jetstream_ext.log import First, Last, LogReader, New, Seq, Stored, Time
 from jetstream_ext.log import source as source_module
-from jetstream_ext.log.state import first_missing
 
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
@@ -223,14 +220,6 @@ async def test_large_messages_and_sparse_matches(js: JetStreamContext, make_stre
     read = [msg.seq async for msg in LogReader(js, name)]
     assert read == expected
     assert [msg.seq async for msg in LogReader(js, name, subject=f"{name}.big")] == expected[-14:]
-
-
-@given(st.integers(1, 50), st.lists(st.booleans(), min_size=1, max_size=60))
-def test_the_first_missing_sequence(start: int, present: list[bool]) -> None:
-    end = start + len(present) - 1
-    seqs = [seq for seq, there in enumerate(present, start) if there]
-    missing = sorted(set(range(start, end + 1)) - set(seqs))
-    assert first_missing(seqs, start, end) == (missing[0] if missing else None)
 
 
 @pytest.mark.parametrize(

@@ -306,8 +306,7 @@ def test_a_loss_at_the_beginning_is_named_by_what_was_asked_for(frame: Frame) ->
 @pytest.mark.parametrize("version", ["", "2.10.26"])
 @pytest.mark.parametrize("case", [case for name, case in CASES.items() if name.startswith("2.10: ")], ids=str)
 def test_a_server_without_batches_is_named(case: Case, version: str) -> None:
-    decoder = ReplyDecoder("D")
-    decoder.server_version = version
+    decoder = ReplyDecoder("D", server_version=version)
     with pytest.raises(errors.UnsupportedFeatureError) as caught:
         decoder.feed(case.frames)
     assert (caught.value.server_version or "", caught.value.required_api_level) == (version, 1)

@@ -43,12 +43,15 @@ def raw(block: bytes, data: bytes = b"") -> Frame:
     ],
 )
 def test_requests(request_: Request, body: dict[str, Any]) -> None:
-    assert orjson.loads(request_.encode()) == body
+    subject, payload = request_.address("API")
+    # The last message on a subject is asked for in the subject-appended form.
+    last = body.get("last_by_subj")
+    assert (subject, payload and orjson.loads(payload)) == (("API", body) if last is None else (f"API.{last}", b""))
 
 
 def test_a_naive_time_never_reaches_a_request() -> None:
     with pytest.raises(ValueError, match="start_time"):
-        Request(start_time=datetime(2026, 1, 1), batch=1).encode()  # noqa: DTZ001 - naive on purpose
+        Request(start_time=datetime(2026, 1, 1), batch=1).address("API")  # noqa: DTZ001 - naive on purpose
 
 
 # -- single gets

@@ -15,7 +15,7 @@ from pyspark.sql.types import StructType
 import jetstream_ext as jsx
 from jetstream_ext.client.context import Context
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.protocol.scan import Scan
+from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.spark import reading
 from jetstream_ext.spark.connections import Connections
 from jetstream_ext.spark.options import ReadOptions
@@ -149,30 +149,24 @@ class TestHeadThatExpires:
 def test_rows_that_expire_while_the_range_is_read(
     stream: str, seqs: Any, with_js: Any, monkeypatch: pytest.MonkeyPatch, gapless: bool
 ) -> None:
-    read_whole = reading.read_whole
+    read_blocks = reading.read_blocks
 
-    async def slow_read(js: Context, name: str, plan: Scan, timeout: float) -> AsyncIterator[Block]:
-        async for block in read_whole(js, name, Scan(seq=2, up_to_seq=2, max_bytes=1 << 20), timeout):
+    async def slow_read(js: Context, name: str, plan: Scan, timeout: float, *, confirm: bool) -> AsyncIterator[Block]:
+        head = Scan(seq=2, up_to_seq=2, max_bytes=1 << 20)
+        async for block in read_blocks(js, name, head, timeout, confirm=confirm):
             yield block
-        await js.context.purge_stream(name, seq=26)
+        await js.js.purge_stream(name, seq=26)
         plan.position = 2
-        async for block in read_whole(js, name, plan, timeout):
+        async for block in read_blocks(js, name, plan, timeout, confirm=confirm):
             yield block
 
-    monkeypatch.setattr(reading, "read_whole", slow_read)
+    monkeypatch.setattr(reading, "read_blocks", slow_read)
     part = SequenceRange(stream, 2, 30, gapless=gapless)
     if gapless:
         with pytest.raises(DataLossError, match="sequences 3 to 25"):
             seqs(part)
     else:  # a stream that had gaps before cannot tell which of them are new
         assert seqs(part) == [2, 26, 27, 28, 29, 30]
-
-
-@pytest.mark.parametrize(
-    ("expected", "found", "gap"), [(1, [1, 2, 4], 3), (1, [2], 1), (5, [5, 6, 9, 12], 7), (1, [1, 2], 3)]
-)
-def test_the_first_gap(expected: int, found: list[int], gap: int) -> None:
-    assert reading._first_gap(expected, found) == gap
 
 
 def test_leaving_early_drops_the_connection(

@@ -1,16 +1,16 @@
-"""Whom a read believes: every way in which an answer can be late, partial or broken, one after the other."""
+"""Which answers a verified read accepts: every way in which one can be late, partial or broken."""
 
 import asyncio
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from nats.js.errors import NotFoundError
 
+from jetstream_ext.client import verified_read as module
+from jetstream_ext.client.verified_read import Answer, VerifiedReader
 from jetstream_ext.errors import RequestTimeoutError
-from jetstream_ext.kv import source as module
-from jetstream_ext.kv.entries import Records
-from jetstream_ext.kv.source import Answer, Source
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.types import StoredMsg
@@ -22,29 +22,12 @@ CONFIG = {"max_msgs_per_subject": 1, "max_age": 0, "allow_msg_ttl": True}
 class Log:
     """A leader's messages: sequence to key."""
 
-    name, stream, js, timeout = "B", "KV_B", None, 0.3
-
     def __init__(self, **keys: str) -> None:
         self.messages = {int(seq[1:]): f"$KV.B.{key}" for seq, key in keys.items()}
         self.last = max(self.messages, default=0)
-        self.asked: list[dict[str, Any]] = []
+        self.asked: list[Mapping[str, Any]] = []
 
-    def subject(self, key: str) -> str:
-        return f"$KV.B.{key}"
-
-    async def state(self) -> StreamState:
-        return StreamState(
-            name=self.stream,
-            created=NOW.isoformat(),
-            config=CONFIG,
-            last_seq=self.last,
-            messages=len(self.messages),
-            num_subjects=len(set(self.messages.values())),
-            last_time=NOW,
-            now=NOW,
-        )
-
-    async def at_leader(self, **request: Any) -> StoredMsg | None:
+    def find(self, request: Mapping[str, Any]) -> StoredMsg | None:
         self.asked.append(request)
         seqs = sorted(self.messages)
         if "last_by_subj" in request:
@@ -58,20 +41,20 @@ class Log:
 
 
 def answer(*seqs: int, stream: str = "KV_B", up_to: int = 0, pending: int = 0, key: str = "a") -> Answer:
-    records = Records()
+    block = Block(stream if seqs else "")
     for seq in seqs:
         time = (NOW + timedelta(seconds=seq)).isoformat().replace("+00:00", "Z")
         head = f"NATS/1.0\r\nNats-Stream: {stream}\r\nNats-Subject: $KV.B.{key}\r\nNats-Sequence: {seq}\r\n"
         head += f"Nats-Time-Stamp: {time}\r\nNats-Num-Pending: 0\r\nNats-Last-Sequence: 0\r\n\r\n"
-        records.add(Block(stream, [seq], [head.encode()], [len(head)]))
-    return Answer(stream if seqs else "", records, pending=pending, up_to_seq=up_to)
+        block.extend(Block(stream, [seq], [head.encode()], [len(head)]))
+    return Answer(block, pending=pending, up_to_seq=up_to)
 
 
-class Scripted(Source):
+class Scripted(VerifiedReader):
     """Gets the next answer of a list to whatever it asks, and the last one from then on."""
 
     def __init__(self, log: Log, need: int, *answers: Answer | None) -> None:
-        super().__init__(log, need)  # type: ignore[arg-type]
+        super().__init__(log, "KV_B", 0.3, need=need)  # type: ignore[arg-type]  # what asks a leader gets the log
         self.answers = list(answers)
         self.requests: list[Any] = []
 
@@ -94,7 +77,15 @@ def mirrors(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
                 raise NotFoundError
             return {"config": known[name]}
 
+    async def get_at_leader(log: Log, _: str, request: Mapping[str, Any], __: float) -> StoredMsg | None:
+        return log.find(request)
+
+    async def stream_state(log: Log, stream: str, _: float) -> StreamState:
+        return StreamState(name=stream, created="", config=CONFIG, last_seq=log.last, messages=len(log.messages))
+
     monkeypatch.setattr(module, "Api", Api)
+    monkeypatch.setattr(module, "get_at_leader", get_at_leader)
+    monkeypatch.setattr(module, "stream_state", stream_state)
     return known
 
 
@@ -115,7 +106,7 @@ class TestLastOf:
         ],
         ids=["lags", "knows nothing", "broke off", "of another stream"],
     )
-    async def test_a_bad_one_is_asked_for_again(self, bad: Answer | None) -> None:
+    async def test_a_doubtful_answer_is_asked_for_again(self, bad: Answer | None) -> None:
         good = answer(5, 9, up_to=9)
         source = Scripted(Log(s5="a", s9="b"), 9, bad, bad, good)
         assert await source.last_of(["$KV.B.a"]) is good
@@ -124,20 +115,20 @@ class TestLastOf:
     @pytest.mark.parametrize(
         ("bad", "why"),
         [
-            (answer(5, up_to=8), "had revision 9"),
-            (answer(), "had what the leader has"),
+            (answer(5, up_to=8), "had sequence 9"),
+            (answer(), "has caught up with the leader"),
             (None, "broke off"),
             (answer(5, up_to=9, stream="STRANGER"), "'STRANGER'"),
         ],
     )
-    async def test_but_not_for_ever(self, bad: Answer | None, why: str) -> None:
+    async def test_doubtful_answers_end_in_an_error(self, bad: Answer | None, why: str) -> None:
         source = Scripted(Log(s9="b"), 9, bad)
         with pytest.raises(RequestTimeoutError, match=why):
             await source.last_of(["$KV.B.a"])
 
-    async def test_an_empty_bucket_answers_by_its_leader(self) -> None:
+    async def test_an_empty_stream_needs_no_answer(self) -> None:
         source = Scripted(Log(), 0, answer())
-        assert len((await source.last_of(["$KV.B.a"])).records) == 0
+        assert len((await source.last_of(["$KV.B.a"])).block) == 0
         assert source.requests == []
 
     async def test_a_witness_that_is_gone_is_replaced(self) -> None:
@@ -148,21 +139,21 @@ class TestLastOf:
         await source.last_of(["$KV.B.a"])
         assert [request.multi_last[-1] for request in source.requests] == ["$KV.B.a", "$KV.B.a", "$KV.B.b"]
 
-    async def test_up_to_a_message_only_one_that_has_it_counts(self) -> None:
+    async def test_up_to_a_message_only_a_responder_that_has_it_counts(self) -> None:
         source = Scripted(Log(s5="a", s9="b"), 9, answer(3), answer(), answer(3, 5))
-        up_to = answer(5).records[0]
-        assert (await source.last_of(["$KV.B.x"], up_to=up_to)).records[-1].seq == 5
+        up_to = answer(5).block.message(0)
+        assert (await source.last_of(["$KV.B.x"], up_to=up_to)).block.seqs[-1] == 5
         assert {request.up_to_seq for request in source.requests} == {5}
 
-    async def test_up_to_a_message_that_is_gone_it_says_so(self) -> None:
+    async def test_up_to_a_message_that_is_gone_raises(self) -> None:
         source = Scripted(Log(s9="b"), 9, answer(3))
         with pytest.raises(LookupError):
-            await source.last_of(["$KV.B.x"], up_to=answer(5).records[0])
+            await source.last_of(["$KV.B.x"], up_to=answer(5).block.message(0))
 
 
 class TestMirrors:
     @pytest.mark.parametrize(
-        ("config", "believed"),
+        ("config", "trusted"),
         [
             ({**CONFIG, "mirror": {"name": "KV_B"}}, True),
             ({**CONFIG, "mirror": {"name": "KV_B", "filter_subject": "$KV.B.a"}}, False),
@@ -176,11 +167,13 @@ class TestMirrors:
             ({**CONFIG, "allow_msg_ttl": False, "mirror": {"name": "KV_B"}}, False),
         ],
     )
-    async def test_who_is_believed(self, mirrors: dict[str, Any], config: dict[str, Any], believed: bool) -> None:
+    async def test_a_mirror_is_trusted_if_it_holds_what_its_origin_holds(
+        self, mirrors: dict[str, Any], config: dict[str, Any], trusted: bool
+    ) -> None:
         mirrors["M"] = config
         of_mirror, own = answer(9, up_to=9, stream="M"), answer(9, up_to=9)
         source = Scripted(Log(s9="b"), 9, of_mirror, own)
-        assert await source.last_of(["$KV.B.a"]) is (of_mirror if believed else own)
+        assert await source.last_of(["$KV.B.a"]) is (of_mirror if trusted else own)
 
 
 class TestNewestUpTo:
@@ -197,7 +190,9 @@ class TestNewestUpTo:
             (list(range(1, 100, 7)), 60, 57),
         ],
     )
-    async def test_it_is_found(self, held: list[int], revision: int, newest: int | None) -> None:
+    async def test_the_newest_message_is_found_in_few_questions(
+        self, held: list[int], revision: int, newest: int | None
+    ) -> None:
         log = Log(**{f"s{seq}": "k" for seq in held})
         found = await Scripted(log, 0, None).newest_up_to(revision, 1)
         assert (found.seq if found else None) == newest
@@ -205,20 +200,20 @@ class TestNewestUpTo:
 
 
 class TestOldestOf:
-    async def test_it_comes_with_how_many_there_are(self) -> None:
+    async def test_the_oldest_message_comes_with_their_number(self) -> None:
         source = Scripted(Log(s9="a"), 9, answer(9, pending=3))
         found = await source.oldest_of("$KV.B.a", after=7)
         assert found is not None
         assert (found[0].seq, found[1]) == (9, 4)
 
     @pytest.mark.parametrize("bad", [answer(5), answer(), None, answer(9, stream="STRANGER")])
-    async def test_one_who_does_not_know_is_not_believed(self, bad: Answer | None) -> None:
+    async def test_a_responder_that_lags_is_asked_again(self, bad: Answer | None) -> None:
         source = Scripted(Log(s9="a"), 9, bad, answer(9))
-        assert (await source.oldest_of("$KV.B.a", after=7)) == (answer(9).records[0], 1)
+        assert (await source.oldest_of("$KV.B.a", after=7)) == (answer(9).block.message(0), 1)
         with pytest.raises(RequestTimeoutError):
             await Scripted(Log(s9="a"), 9, bad).oldest_of("$KV.B.a", after=7)
 
-    async def test_a_key_that_left_nothing(self) -> None:
+    async def test_a_subject_without_messages(self) -> None:
         assert await Scripted(Log(s9="b"), 9, answer()).oldest_of("$KV.B.a", after=7) is None
 
 
@@ -227,7 +222,7 @@ class TestCatchUp:
         taken: list[int] = []
         log = Log(s10="a", s11="b", s12="c")
         source = Scripted(log, 9, answer(10), answer(), answer(11, 12))
-        newest = await source.catch_up(9, lambda records: taken.extend(records.seqs))
+        newest = await source.catch_up(9, lambda block: taken.extend(block.seqs))
         assert newest is not None
         assert (newest.seq, taken) == (12, [10, 11, 12])
 
@@ -244,14 +239,14 @@ class TestCatchUp:
         source = Scripted(
             Log(s12="a"), 9, answer(10, pending=2), None, answer(11, 12, stream="STRANGER"), answer(11, 12)
         )
-        newest = await source.catch_up(9, lambda records: taken.extend(records.seqs))
+        newest = await source.catch_up(9, lambda block: taken.extend(block.seqs))
         assert newest is not None
         assert (newest.seq, taken) == (12, [10, 11, 12])
         assert [request.seq for request in source.requests] == [10, 11, 11, 11]
 
-    async def test_not_for_ever(self) -> None:
+    async def test_a_reply_that_never_reaches_the_leader_is_an_error(self) -> None:
         loop = asyncio.get_running_loop()
         start = loop.time()
-        with pytest.raises(RequestTimeoutError, match="had revision 12"):
+        with pytest.raises(RequestTimeoutError, match="had sequence 12"):
             await Scripted(Log(s12="a"), 9, answer()).catch_up(9, lambda _: None)
         assert loop.time() - start < 2

@@ -1,4 +1,4 @@
-"""The plans, driven against a model of a server: every message once and in order, whatever the replies look like."""
+"""Plans of reads, driven against a model of a server: every message once and in order, whatever the replies look like."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetstream_ext.protocol import scan as ranges
+from jetstream_ext.protocol import reads
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
-from jetstream_ext.protocol.plans import Ask, MultiLast, OneBatch, Plan
-from jetstream_ext.protocol.scan import Scan
+from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan, SentRequest
 
 NOT_FOUND = EndOfBatch(0, 0, found=False)
 NO_LOSS: list[int | None] = []
@@ -87,7 +86,7 @@ class Driver:
         self.model = model
         self.losses = list(losses or [])
         self.piece = piece
-        self.replies: dict[Ask, Reply] = {}
+        self.replies: dict[SentRequest, Reply] = {}
         self.delivered: list[int] = []
         self.in_flight = 0
         self.gave_up = False
@@ -97,16 +96,16 @@ class Driver:
             if self.plan.done or self.gave_up:
                 assert self.gave_up or self.plan.next_request() is None
                 return self.delivered
-            while (ask := self.plan.next_request()) is not None:
-                self.replies[ask] = self.model.answer(ask.request)
+            while (sent := self.plan.next_request()) is not None:
+                self.replies[sent] = self.model.answer(sent.request)
             self.in_flight = max(self.in_flight, len(self.replies))
             between()
-            assert self.plan.oldest is not None
-            self._read(self.plan.oldest)
+            assert list(self.plan.in_flight) == list(self.replies)
+            self._read(self.plan.in_flight[0])
         pytest.fail("the plan does not end")
 
-    def _read(self, ask: Ask) -> None:
-        reply = self.replies[ask]
+    def _read(self, sent: SentRequest) -> None:
+        reply = self.replies[sent]
         lost = self.losses.pop(0) if self.losses else None
         arrived = len(reply.seqs) if lost is None else min(lost, len(reply.seqs))
         size = 0
@@ -114,27 +113,33 @@ class Driver:
             seqs = reply.seqs[start : min(start + self.piece, arrived)]
             size += sum(self.model.messages.get(seq, ("", 1))[1] for seq in seqs)
             block = Block("S", list(seqs), [b"%d" % seq for seq in seqs], [0] * len(seqs))
-            block = self.plan.accept(ask, block, size, reply.pendings[start + len(seqs) - 1])
+            block = self.plan.accept(sent, block, size, reply.pendings[start + len(seqs) - 1])
             assert block.seqs == [int(data) for data in block.datas]
             self.delivered += block.seqs
             if self.plan.done:
                 return
         if lost is None:
-            for void in [ask, *self.plan.finish(ask, reply.end)]:
-                del self.replies[void]
+            self.plan.finish(sent, reply.end)
+            assert sent not in self.plan.in_flight
+            self.replies = {sent: self.replies[sent] for sent in self.plan.in_flight}
             return
-        voids = self.plan.retry()
-        if voids is None:
+        if not self.plan.retry():
             self.gave_up = True
             return
-        for void in voids:
-            del self.replies[void]
-        assert self.replies == {}, "nothing stays in flight over a retry"
+        assert not self.plan.in_flight, "nothing stays in flight over a retry"
+        self.replies = {}
+
+
+def accept(plan: Plan, sent: SentRequest, seqs: list[int], pending: int) -> list[int]:
+    """Hand rows to a plan, if there are any; return those to deliver."""
+    if not seqs:
+        return []
+    return plan.accept(sent, Block("S", list(seqs), [b""] * len(seqs), [0] * len(seqs)), 1, pending).seqs
 
 
 def small(plan: Callable[[], Scan]) -> Scan:
     """A scan that begins with small requests, so that small streams take many."""
-    with mock.patch.object(ranges, "FIRST_BATCH", 3):
+    with mock.patch.object(reads, "FIRST_BATCH", 3):
         return plan()
 
 
@@ -220,7 +225,7 @@ class TestScan:
             ask = plan.next_request()
             assert ask is not None
             assert ask.request.seq == (seqs[0] if seqs else 3)
-            plan.accept(ask, Block("S", list(seqs), [b""] * len(seqs), [0] * len(seqs)), 1, end.num_pending)
+            accept(plan, ask, seqs, end.num_pending)
             plan.finish(ask, end)
         assert plan.done
 
@@ -230,7 +235,7 @@ class TestScan:
             ask = plan.next_request()
             assert ask is not None
             seqs = [1, 2] if end.found else []
-            plan.accept(ask, Block("S", seqs, [b""] * len(seqs), [0] * len(seqs)), 1, end.num_pending)
+            accept(plan, ask, seqs, end.num_pending)
             plan.finish(ask, end)
         assert plan.done
         assert plan.end == EndOfBatch(0, 2, found=False)
@@ -256,7 +261,7 @@ class TestScan:
     def test_requests_follow_the_size_of_the_messages(self) -> None:
         big = Driver(Scan(max_bytes=1000, prefetch=1), Model(dict.fromkeys(range(1, 100), ("a", 100))))
         big.run()
-        assert big.model.requests[0].batch == ranges.FIRST_BATCH
+        assert big.model.requests[0].batch == reads.FIRST_BATCH
         assert {request.batch for request in big.model.requests[1:]} == {7}, "three quarters of the bytes"
         tiny = Driver(Scan(max_bytes=1 << 20, prefetch=1), Model(dict.fromkeys(range(1, 6001), ("a", 1))))
         tiny.run()
@@ -279,26 +284,28 @@ class TestScan:
         assert plan.end.last_seq == 0
         assert plan.end.num_pending == len(messages)
 
-    def test_a_range_that_ends_in_a_hole_can_be_reopened(self) -> None:
+    def test_a_range_that_ends_in_a_gap_can_be_rewound(self) -> None:
         # A partial replica shows 11, the leader says that 10 is there: ask again, of whoever answers.
         partial, whole = Model({8: ("a", 1), 11: ("a", 1)}), Model({8: ("a", 1), 10: ("a", 1), 11: ("a", 1)})
         plan = Scan(seq=8, up_to_seq=10, batch=2, max_bytes=100, prefetch=2)
         assert Driver(plan, partial).run() == [8]
-        assert plan.rest() == Request(seq=9, next_by_subj=">")
-        plan.reopen()
+        assert plan.request_after(8) == Request(seq=9, next_by_subj=">")
+        plan.rewind(8)
         assert Driver(plan, whole).run() == [10]
         assert plan.end is not None
         assert plan.end.last_seq == 10
 
-    def test_what_is_left_of_a_range_by_time(self) -> None:
+    def test_a_range_by_time_goes_on_by_sequence_and_can_be_rewound_to_its_start(self) -> None:
         when = datetime.fromtimestamp(5, UTC)
         plan = Scan(start_time=when, subject="a", max_bytes=100)
-        assert plan.rest() == Request(start_time=when, next_by_subj="a")
+        assert plan.request_after(0) == Request(start_time=when, next_by_subj="a")
         Driver(plan, Model({6: ("a", 1)})).run()
-        assert plan.rest() == Request(seq=7, next_by_subj="a")
+        assert plan.request_after(6) == Request(seq=7, next_by_subj="a")
+        plan.rewind(0)
+        assert plan.next_request().request.start_time == when  # type: ignore[union-attr]
 
 
-class TestOneBatch:
+class TestOneReply:
     @given(
         messages=streams, subject=st.sampled_from([None, "a"]), seq=st.integers(1, 130), batch=st.integers(1, 20),
         max_bytes=st.integers(1, 400), lost=losses, piece=st.integers(1, 7), old=st.booleans(),
@@ -307,7 +314,7 @@ class TestOneBatch:
         self, messages: dict[int, tuple[str, int]], subject: str | None, seq: int, batch: int, max_bytes: int,
         lost: list[int | None], piece: int, old: bool,
     ) -> None:  # fmt: skip
-        plan = OneBatch(Request(seq=seq, next_by_subj=subject, batch=batch, max_bytes=max_bytes))
+        plan = OneReply(Request(seq=seq, next_by_subj=subject, batch=batch, max_bytes=max_bytes))
         delivered = Driver(plan, Model(messages, old=old), lost, piece).run()
         matching = [s for s in sorted(messages) if s >= seq and subject in (None, messages[s][0])]
         assert delivered == matching[: len(delivered)]
@@ -322,18 +329,18 @@ class TestOneBatch:
 
     def test_sends_one_request(self) -> None:
         model = Model(dict.fromkeys(range(1, 31), ("a", 10)))
-        assert Driver(OneBatch(Request(seq=3, batch=5, max_bytes=35)), model).run() == [3, 4, 5, 6]
+        assert Driver(OneReply(Request(seq=3, batch=5, max_bytes=35)), model).run() == [3, 4, 5, 6]
         assert len(model.requests) == 1
 
     def test_a_lost_end_is_not_paid_with_another_message(self) -> None:
         model = Model(dict.fromkeys(range(1, 31), ("a", 1)))
-        plan = OneBatch(Request(seq=1, batch=5, max_bytes=100))
+        plan = OneReply(Request(seq=1, batch=5, max_bytes=100))
         assert Driver(plan, model, [5]).run() == [1, 2, 3, 4, 5]
         assert plan.end == EndOfBatch(25, 5)
 
     def test_by_time_goes_on_by_sequence(self) -> None:
         model = Model(dict.fromkeys(range(1, 31), ("a", 1)))
-        plan = OneBatch(Request(start_time=datetime.fromtimestamp(4, UTC), batch=6, max_bytes=100))
+        plan = OneReply(Request(start_time=datetime.fromtimestamp(4, UTC), batch=6, max_bytes=100))
         assert Driver(plan, model, [2]).run() == [4, 5, 6, 7, 8, 9]
         assert (model.requests[1].seq, model.requests[1].start_time, model.requests[1].batch) == (6, None, 4)
 
@@ -407,8 +414,7 @@ class TestMultiLast:
             ask = plan.next_request()
             assert ask is not None
             asked.append((ask.request.seq, ask.request.up_to_seq, ask.request.batch))
-            block = Block("S", list(seqs), [b""] * len(seqs), [0] * len(seqs))
-            delivered += plan.accept(ask, block, 1, end.num_pending).seqs
+            delivered += accept(plan, ask, seqs, end.num_pending)
             plan.finish(ask, end)
         assert asked == [(None, 9, None), (None, None, 1), (None, 5, None), (4, 5, None)]
         assert (delivered, plan.done, plan.end) == ([3, 5], True, EndOfBatch(0, 5, 5))
@@ -427,7 +433,7 @@ class TestMultiLast:
         for seq, end in ((3, EndOfBatch(1, 3, 5)), (0, NOT_FOUND), (5, EndOfBatch(0, 5, 5))):
             ask = plan.next_request()
             assert ask is not None
-            plan.accept(ask, Block("S", *(([seq], [b""], [0]) if seq else ([], [], []))), 1, end.num_pending)
+            accept(plan, ask, [seq] if seq else [], end.num_pending)
             plan.finish(ask, end)
         assert (plan.done, plan.end) == (True, EndOfBatch(0, 5, 5))
 
@@ -451,23 +457,83 @@ class TestMultiLast:
         assert plan.end == EndOfBatch(3, 3, 6)
 
 
+LOG = Request(seq=7, batch=10)
+LASTS = Request(multi_last=("a.>",))
+
+
+class TestOneWholeReply:
+    @pytest.mark.parametrize("request_", [LOG, LASTS])
+    def test_one_request_and_all_of_its_rows(self, request_: Request) -> None:
+        plan = OneReply(request_, whole=True)
+        ask = plan.next_request()
+        assert ask is not None
+        assert ask.request is request_
+        assert plan.next_request() is None
+        assert accept(plan, ask, [7, 9], 1) == [7, 9]
+        assert accept(plan, ask, [11], 0) == [11]
+        plan.finish(ask, EndOfBatch(0, 11, 12))
+        assert plan.done
+        assert plan.end == EndOfBatch(0, 11, 12)
+        assert plan.next_request() is None
+
+    def test_the_end_of_a_cut_multi_last_is_what_its_last_message_says(self) -> None:
+        plan = OneReply(LASTS, whole=True)
+        ask = plan.next_request()
+        assert ask is not None
+        accept(plan, ask, [7], 1)
+        plan.finish(ask, EndOfBatch(0, 7, 12))  # as 2.11 ends it
+        assert plan.end == EndOfBatch(1, 7, 12)
+
+    def test_the_end_of_a_cut_batch_is_what_the_end_says(self) -> None:
+        plan = OneReply(LOG, whole=True)
+        ask = plan.next_request()
+        assert ask is not None
+        accept(plan, ask, [7], 1)
+        plan.finish(ask, EndOfBatch(0, 7))  # on 2.11 a message of a batch counts itself
+        assert plan.end == EndOfBatch(0, 7)
+
+    def test_nothing_found(self) -> None:
+        plan = OneReply(LASTS, whole=True)
+        ask = plan.next_request()
+        assert ask is not None
+        missing = EndOfBatch(0, 0, found=False)
+        plan.finish(ask, missing)
+        assert plan.end == missing
+
+    def test_lost_without_a_message_is_asked_again(self) -> None:
+        plan = OneReply(LOG, whole=True)
+        assert plan.next_request() is not None
+        assert plan.retry()
+        again = plan.next_request()
+        assert again is not None
+        assert again.request is LOG
+
+    def test_lost_after_a_message_is_lost(self) -> None:
+        plan = OneReply(LOG, whole=True)
+        ask = plan.next_request()
+        assert ask is not None
+        accept(plan, ask, [7], 1)
+        assert not plan.retry()
+
+
 def test_every_plan_has_one_request_out_at_first_and_none_when_done() -> None:
     for plan in (
         Scan(max_bytes=10),
-        OneBatch(Request(seq=1, batch=1)),
+        OneReply(Request(seq=1, batch=1)),
         MultiLast(Request(multi_last=("a",))),
+        OneReply(Request(multi_last=("a",)), whole=True),
     ):
         first = plan.next_request()
         assert first is not None
-        assert plan.oldest is first
+        assert list(plan.in_flight) == [first]
         assert plan.next_request() is None
         plan.finish(first, NOT_FOUND)
-        assert (plan.done, plan.oldest, plan.next_request()) == (True, None, None)
+        assert (plan.done, list(plan.in_flight), plan.next_request()) == (True, [], None)
         assert plan.end is not None
         assert (plan.end.num_pending, plan.end.last_seq, plan.end.found) == (0, 0, False)
 
 
-def test_asks_are_told_apart_even_when_they_ask_the_same() -> None:
-    one, other = (Ask(Request(seq=1, batch=1), 1, 1) for _ in range(2))
+def test_equal_requests_are_told_apart() -> None:
+    one, other = (SentRequest(Request(seq=1, batch=1), 1, 1) for _ in range(2))
     assert one != other
     assert len({one: 1, other: 2}) == 2

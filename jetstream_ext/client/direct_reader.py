@@ -1,0 +1,325 @@
+"""Direct gets on the wire: `RangeRead` decides, this module sends, waits and delivers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import nats.errors
+
+from jetstream_ext.client.api import LAG_PAUSE, get_at_leader, stream_state, wait_for_sequence
+from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
+from jetstream_ext.client.concurrency import gather_bounded
+from jetstream_ext.client.context import Context
+from jetstream_ext.errors import JetStreamExtError, MessagesLostError, RequestTimeoutError
+from jetstream_ext.protocol import frames, range_read
+from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, decode_single, not_found
+from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.range_read import RangeRead
+from jetstream_ext.protocol.reads import OneReply, Plan, Scan, SentRequest
+from jetstream_ext.types import StoredMsg
+
+
+class _Inboxes:
+    """The reply inboxes of one read, and one wait for whatever comes to any of them.
+
+    Args:
+        context: The context.
+        disconnected: Called when the connection is lost.
+    """
+
+    def __init__(self, context: Context, disconnected: Callable[[], None]) -> None:
+        self._connection = context.connection
+        self._disconnected = disconnected
+        self._open: dict[SentRequest | None, InboxSubscription] = {}
+        self._woken = asyncio.Event()
+
+    async def send(
+        self,
+        subject: str,
+        payload: bytes,
+        received: Callable[[list[Frame]], None],
+        timeout: float,
+        key: SentRequest | None = None,
+    ) -> None:
+        """Send a request; `received` is called with what comes to its reply inbox, until `close`.
+
+        Raises:
+            MaxPayloadError: The request is over the server's limit. Nothing was sent.
+            ConnectionClosedError, ConnectionDrainingError, ConnectionReconnectingError: nats-py's; nothing was sent.
+            RequestTimeoutError: The server does not read.
+        """
+        connection = self._connection
+        connection.check_usable()
+        frames.check_size(b"", payload, connection.max_payload)
+        handler = InboxHandler(partial(self._notify, received), partial(self._notify, self._disconnected))
+        inbox = self._open[key] = await connection.inbox(handler, timeout=timeout)
+        command = frames.pub(subject.encode(), inbox.subject.encode(), b"", payload)
+        await connection.write(command, 1, len(payload), timeout=timeout)
+
+    def _notify(self, receive: Callable[..., None], *arguments: object) -> None:
+        receive(*arguments)
+        self._woken.set()
+
+    async def wait(self, until: float) -> bool:
+        """Wait until something comes or the connection is lost; False: the loop's clock reached `until` before."""
+        try:
+            async with asyncio.timeout_at(until):
+                await self._woken.wait()
+        except TimeoutError:
+            return False
+        self._woken.clear()
+        return True
+
+    def close(self, key: SentRequest) -> None:
+        """Close the reply inbox of one request."""
+        if (inbox := self._open.pop(key, None)) is not None:
+            inbox.close()
+
+    def close_all(self) -> None:
+        """Close all of them."""
+        for inbox in self._open.values():
+            inbox.close()
+
+
+async def read_blocks(
+    context: Context, stream: str, plan: Plan, timeout: float, *, confirm: bool = False, min_seq: int | None = None
+) -> AsyncGenerator[Block, None]:
+    """Drive a plan: yield its rows as they come.
+
+    Args:
+        context: The context.
+        stream: The stream.
+        plan: Which requests answer the read. `confirm` and `min_seq` need a `Scan`.
+        timeout: Seconds; see `RangeRead`.
+        confirm: Prove at the leader that the whole range was delivered. A range without an end gets the one that the
+            leader has now.
+        min_seq: Wait until the leader has this sequence, and prove the range up to it, at least.
+
+    Raises:
+        RequestTimeoutError: No answer for `timeout` seconds; the leader does not reach `min_seq`, or no responder has
+            what the leader has, for as long.
+        JetStreamExtError, nats.errors.Error, nats.js.errors.APIError: See `DirectGet`.
+    """
+    loop, connection = asyncio.get_running_loop(), context.connection
+    if min_seq is not None:
+        await wait_for_sequence(context, stream, min_seq, timeout)
+    prove_to = min_seq
+    if confirm:
+        assert isinstance(plan, Scan)
+        if plan.up_to_seq is None:
+            plan.up_to_seq = (await stream_state(context, stream, timeout)).last_seq
+        prove_to = plan.up_to_seq
+    machine = RangeRead(
+        stream, plan, timeout, pause=LAG_PAUSE, prove_to=prove_to, server_version=connection.server_version
+    )
+    api = f"{context.prefix}.DIRECT.GET.{stream}"
+
+    async def ask_leader(request: Request) -> int | None:
+        found = await get_at_leader(context, stream, request.body(), timeout)
+        return None if found is None else found.seq
+
+    inboxes = _Inboxes(context, machine.disconnected)
+    try:
+        while True:
+            match machine.next_action(loop.time()):
+                case range_read.Deliver(block):
+                    yield block
+                case range_read.Wait(until):
+                    await inboxes.wait(until)
+                    machine.handle_timer(loop.time())
+                case range_read.SendRequest(sent):
+                    try:
+                        subject, payload = sent.request.address(api)
+                        await inboxes.send(subject, payload, partial(machine.receive, sent), timeout, sent)
+                    except nats.errors.ConnectionReconnectingError as error:
+                        machine.not_sent(error, loop.time())
+                case range_read.DropReply(sent):
+                    inboxes.close(sent)
+                case range_read.AskLeader(requests):
+                    found = await gather_bounded(ask_leader, requests, limit=len(requests))
+                    machine.leader_answered(found, loop.time())
+                case range_read.AwaitConnection():
+                    await connection.wait_usable(timeout)
+                    machine.connected()
+                case range_read.Fail(failure):
+                    raise failure
+                case range_read.Done():
+                    return
+    finally:
+        inboxes.close_all()
+
+
+async def read_one(context: Context, stream: str, request: Request, timeout: float) -> StoredMsg:
+    """Return the message that a direct get without a batch finds; a request that the connection lost is sent once more.
+
+    Args:
+        context: The context.
+        stream: The stream.
+        request: The request.
+        timeout: Seconds for all of it.
+
+    Raises:
+        MessageNotFoundError: The responder has no such message.
+        JetStreamExtError, nats.errors.Error: See `DirectGet`.
+    """
+    loop, connection = asyncio.get_running_loop(), context.connection
+    deadline = loop.time() + timeout
+    silence = RequestTimeoutError(f"stream {stream!r}: no answer to a direct get within {timeout:.4g} s")
+    if request.start_time is not None:
+        # As a batch of one: a server that does not know start_time would answer a single get with another message.
+        plan = OneReply(replace(request, batch=1))
+        try:
+            async with asyncio.timeout_at(deadline), aclosing(read_blocks(context, stream, plan, timeout)) as blocks:
+                async for block in blocks:
+                    return next(block.messages())
+        except TimeoutError:
+            raise silence from None
+        raise not_found(stream)
+    subject, payload = request.address(f"{context.prefix}.DIRECT.GET.{stream}")
+    retried = False
+
+    def remaining() -> float:
+        return max(0.001, deadline - loop.time())  # a wait that has none left fails at its first suspension
+
+    while True:
+        received: list[Frame] = []
+        inboxes = _Inboxes(context, lambda: None)
+        try:
+            await inboxes.send(subject, payload, received.extend, remaining())
+            if not await inboxes.wait(deadline):
+                raise silence
+            if received:
+                return decode_single(stream, received[0], connection.server_version)
+            if retried:
+                raise MessagesLostError(
+                    f"stream {stream!r}: the connection was lost while a direct get was being answered", expected=0
+                )
+        except nats.errors.ConnectionReconnectingError:
+            if retried:
+                raise
+        finally:
+            inboxes.close_all()
+        retried = True
+        await connection.wait_usable(remaining())
+
+
+class MessageBatch:
+    """The messages of one read: iterate it, use it as an async context manager, or take `to_list`.
+
+    The first request goes out on first use. Leave early with ``break`` and then `aclose` (or the end of the
+    ``async with`` block): nothing stays behind. One task at a time may read.
+
+    A read that raised is over; the messages that came before are good, and another read can start behind the last one.
+
+    Raises:
+        JetStreamExtError, nats.errors.Error: While iterating: see `DirectGet`; after an error or a cancellation always.
+        RuntimeError: Another task is waiting for messages of the same read.
+
+    Cancellation: A cancelled read is over and has cleaned up; it cannot be continued.
+
+    Requires: nats-server 2.11 (ADR-31, Batched requests and Multi-subject requests).
+    """
+
+    def __init__(self, plan: Plan, blocks: AsyncGenerator[Block, None]) -> None:
+        self._plan = plan
+        self._blocks = blocks
+        self._ready: Iterator[StoredMsg] = iter(())
+        self._failure: BaseException | None = None
+        self._over = False
+        self._closed = False
+        self._reading = False
+
+    @property
+    def num_pending(self) -> int | None:
+        """How many matching messages follow what was read, as the last answer counted them; None before the end."""
+        return self._end.num_pending if self._end else None
+
+    @property
+    def last_seq(self) -> int | None:
+        """The stream sequence of the last message (0 if none was found); None before the end."""
+        return self._end.last_seq if self._end else None
+
+    @property
+    def up_to_seq(self) -> int | None:
+        """The sequence at which a `multi_last` is consistent; None before the end and for other reads."""
+        return self._end.up_to_seq if self._end else None
+
+    @property
+    def _end(self) -> EndOfBatch | None:
+        return self._plan.end if self._over else None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StoredMsg:
+        for message in self._ready:
+            return message
+        while True:
+            block = await self._next_block()
+            if block is None:
+                raise StopAsyncIteration
+            self._ready = block.messages()
+            for message in self._ready:
+                return message
+
+    async def to_list(self) -> list[StoredMsg]:
+        """Return all remaining messages, in the order of their sequences.
+
+        Raises:
+            JetStreamExtError, nats.errors.Error, RuntimeError: As for iterating.
+
+        Cancellation: The read is over; nothing is left behind.
+        """
+        messages = list(self._ready)
+        while (block := await self._next_block()) is not None:
+            messages += block.messages()
+        return messages
+
+    async def _next_block(self) -> Block | None:
+        if self._failure is not None:
+            raise JetStreamExtError(f"this read ended early and cannot be continued: {self._failure!r}")
+        if self._closed:
+            return None
+        self._check_alone()
+        self._reading = True
+        try:
+            return await anext(self._blocks)
+        except StopAsyncIteration:
+            self._over = self._plan.done
+            return None
+        except BaseException as failure:
+            self._failure = failure
+            raise
+        finally:
+            self._reading = False
+
+    def _check_alone(self) -> None:
+        if self._reading:
+            raise RuntimeError("another task is waiting for the next messages of this read; cancel it first")
+
+    async def aclose(self) -> None:
+        """End the read; safe to call more than once.
+
+        Raises:
+            RuntimeError: Another task is waiting for messages of it; that one has to be cancelled.
+
+        Cancellation: The read is over all the same; nothing is left behind.
+        """
+        self._check_alone()
+        self._closed = True
+        self._ready = iter(())
+        await self._blocks.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()

@@ -1,0 +1,611 @@
+"""The machine of a read, without a socket: scripts for each row of its table, and a fuzz against a model cluster."""
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from unittest import mock
+
+import nats.errors
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetstream_ext import errors
+from jetstream_ext.protocol import reads
+from jetstream_ext.protocol.direct import Request
+from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.range_read import (
+    MAX_QUESTIONS,
+    Action,
+    AskLeader,
+    AwaitConnection,
+    Deliver,
+    Done,
+    DropReply,
+    Fail,
+    RangeRead,
+    SendRequest,
+    State,
+    Wait,
+)
+from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan, SentRequest
+
+TIMEOUT, PAUSE = 5.0, 0.05
+DOCUMENTED = (errors.RequestTimeoutError, errors.MessagesLostError, errors.DirectGetDisabledError)
+
+
+def row(seq: int, last: int, pending: int, stream: str = "S") -> Frame:
+    block = (
+        f"NATS/1.0\r\nNats-Stream: {stream}\r\nNats-Subject: a\r\nNats-Sequence: {seq}\r\n"
+        f"Nats-Time-Stamp: 2026-11-20T21:23:31.2Z\r\nNats-Num-Pending: {pending}\r\nNats-Last-Sequence: {last}\r\n\r\n"
+    ).encode()
+    return b"_INBOX.x", block, len(block)
+
+
+def status(text: str) -> Frame:
+    block = f"NATS/1.0 {text}\r\n\r\n".encode()
+    return b"_INBOX.x", block, len(block)
+
+
+def eob(last: int, pending: int, up_to: int | None = None) -> Frame:
+    text = f"204 EOB\r\nNats-Num-Pending: {pending}\r\nNats-Last-Sequence: {last}"
+    return status(text if up_to is None else f"{text}\r\nNats-UpTo-Sequence: {up_to}")
+
+
+def reply(seqs: Sequence[int], pending: int = 0, stream: str = "S") -> list[Frame]:
+    """A whole reply."""
+    if not seqs:
+        return [status("404 Message Not Found")]
+    rows = [
+        row(seq, last, pending + len(seqs) - i, stream) for i, (seq, last) in enumerate(zip(seqs, [0, *seqs], strict=False), 1)
+    ]  # fmt: skip
+    return [*rows, eob(seqs[-1], pending)]
+
+
+class Script:
+    """One machine, driven by hand."""
+
+    def __init__(self, plan: Plan, prove_to: int | None = None) -> None:
+        self.plan = plan
+        self.machine = RangeRead("S", plan, TIMEOUT, pause=PAUSE, prove_to=prove_to)
+        self.now = 0.0
+        self.delivered: list[int] = []
+        self.sent: list[SentRequest] = []
+
+    def act(self) -> Action:
+        """Return the next action that needs an answer."""
+        while True:
+            action = self.machine.next_action(self.now)
+            if isinstance(action, Deliver):
+                self.delivered += action.block.seqs
+            elif isinstance(action, SendRequest):
+                self.sent.append(action.sent)
+            elif not isinstance(action, DropReply):
+                return action
+
+    def answer(self, frames: list[Frame]) -> Action:
+        """Answer the oldest request."""
+        assert isinstance(self.act(), Wait)
+        self.machine.receive(self.plan.in_flight[0], frames)
+        return self.act()
+
+    def expire(self) -> Action:
+        """Let the time of the wait pass."""
+        action = self.act()
+        assert isinstance(action, Wait)
+        assert self.machine.next_timer() == action.until
+        self.now = action.until
+        self.machine.handle_timer(self.now)
+        return self.act()
+
+    def reconnect(self) -> None:
+        assert isinstance(self.act(), AwaitConnection)
+        self.machine.connected()
+
+    def leader(self, *found: int | None) -> Action:
+        action = self.act()
+        assert isinstance(action, AskLeader)
+        self.machine.leader_answered(found, self.now)
+        return self.act()
+
+
+def scan(up_to: int | None = None, batch: int = 4, prefetch: int = 1) -> Scan:
+    return Scan(up_to_seq=up_to, batch=batch, max_bytes=1 << 20, prefetch=prefetch)
+
+
+def failure(action: Action) -> Exception:
+    assert isinstance(action, Fail)
+    return action.error
+
+
+class TestReading:
+    def test_rows_are_delivered_after_the_next_request_is_sent(self) -> None:
+        script = Script(scan())
+        script.act()
+        machine, first = script.machine, script.sent[0]
+        machine.receive(first, reply([1, 2, 3, 4], 2))
+        kinds = [type(machine.next_action(0.0)) for _ in range(4)]
+        assert kinds == [DropReply, SendRequest, Deliver, Wait]
+
+    def test_replies_are_decoded_in_order_whatever_comes_first(self) -> None:
+        script = Script(scan(prefetch=2))
+        assert isinstance(script.answer(reply([1, 2, 3, 4], 8)), Wait)
+        second, third = script.plan.in_flight
+        script.machine.receive(third, reply([9, 10, 11, 12]))
+        assert isinstance(script.act(), Wait)
+        assert script.delivered == [1, 2, 3, 4]
+        script.machine.receive(second, reply([5, 6, 7, 8], 4))
+        assert isinstance(script.act(), Done)
+        assert script.delivered == list(range(1, 13))
+
+    def test_late_frames_of_a_dropped_reply_are_ignored(self) -> None:
+        script = Script(scan())
+        script.act()
+        first = script.sent[0]
+        script.expire()
+        script.machine.receive(first, reply([1]))
+        script.reconnect()
+        assert isinstance(script.answer(reply([1, 2])), Done)
+        assert script.delivered == [1, 2]
+
+    def test_a_refusal_ends_the_read_after_what_came_before(self) -> None:
+        script = Script(scan())
+        script.answer([row(1, 0, 3)])
+        assert isinstance(failure(script.answer([status("408 Bad Request")])), errors.BadRequestError)
+        assert script.delivered == [1]
+        assert script.machine.state is State.ENDED
+
+    @pytest.mark.parametrize(
+        ("plan", "frames"),
+        [
+            (OneReply(Request(seq=1, batch=2)), reply([1, 2], 3)),
+            (OneReply(Request(seq=1, batch=2), whole=True), reply([1, 2], 3)),
+            (MultiLast(Request(multi_last=("a",))), [row(1, 0, 1), row(2, 1, 0), eob(2, 0, 2)]),
+        ],
+    )
+    def test_other_plans(self, plan: Plan, frames: list[Frame]) -> None:
+        script = Script(plan)
+        assert isinstance(script.answer(frames), Done)
+        assert (script.delivered, plan.end and plan.end.last_seq) == ([1, 2], 2)
+
+
+class TestSilence:
+    def test_is_asked_again_behind_the_last_row_and_fails_the_second_time(self) -> None:
+        script = Script(scan())
+        script.answer([row(1, 0, 9)])
+        assert isinstance(script.expire(), AwaitConnection)
+        script.reconnect()
+        assert isinstance(script.answer([row(2, 0, 8)]), Wait)
+        assert script.sent[-1].request.seq == 2
+        error = failure(script.expire())
+        assert isinstance(error, errors.RequestTimeoutError)
+        assert "stopped after 1 messages, and nothing came for 5 s" in str(error)
+        assert script.delivered == [1, 2]
+        assert script.now == 2 * TIMEOUT
+
+    def test_a_reply_that_ends_makes_up_for_it(self) -> None:
+        script = Script(scan(batch=1))
+        for seq in (1, 2, 3):
+            script.expire()
+            script.reconnect()
+            script.answer(reply([seq], 9))
+        assert script.delivered == [1, 2, 3]
+
+    def test_the_time_starts_when_the_wait_starts(self) -> None:
+        script = Script(scan())
+        script.answer([row(1, 0, 9)])
+        script.now = 4.0
+        script.machine.receive(script.sent[0], [row(2, 1, 8)])
+        script.now = 100.0  # the reader was busy
+        action = script.act()
+        assert isinstance(action, Wait)
+        assert action.until == 100.0 + TIMEOUT
+
+    def test_a_timer_that_is_not_due_changes_nothing(self) -> None:
+        script = Script(scan())
+        first = script.act()
+        script.machine.handle_timer(TIMEOUT - 0.1)
+        assert script.act() == first
+
+    def test_a_frame_that_comes_with_the_timer_counts(self) -> None:
+        script = Script(scan())
+        script.act()
+        script.machine.receive(script.sent[0], reply([1]))
+        script.machine.handle_timer(TIMEOUT)
+        assert isinstance(script.act(), Done)
+
+
+class TestConnection:
+    def test_what_came_before_the_loss_counts_and_the_rest_is_asked_again(self) -> None:
+        script = Script(scan())
+        script.act()
+        script.machine.receive(script.sent[0], [row(1, 0, 3)])
+        script.machine.disconnected()
+        script.reconnect()
+        assert isinstance(script.answer(reply([2, 3, 4])), Done)
+        assert script.delivered == [1, 2, 3, 4]
+
+    def test_a_second_loss_at_the_same_place_is_an_error(self) -> None:
+        script = Script(scan())
+        for _ in range(2):
+            script.act()
+            script.machine.disconnected()
+            if script.machine.state is not State.ENDED and isinstance(script.act(), AwaitConnection):
+                script.machine.connected()
+        assert isinstance(failure(script.act()), errors.MessagesLostError)
+
+    def test_a_request_that_could_not_be_sent_is_sent_again(self) -> None:
+        script = Script(scan())
+        assert isinstance(script.machine.next_action(0.0), SendRequest)
+        script.machine.not_sent(nats.errors.ConnectionReconnectingError(), 0.0)
+        script.reconnect()
+        assert isinstance(script.answer(reply([1])), Done)
+
+    def test_one_answer_is_never_continued(self) -> None:
+        script = Script(OneReply(Request(seq=1, batch=9), whole=True))
+        script.answer([row(1, 0, 3)])
+        script.machine.disconnected()
+        assert isinstance(failure(script.act()), errors.MessagesLostError)
+
+
+class TestNoResponder:
+    def test_before_the_first_answer_it_is_an_error(self) -> None:
+        assert isinstance(failure(Script(scan()).answer([status("503")])), errors.DirectGetDisabledError)
+
+    def test_after_an_answer_it_is_waited_out_for_the_timeout(self) -> None:
+        script = Script(scan(batch=1))
+        script.answer(reply([1], 9))
+        while isinstance(action := script.answer([status("503")]), Wait):
+            assert script.machine.state is State.PAUSED
+            assert action.until == script.now + PAUSE
+            script.expire()
+            script.reconnect()
+        assert isinstance(failure(action), errors.DirectGetDisabledError)
+        assert TIMEOUT <= script.now <= TIMEOUT + 2 * PAUSE
+        assert script.delivered == [1]
+
+    def test_a_row_starts_the_time_again(self) -> None:
+        script = Script(scan(batch=1))
+        script.answer(reply([1], 9))
+        for seq in (2, 3):
+            for _ in range(60):
+                script.answer([status("503")])
+                script.expire()
+                script.reconnect()
+            script.answer(reply([seq], 9))
+        assert script.delivered == [1, 2, 3]
+
+
+class TestProof:
+    def test_the_end_is_asked_of_the_leader(self) -> None:
+        script = Script(scan(9), prove_to=9)
+        script.answer(reply([1, 2]))
+        assert script.act() == AskLeader((Request(seq=3, next_by_subj=">"),))
+        assert isinstance(script.leader(None), Done)
+
+    @pytest.mark.parametrize("found", [None, 10])
+    def test_what_follows_the_range_is_not_missing(self, found: int | None) -> None:
+        script = Script(scan(9), prove_to=9)
+        script.answer(reply([1]))
+        assert isinstance(script.leader(found), Done)
+
+    def test_a_range_that_came_to_its_end_needs_no_question(self) -> None:
+        assert isinstance(Script(scan(2), prove_to=2).answer(reply([1, 2])), Done)
+
+    def test_only_the_part_to_prove_is_proved(self) -> None:
+        script = Script(scan(), prove_to=2)
+        assert isinstance(script.answer(reply([1, 2])), Done)
+
+    def test_a_lagging_replica_is_asked_again_until_it_has_caught_up(self) -> None:
+        script = Script(scan(3), prove_to=3)
+        script.answer(reply([1]))
+        for _ in range(5):
+            script.leader(2)
+            script.expire()
+            script.reconnect()
+            script.answer(reply([]))
+        script.leader(2)
+        script.expire()
+        script.reconnect()
+        assert isinstance(script.answer(reply([2, 3])), Done)
+        assert script.delivered == [1, 2, 3]
+
+    def test_a_replica_that_never_catches_up_is_an_error(self) -> None:
+        script = Script(scan(3), prove_to=3)
+        script.answer(reply([1]))
+        while not isinstance(action := script.leader(2), Fail):
+            script.expire()
+            script.reconnect()
+            script.answer(reply([]))
+        assert "the leader has sequence 2, but no replica or mirror" in str(failure(action))
+        assert TIMEOUT <= script.now <= TIMEOUT + 2 * PAUSE
+
+    def test_gaps_of_a_mirror_are_asked_of_the_leader_before_its_rows_are_delivered(self) -> None:
+        script = Script(scan(9), prove_to=9)
+        action = script.answer(reply([2, 3, 6], stream="M"))
+        assert action == AskLeader((Request(seq=1, next_by_subj=">"), Request(seq=4, next_by_subj=">")))
+        assert script.delivered == []
+        script.leader(2, 6)
+        assert script.delivered == [2, 3, 6]
+
+    def test_gaps_of_the_stream_itself_are_not(self) -> None:
+        script = Script(scan(6), prove_to=6)
+        assert isinstance(script.answer(reply([2, 3, 6])), Done)
+
+    def test_rows_before_a_missing_message_are_delivered(self) -> None:
+        script = Script(scan(6), prove_to=6)
+        script.answer(reply([1, 2, 3, 6], stream="M"))
+        assert isinstance(script.leader(5), Wait)
+        assert script.delivered == [1, 2, 3]
+        script.expire()
+        script.reconnect()
+        assert isinstance(script.answer(reply([5, 6])), Done)
+        assert script.sent[-1].request.seq == 4
+        assert script.delivered == [1, 2, 3, 5, 6]
+
+    def test_a_failure_behind_a_missing_message_is_forgotten(self) -> None:
+        script = Script(scan(6), prove_to=6)
+        script.answer([row(1, 0, 9)])
+        script.expire()
+        script.reconnect()
+        script.answer([row(3, 0, 2, "M"), row(6, 4, 0, "M")])  # 4 was lost on the way: the second trouble at one place
+        assert script.machine.state is State.ENDED
+        script.leader(2)
+        script.expire()
+        script.reconnect()
+        assert isinstance(script.answer(reply([2, 6])), Done)
+        assert script.delivered == [1, 2, 6]
+
+    def test_an_answer_with_many_gaps_is_thrown_away_some_times_and_then_proved(self) -> None:
+        count = 2 * (MAX_QUESTIONS + 1)
+        evens = list(range(2, count + 1, 2))
+        script = Script(scan(count, batch=1000), prove_to=count)
+        thrown_away = 0
+        while isinstance(script.answer(reply(evens, stream="M")), AwaitConnection):
+            thrown_away += 1
+            script.reconnect()
+        assert thrown_away == 8
+        assert script.now == 0.0, "it is asked again at once"
+        script.leader(*evens[:MAX_QUESTIONS])
+        assert isinstance(script.leader(*evens[MAX_QUESTIONS:]), Done)
+        assert script.delivered == evens
+
+    def test_a_read_by_time_is_proved_by_time(self) -> None:
+        when = datetime(2026, 1, 1, tzinfo=UTC)
+        script = Script(Scan(start_time=when, up_to_seq=9, max_bytes=100, subject="a"), prove_to=9)
+        action = script.answer(reply([7, 9], stream="M"))
+        by_time = Request(start_time=when, next_by_subj="a")
+        assert action == AskLeader((by_time, Request(seq=8, next_by_subj="a")))
+        script.leader(5, 9)
+        script.expire()
+        script.reconnect()
+        script.act()
+        assert script.sent[-1].request.start_time == when
+        assert isinstance(script.answer(reply([5, 7, 9])), Done)
+        assert script.delivered == [5, 7, 9]
+
+
+def test_every_change_is_one_debug_record(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="jetstream_ext.direct"):
+        script = Script(scan(3), prove_to=3)
+        script.answer([row(1, 0, 2)])
+        script.expire()
+        script.reconnect()
+        script.answer([status("503")])
+        script.expire()
+        script.reconnect()
+        script.answer(reply([2]))
+        script.leader(3)
+        script.expire()
+        script.reconnect()
+        script.answer(reply([]))
+        script.leader(None)
+    said = [record.message.removeprefix("stream 'S': ").split(": ", 1) for record in caplog.records]
+    assert all(record.name == "jetstream_ext.direct" for record in caplog.records)
+    silence = "retry after stream 'S': the answer to a direct get stopped after 1 messages"
+    expected = [
+        ("request sent", "seq=1"),
+        ("reading -> reconnecting", silence),
+        ("reconnecting -> reading", "the connection is usable"),
+        ("request sent", "seq=2"),
+        ("reading -> paused", "no responder answers"),
+        ("paused -> reconnecting", "the pause is over"),
+        ("reconnecting -> reading", "usable"),
+        ("request sent", "seq=2"),
+        ("reading -> proving", "nothing came after sequence 2"),
+        ("proving -> paused", "the leader has sequence 3, which did not come"),
+        ("paused -> reconnecting", "over"),
+        ("reconnecting -> reading", "usable"),
+        ("request sent", "seq=3"),
+        ("reading -> proving", "nothing came after sequence 2"),
+        ("proving -> ended", "the leader has nothing after sequence 2"),
+    ]
+    assert [what for what, _ in said] == [what for what, _ in expected]
+    assert all(why in detail for (_, detail), (_, why) in zip(said, expected, strict=True))
+
+
+def test_nothing_is_logged_for_a_row(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="jetstream_ext.direct"):
+        Script(scan(batch=1000)).answer(reply(range(1, 1001)))
+    assert len(caplog.records) == 2
+
+
+# -- a model cluster ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Responder:
+    """A replica or a mirror: what it holds, and how far it is."""
+
+    stream: str
+    held: set[int]
+    reached: int
+    stuck: bool = False
+    room: int = 1 << 20
+    """How many messages ``max_bytes`` lets into one reply."""
+
+    def answer(self, request: Request, matches: Callable[[int], bool]) -> list[Frame]:
+        assert request.batch
+        first = request.seq or int(request.start_time.timestamp())  # type: ignore[union-attr]
+        found = [seq for seq in sorted(self.held) if first <= seq <= self.reached and matches(seq)]
+        count = min(request.batch, self.room)
+        return reply(found[:count], max(0, len(found) - count), self.stream)
+
+
+@dataclass
+class Cluster:
+    """A stream that is not written to, its responders, and all the trouble there can be."""
+
+    rng: random.Random
+    held: set[int] = field(default_factory=set)
+    last: int = 0
+    responders: list[Responder] = field(default_factory=list)
+    trouble: float = 0.0
+    kinds: list[str] = field(default_factory=lambda: ["503", "silence", "cut", "lost"])
+
+    @classmethod
+    def random(cls, rng: random.Random) -> "Cluster":
+        last = rng.choice([0, 1, 5, 30, 120, 400])
+        held = {seq for seq in range(1, last + 1) if rng.random() < rng.choice([1.0, 0.9, 0.5, 0.1])}
+        cluster = cls(rng, held, last, trouble=rng.choice([0.0, 0.02, 0.2, 0.6, 1.0]))
+        if rng.random() < 0.3:
+            cluster.kinds = [rng.choice(cluster.kinds)]
+        for _ in range(rng.randint(1, 3)):
+            cluster.responders.append(Responder("S", held, rng.choice([last, last, rng.randint(0, last)])))
+        for number in range(rng.randint(0, 2)):
+            some = rng.choice([0.0, 0.3, 0.9, 1.0])
+            part = {seq for seq in held if rng.random() < some}
+            cluster.responders.append(Responder(f"M{number}", part, rng.choice([last, rng.randint(0, last)])))
+        for responder in cluster.responders:
+            responder.stuck, responder.room = rng.random() < 0.2, rng.choice([2, 5, 1 << 20])
+        return cluster
+
+    def frames(self, request: Request, matches: Callable[[int], bool]) -> list[Frame]:
+        rng = self.rng
+        responder = rng.choice(self.responders)
+        if not responder.stuck:
+            responder.reached = min(self.last, responder.reached + rng.choice([0, 0, 1, 50]))
+        frames = responder.answer(request, matches)
+        if rng.random() < self.trouble:
+            match rng.choice(self.kinds):
+                case "503":
+                    return [status("503")]
+                case "silence":
+                    return []
+                case "cut":
+                    return frames[: rng.randint(0, len(frames))]
+                case "lost":
+                    del frames[rng.randrange(len(frames))]
+        return frames
+
+    def next(self, first: int, matches: Callable[[int], bool]) -> int | None:
+        return min((seq for seq in self.held if seq >= first and matches(seq)), default=None)
+
+
+class World:
+    """Drives one machine against a cluster, on a virtual clock."""
+
+    def __init__(self, seed: int, *, proved: bool) -> None:
+        rng = self.rng = random.Random(seed)
+        self.cluster = Cluster.random(rng)
+        last = self.cluster.last
+        self.first = rng.randint(1, last + 1)
+        self.up_to = rng.randint(0, last + 2) if proved or rng.random() < 0.5 else None
+        by_time = rng.random() < 0.2
+        self.odd = rng.random() < 0.2
+        with mock.patch.object(reads, "FIRST_BATCH", 7):
+            self.plan = Scan(
+                subject="odd" if self.odd else None,
+                seq=1 if by_time else self.first,
+                start_time=datetime.fromtimestamp(self.first, UTC) if by_time else None,
+                up_to_seq=self.up_to,
+                batch=rng.choice([None, 1, 3, 1000]),
+                max_bytes=1 << 20,
+                prefetch=rng.randint(1, 4),
+            )
+        self.prove_to = self.up_to if proved else None
+        self.machine = RangeRead("S", self.plan, TIMEOUT, pause=PAUSE, prove_to=self.prove_to)
+        self.delivered: list[int] = []
+        self.open: dict[SentRequest, list[list[Frame]]] = {}
+        self.now = 0.0
+
+    def matches(self, seq: int) -> bool:
+        return not self.odd or seq % 2 == 1
+
+    def run(self) -> Exception | None:
+        for _ in range(100_000):
+            match self.machine.next_action(self.now):
+                case SendRequest(sent):
+                    self.send(sent)
+                case DropReply(sent):
+                    self.open.pop(sent, None)
+                case AskLeader(requests):
+                    assert len(requests) <= MAX_QUESTIONS
+                    self.machine.leader_answered([self.leader(request) for request in requests], self.now)
+                case AwaitConnection():
+                    self.machine.connected()
+                case Deliver(block):
+                    assert len(block) == len(block.bodies) == len(block.header_sizes) > 0
+                    self.delivered += block.seqs
+                case Fail(error):
+                    return error
+                case Done():
+                    return None
+                case Wait(until):
+                    self.wait(until)
+        pytest.fail("the read does not end")
+
+    def send(self, sent: SentRequest) -> None:
+        if self.rng.random() < self.cluster.trouble / 10:
+            self.machine.not_sent(nats.errors.ConnectionReconnectingError(), self.now)
+            return
+        frames = self.cluster.frames(sent.request, self.matches)
+        pieces: list[list[Frame]] = []
+        while frames:
+            size = self.rng.choice([1, 3, 200])
+            pieces.append(frames[:size])
+            frames = frames[size:]
+        self.open[sent] = pieces
+
+    def leader(self, request: Request) -> int | None:
+        first = request.seq or int(request.start_time.timestamp())  # type: ignore[union-attr]
+        return self.cluster.next(first, self.matches)
+
+    def wait(self, until: float) -> None:
+        assert until >= self.now
+        coming = [sent for sent, pieces in self.open.items() if pieces]
+        if coming and self.machine.state is State.READING:
+            sent = self.rng.choice(coming)
+            self.now += self.rng.choice([0.0, 0.001, 0.1])
+            self.machine.receive(sent, self.open[sent].pop(0))
+        elif coming and self.rng.random() < self.cluster.trouble / 5:
+            self.machine.disconnected()
+        else:
+            self.now = until
+        if self.rng.random() < self.cluster.trouble / 20:
+            self.machine.disconnected()
+            self.open = {sent: [] for sent in self.open}
+        self.machine.handle_timer(self.now)
+
+    def check(self) -> None:
+        error = self.run()
+        end = self.cluster.last if self.up_to is None else self.up_to
+        wanted = [seq for seq in sorted(self.cluster.held) if self.first <= seq <= end and self.matches(seq)]
+        assert self.delivered == sorted(set(self.delivered)), "in order, each once"
+        assert set(self.delivered) <= set(wanted)
+        if error is not None:
+            assert isinstance(error, (*DOCUMENTED, nats.errors.ConnectionReconnectingError)), repr(error)
+        elif self.prove_to is not None:
+            assert self.delivered == wanted, "a gap was reported as success"
+        if self.prove_to is not None:  # what was delivered has no gap, whatever came then
+            assert self.delivered == wanted[: len(self.delivered)]
+        if not self.cluster.trouble and len(self.cluster.responders) == 1 and error is not None:
+            assert "no replica or mirror" in str(error)
+
+
+@given(seed=st.integers(0, 1 << 40), proved=st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_a_read_never_reports_a_gap_as_success_and_always_ends(seed: int, proved: bool) -> None:
+    World(seed, proved=proved).check()
