@@ -16,7 +16,7 @@ import orjson
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import atomic, fast
-from jetstream_ext.protocol.fast_record import State as FastState
+from jetstream_ext.protocol.fast import State as FastState
 from jetstream_ext.types import BatchAck, BatchMessage, GapMode
 
 if TYPE_CHECKING:
@@ -193,7 +193,8 @@ CHECK_FAILED = frame({"type": "err", "seq": 1, "error": {"code": 400, "err_code"
 
 def fast_batch(state: FastState, mode: GapMode) -> fast.FastBatch:
     """Return a batch that got into `state`, with five messages sent if it can have so many."""
-    machine = fast.FastBatch(batch_id="b1", inbox="_INBOX.x", flow=10, gap=mode)
+    machine = fast.FastBatch(batch_id="b1", flow=10, gap=mode)
+    machine.open("_INBOX.x")
     if state is FastState.NEW:
         return machine
     machine.add(MESSAGE, 0.0)

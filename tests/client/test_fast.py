@@ -121,8 +121,7 @@ class TestPublishing:
     async def test_the_window_opens_with_lost_acks(self, js: JetStreamContext, stream: str) -> None:
         pub = jsx.FastPublisher(js, flow=10, stall_ping=0.05)
         await pub.add(f"{stream}.a", b"x")
-        machine = pub._machine
-        assert machine is not None
+        machine = pub._batch
         receive, lost = machine.receive, 0
 
         def lossy(frames: list[Any], now: float) -> Any:
@@ -226,9 +225,7 @@ class TestEnding:
         pub = jsx.FastPublisher(js, keepalive=None)
         await pub.add(f"{stream}.a", b"1")
         await pub.flush()
-        machine = pub._driver.machine
-        assert machine is not None
-        assert machine.next_timer() is None
+        assert pub._batch.next_timer() is None
         await pub.discard()
 
     async def test_an_idle_batch_is_kept_alive(self, js: JetStreamContext, stream: str) -> None:
@@ -300,7 +297,7 @@ class TestGapsAndRefusals:
     async def test_a_gap_in_fail_mode_ends_with_the_final_ack(self, js: JetStreamContext, stream: str) -> None:
         pub = jsx.FastPublisher(js)
         await pub.add(f"{stream}.a", b"1")
-        pub._machine.sent += 2  # type: ignore[union-attr]  # as if two messages had been lost on their way
+        pub._batch.sent += 2  # as if two messages had been lost on their way
         await pub.add(f"{stream}.a", b"4")
         with pytest.raises(errors.BatchGapError) as caught:
             await pub.flush()
@@ -311,7 +308,7 @@ class TestGapsAndRefusals:
     async def test_a_gap_in_ok_mode_goes_on(self, js: JetStreamContext, stream: str) -> None:
         async with jsx.FastPublisher(js, gap="ok") as pub:  # type: ignore[arg-type]
             await pub.add(f"{stream}.a", b"1")
-            pub._machine.sent += 2  # type: ignore[union-attr]
+            pub._batch.sent += 2
             await pub.add(f"{stream}.a", b"4")
             await pub.flush()
             assert pub.gaps == [jsx.BatchFlowGap(2, 4)]
@@ -456,7 +453,7 @@ class TestHandlers:
         pub = jsx.FastPublisher(js, flow=2, gap=jsx.GapMode.OK, on_flow=plain, on_gap=coroutine)
         async with pub:
             await pub.add(f"{stream}.a", b"1")
-            pub._machine.sent += 1  # type: ignore[union-attr]
+            pub._batch.sent += 1
             for _ in range(5):
                 await pub.add(f"{stream}.a", b"x")
             async with asyncio.timeout(5):

@@ -14,7 +14,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.protocol.fast_record import State
+from jetstream_ext.protocol.fast import State
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -69,8 +69,7 @@ class TestCancellation:
                         await pub.add(f"{stream}.a", b"x")
 
             await _cancel_after(ticks, block() if call == "block" else pub.commit(f"{stream}.a", b"x"))
-            machine = pub._driver.machine
-            assert machine is None or machine.state in (State.NEW, State.STARTING, State.OPEN, State.ENDED)
+            assert pub._batch.state in (State.NEW, State.STARTING, State.OPEN, State.ENDED)
             if pub.end_reason is None and call == "commit":
                 await pub.discard()  # it did not get as far as the commit
             assert pub.end_reason is not None or pub.batch_seq == 0
@@ -93,7 +92,7 @@ class TestCancellation:
             async with pub:
                 await pub.add(f"{stream}.a", b"1")
                 own_server.pause()
-                pub._machine.state = type(pub._machine.state).STARTING  # type: ignore[union-attr]  # as after a cancelled first add
+                pub._batch.state = State.STARTING  # as after a cancelled first add
 
         task = asyncio.create_task(block())
         async with asyncio.timeout(5):

@@ -8,9 +8,8 @@ import pytest
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import frames
-from jetstream_ext.protocol.fast import FastBatch
-from jetstream_ext.protocol.fast_record import KEPT_REPORTS, Ended, Pong, State
-from jetstream_ext.protocol.fast_replies import UnknownReply
+from jetstream_ext.protocol.fast import KEPT_REPORTS, TABLE, Ended, FastBatch, Input, Pong, State, Transition
+from jetstream_ext.protocol.fast_wire import UnrecognisedReply
 from jetstream_ext.protocol.frames import Command, Frame
 from jetstream_ext.types import (
     BatchAck,
@@ -26,7 +25,9 @@ OK, FAIL = GapMode.OK, GapMode.FAIL
 
 
 def batch(gap: GapMode = FAIL, **options: Any) -> FastBatch:
-    return FastBatch(batch_id="b1", inbox="_INBOX.x", flow=10, gap=gap, **options)
+    machine = FastBatch(batch_id="b1", flow=10, gap=gap, **options)
+    machine.open("_INBOX.x")
+    return machine
 
 
 def message(subject: str = "f.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
@@ -336,7 +337,7 @@ def test_the_window_is_flow_times_outstanding(outstanding: int, msgs: int) -> No
     machine.add(message(), 0.0)
     assert machine.room == 0, "nothing more before the first reply"
     machine.receive([ack(0, msgs, op=0)], 0.0)
-    assert (machine.flow, machine.room) == (msgs, msgs * outstanding - 1)
+    assert (machine.window.flow, machine.room) == (msgs, msgs * outstanding - 1)
     machine.add(message(), 0.0)
     assert machine.room == msgs * outstanding - 2
     machine.receive([ack(2, msgs)], 0.0)
@@ -347,13 +348,13 @@ def test_the_flow_follows_the_server_up_and_down() -> None:
     machine = in_state(O)
     for seq, msgs in ((1, 2), (2, 500), (3, 1), (4, 0)):
         machine.receive([ack(seq, msgs)], 0.0)
-        assert machine.flow == max(1, msgs)
+        assert machine.window.flow == max(1, msgs)
 
 
 def test_acks_are_cumulative_and_never_go_back() -> None:
     machine = in_state(O)
     events, _ = machine.receive([ack(4, 20), ack(2, 1), ack(4, 30), ack(3, 1)], 0.0)
-    assert (machine.acked, machine.flow) == (4, 30)
+    assert (machine.acked, machine.window.flow) == (4, 30)
     assert events == [BatchFlowAck(4, 20), BatchFlowAck(4, 30)], "one that is older than what is known says nothing"
 
 
@@ -403,14 +404,14 @@ def test_a_source_that_is_refused_for_ever_takes_no_memory() -> None:
         if seq % 2000:
             machine.receive([err(seq), err(seq)], 0.0)
     assert machine.room == 10 - 3, "message 1 and the two that nothing is known of"
-    assert len(machine._refused) == 3
+    assert len(machine.window._refused) == 3
     machine.receive([ack(2500, 5)], 0.0)
     assert machine.room == 10 - 1
     machine.receive([ack(4998, 5)], 0.0)
     assert machine.room == 10
-    assert machine._refused_count == 2
+    assert machine.window._refused_count == 2
     machine.receive([err(4990), err(5001), ack(5000, 5)], 0.0)
-    assert (machine.room, machine._refused_count, len(machine._refused)) == (10, 0, 0)
+    assert (machine.room, machine.window._refused_count, len(machine.window._refused)) == (10, 0, 0)
 
 
 def test_a_window_that_only_lost_reports_fill_opens_again() -> None:
@@ -421,7 +422,7 @@ def test_a_window_that_only_lost_reports_fill_opens_again() -> None:
     machine.receive([ack(0, 2, seq=2, op=4)], 1.0)
     machine.receive([ack(0, 2, seq=2, op=4)], 1.5)
     assert machine.room == 0, "a replica may be slow"
-    assert machine.answered == 0
+    assert machine.window.settled_without_ack == 0
     machine.receive([ack(0, 2, seq=2, op=4)], 2.0)
     assert (machine.room, machine.acked) == (2, 0)
     machine.add(message(), 2.0)
@@ -463,18 +464,18 @@ def test_in_fail_mode_a_refusal_after_the_commit_is_the_reason(refused: Frame, s
 
 def test_settled_by_acks_or_by_a_pong() -> None:
     machine = in_state(O)
-    assert not machine.settled
+    assert not machine.is_settled(machine.sent)
     machine.receive([ack(5)], 0.0)
-    assert machine.settled
+    assert machine.is_settled(machine.sent)
     machine.add(message(), 0.0)
-    assert not machine.settled
+    assert not machine.is_settled(machine.sent)
     events, _ = machine.receive([ack(5, seq=6, op=4)], 0.0)
     assert events == [BatchFlowAck(5, 10), Pong(6)]
-    assert (machine.settled, machine.acked, machine.received, machine.pongs) == (True, 5, 6, 1)
+    assert (machine.is_settled(machine.sent), machine.acked, machine.window.arrived, machine.pongs) == (True, 5, 6, 1)
 
 
 def test_an_unknown_reply_is_an_event() -> None:
-    assert in_state(O).receive([UNKNOWN], 0.0) == ([UnknownReply(b'{"type":"weather"}')], b"")
+    assert in_state(O).receive([UNKNOWN], 0.0) == ([UnrecognisedReply(b'{"type":"weather"}')], b"")
 
 
 def test_nothing_is_taken_after_the_end() -> None:
