@@ -169,7 +169,7 @@ class TestGoingOn:
         if how == "restart":
             assert "no longer knows the batch" in str(caught.value)
         else:
-            assert "was not back for good" in str(caught.value)
+            assert "did not answer on a new one" in str(caught.value)
             await asyncio.to_thread(victim.restart)
         assert len(await stored(victim.url, stream)) >= pub.ack_seq
 

@@ -8,7 +8,7 @@ import pytest
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import frames
-from jetstream_ext.protocol.fast import KEPT_REPORTS, TABLE, Ended, FastBatch, Input, Pong, State, Transition
+from jetstream_ext.protocol.fast import KEPT_REPORTS, Ended, FastBatch, Input, State, Transition
 from jetstream_ext.protocol.fast_wire import UnrecognisedReply
 from jetstream_ext.protocol.frames import Command, Frame
 from jetstream_ext.types import (
