@@ -116,41 +116,36 @@ class Ending:
 _UNKNOWN, _ABANDONED = errors.BatchOutcomeUnknownError, errors.BatchAbandonedError
 _REST: Final = "messages without an acknowledgement: {unacknowledged}"
 
+# fmt: off
 DONE: Final = Ending(EndReason.COMMITTED)
 LEFT: Final = Ending(EndReason.DISCARDED)
 LEFT_COMMIT: Final = Ending(EndReason.DISCARDED, _UNKNOWN, "the batch was discarded before its commit was answered")
 CUT: Final = Ending(EndReason.DISCONNECTED, _ABANDONED, f"the connection was lost; {_REST}", None)
 CUT_COMMIT: Final = Ending(
-    EndReason.DISCONNECTED, _UNKNOWN, f"the connection was lost before the commit was answered; {_REST}"
-)
+    EndReason.DISCONNECTED, _UNKNOWN, f"the connection was lost before the commit was answered; {_REST}")
 NO_RESUME: Final = Ending(
     EndReason.DISCONNECTED, _ABANDONED,
-    f"the connection was lost, and the server did not answer on a new one within {{wait:g}} s; {_REST}", None,
-)  # fmt: skip
+    f"the connection was lost, and the server did not answer on a new one within {{wait:g}} s; {_REST}", None)
 GONE: Final = Ending(
-    EndReason.DISCONNECTED, _ABANDONED, f"the connection was lost, and the server no longer knows the batch; {_REST}", None
-)  # fmt: skip
+    EndReason.DISCONNECTED, _ABANDONED,
+    f"the connection was lost, and the server no longer knows the batch; {_REST}", None)
 NO_START: Final = Ending(
     EndReason.TIMEOUT, _UNKNOWN,
-    "no answer to the first message within {wait:g} s: the server may be older than {since}, or the stream may have no_ack set",
-)  # fmt: skip
+    "no answer to the first message within {wait:g} s: the server may be older than {since}, "
+    "or the stream may have no_ack set")
 SILENCE: Final = Ending(
-    EndReason.TIMEOUT, _UNKNOWN, "no acknowledgement beyond message {acked} of {sent} within {wait:g} s"
-)
+    EndReason.TIMEOUT, _UNKNOWN, "no acknowledgement beyond message {acked} of {sent} within {wait:g} s")
 NO_COMMIT: Final = Ending(
-    EndReason.TIMEOUT, _UNKNOWN, "no answer to the commit within {wait:g} s; messages up to {sent} may be stored"
-)
+    EndReason.TIMEOUT, _UNKNOWN, "no answer to the commit within {wait:g} s; messages up to {sent} may be stored")
 FORGOTTEN: Final = Ending(  # perhaps because it has committed the batch, and the final ack was lost
-    EndReason.ERROR, _UNKNOWN, "the server no longer knows the batch; messages up to {sent} may be stored"
-)
-STOPPED: Final = Ending(
-    EndReason.ERROR, _ABANDONED, "the server ended the batch at message {acked} of {sent}", "partial"
-)
-# Those whose error depends on a reply; see `FastBatch._ending`.
+    EndReason.ERROR, _UNKNOWN, "the server no longer knows the batch; messages up to {sent} may be stored")
+STOPPED: Final = Ending(EndReason.ERROR, _ABANDONED, "the server ended the batch at message {acked} of {sent}", "partial")
+# The errors of these depend on a reply; see `FastBatch._ending`.
 REFUSED: Final = Ending(EndReason.ERROR)
 SHORT: Final = Ending(EndReason.ERROR)
 CAUSE: Final = Ending(EndReason.ERROR)
 NO_FEATURE: Final = Ending(EndReason.ERROR)
+# fmt: on
 
 
 class Keep(enum.Enum):
@@ -225,27 +220,21 @@ class Transition:
 
 
 @dataclass(frozen=True, slots=True)
-class Pong:
-    """The ping with batch sequence ``seq`` was answered."""
-
-    seq: int
-
-
-@dataclass(frozen=True, slots=True)
 class Ended:
     """The batch is over; nothing more will happen to it."""
 
     reason: EndReason
 
 
-Event = BatchFlowAck | BatchFlowGap | BatchFlowError | InDoubt | Pong | UnrecognisedReply | Ended
+Event = BatchFlowAck | BatchFlowGap | BatchFlowError | InDoubt | UnrecognisedReply | Ended
 
 
 class FastBatch:
     """One fast-ingest batch. Times are seconds of one monotonic clock; bytes go to the connection as they are.
 
     The shell calls `open` once it has an inbox, listens on ``<inbox>.<batch_id>.>``, and passes everything on: replies to
-    `receive`, the connection's state to `disconnected` and `reconnected`, and the time to `handle_timer`.
+    `receive`, the connection's state to `disconnected` and `reconnected`, and the time to `handle_timer`. What sends
+    (`add`, `ping`, `commit`, …) raises BatchError and changes nothing where `TABLE` has ``ERR``.
 
     Args:
         batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``.
@@ -372,11 +361,7 @@ class FastBatch:
     # -- sending --------------------------------------------------------------------------------------------------
 
     def open(self, inbox: str) -> None:
-        """Set the prefix of the reply subjects, before the first message.
-
-        Raises:
-            BatchClosedError: The batch was discarded meanwhile.
-        """
+        """Set the prefix of the reply subjects, before the first message; raise if the batch was discarded meanwhile."""
         self._check(Input.MESSAGE)
         self._wire.open(inbox)
 
@@ -396,7 +381,6 @@ class FastBatch:
         """Return the bytes that publish `message`; it has a batch sequence from here on.
 
         Raises:
-            BatchError: The batch has ended, or is suspended; nothing changed.
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: As for `encode`.
         """
         self._check(Input.MESSAGE)
@@ -421,9 +405,6 @@ class FastBatch:
         Returns:
             Their bytes, count, payload bytes, and the exception that ended them: ``StopIteration``, what `entries`
             raises, or the refusal of a message. The messages before it have their sequences, the refused one has none.
-
-        Raises:
-            BatchError: The batch has ended, or is suspended; nothing was taken.
         """
         self._check(Input.MESSAGE)
         out, size, stopped = self._wire.many(entries, 1 if self.state is NEW else self.room, self.sent)
@@ -438,24 +419,14 @@ class FastBatch:
             self._happen(Input.MESSAGE, now)
 
     def ping(self, now: float) -> bytes:
-        """Return the bytes that ask the server for its position.
-
-        Raises:
-            EmptyBatchError: Nothing was sent yet, so that no server knows the batch.
-            BatchError: The batch has ended, or is suspended.
-        """
+        """Return the bytes that ask the server for its position."""
         self._check(Input.PING)
         self._asked_at = self._wrote_at = now
         self._unanswered_since = min(self._unanswered_since, now)
         return self._wire.ping(self.sent)
 
     def commit(self, now: float) -> bytes:
-        """Return the bytes that end the batch; a last message goes before it by `add`.
-
-        Raises:
-            EmptyBatchError: Nothing was sent.
-            BatchError: The batch has ended, or is suspended.
-        """
+        """Return the bytes that end the batch; a last message goes before it by `add`."""
         self._happen(Input.COMMIT, now)
         self._wrote_at = now
         return self._wire.end(self.sent)
@@ -555,7 +526,7 @@ class FastBatch:
         return events, out
 
     def _decode(self, frame: Frame) -> Reply:
-        """Decode a reply, or raise errors.ResponseError if it cannot be about this batch."""
+        """Decode a reply, or raise ResponseError if it cannot be about this batch."""
         reply = wire.decode(frame)
         said = reply.said
         if isinstance(said, UnrecognisedReply):
@@ -611,7 +582,6 @@ class FastBatch:
         full = self.gap is GapMode.OK and self.room <= 0
         self.window.prove(seq, now, self._stall_ping if full else math.inf)
         self.pongs += 1
-        events.append(Pong(seq))
         if self._connected and seq >= self.sent:
             events += self._happen(Input.ALL_ARRIVED, now, reply)
 
@@ -718,11 +688,7 @@ class FastBatch:
     # -- errors ---------------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raise what ended the batch, if something did.
-
-        Raises:
-            BatchError: The reason.
-        """
+        """Raise what ended the batch, if something did."""
         if self._table[self.state, Input.MESSAGE] is ERR and self.state is not SUSPENDED:
             self._raise()
 
@@ -739,22 +705,17 @@ class FastBatch:
         ended = f"has ended ({self.end_reason.value})" if self.end_reason else "is being committed"
         raise self._error(errors.BatchClosedError, f"the batch {ended}")
 
-    def facts(self, outcome: Outcome | None = None) -> dict[str, Any]:
+    def _facts(self, outcome: Outcome | None) -> dict[str, Any]:
         """Return the fields of a `BatchError`; for None the outcome follows from what was reported."""
+        if outcome is None and not self.sent:
+            outcome = "not_stored"
+        elif outcome is None and self.acked < self.sent:
+            outcome = "unknown" if self.ack is None else "partial"
+        elif outcome is None:
+            outcome = "partial" if self.gap_count or self.error_count or self.in_doubt else "stored"
         return {
-            "batch_id": self.batch_id,
-            "sent": self.sent,
-            "acked": self.acked,
-            "outcome": self._outcome() if outcome is None else outcome,
-            "ack": self.ack,
-        }
-
-    def _outcome(self) -> Outcome:
-        if not self.sent:
-            return "not_stored"
-        if self.acked < self.sent:
-            return "unknown" if self.ack is None else "partial"
-        return "partial" if self.gap_count or self.error_count or self.in_doubt else "stored"
+            "batch_id": self.batch_id, "sent": self.sent, "acked": self.acked, "outcome": outcome, "ack": self.ack,
+        }  # fmt: skip
 
     def _ending(self, ending: Ending, reply: Reply | None) -> tuple[EndReason, JetStreamExtError | None]:
         """Return the reason and the error that go with an ending."""
@@ -762,7 +723,8 @@ class FastBatch:
         if ending is CAUSE:
             error = self.cause
         elif ending is SHORT:
-            error = self._lost(self.acked + 1, self.sent)
+            assert self.ack is not None
+            error = self._lost((self.ack.batch_size or 0) + 1, self.sent)
         elif ending is REFUSED:
             assert reply is not None
             error = self._refused_batch(reply)
@@ -791,10 +753,8 @@ class FastBatch:
         assert isinstance(said, BatchFlowGap)
         if said.seq > said.first_lost:
             return self._lost(said.first_lost, said.last_lost)
-        text = (
-            f"the server received message {said.seq} after {said.first_lost - 1}: another publisher uses the batch id"
-        )
-        return self._error(_ABANDONED, text, "partial")
+        text = f"the server received message {said.seq} after {said.first_lost - 1}"
+        return self._error(_ABANDONED, f"{text}: another publisher uses the batch id", "partial")
 
     def _lost(self, first: int, last: int) -> BatchError:
         for report in self.errors:
@@ -821,7 +781,7 @@ class FastBatch:
             text = "the stream does not take fast ingest; turn on allow_batched (jetstream_ext.ensure_stream)"
         elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
             text = f"the server does not know the batch; it acknowledged {self.acked} of {self.sent} messages"
-        return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self.facts(outcome))
+        return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self._facts(outcome))
 
     def _error(self, kind: type[BatchError], text: str, outcome: Outcome | None = None, **fields: Any) -> BatchError:
-        return kind(f"batch {self.batch_id}: {text}", **self.facts(outcome), **fields)
+        return kind(f"batch {self.batch_id}: {text}", **self._facts(outcome), **fields)

@@ -20,7 +20,7 @@ import orjson
 from jetstream_ext.errors import ResponseError, ServerError, server_error
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import parse_batch_ack, parse_refusal
-from jetstream_ext.protocol.frames import Frame, check_size, parts, pub
+from jetstream_ext.protocol.frames import Frame, check_size, pub
 from jetstream_ext.protocol.options import message_headers, payload_bytes
 from jetstream_ext.protocol.subjects import SubjectCache
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowError, BatchFlowGap, BatchMessage, Entry, GapMode
@@ -186,7 +186,8 @@ def decode(frame: Frame) -> Reply:
     Raises:
         ResponseError: It is not a fast-ingest reply.
     """
-    subject, header, payload = parts(frame)
+    subject, body, header_size = frame
+    header, payload = body[:header_size], body[header_size:]
     words = subject.rsplit(b".", 3)
     if len(words) != 4 or not words[1].isdigit() or len(words[1]) > _MAX_DIGITS or words[2] not in _OPERATIONS:
         raise ResponseError("a reply came to a subject that is not a fast-ingest reply subject", frame=subject)

@@ -99,6 +99,37 @@ class TestPublishing:
         assert sorted(ack.batch_seq for ack in acks) == list(range(1, 101))
         assert {int(data) for data in await payloads(js, stream)} == set(range(100))
 
+    async def test_every_change_of_state_is_one_debug_record(
+        self, js: JetStreamContext, stream: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("DEBUG", logger="jetstream_ext.fast")
+        async with jsx.FastPublisher(js, batch_id="watched") as pub:
+            for _ in range(300):
+                await pub.add(f"{stream}.a", b"secret", headers={"K": "secret"})
+        records = [each.getMessage() for each in caplog.records if each.name == "jetstream_ext.fast"]
+        assert [text.partition(" (")[0] for text in records] == [
+            f"batch watched: {change}"
+            for change in ("NEW -> STARTING", "STARTING -> OPEN", "OPEN -> COMMITTING", "COMMITTING -> ENDED")
+        ]
+        assert "secret" not in "".join(records)
+
+    async def test_waiting_callers_send_in_order_within_the_window(self, js: JetStreamContext, stream: str) -> None:
+        most, flows = 0, [5]
+        async with jsx.FastPublisher(
+            js, flow=5, max_outstanding_acks=1, on_flow=lambda ack: flows.append(ack.msgs)
+        ) as pub:
+
+            async def add(number: int) -> jsx.FastPubAck:
+                nonlocal most
+                ack = await pub.add(f"{stream}.a", b"%d" % number)
+                most = max(most, pub.batch_seq - pub.ack_seq)
+                return ack
+
+            acks = await asyncio.gather(*(add(i) for i in range(500)))
+            assert most <= max(flows)
+        assert [ack.batch_seq for ack in acks] == list(range(1, 501))
+        assert await payloads(js, stream) == [b"%d" % i for i in range(500)]
+
     async def test_an_empty_source(self, js: JetStreamContext, stream: str, left: Any) -> None:
         async with jsx.FastPublisher(js) as pub:
             assert await pub.add_many([]) == jsx.FastPubAck(0, 0)

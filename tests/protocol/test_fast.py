@@ -8,7 +8,8 @@ import pytest
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import frames
-from jetstream_ext.protocol.fast import KEPT_REPORTS, Ended, FastBatch, Input, State, Transition
+from jetstream_ext.protocol.fast import ERR, KEPT_REPORTS, Ended, FastBatch, Input, State, Transition
+from jetstream_ext.protocol.fast import TABLE as TABLE_OF_THE_MACHINE
 from jetstream_ext.protocol.fast_wire import UnrecognisedReply
 from jetstream_ext.protocol.frames import Command, Frame
 from jetstream_ext.types import (
@@ -470,7 +471,7 @@ def test_settled_by_acks_or_by_a_pong() -> None:
     machine.add(message(), 0.0)
     assert not machine.is_settled(machine.sent)
     events, _ = machine.receive([ack(5, seq=6, op=4)], 0.0)
-    assert events == [BatchFlowAck(5, 10), Pong(6)]
+    assert events == [BatchFlowAck(5, 10)]
     assert (machine.is_settled(machine.sent), machine.acked, machine.window.arrived, machine.pongs) == (True, 5, 6, 1)
 
 
@@ -490,6 +491,45 @@ def test_operations_while_committing(operation: str) -> None:
     arguments = [message(), 1.0] if operation == "add" else [1.0]
     with pytest.raises(errors.BatchClosedError, match="being committed"):
         getattr(machine, operation)(*arguments)
+
+
+def test_every_change_of_state_is_reported_once_from_within_the_new_state() -> None:
+    seen: list[Transition] = []
+
+    def record(change: Transition) -> None:
+        assert machine.state is change.new
+        seen.append(change)
+
+    machine = FastBatch(batch_id="b1", flow=10, on_transition=record)
+    machine.open("_INBOX.x")
+    machine.add(message(), 0.0)
+    machine.receive([ack(0, op=0), ack(0, op=0)], 0.0)
+    machine.add(message(), 0.0)
+    machine.receive([ack(2), gap(2, 2), ack(2)], 0.0)
+    machine.receive([final(2), final(2)], 0.0)
+    machine.discard()
+    assert seen == [
+        Transition(State.NEW, Input.MESSAGE, State.STARTING), Transition(State.STARTING, Input.ACK, State.OPEN),
+        Transition(State.OPEN, Input.WENT_BACK, State.DRAINING), Transition(State.DRAINING, Input.FINAL_ACK, State.ENDED),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [OK, FAIL])
+def test_a_call_that_the_table_refuses_changes_nothing(mode: GapMode) -> None:
+    calls = {Input.MESSAGE: lambda it: it.add(message(), 9.0), Input.PING: lambda it: it.ping(9.0),
+             Input.COMMIT: lambda it: it.commit(9.0)}  # fmt: skip
+    for state in State:
+        if state is State.SUSPENDED and mode is FAIL:
+            continue
+        for call, work in calls.items():
+            machine = in_state(state, mode) if state is not State.DRAINING else in_state(state)
+            before = machine.sent, machine.next_timer()
+            if TABLE_OF_THE_MACHINE[call][list(State).index(state)] is ERR:
+                with pytest.raises(errors.BatchError):
+                    work(machine)
+                assert (machine.state, machine.sent, machine.next_timer()) == (state, *before)
+            else:
+                assert work(machine)
 
 
 @pytest.mark.parametrize("operation", ["ping", "commit"])
