@@ -1,4 +1,4 @@
-"""Fast ingest for nats-py users: the shell around `protocol.fast.FastBatch` (ADR-50)."""
+"""Fast ingest for nats-py users (ADR-50). `protocol.fast` decides; `fast_session` connects it to the connection."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ FlowHandler = Callable[[BatchFlowAck], Awaitable[None] | None]
 
 
 class FastPublisher:
-    """Publish into a stream as fast as it safely goes, with acknowledgements for whole runs of messages.
+    """Publish into a stream with one acknowledgement for many messages.
 
-    One instance is one batch (ADR-50, fast ingest). Messages are stored as they come, in order, and the server says
-    how many may be on their way: the window is `flow` times `max_outstanding_acks` messages. Use it as an async context
+    One instance is one batch (ADR-50, fast ingest). The server stores messages as they arrive, in order, and says how
+    many may be unacknowledged: the window is `flow` times `max_outstanding_acks` messages. Use it as an async context
     manager: a clean exit ends the batch and leaves its final ack in `ack`; an exception (and a cancellation) leaves
     what was sent as it is. Without ``async with``, end it by `commit`, `commit_eob` or `discard`.
 
@@ -48,10 +48,10 @@ class FastPublisher:
             and goes on, also over a reconnect.
         batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None makes one.
         ack_timeout: Seconds without any sign of the server that a wait may last; None is the context's timeout. After a
-            loss of the connection `GapMode.OK` waits so long for another one, and then so long for the batch.
-        stall_ping: Seconds of waiting after which the server is asked where it is.
-        keepalive: Seconds without traffic after which an idle batch is kept alive (the server drops it after 10);
-            0 is never.
+            loss of the connection `GapMode.OK` waits so long for another one, and then so long for the server's answer.
+        stall_ping: Seconds of waiting after which the server is asked for its position.
+        keepalive: Seconds without traffic after which an idle batch is kept alive by a ping (the server drops it after
+            10 s); 0 is never.
         on_gap: Called with every `BatchFlowGap`.
         on_error: Called with every `BatchFlowError`: a message that was refused while the batch goes on.
         on_flow: Called with every `BatchFlowAck`.
@@ -162,10 +162,10 @@ class FastPublisher:
         payload: bytes = b"",
         **options: Unpack[PublishOptions],
     ) -> FastPubAck:
-        """Publish one message; return when the window has room again.
+        """Publish one message, once the window has room for it.
 
-        Everything is checked before the message takes a sequence: a refused
-        call changes nothing. The first call waits for the server's first reply.
+        The message is checked before it takes a sequence: a refused call changes nothing. Concurrent calls send in the
+        order in which they were made. The first call also waits for the server's first reply.
 
         Args:
             subject: Where it is stored.
@@ -177,12 +177,12 @@ class FastPublisher:
 
         Raises:
             BatchError: The batch has ended; the error says why, what is stored, and holds the server's final ack.
-            UnsupportedFeatureError: The server is older than 2.14. Nothing was sent; where that could not be known
+            UnsupportedFeatureError: The server is older than 2.14. Nothing was sent; where the library could not know
                 beforehand, the error says that this one message was stored as an ordinary one.
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message was refused here.
+            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
 
-        Cancellation: The message is on the wire and counted, unless the call still waited for the first reply or for the
-        connection (`batch_seq` tells); the batch stays usable.
+        Cancellation: A call that waits for room or for the connection has sent nothing, and its message has no sequence
+        (`batch_seq` tells). Later the message is sent and counted. The batch stays usable.
         """
         if options:
             return await self.add_message(BatchMessage(subject, payload, **options))
@@ -208,7 +208,7 @@ class FastPublisher:
         return FastPubAck(seq, batch.acked)
 
     async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> FastPubAck:
-        """Publish many messages, a window's worth per write: the fast road.
+        """Publish many messages, with one write for as many as the window has room for.
 
         Args:
             messages: ``(subject, payload)``, ``(subject, payload, headers)`` or `BatchMessage`, from an iterable or
@@ -222,15 +222,20 @@ class FastPublisher:
             Exception: What `messages` raises, and the refusal of one of them, after everything before it was sent;
                 the batch stays usable.
 
-        Cancellation: What was taken from `messages` is on the wire and counted; the batch stays usable.
+        Cancellation: What was taken from `messages` is sent and counted; the batch stays usable.
         """
         batch, session = self._batch, self._session
         if isinstance(messages, AsyncIterable):
-            batch.check_open()
-            # One write each: nats-py's buffer joins them, and a slow source is not held back by a block.
-            async for entry in messages:
+            source = aiter(messages)
+            while True:
+                if not session.clear:
+                    await session.turn()  # before a message is taken: a cancelled call loses none
+                try:
+                    entry = await anext(source)
+                except StopAsyncIteration:
+                    return FastPubAck(batch.sent, batch.acked)
+                # One write each: nats-py's buffer joins them, and a slow source must not wait for a full block.
                 await self.add_message(entry if isinstance(entry, BatchMessage) else BatchMessage(*entry))
-            return FastPubAck(batch.sent, batch.acked)
         entries = iter(messages)
         stopped: BaseException | None = None
         while stopped is None:
@@ -249,10 +254,10 @@ class FastPublisher:
         """Wait until the server has dealt with everything sent so far.
 
         Servers acknowledge every `flow` messages only. What an acknowledgement covers is stored (in `GapMode.OK`:
-        stored, or reported as lost or refused). For the last messages the answer to a ping has to do, which comes after
-        everything before it was taken in, and after the report of any loss: on a stream with one replica they are
-        stored, on a replicated one they are on their way to the replicas, and only a later acknowledgement or the final
-        one proves them stored.
+        stored, or reported as lost or refused). For the last messages this call uses the answer to a ping, which comes
+        after the server took in everything before it, and after the report of any loss. On a stream with one replica
+        they are stored then. On a replicated stream they are on their way to the replicas, and only a later
+        acknowledgement or the final one proves them stored.
 
         Raises:
             BatchError: The batch ended first.
@@ -269,7 +274,7 @@ class FastPublisher:
             await session.wait(lambda: batch.is_settled(sent))
 
     async def ping(self) -> FastPubAck:
-        """Ask the server where it is; return its answer.
+        """Ask the server for its position in the batch; return its answer.
 
         Raises:
             EmptyBatchError: Nothing was sent yet.
@@ -302,9 +307,9 @@ class FastPublisher:
         Raises:
             BatchOutcomeUnknownError: The ack did not come; the messages may be stored.
             BatchError: The batch had ended.
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message was refused here.
+            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
 
-        Cancellation: Once the commit is on the wire the batch ends on the server all the same.
+        Cancellation: As for `commit_eob`, once the message is sent.
         """
         await self.add(subject, payload, **options)
         return await self.commit_eob()
@@ -317,7 +322,7 @@ class FastPublisher:
             BatchOutcomeUnknownError: The ack did not come; the messages may be stored.
             BatchError: The batch had ended.
 
-        Cancellation: Once the commit is on the wire the batch ends on the server all the same.
+        Cancellation: The batch is discarded here; a commit that was sent still ends it on the server.
         """
         batch, session = self._batch, self._session
         await session.ready(batch.can_ask)
@@ -334,7 +339,7 @@ class FastPublisher:
     async def discard(self) -> None:
         """End the batch here. What was sent stays stored; the server forgets the batch by itself.
 
-        Cancellation: The batch is over all the same.
+        Cancellation: Not possible: it never suspends.
         """
         self._session.deliver(self._batch.discard())
 
