@@ -427,7 +427,7 @@ class TestRefusedAtOnce:
                 await call
         assert (pub.batch_seq, pub.end_reason, js._nc.stats["out_msgs"]) == (0, None, sent)
         await left.settled()
-        # The batch is none the worse for it.
+        # The batch goes on.
         await pub.add(f"{stream}.a", b"1")
         with pytest.raises(error):
             await pub.add(**message)
@@ -493,7 +493,7 @@ class TestHandlers:
         assert all(known >= ack.seq for ack, known in seen)
 
     @pytest.mark.parametrize("kind", ["plain", "cancelled", "coroutine"])
-    async def test_a_handler_that_raises_is_the_loop_s_business(
+    async def test_handler_errors_go_to_the_loop_s_exception_handler(
         self, js: JetStreamContext, stream: str, loop_is_quiet: list[dict[str, Any]], kind: str
     ) -> None:
         failure = asyncio.CancelledError if kind == "cancelled" else ZeroDivisionError

@@ -34,7 +34,7 @@ async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
 
 class TestCancellation:
     @pytest.mark.parametrize("call", ["add", "add_many", "flush", "ping"])
-    async def test_leaves_the_batch_usable(
+    async def test_cancelled_calls_leave_the_batch_usable(
         self, js: JetStreamContext, make_stream: MakeStream, left: Any, call: str
     ) -> None:
         for ticks in range(25):
@@ -56,7 +56,7 @@ class TestCancellation:
             await left.settled()
 
     @pytest.mark.parametrize("call", ["commit", "block"])
-    async def test_of_the_end_leaves_nothing_open(
+    async def test_cancelled_commit_leaves_nothing_open(
         self, js: JetStreamContext, make_stream: MakeStream, left: Any, call: str
     ) -> None:
         for ticks in range(25):
@@ -76,7 +76,7 @@ class TestCancellation:
             assert (await js.stream_info(stream)).state.messages <= 10
             await left.settled()
 
-    async def test_while_the_end_waits_for_its_turn(
+    async def test_cancelled_commit_that_waits_for_its_turn(
         self,
         js: JetStreamContext,
         own_server: NatsServer,
@@ -123,7 +123,9 @@ class TestCancellation:
         await unused.discard()
         assert await waiter is jsx.EndReason.DISCARDED
 
-    async def test_of_wait_closed(self, js: JetStreamContext, stream: str, left: Any) -> None:
+    async def test_cancelled_wait_closed_keeps_the_batch_open(
+        self, js: JetStreamContext, stream: str, left: Any
+    ) -> None:
         pub = jsx.FastPublisher(js)
         await pub.add(f"{stream}.a", b"1")
         await _cancel_after(3, pub.wait_closed())
@@ -140,7 +142,7 @@ async def _cancel_after(ticks: int, work: Awaitable[object]) -> None:
         await task
 
 
-async def test_discarded_while_it_opens(stream_name: Callable[[], str]) -> None:
+async def test_discard_while_the_batch_opens(stream_name: Callable[[], str]) -> None:
     # Behind a domain the API level has to be asked for, and that takes a while.
     async with NatsServer(config="jetstream { domain: hub }") as server:
         nc = await nats.connect(server.url)
@@ -279,7 +281,7 @@ async def _read_after_restart(js: JetStreamContext, stream: str) -> list[bytes]:
     return await payloads(js, stream)
 
 
-async def test_who_may_not_ask_for_the_level_waits_once() -> None:
+async def test_client_without_permission_for_the_level_waits_once() -> None:
     config = """
         jetstream { domain: hub }
         authorization { users = [ { user: u, password: p, permissions: { publish: { deny: "$JS.API.INFO" } } } ] }

@@ -47,7 +47,7 @@ async def proxy(victim: NatsServer) -> AsyncIterator[Proxy]:
 
 
 async def publish_until_the_end(pub: jsx.FastPublisher) -> BaseException | None:
-    """Add for ever; return what ended it, which must come in time."""
+    """Add until the batch ends; return its error, which must come in time."""
     try:
         await pub.add_many(numbers())
     except errors.BatchError as error:

@@ -176,7 +176,7 @@ class TestAddMany:
         assert b".4.1.$FI" in machine.add(message(), 0.0)
 
     @pytest.mark.parametrize("error", [RuntimeError("source"), KeyboardInterrupt(), OSError("gone")])
-    def test_what_the_source_raises_comes_after_what_it_gave(self, error: BaseException) -> None:
+    def test_source_errors_come_after_the_messages_before_them(self, error: BaseException) -> None:
         def source() -> Iterator[Entry]:
             yield ("f.1", b"a")
             raise error

@@ -94,7 +94,7 @@ def test_refusals(header: bytes, payload: bytes, code: int | None, err_code: int
         (b"a.2.3.$FI", 2, b"3"),
     ],
 )
-def test_the_subject_says_which_message_it_is_about(subject: bytes, seq: int, op: bytes) -> None:
+def test_the_subject_names_the_message_that_is_answered(subject: bytes, seq: int, op: bytes) -> None:
     reply = decode(subject, b"", SAID[0][0])
     assert (reply.seq, reply.op) == (seq, op)
 
@@ -119,7 +119,7 @@ def test_another_subject_is_a_response_error(subject: bytes) -> None:
         b'{"seq":123456789012345678901234567890,"type":"ack","msgs":1}',
     ],
 )  # fmt: skip
-def test_what_is_no_reply_is_a_response_error(payload: bytes) -> None:
+def test_malformed_replies_are_response_errors(payload: bytes) -> None:
     with pytest.raises(errors.ResponseError):
         decode(SUBJECT, b"", payload)
 
@@ -136,7 +136,7 @@ def test_what_is_no_reply_is_a_response_error(payload: bytes) -> None:
         (b'{"type":%b}', UnrecognisedReply),
     ],
 )
-def test_depth_is_no_way_out(payload: bytes, said: type[object] | None, depth: int) -> None:
+def test_deeply_nested_replies_are_decoded_or_refused(payload: bytes, said: type[object] | None, depth: int) -> None:
     # JSON libraries and Python have limits of their own for what is nested, and errors of their own for it.
     payload = payload.replace(b"%b", b"[" * depth + b"]" * depth)
     if said is None:

@@ -412,7 +412,7 @@ class World:
             return
         error = machine.error
         if machine.ack is not None and b'"seq":%d,' % machine.ack.seq not in b"".join(self.finals):
-            raise WrongError("a final ack that nobody sent")
+            raise WrongError("a final ack that the server did not send")
         everything = set(range(1, machine.sent + 1))
         if machine.end_reason is EndReason.COMMITTED:
             if machine.ack is None or error is not None:
