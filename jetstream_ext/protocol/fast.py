@@ -15,9 +15,9 @@
 
 * STARTING: the reply to the first message decides whether anything may follow it. A server without fast ingest stores
   every message, pings too, as an ordinary one.
-* OPEN: messages go out as the window allows (`fast_window`). A wait for the server pings it every `stall_ping` seconds,
-  because a lost ack is recovered by the answer. An idle batch pings every `keepalive` seconds: servers drop a batch
-  that is silent for 10 s.
+* OPEN: messages go out as the window allows (`fast_window`). While a caller waits, the server is pinged every
+  `stall_ping` seconds, because the answer recovers a lost ack. An idle batch is kept alive by a ping every `keepalive`
+  seconds, because servers drop a batch after 10 s without a message.
 * SUSPENDED (ok mode): nothing is sent until the server has answered a ping on the new connection. That ping makes it
   report what was lost with the old one. Reports that were lost with the old connection leave their messages in doubt.
 * COMMITTING: no ping is sent. The server forgets a batch that it has committed, and would answer a ping with "unknown
@@ -29,7 +29,7 @@
 A deadline belongs to a wait. It starts when a caller begins to wait, when a ping goes out, or when a state is entered in
 which the server owes an answer; every sign of the server's life moves it.
 
-Anybody may publish to an inbox. A reply that cannot be about this batch (malformed, of another batch, about messages
+Any client may publish to an inbox. A reply that cannot be about this batch (malformed, of another batch, about messages
 that were never sent) changes nothing: a real reply that is missing is asked for again, or a deadline ends the wait.
 """
 
@@ -236,18 +236,8 @@ class FastBatch:
     `receive`, the connection's state to `disconnected` and `reconnected`, and the time to `handle_timer`. What sends
     (`add`, `ping`, `commit`, …) raises BatchError and changes nothing where `TABLE` has ``ERR``.
 
-    Args:
-        batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``.
-        flow: Messages per ack to ask for, 1 to 65535 (servers grant at most 500).
-        max_outstanding_acks: Acks' worth of messages in the window, 1 to 3.
-        gap: What a loss does.
-        ack_timeout: Seconds without a sign of life that a wait may last.
-        stall_ping: Seconds of waiting after which the server is pinged.
-        keepalive: Seconds without traffic after which an idle batch is pinged (0: never).
-        on_transition: Called with every change of state, once the batch is in the new one.
-
-    Raises:
-        ValueError, TypeError: An argument is out of range.
+    The arguments are those of `FastPublisher`; `on_transition` is called with every change of state, once the batch is in
+    the new one.
     """
 
     def __init__(
