@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import nats
@@ -54,6 +54,35 @@ class TestCancellation:
             assert ack.batch_size == pub.batch_seq == sent + 5
             assert (await js.stream_info(stream)).state.messages == sent + 5
             await left.settled()
+
+    @pytest.mark.parametrize("call", ["add", "add_many", "add_many from an async iterable"])
+    async def test_cancelled_wait_for_room_sends_nothing(self, js: JetStreamContext, stream: str, call: str) -> None:
+        taken = 0
+
+        def entries() -> Iterator[tuple[str, bytes]]:
+            nonlocal taken
+            while True:
+                taken += 1
+                yield f"{stream}.a", b"x"
+
+        async def slowly() -> AsyncIterator[tuple[str, bytes]]:
+            for entry in entries():
+                yield entry
+
+        pub = jsx.FastPublisher(js)
+        await pub.add(f"{stream}.a", b"1")
+        await pub.flush()
+        pub._batch.window.limit = pub.batch_seq  # no room
+        work: Any = {
+            "add": lambda: pub.add(f"{stream}.a", b"x"), "add_many": lambda: pub.add_many(entries()),
+            "add_many from an async iterable": lambda: pub.add_many(slowly()),
+        }[call]  # fmt: skip
+        await _cancel_after(10, work())
+        assert (pub.batch_seq, taken) == (1, 0)
+        pub._batch.window.limit = 10
+        await pub.add(f"{stream}.a", b"2")
+        assert (await pub.commit_eob()).batch_size == 2
+        assert await payloads(js, stream) == [b"1", b"2"]
 
     @pytest.mark.parametrize("call", ["commit", "block"])
     async def test_cancelled_commit_leaves_nothing_open(
