@@ -16,7 +16,7 @@ import orjson
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import atomic, fast
-from jetstream_ext.protocol.fast_record import State as FastState
+from jetstream_ext.protocol.fast import State as FastState
 from jetstream_ext.types import BatchAck, BatchMessage, GapMode
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def table(states: Iterable[Any], at: Callable[[Any], Machine], rows: Iterable[Ro
 
 
 def cell(machine: Machine, row: Row) -> str:
-    """Let the event happen; return the state that follows and the error that somebody hears of."""
+    """Let the event happen; return the state that follows and the error that a caller gets."""
     before = machine.state
     told: BaseException | None = None
     try:
@@ -79,7 +79,7 @@ def cell(machine: Machine, row: Row) -> str:
 
 
 def reached(machine: Machine, state: Any) -> Machine:
-    """Return the machine, or break the build: a state was added that nobody knows the way to."""
+    """Return the machine, or break the build: this module has no way to a new state."""
     if machine.state is not state:
         raise AssertionError(f"no way to {state} is known here; the machine is {machine.state}")
     return machine
@@ -193,7 +193,8 @@ CHECK_FAILED = frame({"type": "err", "seq": 1, "error": {"code": 400, "err_code"
 
 def fast_batch(state: FastState, mode: GapMode) -> fast.FastBatch:
     """Return a batch that got into `state`, with five messages sent if it can have so many."""
-    machine = fast.FastBatch(batch_id="b1", inbox="_INBOX.x", flow=10, gap=mode)
+    machine = fast.FastBatch(batch_id="b1", flow=10, gap=mode)
+    machine.open("_INBOX.x")
     if state is FastState.NEW:
         return machine
     machine.add(MESSAGE, 0.0)
@@ -205,7 +206,7 @@ def fast_batch(state: FastState, mode: GapMode) -> fast.FastBatch:
     if state is FastState.COMMITTING:
         machine.commit(0.0)
     elif state is FastState.DRAINING:
-        # In ok mode only the message of somebody else makes a server end a batch.
+        # In ok mode a server ends a batch only because of another publisher's message.
         (LOSS if mode is GapMode.FAIL else GOES_BACK)(machine)
     elif state is FastState.SUSPENDED:
         machine.disconnected(0.0)
@@ -233,12 +234,12 @@ FAST: list[Row] = [
     Row("the final ack of fewer", final(2), SEVERAL),
     Row("the ack of an ordinary publish", frame({"stream": "S", "seq": 9}), STARTED),
     Row("a frame of an unknown type", frame({"type": "weather"}), STARTED),
-    Row("a reply that makes no sense", frame(b"no JSON"), STARTED),
+    Row("a malformed reply", frame(b"no JSON"), STARTED),
     Row("503 to a message", frame(b"", header=NO_RESPONDERS), STARTED),
     Row("503 to a ping", frame(b"", op=4, header=NO_RESPONDERS), SEVERAL),
     Row("503 to the end of the batch", frame(b"", SENT + 1, 3, NO_RESPONDERS), COMMITTING),
     *(Row(str(code), frame(refusal(code)), STARTED, code) for code in codes("AtomicPublish")),
-    Row("no sign of the server while somebody waits", silence, STARTED),
+    Row("no sign of the server while a caller waits", silence, STARTED),
     Row("the connection is lost", lambda machine: machine.disconnected(1.0) and None),
     Row("the connection is closed", lambda machine: machine.disconnected(1.0, for_good=True) and None),
 ]

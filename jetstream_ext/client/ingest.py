@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
-from typing import Final
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator
+from typing import Any, Final, Self
 
 import nats.errors
 import nats.js.errors
@@ -15,8 +15,11 @@ from nats.nuid import NUID
 
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.fast import FastPublisher
+from jetstream_ext.client.lookup import stream_name
+from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import (
     BatchError,
+    ErrorCode,
     FastPublishDisabledError,
     FastPublishMirrorError,
     IngestError,
@@ -30,13 +33,10 @@ from jetstream_ext.types import BatchFlowAck, BatchMessage, Entry, IngestProgres
 MsgId = Callable[[Entry], str]
 ProgressHandler = Callable[[IngestProgress], None]
 
-_CLOSED_TO_FAST_INGEST: Final = (FastPublishDisabledError, FastPublishMirrorError, RequiredApiLevelError)
+_NO_FAST_INGEST: Final = (FastPublishDisabledError, FastPublishMirrorError, RequiredApiLevelError)
 _CONNECTION_GONE: Final = (nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError)
-_RETRIED_CODES: Final = frozenset({429, 503})
+_RETRIED_STATUSES: Final = frozenset({429, 503})
 _EXPECTATIONS: Final = frozenset({h.EXPECTED_LAST_SEQ, h.EXPECTED_LAST_SUBJECT_SEQ, h.EXPECTED_LAST_MSG_ID})
-_DUPLICATE_IN_PROCESS: Final = 10158  # the first copy is on its way to the replicas
-_PAUSES: Final = (0.02, 0.05, 0.1, 0.2, 0.5)
-_LOOK_EVERY: Final = 0.02
 
 
 async def ingest(
@@ -88,94 +88,103 @@ async def ingest(
     """
     if not (timeout > 0 and progress_every >= 0):
         raise ValueError("timeout must be over 0 seconds, progress_every 0 or more")
-    run = _Ingest(
-        js,
-        _Source(messages, msg_id),
-        lambda on_flow: FastPublisher(
+    ack_timeout = Context(js).timeout if ack_timeout is None else ack_timeout
+    source = (_AsyncSource if isinstance(messages, AsyncIterable) else _Source)(messages, msg_id)
+
+    def new_publisher(on_flow: Callable[[BatchFlowAck], None] | None) -> FastPublisher:
+        return FastPublisher(
             js, flow=flow, max_outstanding_acks=max_outstanding_acks, ack_timeout=ack_timeout, on_flow=on_flow
-        ),
-        timeout,
-        ack_timeout,
-        _Progress(on_progress, progress_every),
-    )
-    return await run.run()
+        )
+
+    progress = _Progress(on_progress, progress_every)
+    return await _Ingest(js, source, new_publisher, timeout, ack_timeout, progress).run()
 
 
 class _Source:
-    """What is read: every message with an id, and why there are no more."""
+    """Reads the caller's messages, gives each an id, and keeps them in `window` until they are known to be stored."""
 
-    def __init__(self, messages: Iterable[Entry] | AsyncIterable[Entry], msg_id: MsgId | None) -> None:
+    def __init__(self, messages: Any, msg_id: MsgId | None) -> None:
+        self.window: deque[Entry] = deque()
+        """What was read and is not known to be stored, oldest first."""
         self.ended = False
         self.error: Exception | None = None
-        """What the source raised."""
+        """What the caller's iterable or `msg_id` raised."""
         self._msg_id = msg_id
         self._run = NUID().next().decode()
         self._taken = 0
-        self.sync: Iterator[Entry] | None = None
-        self.asynchronous: AsyncIterator[Entry] | None = None
-        if isinstance(messages, AsyncIterable):
-            self.asynchronous = aiter(messages)
-        else:
-            self.sync = iter(messages)
+        self._start(messages)
 
-    def feed(self, window: deque[Entry]) -> Iterator[Entry]:
-        """Yield messages, each kept in `window` first."""
-        assert self.sync is not None
+    def _start(self, messages: Iterable[Entry]) -> None:
+        self._messages = iter(messages)
+
+    def __iter__(self) -> Iterator[Entry]:
         while not self.ended:
             try:
-                entry = self._named(next(self.sync))
-            except StopIteration:
-                self.ended = True
+                entry = self._with_id(next(self._messages))
             except Exception as error:
-                self.ended, self.error = True, error
+                self._end(error)
             else:
-                window.append(entry)
+                self.window.append(entry)
                 yield entry
 
-    async def next(self, window: deque[Entry]) -> Entry | None:
-        """Return the next message, kept in `window`; None is the end."""
-        assert self.asynchronous is not None
-        try:
-            entry = self._named(await anext(self.asynchronous))
-        except StopAsyncIteration:
-            self.ended = True
-            return None
-        except Exception as error:
-            self.ended, self.error = True, error
-            return None
-        window.append(entry)
-        return entry
+    def _end(self, error: Exception) -> None:
+        self.ended = True
+        if not isinstance(error, StopIteration | StopAsyncIteration):
+            self.error = error
 
-    def _named(self, entry: Entry) -> Entry:
-        """Return the message with an id; what is no message stays as it is, to be refused where all are checked."""
+    def _with_id(self, entry: Entry) -> Entry:
+        """Return the message with an id; what is not a message stays as it is, and is refused when it is sent."""
         self._taken += 1
-        if type(entry) is tuple:  # nearly every message of a bulk: no object is made for them
+        if type(entry) is tuple:  # nearly every message of a bulk: no object is made for it
             if len(entry) == 2:
-                return entry[0], entry[1], {h.MSG_ID: self._name(entry)}
+                return entry[0], entry[1], {h.MSG_ID: self._id(entry)}
             if len(entry) == 3 and type(entry[2]) is dict and entry[2].get(h.MSG_ID):
                 return entry
         try:
             message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
-            if message.msg_id is not None or dict(message.headers or {}).get(h.MSG_ID):
-                return entry
-            headers = dict(message.headers or {}) if isinstance(entry, tuple) and len(entry) == 3 else None
+            headers = dict(message.headers or {})
         except (TypeError, ValueError):
             return entry
-        if headers is not None:
-            return message.subject, message.payload, headers | {h.MSG_ID: self._name(entry)}
-        return dataclasses.replace(message, msg_id=self._name(entry))
+        if message.msg_id is not None or headers.get(h.MSG_ID):
+            return entry
+        if isinstance(entry, tuple) and len(entry) == 3:
+            return message.subject, message.payload, headers | {h.MSG_ID: self._id(entry)}
+        return dataclasses.replace(message, msg_id=self._id(entry))
 
-    def _name(self, entry: Entry) -> str:
+    def _id(self, entry: Entry) -> str:
         if self._msg_id is None:
             return f"{self._run}-{self._taken}"
         name = self._msg_id(entry)
         if isinstance(name, str) and not name.strip():
-            raise ValueError(f"msg_id returned no id for message {self._taken - 1}: servers take an empty one for none")
+            raise ValueError(f"msg_id returned no id for message {self._taken - 1}: servers ignore an empty id")
         return name
 
 
+class _AsyncSource(_Source):
+    """A `_Source` of an async iterable."""
+
+    __iter__ = None  # type: ignore[assignment]
+
+    def _start(self, messages: AsyncIterable[Entry]) -> None:  # type: ignore[override]
+        self._async_messages = aiter(messages)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Entry:
+        if not self.ended:
+            try:
+                entry = self._with_id(await anext(self._async_messages))
+            except Exception as error:
+                self._end(error)
+            else:
+                self.window.append(entry)
+                return entry
+        raise StopAsyncIteration
+
+
 class _Progress:
-    """Tells the caller how far it is."""
+    """Calls `on_progress` every so many seconds."""
 
     def __init__(self, handler: ProgressHandler | None, every: float) -> None:
         self._handler = handler
@@ -188,10 +197,8 @@ class _Progress:
             return
         loop = asyncio.get_running_loop()
         now = loop.time()
-        if self._last is None:
-            self._last = now, 0
-        then, before = self._last
-        if not final and now - then < self._every:
+        then, before = self._last or (now, 0)
+        if self._last is not None and not final and now - then < self._every:
             return
         self._last = now, stored
         rate = (stored - before) / (now - then) if now > then else 0.0
@@ -202,38 +209,34 @@ class _Progress:
 
 
 class _Ingest:
-    """One run. `window` holds what was taken from the source and is not known to be stored, oldest first."""
+    """One run: batches while all goes well, and single publishes for what a broken batch left in the window."""
 
     def __init__(
         self,
-        context: JetStreamContext,
+        js: JetStreamContext,
         source: _Source,
-        new_publisher: Callable[[Callable[[BatchFlowAck], None]], FastPublisher],
+        new_publisher: Callable[[Callable[[BatchFlowAck], None] | None], FastPublisher],
         timeout: float,
-        ack_timeout: float | None,
+        ack_timeout: float,
         progress: _Progress,
     ) -> None:
-        self._context = context
-        self._js = Context(context)
+        self._js = js
+        self._context = Context(js)
         self._source = source
+        self._window = source.window
         self._new_publisher = new_publisher
-        self._timeout = timeout
-        self._ack_timeout = self._js.timeout if ack_timeout is None else ack_timeout
+        self._ack_timeout = ack_timeout
         self._progress = progress
-        self._window: deque[Entry] = deque()
+        self._retry = Retry(timeout, transient=lambda error: not isinstance(error, _CONNECTION_GONE))
         self._stored = self._duplicates = self._resent = self._batches = 0
-        self._trouble_since: float | None = None
         self._refused: tuple[Entry, Exception] | None = None
-        self._began = self._now()
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        self._began = asyncio.get_running_loop().time()
 
     async def run(self) -> IngestReport:
         self._progress.report(0, 0)
         while not self._source.ended or self._window:
             if self._window:
-                await self._send_again()
+                await self._resend()
             else:
                 await self._send_batch()
         self._progress.report(self._stored, 0, final=True)
@@ -245,7 +248,8 @@ class _Ingest:
         return self._report()
 
     def _report(self) -> IngestReport:
-        return IngestReport(self._stored, self._duplicates, self._resent, self._batches, self._now() - self._began)
+        seconds = asyncio.get_running_loop().time() - self._began
+        return IngestReport(self._stored, self._duplicates, self._resent, self._batches, seconds)
 
     def _failure(self, what: str, entry: Entry | None) -> IngestError:
         subject = None
@@ -263,63 +267,75 @@ class _Ingest:
             self._window.popleft()
         self._stored += count
         if count:
-            self._trouble_since = None
+            self._retry.reset()
         self._progress.report(self._stored, len(self._window))
+
+    async def _pause(self, error: Exception) -> None:
+        """Wait before the next attempt, or give up."""
+        try:
+            await self._retry.pause(error)
+        except nats.errors.Error:
+            gone = isinstance(error, _CONNECTION_GONE)
+            why = "the connection is closed" if gone else f"nothing was stored for {self._retry.give_up_after:g} s"
+            entry = self._window[0] if self._window else None
+            raise self._failure(f"could not be stored: {why} ({error})", entry) from error
+
+    async def _connected(self) -> None:
+        connection = self._context.connection
+        while not connection.usable:
+            try:
+                connection.check_usable()
+            except nats.errors.Error as error:
+                await self._pause(error)
 
     # -- by fast ingest -----------------------------------------------------------------------------------------
 
     async def _send_batch(self) -> None:
         """Send from the source until it ends or the batch does; what is in the window then is not acknowledged."""
+        await self._connected()
         before = self._stored
         opened = False
+        trouble: Exception | None = None
 
-        def acked(ack: BatchFlowAck) -> None:
+        def acked(_: BatchFlowAck | None = None) -> None:
             nonlocal opened
             opened = True
             self._confirm(before + publisher.ack_seq - self._stored)
 
         publisher = self._new_publisher(acked)
         try:
-            await self._connected()
             await self._send(publisher)
             if publisher.batch_seq:
                 await publisher.commit_eob()
-        except IngestError:
-            raise
-        except (UnsupportedFeatureError, *_CLOSED_TO_FAST_INGEST) as error:
+        except (UnsupportedFeatureError, *_NO_FAST_INGEST) as error:
             if self._stored == 0 and isinstance(error, UnsupportedFeatureError):
                 raise
             raise self._failure(f"could not be sent: {error}", self._window[0] if self._window else None) from error
         except (BatchError, nats.errors.Error) as error:
-            self._in_trouble(error)
+            trouble = error
         finally:
             await publisher.discard()
             self._batches += opened
-        # In fail mode everything up to the batch's final word is stored, and nothing after it.
+        # In fail mode everything up to the final ack is stored, and nothing after it.
         self._confirm(before + publisher.ack_seq - self._stored)
-        if not self._window and self._trouble_since is not None:
-            await asyncio.sleep(_PAUSES[0])
+        if trouble is not None:
+            await self._pause(trouble)
 
     async def _send(self, publisher: FastPublisher) -> None:
-        source = self._source
         try:
-            if source.sync is not None:
-                await publisher.add_many(source.feed(self._window))
-                return
-            while (entry := await source.next(self._window)) is not None:
-                await publisher.add_message(entry if isinstance(entry, BatchMessage) else BatchMessage(*entry))
+            await publisher.add_many(self._source)
         except Exception as error:
             broken = isinstance(error, BatchError | UnsupportedFeatureError | nats.errors.Error)
             if broken and not isinstance(error, ValueError):
                 raise
-            # A message that was refused here has no place in the batch; everything before it has.
+            # The message was refused before it was sent and has no place in the batch; everything before it has.
             self._refused = self._window.pop(), error
-            source.ended = True
+            self._source.ended = True
 
     # -- one by one ---------------------------------------------------------------------------------------------
 
-    async def _send_again(self) -> None:
-        """Publish what is in the window, each message with an answer of its own.
+    async def _resend(self) -> None:
+        """Publish what is in the window, each message with an ack of its own.
 
         One at a time: the order is kept, and if one is refused nothing after it is stored.
         """
@@ -330,45 +346,43 @@ class _Ingest:
             self._confirm(1)
 
     async def _publish(self, entry: Entry) -> bool:
-        """Publish one message until it is known to be stored; return whether it was already."""
+        """Publish one message until it is known to be stored; return whether it was stored before."""
         message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
         headers = dict(message_headers(message))
-        payload = payload_bytes(message.payload)
-        expects = not _EXPECTATIONS.isdisjoint(headers)
-        tries = 0
+        once = self._publish_alone if _EXPECTATIONS.isdisjoint(headers) else self._publish_in_a_batch
         while True:
             await self._connected()
             trouble: Exception
             try:
-                if expects:
-                    return await self._publish_in_a_batch(message)
-                ack = await self._context.publish(
-                    message.subject, payload, timeout=self._ack_timeout, headers=dict(headers)
-                )
-                return bool(ack.duplicate)
+                return await once(message, headers)
             except nats.js.errors.NoStreamResponseError as error:
-                if await self._nobody_stores(message.subject):
+                if await self._has_no_stream(message.subject):
                     raise self._failure("has a subject that no stream listens on", entry) from error
                 trouble = error
             except nats.js.errors.APIError as error:
-                if error.code not in _RETRIED_CODES and error.err_code != _DUPLICATE_IN_PROCESS:
+                if error.code not in _RETRIED_STATUSES and error.err_code != ErrorCode.DUPLICATE_IN_PROCESS:
                     raise self._failure(f"was refused: {error.description}", entry) from error
                 trouble = error
-            except nats.errors.MaxPayloadError as error:  # the server that we are connected to now takes less
+            except nats.errors.MaxPayloadError as error:  # the server of a new connection may take less
                 raise self._failure(f"was refused: {error}", entry) from error
             except nats.errors.Error as error:
                 trouble = error
-            self._in_trouble(trouble)
-            await asyncio.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])
-            tries += 1
+            await self._pause(trouble)
 
-    async def _publish_in_a_batch(self, message: BatchMessage) -> bool:
-        """Publish one message by itself; return whether it was there already.
+    async def _publish_alone(self, message: BatchMessage, headers: dict[str, str]) -> bool:
+        publishing = self._js.publish(
+            message.subject, payload_bytes(message.payload), timeout=self._ack_timeout, headers=dict(headers)
+        )
+        ack = await self._context.connection.bounded(publishing, self._ack_timeout, "the ack of a message")
+        return bool(ack.duplicate)
 
-        It expects something of the stream that no longer holds if it was stored the first time. Servers look at the id
-        first only in a batch: on a stream with one replica they would refuse an ordinary message for its expectation.
+    async def _publish_in_a_batch(self, message: BatchMessage, headers: dict[str, str]) -> bool:
+        """Publish a message with an expectation, which no longer holds if the message was stored before.
+
+        Servers look at the id first only in a batch: on a stream with one replica they would refuse an ordinary message
+        for its expectation.
         """
-        publisher = self._new_publisher(lambda _: None)
+        publisher = self._new_publisher(None)
         try:
             await publisher.add_message(message)
             ack = await publisher.commit_eob()
@@ -376,34 +390,9 @@ class _Ingest:
             await publisher.discard()
         return ack.seq == 0  # nothing was stored
 
-    async def _nobody_stores(self, subject: str) -> bool:
-        """Whether it is certain that no stream has the subject; without a leader a stream does not listen either."""
+    async def _has_no_stream(self, subject: str) -> bool:
+        """Return whether it is certain that no stream has the subject; without a leader a stream does not answer either."""
         try:
-            await self._context.find_stream_name_by_subject(subject)
-        except nats.js.errors.NotFoundError:
-            return True
+            return await stream_name(self._context, subject, self._ack_timeout) is None
         except (nats.errors.Error, nats.js.errors.APIError):
-            pass  # nobody to ask, or we may not: it stays open
-        return False
-
-    # -- trouble ------------------------------------------------------------------------------------------------
-
-    def _in_trouble(self, cause: Exception) -> None:
-        """Note that something failed; give up if nothing got through for too long."""
-        now = self._now()
-        if self._trouble_since is None:
-            self._trouble_since = now
-        if now - self._trouble_since >= self._timeout or isinstance(cause, _CONNECTION_GONE):
-            entry = self._window[0] if self._window else None
-            why = "the connection is closed" if isinstance(cause, _CONNECTION_GONE) else f"for {self._timeout:g} s"
-            raise self._failure(f"could not be stored: {why} ({cause})", entry) from cause
-
-    async def _connected(self) -> None:
-        """Wait until the connection is there."""
-        connection = self._js.connection
-        while not connection.usable:
-            try:
-                connection.check_usable()
-            except nats.errors.Error as error:
-                self._in_trouble(error)
-            await asyncio.sleep(_LOOK_EVERY)  # nats-py tells only its user's own callback
+            return False  # no answer, or no permission to ask

@@ -70,7 +70,7 @@ async def lookup_stream(
         return None
     try:
         async with asyncio.timeout(min(timeout, _PATIENCE)):
-            name = stream or await _stream_name(context, subject, timeout)
+            name = stream or await stream_name(context, subject, timeout)
             if name is None:
                 return None
             state = await stream_state(context, name, timeout)
@@ -91,7 +91,12 @@ async def lookup_stream(
     return state, state.last_seq
 
 
-async def _stream_name(context: Context, subject: str, timeout: float) -> str | None:
+async def stream_name(context: Context, subject: str, timeout: float) -> str | None:
+    """Return the name of the stream that stores messages on `subject`, or None: no stream does.
+
+    Raises:
+        ServiceUnavailableError, ServerError, RequestTimeoutError, ResponseError: As for `Api.ask`.
+    """
     names = (await Api(context, timeout).ask("STREAM.NAMES", {"subject": subject})).get("streams")
     return str(names[0]) if isinstance(names, list) and names else None
 

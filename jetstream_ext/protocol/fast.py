@@ -1,270 +1,777 @@
-"""A fast-ingest batch as a machine (ADR-50, the fast half; server API level 4).
+"""A fast-ingest batch as a machine: one table of states and inputs (ADR-50, fast ingest; server API level 4).
 
 ::
 
-                 send first             first reply              commit            final ack
+                 first message            first reply               commit             final ack
        NEW ───────────────► STARTING ───────────────► OPEN ───────────────► COMMITTING ──────► ENDED
-                                │                     ▲│  fail mode: gap, error    │             ▲
-                                │                     │├───────────► DRAINING ──────┼─────────────┤
+                                │                     ▲│  fail mode: gap, refusal  │             ▲
+                                │                     │├───────────► DRAINING ─────┼─────────────┤
                     ok mode:    │      answer to the  ││ ok mode: connection lost                │
                     connection  │    ping after the   │▼                                         │
                     lost        ├────► reconnect ── SUSPENDED ─────────────────────────────────────┤
                                 └── refusal, silence, connection lost, unknown batch, discard ─────┘
 
-* Every message carries a reply subject ``<inbox>.<id>.<flow>.<gap>.<seq>.<op>.$FI``. The server answers on the reply
-  subject of the message that made it answer, so those tokens say which message an answer is about.
-* The window: at most `flow` times `max_outstanding_acks` messages are unacknowledged, `flow` being what the server last
-  set (it raises and lowers it). Acks are cumulative; one that is older than what we know changes nothing; a gap report
-  never moves the window.
-* DRAINING: the batch is dead on the server but its final ack, the only record of what was stored, is still to come.
-* COMMITTING: a ping is never sent. The server forgets a batch it has committed, and would answer a ping with "unknown
-  batch", with a gap that is none, or by opening a new batch.
-* SUSPENDED: nothing is sent until the server has answered a ping on the new connection. That ping makes it report what
-  was lost with the old one. What it had reported on the old one and nobody read stays in doubt.
-* A commit stores its message by an ordinary append and ends with the end-of-batch marker: servers 2.14.0 to 2.14.2
-  never answer a committing message that is a duplicate or fails a check. A marker that the server is known not to have
-  taken (503, 429) is sent again.
-* What cannot be an answer to this batch (malformed, of another batch, about messages never sent) is left alone: anybody
-  may publish to an inbox, and a real answer that is missing is asked for again or ends in a deadline.
+`TABLE` says what every input does in every state; nothing else changes the state. What the states stand for:
 
-Here is what the caller does: it sends, tells of the connection, and lets time pass. What the server's replies do is in
-`fast_receiving`, and what is known of the batch in `fast_record`.
+* STARTING: the reply to the first message decides whether anything may follow it. A server without fast ingest stores
+  every message, pings too, as an ordinary one.
+* OPEN: messages go out as the window allows (`fast_window`). While a caller waits, the server is pinged every
+  `stall_ping` seconds, because the answer recovers a lost ack. An idle batch is kept alive by a ping every `keepalive`
+  seconds, because servers drop a batch after 10 s without a message.
+* SUSPENDED (ok mode): nothing is sent until the server has answered a ping on the new connection. That ping makes it
+  report what was lost with the old one. Reports that were lost with the old connection leave their messages in doubt.
+* COMMITTING: no ping is sent. The server forgets a batch that it has committed, and would answer a ping with "unknown
+  batch", with a false gap, or by opening a new batch. The last message is stored by an ordinary append, and the batch
+  ends with the end-of-batch marker: servers 2.14.0 to 2.14.2 never answer a committing message that is a duplicate or
+  fails a check. A marker that the server is known not to have taken (503, 429) is sent again.
+* DRAINING: the server has ended the batch, but its final ack, the only record of what is stored, is still to come.
+
+A deadline belongs to a wait. It starts when a caller begins to wait, when a ping goes out, or when a state is entered in
+which the server owes an answer; every sign of the server's life moves it.
+
+Any client may publish to an inbox. A reply that cannot be about this batch (malformed, of another batch, about messages
+that were never sent) changes nothing: a real reply that is missing is asked for again, or a deadline ends the wait.
 """
 
 from __future__ import annotations
 
+import copy
+import enum
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
 
-from jetstream_ext.errors import BatchClosedError, EmptyBatchError
-from jetstream_ext.protocol import fast_endings as endings
-from jetstream_ext.protocol.fast_frames import FastFrames
-from jetstream_ext.protocol.fast_receiving import FastReceiver
-from jetstream_ext.protocol.fast_record import Event, State
-from jetstream_ext.protocol.fast_timers import FastTimers
-from jetstream_ext.types import BatchMessage, EndReason, Entry, GapMode
+from jetstream_ext import errors
+from jetstream_ext.errors import BatchError, ErrorCode, JetStreamExtError, Outcome, ServerError
+from jetstream_ext.protocol import fast_wire as wire
+from jetstream_ext.protocol.fast_window import Window
+from jetstream_ext.protocol.fast_wire import Encoded, FastWire, Refusal, Reply, UnrecognisedReply
+from jetstream_ext.protocol.feature_table import FAST_INGEST
+from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.options import check_batch_id
+from jetstream_ext.types import (
+    BatchAck,
+    BatchFlowAck,
+    BatchFlowError,
+    BatchFlowGap,
+    BatchMessage,
+    EndReason,
+    Entry,
+    GapMode,
+    InDoubt,
+)
+
+KEPT_REPORTS: Final = 1000
+"""How many of the newest gap and error reports a batch keeps."""
 
 
-class FastBatch(FastReceiver):
+class State(enum.Enum):
+    """Where a batch is: the columns of `TABLE`."""
+
+    NEW = "new"
+    STARTING = "starting"
+    OPEN = "open"
+    SUSPENDED = "suspended"
+    COMMITTING = "committing"
+    DRAINING = "draining"
+    ENDED = "ended"
+
+
+class Input(enum.Enum):
+    """What can happen to a batch: the rows of `TABLE`."""
+
+    MESSAGE = "a message is sent"
+    PING = "a ping is sent"
+    COMMIT = "the end-of-batch marker is sent"
+    DISCARD = "the caller ends the batch without a commit"
+    CONNECTION_LOST = "nats-py reconnects"
+    CONNECTION_CLOSED = "the connection is lost for good"
+    DEADLINE = "no sign of the server while one is due"
+    ACK = "an ack frame"
+    ALL_ARRIVED = "the answer to a ping that follows every message, on the present connection"
+    GAP = "messages did not reach the server"
+    WENT_BACK = "the server received a sequence that it had before"
+    MESSAGE_REFUSED = "an err frame: a check failed"
+    MESSAGE_DROPPED = "no leader, overload, or no space; the server still has the batch"
+    UNKNOWN_BATCH = "the server does not have the batch"
+    BATCH_REFUSED = "any other refusal"
+    FINAL_ACK = "the final ack covers every message"
+    SHORT_FINAL_ACK = "the final ack covers fewer messages"
+    ORDINARY_ACK = "the ack of a server without fast ingest"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ending:
+    """How a batch ends: the reason, and the error that its callers get from then on."""
+
+    reason: EndReason
+    error: type[BatchError] | None = None
+    text: str = ""
+    outcome: Outcome | None = "unknown"
+    """What the error says is stored; None: as far as the acks and reports tell."""
+
+
+_UNKNOWN, _ABANDONED = errors.BatchOutcomeUnknownError, errors.BatchAbandonedError
+_REST: Final = "messages without an acknowledgement: {unacknowledged}"
+
+# fmt: off
+DONE: Final = Ending(EndReason.COMMITTED)
+LEFT: Final = Ending(EndReason.DISCARDED)
+LEFT_COMMIT: Final = Ending(EndReason.DISCARDED, _UNKNOWN, "the batch was discarded before its commit was answered")
+CUT: Final = Ending(EndReason.DISCONNECTED, _ABANDONED, f"the connection was lost; {_REST}", None)
+CUT_COMMIT: Final = Ending(
+    EndReason.DISCONNECTED, _UNKNOWN, f"the connection was lost before the commit was answered; {_REST}")
+NO_RESUME: Final = Ending(
+    EndReason.DISCONNECTED, _ABANDONED,
+    f"the connection was lost, and the server did not answer on a new one within {{wait:g}} s; {_REST}", None)
+GONE: Final = Ending(
+    EndReason.DISCONNECTED, _ABANDONED,
+    f"the connection was lost, and the server no longer knows the batch; {_REST}", None)
+NO_START: Final = Ending(
+    EndReason.TIMEOUT, _UNKNOWN,
+    "no answer to the first message within {wait:g} s: the server may be older than {since}, "
+    "or the stream may have no_ack set")
+SILENCE: Final = Ending(
+    EndReason.TIMEOUT, _UNKNOWN, "no acknowledgement beyond message {acked} of {sent} within {wait:g} s")
+NO_COMMIT: Final = Ending(
+    EndReason.TIMEOUT, _UNKNOWN, "no answer to the commit within {wait:g} s; messages up to {sent} may be stored")
+FORGOTTEN: Final = Ending(  # perhaps because it has committed the batch, and the final ack was lost
+    EndReason.ERROR, _UNKNOWN, "the server no longer knows the batch; messages up to {sent} may be stored")
+STOPPED: Final = Ending(EndReason.ERROR, _ABANDONED, "the server ended the batch at message {acked} of {sent}", "partial")
+# The errors of these depend on a reply; see `FastBatch._ending`.
+REFUSED: Final = Ending(EndReason.ERROR)
+SHORT: Final = Ending(EndReason.ERROR)
+CAUSE: Final = Ending(EndReason.ERROR)
+NO_FEATURE: Final = Ending(EndReason.ERROR)
+# fmt: on
+
+
+class Keep(enum.Enum):
+    """The cells of `TABLE` that change nothing."""
+
+    STAY = enum.auto()
+    RAISE = enum.auto()
+    """The call is refused: it raises."""
+
+
+_Step = State | Ending | Keep
+Cell = _Step | tuple[_Step, _Step]
+"""What an input does: enter a state, end the batch, or nothing. A pair is for fail mode and for ok mode."""
+
+NEW, STARTING, OPEN, SUSPENDED, COMMITTING, DRAINING, ENDED = State
+___, ERR = Keep
+
+TABLE: Final[dict[Input, tuple[Cell, Cell, Cell, Cell, Cell, Cell, Cell]]] = {
+    #                         NEW       STARTING          OPEN              SUSPENDED  COMMITTING       DRAINING    ENDED
+    Input.MESSAGE:           (STARTING, ___,              ___,              ERR,       ERR,             ERR,        ERR),
+    Input.PING:              (ERR,      ___,              ___,              ERR,       ERR,             ERR,        ERR),
+    Input.COMMIT:            (ERR,      COMMITTING,       COMMITTING,       ERR,       ERR,             ERR,        ERR),
+    Input.DISCARD:           (LEFT,     LEFT,             LEFT,             LEFT,      LEFT_COMMIT,     LEFT,       ___),
+    Input.CONNECTION_LOST:   (___,      (CUT, SUSPENDED), (CUT, SUSPENDED), ___,       CUT_COMMIT,      CAUSE,      ___),
+    Input.CONNECTION_CLOSED: (___,      CUT,              CUT,              CUT,       CUT_COMMIT,      CAUSE,      ___),
+    Input.DEADLINE:          (___,      NO_START,         SILENCE,          NO_RESUME, NO_COMMIT,       CAUSE,      ___),
+    Input.ACK:               (___,      OPEN,             ___,              ___,       ___,             ___,        ___),
+    Input.ALL_ARRIVED:       (___,      ___,              ___,              OPEN,      ___,             ___,        ___),
+    Input.GAP:               (___,      (DRAINING, ___),  (DRAINING, ___),  ___,       (DRAINING, ___), ___,        ___),
+    Input.WENT_BACK:         (___,      DRAINING,         DRAINING,         DRAINING,  DRAINING,        ___,        ___),
+    Input.MESSAGE_REFUSED:   (___,      (DRAINING, OPEN), (DRAINING, ___),  ___,       (DRAINING, ___), ___,        ___),
+    Input.MESSAGE_DROPPED:   (___,      REFUSED,          (DRAINING, ___),  ___,       ___,             ___,        ___),
+    Input.UNKNOWN_BATCH:     (___,      REFUSED,          REFUSED,          GONE,      FORGOTTEN,       CAUSE,      ___),
+    Input.BATCH_REFUSED:     (___,      REFUSED,          REFUSED,          REFUSED,   REFUSED,         CAUSE,      ___),
+    Input.FINAL_ACK:         (___,      STOPPED,          STOPPED,          STOPPED,   DONE,            CAUSE,      ___),
+    Input.SHORT_FINAL_ACK:   (___,      STOPPED,          STOPPED,          STOPPED,   (SHORT, DONE),   CAUSE,      ___),
+    Input.ORDINARY_ACK:      (___,      NO_FEATURE,       NO_FEATURE,       NO_FEATURE, NO_FEATURE,     NO_FEATURE, ___),
+}  # fmt: skip
+"""What happens: ``___`` is nothing, and ``ERR`` raises."""
+
+_TABLES: Final[dict[GapMode, dict[tuple[State, Input], _Step]]] = {
+    mode: {
+        (state, event): cell[index] if isinstance(cell, tuple) else cell
+        for event, cells in TABLE.items()
+        for state, cell in zip(State, cells, strict=True)
+    }
+    for index, mode in enumerate((GapMode.FAIL, GapMode.OK))
+}
+_OWES_AN_ANSWER: Final = frozenset({STARTING, SUSPENDED, COMMITTING, DRAINING})
+# Refusals after which the server still has the batch and lacks only the message that they answer.
+_BATCH_LIVES: Final = {
+    ErrorCode.MESSAGE_TOO_LARGE, ErrorCode.TOO_MANY_REQUESTS, ErrorCode.ACCOUNT_RESOURCES_EXCEEDED,
+    ErrorCode.MEMORY_EXCEEDED, ErrorCode.STORAGE_EXCEEDED,
+}  # fmt: skip
+_DROPPED: Final[dict[GapMode, set[ErrorCode]]] = {
+    GapMode.FAIL: _BATCH_LIVES,
+    # In fail mode a server without resources also refuses the ping that would bring the final ack.
+    GapMode.OK: _BATCH_LIVES | {ErrorCode.INSUFFICIENT_RESOURCES},
+}
+
+
+# -- what a batch tells its shell ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A change of state."""
+
+    old: State
+    event: Input
+    new: State
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The batch is over; nothing more will happen to it."""
+
+    reason: EndReason
+
+
+Event = BatchFlowAck | BatchFlowGap | BatchFlowError | InDoubt | UnrecognisedReply | Ended
+
+
+class FastBatch:
     """One fast-ingest batch. Times are seconds of one monotonic clock; bytes go to the connection as they are.
 
-    Args:
-        batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``.
-        inbox: The prefix of the reply subjects; the shell listens on ``<inbox>.<batch_id>.>``.
-        flow: Messages per ack that are asked for, 1 to 65535 (servers give 500 at most).
-        max_outstanding_acks: Acks' worth of messages in the window, 1 to 3.
-        gap: What a loss does.
-        max_payload: The server's limit for headers and payload together, in bytes.
-        ack_timeout: Seconds without a sign of life that a wait may last.
-        stall_ping: Seconds of stalling after which the server is asked where it is.
-        keepalive: Seconds without traffic after which it is told that we are still here (0: never).
-    """
+    The shell calls `open` once it has an inbox, listens on ``<inbox>.<batch_id>.>``, and passes everything on: replies to
+    `receive`, the connection's state to `disconnected` and `reconnected`, and the time to `handle_timer`. What sends
+    (`add`, `ping`, `commit`, …) raises BatchError and changes nothing where `TABLE` has ``ERR``.
 
-    # Those of the record that are set here, again: some type checkers would guess their types anew.
-    state: State
-    sent: int
+    The arguments are those of `FastPublisher`; `on_transition` is called with every change of state, once the batch is in
+    the new one.
+    """
 
     def __init__(
         self,
         *,
         batch_id: str,
-        inbox: str,
         flow: int = 100,
         max_outstanding_acks: int = 2,
         gap: GapMode = GapMode.FAIL,
-        max_payload: int = 1 << 20,
         ack_timeout: float = 5.0,
         stall_ping: float = 1.0,
         keepalive: float = 5.0,
+        on_transition: Callable[[Transition], None] | None = None,
     ) -> None:
-        gap = GapMode(gap)
-        super().__init__(
-            batch_id=batch_id,
-            flow=flow,
-            max_outstanding_acks=max_outstanding_acks,
-            gap=gap,
-            frames=FastFrames(batch_id=batch_id, inbox=inbox, flow=flow, gap=gap, max_payload=max_payload),
-            timers=FastTimers(ack_timeout=ack_timeout, stall_ping=stall_ping, keepalive=keepalive),
-        )
-        self._probed = False  # while suspended: the connection was back once
+        if not (ack_timeout > 0 and stall_ping > 0 and keepalive >= 0):
+            raise ValueError("ack_timeout and stall_ping must be over 0 seconds, keepalive 0 or more")
+        self.batch_id: str = check_batch_id(batch_id)
+        self.gap: GapMode = GapMode(gap)
+        self.window: Window = Window(flow, max_outstanding_acks)
+        self.ack_timeout: float = ack_timeout
+        self.state: State = NEW
+        self.sent: int = 0
+        """The highest batch sequence handed out for a message."""
+        self.pongs: int = 0
+        """How many pings were answered."""
+        self.end_reason: EndReason | None = None
+        self.ack: BatchAck | None = None
+        self.error: JetStreamExtError | None = None
+        """What an operation on the ended batch raises; None after a commit or a discard."""
+        self.cause: BatchError | None = None
+        """Why the batch is DRAINING."""
+        self.gaps: deque[BatchFlowGap] = deque(maxlen=KEPT_REPORTS)
+        self.gap_count: int = 0
+        self.errors: deque[BatchFlowError] = deque(maxlen=KEPT_REPORTS)
+        self.error_count: int = 0
+        self.in_doubt: deque[InDoubt] = deque(maxlen=KEPT_REPORTS)
 
-    # -- sending ------------------------------------------------------------------------------------------------
+        self._table = _TABLES[self.gap]
+        self._wire = FastWire(batch_id=batch_id, flow=flow, gap=self.gap)
+        self._stall_ping = stall_ping
+        self._keepalive = keepalive or math.inf
+        self._on_transition = on_transition
+        self._waiting_since = math.inf  # the oldest wait without a sign of life since
+        self._unanswered_since = math.inf  # the oldest ping without one
+        self._asked_at = self._wrote_at = 0.0
+        self._asks_again = False  # COMMITTING, DRAINING: the server is to be asked again
+        self._connected = True
+        self._probed = False  # SUSPENDED: the server was asked on a new connection once
+        self._doubtful = 0  # SUSPENDED: nothing is known from this sequence on
+        self._refusal: ServerError | None = None  # of the newest ping or marker, with no other reply since
 
-    def add(self, message: BatchMessage, now: float) -> bytes:
+    # -- for the shell's decisions --------------------------------------------------------------------------------
+
+    @property
+    def room(self) -> int:
+        """How many messages may be sent now, if the batch takes any."""
+        return 0 if self.state is STARTING or self.state is SUSPENDED else self.window.limit - self.sent
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a message can be sent now, and the batch is under way."""
+        return self.state is OPEN and self.sent < self.window.limit
+
+    @property
+    def acked(self) -> int:
+        """The highest batch sequence that the server acknowledged."""
+        return self.window.acked
+
+    # The goals of waits; see `reached`. Each raises what ended the batch if it cannot be reached any more.
+
+    def can_ask(self) -> bool:
+        """Return whether a ping or the commit can be sent now."""
+        if self.state is NEW or self.state is COMMITTING or self.state is ENDED:
+            self._raise()
+        return self.state is OPEN
+
+    def can_send(self) -> bool:
+        """Return whether a message can be sent now."""
+        return (self.state is NEW or self.can_ask()) and self.room > 0
+
+    def started(self) -> bool:
+        """Return whether what was sent is on a connection on which the server knows the batch."""
+        return self.state is OPEN or self.state is COMMITTING
+
+    def committed(self) -> bool:
+        """Return whether the final ack has come."""
+        return self.end_reason is EndReason.COMMITTED
+
+    def is_settled(self, seq: int) -> bool:
+        """Return whether the server has dealt with everything up to `seq`.
+
+        Servers acknowledge every `flow` messages only, so for the last ones the answer to a ping has to do: it comes
+        after everything before it was taken in, and after the report of any gap.
+        """
+        return max(self.window.acked, self.window.arrived) >= seq
+
+    def reached(self, goal: Callable[[], bool]) -> bool:
+        """Return whether a wait for `goal` is over.
+
+        While the batch drains it is not: the final ack, which belongs on the error, is still to come.
+
+        Raises:
+            BatchError: The batch has ended, other than by its commit.
+        """
+        if self.committed():
+            return True
+        if self.state is ENDED:
+            self._raise()
+        return self.state is not DRAINING and goal()
+
+    # -- sending --------------------------------------------------------------------------------------------------
+
+    def open(self, inbox: str) -> None:
+        """Set the prefix of the reply subjects, before the first message; raise if the batch was discarded meanwhile."""
+        self._check(Input.MESSAGE)
+        self._wire.open(inbox)
+
+    def set_max_payload(self, max_payload: int) -> None:
+        """Set the connected server's limit for headers and payload together, in bytes."""
+        self._wire.max_payload = max_payload
+
+    def encode(self, message: BatchMessage) -> Encoded:
+        """Check and encode a message for `add`; the batch does not change.
+
+        Raises:
+            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: It cannot be sent.
+        """
+        return self._wire.encode(message)
+
+    def add(self, message: BatchMessage | Encoded, now: float) -> bytes:
         """Return the bytes that publish `message`; it has a batch sequence from here on.
 
         Raises:
-            BatchError: The batch has ended, or is suspended.
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: Refused; nothing changed.
+            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: As for `encode`.
         """
-        self._check_sending()
-        data = self._frames.message(message, self.sent + 1)
-        self._took(1, now)
+        self._check(Input.MESSAGE)
+        encoded = message if isinstance(message, Encoded) else self._wire.encode(message)
+        data = self._wire.message(encoded, self.sent + 1)
+        self._sent(1, now)
         return data
 
     def add_plain(self, subject: str, payload: bytes, now: float) -> bytes:
         """As `add`, for a message that has no headers and no options."""
-        if self.state is not State.OPEN:
-            self._check_sending()
-        data = self._frames.plain(subject, payload, self.sent + 1)
-        self._took(1, now)
+        if self.state is not OPEN:
+            self._check(Input.MESSAGE)
+        data = self._wire.plain(subject, payload, self.sent + 1)
+        self._sent(1, now)
         return data
 
-    def add_many(
-        self, entries: Iterator[Entry], limit: int, now: float
-    ) -> tuple[bytes, int, int, BaseException | None]:
-        """Take up to `limit` messages from `entries`; return their bytes, count, payload bytes, and what stopped it.
+    def add_many(self, entries: Iterator[Entry], now: float) -> tuple[bytes, int, int, BaseException | None]:
+        """Take as many messages from `entries` as the window has room for, up to a block of about 1 MiB.
 
-        A block ends after about `fast_frames.BLOCK` payload bytes, too; then nothing has stopped it.
+        Only one is taken for a new batch: the first reply decides whether anything may follow.
 
-        What `entries` raises, and the refusal of a message, comes back as the last value: the messages before it are
-        in the bytes and have their sequences, the refused one has none. ``StopIteration`` is the end of `entries`.
+        Returns:
+            Their bytes, count, payload bytes, and the exception that ended them: ``StopIteration``, what `entries`
+            raises, or the refusal of a message. The messages before it have their sequences, the refused one has none.
         """
-        self._check_sending()
-        if self.state is State.NEW:
-            limit = min(limit, 1)  # the first reply decides whether anything may follow
-        out, size, stopped = self._frames.many(entries, limit, self.sent)
+        self._check(Input.MESSAGE)
+        out, size, stopped = self._wire.many(entries, 1 if self.state is NEW else self.room, self.sent)
         if out:
-            self._took(len(out), now)
+            self._sent(len(out), now)
         return b"".join(out), len(out), size, stopped
 
-    def _took(self, count: int, now: float) -> None:
+    def _sent(self, count: int, now: float) -> None:
         self.sent += count
-        self._timers.wrote(now)
-        if self.state is State.NEW:
-            self.state = State.STARTING
-            self._timers.wait_anew(now)
+        self._wrote_at = now
+        if self.state is NEW:
+            self._happen(Input.MESSAGE, now)
 
     def ping(self, now: float) -> bytes:
-        """Return the bytes that ask the server where it is.
-
-        Raises:
-            EmptyBatchError: Nothing was sent yet, so there is nobody to ask.
-            BatchError: The batch has ended, or is suspended.
-        """
-        self._check_sending()
-        if self.state is State.NEW:
-            raise EmptyBatchError("a batch is known to the server only from its first message on", **self.facts())
-        return self._ping(now)
-
-    def _ping(self, now: float) -> bytes:
-        self._timers.pinged(now)
-        return self._frames.ping(self.sent)
+        """Return the bytes that ask the server for its position."""
+        self._check(Input.PING)
+        self._asked_at = self._wrote_at = now
+        self._unanswered_since = min(self._unanswered_since, now)
+        return self._wire.ping(self.sent)
 
     def commit(self, now: float) -> bytes:
-        """Return the bytes that end the batch; a message to store goes before it by `add`.
-
-        Raises:
-            EmptyBatchError: Nothing was sent.
-            BatchError: The batch has ended, or is suspended.
-        """
-        self._check_sending()
-        if self.state is State.NEW:
-            raise EmptyBatchError("there is nothing to commit", **self.facts())
-        self.state = State.COMMITTING
-        self._timers.wait_anew(now)  # the end of the batch answers for its pings
-        self._timers.wrote(now)
-        return self._frames.end(self.sent)
+        """Return the bytes that end the batch; a last message goes before it by `add`."""
+        self._happen(Input.COMMIT, now)
+        self._wrote_at = now
+        return self._wire.end(self.sent)
 
     def discard(self) -> list[Event]:
         """End the batch here; the server forgets it after its idle time. What was sent stays stored."""
-        if self.state is State.ENDED:
-            return []
-        error = None
-        if self.state is State.COMMITTING:
-            error = endings.unknown(self, "given up while the commit was on its way")
-        return self._end(EndReason.DISCARDED, error)
+        return self._happen(Input.DISCARD, 0.0)
 
-    def _check_sending(self) -> None:
-        self.check_open()
-        if self.state is State.SUSPENDED:
-            raise BatchClosedError(
-                f"batch {self.batch_id} sends nothing until its connection is back", **self.facts("unknown")
-            )
-
-    # -- the connection -----------------------------------------------------------------------------------------
+    # -- the connection -------------------------------------------------------------------------------------------
 
     def disconnected(self, now: float, *, for_good: bool = False) -> list[Event]:
-        """Take the loss of the connection.
-
-        In ok mode the batch is then suspended until `reconnected`, or a deadline, unless the loss is `for_good`.
-        """
-        if self.state in (State.NEW, State.ENDED):
-            return []
+        """Take the loss of the connection: `for_good`, or until `reconnected`."""
         self._connected = False
-        if self.gap is GapMode.OK and self.state in (State.STARTING, State.OPEN) and not for_good:
-            self.state = State.SUSPENDED
-            self._doubtful, self._probed = self.acked + 1, False
-            self._timers.wait_anew(now)
-            return []
-        if self.state is State.SUSPENDED and not for_good:
-            return []  # lost again before the server answered: its report may be lost, too, and the deadline stands
-        if self.state is State.DRAINING:  # its final ack is lost, but not why it died
-            return self._end(endings.reason_for(self.cause), self.cause)
-        error = endings.disconnected(self, "the connection was lost", committing=self.state is State.COMMITTING)
-        return self._end(EndReason.DISCONNECTED, error)
+        return self._happen(Input.CONNECTION_CLOSED if for_good else Input.CONNECTION_LOST, now)
 
-    def reconnected(self, now: float) -> tuple[list[Event], bytes]:
-        """Take the new connection: return what happened, and the ping that finds out whether the batch is alive.
+    def reconnected(self, now: float) -> bytes:
+        """Take the new connection; return the ping that finds out whether the server has the batch.
 
-        The shell has to be subscribed on the new connection, and send what it still had of the old one before the ping.
+        The shell is subscribed on the new connection, and has sent before the ping what it still had of the old one.
         """
-        if self.state is not State.SUSPENDED or self._connected:
-            return [], b""
-        self._connected = True
+        lost, self._connected = not self._connected, True
+        if not lost or self.state is not SUSPENDED:
+            return b""
         if not self._probed:
             self._probed = True
-            self._timers.wait_anew(now)  # once: a connection that comes and goes has no deadline of its own
-        self._timers.asked(now)
-        return [], self._frames.ping(self.sent)
+            self._wait(now)  # only once: a connection that comes and goes must not move the deadline every time
+        self._asked_at = self._wrote_at = now
+        return self._wire.ping(self.sent)
 
-    # -- timers -------------------------------------------------------------------------------------------------
+    def write_timed_out(self, now: float) -> list[Event]:
+        """Take that the connection took nothing for `ack_timeout` seconds, with messages in its buffer."""
+        return self._happen(Input.DEADLINE, now)
+
+    # -- time -----------------------------------------------------------------------------------------------------
 
     def waiting(self, now: float) -> None:
-        """Say that somebody waits from now on: for the first reply, the window, or acknowledgements."""
-        self._timers.waiting(now)
+        """Note that a caller waits from now on: for the first reply, the window, or acknowledgements."""
+        if self._waiting_since == math.inf and self.state is not NEW and self.state is not ENDED:
+            self._waiting_since = self._asked_at = now
 
     def not_waiting(self) -> None:
-        """Say that nobody waits any more."""
-        if self.state in (State.NEW, State.OPEN):
-            self._timers.not_waiting()
-
-    @property
-    def _next_ask(self) -> float:
-        if self.state is State.OPEN:
-            return min(self._timers.ask_again, self._timers.keep_alive)
-        asks = self._connected if self.state is State.SUSPENDED else self._asks_again
-        return self._timers.ask_again if asks else math.inf
+        """Note that no caller waits any more."""
+        if self.state is OPEN:
+            self._waiting_since = math.inf
 
     def next_timer(self) -> float | None:
-        """Return when `handle_timer` wants to be called, or None."""
-        if self.state in (State.NEW, State.ENDED):
-            return None
-        due = min(self._timers.deadline, self._next_ask)
+        """Return when `handle_timer` is due, or None."""
+        due = min(self._deadline, self._next_ask)
         return None if due == math.inf else due
 
     def handle_timer(self, now: float) -> tuple[list[Event], bytes]:
         """Do what is due; return what happened, and bytes to send."""
-        if self.state in (State.NEW, State.ENDED):
-            return [], b""
-        if now >= self._timers.deadline:
-            return self._silence(), b""
+        if now >= self._deadline:
+            return self._happen(Input.DEADLINE, now), b""
         if now < self._next_ask:
             return [], b""
-        if self.state is State.OPEN:
-            return [], self._ping(now)
-        self._timers.asked(now)
-        if self.state is State.COMMITTING:
+        if self.state is OPEN:
+            return [], self.ping(now)
+        self._asked_at = self._wrote_at = now
+        if self.state is COMMITTING:
             self._asks_again = False
-            return [], self._frames.end(self.sent)
-        return [], self._frames.ping(self.sent)
+            return [], self._wire.end(self.sent)
+        return [], self._wire.ping(self.sent)
 
-    def _silence(self) -> list[Event]:
-        if self.state is State.DRAINING:
-            return self._end(endings.reason_for(self.cause), self.cause)
-        waited = f"within {self._timers.ack_timeout:g} s"
-        if self.state is State.SUSPENDED:
-            what = "nobody answered for the batch" if self._connected else "was not back for good"
-            why = f"the connection was lost and {what} {waited}"
-            return self._end(EndReason.DISCONNECTED, endings.disconnected(self, why))
-        return self._end(EndReason.TIMEOUT, endings.timed_out(self, waited, self._refusal))
+    @property
+    def _deadline(self) -> float:
+        return min(self._waiting_since, self._unanswered_since) + self.ack_timeout
+
+    @property
+    def _next_ask(self) -> float:
+        stalled = self._deadline < math.inf
+        again = self._asked_at + self._stall_ping if stalled else math.inf
+        if self.state is OPEN:
+            return min(again, self._wrote_at + self._keepalive)
+        asks = self._connected if self.state is SUSPENDED else self._asks_again
+        return again if asks else math.inf
+
+    def _wait(self, now: float) -> None:
+        self._waiting_since = self._asked_at = now
+        self._unanswered_since = math.inf
+
+    # -- replies --------------------------------------------------------------------------------------------------
+
+    def receive(self, frames: Iterable[Frame], now: float) -> tuple[list[Event], bytes]:
+        """Take what the server sent; return what happened, and bytes to send in turn (usually none)."""
+        events: list[Event] = []
+        out = b""
+        for frame in frames:
+            if self.state is NEW or self.state is ENDED:
+                break
+            try:
+                reply = self._decode(frame)
+            except errors.ResponseError as error:
+                events.append(UnrecognisedReply(error.frame))
+            else:
+                out += self._take(reply, now, events)
+        return events, out
+
+    def _decode(self, frame: Frame) -> Reply:
+        """Decode a reply, or raise ResponseError if it cannot be about this batch."""
+        reply = wire.decode(frame)
+        said = reply.said
+        if isinstance(said, UnrecognisedReply):
+            raise errors.ResponseError("a reply has an unknown type", frame=said.payload)
+        if isinstance(said, BatchAck):
+            foreign = said.batch_id != self.batch_id
+        elif isinstance(said, BatchFlowGap):
+            foreign = False
+        else:
+            covers = reply.seq if isinstance(said, Refusal | wire.OrdinaryAck) else said.seq
+            foreign = covers > self.sent + 1  # the marker that ends the batch has a sequence too
+        if foreign:
+            raise errors.ResponseError("a reply is about another batch", frame=frame[1])
+        return reply
+
+    def _take(self, reply: Reply, now: float, events: list[Event]) -> bytes:
+        said = reply.said
+        if isinstance(said, Refusal) and reply.op in (wire.PING, wire.COMMIT_EOB):
+            # The server that refuses a question does not have the batch at present: that is no sign of life.
+            self._refusal = said.error
+        elif self.state is not DRAINING or reply.op != wire.PING:
+            # The final ack answers the pings of a draining batch; other answers must not extend its wait indefinitely.
+            self._refusal = None
+            self._unanswered_since = math.inf
+            if self._waiting_since != math.inf:
+                self._waiting_since = now
+        match said:
+            case BatchFlowAck():
+                self._flow_ack(reply, said, now, events)
+            case BatchFlowGap():
+                self._gap(reply, said, now, events)
+            case BatchFlowError():
+                self._note_error(said, events, refused=True)
+                events += self._happen(Input.MESSAGE_REFUSED, now, reply)
+            case BatchAck():
+                self.ack = said
+                count = said.batch_size or 0
+                self.window.acknowledge_final(min(count, self.sent))
+                events += self._happen(Input.FINAL_ACK if count >= self.sent else Input.SHORT_FINAL_ACK, now, reply)
+            case Refusal():
+                return self._refused(reply, said.error, now, events)
+            case _:
+                events += self._happen(Input.ORDINARY_ACK, now, reply)
+        return b""
+
+    def _flow_ack(self, reply: Reply, ack: BatchFlowAck, now: float, events: list[Event]) -> None:
+        events += self._happen(Input.ACK, now, reply)
+        if self.window.acknowledge(ack, self.sent):
+            events.append(ack)
+        if reply.op != wire.PING:
+            return
+        seq = min(reply.seq, self.sent)
+        full = self.gap is GapMode.OK and self.room <= 0
+        self.window.prove(seq, now, self._stall_ping if full else math.inf)
+        self.pongs += 1
+        if self._connected and seq >= self.sent:
+            events += self._happen(Input.ALL_ARRIVED, now, reply)
+
+    def _gap(self, reply: Reply, gap: BatchFlowGap, now: float, events: list[Event]) -> None:
+        if gap.first_lost <= 1 and reply.op == wire.PING:
+            # The first message opens the batch, so a batch never lacks it: servers before 2.15 open a batch for a ping
+            # after message 1 when they no longer have it.
+            events += self._happen(Input.UNKNOWN_BATCH, now, reply)
+        elif self.state is DRAINING or gap in self.gaps:
+            pass  # the batch has ended, or the report came twice
+        elif gap.seq <= gap.first_lost:
+            events += self._happen(Input.WENT_BACK, now, reply)
+        else:
+            self.gaps.append(gap)
+            self.gap_count += 1
+            events.append(gap)
+            events += self._happen(Input.GAP, now, reply)
+
+    def _refused(self, reply: Reply, error: ServerError, now: float, events: list[Event]) -> bytes:
+        code = error.err_code
+        if code == ErrorCode.FAST_UNKNOWN_BATCH:
+            events += self._happen(Input.UNKNOWN_BATCH, now, reply)
+        elif code is not None and code not in _DROPPED[self.gap]:
+            events += self._happen(Input.BATCH_REFUSED, now, reply)
+        elif reply.op == wire.COMMIT_EOB:
+            self._asks_again = True  # the marker was not taken: the batch is as it was
+        elif reply.op != wire.PING:  # a refused ping is repeated until the deadline
+            return self._dropped(reply, error, now, events)
+        return b""
+
+    def _dropped(self, reply: Reply, error: ServerError, now: float, events: list[Event]) -> bytes:
+        before = self.state
+        ended = self._happen(Input.MESSAGE_DROPPED, now, reply)
+        if not ended:
+            # A message that is too large was refused for good. Any other stays in the window, which closes while the
+            # server takes no messages.
+            report = BatchFlowError(reply.seq, error)
+            self._note_error(report, events, refused=error.err_code == ErrorCode.MESSAGE_TOO_LARGE)
+        events += ended
+        if self.state is before or self.state is not DRAINING:
+            return b""
+        # The server ends the batch as soon as it sees what follows the hole. A ping makes it see that now.
+        self._asks_again = True
+        self._wrote_at = now
+        return self._wire.ping(self.sent)
+
+    def _note_error(self, report: BatchFlowError, events: list[Event], *, refused: bool) -> None:
+        if refused:
+            self.window.refuse(report.seq, self.sent)
+        self.errors.append(report)
+        self.error_count += 1
+        events.append(report)
+
+    # -- changes of state -----------------------------------------------------------------------------------------
+
+    def _check(self, call: Input) -> None:
+        if self._table[self.state, call] is ERR:
+            self._raise()
+
+    def _happen(self, event: Input, now: float, reply: Reply | None = None) -> list[Event]:
+        """Do what `TABLE` says; return what the shell has to know of it."""
+        cell = self._table[self.state, event]
+        if cell is ERR:
+            self._raise()
+        if isinstance(cell, Keep):
+            return []
+        old, events = self.state, list[Event]()
+        if isinstance(cell, Ending):
+            self.end_reason, self.error = self._ending(cell, reply)
+            if isinstance(self.error, BatchError):
+                self.error.sent, self.error.acked, self.error.ack = self.sent, self.acked, self.ack
+            events.append(Ended(self.end_reason))
+            new = ENDED
+        else:
+            new = cell
+        if old is SUSPENDED:
+            events = self._doubts(new) + events
+        elif new is SUSPENDED:
+            self._doubtful, self._probed = self.acked + 1, False
+        if new is DRAINING:
+            assert reply is not None
+            self.cause = self._loss(reply)
+        self.state = new
+        self._asks_again = False
+        self._waiting_since = self._unanswered_since = math.inf
+        if new in _OWES_AN_ANSWER:
+            self._wait(now)
+        if self._on_transition is not None:
+            self._on_transition(Transition(old, event, new))
+        return events
+
+    def _doubts(self, new: State) -> list[Event]:
+        """Return what nothing is known of after SUSPENDED; what the ping proved to be lost is not in doubt."""
+        last = self.gaps[-1] if self.gaps and new is OPEN else None
+        tail = self.sent + 1
+        if last is not None and last.seq > self.sent and last.first_lost >= self._doubtful:
+            tail = last.first_lost
+        if self._doubtful >= tail:
+            return []
+        doubt = InDoubt(self._doubtful, tail - 1)
+        self.in_doubt.append(doubt)
+        return [doubt]
+
+    # -- errors ---------------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise what ended the batch, if something did."""
+        if self._table[self.state, Input.MESSAGE] is ERR and self.state is not SUSPENDED:
+            self._raise()
+
+    def _raise(self) -> NoReturn:
+        """Raise why the batch takes no message, ping or commit in its state."""
+        failure = self.cause if self.state is DRAINING else self.error
+        if failure is not None:
+            raise copy.copy(failure) from failure.__cause__  # one object raised twice would chain its tracebacks
+        if self.state is NEW:
+            raise self._error(errors.EmptyBatchError, "nothing was sent: there is nothing to ask for or to commit")
+        if self.state is SUSPENDED:
+            text = "the connection is lost; nothing is sent until the server has answered on a new one"
+            raise self._error(errors.BatchClosedError, text, "unknown")
+        ended = f"has ended ({self.end_reason.value})" if self.end_reason else "is being committed"
+        raise self._error(errors.BatchClosedError, f"the batch {ended}")
+
+    def _facts(self, outcome: Outcome | None) -> dict[str, Any]:
+        """Return the fields of a `BatchError`; for None the outcome follows from what was reported."""
+        if outcome is None and not self.sent:
+            outcome = "not_stored"
+        elif outcome is None and self.acked < self.sent:
+            outcome = "unknown" if self.ack is None else "partial"
+        elif outcome is None:
+            outcome = "partial" if self.gap_count or self.error_count or self.in_doubt else "stored"
+        return {
+            "batch_id": self.batch_id, "sent": self.sent, "acked": self.acked, "outcome": outcome, "ack": self.ack,
+        }  # fmt: skip
+
+    def _ending(self, ending: Ending, reply: Reply | None) -> tuple[EndReason, JetStreamExtError | None]:
+        """Return the reason and the error that go with an ending."""
+        error: JetStreamExtError | None = None
+        if ending is CAUSE:
+            error = self.cause
+        elif ending is SHORT:
+            assert self.ack is not None
+            error = self._lost((self.ack.batch_size or 0) + 1, self.sent)
+        elif ending is REFUSED:
+            assert reply is not None
+            error = self._refused_batch(reply)
+        elif ending is NO_FEATURE:
+            assert reply is not None
+            error = FAST_INGEST.unsupported(detail=f"message {reply.seq} was stored as an ordinary one")
+        elif ending.error is not None:
+            text = ending.text.format(
+                acked=self.acked, sent=self.sent, wait=self.ack_timeout, since=FAST_INGEST.since,
+                unacknowledged=f"{self.acked + 1} to {self.sent}" if self.sent > self.acked else "none",
+            )  # fmt: skip
+            refusal = self._refusal if ending.reason is EndReason.TIMEOUT else None
+            if refusal is not None:
+                text += f"; the server said last: {refusal.description}"
+            error = self._error(ending.error, text, ending.outcome)
+            error.__cause__ = refusal
+        return EndReason.GAP if isinstance(error, errors.BatchGapError) else ending.reason, error
+
+    def _loss(self, reply: Reply) -> BatchError:
+        """Return the error of a batch that the server ends because of `reply`."""
+        said = reply.said
+        if isinstance(said, BatchFlowError):
+            return self._refused_message(said.error, said.seq, "partial")
+        if isinstance(said, Refusal):
+            return self._refused_message(said.error, reply.seq, "partial")
+        assert isinstance(said, BatchFlowGap)
+        if said.seq > said.first_lost:
+            return self._lost(said.first_lost, said.last_lost)
+        text = f"the server received message {said.seq} after {said.first_lost - 1}"
+        return self._error(_ABANDONED, f"{text}: another publisher uses the batch id", "partial")
+
+    def _lost(self, first: int, last: int) -> BatchError:
+        for report in self.errors:
+            if report.seq == first:  # not lost on its way: it was refused after the commit was sent
+                return self._refused_message(report.error, first, "partial")
+        text = f"messages {first} to {last} were lost; the messages before them are stored, later ones are not"
+        return self._error(errors.BatchGapError, text, "partial", first_lost=first, last_lost=last)
+
+    def _refused_batch(self, reply: Reply) -> BatchError:
+        first = self.state is STARTING or (reply.seq == 1 and reply.op == wire.START)
+        if isinstance(reply.said, Refusal):
+            error = reply.said.error
+        else:  # a gap of message 1, which only another batch can have
+            error = errors.server_error(code=400, err_code=ErrorCode.FAST_UNKNOWN_BATCH)
+        if first and error.code == 503 and error.err_code is None:
+            subject = self._wire.subject.decode()
+            text = f"no stream listens on subject {subject!r}, or its leader is away; nothing is stored"
+            return self._error(errors.NoStreamError, text, "not_stored")
+        return self._refused_message(error, reply.seq, "not_stored" if first else "unknown")
+
+    def _refused_message(self, error: ServerError, seq: int, outcome: Outcome) -> BatchError:
+        text = f"message {seq} was refused: {error.description}"
+        if error.err_code == ErrorCode.FAST_DISABLED:
+            text = "the stream does not take fast ingest; turn on allow_batched (jetstream_ext.ensure_stream)"
+        elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
+            text = f"the server does not know the batch; it acknowledged {self.acked} of {self.sent} messages"
+        return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self._facts(outcome))
+
+    def _error(self, kind: type[BatchError], text: str, outcome: Outcome | None = None, **fields: Any) -> BatchError:
+        return kind(f"batch {self.batch_id}: {text}", **self._facts(outcome), **fields)

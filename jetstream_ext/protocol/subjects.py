@@ -101,24 +101,19 @@ class SubjectMatcher:
         return [known[subject] for subject in subjects]
 
 
-class SubjectCache:
-    """Checked subjects and their bytes. Streams are written through few subjects, so checking once is enough."""
+class SubjectCache(dict[str, bytes]):
+    """Checked subjects and their bytes. Streams are written through few subjects, so checking once is enough.
+
+    ``cache[subject]`` and ``cache.encode(subject)`` return the bytes, or raise as `check_subject` does.
+    """
 
     _LIMIT = 8192
 
-    def __init__(self) -> None:
-        self._known: dict[str, bytes] = {}
-
-    def encode(self, subject: str) -> bytes:
-        """Return the bytes of a valid subject.
-
-        Raises:
-            BadSubjectError: See `check_subject`.
-        """
-        known = self._known.get(subject)
-        if known is None:
-            check_subject(subject)
-            if len(self._known) >= self._LIMIT:
-                self._known.clear()
-            known = self._known[subject] = subject.encode()
+    def __missing__(self, subject: str) -> bytes:
+        check_subject(subject)
+        if len(self) >= self._LIMIT:
+            self.clear()
+        known = self[subject] = subject.encode()
         return known
+
+    encode = dict.__getitem__  # without a call in Python for what is known

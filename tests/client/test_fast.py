@@ -99,6 +99,37 @@ class TestPublishing:
         assert sorted(ack.batch_seq for ack in acks) == list(range(1, 101))
         assert {int(data) for data in await payloads(js, stream)} == set(range(100))
 
+    async def test_every_change_of_state_is_one_debug_record(
+        self, js: JetStreamContext, stream: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("DEBUG", logger="jetstream_ext.fast")
+        async with jsx.FastPublisher(js, batch_id="watched") as pub:
+            for _ in range(300):
+                await pub.add(f"{stream}.a", b"secret", headers={"K": "secret"})
+        records = [each.getMessage() for each in caplog.records if each.name == "jetstream_ext.fast"]
+        assert [text.partition(" (")[0] for text in records] == [
+            f"batch watched: {change}"
+            for change in ("NEW -> STARTING", "STARTING -> OPEN", "OPEN -> COMMITTING", "COMMITTING -> ENDED")
+        ]
+        assert "secret" not in "".join(records)
+
+    async def test_waiting_callers_send_in_order_within_the_window(self, js: JetStreamContext, stream: str) -> None:
+        most, flows = 0, [5]
+        async with jsx.FastPublisher(
+            js, flow=5, max_outstanding_acks=1, on_flow=lambda ack: flows.append(ack.msgs)
+        ) as pub:
+
+            async def add(number: int) -> jsx.FastPubAck:
+                nonlocal most
+                ack = await pub.add(f"{stream}.a", b"%d" % number)
+                most = max(most, pub.batch_seq - pub.ack_seq)
+                return ack
+
+            acks = await asyncio.gather(*(add(i) for i in range(500)))
+            assert most <= max(flows)
+        assert [ack.batch_seq for ack in acks] == list(range(1, 501))
+        assert await payloads(js, stream) == [b"%d" % i for i in range(500)]
+
     async def test_an_empty_source(self, js: JetStreamContext, stream: str, left: Any) -> None:
         async with jsx.FastPublisher(js) as pub:
             assert await pub.add_many([]) == jsx.FastPubAck(0, 0)
@@ -121,8 +152,7 @@ class TestPublishing:
     async def test_the_window_opens_with_lost_acks(self, js: JetStreamContext, stream: str) -> None:
         pub = jsx.FastPublisher(js, flow=10, stall_ping=0.05)
         await pub.add(f"{stream}.a", b"x")
-        machine = pub._machine
-        assert machine is not None
+        machine = pub._batch
         receive, lost = machine.receive, 0
 
         def lossy(frames: list[Any], now: float) -> Any:
@@ -226,9 +256,7 @@ class TestEnding:
         pub = jsx.FastPublisher(js, keepalive=None)
         await pub.add(f"{stream}.a", b"1")
         await pub.flush()
-        machine = pub._driver.machine
-        assert machine is not None
-        assert machine.next_timer() is None
+        assert pub._batch.next_timer() is None
         await pub.discard()
 
     async def test_an_idle_batch_is_kept_alive(self, js: JetStreamContext, stream: str) -> None:
@@ -300,7 +328,7 @@ class TestGapsAndRefusals:
     async def test_a_gap_in_fail_mode_ends_with_the_final_ack(self, js: JetStreamContext, stream: str) -> None:
         pub = jsx.FastPublisher(js)
         await pub.add(f"{stream}.a", b"1")
-        pub._machine.sent += 2  # type: ignore[union-attr]  # as if two messages had been lost on their way
+        pub._batch.sent += 2  # as if two messages had been lost on their way
         await pub.add(f"{stream}.a", b"4")
         with pytest.raises(errors.BatchGapError) as caught:
             await pub.flush()
@@ -311,7 +339,7 @@ class TestGapsAndRefusals:
     async def test_a_gap_in_ok_mode_goes_on(self, js: JetStreamContext, stream: str) -> None:
         async with jsx.FastPublisher(js, gap="ok") as pub:  # type: ignore[arg-type]
             await pub.add(f"{stream}.a", b"1")
-            pub._machine.sent += 2  # type: ignore[union-attr]
+            pub._batch.sent += 2
             await pub.add(f"{stream}.a", b"4")
             await pub.flush()
             assert pub.gaps == [jsx.BatchFlowGap(2, 4)]
@@ -399,7 +427,7 @@ class TestRefusedAtOnce:
                 await call
         assert (pub.batch_seq, pub.end_reason, js._nc.stats["out_msgs"]) == (0, None, sent)
         await left.settled()
-        # The batch is none the worse for it.
+        # The batch goes on.
         await pub.add(f"{stream}.a", b"1")
         with pytest.raises(error):
             await pub.add(**message)
@@ -456,7 +484,7 @@ class TestHandlers:
         pub = jsx.FastPublisher(js, flow=2, gap=jsx.GapMode.OK, on_flow=plain, on_gap=coroutine)
         async with pub:
             await pub.add(f"{stream}.a", b"1")
-            pub._machine.sent += 1  # type: ignore[union-attr]
+            pub._batch.sent += 1
             for _ in range(5):
                 await pub.add(f"{stream}.a", b"x")
             async with asyncio.timeout(5):
@@ -465,7 +493,7 @@ class TestHandlers:
         assert all(known >= ack.seq for ack, known in seen)
 
     @pytest.mark.parametrize("kind", ["plain", "cancelled", "coroutine"])
-    async def test_a_handler_that_raises_is_the_loop_s_business(
+    async def test_handler_errors_go_to_the_loop_s_exception_handler(
         self, js: JetStreamContext, stream: str, loop_is_quiet: list[dict[str, Any]], kind: str
     ) -> None:
         failure = asyncio.CancelledError if kind == "cancelled" else ZeroDivisionError

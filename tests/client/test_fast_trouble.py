@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import nats
@@ -14,7 +14,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.protocol.fast_record import State
+from jetstream_ext.protocol.fast import State
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -34,7 +34,7 @@ async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
 
 class TestCancellation:
     @pytest.mark.parametrize("call", ["add", "add_many", "flush", "ping"])
-    async def test_leaves_the_batch_usable(
+    async def test_cancelled_calls_leave_the_batch_usable(
         self, js: JetStreamContext, make_stream: MakeStream, left: Any, call: str
     ) -> None:
         for ticks in range(25):
@@ -55,8 +55,37 @@ class TestCancellation:
             assert (await js.stream_info(stream)).state.messages == sent + 5
             await left.settled()
 
+    @pytest.mark.parametrize("call", ["add", "add_many", "add_many from an async iterable"])
+    async def test_cancelled_wait_for_room_sends_nothing(self, js: JetStreamContext, stream: str, call: str) -> None:
+        taken = 0
+
+        def entries() -> Iterator[tuple[str, bytes]]:
+            nonlocal taken
+            while True:
+                taken += 1
+                yield f"{stream}.a", b"x"
+
+        async def slowly() -> AsyncIterator[tuple[str, bytes]]:
+            for entry in entries():
+                yield entry
+
+        pub = jsx.FastPublisher(js)
+        await pub.add(f"{stream}.a", b"1")
+        await pub.flush()
+        pub._batch.window.limit = pub.batch_seq  # no room
+        work: Any = {
+            "add": lambda: pub.add(f"{stream}.a", b"x"), "add_many": lambda: pub.add_many(entries()),
+            "add_many from an async iterable": lambda: pub.add_many(slowly()),
+        }[call]  # fmt: skip
+        await _cancel_after(10, work())
+        assert (pub.batch_seq, taken) == (1, 0)
+        pub._batch.window.limit = 10
+        await pub.add(f"{stream}.a", b"2")
+        assert (await pub.commit_eob()).batch_size == 2
+        assert await payloads(js, stream) == [b"1", b"2"]
+
     @pytest.mark.parametrize("call", ["commit", "block"])
-    async def test_of_the_end_leaves_nothing_open(
+    async def test_cancelled_commit_leaves_nothing_open(
         self, js: JetStreamContext, make_stream: MakeStream, left: Any, call: str
     ) -> None:
         for ticks in range(25):
@@ -69,15 +98,14 @@ class TestCancellation:
                         await pub.add(f"{stream}.a", b"x")
 
             await _cancel_after(ticks, block() if call == "block" else pub.commit(f"{stream}.a", b"x"))
-            machine = pub._driver.machine
-            assert machine is None or machine.state in (State.NEW, State.STARTING, State.OPEN, State.ENDED)
+            assert pub._batch.state in (State.NEW, State.STARTING, State.OPEN, State.ENDED)
             if pub.end_reason is None and call == "commit":
                 await pub.discard()  # it did not get as far as the commit
             assert pub.end_reason is not None or pub.batch_seq == 0
             assert (await js.stream_info(stream)).state.messages <= 10
             await left.settled()
 
-    async def test_while_the_end_waits_for_its_turn(
+    async def test_cancelled_commit_that_waits_for_its_turn(
         self,
         js: JetStreamContext,
         own_server: NatsServer,
@@ -93,7 +121,7 @@ class TestCancellation:
             async with pub:
                 await pub.add(f"{stream}.a", b"1")
                 own_server.pause()
-                pub._machine.state = type(pub._machine.state).STARTING  # type: ignore[union-attr]  # as after a cancelled first add
+                pub._batch.state = State.STARTING  # as after a cancelled first add
 
         task = asyncio.create_task(block())
         async with asyncio.timeout(5):
@@ -124,7 +152,9 @@ class TestCancellation:
         await unused.discard()
         assert await waiter is jsx.EndReason.DISCARDED
 
-    async def test_of_wait_closed(self, js: JetStreamContext, stream: str, left: Any) -> None:
+    async def test_cancelled_wait_closed_keeps_the_batch_open(
+        self, js: JetStreamContext, stream: str, left: Any
+    ) -> None:
         pub = jsx.FastPublisher(js)
         await pub.add(f"{stream}.a", b"1")
         await _cancel_after(3, pub.wait_closed())
@@ -141,7 +171,7 @@ async def _cancel_after(ticks: int, work: Awaitable[object]) -> None:
         await task
 
 
-async def test_discarded_while_it_opens(stream_name: Callable[[], str]) -> None:
+async def test_discard_while_the_batch_opens(stream_name: Callable[[], str]) -> None:
     # Behind a domain the API level has to be asked for, and that takes a while.
     async with NatsServer(config="jetstream { domain: hub }") as server:
         nc = await nats.connect(server.url)
@@ -280,7 +310,7 @@ async def _read_after_restart(js: JetStreamContext, stream: str) -> list[bytes]:
     return await payloads(js, stream)
 
 
-async def test_who_may_not_ask_for_the_level_waits_once() -> None:
+async def test_client_without_permission_for_the_level_waits_once() -> None:
     config = """
         jetstream { domain: hub }
         authorization { users = [ { user: u, password: p, permissions: { publish: { deny: "$JS.API.INFO" } } } ] }

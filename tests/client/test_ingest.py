@@ -61,7 +61,7 @@ class TestSources:
         assert (stored[4].headers["Nats-Msg-Id"], stored[5].headers["Nats-Msg-Id"]) == ("mine", "my own")
         assert headers == {"K": "v"}
 
-    async def test_what_the_source_raises_comes_after_what_it_gave(self, js: JetStreamContext, stream: str) -> None:
+    async def test_source_errors_come_after_the_messages_before_them(self, js: JetStreamContext, stream: str) -> None:
         def source() -> Iterator[tuple[str, bytes]]:
             for i in range(250):
                 yield f"{stream}.a", b"%d" % i
@@ -73,7 +73,7 @@ class TestSources:
 
 
 class TestIds:
-    async def test_are_of_this_run_and_the_place_in_it(self, js: JetStreamContext, stream: str) -> None:
+    async def test_default_ids_name_the_run_and_the_place(self, js: JetStreamContext, stream: str) -> None:
         for _ in range(2):
             await jsx.ingest(js, [(f"{stream}.a", b"x")] * 3)
         ids = [each.headers["Nats-Msg-Id"] for each in await messages(js, stream)]
@@ -81,7 +81,7 @@ class TestIds:
         assert [each and each[2] for each in runs] == ["1", "2", "3"] * 2
         assert len({each and each[1] for each in runs}) == 2
 
-    async def test_of_the_caller_make_a_second_run_store_nothing(self, js: JetStreamContext, stream: str) -> None:
+    async def test_ids_of_the_caller_make_a_second_run_store_nothing(self, js: JetStreamContext, stream: str) -> None:
         entries = [(f"{stream}.a", b"%d" % i) for i in range(500)]
 
         def content(entry: Any) -> str:
@@ -93,9 +93,7 @@ class TestIds:
         assert (first.stored, second.stored, second.duplicates) == (300, 500, 0)
         assert [each.data for each in await messages(js, stream)] == [each[1] for each in entries]
 
-    async def test_an_id_that_cannot_be_made_ends_it_after_what_came_before(
-        self, js: JetStreamContext, stream: str
-    ) -> None:
+    async def test_error_in_msg_id_comes_after_the_messages_before_it(self, js: JetStreamContext, stream: str) -> None:
         def broken(entry: Any) -> str:
             return {b"0": "a", b"1": "b"}[entry[1]]
 
@@ -103,7 +101,7 @@ class TestIds:
             await jsx.ingest(js, [(f"{stream}.a", b"%d" % i) for i in range(5)], msg_id=broken)
         assert len(await messages(js, stream)) == 2
 
-    async def test_an_empty_id_is_none(self, js: JetStreamContext, stream: str) -> None:
+    async def test_empty_ids_are_refused_or_replaced(self, js: JetStreamContext, stream: str) -> None:
         with pytest.raises(ValueError, match="no id for message 2"):
             await jsx.ingest(
                 js, [(f"{stream}.a", b"%d" % i) for i in range(5)], msg_id=lambda entry: "ab"[int(entry[1]) :][:1]
@@ -131,7 +129,7 @@ POISON: list[tuple[str, Any, type[BaseException]]] = [
 class TestPoison:
     @pytest.mark.parametrize(("bad", "cause"), [each[1:] for each in POISON], ids=[each[0] for each in POISON])
     @pytest.mark.parametrize("place", [0, 1, 333])
-    async def test_is_named_and_everything_before_it_is_stored(
+    async def test_refused_message_is_named_and_everything_before_it_is_stored(
         self, js: JetStreamContext, make_stream: MakeStream, left: Any, bad: Any, cause: type[BaseException], place: int
     ) -> None:
         stream = await make_stream(max_msg_size=2000)
@@ -184,7 +182,7 @@ class TestRefusals:
 
 
 class TestProgress:
-    async def test_counts_up_to_everything(self, js: JetStreamContext, stream: str) -> None:
+    async def test_progress_counts_up_to_everything(self, js: JetStreamContext, stream: str) -> None:
         heard: list[jsx.IngestProgress] = []
         await jsx.ingest(
             js, [(f"{stream}.a", b"x")] * 1000, flow=50, on_progress=heard.append, progress_every=0.0
@@ -194,7 +192,7 @@ class TestProgress:
         assert max(each.window for each in heard) <= 101
         assert all(each.rate >= 0 for each in heard)
 
-    async def test_that_fails_does_not_stop_it(
+    async def test_error_in_on_progress_does_not_stop_it(
         self, js: JetStreamContext, stream: str, loop_is_quiet: list[dict[str, Any]]
     ) -> None:
         def broken(progress: jsx.IngestProgress) -> None:

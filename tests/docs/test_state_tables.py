@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from jetstream_ext.protocol.atomic import State as AtomicState
-from jetstream_ext.protocol.fast_record import State as FastState
+from jetstream_ext.protocol.fast import State as FastState
 
 DOCS = Path(__file__).parents[2] / "docs"
 

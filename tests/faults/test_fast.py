@@ -47,7 +47,7 @@ async def proxy(victim: NatsServer) -> AsyncIterator[Proxy]:
 
 
 async def publish_until_the_end(pub: jsx.FastPublisher) -> BaseException | None:
-    """Add for ever; return what ended it, which must come in time."""
+    """Add until the batch ends; return its error, which must come in time."""
     try:
         await pub.add_many(numbers())
     except errors.BatchError as error:
@@ -169,7 +169,7 @@ class TestGoingOn:
         if how == "restart":
             assert "no longer knows the batch" in str(caught.value)
         else:
-            assert "was not back for good" in str(caught.value)
+            assert "did not answer on a new one" in str(caught.value)
             await asyncio.to_thread(victim.restart)
         assert len(await stored(victim.url, stream)) >= pub.ack_seq
 

@@ -1,4 +1,4 @@
-"""The fast batch: one table of states and replies, and the window."""
+"""The fast batch: every state and reply, and the window."""
 
 import pickle
 from typing import Any
@@ -8,9 +8,9 @@ import pytest
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import frames
-from jetstream_ext.protocol.fast import FastBatch
-from jetstream_ext.protocol.fast_record import KEPT_REPORTS, Ended, Pong, State
-from jetstream_ext.protocol.fast_replies import UnknownReply
+from jetstream_ext.protocol.fast import ERR, KEPT_REPORTS, Ended, FastBatch, Input, State, Transition
+from jetstream_ext.protocol.fast import TABLE as TABLE_OF_THE_MACHINE
+from jetstream_ext.protocol.fast_wire import UnrecognisedReply
 from jetstream_ext.protocol.frames import Command, Frame
 from jetstream_ext.types import (
     BatchAck,
@@ -26,7 +26,9 @@ OK, FAIL = GapMode.OK, GapMode.FAIL
 
 
 def batch(gap: GapMode = FAIL, **options: Any) -> FastBatch:
-    return FastBatch(batch_id="b1", inbox="_INBOX.x", flow=10, gap=gap, **options)
+    machine = FastBatch(batch_id="b1", flow=10, gap=gap, **options)
+    machine.open("_INBOX.x")
+    return machine
 
 
 def message(subject: str = "f.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
@@ -230,7 +232,7 @@ def test_every_state_and_reply(state: State, mode: GapMode, frame: Frame, after:
 
 
 @pytest.mark.parametrize("state", [state for state in State if state not in (State.NEW, State.ENDED)])
-def test_no_answer_means_unknown_unless_the_cause_is_known(state: State) -> None:
+def test_deadline_ends_the_batch_with_its_outcome(state: State) -> None:
     machine = in_state(state)
     machine.waiting(10.0)
     machine.handle_timer(1000.0)
@@ -247,7 +249,7 @@ def test_no_answer_means_unknown_unless_the_cause_is_known(state: State) -> None
 
 
 @pytest.mark.parametrize("state", list(State))
-def test_discarding(state: State) -> None:
+def test_discard_ends_the_batch_in_every_state(state: State) -> None:
     machine = in_state(state)
     events = machine.discard()
     assert machine.state is E
@@ -265,7 +267,7 @@ def test_discarding(state: State) -> None:
 @pytest.mark.parametrize(
     ("said", "outcome"), [([ack(4)], "unknown"), ([ack(5)], "stored"), ([err(3), ack(5)], "partial")]
 )
-def test_what_is_known_of_a_batch_without_a_final_ack(said: list[Frame], outcome: str) -> None:
+def test_outcome_without_a_final_ack(said: list[Frame], outcome: str) -> None:
     machine = in_state(O, OK)
     machine.receive(said, 0.0)
     machine.commit(0.0)
@@ -276,7 +278,7 @@ def test_what_is_known_of_a_batch_without_a_final_ack(said: list[Frame], outcome
 
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("acked", [0, 2, 5])
-def test_losing_the_connection(state: State, acked: int) -> None:
+def test_lost_connection_in_every_state(state: State, acked: int) -> None:
     machine = in_state(state)
     if state in (State.NEW, P, E):
         assert machine.disconnected(1.0) == []
@@ -317,7 +319,7 @@ def test_a_closed_batch_raises_a_new_error_each_time() -> None:
     [([], "stored"), ([gap(3, 5)], "partial"), ([err(3)], "partial"), ([refusal(10054)], "partial")],
     ids=["all", "gap", "err", "too large"],
 )
-def test_what_a_committed_batch_stored(said: list[Frame], outcome: str) -> None:
+def test_outcome_of_a_committed_batch(said: list[Frame], outcome: str) -> None:
     machine = in_state(C, OK)
     machine.receive([*said, final(5)], 0.0)
     with pytest.raises(errors.BatchClosedError, match="committed") as caught:
@@ -336,7 +338,7 @@ def test_the_window_is_flow_times_outstanding(outstanding: int, msgs: int) -> No
     machine.add(message(), 0.0)
     assert machine.room == 0, "nothing more before the first reply"
     machine.receive([ack(0, msgs, op=0)], 0.0)
-    assert (machine.flow, machine.room) == (msgs, msgs * outstanding - 1)
+    assert (machine.window.flow, machine.room) == (msgs, msgs * outstanding - 1)
     machine.add(message(), 0.0)
     assert machine.room == msgs * outstanding - 2
     machine.receive([ack(2, msgs)], 0.0)
@@ -347,13 +349,13 @@ def test_the_flow_follows_the_server_up_and_down() -> None:
     machine = in_state(O)
     for seq, msgs in ((1, 2), (2, 500), (3, 1), (4, 0)):
         machine.receive([ack(seq, msgs)], 0.0)
-        assert machine.flow == max(1, msgs)
+        assert machine.window.flow == max(1, msgs)
 
 
 def test_acks_are_cumulative_and_never_go_back() -> None:
     machine = in_state(O)
     events, _ = machine.receive([ack(4, 20), ack(2, 1), ack(4, 30), ack(3, 1)], 0.0)
-    assert (machine.acked, machine.flow) == (4, 30)
+    assert (machine.acked, machine.window.flow) == (4, 30)
     assert events == [BatchFlowAck(4, 20), BatchFlowAck(4, 30)], "one that is older than what is known says nothing"
 
 
@@ -377,7 +379,7 @@ def test_reports_are_bounded_and_counted() -> None:
     assert (machine.error_count, len(machine.errors)) == (1005, 1000)
 
 
-def test_a_refused_message_has_no_place_in_the_window() -> None:
+def test_refused_messages_do_not_count_in_the_window() -> None:
     # No ack covers it before a later message is stored: a window full of refused messages would never open again.
     machine = batch(OK, max_outstanding_acks=1)
     machine.add(message(), 0.0)
@@ -394,7 +396,7 @@ def test_a_refused_message_has_no_place_in_the_window() -> None:
     assert machine.room == 3
 
 
-def test_a_source_that_is_refused_for_ever_takes_no_memory() -> None:
+def test_memory_of_refused_messages_is_bounded() -> None:
     machine = batch(OK, max_outstanding_acks=2)
     machine.add(message(), 0.0)
     machine.receive([ack(0, 5, op=0)], 0.0)
@@ -403,17 +405,17 @@ def test_a_source_that_is_refused_for_ever_takes_no_memory() -> None:
         if seq % 2000:
             machine.receive([err(seq), err(seq)], 0.0)
     assert machine.room == 10 - 3, "message 1 and the two that nothing is known of"
-    assert len(machine._refused) == 3
+    assert len(machine.window._refused) == 3
     machine.receive([ack(2500, 5)], 0.0)
     assert machine.room == 10 - 1
     machine.receive([ack(4998, 5)], 0.0)
     assert machine.room == 10
-    assert machine._refused_count == 2
+    assert machine.window._refused_count == 2
     machine.receive([err(4990), err(5001), ack(5000, 5)], 0.0)
-    assert (machine.room, machine._refused_count, len(machine._refused)) == (10, 0, 0)
+    assert (machine.room, machine.window._refused_count, len(machine.window._refused)) == (10, 0, 0)
 
 
-def test_a_window_that_only_lost_reports_fill_opens_again() -> None:
+def test_window_opens_after_lost_refusal_reports() -> None:
     machine = batch(OK, max_outstanding_acks=1, stall_ping=1.0)
     machine.add(message(), 0.0)
     machine.receive([ack(0, 2, op=0)], 0.0)
@@ -421,7 +423,7 @@ def test_a_window_that_only_lost_reports_fill_opens_again() -> None:
     machine.receive([ack(0, 2, seq=2, op=4)], 1.0)
     machine.receive([ack(0, 2, seq=2, op=4)], 1.5)
     assert machine.room == 0, "a replica may be slow"
-    assert machine.answered == 0
+    assert machine.window.settled_without_ack == 0
     machine.receive([ack(0, 2, seq=2, op=4)], 2.0)
     assert (machine.room, machine.acked) == (2, 0)
     machine.add(message(), 2.0)
@@ -439,7 +441,7 @@ def test_a_refused_message_is_reported_with_its_sequence() -> None:
     assert [report.seq for report in machine.errors] == [2, 3]
 
 
-def test_in_fail_mode_a_message_that_never_arrived_makes_the_server_look() -> None:
+def test_dropped_message_in_fail_mode_is_followed_by_a_ping() -> None:
     machine = in_state(O)
     _, out = machine.receive([no_responders(3)], 0.0)
     assert [c.reply for c in commands(out)] == ["_INBOX.x.b1.10.fail.5.4.$FI"]
@@ -463,32 +465,63 @@ def test_in_fail_mode_a_refusal_after_the_commit_is_the_reason(refused: Frame, s
 
 def test_settled_by_acks_or_by_a_pong() -> None:
     machine = in_state(O)
-    assert not machine.settled
+    assert not machine.is_settled(machine.sent)
     machine.receive([ack(5)], 0.0)
-    assert machine.settled
+    assert machine.is_settled(machine.sent)
     machine.add(message(), 0.0)
-    assert not machine.settled
+    assert not machine.is_settled(machine.sent)
     events, _ = machine.receive([ack(5, seq=6, op=4)], 0.0)
-    assert events == [BatchFlowAck(5, 10), Pong(6)]
-    assert (machine.settled, machine.acked, machine.received, machine.pongs) == (True, 5, 6, 1)
+    assert events == [BatchFlowAck(5, 10)]
+    assert (machine.is_settled(machine.sent), machine.acked, machine.window.arrived, machine.pongs) == (True, 5, 6, 1)
 
 
 def test_an_unknown_reply_is_an_event() -> None:
-    assert in_state(O).receive([UNKNOWN], 0.0) == ([UnknownReply(b'{"type":"weather"}')], b"")
+    assert in_state(O).receive([UNKNOWN], 0.0) == ([UnrecognisedReply(b'{"type":"weather"}')], b"")
 
 
-def test_nothing_is_taken_after_the_end() -> None:
+def test_replies_after_the_end_are_ignored() -> None:
     machine = in_state(C)
     assert machine.receive([final(5), gap(1, 2), refusal(10208)], 0.0) == ([Ended(EndReason.COMMITTED)], b"")
     assert machine.gap_count == 0
 
 
-@pytest.mark.parametrize("operation", ["add", "ping", "commit"])
-def test_operations_while_committing(operation: str) -> None:
-    machine = in_state(C)
-    arguments = [message(), 1.0] if operation == "add" else [1.0]
-    with pytest.raises(errors.BatchClosedError, match="being committed"):
-        getattr(machine, operation)(*arguments)
+def test_every_change_of_state_is_reported_once_from_within_the_new_state() -> None:
+    seen: list[Transition] = []
+
+    def record(change: Transition) -> None:
+        assert machine.state is change.new
+        seen.append(change)
+
+    machine = FastBatch(batch_id="b1", flow=10, on_transition=record)
+    machine.open("_INBOX.x")
+    machine.add(message(), 0.0)
+    machine.receive([ack(0, op=0), ack(0, op=0)], 0.0)
+    machine.add(message(), 0.0)
+    machine.receive([ack(2), gap(2, 2), ack(2)], 0.0)
+    machine.receive([final(2), final(2)], 0.0)
+    machine.discard()
+    assert seen == [
+        Transition(State.NEW, Input.MESSAGE, State.STARTING), Transition(State.STARTING, Input.ACK, State.OPEN),
+        Transition(State.OPEN, Input.WENT_BACK, State.DRAINING), Transition(State.DRAINING, Input.FINAL_ACK, State.ENDED),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [OK, FAIL])
+def test_a_call_that_the_table_refuses_changes_nothing(mode: GapMode) -> None:
+    calls = {Input.MESSAGE: lambda it: it.add(message(), 9.0), Input.PING: lambda it: it.ping(9.0),
+             Input.COMMIT: lambda it: it.commit(9.0)}  # fmt: skip
+    for state in State:
+        if state is State.SUSPENDED and mode is FAIL:
+            continue
+        for call, work in calls.items():
+            machine = in_state(state, mode) if state is not State.DRAINING else in_state(state)
+            before = machine.sent, machine.next_timer()
+            if TABLE_OF_THE_MACHINE[call][list(State).index(state)] is ERR:
+                with pytest.raises(errors.BatchError):
+                    work(machine)
+                assert (machine.state, machine.sent, machine.next_timer()) == (state, *before)
+            else:
+                assert work(machine)
 
 
 @pytest.mark.parametrize("operation", ["ping", "commit"])

@@ -1,6 +1,7 @@
 """Whole fast batches over a link that loses messages and answers, against a small server of this file's own."""
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import orjson
@@ -8,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetstream_ext.protocol import frames
-from jetstream_ext.protocol.fast import FastBatch
-from jetstream_ext.protocol.fast_record import State
+from jetstream_ext.protocol.fast import FastBatch, State
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.types import BatchFlowGap, EndReason, GapMode
 
@@ -79,9 +79,10 @@ def test_any_batch_over_any_link(
 ) -> None:
     """`lost`: batch sequences that never reach the server. `deaf`: the numbers of the answers that never come back."""
     machine = FastBatch(
-        batch_id="b1", inbox="_INBOX.x", flow=10, gap=mode, max_outstanding_acks=outstanding, stall_ping=1.0,
+        batch_id="b1", flow=10, gap=mode, max_outstanding_acks=outstanding, stall_ping=1.0,
         ack_timeout=60.0,
     )  # fmt: skip
+    machine.open("_INBOX.x")
     server = Server(mode, flow)
     now, answers, acks = 0.0, 0, [0]
 
@@ -107,8 +108,8 @@ def test_any_batch_over_any_link(
         steps += 1
         assert steps < 1000, "it does not get on"
         if machine.room > 0:
-            data, taken, _, _ = machine.add_many(entries, min(block, machine.room), now)
-            assert machine.sent - machine.acked <= machine.flow * outstanding
+            data, taken, _, _ = machine.add_many(islice(entries, block), now)
+            assert machine.sent - machine.acked <= machine.window.flow * outstanding
             assert taken
             exchange(data)
         else:

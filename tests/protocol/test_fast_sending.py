@@ -7,16 +7,18 @@ import pytest
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import frames
-from jetstream_ext.protocol.fast import FastBatch
-from jetstream_ext.protocol.fast_record import State
+from jetstream_ext.protocol.fast import FastBatch, State
 from jetstream_ext.protocol.frames import Command
 from jetstream_ext.types import NEVER, BatchMessage, Entry, GapMode
 
 FIRST = (b"_INBOX.x.b1.10.ok.1.0.$FI", b'{"type":"ack","seq":0,"msgs":500}', 0)
 
 
-def batch(**options: Any) -> FastBatch:
-    return FastBatch(batch_id="b1", inbox="_INBOX.x", flow=10, **options)
+def batch(max_payload: int = 1 << 20, **options: Any) -> FastBatch:
+    machine = FastBatch(batch_id="b1", flow=10, **options)
+    machine.set_max_payload(max_payload)
+    machine.open("_INBOX.x")
+    return machine
 
 
 def opened(sent: int = 5, **options: Any) -> FastBatch:
@@ -59,9 +61,7 @@ def test_plain_and_full_messages_are_the_same_bytes() -> None:
         assert one.add(message(payload=b"abc"), 1.0) == other.add_plain("f.1", b"abc", 1.0)
         assert (one.sent, one.state, one.next_timer()) == (other.sent, other.state, other.next_timer())
     one, other = opened(), opened()
-    many, count, size, _ = one.add_many(
-        iter([("f.1", b"abc"), ("f.2", b"", {"K": "v"}), message(payload=b"z")]), 10, 1.0
-    )
+    many, count, size, _ = one.add_many(iter([("f.1", b"abc"), ("f.2", b"", {"K": "v"}), message(payload=b"z")]), 1.0)
     single = [message(payload=b"abc"), message("f.2", b"", headers={"K": "v"}), message(payload=b"z")]
     assert many == b"".join(other.add(entry, 1.0) for entry in single)
     assert (count, size) == (3, 4)
@@ -71,7 +71,7 @@ def test_a_block_of_large_messages_ends_before_its_window() -> None:
     machine = opened(max_payload=1 << 20)
     for large in (("f.1", bytes(600_000)), ("f.1", bytes(600_000), {"K": "v"}), message(payload=bytes(600_000))):
         entries = iter([large] * 5)
-        data, count, size, stopped = machine.add_many(entries, 200, 1.0)
+        data, count, size, stopped = machine.add_many(entries, 1.0)
         assert (count, size, stopped) == (2, 1_200_000, None)
         assert len(commands(data)) == 2
         assert len(list(entries)) == 3
@@ -115,7 +115,7 @@ def test_caller_s_headers_are_not_changed() -> None:
 @pytest.mark.parametrize("option", [{"flow": 0}, {"flow": 65536}, {"flow": True}, {"flow": 1.5}, {"flow": "1"}])
 def test_flow_is_checked(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="flow"):
-        FastBatch(batch_id="b", inbox="i", **option)
+        FastBatch(batch_id="b", **option)
 
 
 @pytest.mark.parametrize("value", [0, 4, True, 1.0, -1])
@@ -127,15 +127,16 @@ def test_outstanding_acks_are_checked(value: Any) -> None:
 @pytest.mark.parametrize(("gap_mode", "batch_id"), [("maybe", "b"), ("ok", "a.b"), ("fail", "")])
 def test_mode_and_id_are_checked(gap_mode: Any, batch_id: str) -> None:
     with pytest.raises(ValueError, match=r"maybe|batch id"):
-        FastBatch(batch_id=batch_id, inbox="i", gap=gap_mode)
+        FastBatch(batch_id=batch_id, gap=gap_mode)
 
 
 class TestAddMany:
     @pytest.mark.parametrize("limit", [1, 3, 100])
-    def test_takes_no_more_than_it_may(self, limit: int) -> None:
-        machine = opened()
+    def test_takes_no_more_than_the_window_has_room_for(self, limit: int) -> None:
+        machine = opened(max_outstanding_acks=1)
+        machine.receive([(b"_INBOX.x.b1.10.fail.5.1.$FI", b'{"type":"ack","seq":5,"msgs":%d}' % limit, 0)], 0.0)
         entries = iter([("f.1", b"%d" % i) for i in range(10)])
-        data, count, size, stopped = machine.add_many(entries, limit, 0.0)
+        data, count, size, stopped = machine.add_many(entries, 0.0)
         taken = min(limit, 10)
         assert (count, size, machine.sent) == (taken, taken, 5 + taken)
         assert [c.payload for c in commands(data)] == [b"%d" % i for i in range(taken)]
@@ -143,17 +144,18 @@ class TestAddMany:
         assert isinstance(stopped, StopIteration) is (limit == 100)
         assert len(list(entries)) == 10 - taken
 
-    def test_sends_only_the_first_until_the_server_answered(self) -> None:
+    def test_sends_only_the_first_message_before_the_first_reply(self) -> None:
         machine = batch()
         entries = iter([("f.1", b"x")] * 5)
-        data, count, _, stopped = machine.add_many(entries, 100, 0.0)
+        data, count, _, stopped = machine.add_many(entries, 0.0)
         assert (count, stopped, machine.state, machine.room) == (1, None, State.STARTING, 0)
         assert commands(data)[0].reply.endswith(".1.0.$FI")
 
-    @pytest.mark.parametrize("limit", [0, -5])
-    def test_no_room_takes_nothing(self, limit: int) -> None:
-        entries = iter([("f.1", b"x")])
-        assert opened().add_many(entries, limit, 0.0) == (b"", 0, 0, None)
+    @pytest.mark.parametrize("over", [0, 5])
+    def test_takes_nothing_without_room(self, over: int) -> None:
+        entries, machine = iter([("f.1", b"x")]), opened()
+        machine.sent = machine.window.limit + over
+        assert machine.add_many(entries, 0.0) == (b"", 0, 0, None)
         assert next(entries)
 
     @pytest.mark.parametrize(("bad", "error"), [
@@ -164,7 +166,7 @@ class TestAddMany:
     def test_a_refused_message_has_no_sequence_and_those_before_it_do(self, bad: Any, error: Any) -> None:
         machine = opened(max_payload=1000, sent=1)
         good: list[Entry] = [("f.1", b"a"), message(payload=b"b")]
-        data, count, size, stopped = machine.add_many(iter([*good, bad, ("f.1", b"c")]), 100, 0.0)
+        data, count, size, stopped = machine.add_many(iter([*good, bad, ("f.1", b"c")]), 0.0)
         if error is None:  # a subject alone is a message with an empty payload
             assert isinstance(stopped, StopIteration)
             return
@@ -174,13 +176,13 @@ class TestAddMany:
         assert b".4.1.$FI" in machine.add(message(), 0.0)
 
     @pytest.mark.parametrize("error", [RuntimeError("source"), KeyboardInterrupt(), OSError("gone")])
-    def test_what_the_source_raises_comes_after_what_it_gave(self, error: BaseException) -> None:
+    def test_source_errors_come_after_the_messages_before_them(self, error: BaseException) -> None:
         def source() -> Iterator[Entry]:
             yield ("f.1", b"a")
             raise error
 
         machine = opened()
-        data, count, _, stopped = machine.add_many(source(), 100, 0.0)
+        data, count, _, stopped = machine.add_many(source(), 0.0)
         assert (count, machine.sent, stopped) == (1, 6, error)
         assert len(commands(data)) == 1
 
@@ -188,5 +190,5 @@ class TestAddMany:
         machine, entries = opened(), iter([("f.1", b"x")])
         machine.discard()
         with pytest.raises(errors.BatchClosedError):
-            machine.add_many(entries, 10, 0.0)
+            machine.add_many(entries, 0.0)
         assert next(entries)

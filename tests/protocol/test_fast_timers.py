@@ -6,8 +6,7 @@ import orjson
 import pytest
 
 from jetstream_ext import errors
-from jetstream_ext.protocol.fast import FastBatch
-from jetstream_ext.protocol.fast_record import State
+from jetstream_ext.protocol.fast import FastBatch, State
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.types import BatchFlowGap, BatchMessage, EndReason, GapMode, InDoubt
 
@@ -29,7 +28,8 @@ def ack(up_to: int, *, seq: int | None = None, op: int = 1) -> Frame:
 def batch(sent: int = 5, **options: Any) -> FastBatch:
     """A batch that is open at 0 s with `sent` messages; 5 s to answer, pings after 1 s, kept alive after 20 s."""
     options = {"ack_timeout": 5.0, "stall_ping": 1.0, "keepalive": 20.0, **options}
-    machine = FastBatch(batch_id="b1", inbox="_INBOX.x", flow=10, **options)
+    machine = FastBatch(batch_id="b1", flow=10, **options)
+    machine.open("_INBOX.x")
     if sent:
         machine.add(MESSAGE, 0.0)
         machine.receive([ack(0, op=0)], 0.0)
@@ -74,14 +74,14 @@ class TestIdle:
         assert machine.next_timer() == 35.0
         machine.add_plain("f.1", b"", 16.0)
         assert machine.next_timer() == 36.0
-        machine.add_many(iter([("f.1", b"")]), 1, 17.0)
+        machine.add_many(iter([("f.1", b"")]), 17.0)
         assert machine.next_timer() == 37.0
         assert machine.handle_timer(36.9) == ([], b"")
 
-    def test_can_be_left_alone(self) -> None:
+    def test_keepalive_can_be_off(self) -> None:
         assert batch(keepalive=0).next_timer() is None
 
-    def test_a_ping_that_nobody_answers_is_repeated_and_then_ends_the_batch(self) -> None:
+    def test_unanswered_pings_are_repeated_until_the_deadline(self) -> None:
         machine = batch()
         assert machine.handle_timer(20.0) == ([], PING % 5)
         for second in (21.0, 22.0, 23.0, 24.0):
@@ -92,7 +92,7 @@ class TestIdle:
         assert machine.end_reason is EndReason.TIMEOUT
         assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
 
-    def test_a_leader_that_comes_back_in_time_saves_it(self) -> None:
+    def test_leader_elected_in_time_keeps_the_batch(self) -> None:
         machine = batch()
         machine.handle_timer(20.0)
         for second in (21.0, 22.0, 23.0):
@@ -123,7 +123,7 @@ class TestStalled:
         _, ping = machine.handle_timer(1.0)
         assert ping == PING % 20
         machine.receive([ack(20, seq=20, op=4)], 1.1)
-        assert (machine.room, machine.settled) == (20, True)
+        assert (machine.room, machine.is_settled(machine.sent)) == (20, True)
 
     def test_ends_when_nothing_comes_in_time(self) -> None:
         machine = batch()
@@ -144,7 +144,7 @@ class TestStalled:
         assert machine.end_reason is EndReason.TIMEOUT
 
     def test_a_refused_ping_is_no_sign_of_life(self) -> None:
-        # A stream that was deleted answers every ping with 503, for ever.
+        # A stream that was deleted answers every ping with 503, indefinitely.
         machine = batch()
         machine.waiting(10.0)
         now = 10.0
@@ -157,7 +157,7 @@ class TestStalled:
                 machine.receive([reply(5, 4, None)], now + 0.1)
         assert (machine.end_reason, now) == (EndReason.TIMEOUT, 15.0)
 
-    def test_the_error_says_what_came_instead_of_an_answer(self) -> None:
+    def test_timeout_error_has_the_last_refusal(self) -> None:
         for end, text in ((False, "no acknowledgement beyond"), (True, "no answer to the commit")):
             machine = batch(gap=GapMode.OK)
             machine.waiting(0.0)
@@ -172,7 +172,7 @@ class TestStalled:
             assert "the server said last: insufficient resources" in str(machine.error)
             assert isinstance(machine.error.__cause__, errors.ServerError)
 
-    def test_the_error_does_not_say_what_was_true_before(self) -> None:
+    def test_timeout_error_omits_a_refusal_before_another_reply(self) -> None:
         machine = batch()
         machine.waiting(0.0)
         machine.receive([reply(5, 4, None)], 1.0)
@@ -218,13 +218,13 @@ class TestCommitting:
         assert machine.end_reason is EndReason.TIMEOUT
         assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
 
-    def test_has_its_deadline_even_if_nobody_waits_any_more(self) -> None:
+    def test_deadline_holds_without_a_waiting_caller(self) -> None:
         machine = batch()
         machine.commit(3.0)
         machine.not_waiting()
         assert machine.next_timer() == 8.0
 
-    def test_starts_its_own_deadline_whatever_was_unanswered_before(self) -> None:
+    def test_commit_starts_its_own_deadline(self) -> None:
         machine = batch()
         machine.ping(0.0)
         machine.commit(4.0)
@@ -259,22 +259,22 @@ class TestCommitting:
 class TestSuspended:
     """In ok mode a lost connection need not be the end."""
 
-    def test_waits_for_the_connection_and_no_longer_than_stated(self) -> None:
+    def test_ends_if_the_connection_is_not_back_in_time(self) -> None:
         machine = batch(gap=GapMode.OK)
         assert machine.disconnected(10.0) == []
-        assert (machine.state, machine.room, machine.ready) == (State.SUSPENDED, 0, False)
+        assert (machine.state, machine.room, machine.can_send()) == (State.SUSPENDED, 0, False)
         assert machine.next_timer() == 15.0
         assert machine.handle_timer(14.9) == ([], b"")
         machine.handle_timer(15.0)
         assert machine.end_reason is EndReason.DISCONNECTED
-        assert "not back for good within 5 s" in str(machine.error)
+        assert "did not answer on a new one within 5 s" in str(machine.error)
         assert "1 to 5" in str(machine.error)
 
     def test_sends_nothing_meanwhile(self) -> None:
         machine = batch(gap=GapMode.OK)
         machine.disconnected(10.0)
         for operation in (machine.commit, machine.ping):
-            with pytest.raises(errors.BatchClosedError, match="until its connection is back"):
+            with pytest.raises(errors.BatchClosedError, match="nothing is sent until"):
                 operation(11.0)
         with pytest.raises(errors.BatchClosedError):
             machine.add(MESSAGE, 11.0)
@@ -285,16 +285,16 @@ class TestSuspended:
     def test_asks_on_the_new_connection_until_it_is_answered(self) -> None:
         machine = batch(gap=GapMode.OK)
         machine.disconnected(10.0)
-        assert machine.reconnected(12.0) == ([], OK_PING % 5)
+        assert machine.reconnected(12.0) == OK_PING % 5
         for second in (13.0, 14.0):
             assert machine.next_timer() == second
             assert machine.handle_timer(second) == ([], OK_PING % 5)
             machine.receive([reply(5, 4, None)], second)
         machine.receive([ack(2, seq=5, op=4)], 14.5)
-        assert (machine.state, machine.acked, machine.settled) == (State.OPEN, 2, True)
+        assert (machine.state, machine.acked, machine.is_settled(machine.sent)) == (State.OPEN, 2, True)
         # What was acknowledged is known; of the rest a report may have been lost with the old connection.
         assert list(machine.in_doubt) == [InDoubt(1, 5)]
-        assert machine.next_timer() == 34.0, "nobody waits; the batch is kept alive"
+        assert machine.next_timer() == 34.0, "no caller waits; the batch is kept alive"
 
     def test_what_the_ping_proves_lost_is_a_gap_and_not_in_doubt(self) -> None:
         machine = batch(gap=GapMode.OK)
@@ -321,7 +321,7 @@ class TestSuspended:
         machine.add(MESSAGE, 0.0)
         machine.disconnected(1.0)
         assert machine.state is State.SUSPENDED
-        assert machine.reconnected(2.0) == ([], OK_PING % 1)
+        assert machine.reconnected(2.0) == OK_PING % 1
         machine.receive([ack(0, seq=1, op=4)], 2.1)
         assert (machine.state, list(machine.in_doubt)) == (State.OPEN, [InDoubt(1, 1)])
 
@@ -330,7 +330,7 @@ class TestSuspended:
         now = 10.0
         while machine.end_reason is None:
             machine.disconnected(now)
-            _, ping = machine.reconnected(now + 0.5)
+            ping = machine.reconnected(now + 0.5)
             assert ping
             now += 1.0
             machine.handle_timer(now)
@@ -341,19 +341,19 @@ class TestSuspended:
     def test_a_lost_answer_leaves_everything_in_doubt(self) -> None:
         machine = batch(gap=GapMode.OK)
         machine.disconnected(10.0)
-        machine.reconnected(11.0)  # the server reports the gap 4 … 5 now, into the void
+        machine.reconnected(11.0)  # the server reports the gap 4 … 5 now, and the report is lost
         machine.disconnected(11.5)
         machine.reconnected(12.0)
         machine.receive([ack(5, seq=5, op=4)], 12.1)
         assert list(machine.in_doubt) == [InDoubt(1, 5)]
 
-    def test_a_reconnect_that_nobody_waited_for_does_nothing(self) -> None:
+    def test_reconnect_without_a_loss_does_nothing(self) -> None:
         for machine in (batch(0), batch(), batch(gap=GapMode.OK)):
-            assert machine.reconnected(1.0) == ([], b"")
+            assert machine.reconnected(1.0) == b""
 
 
 class TestDraining:
-    def test_waits_for_the_final_ack_and_then_gives_it_up(self) -> None:
+    def test_ends_without_the_final_ack_at_the_deadline(self) -> None:
         machine = batch()
         machine.receive([reply(5, 1, {"type": "gap", "last_seq": 3, "seq": 5})], 2.0)
         assert machine.state is State.DRAINING
@@ -380,8 +380,8 @@ class TestDraining:
         machine.handle_timer(9.0)
         assert machine.end_reason is EndReason.ERROR
 
-    def test_answers_to_its_pings_do_not_make_it_last(self) -> None:
-        # Whoever made up the 503 would have the batch ping a server that knows of no loss, for ever.
+    def test_answers_to_its_pings_do_not_extend_the_deadline(self) -> None:
+        # After a forged 503 the batch pings a server that knows of no loss, and answers every ping.
         machine = batch()
         machine.receive([reply(3, 1, None)], 0.0)
         now = 0.0
@@ -394,7 +394,7 @@ class TestDraining:
                 machine.receive([ack(0, seq=5, op=4)], now)
         assert (machine.end_reason, now) == (EndReason.ERROR, 5.0)
 
-    def test_acknowledgements_do(self) -> None:
+    def test_acknowledgements_extend_the_deadline(self) -> None:
         machine = batch()
         machine.receive([reply(3, 1, None)], 0.0)
         machine.receive([ack(2)], 4.0)

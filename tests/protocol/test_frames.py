@@ -102,7 +102,7 @@ class TestSubjectCache:
         cache = SubjectCache()
         for i in range(20_000):
             assert cache.encode(f"s.{i}") == b"s.%d" % i
-        assert len(cache._known) <= cache._LIMIT
+        assert len(cache) <= cache._LIMIT
         assert cache.encode("s.1") == b"s.1"
 
     def test_does_not_remember_what_it_refused(self) -> None:

@@ -27,7 +27,6 @@ MakeStream = Callable[..., Awaitable[str]]
 Within = Callable[[float, Awaitable[Any]], Awaitable[Any]]
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "the window is not a bound")
 async def test_concurrent_adds_stay_within_the_window(js: JetStreamContext, make_stream: MakeStream) -> None:
     stream = await make_stream()
     in_flight = 0

@@ -18,8 +18,7 @@ from typing import Any
 from fast_server import Frame, Server
 
 from jetstream_ext import errors
-from jetstream_ext.protocol.fast import FastBatch
-from jetstream_ext.protocol.fast_record import Event, State
+from jetstream_ext.protocol.fast import Event, FastBatch, State, Transition
 from jetstream_ext.testing.reference.wire import Publish
 from jetstream_ext.types import BatchMessage, EndReason, GapMode
 
@@ -44,16 +43,20 @@ class World:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self.server = Server(random.choice(VERSIONS), seed, max_msg_size=TOO_LARGE)
+        flow = random.choice((1, 2, 3, 10, 500))
+        self.outstanding = random.randint(1, 3)
         self.machine = FastBatch(
             batch_id="b",
-            inbox="i",
-            flow=random.choice((1, 2, 3, 10, 500)),
-            max_outstanding_acks=random.randint(1, 3),
+            flow=flow,
+            max_outstanding_acks=self.outstanding,
             gap=mode,
             ack_timeout=ACK_TIMEOUT,
             stall_ping=random.choice((0.2, 1.0, 3.0)),
             keepalive=random.choice((0.0, 2.0, 5.0)),
+            on_transition=self._transition,
         )
+        self.state = self.machine.state
+        self.machine.open("i")
         self.bad = 0.0 if random.random() < 0.3 else random.choice((0.01, 0.05, 0.2))
         self.connected, self.epoch = True, 0
         self.free_at = [0.0, 0.0]  # per direction, when the last frame arrives
@@ -95,6 +98,12 @@ class World:
             raise WrongError(f"nothing will ever happen again: {self.op} in {self.machine.state}")
         self._settle()
         self._check_end()
+
+    def _transition(self, change: Transition) -> None:
+        if change.old is not self.state or change.new is not self.machine.state or change.old is change.new:
+            raise WrongError(f"{change} after {self.state}")
+        self.state = change.new
+        self.say(f"  {change.old.name} -> {change.new.name} ({change.event.value})")
 
     def _settle(self) -> None:
         """Let what is on its way arrive, so that it is known what is stored."""
@@ -138,7 +147,7 @@ class World:
                 break
             if name == "idling":
                 break
-            if machine.state is State.COMMITTING or not machine.ready:
+            if machine.state not in (State.NEW, State.OPEN):
                 machine.waiting(self.now)
                 break
             if not self._step(name, value):
@@ -167,11 +176,11 @@ class World:
                 taken = 1
             else:
                 entries = (self._message() for _ in range(value))
-                data, taken, _, _ = machine.add_many(entries, machine.room, self.now)
+                data, taken, _, _ = machine.add_many(entries, self.now)
                 self.write(data)
-            refused = len({each.seq for each in machine.errors if each.seq > max(machine.acked, machine.answered)})
-            window = max(1, machine.flow * machine.max_outstanding_acks)
-            if machine.sent - max(machine.acked, machine.answered) - refused > window:
+            base = max(machine.acked, machine.window.settled_without_ack)
+            refused = len({each.seq for each in machine.errors if each.seq > base})
+            if machine.sent - base - refused > machine.window.flow * self.outstanding:
                 raise WrongError("sent beyond the window")
             if value > taken:
                 self.op = (name, value - taken)
@@ -180,9 +189,9 @@ class World:
         elif name == "flush" and machine.sent:
             if not self.flushing:
                 self.flushing = machine.sent
-                if not machine.settled:
+                if not machine.is_settled(machine.sent):
                     self.write(machine.ping(self.now))
-            if max(machine.acked, machine.received) < self.flushing:
+            if not machine.is_settled(self.flushing):
                 return False
             self._check_flushed()
             self._next_op()
@@ -349,7 +358,7 @@ class World:
         self.say("the connection is back")
         self.connected = True
         self.heard_at = self.now
-        self.happened(*self.machine.reconnected(self.now))
+        self.happened([], self.machine.reconnected(self.now))
 
     # -- what must hold ---------------------------------------------------------------------------------------
 
@@ -403,7 +412,7 @@ class World:
             return
         error = machine.error
         if machine.ack is not None and b'"seq":%d,' % machine.ack.seq not in b"".join(self.finals):
-            raise WrongError("a final ack that nobody sent")
+            raise WrongError("a final ack that the server did not send")
         everything = set(range(1, machine.sent + 1))
         if machine.end_reason is EndReason.COMMITTED:
             if machine.ack is None or error is not None:

@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fast_schedules import name_of, replay, run
 
 from jetstream_ext.protocol.fast import FastBatch
-from jetstream_ext.protocol.fast_record import FastRecord
-from jetstream_ext.types import GapMode
+from jetstream_ext.protocol.fast_window import Window
+from jetstream_ext.types import BatchFlowAck, BatchFlowGap, GapMode
 
 SCHEDULES = 400  # of each mode
 
@@ -42,12 +42,13 @@ def test_found_before(name: str) -> None:
     replay(name)
 
 
-def _moves_back(self: FastRecord, ack: object, events: object) -> None:
-    self.acked = min(ack.seq, self.sent)  # type: ignore[attr-defined]
+def _moves_back(self: Window, ack: BatchFlowAck, sent: int) -> bool:
+    self.acked = min(ack.seq, sent)
+    return True
 
 
-def _trusts_gaps(self: FastRecord, report: object, events: object) -> None:
-    self.acked = min(report.seq, self.sent)  # type: ignore[attr-defined]
+def _trusts_gaps(self: FastBatch, reply: object, gap: BatchFlowGap, now: float, events: object) -> None:
+    self.window.acked = min(gap.seq, self.sent)
 
 
 def _never_asks(self: FastBatch, now: float) -> tuple[list[object], bytes]:
@@ -55,10 +56,10 @@ def _never_asks(self: FastBatch, now: float) -> tuple[list[object], bytes]:
 
 
 BUGS = {
-    "acks that go back": (FastRecord, "note_ack", _moves_back, GapMode.FAIL),
-    "a gap that moves the window": (FastRecord, "note_gap", _trusts_gaps, GapMode.FAIL),
+    "acks that go back": (Window, "acknowledge", _moves_back, GapMode.FAIL),
+    "a gap that moves the window": (FastBatch, "_gap", _trusts_gaps, GapMode.FAIL),
     "no timers": (FastBatch, "handle_timer", _never_asks, GapMode.OK),
-    "no doubts": (FastBatch, "_resumed", lambda self, *_: setattr(self, "state", type(self.state).OPEN), GapMode.OK),
+    "no doubts": (FastBatch, "_doubts", lambda *_: [], GapMode.OK),
 }
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetstream_ext import errors
-from jetstream_ext.protocol import fast_replies as replies
-from jetstream_ext.protocol.fast_replies import OrdinaryAck, Refusal, UnknownReply
+from jetstream_ext.protocol import fast_wire as replies
+from jetstream_ext.protocol.fast_wire import OrdinaryAck, Refusal, UnrecognisedReply
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowError, BatchFlowGap
 
 SUBJECT = b"_INBOX.X.raw.10.ok.7.1.$FI"
@@ -32,7 +32,7 @@ SAID: list[tuple[bytes, Any]] = [
     (b'{"stream":"Y","seq":1}', OrdinaryAck()),
     (b'{"stream":"Y", "seq":1}', OrdinaryAck()),
     (b'{"stream":"Y","seq":1,"duplicate":true}', OrdinaryAck()),
-    (b'{"type":"weather","seq":1}', UnknownReply(b'{"type":"weather","seq":1}')),
+    (b'{"type":"weather","seq":1}', UnrecognisedReply(b'{"type":"weather","seq":1}')),
     # The draft has one untyped frame for all three.
     (b'{"last_seq":0,"seq":0,"ack_msgs":10}', BatchFlowAck(0, 10)),
     (b'{"seq":7,"ack_msgs":10}', BatchFlowAck(7, 10)),
@@ -94,7 +94,7 @@ def test_refusals(header: bytes, payload: bytes, code: int | None, err_code: int
         (b"a.2.3.$FI", 2, b"3"),
     ],
 )
-def test_the_subject_says_which_message_it_is_about(subject: bytes, seq: int, op: bytes) -> None:
+def test_the_subject_names_the_message_that_is_answered(subject: bytes, seq: int, op: bytes) -> None:
     reply = decode(subject, b"", SAID[0][0])
     assert (reply.seq, reply.op) == (seq, op)
 
@@ -119,7 +119,7 @@ def test_another_subject_is_a_response_error(subject: bytes) -> None:
         b'{"seq":123456789012345678901234567890,"type":"ack","msgs":1}',
     ],
 )  # fmt: skip
-def test_what_is_no_reply_is_a_response_error(payload: bytes) -> None:
+def test_malformed_replies_are_response_errors(payload: bytes) -> None:
     with pytest.raises(errors.ResponseError):
         decode(SUBJECT, b"", payload)
 
@@ -133,10 +133,10 @@ def test_what_is_no_reply_is_a_response_error(payload: bytes) -> None:
         (b'{"error":{"err_code":10208,"description":%b}}', Refusal),
         (b'{"type":"err","seq":1,"error":{"description":%b}}', BatchFlowError),
         (b'{"stream":"F","seq":1,"batch":"u1","count":1,"domain":%b,"val":%b}', BatchAck),
-        (b'{"type":%b}', UnknownReply),
+        (b'{"type":%b}', UnrecognisedReply),
     ],
 )
-def test_depth_is_no_way_out(payload: bytes, said: type[object] | None, depth: int) -> None:
+def test_deeply_nested_replies_are_decoded_or_refused(payload: bytes, said: type[object] | None, depth: int) -> None:
     # JSON libraries and Python have limits of their own for what is nested, and errors of their own for it.
     payload = payload.replace(b"%b", b"[" * depth + b"]" * depth)
     if said is None:
@@ -148,7 +148,7 @@ def test_depth_is_no_way_out(payload: bytes, said: type[object] | None, depth: i
 
 def test_an_unknown_reply_is_kept_in_part_only() -> None:
     said = decode(SUBJECT, b"", orjson.dumps({"type": "x", "y": "z" * 5000})).said
-    assert isinstance(said, UnknownReply)
+    assert isinstance(said, UnrecognisedReply)
     assert len(said.payload) == 1024
 
 

@@ -1,0 +1,101 @@
+"""The window of a fast batch: how many messages may be unacknowledged (ADR-50, Flow Control)."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from jetstream_ext.types import BatchFlowAck
+
+
+class Window:
+    """Counts acknowledgements and refusals, and says up to which batch sequence messages may be sent.
+
+    At most `flow` times `max_outstanding_acks` messages are unacknowledged, `flow` being what the server last set. Acks
+    are cumulative; one that is older than what is known changes nothing. Gap reports do not move the window.
+
+    Args:
+        flow: Messages per ack to ask for, 1 to 65535.
+        max_outstanding_acks: Acks' worth of messages in the window, 1 to 3.
+
+    Raises:
+        ValueError: One of them is out of range.
+    """
+
+    def __init__(self, flow: int, max_outstanding_acks: int) -> None:
+        self.flow = _in_range("flow", flow, 65535)
+        self._outstanding = _in_range("max_outstanding_acks", max_outstanding_acks, 3)
+        self.limit: int = self.flow * self._outstanding
+        """The highest batch sequence that may be sent."""
+        self.acked: int = 0
+        """The highest batch sequence that the server acknowledged."""
+        self.arrived: int = 0
+        """The highest batch sequence that a ping proved to have arrived, or to be reported as lost."""
+        self.settled_without_ack: int = 0
+        """The highest batch sequence that the window no longer counts although no ack covers it."""
+        self._proof = 0, 0  # what the newest ping proved to have arrived, and what was acknowledged then
+        self._proof_at = 0.0
+        # Runs [first, last] of refused messages above the newest ack. No ack covers them before a later message is
+        # stored, so the window does not count them. Every run but one has a counted message before it, so there are
+        # never more runs than the window is wide.
+        self._refused: deque[list[int]] = deque()
+        self._refused_count = 0
+
+    @property
+    def base(self) -> int:
+        """The highest batch sequence up to which every message is dealt with."""
+        return max(self.settled_without_ack, self.acked)
+
+    def acknowledge(self, ack: BatchFlowAck, sent: int) -> bool:
+        """Take an ack; return False if it is older than what is known."""
+        if ack.seq < self.acked:
+            return False
+        self.acked = min(ack.seq, sent)
+        self.flow = max(1, ack.msgs)
+        self._move(self.acked)
+        return True
+
+    def acknowledge_final(self, count: int) -> None:
+        """Take the final ack, which covers `count` messages."""
+        self.acked = max(self.acked, count)
+
+    def refuse(self, seq: int, sent: int) -> None:
+        """Take the refusal of a message: it has no place in the window."""
+        runs = self._refused
+        newest = runs[-1][1] if runs else self.base
+        if newest < seq <= sent:
+            if runs and seq == newest + 1:
+                runs[-1][1] = seq
+            else:
+                runs.append([seq, seq])
+            self._refused_count += 1
+            self.limit += 1
+
+    def prove(self, seq: int, now: float, patience: float) -> None:
+        """Take the proof, by a ping, that everything up to `seq` arrived.
+
+        If the same proof comes again after `patience` seconds and the acks did not move, the unacknowledged messages
+        were refused and the reports of it are lost: the window counts them no more.
+        """
+        self.arrived = max(self.arrived, seq)
+        if self._proof != (seq, self.acked):
+            self._proof, self._proof_at = (seq, self.acked), now
+        elif now >= self._proof_at + patience:
+            self.settled_without_ack = max(self.settled_without_ack, seq)
+            self._move(seq)
+
+    def _move(self, base: int) -> None:
+        runs = self._refused
+        while runs and runs[0][0] <= base:
+            first, last = runs[0]
+            self._refused_count -= min(last, base) - first + 1
+            if last > base:
+                runs[0][0] = base + 1
+                break
+            runs.popleft()
+        self.limit = self.base + self._refused_count + self.flow * self._outstanding
+
+
+def _in_range(name: str, value: int, highest: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= highest:
+        raise ValueError(f"{name} must be 1 to {highest}, not {value!r}")
+    return value

@@ -1,0 +1,246 @@
+"""The wire format of fast ingest (ADR-50): the commands of one batch, and the server's replies to them.
+
+A message, a ping and the end of a batch are told apart by their reply subject alone:
+``<inbox>.<id>.<flow>.<gap>.<seq>.<op>.$FI``. It keeps the flow that was requested, whatever the server sets later. The
+server answers on the reply subject of the message that made it answer, so a reply says which message it is about.
+
+Released servers type their control frames (``ack``, ``gap``, ``err``); the ADR's draft has one untyped frame for all
+three. Both decode to the same values. A reply without a type is a final ack (it names the batch), a refusal (it has an
+error), or the ordinary ack of a server without fast ingest, which stored the message like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import orjson
+
+from jetstream_ext.errors import ResponseError, ServerError, server_error
+from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.api import parse_batch_ack, parse_refusal
+from jetstream_ext.protocol.frames import Frame, check_size, pub
+from jetstream_ext.protocol.options import message_headers, payload_bytes
+from jetstream_ext.protocol.subjects import SubjectCache
+from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowError, BatchFlowGap, BatchMessage, Entry, GapMode
+
+START: Final = b"0"
+APPEND: Final = b"1"
+COMMIT_EOB: Final = b"3"
+PING: Final = b"4"
+
+_OPERATIONS: Final = frozenset({START, APPEND, COMMIT_EOB, PING})
+_MAX_DIGITS: Final = 20  # 2**64
+_BLOCK_BYTES: Final = 1 << 20  # a window of large messages must not be held in memory twice
+
+
+# -- commands -----------------------------------------------------------------------------------------------------
+
+
+class Encoded(NamedTuple):
+    """A message that was checked and encoded, and has no sequence yet."""
+
+    subject: bytes
+    header: bytes
+    payload: bytes
+
+
+class FastWire:
+    """Checks messages and encodes the commands of one batch. It knows nothing of the batch's state."""
+
+    def __init__(self, *, batch_id: str, flow: int, gap: GapMode) -> None:
+        self.max_payload: int = 1 << 20
+        """The server's limit for headers and payload together, in bytes."""
+        self._tokens = f".{batch_id}.{flow}.{gap.value}."
+        self._reply = b""
+        self._append_tail = b"." + APPEND + b".$FI"
+        self.subject: bytes = b""
+        """The first message's: pings and the end of the batch need a subject of the stream."""
+        self._subjects = SubjectCache()
+
+    def open(self, inbox: str) -> None:
+        """Set the prefix of the reply subjects."""
+        self._reply = (inbox + self._tokens).encode()
+
+    def encode(self, message: BatchMessage) -> Encoded:
+        """Check and encode `message`.
+
+        Raises:
+            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: It cannot be sent.
+        """
+        subject = self._subjects.encode(message.subject)
+        pairs = message_headers(message)
+        header = h.encode(pairs) if pairs else b""
+        payload = payload_bytes(message.payload)
+        check_size(header, payload, self.max_payload)
+        return Encoded(subject, header, payload)
+
+    def message(self, encoded: Encoded, seq: int) -> bytes:
+        """Return the bytes that publish `encoded` as message number `seq` of the batch."""
+        if seq == 1:
+            self.subject = encoded.subject
+        return pub(encoded.subject, self._reply_to(seq, START if seq == 1 else APPEND), encoded.header, encoded.payload)
+
+    def plain(self, subject: str, payload: bytes, seq: int) -> bytes:
+        """Check, encode and number a message without headers and options, in one step."""
+        if seq == 1 or type(payload) is not bytes or len(payload) > self.max_payload:
+            return self.message(self.encode(BatchMessage(subject, payload)), seq)
+        raw = self._subjects.encode(subject)
+        return b"PUB %b %b%d%b %d\r\n%b\r\n" % (raw, self._reply, seq, self._append_tail, len(payload), payload)
+
+    def many(self, entries: Iterator[Entry], limit: int, sent: int) -> tuple[list[bytes], int, BaseException | None]:
+        """Encode up to `limit` messages (and about 1 MiB) from `entries`, numbered from ``sent + 1``.
+
+        Returns:
+            Their bytes, the sum of their payloads' sizes, and the exception of `entries` or of a refused message.
+        """
+        out: list[bytes] = []
+        size = 0
+        reply, tail, known, top = self._reply, self._append_tail, self._subjects.encode, self.max_payload
+        seq = sent
+        try:
+            while len(out) < limit and size < _BLOCK_BYTES:
+                entry = next(entries)
+                if seq and type(entry) is tuple:
+                    # Nearly every message of a bulk is one of these two, encoded in one step.
+                    if len(entry) == 2:
+                        subject, payload = entry
+                        if type(payload) is bytes and len(payload) <= top:
+                            out.append(
+                                b"PUB %b %b%d%b %d\r\n%b\r\n"
+                                % (known(subject), reply, seq + 1, tail, len(payload), payload)
+                            )
+                            seq += 1
+                            size += len(payload)
+                            continue
+                    elif len(entry) == 3 and type(entry[1]) is bytes and type(entry[2]) is dict and entry[2]:
+                        subject, payload, pairs = entry
+                        header = h.encode(pairs.items())
+                        total = len(header) + len(payload)
+                        if total <= top:
+                            out.append(
+                                b"HPUB %b %b%d%b %d %d\r\n%b%b\r\n"
+                                % (known(subject), reply, seq + 1, tail, len(header), total, header, payload)
+                            )
+                            seq += 1
+                            size += len(payload)
+                            continue
+                message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
+                out.append(self.message(self.encode(message), seq + 1))
+                seq += 1
+                size += len(message.payload)
+        except BaseException as error:
+            return out, size, error
+        return out, size, None
+
+    def ping(self, sent: int) -> bytes:
+        """Return the bytes that ask the server for its position, after `sent` messages."""
+        return pub(self.subject, self._reply_to(max(1, sent), PING), b"", b"")
+
+    def end(self, sent: int) -> bytes:
+        """Return the end-of-batch marker: it takes a sequence after `sent`, and is not stored."""
+        return pub(self.subject, self._reply_to(sent + 1, COMMIT_EOB), b"", b"")
+
+    def _reply_to(self, seq: int, op: bytes) -> bytes:
+        return b"%b%d.%b.$FI" % (self._reply, seq, op)
+
+
+# -- replies ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A refusal outside of a control frame: JSON, or a bare status (then without an ``err_code``)."""
+
+    error: ServerError
+
+
+@dataclass(frozen=True, slots=True)
+class OrdinaryAck:
+    """The ack of an ordinary publish: the server has no fast ingest."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnrecognisedReply:
+    """A reply of an unknown type, or one that cannot be about the batch; ``payload`` is the beginning of it."""
+
+    payload: bytes
+
+
+Said = BatchFlowAck | BatchFlowGap | BatchFlowError | BatchAck | Refusal | OrdinaryAck | UnrecognisedReply
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One reply: the sequence and the operation of the message that it answers, and what it says."""
+
+    seq: int
+    op: bytes
+    said: Said
+
+
+def decode(frame: Frame) -> Reply:
+    """Decode one reply.
+
+    Raises:
+        ResponseError: It is not a fast-ingest reply.
+    """
+    subject, body, header_size = frame
+    header, payload = body[:header_size], body[header_size:]
+    words = subject.rsplit(b".", 3)
+    if len(words) != 4 or not words[1].isdigit() or len(words[1]) > _MAX_DIGITS or words[2] not in _OPERATIONS:
+        raise ResponseError("a reply came to a subject that is not a fast-ingest reply subject", frame=subject)
+    return Reply(int(words[1]), words[2], _said(header, payload))
+
+
+def _said(header: bytes, payload: bytes) -> Said:
+    if header and not payload:
+        status = h.parse_status(header)
+        if status is not None:
+            code, text = status
+            description = "no stream listens on the subject" if code == 503 else text
+            return Refusal(server_error(code=code, description=description))
+    try:
+        reply = orjson.loads(payload)
+    except orjson.JSONDecodeError:
+        raise ResponseError("a fast-ingest reply is not JSON", frame=payload) from None
+    if not isinstance(reply, dict):
+        raise ResponseError("a fast-ingest reply is not a JSON object", frame=payload)
+    kind = reply.get("type")
+    if kind == "ack":
+        return BatchFlowAck(_number(reply, "seq", payload), _number(reply, "msgs", payload))
+    if kind == "gap":
+        return BatchFlowGap(_number(reply, "last_seq", payload), _number(reply, "seq", payload))
+    if kind == "err":
+        return BatchFlowError(_number(reply, "seq", payload), parse_refusal(reply.get("error"), payload))
+    if kind is not None:
+        return UnrecognisedReply(payload[:1024])
+    if "ack_msgs" in reply or "last_seq" in reply or reply.keys() == {"seq", "error"}:
+        return _draft(reply, payload)
+    if reply.get("error") is not None:
+        return Refusal(parse_refusal(reply["error"], payload))
+    if "batch" in reply:
+        try:
+            return parse_batch_ack(reply)
+        except (TypeError, ValueError):
+            raise ResponseError("the final ack of a batch is malformed", frame=payload) from None
+    if "stream" in reply and "seq" in reply:
+        return OrdinaryAck()
+    raise ResponseError("a fast-ingest reply is of no known kind", frame=payload)
+
+
+def _draft(reply: dict[str, Any], payload: bytes) -> Said:
+    last, seq = _number(reply, "last_seq", payload, 0), _number(reply, "seq", payload, 0)
+    if reply.get("error"):
+        return BatchFlowError(seq, parse_refusal(reply["error"], payload))
+    if last and seq > last + 1 and not reply.get("ack_msgs"):
+        return BatchFlowGap(last + 1, seq)
+    return BatchFlowAck(max(last, seq), _number(reply, "ack_msgs", payload, 1))
+
+
+def _number(reply: dict[str, Any], name: str, payload: bytes, default: int | None = None) -> int:
+    value = reply.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ResponseError(f"a fast-ingest reply has no valid {name!r}", frame=payload)
+    return value
