@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.atomic_search import Search, fence, reached
+from jetstream_ext.protocol.atomic_resolve import Search, fence, reached
 
 
 def header(batch: str, number: object) -> dict[str, str]:
