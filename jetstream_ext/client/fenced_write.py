@@ -23,25 +23,52 @@ whose it is and what it stands for: equal payloads are taken for the same store.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeVar
 
-import nats.errors
 from nats.js import JetStreamContext
 from nats.js.errors import APIError
 
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.atomic import publish_atomic
 from jetstream_ext.client.context import Context
-from jetstream_ext.client.retry import Retry
+from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import ErrorCode, FencedError, RequestTimeoutError
 from jetstream_ext.protocol.options import as_message, message_headers
 from jetstream_ext.types import TTL, BatchAck, BatchMessage, Entry, StoredMsg
 
 _WRONG_LAST_SEQUENCE: Final = frozenset({ErrorCode.WRONG_LAST_SEQUENCE, ErrorCode.WRONG_LAST_SEQUENCE_CONSTANT})
 _ROLLUP: Final = {"Nats-Rollup": "sub"}
+
+_Stored = TypeVar("_Stored")
+
+
+async def store_once(
+    attempt: Callable[[], Awaitable[_Stored]], find_out: Callable[[Exception], Awaitable[_Stored]], retry: Retry
+) -> _Stored:
+    """Call `attempt` until what it stores is stored once.
+
+    Args:
+        attempt: Stores, and returns what it stored. It may store twice without harm: a fence or message ids see to that.
+        find_out: Called with the error of an attempt. Returns what the attempt stored after all; or raises why it did
+            not, or why that is unknown.
+        retry: Decides which of the errors of `find_out` call for another attempt, and until when.
+
+    Raises:
+        Exception: The error of `find_out` that is not transient, or the last one before the time was over.
+
+    Cancellation: As for `attempt` and `find_out`.
+    """
+    while True:
+        try:
+            return await attempt()
+        except Exception as error:
+            failure = error
+        try:
+            return await find_out(failure)
+        except Exception as why:
+            await retry.pause(why)
 
 
 class RecordMovedError(FencedError):
@@ -75,8 +102,8 @@ class FencedWriter:
         subject: The record's subject. Nothing else may be stored there.
         name: Who writes, for errors: "worker 'sums'".
         timeout: Seconds to wait for an answer; None is the context's own.
-        retry: How long transient errors may last without anything getting through, and which errors are transient. Its
-            give-up time and pauses start again with every store and read.
+        patience: Seconds that transient errors may last in one call.
+        transient: Which errors are transient.
         rollup: A record takes away the one before (the stream needs ``allow_rollup_hdrs``).
         msg_ttl: The time to live of a record, such as `NEVER` on a stream with ``max_age``.
     """
@@ -89,7 +116,8 @@ class FencedWriter:
         *,
         name: str,
         timeout: float | None = None,
-        retry: Retry,
+        patience: float,
+        transient: Callable[[Exception], bool] = is_transient,
         rollup: bool = False,
         msg_ttl: TTL | None = None,
     ) -> None:
@@ -102,10 +130,11 @@ class FencedWriter:
         self._js: JetStreamContext = context.js
         self._name = name
         self._timeout = context.timeout if timeout is None else timeout
-        self._retry = retry
+        self._patience = patience
+        self._transient = transient
         self._rollup = rollup
         self._msg_ttl = msg_ttl
-        # Payloads of stores that ended without an answer, by a cancellation or an error.
+        # Payloads of stores without an answer: a later read may find one of them.
         self._in_doubt: set[bytes] = set()
 
     async def read(self) -> StoredMsg | None:
@@ -116,7 +145,7 @@ class FencedWriter:
 
         Cancellation: Safe; the fence stays as it was.
         """
-        record = await self._newest(self._retry.again())
+        record = await self._newest(self._new_retry())
         self.fence = 0 if record is None else record.seq
         self._in_doubt.clear()
         return record
@@ -139,29 +168,20 @@ class FencedWriter:
 
         Cancellation: The messages may be stored; the next store or `read` finds out.
         """
-        retry = self._retry.again()
-        expects = any(map(_has_expectation, messages))
-        while True:
-            try:
-                ack = await self._publish(messages, record)
-            except BaseException as error:
-                self._in_doubt.add(record)
-                if not isinstance(error, Exception):
-                    raise
-                found = await self._newest(retry)
-                if found is not None and found.data == record and found.seq > self.fence:
-                    ack = BatchAck(self.stream, found.seq, batch_size=len(messages) + 1)
-                elif found is not None and found.data in self._in_doubt and found.seq > self.fence:
-                    self.fence = found.seq
-                    continue
-                elif (0 if found is None else found.seq) != self.fence:
-                    raise self._moved(found) from error
-                else:
-                    await retry.pause(self._explained(error, expects=expects))
-                    continue
-            self.fence = ack.seq
-            self._in_doubt.clear()
-            return ack
+        retry = self._new_retry()
+
+        async def attempt() -> BatchAck:
+            self._in_doubt.add(record)
+            return await self._publish(messages, record)
+
+        async def find_out(error: Exception) -> BatchAck:
+            found = await self._newest(retry)
+            return self._explain(error, found, messages, record)
+
+        ack = await store_once(attempt, find_out, retry)
+        self.fence = ack.seq
+        self._in_doubt.clear()
+        return ack
 
     async def _publish(self, messages: Sequence[Entry], record: bytes) -> BatchAck:
         """Send a store once."""
@@ -178,9 +198,7 @@ class FencedWriter:
             first = as_message(messages[0])
             batch = [first if first.stream else replace(first, stream=self.stream), *messages[1:], last]
             return await publish_atomic(self._js, batch, timeout=self._timeout)
-        publish = self._js.publish(
-            self.subject, record, timeout=self._timeout, headers=dict(message_headers(last))
-        )
+        publish = self._js.publish(self.subject, record, timeout=self._timeout, headers=dict(message_headers(last)))
         ack = await self._context.connection.bounded(publish, self._timeout, f"the ack of {self.subject}")
         return BatchAck(ack.stream, ack.seq, batch_size=1, domain=ack.domain)
 
@@ -191,15 +209,26 @@ class FencedWriter:
             except Exception as error:
                 await retry.pause(error)
 
-    def _explained(self, error: Exception, *, expects: bool) -> Exception:
-        """Return the error of a store, where the record is still the one that the store follows."""
-        if isinstance(error, APIError) and error.err_code in _WRONG_LAST_SEQUENCE and not expects:
-            # A leader that was replaced and does not know it has refused, or answered the read.
-            return RequestTimeoutError(
-                f"{self._name} on stream {self.stream!r}: the server refused a record and does not say why; nothing was "
-                "stored"
-            )
-        return error
+    def _explain(self, error: Exception, found: StoredMsg | None, messages: Sequence[Entry], record: bytes) -> BatchAck:
+        """Return what a store that failed has stored, or raise why it has not."""
+        seq = 0 if found is None else found.seq
+        wrong_last_sequence = isinstance(error, APIError) and error.err_code in _WRONG_LAST_SEQUENCE
+        if seq == self.fence:
+            if wrong_last_sequence and not any(map(_has_expectation, messages)):
+                # A leader that was replaced and does not know it has refused, or answered the read.
+                raise RequestTimeoutError(
+                    f"{self._name}: stream {self.stream!r} refused a record and does not say why; nothing was stored"
+                ) from error
+            raise error
+        if found is not None and seq > self.fence and found.data in self._in_doubt:
+            if found.data == record:
+                return BatchAck(self.stream, seq, batch_size=len(messages) + 1)
+            self.fence = seq
+            raise RequestTimeoutError(f"{self._name}: an earlier record was stored after all; this one follows it")
+        raise self._moved(found) from error
+
+    def _new_retry(self) -> Retry:
+        return Retry(self._patience, transient=self._transient)
 
     def _moved(self, record: StoredMsg | None) -> RecordMovedError:
         where = f"{self._name}: the record on {self.subject!r} of stream {self.stream!r}"
