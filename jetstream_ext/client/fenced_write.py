@@ -8,13 +8,13 @@ one can store the next, together with everything in its batch, and the others ge
 The record also tells what a lost answer did::
 
     store   messages and record, fenced by the record that was read or stored before
-                stored                                   → done
-                any error: read the record at the stream's leader
-                    it has the payload of this store     → done, the answer was lost
-                    it is the one before                 → nothing is stored: again, a little later
-                    it has the payload of an earlier     → go on behind it
-                    store that was cut off
-                    anything else                        → RecordMovedError, nothing is stored
+                stored                                        → done
+                any error: read the record at the stream's leader, and the one that followed the fence
+                    the follower has this store's payload     → done, the answer was lost
+                    the follower has the payload of an        → again, behind it
+                    earlier store without an answer
+                    there is none                             → nothing is stored: again, a little later
+                    anything else                             → RecordMovedError
 
 A store that is still on its way while the record is read can do no harm: it and the one that is sent after it name the
 same record before them, so only one of them is stored, and they hold the same. That is why a record's payload must say
@@ -23,7 +23,7 @@ whose it is and what it stands for: equal payloads are taken for the same store.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar
 
@@ -72,7 +72,10 @@ async def store_once(
 
 
 class RecordMovedError(FencedError):
-    """Another writer has stored a record since this one read it; nothing was stored.
+    """Another writer has stored a record since this one read it.
+
+    Nothing was stored. If the answer to the store was lost and its record was removed since (by a limit or a rollup),
+    that cannot be known; then the messages may be stored, and were part of what the other writer has read.
 
     Attributes:
         record: What is stored on the record's subject now, or None.
@@ -145,7 +148,7 @@ class FencedWriter:
 
         Cancellation: Safe; the fence stays as it was.
         """
-        record = await self._newest(self._new_retry())
+        record = await self._newest(self._retry())
         self.fence = 0 if record is None else record.seq
         self._in_doubt.clear()
         return record
@@ -161,22 +164,31 @@ class FencedWriter:
             The server's ack, or what it must have been where it was lost. `seq` is the record's.
 
         Raises:
-            RecordMovedError: Another writer has stored a record; nothing was stored. `read` to go on behind it.
+            RecordMovedError: Another writer has stored a record. `read` to go on behind it.
             WrongLastSequenceError: An expectation of one of the messages does not hold; nothing was stored.
             Exception: A message was refused, or transient errors lasted for longer than the retry policy allows. After
                 the latter the messages may be stored; the next store or `read` finds out.
 
         Cancellation: The messages may be stored; the next store or `read` finds out.
         """
-        retry = self._new_retry()
+        retry = self._retry()
 
         async def attempt() -> BatchAck:
             self._in_doubt.add(record)
             return await self._publish(messages, record)
 
         async def find_out(error: Exception) -> BatchAck:
-            found = await self._newest(retry)
-            return self._explain(error, found, messages, record)
+            newest = await self._newest(retry)
+            if newest is not None and newest.seq > self.fence:
+                # Only one record can follow the fence. It may be ours, and another writer has gone on behind it.
+                follower = await self._find(retry, {"seq": self.fence + 1, "next_by_subj": self.subject})
+                if follower is not None and follower.data in self._in_doubt:
+                    if follower.data == record:
+                        return BatchAck(self.stream, follower.seq, batch_size=len(messages) + 1)
+                    self.fence = follower.seq
+                    raise RequestTimeoutError(f"{self._name}: a record was stored whose answer was lost") from error
+            why = self._why(error, newest, messages)
+            raise why from (error.__cause__ if why is error else error)
 
         ack = await store_once(attempt, find_out, retry)
         self.fence = ack.seq
@@ -203,43 +215,37 @@ class FencedWriter:
         return BatchAck(ack.stream, ack.seq, batch_size=1, domain=ack.domain)
 
     async def _newest(self, retry: Retry) -> StoredMsg | None:
+        return await self._find(retry, {"last_by_subj": self.subject})
+
+    async def _find(self, retry: Retry, request: Mapping[str, object]) -> StoredMsg | None:
         while True:
             try:
-                return await get_at_leader(self._context, self.stream, {"last_by_subj": self.subject}, self._timeout)
+                return await get_at_leader(self._context, self.stream, request, self._timeout)
             except Exception as error:
                 await retry.pause(error)
 
-    def _explain(self, error: Exception, found: StoredMsg | None, messages: Sequence[Entry], record: bytes) -> BatchAck:
-        """Return what a store that failed has stored, or raise why it has not."""
-        seq = 0 if found is None else found.seq
-        wrong_last_sequence = isinstance(error, APIError) and error.err_code in _WRONG_LAST_SEQUENCE
-        if seq == self.fence:
-            if wrong_last_sequence and not any(map(_has_expectation, messages)):
-                # A leader that was replaced and does not know it has refused, or answered the read.
-                raise RequestTimeoutError(
-                    f"{self._name}: stream {self.stream!r} refused a record and does not say why; nothing was stored"
-                ) from error
-            raise error
-        if found is not None and seq > self.fence and found.data in self._in_doubt:
-            if found.data == record:
-                return BatchAck(self.stream, seq, batch_size=len(messages) + 1)
-            self.fence = seq
-            raise RequestTimeoutError(f"{self._name}: an earlier record was stored after all; this one follows it")
-        raise self._moved(found) from error
-
-    def _new_retry(self) -> Retry:
-        return Retry(self._patience, transient=self._transient)
-
-    def _moved(self, record: StoredMsg | None) -> RecordMovedError:
-        where = f"{self._name}: the record on {self.subject!r} of stream {self.stream!r}"
-        if record is None:
-            return RecordMovedError(f"{where} was removed; nothing was stored", name=self._name)
+    def _why(self, error: Exception, newest: StoredMsg | None, messages: Sequence[Entry]) -> Exception:
+        """Return why a store is not stored."""
+        record = f"the record on {self.subject!r} of stream {self.stream!r}"
+        if (0 if newest is None else newest.seq) == self.fence:
+            refused = isinstance(error, APIError) and error.err_code in _WRONG_LAST_SEQUENCE
+            if not refused or any(map(_has_expectation, messages)):
+                return error
+            # A leader that was replaced and does not know it has refused, or answered the read.
+            return RequestTimeoutError(
+                f"{self._name}: the server refused {record} and does not say why; nothing was stored"
+            )
+        if newest is None:
+            return RecordMovedError(f"{self._name}: {record} was removed", name=self._name)
         return RecordMovedError(
-            f"{where} is another writer's now (sequence {record.seq}, expected {self.fence}); nothing was stored",
+            f"{self._name}: {record} is another writer's (sequence {newest.seq}, expected {self.fence})",
             name=self._name,
-            seq=record.seq,
-            record=record,
+            seq=newest.seq,
+            record=newest,
         )
+
+    def _retry(self) -> Retry:
+        return Retry(self._patience, transient=self._transient)
 
 
 def _has_expectation(entry: Entry) -> bool:

@@ -112,7 +112,7 @@ async def exactly_once(
         What was done, when a reader without ``tail=True`` has come to the end. With it, this ends by cancellation only.
 
     Raises:
-        FencedError: Another worker of this name was started. Nothing of the batch is stored.
+        FencedError: Another worker of this name was started; this one must stop, and can store nothing more.
         StreamConfigMismatchError: The output stream lacks ``allow_atomic`` or a subject for the position, stores that
             under another one (``subject_transform``), or its limits can remove it: ``max_age`` (without
             ``allow_msg_ttl``), ``max_msgs`` or ``max_bytes`` (with discard ``old``), or a retention other than
@@ -322,8 +322,8 @@ class _Output:
             return FencedError(f"{what}: its position was removed from {self._subject!r}", name=self._name)
         seq = Record.decode(stored).seq
         return FencedError(
-            f"{what}: another worker of this name was started and is at {seq}; this one must stop, and nothing more was "
-            "stored",
+            f"{what}: another worker of this name was started and is at {seq}; this one must stop, and can store nothing "
+            "more",
             name=self._name,
             seq=seq,
         )
