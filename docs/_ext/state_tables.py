@@ -17,6 +17,7 @@ import orjson
 from jetstream_ext import errors
 from jetstream_ext.protocol import atomic, fast
 from jetstream_ext.protocol.fast import State as FastState
+from jetstream_ext.protocol.feature_table import ATOMIC_EOB
 from jetstream_ext.types import BatchAck, BatchMessage, GapMode
 
 if TYPE_CHECKING:
@@ -104,9 +105,12 @@ def codes(other: str) -> list[int]:
 
 def atomic_batch(state: atomic.State) -> atomic.AtomicBatchMachine:
     """Return a batch of two messages that got into `state`."""
-    machine = atomic.AtomicBatchMachine(batch_id="b1", api_level=atomic.MARKER_LEVEL)
-    machine.add(MESSAGE)
-    machine.add(MESSAGE)
+    machine = atomic.AtomicBatchMachine("b1")
+    if state is atomic.State.NEW:
+        return machine
+    opened(machine)
+    machine.add(machine.prepare(MESSAGE))
+    machine.add(machine.prepare(MESSAGE))
     if state in (atomic.State.COMMITTING, atomic.State.COMMITTED, atomic.State.UNKNOWN):
         machine.commit(None)
     if state is atomic.State.COMMITTED:
@@ -126,34 +130,50 @@ def batch_ack(machine: atomic.AtomicBatchMachine) -> None:
 
 
 def replied(payload: bytes, header: bytes = b"", seq: int | None = None) -> Event:
-    return lambda machine: machine.receive(seq or machine.sent, header, payload)
+    def event(machine: atomic.AtomicBatchMachine) -> object:
+        happened = machine.receive(seq or machine.sent, header, payload)
+        return happened.error if isinstance(happened, atomic.MessageRefused) else None
+
+    return event
 
 
 def forgotten_after_a_reconnect(machine: atomic.AtomicBatchMachine) -> object:
-    machine.disconnected()
+    machine.disconnected(reply_awaited=False)
     if machine.state is atomic.State.OPEN:
-        machine.add(MESSAGE)
-    return machine.receive(machine.sent, b"", refusal(10176))
+        machine.add(machine.prepare(MESSAGE))
+    return replied(refusal(10176))(machine)
 
+
+def opened(machine: atomic.AtomicBatchMachine) -> None:
+    first = machine.prepare(MESSAGE)
+    machine.open(first, api_level=ATOMIC_EOB.api_level, server_version="", reply="_INBOX.x")
+
+
+SENT_STATES = frozenset(state.name for state in atomic.State) - {"NEW"}
 
 ATOMIC: list[Row] = [
-    Row("`add`", lambda machine: machine.add(MESSAGE) and None),
-    Row("`commit`", lambda machine: machine.commit(MESSAGE) and None),
+    Row("`open`", opened, frozenset({"NEW"})),
+    Row("`add`", lambda machine: machine.add(machine.prepare(MESSAGE)) and None, SENT_STATES),
+    Row("`commit`", lambda machine: machine.commit(machine.prepare(MESSAGE)) and None, SENT_STATES),
     Row("`commit_eob`", lambda machine: machine.commit(None) and None),
     Row("`discard`, an exception in the block", lambda machine: machine.discard()),
-    Row("an empty reply to an older message", replied(b"", seq=1)),
-    Row("an empty reply to the newest", replied(b"")),
-    Row("the ack of the batch", batch_ack),
-    Row("the ack of an ordinary publish", replied(orjson.dumps({"stream": "S", "seq": 9}))),
-    Row("a reply that makes no sense", replied(b"no JSON")),
-    Row("503 to the newest message", replied(b"", NO_RESPONDERS)),
-    Row("503 to an older one", replied(b"", NO_RESPONDERS, 1)),
-    *(Row(str(code), replied(refusal(code)), code=code) for code in codes("FastPublish")),
-    Row("no reply, or the connection is lost, while one is waited for", lambda machine: machine.lost("no answer")),
-    Row("the connection is lost while none is", lambda machine: machine.disconnected()),
-    Row("10176 after the connection was lost", forgotten_after_a_reconnect),
-    Row("`resolve` finds it", lambda machine: machine.resolved(BatchAck("S", 9, "b1", 2))),
-    Row("`resolve` proves that it is not there", lambda machine: machine.resolved(None)),
+    Row("an empty reply to an older message", replied(b"", seq=1), SENT_STATES),
+    Row("an empty reply to the newest", replied(b""), SENT_STATES),
+    Row("the ack of the batch", batch_ack, SENT_STATES),
+    Row("the ack of an ordinary publish", replied(orjson.dumps({"stream": "S", "seq": 9})), SENT_STATES),
+    Row("a reply that makes no sense", replied(b"no JSON"), SENT_STATES),
+    Row("503 to the newest message", replied(b"", NO_RESPONDERS), SENT_STATES),
+    Row("503 to an older one", replied(b"", NO_RESPONDERS, 1), SENT_STATES),
+    *(Row(str(code), replied(refusal(code)), SENT_STATES, code) for code in codes("FastPublish")),
+    Row(
+        "no reply, or the connection is lost, while one is waited for",
+        lambda machine: machine.lost("no answer"),
+        SENT_STATES,
+    ),
+    Row("the connection is lost while none is", lambda machine: machine.disconnected(reply_awaited=False), SENT_STATES),
+    Row("10176 after the connection was lost", forgotten_after_a_reconnect, SENT_STATES),
+    Row("`resolve` finds it", lambda machine: machine.resolved(BatchAck("S", 9, "b1", 2)), SENT_STATES),
+    Row("`resolve` proves that it is not there", lambda machine: machine.resolved(None), SENT_STATES),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Atomic batches for nats-py users: the shell around `protocol.atomic` (ADR-50)."""
+"""Atomic batches for nats-py users (ADR-50)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Final, Literal, Self, Unpack
 import nats.errors
 import nats.js.errors
 from nats.js import JetStreamContext
-from nats.nuid import NUID
 
-from jetstream_ext.client.atomic_wire import AtomicWire
+from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.context import Context
 from jetstream_ext.errors import AtomicPublishDuplicateMessageIDError
 from jetstream_ext.protocol.atomic import State
-from jetstream_ext.protocol.options import check_batch_id, check_message, check_seconds
+from jetstream_ext.protocol.options import check_message
 from jetstream_ext.types import BatchAck, BatchMessage, Entry, PublishOptions
 
 BatchState = Literal["open", "committed", "discarded", "failed", "unknown"]
 
 _PUBLIC_STATES: Final[dict[State, BatchState]] = {
+    State.NEW: "open",
     State.OPEN: "open",
     State.COMMITTING: "open",
     State.COMMITTED: "committed",
@@ -65,7 +65,7 @@ class AtomicBatch:
             raise TypeError(f"ack_first must be a bool, not {type(ack_first).__name__}")
         if ack_every is not None and (isinstance(ack_every, bool) or not isinstance(ack_every, int) or ack_every < 1):
             raise ValueError(f"ack_every must be an integer from 1 up, not {ack_every!r}")
-        self._wire = new_wire(js, batch_id, timeout, ack_first=ack_first, ack_every=ack_every)
+        self._session = AtomicSession(Context(js), batch_id, timeout, ack_first=ack_first, ack_every=ack_every)
 
     def __repr__(self) -> str:
         return f"<AtomicBatch batch_id={self.batch_id!r} size={self.size} state={self.state!r}>"
@@ -73,27 +73,22 @@ class AtomicBatch:
     @property
     def batch_id(self) -> str:
         """The batch's id; the stored messages keep it in ``Nats-Batch-Id``."""
-        return self._wire.batch_id
+        return self._session.machine.batch_id
 
     @property
     def size(self) -> int:
         """How many messages the batch will store."""
-        machine = self._wire.machine
-        return machine.size if machine else 0
+        return self._session.machine.size
 
     @property
     def state(self) -> BatchState:
         """``"open"``, ``"committed"``, ``"discarded"``, ``"failed"`` (nothing stored) or ``"unknown"``."""
-        machine = self._wire.machine
-        if machine is None:
-            return "discarded" if self._wire.discarded else "open"
-        return _PUBLIC_STATES[machine.state]
+        return _PUBLIC_STATES[self._session.machine.state]
 
     @property
     def ack(self) -> BatchAck | None:
         """The server's ack once the batch is committed."""
-        machine = self._wire.machine
-        return machine.ack if machine else None
+        return self._session.machine.ack
 
     async def add(
         self,
@@ -132,7 +127,7 @@ class AtomicBatch:
         check_message(message)
         if ack is not None and not isinstance(ack, bool):
             raise TypeError(f"ack must be a bool or None, not {type(ack).__name__}")
-        await self._wire.add(message, ack)
+        await self._session.add(message, ack)
 
     async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> None:
         """Add many messages, a block of them per write: the fast road.
@@ -151,7 +146,7 @@ class AtomicBatch:
 
         Cancellation: The batch stays usable. What `size` counts is part of it.
         """
-        await self._wire.reply_to(await self._wire.fill(messages))
+        await self._session.reply_to(await self._session.fill(messages))
 
     async def commit(
         self,
@@ -173,7 +168,7 @@ class AtomicBatch:
 
         Cancellation: `state` says what it is: ``"unknown"``, the commit is on the wire, or ``"open"``, nothing of it is.
         """
-        return await self._wire.commit(BatchMessage(subject, payload, **options))
+        return await self._session.commit(BatchMessage(subject, payload, **options))
 
     async def commit_eob(self) -> BatchAck:
         """Commit what was added and return the server's ack.
@@ -184,7 +179,7 @@ class AtomicBatch:
 
         Cancellation: `state` says what it is: ``"unknown"``, the commit is on the wire, or ``"open"``, nothing of it is.
         """
-        return await self._wire.commit(None)
+        return await self._session.commit(None)
 
     async def resolve(self, *, timeout: float | None = None) -> Literal["stored", "not_stored"]:
         """Find out, after a `BatchOutcomeUnknownError`, whether the batch is stored.
@@ -210,14 +205,14 @@ class AtomicBatch:
 
         Requires: Permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
         """
-        return "not_stored" if await self._wire.resolve(timeout) is None else "stored"
+        return "not_stored" if await self._session.resolve(timeout) is None else "stored"
 
     async def discard(self) -> None:
         """Give the batch up: nothing of it is stored, unless its commit was on its way already. Safe at any time.
 
         Cancellation: The batch is over all the same.
         """
-        self._wire.discard()
+        self._session.discard()
 
     async def __aenter__(self) -> Self:
         return self
@@ -225,21 +220,10 @@ class AtomicBatch:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        machine = self._wire.machine
-        if kind is not None or machine is None:
-            self._wire.discard()
-        elif machine.state is State.OPEN:
-            if not machine.size:
-                self._wire.discard()
-                return
-            try:
-                await self.commit_eob()
-            finally:
-                self._wire.discard()  # a refused commit leaves nothing open behind the block
-        elif machine.state is State.FAILED and self._wire.discarded:
-            pass  # whoever caught the error has said that it is dealt with
-        elif machine.state not in (State.COMMITTED, State.DISCARDED):
-            machine.check_open()
+        if kind is None:
+            await self._session.leave()
+        else:
+            self._session.discard()
 
 
 async def publish_atomic(
@@ -272,35 +256,19 @@ async def publish_atomic(
 
     Requires: nats-server 2.12 and ``allow_atomic`` on the stream.
     """
-    wire = new_wire(js, batch_id, timeout, hold_back=True)
+    session = AtomicSession(Context(js), batch_id, timeout, in_one_go=True)
     try:
-        await wire.fill(messages)
-        return await wire.commit(None)
+        await session.fill(messages)
+        return await session.commit(None)
     except AtomicPublishDuplicateMessageIDError as refusal:
         if batch_id is None:
             raise  # nobody else can have used this id
         try:
-            ack = await wire.resolve(None)
+            ack = await session.resolve(None)
         except (nats.errors.Error, nats.js.errors.APIError) as unknown:
             raise refusal from unknown
         if ack is None:
             raise
         return ack
     finally:
-        wire.discard()
-
-
-def new_wire(
-    js: JetStreamContext,
-    batch_id: str | None,
-    timeout: float | None,
-    *,
-    ack_first: bool = True,
-    ack_every: int | None = None,
-    hold_back: bool = False,
-) -> AtomicWire:
-    """Return a new batch; the arguments are checked here."""
-    context = Context(js)
-    checked = check_batch_id(NUID().next().decode() if batch_id is None else batch_id)
-    seconds = context.timeout if timeout is None else check_seconds(timeout, "timeout")
-    return AtomicWire(context, checked, seconds, ack_first=ack_first, ack_every=ack_every, hold_back=hold_back)
+        session.discard()

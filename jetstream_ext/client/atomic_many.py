@@ -10,8 +10,7 @@ from typing import Any, Self
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.atomic import new_wire
-from jetstream_ext.client.atomic_wire import AtomicWire
+from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.context import Context
 from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.types import BatchAck, Entry
@@ -26,15 +25,8 @@ class AtomicBatches:
     and what was stored is known one by one. An iteration that is left early is closed by `aclose`.
     """
 
-    def __init__(
-        self,
-        js: JetStreamContext,
-        batches: Iterable[Messages] | AsyncIterable[Messages],
-        *,
-        in_flight: int,
-        timeout: float | None,
-    ) -> None:
-        self._acks = _publish(js, batches, in_flight, timeout)
+    def __init__(self, acks: AsyncGenerator[BatchAck, None]) -> None:
+        self._acks = acks
         self._listed = False
 
     def __aiter__(self) -> Self:
@@ -105,25 +97,25 @@ def publish_atomic_many(
     """
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
         raise ValueError(f"in_flight must be an integer from 1 up, not {in_flight!r}")
-    Context(js)
+    context = Context(js)
     if timeout is not None:
         check_seconds(timeout, "timeout")
-    return AtomicBatches(js, batches, in_flight=in_flight, timeout=timeout)
+    return AtomicBatches(_publish(context, batches, in_flight, timeout))
 
 
 async def _publish(
-    js: JetStreamContext,
+    context: Context,
     batches: Iterable[Messages] | AsyncIterable[Messages],
     in_flight: int,
     timeout: float | None,
 ) -> AsyncGenerator[BatchAck, None]:
-    commits: deque[AtomicWire] = deque()
+    commits: deque[AtomicSession] = deque()
     try:
         async with aclosing(_each(batches)) as source:
             async for batch in source:
                 while len(commits) >= in_flight:
                     yield await _oldest(commits)
-                commits.append(await _begin(js, batch, timeout))
+                commits.append(await _begin(context, batch, timeout))
                 while commits and commits[0].answered:
                     yield await _oldest(commits)
         while commits:
@@ -138,19 +130,19 @@ async def _publish(
             commit.discard()
 
 
-async def _begin(js: JetStreamContext, messages: Messages, timeout: float | None) -> AtomicWire:
+async def _begin(context: Context, messages: Messages, timeout: float | None) -> AtomicSession:
     """Send a batch and its commit."""
-    wire = new_wire(js, None, timeout, hold_back=True)
+    session = AtomicSession(context, timeout=timeout, in_one_go=True)
     try:
-        await wire.fill(messages)
-        await wire.send_commit(None)  # in the same write as the messages, if they are few
+        await session.fill(messages)
+        await session.send_commit(None)  # in the same write as the messages, if they are few
     except BaseException:
-        wire.discard()
+        session.discard()
         raise
-    return wire
+    return session
 
 
-async def _oldest(commits: deque[AtomicWire]) -> BatchAck:
+async def _oldest(commits: deque[AtomicSession]) -> BatchAck:
     commit = commits.popleft()
     try:
         return await commit.committed()

@@ -21,14 +21,13 @@ from jetstream_ext.errors import (
     BatchServerError,
     MessageTooLargeError,
     MessageTTLDisabledError,
-    UnsupportedFeatureError,
     WrongLastSequenceError,
 )
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import KeyValueEntry
 from jetstream_ext.kv.keys import check_key, check_keys
 from jetstream_ext.kv.staging import Staged, Staging
-from jetstream_ext.protocol import feature_table
+from jetstream_ext.protocol.feature_table import FENCED_BATCHES
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
 State = Literal["open", "committed", "failed", "discarded", "unknown"]
@@ -236,20 +235,13 @@ class Transaction:
             self._batch_id = NUID().next().decode()
 
     async def _check_server(self) -> None:
-        """Refuse the one release that checks the expectations of a batch against the wrong messages."""
+        """Refuse a server that checks the expectations of a batch against the wrong messages."""
         bucket = self._bucket
         owner = await lookup_stream(
             bucket.js, bucket.subject(next(iter(self._staging.writes))), bucket.stream, bucket.timeout
         )
         version = (owner[0].server_version if owner else None) or bucket.js.connection.server_version
-        if version == "2.12.0":
-            raise UnsupportedFeatureError(
-                "transactions need nats-server 2.12.1: 2.12.0 commits batches whose expectations do not hold; "
-                "nothing was written",
-                feature=feature_table.ATOMIC.title,
-                required_api_level=feature_table.ATOMIC.api_level,
-                server_version=version,
-            )
+        FENCED_BATCHES.check(version, "nothing was written")
 
     def _accept(self, ack: BatchAck) -> None:
         first = ack.seq - len(self._messages) + 1

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
 
-import nats.errors
-import nats.js.errors
 import orjson
 from nats.js import JetStreamContext
 from nats.js.errors import BucketNotFoundError
+from nats.js.kv import KeyValue
 from nats.nuid import NUID
 
 from jetstream_ext.client.context import Context
+from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import FencedError, JetStreamExtError, RequestTimeoutError
+from jetstream_ext.errors import FencedError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import operation
 from jetstream_ext.kv.keys import check_key
-from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ
 from jetstream_ext.protocol.subjects import check_name
 from jetstream_ext.types import StoredMsg
 
 if TYPE_CHECKING:
-    from jetstream_ext.log.committing import Committing
     from jetstream_ext.log.reader import LogReader
 
 _VERSION: Final = 1
-_WRONG_LAST: Final = frozenset({10071, 10164})
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ class OffsetStore:
         self._timeout = timeout
         self._patience = float(patience)
         self._bucket: Bucket | None = None
-        self._revisions: dict[str, int] = {}
-        self._writer = NUID().next().decode()
+        self._writers: dict[str, FencedWriter] = {}
+        self._id = NUID().next().decode()
 
     def __repr__(self) -> str:
         return f"<OffsetStore bucket={self._name!r}>"
@@ -133,7 +133,8 @@ class OffsetStore:
         try:
             await self._open()
         except BucketNotFoundError:
-            await self._context.create_key_value(bucket=self._name, history=1, replicas=replicas)
+            creating = self._context.create_key_value(bucket=self._name, history=1, replicas=replicas)
+            await self._bounded(creating, f"the answer to the creation of bucket {self._name!r}")
         return self
 
     async def fetch(self, name: str) -> StoredOffset | None:
@@ -153,15 +154,7 @@ class OffsetStore:
         Cancellation: Safe; nothing is left behind.
         """
         check_key(name)
-        retry = Retry(self._patience)
-        while True:
-            try:
-                found = await self._newest(name)
-                break
-            except Exception as error:
-                await retry.pause(error)
-        self._revisions[name] = 0 if found is None else found.seq
-        return _decode(name, found)
+        return _decode(name, await (await self._writer(name)).read())
 
     async def commit(self, reader: LogReader, *, name: str | None = None, position: int | None = None) -> StoredOffset:
         """Store a reader's position.
@@ -193,7 +186,14 @@ class OffsetStore:
         if isinstance(position, bool) or not isinstance(position, int) or not 1 <= position < 1 << 64:
             raise ValueError(f"position must be a stream sequence from 1 up, not {position!r}")
         assert reader.created is not None
-        return await self._store(StoredOffset(name, reader.stream, reader.created, position, 0, self._writer))
+        offset = StoredOffset(name, reader.stream, reader.created, position, 0, self._id)
+        writer = await self._writer(name)
+        known = writer.fence
+        try:
+            ack = await writer.store([], offset.encode())
+        except RecordMovedError as moved:
+            raise _fenced(self._name, name, _decode(name, moved.record), known) from moved
+        return replace(offset, revision=ack.seq)
 
     def committing(
         self, reader: LogReader, *, name: str | None = None, every: int = 1000, seconds: float = 5.0
@@ -219,63 +219,147 @@ class OffsetStore:
         Raises:
             ValueError: A number is out of range, or there is no name.
         """
-        from jetstream_ext.log.committing import Committing
-
         return Committing(self, reader, _name_of(reader, name), every, seconds)
+
+    async def _writer(self, name: str) -> FencedWriter:
+        """Return what stores the positions of one reader."""
+        writer = self._writers.get(name)
+        if writer is None:
+            retry = Retry(self._patience)
+            while True:
+                try:
+                    bucket = await self._open()
+                    break
+                except Exception as error:
+                    await retry.pause(error)
+            writer = self._writers[name] = FencedWriter(
+                bucket.js,
+                bucket.stream,
+                bucket.subject(name),
+                name=f"reader {name!r}",
+                timeout=bucket.timeout,
+                patience=self._patience,
+            )
+        return writer
 
     async def _open(self) -> Bucket:
         if self._bucket is None:
-            self._bucket = Bucket(await self._context.key_value(self._name), self._timeout)
+            opening = self._context.key_value(self._name)
+            self._bucket = Bucket(await self._bounded(opening, f"the state of bucket {self._name!r}"), self._timeout)
         return self._bucket
 
-    async def _newest(self, name: str) -> StoredMsg | None:
-        bucket = await self._open()
-        return await bucket.at_leader(last_by_subj=bucket.subject(name))
+    async def _bounded(self, operation: Coroutine[Any, Any, KeyValue], what: str) -> KeyValue:
+        context = Context(self._context)
+        timeout = context.timeout if self._timeout is None else self._timeout
+        return await context.connection.bounded(operation, timeout, what)
 
-    async def _store(self, offset: StoredOffset) -> StoredOffset:
-        name, data = offset.name, offset.encode()
-        retry = Retry(self._patience)
-        while True:
-            known = self._revisions.get(name, 0)
-            try:
-                bucket = await self._open()
-                ack = await bucket.context.publish(
-                    bucket.subject(name),
-                    data,
-                    timeout=bucket.timeout,
-                    stream=bucket.stream,
-                    headers={EXPECTED_LAST_SUBJECT_SEQ: str(known)},
-                )
-                revision = int(ack.seq)
-                break
-            except Exception as error:
-                if not (isinstance(error, nats.js.errors.APIError) and error.err_code in _WRONG_LAST):
-                    await retry.pause(error)
-                    continue
-                # It may be this very commit, stored by a try whose answer was lost, or one that was cancelled.
-                found = await self._settled(name, known)
-                stored = _decode(name, found)
-                if stored is None or stored.writer != self._writer:
-                    raise _fenced(self._name, name, stored, known) from error
-                assert found is not None
-                self._revisions[name] = found.seq
-                if stored.encode() == data:
-                    revision = found.seq
-                    break
-        self._revisions[name] = revision
-        return StoredOffset(name, offset.stream, offset.created, offset.seq, revision, self._writer)
 
-    async def _settled(self, name: str, known: int) -> StoredMsg | None:
-        """Return what refused a commit; a leader that was replaced and does not know it may not have it."""
-        retry = Retry(self._patience)
+class Committing:
+    """The messages of a reader, whose position is committed as they are handled; see `OffsetStore.committing`.
+
+    Nothing runs in the background: commits are made while the next message is asked for.
+    """
+
+    def __init__(self, store: OffsetStore, reader: LogReader, name: str, every: int, seconds: float) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be an integer from 1 up, not {every!r}")
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise ValueError(f"seconds must be a number over 0, not {seconds!r}")
+        self._store = store
+        self._reader = reader
+        self._name = name
+        self._every = every
+        self._seconds = float(seconds)
+        self._committed: int | None = None
+        self._handled: int | None = None
+        self._count = 0
+        self._since: float | None = None
+
+    @property
+    def committed(self) -> int | None:
+        """The position that was committed last, or None."""
+        return self._committed
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StoredMsg:
+        """Return the next message; the one before it is handled now.
+
+        Raises:
+            FencedError: Another reader of this name has committed.
+            Exception: As for the reader, and for `OffsetStore.commit`.
+
+        Cancellation: The position may have been committed; nothing is left behind.
+        """
+        loop = asyncio.get_running_loop()
+        self._note(loop.time())
         while True:
+            wait = self._due(loop.time())
+            if wait is not None and wait <= 0:
+                await self.commit()
+                wait = None
+            if wait is None:
+                wait = self._seconds
+            found = await self._reader.read(1, wait if self._reader.tail else 0)
+            if found:
+                self._count += 1
+                return found[0]
+            self._note(loop.time())  # a filter may have moved it
+            if not self._reader.tail:
+                raise StopAsyncIteration
+
+    async def commit(self) -> StoredOffset | None:
+        """Commit what is handled, if it is not; None: there is nothing to commit.
+
+        Raises:
+            FencedError: Another reader of this name has committed.
+            Exception: As for `OffsetStore.commit`.
+
+        Cancellation: The position may have been committed.
+        """
+        if self._handled is None or self._handled == self._committed:
+            return None
+        stored = await self._store.commit(self._reader, name=self._name, position=self._handled)
+        self._committed = stored.seq
+        self._count = 0
+        self._since = None
+        return stored
+
+    def _note(self, now: float) -> None:
+        """Take everything that was returned as handled."""
+        self._handled = self._reader.position
+        if self._since is None and self._handled != self._committed:
+            self._since = now
+
+    def _due(self, now: float) -> float | None:
+        """Return in how many seconds a commit is due; None: there is nothing to commit."""
+        if self._handled is None or self._handled == self._committed:
+            return None
+        if self._count >= self._every:
+            return 0.0
+        assert self._since is not None
+        return self._since + self._seconds - now
+
+    async def __aenter__(self) -> Self:
+        # At once: it pins a start that depends on the moment, and whoever had the name before loses it.
+        self._committed = await self._reader.open()
+        await self._store.commit(self._reader, name=self._name)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._note(0.0)
+        # After an exception (of the handler, most often) the message it has come from is not handled, those before are.
+        if kind is None or issubclass(kind, Exception):
             try:
-                found = await self._newest(name)
-                if (0 if found is None else found.seq) != known:
-                    return found
-                raise RequestTimeoutError(f"bucket {self._name!r} refuses a commit of {name!r} and does not say why")
-            except (JetStreamExtError, nats.errors.Error) as error:
-                await retry.pause(error)
+                await self.commit()
+            except Exception as failure:
+                if error is None:
+                    raise
+                error.add_note(f"the position was not stored, either: {failure!r}")  # the first one is the user's
 
 
 def _name_of(reader: LogReader, name: str | None) -> str:

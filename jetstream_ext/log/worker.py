@@ -2,47 +2,35 @@
 
 ::
 
-    claim     the newest record of this name at the output stream's leader ── none ──► begin at the reader's start
-              go to its position; store it again as ours, fenced by it       ── moved ─► look again
-    process   read messages, have them handled
-    commit    outputs and a record of the new position, one atomic batch, fenced by the record before
-                 stored                                  → next
-                 refused, no answer, no leader: look at the newest record
-                     it is this commit's                 → stored, next
-                     it is still the one before          → nothing is stored; the same again, a little later
-                     it is another worker's              → FencedError
+    claim     read the newest record of this name: its position, or the reader's start
+              store it again as this start's own ────────────────── moved ─► read it again
+    process   read messages, call the handler
+    commit    store the outputs and a record of the new position ── moved ─► FencedError
 
-A commit that is still on its way when the record is looked at cannot do harm: it and the one that is sent after it name
-the same record before them, so only one of them can be stored, and they hold the same.
+`client.fenced_write` stores, and finds out what a commit did whose answer was lost.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import get_at_leader, stream_state
-from jetstream_ext.client.atomic import publish_atomic
+from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.context import Context
+from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import (
-    AtomicPublishTooLargeError,
-    BadSubjectError,
-    FencedError,
-    RequestTimeoutError,
-    WrongLastSequenceError,
-)
-from jetstream_ext.log.fence import Keeping, Record, check_output
+from jetstream_ext.errors import AtomicPublishTooLargeError, BadSubjectError, FencedError
 from jetstream_ext.log.offsets import StoredOffset
+from jetstream_ext.log.output import Record, check_output
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.protocol.options import check_message
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import check_name, check_subject
-from jetstream_ext.types import BatchMessage, StoredMsg
+from jetstream_ext.types import NEVER, BatchMessage, StoredMsg
 
 Outputs = BatchMessage | Iterable[BatchMessage] | AsyncIterable[BatchMessage] | None
 """What a handler makes of its input."""
@@ -124,7 +112,7 @@ async def exactly_once(
         What was done, when a reader without ``tail=True`` has come to the end. With it, this ends by cancellation only.
 
     Raises:
-        FencedError: Another worker of this name was started. Nothing of the batch is stored.
+        FencedError: Another worker of this name was started; this one must stop, and can store nothing more.
         StreamConfigMismatchError: The output stream lacks ``allow_atomic`` or a subject for the position, stores that
             under another one (``subject_transform``), or its limits can remove it: ``max_age`` (without
             ``allow_msg_ttl``), ``max_msgs`` or ``max_bytes`` (with discard ``old``), or a retention other than
@@ -152,18 +140,18 @@ async def exactly_once(
     check_name(output_stream, "stream name")
     subject = f"{prefix}.{name}"
     check_subject(subject)
-    fence = _Fence(reader, output_stream, subject, name, timeout, patience, may_vanish=position_may_vanish)
-    return await _Worker(reader, fence, handler, max_messages, grouped=grouped).run()
+    output = _Output(reader, output_stream, subject, name, timeout, patience, may_vanish=position_may_vanish)
+    return await _Worker(reader, output, handler, max_messages, grouped=grouped).run()
 
 
 class _Worker:
     """One start of a worker: what it reads, and what its handler makes of that."""
 
     def __init__(
-        self, reader: LogReader, fence: _Fence, handler: Handler | GroupHandler, most: int, *, grouped: bool
+        self, reader: LogReader, output: _Output, handler: Handler | GroupHandler, most: int, *, grouped: bool
     ) -> None:
         self._reader = reader
-        self._fence = fence
+        self._output = output
         self._handler = cast("Callable[[Any], Outputs | Awaitable[Outputs]]", handler)
         self._most = most
         self._grouped = grouped
@@ -174,8 +162,8 @@ class _Worker:
 
     async def run(self) -> Processed:
         """Work until the reader ends."""
-        reader, fence = self._reader, self._fence
-        await fence.claim()
+        reader, output = self._reader, self._output
+        await output.claim()
         while True:
             messages = await reader.read(self._most, _IDLE if reader.tail else 0)
             position = await reader.open()
@@ -183,10 +171,10 @@ class _Worker:
                 await self._store(await self._handle(messages, position))
                 self._inputs += len(messages)
                 continue
-            if position != fence.position:
-                await fence.commit([], position)
+            if position != output.position:
+                await output.commit([], position)
             if not reader.tail:
-                return Processed(self._inputs, self._outputs, fence.commits, position)
+                return Processed(self._inputs, self._outputs, output.commits, position)
 
     async def _handle(self, messages: list[StoredMsg], position: int) -> list[tuple[list[BatchMessage], int]]:
         """Return outputs, and the position behind the input that they belong to."""
@@ -210,7 +198,7 @@ class _Worker:
             outputs = list(made)
         for message in outputs:
             check_message(message)
-            await self._fence.check_subject(message.subject)
+            await self._output.check_subject(message.subject)
         return outputs
 
     async def _store(self, parts: list[tuple[list[BatchMessage], int]]) -> None:
@@ -219,7 +207,7 @@ class _Worker:
             count = self._fitting(parts)
             outputs = [message for made, _ in parts[:count] for message in made]
             try:
-                await self._fence.commit(outputs, parts[count - 1][1])
+                await self._output.commit(outputs, parts[count - 1][1])
             except AtomicPublishTooLargeError:
                 if count == 1 or not outputs:
                     raise
@@ -240,8 +228,8 @@ class _Worker:
         return len(parts)
 
 
-class _Fence:
-    """The record of one start of a worker in its output stream."""
+class _Output:
+    """The outputs and the position of one start of a worker."""
 
     def __init__(
         self,
@@ -255,73 +243,65 @@ class _Fence:
         may_vanish: bool,
     ) -> None:
         self._reader = reader
-        self._js = Context(reader.context)
+        self._context = Context(reader.context)
         self._stream = stream
         self._subject = subject
         self._name = name
-        self._timeout = self._js.timeout if timeout is None else float(timeout)
+        self._timeout = self._context.timeout if timeout is None else float(timeout)
         self._patience = float(patience)
         self._may_vanish = may_vanish
         self._worker = NUID().next().decode()
-        self._at = 0
-        self._keeping = Keeping(rollup=False, never=False)
         self._state: StreamState | None = None
+        self._writer: FencedWriter | None = None
         self.position = 0
         """The position of the newest record."""
         self.commits = 0
         """How many records this start has stored."""
 
     async def claim(self) -> None:
-        """Take the name over: go to the position that is stored, and store it as this start's own."""
-        state = await self._look()
-        version = self._js.connection.server_version
-        self._keeping = check_output(state, self._subject, version, may_vanish=self._may_vanish)
+        """Take the name over: go to the stored position, and store it again as this start's own."""
+        version = self._context.connection.server_version
+        retention = check_output(await self._look(), self._subject, version, may_vanish=self._may_vanish)
+        self._writer = FencedWriter(
+            self._context,
+            self._stream,
+            self._subject,
+            name=f"worker {self._name!r}",
+            timeout=self._timeout,
+            patience=self._patience,
+            rollup=retention.rollup,
+            msg_ttl=NEVER if retention.never else None,
+        )
         while True:
-            found = await self._newest()
-            if found is not None:
-                offset = StoredOffset(self._name, found.stream, found.created, found.seq)
-                self._reader.seek(offset)
-            self._at = 0 if found is None else found.at
+            stored = await self._writer.read()
+            if stored is not None:
+                record = Record.decode(stored)
+                self._reader.seek(StoredOffset(self._name, record.stream, record.created, record.seq))
             try:
                 await self.commit([], await self._reader.open())
                 return
             except FencedError:
-                continue  # it has stored something since, or another one is starting: the last one goes on
+                continue  # a worker has committed since, or another one is starting: the last one to claim goes on
 
     async def commit(self, outputs: Sequence[BatchMessage], position: int) -> None:
         """Store outputs and a position, all or nothing."""
         reader = self._reader
         assert reader.created is not None
+        assert self._writer is not None
         record = Record(reader.stream, reader.created, position, self._worker, self.commits)
-        batch = [*outputs, record.message(self._subject, self._at, self._keeping)]
-        if batch[0].stream is None:  # which stream it is for needs no question then, and no permission for one
-            batch[0] = replace(batch[0], stream=self._stream)
-        retry = Retry(self._patience)
-        while True:
-            try:
-                at = (await publish_atomic(reader.context, batch, timeout=self._timeout)).seq
-                break
-            except Exception as error:
-                # Stored or not: the newest record tells.
-                found = await self._newest()
-                if found is not None and (found.worker, found.commit) == (record.worker, record.commit):
-                    at = found.at
-                    break
-                if (0 if found is None else found.at) != self._at:
-                    raise self._fenced(found) from error
-                if isinstance(error, WrongLastSequenceError) and not any(map(_expects, outputs)):
-                    # A leader that was replaced and does not know it has answered: ask again.
-                    await retry.pause(RequestTimeoutError(f"stream {self._stream!r} does not say what has refused"))
-                else:
-                    await retry.pause(error)
-        self._at = at
+        try:
+            await self._writer.store(outputs, record.encode())
+        except RecordMovedError as moved:
+            raise self._fenced(moved.record) from moved
         self.position = position
         self.commits += 1
 
     async def check_subject(self, subject: str) -> None:
         """Refuse the subject of an output that would not be part of the batch."""
         if subject == self._subject:
-            raise BadSubjectError(f"subject {subject!r} is the one of the worker's position; nothing else may be there")
+            raise BadSubjectError(
+                f"subject {subject!r} is that of the worker's position; nothing else may be stored there"
+            )
         if self._state is None or not self._state.stores(subject):
             state = await self._look()
             if not state.stores(subject):
@@ -331,36 +311,19 @@ class _Fence:
         retry = Retry(self._patience)
         while True:
             try:
-                self._state = await stream_state(self._js, self._stream, self._timeout)
+                self._state = await stream_state(self._context, self._stream, self._timeout)
                 return self._state
             except Exception as error:
                 await retry.pause(error)
 
-    async def _newest(self) -> Record | None:
-        retry = Retry(self._patience)
-        while True:
-            try:
-                found = await get_at_leader(self._js, self._stream, {"last_by_subj": self._subject}, self._timeout)
-                return None if found is None else Record.decode(found)
-            except Exception as error:
-                await retry.pause(error)
-
-    def _fenced(self, found: Record | None) -> FencedError:
+    def _fenced(self, stored: StoredMsg | None) -> FencedError:
         what = f"worker {self._name!r} on stream {self._stream!r}"
-        if found is None:
+        if stored is None:
             return FencedError(f"{what}: its position was removed from {self._subject!r}", name=self._name)
+        seq = Record.decode(stored).seq
         return FencedError(
-            f"{what}: another one was started, and is at {found.seq}; this one must stop, and has stored nothing more",
+            f"{what}: another worker of this name was started and is at {seq}; this one must stop, and can store nothing "
+            "more",
             name=self._name,
-            seq=found.seq,
+            seq=seq,
         )
-
-
-def _expects(message: BatchMessage) -> bool:
-    """Whether a message has an expectation of its own."""
-    headers = message.headers or {}
-    return (
-        message.expected_last_seq is not None
-        or message.expected_last_subject_seq is not None
-        or any(name.lower().startswith("nats-expected-") for name in headers)
-    )

@@ -1,7 +1,8 @@
 """Which server has which feature: the one table, for the checks, their errors and the documentation.
 
-Pure data. `client.features` asks a server, `docs/_ext/feature_table.py` draws the table, and
-`tests/conformance/test_feature_table.py` tries every row on every released line of servers.
+Pure data: a `Feature` begins with a line of servers, a `Quirk` is the fault of a single release. `client.features` asks
+a server, `docs/_ext/feature_table.py` draws the table, and `tests/conformance/test_feature_table.py` tries every row on
+every released line of servers.
 """
 
 from __future__ import annotations
@@ -68,6 +69,49 @@ class Feature:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quirk:
+    """A release that has a feature and gets part of it wrong.
+
+    Attributes:
+        title: What is affected, for errors and the documentation.
+        calls: What of this library needs it.
+        feature: The feature.
+        release: The release with the fault.
+        since: The first release without it.
+        wrong: What `release` does, after "which".
+    """
+
+    title: str
+    calls: str
+    feature: Feature
+    release: str
+    since: str
+    wrong: str
+
+    def affects(self, server_version: str | None) -> bool:
+        """Whether a server of this version (None: unknown) has the fault; a release candidate counts as its release."""
+        return (server_version or "").partition("-")[0] == self.release
+
+    def check(self, server_version: str | None, detail: str) -> None:
+        """Refuse a server with the fault.
+
+        Args:
+            server_version: The version of the server that would do the work, where known.
+            detail: What the refusal means for the call.
+
+        Raises:
+            UnsupportedFeatureError: The server has the fault.
+        """
+        if self.affects(server_version):
+            raise UnsupportedFeatureError(
+                f"{self.title}: needs nats-server {self.since}, and this is {server_version}, which {self.wrong}; {detail}",
+                feature=self.feature.title,
+                required_api_level=self.feature.api_level,
+                server_version=server_version,
+            )
+
+
 DIRECT_GET: Final = Feature(
     title="direct get",
     calls="`DirectGet.get`, `get_last`, `get_next`",
@@ -100,7 +144,7 @@ DELETE_MARKERS: Final = Feature(
 )
 ATOMIC: Final = Feature(
     title="atomic batch",
-    calls="`AtomicBatch`, `publish_atomic`, `log.exactly_once`",
+    calls="`AtomicBatch`, `publish_atomic`",
     since="2.12",
     api_level=2,
     option="allow_atomic",
@@ -168,6 +212,17 @@ FEATURES: Final = (
 )
 """All rows, in the order of the documentation."""
 
+FENCED_BATCHES: Final = Quirk(
+    title="fenced atomic batch (expected_last_subject_seq)",
+    calls="`expected_last_subject_seq=` in batches, `log.exactly_once`, `kv.transaction`, Spark's `transactional`",
+    feature=ATOMIC,
+    release="2.12.0",
+    since="2.12.1",
+    wrong="compares the expectation with another subject and commits batches whose expectations do not hold",
+)
+QUIRKS: Final = (FENCED_BATCHES,)
+"""What single releases get wrong."""
+
 BY_OPTION: Final = {
     feature.option: feature
     for feature in FEATURES
@@ -190,6 +245,20 @@ def markdown_table() -> str:
             feature.older,
         ]
         for feature in FEATURES
+    )
+    lines += (
+        [
+            quirk.title,
+            quirk.calls,
+            *(
+                quirk.since if quirk.release.startswith(f"{release}.") else "yes" if quirk.feature.on(release) else "no"
+                for release in RELEASES
+            ),
+            str(quirk.feature.api_level),
+            f"`{quirk.feature.option}`",
+            f"{quirk.release}: {quirk.wrong}",
+        ]
+        for quirk in QUIRKS
     )
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

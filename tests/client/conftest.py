@@ -10,8 +10,8 @@ import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.atomic_wire import AtomicWire
 from jetstream_ext.protocol.atomic import AtomicBatchMachine
+from jetstream_ext.protocol.atomic_wire import Encoded
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -110,10 +110,10 @@ def own_stream(own_js: JetStreamContext, stream_name: Callable[[], str]) -> Make
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways to commit: with the end-of-batch marker, and as servers before 2.14 need it."""
     if request.param == "held back":
-        new = AtomicWire._new_machine
+        opened = AtomicBatchMachine.open
 
-        def held_back(self: AtomicWire, level: int, max_payload: int) -> AtomicBatchMachine:
-            return new(self, 2, max_payload)
+        def held_back(self: AtomicBatchMachine, first: Encoded, **server: Any) -> None:
+            opened(self, first, **{**server, "api_level": 2})
 
-        monkeypatch.setattr(AtomicWire, "_new_machine", held_back)
+        monkeypatch.setattr(AtomicBatchMachine, "open", held_back)
     return str(request.param)

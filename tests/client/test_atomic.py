@@ -119,6 +119,58 @@ class TestCommitting:
         assert await payloads(js, stream) == [b"0", b"1", b"2"]
 
 
+class TestRecords:
+    """Every change of a batch's state is one DEBUG record of the logger ``jetstream_ext.atomic``."""
+
+    @pytest.mark.parametrize("end", ["commit", "refused", "discard", "lost"])
+    async def test_each_change_is_recorded_once(
+        self, js: JetStreamContext, stream: str, caplog: pytest.LogCaptureFixture, end: str
+    ) -> None:
+        caplog.set_level("DEBUG", logger="jetstream_ext.atomic")
+        batch = jsx.AtomicBatch(js)
+        await batch.add(f"{stream}.secret", b"hidden", headers={"Token": "hidden"})
+        changes = ["NEW -> OPEN (Opened); 0 messages, 0 sent, 0 acknowledged"]
+        if end == "commit":
+            await batch.commit_eob()
+            changes += [
+                "OPEN -> COMMITTING (CommitSent); 1 messages, 2 sent, 1 acknowledged",
+                "COMMITTING -> COMMITTED (Acknowledged); 1 messages, 2 sent, 1 acknowledged",
+            ]
+        elif end == "refused":
+            with pytest.raises(errors.WrongLastSequenceError):
+                await batch.commit(f"{stream}.a", b"hidden", expected_last_subject_seq=9)
+            changes += [
+                "OPEN -> COMMITTING (CommitSent); 2 messages, 2 sent, 1 acknowledged",
+                "COMMITTING -> FAILED (BatchRefused); 2 messages, 2 sent, 1 acknowledged",
+            ]
+        elif end == "lost":
+            batch._session.machine.commit(None)
+            batch._session.machine.lost("no answer")
+            assert await batch.resolve() == "not_stored"
+            changes += [
+                "OPEN -> COMMITTING (CommitSent); 1 messages, 2 sent, 1 acknowledged",
+                "COMMITTING -> UNKNOWN (AnswerLost); 1 messages, 2 sent, 1 acknowledged",
+                "UNKNOWN -> FAILED (FoundNothing); 1 messages, 2 sent, 1 acknowledged",
+            ]
+            batch._session._settle()
+        else:
+            changes += ["OPEN -> DISCARDED (Discarded); 1 messages, 1 sent, 1 acknowledged"]
+        await batch.discard()
+        await batch.discard()
+        assert [record.getMessage() for record in caplog.records if record.name == "jetstream_ext.atomic"] == [
+            f"batch {batch.batch_id}: {change}" for change in changes
+        ]
+        assert "hidden" not in caplog.text
+        assert "secret" not in caplog.text
+
+    async def test_nothing_is_formatted_when_it_is_off(
+        self, js: JetStreamContext, stream: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO", logger="jetstream_ext.atomic")
+        await jsx.publish_atomic(js, [(f"{stream}.a", b"")])
+        assert not caplog.records
+
+
 class TestNothingStored:
     async def test_an_exception_in_the_block(self, js: JetStreamContext, stream: str, left: Any) -> None:
         batch = jsx.AtomicBatch(js)

@@ -116,8 +116,7 @@ async def test_resolve(js: JetStreamContext, stream: str, left: Any) -> None:
         await emptied(js, stream)
         batch = jsx.AtomicBatch(js)
         await batch.add_many([jsx.BatchMessage(f"{stream}.a", b"x")] * 3)
-        machine = batch._wire.machine
-        assert machine is not None
+        machine = batch._session.machine
         machine.commit(None)  # never sent
         machine.lost("nobody sent it")
         with pytest.raises(errors.BatchOutcomeUnknownError):
@@ -125,7 +124,7 @@ async def test_resolve(js: JetStreamContext, stream: str, left: Any) -> None:
         cancelled = await cancelled_at(ticks, batch.resolve())
         assert batch.state == ("unknown" if cancelled else "failed")
         assert await batch.resolve() == "not_stored"
-        batch._wire._settle()
+        batch._session._settle()
         await left.settled()
         return cancelled
 

@@ -40,8 +40,7 @@ async def test_the_server_lives(own_nc: Client, own_js: JetStreamContext, stream
     else:
         for _ in range(4):
             await batch.add(f"{stream}.a", b"x", ack=False)
-    assert batch._wire.machine is not None
-    assert batch._wire.machine.staged >= 4, "the first message after the reconnect was acknowledged"
+    assert batch._session.machine.staged >= 4, "the first message after the reconnect was acknowledged"
     assert (await batch.commit_eob()).batch_size == 7
 
 

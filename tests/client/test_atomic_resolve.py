@@ -24,7 +24,7 @@ def messages(name: str, count: int, **options: Any) -> list[jsx.BatchMessage]:
 async def commit_unheard(batch: jsx.AtomicBatch) -> None:
     """Commit, and miss the answer."""
     task = asyncio.create_task(batch.commit_eob())
-    while batch._wire.machine.state.value != "committing":  # type: ignore[union-attr]
+    while batch._session.machine.state.value != "committing":
         await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -156,7 +156,7 @@ async def test_a_stream_that_was_made_again(
     with pytest.raises(errors.BatchOutcomeUnknownError, match="no longer exists"):
         await batch.resolve()
     await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)
-    with pytest.raises(errors.BatchOutcomeUnknownError, match="made again"):
+    with pytest.raises(errors.BatchOutcomeUnknownError, match="created again"):
         await batch.resolve()
 
 
@@ -283,7 +283,7 @@ class TestMessageIds:
             await asyncio.Event().wait()
 
         with monkeypatch.context() as patch:
-            patch.setattr("jetstream_ext.client.resolve.get_at_leader", never)
+            patch.setattr("jetstream_ext.client.atomic_resolve.get_at_leader", never)
             async with asyncio.timeout(10):
                 with pytest.raises(errors.RequestTimeoutError, match=r"within 0\.2 s"):
                     await batch.resolve(timeout=0.2)

@@ -13,6 +13,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
+from jetstream_ext.protocol.atomic import Event, MessageRefused
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -49,7 +50,7 @@ class TestCancellation:
             stream = await make_stream()
             batch = jsx.AtomicBatch(js, ack_every=1)
             await _cancel_after(ticks, batch.add(f"{stream}.a", b"maybe"))
-            assert batch._wire._waiters == {}, "nobody waits any more"
+            assert batch._session._waiters == {}, "nobody waits any more"
             size = batch.size
             assert size in (0, 1)
             await batch.add(f"{stream}.a", b"after")
@@ -109,8 +110,8 @@ class TestOddReplies:
         await batch.add(f"{stream}.a", b"1")
         committing = asyncio.ensure_future(batch.commit_eob())
         await asyncio.sleep(0)
-        assert batch._wire._inbox is not None
-        await nc.publish(f"{batch._wire._inbox.subject}.2")
+        assert batch._session._inbox is not None
+        await nc.publish(f"{batch._session._inbox.subject}.2")
         with pytest.raises(errors.BatchOutcomeUnknownError, match="the answer to the commit is empty"):
             await committing
         assert batch.state == "unknown"
@@ -123,13 +124,13 @@ class TestOddReplies:
         stream = await make_stream()
         batch = jsx.AtomicBatch(js)
         await batch.add(f"{stream}.a", b"1")
-        assert batch._wire._inbox is not None
+        assert batch._session._inbox is not None
         ack = b'{"stream":"%b","seq":1,"batch":"%b","count":1}' % (stream.encode(), batch.batch_id.encode())
-        await nc.publish(f"{batch._wire._inbox.subject}.1", ack)
+        await nc.publish(f"{batch._session._inbox.subject}.1", ack)
         async with asyncio.timeout(5):
             while batch.state == "open":
                 await asyncio.sleep(0.001)
-        with pytest.raises(errors.BatchOutcomeUnknownError, match="nobody asked"):
+        with pytest.raises(errors.BatchOutcomeUnknownError, match="no commit was sent"):
             await batch.commit_eob()
         assert await batch.resolve() == "not_stored"
         await left.settled()
@@ -140,15 +141,14 @@ class TestOddReplies:
         stream = await make_stream(max_msg_size=300)
         batch = jsx.AtomicBatch(js, timeout=5)
         await batch.add(f"{stream}.a", b"1")
-        machine = batch._wire.machine
-        assert machine is not None
+        machine = batch._session.machine
         receive, others = machine.receive, []
 
-        def next_one_at_once(seq: int, header: bytes, payload: bytes) -> errors.JetStreamExtError | None:
-            refusal = receive(seq, header, payload)
-            if refusal is not None:
+        def next_one_at_once(seq: int, header: bytes, payload: bytes) -> Event | None:
+            event = receive(seq, header, payload)
+            if isinstance(event, MessageRefused):
                 others.append(asyncio.ensure_future(batch.add(f"{stream}.a", b"2", ack=True)))
-            return refusal
+            return event
 
         monkeypatch.setattr(machine, "receive", next_one_at_once)
         with pytest.raises(errors.MessageTooLargeError):

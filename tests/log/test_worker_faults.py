@@ -1,23 +1,27 @@
 """Workers that are stopped, cut off and doubled at every point: each input counts once, in order."""
 
 import asyncio
+import copy
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import nats
 import nats.errors
+import nats.js.errors
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, StoredMsg, errors
+from jetstream_ext.client.fenced_write import FencedWriter
 from jetstream_ext.log import LogReader, exactly_once
-from jetstream_ext.log import worker as worker_module
 from jetstream_ext.testing import NatsServer
+from jetstream_ext.types import Entry
 
 Make = Callable[..., Awaitable[str]]
+publish_once = FencedWriter._publish
 FAULTS = ["cancelled before", "cancelled behind", "lost before", "lost behind", "fails before", "fails behind", "late"]
 
 
@@ -35,38 +39,43 @@ async def outputs(js: JetStreamContext, name: str) -> list[int]:
 
 
 class Commits:
-    """Stands in for `publish_atomic`: some commits are cut off, before or behind what they do."""
+    """Stands in for what a fenced writer sends: some commits are cut off, before or behind what they do."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, choose: Callable[[int], str | None]) -> None:
         self.choose = choose
         self.count = 0
         self.happened: list[str] = []
         self.late: list[asyncio.Task[Any]] = []
-        monkeypatch.setattr(worker_module, "publish_atomic", self.publish)
+        commits = self
 
-    async def publish(self, js: JetStreamContext, messages: Sequence[BatchMessage], **options: Any) -> Any:
+        async def publish(writer: FencedWriter, messages: Sequence[Entry], record: bytes) -> jsx.BatchAck:
+            return await commits.publish(writer, messages, record)
+
+        monkeypatch.setattr(FencedWriter, "_publish", publish)
+
+    async def publish(self, writer: FencedWriter, messages: Sequence[Entry], record: bytes) -> jsx.BatchAck:
         fault = self.choose(self.count)
         self.count += 1
         if fault is None:
-            return await jsx.publish_atomic(js, messages, **options)
+            return await publish_once(writer, messages, record)
         self.happened.append(fault)
         what, _, when = fault.partition(" ")
         if when == "behind":
-            await jsx.publish_atomic(js, messages, **options)
+            await publish_once(writer, messages, record)
         if what == "late":  # it is on its way, and gets there when nobody waits any more
-            self.late.append(asyncio.create_task(self._later(js, messages, **options)))
+            self.late.append(asyncio.create_task(self._later(publish_once(copy.copy(writer), messages, record))))
         if what == "cancelled":
             raise asyncio.CancelledError
         if what == "fails":
             raise errors.BatchAbandonedError("the connection was lost", outcome="not_stored")
         raise errors.BatchOutcomeUnknownError("no answer")
 
-    async def _later(self, js: JetStreamContext, messages: Sequence[BatchMessage], **options: Any) -> None:
+    async def _later(self, publishing: Coroutine[Any, Any, jsx.BatchAck]) -> None:
         await asyncio.sleep(random.uniform(0, 0.1))
         try:
-            await jsx.publish_atomic(js, messages, **options)
-        except errors.WrongLastSequenceError:
-            pass  # another one came before
+            await publishing
+        except nats.js.errors.APIError as error:
+            assert error.err_code == errors.ErrorCode.WRONG_LAST_SEQUENCE  # noqa: PT017 - another one came before
 
     async def settle(self) -> None:
         await asyncio.gather(*self.late)
@@ -143,20 +152,20 @@ async def test_overtaken_between_the_look_and_the_claim(
 ) -> None:
     """Another worker comes, works and goes while this one is about to claim: it goes on behind that one."""
     source, target = await make_stream(30), await make_stream()
-    published = 0
+    published = False
 
     def work(reader: LogReader) -> Awaitable[Any]:
         return exactly_once(reader, target, handler(target), name="w", prefix=f"{target}.at")
 
-    async def publish(*arguments: Any, **options: Any) -> Any:
+    async def publish(writer: FencedWriter, messages: Sequence[Entry], record: bytes) -> jsx.BatchAck:
         nonlocal published
-        published += 1
-        if published == 1:
+        if not published:
+            published = True
             assert (await work(LogReader(js, source))).inputs == 30
             await jsx.publish_atomic(js, [jsx.BatchMessage(f"{source}.0", b"%d" % n) for n in range(31, 41)])
-        return await jsx.publish_atomic(*arguments, **options)
+        return await publish_once(writer, messages, record)
 
-    monkeypatch.setattr(worker_module, "publish_atomic", publish)
+    monkeypatch.setattr(FencedWriter, "_publish", publish)
     done = await work(LogReader(js, source))
     assert (done.inputs, done.position) == (10, 41)
     assert await outputs(js, target) == expected(40)
@@ -168,10 +177,10 @@ async def test_a_refusal_that_nobody_explains(
     """A leader that was replaced without knowing it refuses, and shows the position from before."""
     source, target = await make_stream(5), await make_stream()
 
-    async def refuse(*arguments: Any, **options: Any) -> Any:
+    async def refuse(writer: FencedWriter, messages: Sequence[Entry], record: bytes) -> jsx.BatchAck:
         raise errors.WrongLastSequenceError(code=400, err_code=10071, outcome="not_stored")
 
-    monkeypatch.setattr(worker_module, "publish_atomic", refuse)
+    monkeypatch.setattr(FencedWriter, "_publish", refuse)
     with pytest.raises(errors.RequestTimeoutError, match="does not say"):
         await exactly_once(
             LogReader(js, source), target, handler(target), name="w", prefix=f"{target}.at", patience=0.3

@@ -1,7 +1,8 @@
 """The atomic batch: every cell of the table in its docstring, what it sends, and what it refuses to."""
 
 import pickle
-from typing import Any
+from itertools import pairwise
+from typing import Any, get_args
 
 import orjson
 import pytest
@@ -11,18 +12,59 @@ from hypothesis import strategies as st
 from jetstream_ext import errors
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.atomic import AtomicBatchMachine, State, Step
+from jetstream_ext.protocol.atomic import (
+    TRANSITIONS,
+    Acknowledged,
+    AnswerLost,
+    AtomicBatchMachine,
+    BatchRefused,
+    CommitSent,
+    Discarded,
+    Disconnected,
+    Doubt,
+    Event,
+    FoundNothing,
+    FoundStored,
+    MessageRefused,
+    Opened,
+    ReplyMalformed,
+    Staged,
+    State,
+    StoredSeparately,
+    Transition,
+)
+from jetstream_ext.protocol.atomic_wire import Block
 from jetstream_ext.types import NEVER, BatchAck, BatchMessage
 
-OPEN, COMMITTING, COMMITTED = State.OPEN, State.COMMITTING, State.COMMITTED
+NEW, OPEN, COMMITTING, COMMITTED = State.NEW, State.OPEN, State.COMMITTING, State.COMMITTED
 DISCARDED, FAILED, UNKNOWN = State.DISCARDED, State.FAILED, State.UNKNOWN
 LEVELS = pytest.mark.parametrize("level", [2, 3, 4, 5])
+Command = tuple[str, str, dict[str, str], bytes]
 STAGED = (b"", b"")
 NO_RESPONDERS = (b"NATS/1.0 503\r\nNats-Subject: a.1\r\n\r\n", b"")
 
 
-def batch(level: int = 4, **options: Any) -> AtomicBatchMachine:
-    return AtomicBatchMachine(batch_id="b1", api_level=level, **options)
+def batch(level: int = 4, *, version: str = "", **options: Any) -> AtomicBatchMachine:
+    machine = AtomicBatchMachine("b1", **options)
+    machine.open(machine.prepare(BatchMessage("a.1")), api_level=level, server_version=version, reply="_INBOX.r")
+    return machine
+
+
+def commands(block: Block) -> list[Command]:
+    """Subject, reply subject, headers and payload of everything in a block."""
+    sent = [(c.subject, c.reply, dict(h.parse_lines(c.header)), c.payload) for c in frames.parse_pubs(block.data)]
+    assert (len(sent), sum(len(payload) for *_, payload in sent)) == (block.messages, block.size)
+    return sent
+
+
+def add(machine: AtomicBatchMachine, message: BatchMessage, ack: bool | None = None) -> Command | None:
+    sent = commands(machine.add(machine.prepare(message, ack)))
+    assert len(sent) <= 1
+    return sent[0] if sent else None
+
+
+def commit(machine: AtomicBatchMachine, message: BatchMessage | None = None) -> list[Command]:
+    return commands(machine.commit(None if message is None else machine.prepare(message)))
 
 
 def message(subject: str = "a.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
@@ -39,28 +81,38 @@ def ack(count: int, batch_id: str = "b1") -> tuple[bytes, bytes]:
     return b"", orjson.dumps({"stream": "A", "seq": 10 + count, "batch": batch_id, "count": count})
 
 
-def sent(step: Step | None) -> tuple[str, str, dict[str, str], bytes]:
-    """Subject, reply, headers and payload of a step on the wire."""
-    assert step is not None
-    (command,) = frames.parse_pubs(step.encode("_INBOX.r" if step.wants_reply else ""))
-    return command.subject, command.reply, dict(h.parse_lines(command.header)), command.payload
+def receive(machine: AtomicBatchMachine, seq: int, header: bytes, payload: bytes) -> errors.JetStreamExtError | None:
+    """Return the refusal after which the batch goes on."""
+    event = machine.receive(seq, header, payload)
+    return event.error if isinstance(event, MessageRefused) else None
 
 
-def at(state: State, level: int = 4) -> AtomicBatchMachine:
+def plain(command: Command | None) -> Command:
+    """Return a command with the reply subject of a batch instead of a message's."""
+    assert command is not None
+    subject, reply, headers, payload = command
+    if reply:
+        assert reply == f"_INBOX.r.{headers['Nats-Batch-Sequence']}"
+    return subject, reply and "_INBOX.r", headers, payload
+
+
+def at(state: State, level: int = 4, **options: Any) -> AtomicBatchMachine:
     """A batch with 2 messages that got into `state` as batches do."""
-    machine = batch(level)
-    machine.add(message())
-    machine.add(message("a.2"))
+    if state is NEW:
+        return AtomicBatchMachine("b1", **options)
+    machine = batch(level, **options)
+    add(machine, message())
+    add(machine, message("a.2"))
     if state in (COMMITTING, COMMITTED, UNKNOWN):
-        machine.commit(None)
+        commit(machine)
     if state is COMMITTED:
-        machine.receive(machine.sent, *ack(2))
+        receive(machine, machine.sent, *ack(2))
     elif state is UNKNOWN:
         machine.lost("no answer within 5 s")
     elif state is DISCARDED:
         machine.discard()
     elif state is FAILED:
-        machine.receive(1, *refusal(10174))
+        receive(machine, 1, *refusal(10174))
     assert machine.state is state
     return machine
 
@@ -69,7 +121,135 @@ def visible(machine: AtomicBatchMachine) -> tuple[Any, ...]:
     return machine.state, machine.size, machine.sent, machine.staged, machine.ack, machine.error, machine.last_subject
 
 
+# -- the table
+
+SAMPLES: list[Event] = [
+    Opened(),
+    CommitSent(),
+    Discarded(),
+    Staged(1),
+    Acknowledged(BatchAck("A", 12, "b1", 2)),
+    StoredSeparately(),
+    MessageRefused(errors.MessageTooLargeError("no")),
+    BatchRefused(errors.WrongLastSequenceError("no")),
+    ReplyMalformed(errors.ResponseError("no")),
+    AnswerLost("silence"),
+    Disconnected(),
+    FoundStored(BatchAck("A", 12, "b1", 2)),
+    FoundNothing(),
+]
+
+
+def test_every_event_is_in_the_table() -> None:
+    assert {type(event) for event in SAMPLES} == set(get_args(Event))
+    assert TRANSITIONS.keys() == set(State)
+    assert {event for row in TRANSITIONS.values() for event in row} == set(get_args(Event))
+
+
+@pytest.mark.parametrize("event", SAMPLES, ids=lambda event: type(event).__name__)
+@pytest.mark.parametrize("state", list(State))
+def test_every_change_of_state_is_reported_once(state: State, event: Event) -> None:
+    reported: list[Transition] = []
+    machine = at(state, on_transition=reported.append)
+    for before, after in pairwise(reported):
+        assert before.after is after.before
+    reported.clear()
+    before = visible(machine)
+    machine._apply(event)
+    expected = TRANSITIONS[state].get(type(event), state)
+    assert machine.state is expected
+    assert [(each.before, each.event, each.after) for each in reported] == (
+        [(state, event, expected)] if expected is not state else []
+    )
+    if type(event) not in TRANSITIONS[state]:
+        assert visible(machine) == before
+
+
 # -- operations in every state
+
+
+def test_a_batch_that_is_not_open_yet() -> None:
+    machine = at(NEW)
+    with pytest.raises(errors.EmptyBatchError, match="nothing to commit"):
+        machine.commit(None)
+    first = machine.prepare(message())
+    for level, version in ((1, "2.11.11"), (0, "older")):
+        with pytest.raises(errors.UnsupportedFeatureError, match="nothing was sent") as caught:
+            machine.open(first, api_level=level, server_version=version, reply="_INBOX.r")
+        assert (caught.value.server_version, caught.value.required_api_level, machine.state) == (version, 2, NEW)
+    fenced = machine.prepare(message(expected_last_subject_seq=0))
+    with pytest.raises(errors.UnsupportedFeatureError, match="was not added"):
+        machine.open(fenced, api_level=2, server_version="2.12.0", reply="_INBOX.r")
+    assert machine.state is NEW
+    machine.discard()
+    with pytest.raises(errors.BatchClosedError):
+        machine.open(first, api_level=4, server_version="2.15.1", reply="_INBOX.r")
+    with pytest.raises(errors.BatchClosedError):
+        machine.prepare(message())
+
+
+@pytest.mark.parametrize("max_payload", [100, 10_000])
+def test_the_newest_limit_of_the_server_counts(max_payload: int) -> None:
+    machine = at(OPEN)
+    machine.limit_messages(max_payload)
+    large = message(payload=bytes(1000))
+    if max_payload == 100:
+        with pytest.raises(errors.MaxPayloadError, match="limit of 100"):
+            add(machine, large)
+        assert isinstance(machine.add_many(iter([large]), 1).stopped, errors.MaxPayloadError)
+    else:
+        assert add(machine, large)
+
+
+def test_a_clean_exit() -> None:
+    for state, commits in ((NEW, False), (OPEN, True), (COMMITTED, False), (DISCARDED, False)):
+        machine = at(state)
+        assert machine.leave() is commits
+        assert machine.state is (DISCARDED if state is NEW else state)
+    for state in (COMMITTING, FAILED, UNKNOWN):
+        machine = at(state)
+        with pytest.raises(errors.BatchError):
+            machine.leave()
+        assert machine.state is state
+    machine = at(FAILED)
+    machine.discard()
+    assert machine.leave() is False
+
+
+@pytest.mark.parametrize("sent", [True, False])
+@pytest.mark.parametrize("in_one_go", [True, False])
+def test_a_lost_connection_before_a_message_is_sent(in_one_go: bool, sent: bool) -> None:
+    machine = at(OPEN, in_one_go=in_one_go) if sent else batch(in_one_go=in_one_go)
+    machine.cannot_send()
+    assert machine.state is (FAILED if in_one_go and sent else OPEN)
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_an_answer_that_is_no_longer_awaited(state: State) -> None:
+    machine = at(state)
+    machine.commit_unheard()
+    assert machine.state is (UNKNOWN if state is COMMITTING else state)
+
+
+@pytest.mark.parametrize(
+    ("state", "doubt"),
+    [(COMMITTED, Doubt.NONE), (DISCARDED, Doubt.NONE), (FAILED, Doubt.NONE), (UNKNOWN, Doubt.COMMIT)],
+)
+def test_what_is_to_be_found_out(state: State, doubt: Doubt) -> None:
+    assert at(state).doubt() is doubt
+
+
+def test_what_cannot_be_found_out() -> None:
+    for state in (NEW, OPEN, COMMITTING):
+        with pytest.raises(errors.BatchError, match="has not ended"):
+            at(state).doubt()
+    duplicate = at(COMMITTING)
+    receive(duplicate, duplicate.sent, *refusal(10201))
+    assert duplicate.doubt() is Doubt.EARLIER
+    separate = at(OPEN)
+    receive(separate, 2, *REPLIES["ordinary ack"])
+    with pytest.raises(errors.UnsupportedFeatureError):
+        separate.doubt()
 
 
 @LEVELS
@@ -91,9 +271,7 @@ def test_a_batch_that_is_not_open_takes_nothing(
     before = visible(machine)
     for _ in range(2):
         with pytest.raises(error) as caught:
-            machine.add(message()) if operation == "add" else machine.commit(
-                message() if operation == "commit" else None
-            )
+            {"add": add, "commit": commit}.get(operation, lambda *_: commit(machine))(machine, message())
         assert type(caught.value) is error
         assert (caught.value.batch_id, caught.value.outcome, caught.value.ack) == ("b1", outcome, machine.ack)
         assert caught.value is not machine.error, "each call raises an error of its own"
@@ -106,7 +284,7 @@ def test_discard(state: State, level: int) -> None:
     machine = at(state, level)
     machine.discard()
     machine.discard()
-    assert machine.state is {OPEN: DISCARDED, COMMITTING: UNKNOWN}.get(state, state)
+    assert machine.state is {NEW: DISCARDED, OPEN: DISCARDED, COMMITTING: UNKNOWN}.get(state, state)
     if state is COMMITTING:
         assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
 
@@ -166,14 +344,14 @@ REFUSED = {
 def test_a_late_reply_changes_nothing(state: State, reply: str, level: int) -> None:
     machine = at(state, level)
     before = visible(machine)
-    assert machine.receive(machine.sent, *REPLIES[reply]) is None
+    assert receive(machine, machine.sent, *REPLIES[reply]) is None
     assert visible(machine) == before
 
 
 @pytest.mark.parametrize("reply", REPLIES)
 def test_replies_to_the_newest_message_while_open(reply: str) -> None:
     machine = at(OPEN)
-    returned = machine.receive(2, *REPLIES[reply])
+    returned = receive(machine, 2, *REPLIES[reply])
     if reply == "staged":
         assert (returned, machine.state, machine.staged, machine.size) == (None, OPEN, 2, 2)
     elif reply in STILL_OPEN:
@@ -193,8 +371,8 @@ def test_replies_to_the_newest_message_while_open(reply: str) -> None:
 @pytest.mark.parametrize("seq", [1, 2])
 def test_a_refusal_of_an_older_message_ends_the_batch(reply: str, seq: int) -> None:
     machine = at(OPEN)
-    machine.add(message("a.3"))
-    assert machine.receive(seq, *REPLIES[reply]) is None
+    add(machine, message("a.3"))
+    assert receive(machine, seq, *REPLIES[reply]) is None
     assert machine.state is FAILED
     assert type(machine.error) is REFUSED[reply]
     assert machine.error.outcome == "not_stored"  # type: ignore[attr-defined]
@@ -204,8 +382,8 @@ def test_a_refusal_of_an_older_message_ends_the_batch(reply: str, seq: int) -> N
 @pytest.mark.parametrize("reply", sorted(REFUSED))
 def test_a_refusal_of_the_first_message_ends_the_batch(reply: str) -> None:
     machine = batch()
-    machine.add(message())
-    assert machine.receive(1, *REPLIES[reply]) is None
+    add(machine, message())
+    assert receive(machine, 1, *REPLIES[reply]) is None
     assert machine.state is FAILED
     assert pickle.loads(pickle.dumps(machine.error)).outcome == "not_stored"
 
@@ -215,10 +393,10 @@ def test_a_refusal_of_the_first_message_ends_the_batch(reply: str) -> None:
 @pytest.mark.parametrize("reply", REPLIES)
 def test_replies_to_the_commit(reply: str, last: BatchMessage | None, level: int) -> None:
     machine = at(OPEN, level)
-    steps = machine.commit(last)
+    steps = commit(machine, last)
     size = machine.size
     answer = ack(size) if reply == "ack" else REPLIES[reply]
-    returned = machine.receive(steps[-1].seq, *answer)
+    returned = receive(machine, machine.sent, *answer)
     if reply == "ack":
         assert (returned, machine.state) == (None, COMMITTED)
         assert machine.ack == BatchAck("A", 10 + size, "b1", size)
@@ -228,9 +406,9 @@ def test_replies_to_the_commit(reply: str, last: BatchMessage | None, level: int
         assert (machine.state, machine.size) == (OPEN, 2)
         assert machine.last_subject == "a.2"
         # The same commit can be tried again, and is the same on the wire.
-        again = machine.commit(last)
-        assert sent(again[-1]) == sent(steps[-1])
-        assert machine.receive(again[-1].seq, *ack(size)) is None
+        again = commit(machine, last)
+        assert again[-1] == steps[-1]
+        assert receive(machine, machine.sent, *ack(size)) is None
         assert machine.state is COMMITTED
     elif reply in REFUSED:
         assert (returned, machine.state) == (None, FAILED)
@@ -248,7 +426,7 @@ def test_replies_to_the_commit(reply: str, last: BatchMessage | None, level: int
 
 def test_a_message_is_staged_while_the_commit_is_under_way() -> None:
     machine = at(COMMITTING)
-    assert machine.receive(2, *STAGED) is None
+    assert receive(machine, 2, *STAGED) is None
     assert (machine.state, machine.staged) == (COMMITTING, 2)
 
 
@@ -258,64 +436,64 @@ def test_a_reply_to_what_was_never_sent_changes_nothing(state: State, reply: str
     machine = at(state)
     before = visible(machine)
     for seq in (0, machine.sent + 1, 1 << 70):
-        assert machine.receive(seq, *REPLIES[reply]) is None
+        assert receive(machine, seq, *REPLIES[reply]) is None
         assert visible(machine) == before
 
 
 def test_refusals_of_the_two_newest_messages() -> None:
     machine = at(OPEN)
-    machine.add(message("a.3"))
+    add(machine, message("a.3"))
     for seq in (3, 2):
-        assert isinstance(machine.receive(seq, *NO_RESPONDERS), errors.NoStreamError)
+        assert isinstance(receive(machine, seq, *NO_RESPONDERS), errors.NoStreamError)
     assert (machine.state, machine.size, machine.sent, machine.last_subject) == (OPEN, 1, 1, "a.1")
-    machine.add(message("a.2", expected_last_subject_seq=0))
+    add(machine, message("a.2", expected_last_subject_seq=0))
     with pytest.raises(ValueError, match="an earlier message"):
-        machine.add(message("a.1", expected_last_subject_seq=0))
+        add(machine, message("a.1", expected_last_subject_seq=0))
 
 
 def test_a_refusal_of_an_earlier_message_during_the_commit_ends_the_batch() -> None:
     machine = at(COMMITTING)
-    assert machine.receive(2, *refusal(10054)) is None
+    assert receive(machine, 2, *refusal(10054)) is None
     assert machine.state is FAILED
 
 
 def test_staged_goes_up_only() -> None:
     machine = at(OPEN)
     for seq, staged in ((2, 2), (1, 2)):
-        machine.receive(seq, *STAGED)
+        receive(machine, seq, *STAGED)
         assert machine.staged == staged
 
 
 def test_a_batch_on_a_server_that_stored_it_as_ordinary_messages() -> None:
     machine = at(OPEN)
-    machine.receive(1, b"", b'{"stream":"A", "seq":1}')
-    with pytest.raises(errors.UnsupportedFeatureError, match="2 of its messages may be stored"):
-        machine.add(message())
+    receive(machine, 1, b"", b'{"stream":"A", "seq":1}')
+    with pytest.raises(errors.UnsupportedFeatureError, match="2 messages of batch b1 may be stored"):
+        add(machine, message())
 
 
 def test_a_refusal_that_nobody_heard_ends_the_batch() -> None:
     # Its caller was cancelled: it was told that the message is part of the batch.
     machine = at(OPEN)
     refused = machine.receive(2, *refusal(10054))
-    assert refused is not None
-    machine.unheard(refused)
+    assert isinstance(refused, MessageRefused)
+    machine.refused_unheard(refused)
     assert machine.state is FAILED
     with pytest.raises(errors.MessageTooLargeError):
-        machine.commit(None)
+        commit(machine)
 
 
 @pytest.mark.parametrize("state", [COMMITTING, COMMITTED, DISCARDED, UNKNOWN])
 def test_an_unheard_refusal_changes_nothing_later(state: State) -> None:
     machine = at(state)
     before = visible(machine)
-    machine.unheard(errors.MessageTooLargeError("no"))
+    machine.refused_unheard(MessageRefused(errors.MessageTooLargeError("no")))
     assert visible(machine) == before
 
 
 @given(st.integers(1, 3), st.binary(max_size=30), st.binary(max_size=40), st.sampled_from([OPEN, COMMITTING]))
 def test_any_bytes_leave_a_batch_in_a_state_of_the_table(seq: int, header: bytes, payload: bytes, state: State) -> None:
     machine = at(state)
-    machine.receive(seq, header, payload)
+    receive(machine, seq, header, payload)
     assert machine.state in ({OPEN, FAILED} if state is OPEN else {OPEN, COMMITTING, FAILED, UNKNOWN})
 
 
@@ -324,19 +502,19 @@ def test_any_bytes_leave_a_batch_in_a_state_of_the_table(seq: int, header: bytes
 
 def test_with_the_marker_every_message_goes_out_at_once() -> None:
     machine = batch()
-    assert sent(machine.add(message(headers={"K": "v"}, msg_id="m", msg_ttl=NEVER))) == (
+    assert plain(add(machine, message(headers={"K": "v"}, msg_id="m", msg_ttl=NEVER))) == (
         "a.1", "_INBOX.r",
         {"K": "v", "Nats-Msg-Id": "m", "Nats-TTL": "never", "Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"}, b"x",
     )  # fmt: skip
-    assert sent(machine.add(message("a.2", b""))) == (
+    assert plain(add(machine, message("a.2", b""))) == (
         "a.2",
         "",
         {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "2"},
         b"",
     )
-    (marker,) = machine.commit(None)
+    (marker,) = commit(machine)
     # It goes to a subject of the stream, has the next sequence, and is not stored.
-    assert sent(marker) == (
+    assert plain(marker) == (
         "a.1", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "3", "Nats-Batch-Commit": "eob"}, b"",
     )  # fmt: skip
     assert (machine.size, machine.sent) == (2, 3)
@@ -344,8 +522,8 @@ def test_with_the_marker_every_message_goes_out_at_once() -> None:
 
 def test_with_the_marker_a_last_message_commits_itself() -> None:
     machine = at(OPEN)
-    (step,) = machine.commit(message("a.3", b"last"))
-    assert sent(step) == (
+    (step,) = commit(machine, message("a.3", b"last"))
+    assert plain(step) == (
         "a.3", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "3", "Nats-Batch-Commit": "1"}, b"last",
     )  # fmt: skip
     assert (machine.size, machine.sent, machine.last_subject) == (3, 3, "a.3")
@@ -357,72 +535,70 @@ class TestHeldBack:
 
     def test_the_newest_message_carries_the_commit(self, level: int) -> None:
         machine = batch(level)
-        assert machine.add(message()) is None
-        assert sent(machine.add(message("a.2")))[2] == {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"}
+        assert add(machine, message()) is None
+        assert plain(add(machine, message("a.2")))[2] == {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"}
         assert (machine.size, machine.sent, machine.last_subject) == (2, 1, "a.2")
-        (last,) = machine.commit(None)
-        assert sent(last) == (
+        (last,) = commit(machine)
+        assert plain(last) == (
             "a.2", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "2", "Nats-Batch-Commit": "1"}, b"x",
         )  # fmt: skip
 
     def test_a_batch_of_one(self, level: int) -> None:
         machine = batch(level)
-        machine.add(message())
-        (step,) = machine.commit(None)
-        assert sent(step)[2] == {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1", "Nats-Batch-Commit": "1"}
+        add(machine, message())
+        (step,) = commit(machine)
+        assert step[2] == {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1", "Nats-Batch-Commit": "1"}
 
     def test_a_last_message_lets_the_held_one_go_first(self, level: int) -> None:
         machine = batch(level)
-        machine.add(message())
-        first, last = machine.commit(message("a.2"))
-        assert sent(first)[:3] == ("a.1", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"})
-        assert sent(last)[2]["Nats-Batch-Commit"] == "1"
+        add(machine, message())
+        first, last = commit(machine, message("a.2"))
+        assert plain(first)[:3] == ("a.1", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"})
+        assert last[2]["Nats-Batch-Commit"] == "1"
 
     def test_no_marker_is_ever_sent(self, level: int) -> None:
         # 2.12.0 would store it; 2.12.1 drops the batch.
         machine = at(OPEN, level)
-        steps = machine.commit(message("a.3"))
-        machine.receive(steps[-1].seq, *NO_RESPONDERS)
+        steps = commit(machine, message("a.3"))
+        receive(machine, machine.sent, *NO_RESPONDERS)
         assert machine.state is OPEN
         with pytest.raises(errors.EmptyBatchError, match="only commit on a message"):
-            machine.commit(None)
+            commit(machine)
         assert machine.state is OPEN
-        (step,) = machine.commit(message("a.3"))
-        assert sent(step) == sent(steps[-1])
+        (step,) = commit(machine, message("a.3"))
+        assert step == steps[-1]
 
     def test_what_the_caller_does_with_its_headers_and_payload_later_is_its_own(self, level: int) -> None:
         machine = batch(level)
         headers, payload = {"K": "v"}, bytearray(b"one")
-        machine.add(message(payload=payload, headers=headers))  # type: ignore[arg-type]
+        add(machine, message(payload=payload, headers=headers))  # type: ignore[arg-type]
         headers["K"] = "broken\r\n"
         headers["Nats-Batch-Commit"] = "1"
         payload[:] = b"two"
-        step = sent(machine.add(message("a.2")))
+        step = plain(add(machine, message("a.2")))
         assert step[2:] == ({"K": "v", "Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"}, b"one")
 
     def test_a_refusal_that_would_reach_the_next_caller_ends_the_batch(self, level: int) -> None:
         # Adding the third sends the second; its refusal must not look as if the third could be tried again.
         machine = batch(level, ack_every=1)
         for name in ("a.1", "a.2", "a.3"):
-            machine.add(message(name))
-        assert machine.receive(2, *refusal(10054)) is None
+            add(machine, message(name))
+        assert receive(machine, 2, *refusal(10054)) is None
         assert machine.state is FAILED
 
     def test_the_wish_for_a_reply_stays_with_its_message(self, level: int) -> None:
         machine = batch(level, ack_first=False)
-        machine.add(message(), ack=True)
-        step = machine.add(message("a.2"), ack=False)
-        assert step is not None
-        assert step.wants_reply
+        add(machine, message(), ack=True)
+        assert plain(add(machine, message("a.2"), ack=False))[1]
 
 
 @LEVELS
 def test_an_empty_batch_cannot_be_committed(level: int) -> None:
     machine = batch(level)
     with pytest.raises(errors.EmptyBatchError) as caught:
-        machine.commit(None)
+        commit(machine)
     assert (caught.value.outcome, machine.state) == ("not_stored", OPEN)
-    assert machine.commit(message())
+    assert commit(machine, message())
 
 
 @pytest.mark.parametrize(
@@ -438,9 +614,9 @@ def test_an_empty_batch_cannot_be_committed(level: int) -> None:
 )
 def test_which_messages_want_a_reply(options: dict[str, Any], asks: dict[int, bool], replies: list[bool]) -> None:
     machine = batch(**options)
-    steps = [machine.add(message(), asks.get(seq)) for seq in range(1, 5)]
-    assert [step.wants_reply for step in steps if step] == replies
-    assert machine.commit(None)[-1].wants_reply
+    steps = [add(machine, message(), asks.get(seq)) for seq in range(1, 5)]
+    assert [bool(step[1]) for step in steps if step] == replies
+    assert commit(machine)[-1][1]
 
 
 @LEVELS
@@ -450,29 +626,30 @@ def test_sequences_on_the_wire_are_1_to_n_whatever_is_refused(level: int, data: 
     accepted: list[tuple[str, bytes]] = []
     staged: dict[int, tuple[str, bytes]] = {}
 
-    def send(step: Step | None) -> None:
+    def send(step: Command | None) -> None:
         if step is not None:
-            subject, _, headers, payload = sent(step)
-            assert int(headers["Nats-Batch-Sequence"]) == step.seq <= len(staged) + 1
-            staged[step.seq] = (subject, payload)
+            subject, _, headers, payload = step
+            seq = int(headers["Nats-Batch-Sequence"])
+            assert seq <= len(staged) + 1
+            staged[seq] = (subject, payload)
 
     for i in range(data.draw(st.integers(1, 8))):
         subject, payload = f"a.{i}", b"%d" % i
         if data.draw(st.booleans()):
             with pytest.raises(ValueError, match="subject"):
-                machine.add(message("bad subject"))
+                add(machine, message("bad subject"))
         before = machine.sent
-        send(machine.add(message(subject, payload)))
+        send(add(machine, message(subject, payload)))
         accepted.append((subject, payload))
         if level >= 4 and before and data.draw(st.booleans()):
-            assert machine.receive(machine.sent, *refusal(10054)) is not None
+            assert receive(machine, machine.sent, *refusal(10054)) is not None
             del staged[before + 1]
             accepted.pop()
     assert machine.size == len(accepted)
-    for step in machine.commit(None):
-        if sent(step)[2].get("Nats-Batch-Commit") != "eob":
+    for step in commit(machine):
+        if step[2].get("Nats-Batch-Commit") != "eob":
             send(step)
     assert list(staged.values()) == accepted
     assert list(staged) == list(range(1, len(accepted) + 1))
-    machine.receive(machine.sent, *ack(len(accepted)))
+    receive(machine, machine.sent, *ack(len(accepted)))
     assert machine.state is COMMITTED

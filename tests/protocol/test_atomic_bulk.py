@@ -10,24 +10,46 @@ from hypothesis import strategies as st
 from jetstream_ext import errors
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.atomic import AtomicBatchMachine, State
+from jetstream_ext.protocol.atomic import AtomicBatchMachine, MessageRefused, State
+from jetstream_ext.protocol.atomic_wire import Block
 from jetstream_ext.types import BatchAck, BatchMessage
 
+Command = tuple[str, str, dict[str, str], bytes]
 LEVELS = pytest.mark.parametrize("level", [2, 5])
 INCOMPLETE = orjson.dumps({"error": {"code": 400, "err_code": 10176, "description": "no"}, "stream": "A", "seq": 0})
 TOO_LARGE = orjson.dumps({"error": {"code": 400, "err_code": 10054, "description": "no"}, "stream": "A", "seq": 0})
 
 
-def batch(level: int = 5, **options: Any) -> AtomicBatchMachine:
-    return AtomicBatchMachine(batch_id="b1", api_level=level, **options)
+def batch(level: int = 4, *, version: str = "", **options: Any) -> AtomicBatchMachine:
+    machine = AtomicBatchMachine("b1", **options)
+    machine.open(machine.prepare(BatchMessage("a.1")), api_level=level, server_version=version, reply="_INBOX.r")
+    return machine
+
+
+def commands(block: Block) -> list[Command]:
+    """Subject, reply subject, headers and payload of everything in a block."""
+    sent = [(c.subject, c.reply, dict(h.parse_lines(c.header)), c.payload) for c in frames.parse_pubs(block.data)]
+    assert (len(sent), sum(len(payload) for *_, payload in sent)) == (block.messages, block.size)
+    return sent
+
+
+def add(machine: AtomicBatchMachine, message: BatchMessage, ack: bool | None = None) -> Command | None:
+    sent = commands(machine.add(machine.prepare(message, ack)))
+    assert len(sent) <= 1
+    return sent[0] if sent else None
+
+
+def commit(machine: AtomicBatchMachine, message: BatchMessage | None = None) -> list[Command]:
+    return commands(machine.commit(None if message is None else machine.prepare(message)))
 
 
 def message(subject: str = "a.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
     return BatchMessage(subject, payload, **options)
 
 
-def on_the_wire(data: bytes) -> list[tuple[str, str, list[tuple[str, str]], bytes]]:
-    return [(c.subject, c.reply, h.parse_lines(c.header), c.payload) for c in frames.parse_pubs(data)]
+def reply_of(command: Command | None) -> str:
+    assert command is not None
+    return command[1]
 
 
 messages = st.builds(
@@ -57,26 +79,22 @@ def test_the_two_roads_are_one(level: int, given: list[BatchMessage], limit: int
     options = {
         "ack_first": data.draw(st.booleans()),
         "ack_every": data.draw(st.sampled_from([None, 1, 3])),
-        "hold_back": data.draw(st.booleans()),
+        "in_one_go": data.draw(st.booleans()),
         "max_payload": 1000,
     }
     one, many = batch(level, **options), batch(level, **options)
     single, refused = b"", []
     for each in given:
         try:
-            step = one.add(each)
+            single += one.add(one.prepare(each)).data
         except (ValueError, TypeError) as error:
             refused.append(type(error))
             continue
-        if step is not None:
-            single += step.encode(f"_INBOX.r.{step.seq}" if step.wants_reply else "")
     source, bulk, stopped = iter(given), b"", []
     while True:
-        block = many.add_many(source, b"_INBOX.r.", limit)
-        sent = on_the_wire(block.data)
-        assert (len(sent), sum(len(each[3]) for each in sent)) == (block.messages, block.size)
-        asked = [int(reply.rpartition(".")[2]) for _, reply, _, _ in sent if reply]
-        assert (block.acked, block.ask) == (max(asked, default=0), 0)
+        block = many.add_many(source, limit)
+        asked = [int(reply.rpartition(".")[2]) for _, reply, _, _ in commands(block) if reply]
+        assert (block.last_asked, block.awaited) == (max(asked, default=0), 0)
         bulk += block.data
         if isinstance(block.stopped, StopIteration):
             break
@@ -87,7 +105,7 @@ def test_the_two_roads_are_one(level: int, given: list[BatchMessage], limit: int
     assert (bulk, stopped) == (single, refused)
     assert (one.size, one.sent, one.last_subject) == (many.size, many.sent, many.last_subject)
     if one.size:
-        assert [s.encode() for s in one.commit(None)] == [s.encode() for s in many.commit(None)]
+        assert commit(one) == commit(many)
 
 
 def test_a_source_that_fails_leaves_what_it_gave() -> None:
@@ -98,7 +116,7 @@ def test_a_source_that_fails_leaves_what_it_gave() -> None:
         yield message("a.2")
         raise KeyboardInterrupt
 
-    block = machine.add_many(source(), b"r.", 1 << 20)
+    block = machine.add_many(source(), 1 << 20)
     assert isinstance(block.stopped, KeyboardInterrupt)
     assert (block.messages, machine.size, machine.sent) == (2, 2, 2)
 
@@ -109,12 +127,12 @@ def test_a_server_that_is_far_behind_is_waited_for(level: int, ack_every: int | 
     machine = batch(level, ack_every=ack_every)
     source, asked = iter([message()] * 3500), []
     while True:
-        block = machine.add_many(source, b"r.", 1 << 30)
-        if not block.ask:
+        block = machine.add_many(source, 1 << 30)
+        if not block.awaited:
             break
-        asked.append(block.ask)
-        assert machine.sent == block.ask == block.acked
-        machine.receive(block.ask, b"", b"")
+        asked.append(block.awaited)
+        assert machine.sent == block.awaited == block.last_asked
+        machine.receive(block.awaited, b"", b"")
     assert asked == waits
     assert machine.size == 3500
 
@@ -128,8 +146,8 @@ def test_a_server_that_keeps_up_is_not_waited_for() -> None:
             if machine.sent and machine.sent % 1000 == 1:
                 machine.receive(machine.sent, b"", b"")
 
-    block = machine.add_many(source(), b"r.", 1 << 30)
-    assert (block.messages, block.ask, block.acked) == (3500, 0, 3000)
+    block = machine.add_many(source(), 1 << 30)
+    assert (block.messages, block.awaited, block.last_asked) == (3500, 0, 3000)
 
 
 def test_a_closed_batch_takes_nothing_from_the_source() -> None:
@@ -137,7 +155,7 @@ def test_a_closed_batch_takes_nothing_from_the_source() -> None:
     machine.discard()
     source = iter([message()])
     with pytest.raises(errors.BatchClosedError):
-        machine.add_many(source, b"r.", 100)
+        machine.add_many(source, 100)
     assert next(source)
 
 
@@ -147,113 +165,103 @@ class TestDisconnection:
     def test_the_next_message_must_be_acknowledged(self) -> None:
         machine = batch(ack_first=False)
         for _ in range(3):
-            step = machine.add(message())
-            assert step
-            assert not step.wants_reply
-        machine.disconnected()
+            assert reply_of(add(machine, message())) == ""
+        machine.disconnected(reply_awaited=False)
         assert machine.state is State.OPEN
-        step = machine.add(message(), ack=False)
-        assert step
-        assert (step.seq, step.wants_reply) == (4, True)
+        assert reply_of(add(machine, message(), ack=False)) == "_INBOX.r.4"
         machine.receive(4, b"", b"")
-        step = machine.add(message())
-        assert step
-        assert not step.wants_reply
+        assert reply_of(add(machine, message())) == ""
 
     def test_in_bulk(self) -> None:
         machine = batch()
-        machine.add(message())
-        machine.disconnected()
+        add(machine, message())
+        machine.disconnected(reply_awaited=False)
         source = iter([message()] * 5)
-        block = machine.add_many(source, b"r.", 1 << 20)
-        assert (block.messages, block.ask, block.acked, block.stopped) == (1, 2, 2, None)
+        block = machine.add_many(source, 1 << 20)
+        assert (block.messages, block.awaited, block.last_asked, block.stopped) == (1, 2, 2, None)
         machine.receive(2, b"", b"")
-        block = machine.add_many(source, b"r.", 1 << 20)
-        assert (block.messages, block.ask) == (4, 0)
+        block = machine.add_many(source, 1 << 20)
+        assert (block.messages, block.awaited) == (4, 0)
 
     def test_a_reply_to_an_earlier_message_settles_nothing(self) -> None:
         machine = batch()
-        machine.add(message())
-        machine.disconnected()
+        add(machine, message())
+        machine.disconnected(reply_awaited=False)
         machine.receive(1, b"", b"")
-        step = machine.add(message())
-        assert step
-        assert step.wants_reply
+        assert reply_of(add(machine, message())) == "_INBOX.r.2"
 
     @LEVELS
     @pytest.mark.parametrize("at_commit", [True, False])
     def test_the_server_no_longer_has_it(self, level: int, at_commit: bool) -> None:
         machine = batch(level)
-        machine.add(message())
-        machine.add(message())
-        machine.disconnected()
+        add(machine, message())
+        add(machine, message())
+        machine.disconnected(reply_awaited=False)
         if at_commit:
-            machine.commit(None)
+            commit(machine)
         else:
-            machine.add(message())
-        assert machine.receive(machine.sent, b"", INCOMPLETE) is None
+            add(machine, message())
+        machine.receive(machine.sent, b"", INCOMPLETE)
         assert machine.state is State.FAILED
         with pytest.raises(errors.BatchAbandonedError, match="connection was lost") as caught:
-            machine.add(message())
+            add(machine, message())
         assert caught.value.outcome == "not_stored"
         assert isinstance(caught.value.__cause__, errors.AtomicPublishIncompleteError)
 
     def test_without_one_it_is_the_server_s_refusal(self) -> None:
         machine = batch()
-        machine.add(message())
+        add(machine, message())
         machine.receive(1, b"", INCOMPLETE)
         assert isinstance(machine.error, errors.AtomicPublishIncompleteError)
 
     def test_a_message_that_is_given_back_is_asked_for_again(self) -> None:
         machine = batch()
-        machine.add(message())
-        machine.disconnected()
-        machine.add(message())
-        assert isinstance(machine.receive(2, b"", TOO_LARGE), errors.MessageTooLargeError)
-        step = machine.add(message())
-        assert step
-        assert (step.seq, step.wants_reply) == (2, True)
+        add(machine, message())
+        machine.disconnected(reply_awaited=False)
+        add(machine, message())
+        assert isinstance(machine.receive(2, b"", TOO_LARGE), MessageRefused)
+        assert reply_of(add(machine, message())) == "_INBOX.r.2"
 
     @pytest.mark.parametrize("state", [State.COMMITTING, State.DISCARDED])
     def test_in_other_states_it_says_nothing(self, state: State) -> None:
         machine = batch()
-        machine.add(message())
-        machine.commit(None) if state is State.COMMITTING else machine.discard()
-        machine.disconnected()
+        add(machine, message())
+        commit(machine) if state is State.COMMITTING else machine.discard()
+        machine.disconnected(reply_awaited=False)
         assert machine.state is state
 
 
 class TestResolved:
     def test_stored(self) -> None:
         machine, ack = batch(), BatchAck("S", 7, "b1", 1)
-        machine.add(message())
-        machine.commit(None)
+        add(machine, message())
+        commit(machine)
         machine.lost("silence")
         machine.resolved(ack)
         assert (machine.state, machine.ack) == (State.COMMITTED, ack)
         with pytest.raises(errors.BatchClosedError) as caught:
-            machine.add(message())
+            add(machine, message())
         assert caught.value.outcome == "stored"
 
     def test_not_stored(self) -> None:
         machine = batch()
-        machine.add(message())
-        machine.commit(None)
+        add(machine, message())
+        commit(machine)
         machine.lost("silence")
         machine.resolved(None)
         with pytest.raises(errors.BatchAbandonedError) as caught:
-            machine.add(message())
+            add(machine, message())
         assert caught.value.outcome == "not_stored"
         assert isinstance(caught.value.__cause__, errors.BatchOutcomeUnknownError)
 
     @pytest.mark.parametrize("end", ["open", "discard", "commit"])
     def test_of_a_batch_whose_end_is_known(self, end: str) -> None:
         machine = batch()
-        machine.add(message())
+        add(machine, message())
         if end == "discard":
             machine.discard()
         elif end == "commit":
-            machine.commit(None)
+            commit(machine)
         state = machine.state
         machine.resolved(None)
         machine.resolved(BatchAck("S", 7, "b1", 1))

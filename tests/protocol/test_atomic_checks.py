@@ -8,24 +8,40 @@ import pytest
 from jetstream_ext import errors
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.atomic import AtomicBatchMachine, Step
+from jetstream_ext.protocol.atomic import AtomicBatchMachine
+from jetstream_ext.protocol.atomic_wire import Block
 from jetstream_ext.types import BatchMessage
 
 LEVELS = pytest.mark.parametrize("level", [2, 3, 4, 5])
+Command = tuple[str, str, dict[str, str], bytes]
 TOO_LARGE = orjson.dumps({"error": {"code": 400, "err_code": 10054, "description": "no"}, "stream": "A", "seq": 0})
 
 
-def batch(level: int = 4, **options: Any) -> AtomicBatchMachine:
-    return AtomicBatchMachine(batch_id="b1", api_level=level, **options)
+def batch(level: int = 4, *, version: str = "", **options: Any) -> AtomicBatchMachine:
+    machine = AtomicBatchMachine("b1", **options)
+    machine.open(machine.prepare(BatchMessage("a.1")), api_level=level, server_version=version, reply="_INBOX.r")
+    return machine
+
+
+def commands(block: Block) -> list[Command]:
+    """Subject, reply subject, headers and payload of everything in a block."""
+    sent = [(c.subject, c.reply, dict(h.parse_lines(c.header)), c.payload) for c in frames.parse_pubs(block.data)]
+    assert (len(sent), sum(len(payload) for *_, payload in sent)) == (block.messages, block.size)
+    return sent
+
+
+def add(machine: AtomicBatchMachine, message: BatchMessage, ack: bool | None = None) -> Command | None:
+    sent = commands(machine.add(machine.prepare(message, ack)))
+    assert len(sent) <= 1
+    return sent[0] if sent else None
+
+
+def commit(machine: AtomicBatchMachine, message: BatchMessage | None = None) -> list[Command]:
+    return commands(machine.commit(None if message is None else machine.prepare(message)))
 
 
 def message(subject: str = "a.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
     return BatchMessage(subject, payload, **options)
-
-
-def sent(step: Step) -> tuple[str, dict[str, str], bytes]:
-    (command,) = frames.parse_pubs(step.encode())
-    return command.subject, dict(h.parse_lines(command.header)), command.payload
 
 
 def visible(machine: AtomicBatchMachine) -> tuple[Any, ...]:
@@ -71,13 +87,13 @@ def test_a_refused_message_changes_nothing(
 ) -> None:
     machine, other = (batch(level, max_payload=1000) for _ in range(2))
     if operation != "add first":
-        machine.add(message())
-        other.add(message())
+        add(machine, message())
+        add(other, message())
     before = visible(machine)
     with pytest.raises(error):
-        machine.commit(message(**bad)) if operation == "commit" else machine.add(message(**bad))
+        commit(machine, message(**bad)) if operation == "commit" else add(machine, message(**bad))
     assert visible(machine) == before
-    assert [sent(step) for step in machine.commit(message("a.9"))] == [sent(s) for s in other.commit(message("a.9"))]
+    assert commit(machine, message("a.9")) == commit(other, message("a.9"))
 
 
 @LEVELS
@@ -87,28 +103,28 @@ def test_a_message_that_just_fits_is_sent_whatever_its_sequence(level: int) -> N
         h.encode([("Nats-Batch-Id", "b1"), ("Nats-Batch-Sequence", str(1 << 32)), ("Nats-Batch-Commit", "1")])
     )
     for _ in range(3):
-        machine.add(message(payload=bytes(room)))
-    assert machine.commit(None)
+        add(machine, message(payload=bytes(room)))
+    assert commit(machine)
     with pytest.raises(errors.MaxPayloadError):
-        batch(level, max_payload=1000).add(message(payload=bytes(room + 1)))
+        add(batch(level, max_payload=1000), message(payload=bytes(room + 1)))
 
 
 @LEVELS
 class TestExpectations:
     def test_the_last_sequence_of_the_stream_on_the_first_message_only(self, level: int) -> None:
         machine = batch(level)
-        machine.add(message(expected_last_seq=0))
+        add(machine, message(expected_last_seq=0))
         for bad in ({"expected_last_seq": 1}, {"headers": {"nats-expected-last-sequence": "1"}}):
             with pytest.raises(ValueError, match="first message"):
-                machine.add(message("a.2", **bad))
+                add(machine, message("a.2", **bad))
             with pytest.raises(ValueError, match="first message"):
-                machine.commit(message("a.2", **bad))
+                commit(machine, message("a.2", **bad))
         assert machine.size == 1
 
     def test_the_last_sequence_of_a_subject_not_after_writing_to_it(self, level: int) -> None:
         machine = batch(level)
-        machine.add(message("a.1", expected_last_subject_seq=0))
-        machine.add(message("a.2", expected_last_subject_seq=7))
+        add(machine, message("a.1", expected_last_subject_seq=0))
+        add(machine, message("a.2", expected_last_subject_seq=7))
         for bad in (
             message("a.1", expected_last_subject_seq=1),
             message("a.3", expected_last_subject_seq=1, expected_last_subject="a.2"),
@@ -116,9 +132,9 @@ class TestExpectations:
             message("a.3", expected_last_subject_seq=1, headers={"NATS-Expected-Last-Subject-Sequence-Subject": "a.1"}),
         ):
             with pytest.raises(ValueError, match="earlier message"):
-                machine.add(bad)
-        machine.add(message("a.1", expected_last_subject_seq=0, expected_last_subject="a.9"))
-        machine.add(message("a.1"))
+                add(machine, bad)
+        add(machine, message("a.1", expected_last_subject_seq=0, expected_last_subject="a.9"))
+        add(machine, message("a.1"))
         assert machine.size == 4
 
     @pytest.mark.parametrize("version", ["2.12.0", "2.12.0-RC.6", "2.12.1", "2.12.8", "2.14.6", "2.15.1", "older", ""])
@@ -129,57 +145,56 @@ class TestExpectations:
             message("a.2", headers={"Nats-Expected-Last-Subject-Sequence": "0"}),
             message("a.2", expected_last_subject_seq=0, expected_last_subject="a.3"),
         ):
-            machine = batch(level, server_version=version)
-            machine.add(message("a.1", expected_last_seq=0))
-            for operation in (machine.check, machine.add) if refused else ():
+            machine = batch(level, version=version)
+            add(machine, message("a.1", expected_last_seq=0))
+            if refused:
                 with pytest.raises(errors.UnsupportedFeatureError, match=r"needs nats-server 2\.12\.1") as caught:
-                    operation(expecting)
+                    add(machine, expecting)
                 assert caught.value.server_version == version
                 assert (machine.size, machine.state.value) == (1, "open")
-            if not refused:
-                machine.check(expecting)
-                machine.add(expecting)
+            else:
+                add(machine, expecting)
                 assert machine.size == 2
 
     def test_a_refused_message_does_not_count_as_a_write(self, level: int) -> None:
         machine = batch(level)
-        machine.add(message("a.1"))
+        add(machine, message("a.1"))
         with pytest.raises(TypeError):
-            machine.add(message("a.2", payload="text"))  # type: ignore[arg-type]
-        machine.add(message("a.2", expected_last_subject_seq=0))
+            add(machine, message("a.2", payload="text"))  # type: ignore[arg-type]
+        add(machine, message("a.2", expected_last_subject_seq=0))
 
 
 def test_a_given_back_message_does_not_count_as_a_write() -> None:
     machine = batch()
-    machine.add(message("a.1"))
-    machine.add(message("a.2"))
+    add(machine, message("a.1"))
+    add(machine, message("a.2"))
     machine.receive(2, b"", TOO_LARGE)
-    machine.add(message("a.2", expected_last_subject_seq=0))
+    add(machine, message("a.2", expected_last_subject_seq=0))
     with pytest.raises(ValueError, match="earlier message"):
-        machine.add(message("a.1", expected_last_subject_seq=0))
+        add(machine, message("a.1", expected_last_subject_seq=0))
     machine.receive(2, b"", TOO_LARGE)
-    machine.add(message("a.1"))
+    add(machine, message("a.1"))
     machine.receive(2, b"", TOO_LARGE)
     with pytest.raises(ValueError, match="earlier message"):
-        machine.add(message("a.1", expected_last_subject_seq=0))
+        add(machine, message("a.1", expected_last_subject_seq=0))
 
 
 @LEVELS
 def test_the_caller_s_headers_are_not_changed(level: int) -> None:
     headers = {"K": "v"}
     machine = batch(level)
-    machine.add(message(headers=headers, msg_id="m"))
-    machine.commit(None)
+    add(machine, message(headers=headers, msg_id="m"))
+    commit(machine)
     assert headers == {"K": "v"}
 
 
 @pytest.mark.parametrize("batch_id", ["", "a.b", "a b", "x" * 65, "a\x01"])
 def test_the_id_is_checked(batch_id: str) -> None:
     with pytest.raises(ValueError, match="batch id"):
-        AtomicBatchMachine(batch_id=batch_id, api_level=4)
+        AtomicBatchMachine(batch_id)
 
 
 @pytest.mark.parametrize("batch_id", [5, b"a", ["a"], ("a", "b")])
 def test_the_type_of_the_id_is_checked(batch_id: Any) -> None:
     with pytest.raises(TypeError, match="batch id"):
-        AtomicBatchMachine(batch_id=batch_id, api_level=4)
+        AtomicBatchMachine(batch_id)

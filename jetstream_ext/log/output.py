@@ -1,9 +1,4 @@
-"""The position of a worker, kept in the stream that it writes to, and what makes of it a fence.
-
-The record is the last message of every batch of outputs. It names the record before it
-(``Nats-Expected-Last-Subject-Sequence``), so of two workers that both believe to be the one only one can store; and it
-says who wrote it and as which of its commits, so that a commit whose answer was lost is known again.
-"""
+"""The output stream of a worker: what it must be, and the record of the worker's position in it."""
 
 from __future__ import annotations
 
@@ -13,29 +8,25 @@ from typing import Any, Final
 
 import orjson
 
-from jetstream_ext.errors import StreamConfigMismatchError, UnsupportedFeatureError
-from jetstream_ext.protocol import feature_table
+from jetstream_ext.errors import StreamConfigMismatchError
+from jetstream_ext.protocol.feature_table import ATOMIC, FENCED_BATCHES
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import covers
-from jetstream_ext.types import NEVER, BatchMessage, StoredMsg
+from jetstream_ext.types import StoredMsg
 
 _VERSION: Final = 1
-_ROLLUP: Final = {"Nats-Rollup": "sub"}
-# It commits batches whose expectations do not hold.
-_UNFENCED: Final = "2.12.0"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """How far a worker is.
+    """How far a worker is; the last message of every batch of outputs.
 
     Attributes:
         stream: The stream that it reads.
         created: When that was created, in the server's words.
         seq: The next sequence to read.
-        worker: Who stored it: a random id of each start.
-        commit: The how-manieth commit of that start it is, from 0.
-        at: The record's own place in the output stream; 0: there is none.
+        worker: A random id of the start of a worker that stored it.
+        commit: Zero-based index of the commit of that start.
     """
 
     stream: str
@@ -43,24 +34,18 @@ class Record:
     seq: int
     worker: str
     commit: int
-    at: int = 0
 
-    def message(self, subject: str, after: int, keeping: Keeping) -> BatchMessage:
-        """Return the record to store, if the one before it is still at `after`."""
-        body = {
-            "v": _VERSION,
-            "stream": self.stream,
-            "created": self.created,
-            "seq": self.seq,
-            "worker": self.worker,
-            "commit": self.commit,
-        }
-        return BatchMessage(
-            subject,
-            orjson.dumps(body),
-            headers=_ROLLUP if keeping.rollup else None,
-            msg_ttl=NEVER if keeping.never else None,
-            expected_last_subject_seq=after,
+    def encode(self) -> bytes:
+        """Return the payload of the record."""
+        return orjson.dumps(
+            {
+                "v": _VERSION,
+                "stream": self.stream,
+                "created": self.created,
+                "seq": self.seq,
+                "worker": self.worker,
+                "commit": self.commit,
+            }
         )
 
     @classmethod
@@ -68,7 +53,7 @@ class Record:
         """Return the record in a message.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The message is not a record.
         """
         try:
             body = orjson.loads(stored.data)
@@ -79,18 +64,17 @@ class Record:
                     int(body["seq"]),
                     str(body["worker"]),
                     int(body["commit"]),
-                    stored.seq,
                 )
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
             pass
         raise ValueError(
-            f"stream {stored.stream!r}: message {stored.seq} on {stored.subject!r} is no position of a worker; nothing "
-            "else may be published there"
+            f"stream {stored.stream!r}: message {stored.seq} on {stored.subject!r} is not the position of a worker; nothing "
+            "else may be published on that subject"
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class RecordRetention:
     """How an output stream is asked to keep a record.
 
     Attributes:
@@ -102,14 +86,14 @@ class Keeping:
     never: bool
 
 
-def check_output(state: StreamState, subject: str, server_version: str, *, may_vanish: bool) -> Keeping:
+def check_output(state: StreamState, subject: str, server_version: str, *, may_vanish: bool) -> RecordRetention:
     """Refuse a stream that cannot hold outputs and the position of a worker.
 
     Args:
         state: The stream.
         subject: The subject of the position.
         server_version: The connected server's, for the error.
-        may_vanish: The caller knows that the stream's limits can remove the position.
+        may_vanish: The caller accepts that the stream's limits can remove the position.
 
     Raises:
         UnsupportedFeatureError: Its server is older than 2.12.1.
@@ -117,18 +101,9 @@ def check_output(state: StreamState, subject: str, server_version: str, *, may_v
     """
     config = state.config
     version = state.server_version or server_version
-    if not feature_table.ATOMIC.at(state.api_level):
-        raise feature_table.ATOMIC.unsupported(
-            server_version=version, api_level=state.api_level, detail="nothing was stored"
-        )
-    if version == _UNFENCED:
-        raise UnsupportedFeatureError(
-            f"exactly-once processing needs nats-server 2.12.1: {_UNFENCED} commits batches whose expectations do not "
-            "hold; nothing was stored",
-            feature=feature_table.ATOMIC.title,
-            required_api_level=feature_table.ATOMIC.api_level,
-            server_version=version,
-        )
+    if not ATOMIC.at(state.api_level):
+        raise ATOMIC.unsupported(server_version=version, api_level=state.api_level, detail="nothing was stored")
+    FENCED_BATCHES.check(version, "nothing was stored")
     never = bool(config.get("allow_msg_ttl"))
     diff: dict[str, tuple[Any, Any]] = {}
     advice: list[str] = []
@@ -145,22 +120,22 @@ def check_output(state: StreamState, subject: str, server_version: str, *, may_v
     if not may_vanish and (limits := _limits(config, never=never)):
         diff |= limits
         advice.append(
-            f"its limits ({', '.join(limits)}) can remove the position, after which a worker would begin anew: use a "
-            "stream without them (allow_msg_ttl exempts the position from max_age, discard 'new' from the others), or "
-            "say position_may_vanish=True"
+            f"its limits ({', '.join(limits)}) can remove the position, and a worker would then start from the reader's "
+            "start again: use a stream without them (allow_msg_ttl exempts the position from max_age, discard 'new' from "
+            "the others), or pass position_may_vanish=True"
         )
     if diff:
         raise StreamConfigMismatchError(
             f"stream {state.name!r} cannot hold outputs and the position of a worker: {'; '.join(advice)}", diff=diff
         )
-    return Keeping(
+    return RecordRetention(
         rollup=bool(config.get("allow_rollup_hdrs")) and not config.get("deny_purge"),
         never=never and int(config.get("max_age") or 0) > 0,
     )
 
 
 def _limits(config: Mapping[str, Any], *, never: bool) -> dict[str, tuple[Any, Any]]:
-    """Return what of a stream's configuration can remove the newest message of a subject."""
+    """Return the limits of a stream that can remove the newest message of a subject."""
     found: dict[str, tuple[Any, Any]] = {}
     retention = str(config.get("retention") or "limits")
     if retention != "limits":

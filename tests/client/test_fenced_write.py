@@ -1,0 +1,301 @@
+"""The fenced writer: what it stores is stored once, by one writer at a time, whatever becomes of the answers."""
+
+import asyncio
+import json
+import pickle
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import nats
+import nats.errors
+import pytest
+from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.client.context import Context
+from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError, store_once
+from jetstream_ext.client.retry import Retry
+from jetstream_ext.testing import Faults, NatsServer, ReferenceServer
+from jetstream_ext.testing.reference import Cut, Drop, Lose
+
+MakeStream = Callable[..., Awaitable[str]]
+
+
+def writer(js: JetStreamContext, stream: str, **options: Any) -> FencedWriter:
+    defaults: dict[str, Any] = {"name": "writer 'w'", "patience": 5.0, "timeout": 5.0}
+    return FencedWriter(Context(js), stream, f"{stream}.record", **{**defaults, **options})
+
+
+async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
+    return [message.data for message in await jsx.DirectGet(js, stream).scan().to_list()]
+
+
+@pytest.fixture
+async def stream(make_stream: MakeStream) -> str:
+    return await make_stream()
+
+
+async def test_messages_and_their_record_are_stored_together(js: JetStreamContext, stream: str, left: Any) -> None:
+    one = writer(js, stream)
+    assert await one.read() is None
+    ack = await one.store([(f"{stream}.a", b"1"), jsx.BatchMessage(f"{stream}.b", b"2")], b"two")
+    assert (ack.stream, ack.seq, ack.batch_size, one.fence) == (stream, 3, 3, 3)
+    assert (await one.store([], b"none")).seq == 4
+    record = await writer(js, stream).read()
+    assert record is not None
+    assert (record.seq, record.data) == (4, b"none")
+    assert await payloads(js, stream) == [b"1", b"2", b"two", b"none"]
+    await left.settled()
+
+
+@pytest.mark.parametrize("allow_atomic", [True, False])
+async def test_a_record_alone_needs_no_atomic_batches(
+    js: JetStreamContext, make_stream: MakeStream, allow_atomic: bool
+) -> None:
+    stream = await make_stream(allow_atomic=allow_atomic)
+    one = writer(js, stream)
+    assert [(await one.store([], b"%d" % i)).seq for i in range(3)] == [1, 2, 3]
+    if not allow_atomic:
+        with pytest.raises(errors.AtomicPublishDisabledError):
+            await one.store([(f"{stream}.a", b"")], b"4")
+        assert (await one.store([], b"4")).seq == 4
+
+
+@pytest.mark.parametrize("messages", [True, False])
+async def test_of_two_writers_the_one_that_stores_first_goes_on(
+    js: JetStreamContext, stream: str, messages: bool
+) -> None:
+    one, other = writer(js, stream), writer(js, stream)
+    await one.store([], b"start")
+    await other.read()
+    await one.store([(f"{stream}.a", b"mine")], b"one")
+    with pytest.raises(RecordMovedError, match="another writer") as caught:
+        await other.store([(f"{stream}.a", b"theirs")] if messages else [], b"other")
+    assert isinstance(caught.value, errors.FencedError)
+    assert (caught.value.seq, caught.value.record and caught.value.record.data) == (3, b"one")
+    assert pickle.loads(pickle.dumps(caught.value)).record == caught.value.record
+    assert await payloads(js, stream) == [b"start", b"mine", b"one"]
+    await other.read()
+    assert (await other.store([], b"other")).seq == 4
+
+
+async def test_a_writer_that_never_read_expects_no_record(js: JetStreamContext, stream: str) -> None:
+    await writer(js, stream).store([], b"there")
+    with pytest.raises(RecordMovedError):
+        await writer(js, stream).store([], b"new")
+
+
+async def test_a_record_that_was_removed(js: JetStreamContext, stream: str) -> None:
+    one = writer(js, stream)
+    await one.store([], b"1")
+    await js.purge_stream(stream)
+    with pytest.raises(RecordMovedError, match="was removed") as caught:
+        await one.store([], b"2")
+    assert (caught.value.record, caught.value.seq) == (None, None)
+    await one.read()
+    await one.store([], b"2")
+
+
+async def test_rollup_and_time_to_live(js: JetStreamContext, make_stream: MakeStream) -> None:
+    stream = await make_stream(allow_rollup_hdrs=True, max_age=3600)
+    one = writer(js, stream, rollup=True, msg_ttl=jsx.NEVER)
+    await one.store([], b"1")
+    await one.store([(f"{stream}.a", b"x")], b"2")
+    record = (await jsx.DirectGet(js, stream).scan().to_list())[-1]
+    assert await payloads(js, stream) == [b"x", b"2"]
+    assert (record.headers["Nats-TTL"], record.headers["Nats-Rollup"]) == ("never", "sub")
+
+
+async def test_a_refused_message_is_no_other_writer(js: JetStreamContext, stream: str) -> None:
+    one = writer(js, stream)
+    for bad, error in (
+        (jsx.BatchMessage(f"{stream}.a", expected_last_subject_seq=7), errors.WrongLastSequenceError),
+        (jsx.BatchMessage(f"{stream}.a", headers={"Nats-Expected-Last-Sequence": "7"}), errors.WrongLastSequenceError),
+        (jsx.BatchMessage(f"{stream}.a", stream="OTHER"), errors.StreamMismatchError),
+        (jsx.BatchMessage("a b"), errors.BadSubjectError),
+    ):
+        with pytest.raises(error) as caught:
+            await one.store([bad], b"1")
+        assert caught.value.__cause__ is None
+    assert (await one.store([(f"{stream}.a", b"")], b"1")).seq == 2
+
+
+async def test_the_stream_is_gone(js: JetStreamContext, stream: str) -> None:
+    one = writer(js, stream)
+    await js.delete_stream(stream)
+    with pytest.raises(NotFoundError):
+        await one.read()
+
+
+async def test_2_12_0_takes_records_alone_only() -> None:
+    async with NatsServer(version="2.12.0") as server:
+        nc = await nats.connect(server.url)
+        js = nc.jetstream()
+        await js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
+        one = writer(js, "S")
+        await one.store([], b"1")
+        with pytest.raises(errors.UnsupportedFeatureError, match=r"2\.12\.1"):
+            await one.store([("S.a", b"")], b"2")
+        assert (await js.stream_info("S")).state.messages == 1
+        await nc.close()
+
+
+# -- answers that are lost
+
+
+@asynccontextmanager
+async def faulty(faults: Faults) -> AsyncIterator[JetStreamContext]:
+    async def quiet(error: Exception) -> None:
+        pass
+
+    async with ReferenceServer(faults=faults) as server:
+        nc = await nats.connect(server.url, reconnect_time_wait=0.01, max_reconnect_attempts=-1, error_cb=quiet)
+        js = nc.jetstream(timeout=0.3)
+        while True:
+            try:
+                await js.add_stream(name="S", subjects=["S.>"], allow_atomic=True, allow_direct=True)
+                break
+            except (nats.errors.Error, TimeoutError):
+                await asyncio.sleep(0.01)
+        yield js
+        await nc.close()
+
+
+@pytest.mark.parametrize("messages", [[], [("S.a", b"x")], [("S.a", b"x")] * 3], ids=len)
+@pytest.mark.parametrize(
+    "fault", [Drop(kind="pub_ack"), Lose("S.>"), Lose("S.record"), Drop(kind="pub_ack", times=3)], ids=repr
+)
+async def test_an_answer_that_is_lost(fault: Any, messages: list[Any]) -> None:
+    faults = Faults()
+    async with faulty(faults) as js:
+        one = writer(js, "S", timeout=0.2)
+        await one.store([], b"0")
+        faults.add(fault)
+        for i in (1, 2):
+            ack = await one.store(messages, b"%d" % i)
+            assert ack.seq == one.fence == 1 + i * (len(messages) + 1)
+            assert ack.batch_size == len(messages) + 1
+        data = [data for _, data in messages]
+        assert await payloads(js, "S") == [b"0", *data, b"1", *data, b"2"]
+
+
+@pytest.mark.parametrize("messages", [[], [("S.a", b"x")]], ids=len)
+async def test_a_cancelled_store_is_found_by_the_next(messages: list[Any]) -> None:
+    faults = Faults()
+    async with faulty(faults) as js:
+        one = writer(js, "S", timeout=5)
+        await one.store([], b"0")
+        faults.add(Drop(kind="pub_ack"))
+        task = asyncio.ensure_future(one.store(messages, b"1"))
+        async with asyncio.timeout(5):
+            while (await js.stream_info("S")).state.messages < 2 + len(messages):
+                await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert one.fence == 1
+        assert (await one.store(messages, b"2")).seq == 3 + 2 * len(messages)
+        assert (await payloads(js, "S"))[-1] == b"2"
+
+
+async def test_errors_that_last_are_raised_in_time() -> None:
+    faults = Faults()
+    async with faulty(faults) as js:
+        one = writer(js, "S", timeout=0.1, patience=0.4)
+        faults.add(Lose("S.>", times=None))
+        async with asyncio.timeout(5):
+            with pytest.raises(nats.errors.TimeoutError):
+                await one.store([], b"1")
+            with pytest.raises(errors.BatchOutcomeUnknownError):
+                await one.store([("S.a", b"")], b"1")
+
+
+async def test_an_error_that_is_not_transient_here() -> None:
+    faults = Faults()
+    async with faulty(faults) as js:
+        one = writer(js, "S", timeout=0.1, transient=lambda error: False)
+        faults.add(Lose("S.>", times=None))
+        with pytest.raises(nats.errors.TimeoutError):
+            await one.store([], b"1")
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_competing_writers_over_a_bad_link(seed: int) -> None:
+    """Every writer stores numbered records, and re-reads when it is fenced: no gap, no repetition, no mixture."""
+    rng = random.Random(seed)
+    chance = rng.choice([0.05, 0.15, 0.3])
+    faults = Faults(
+        Drop(kind="pub_ack", times=None, chance=chance),
+        Lose("S.>", times=None, chance=chance),
+        Cut("S.>", times=2, chance=0.02),
+        seed=seed,
+    )
+    async with faulty(faults) as js:
+
+        async def work(who: int) -> None:
+            one = writer(js, "S", timeout=0.15, patience=30)
+            stores = 0
+            while stores < 6:
+                record = await one.read()
+                number = 0 if record is None else json.loads(record.data)["n"]
+                try:
+                    while stores < 6:
+                        number += 1
+                        count = rng.randrange(3)
+                        outputs = [("S.out", b"%d.%d" % (number, i)) for i in range(count)]
+                        await one.store(outputs, json.dumps({"n": number, "who": who, "count": count}).encode())
+                        stores += 1
+                except errors.FencedError:
+                    await asyncio.sleep(rng.random() * 0.02)
+
+        writers = rng.randint(1, 3)
+        await asyncio.gather(*(work(who) for who in range(writers)))
+        faults.rules.clear()
+        stored = await jsx.DirectGet(js, "S", timeout=5).scan().to_list()
+    number, outputs = 0, []
+    for message in stored:
+        if message.subject == "S.out":
+            outputs.append(message.data)
+            continue
+        number += 1
+        record = json.loads(message.data)
+        assert record["n"] == number
+        assert outputs == [b"%d.%d" % (number, i) for i in range(record["count"])]
+        outputs = []
+    assert (number, outputs) == (6 * writers, [])
+
+
+# -- the loop
+
+
+async def test_store_once_returns_what_was_found() -> None:
+    attempts = 0
+
+    async def attempt() -> str:
+        nonlocal attempts
+        attempts += 1
+        raise errors.BatchOutcomeUnknownError(str(attempts))
+
+    async def find_out(error: Exception) -> str:
+        if attempts < 3:
+            raise error
+        return "found"
+
+    assert await store_once(attempt, find_out, Retry(5, first_pause=0.001)) == "found"
+    assert attempts == 3
+
+
+async def test_store_once_raises_what_is_not_transient() -> None:
+    async def attempt() -> str:
+        raise errors.BatchOutcomeUnknownError
+
+    async def find_out(error: Exception) -> str:
+        raise ZeroDivisionError from error
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        await store_once(attempt, find_out, Retry(5))
+    assert isinstance(caught.value.__cause__, errors.BatchOutcomeUnknownError)

@@ -1,0 +1,257 @@
+"""What has to be asked about a commit without an answer, and what the answers prove."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.atomic_resolve import (
+    AskFence,
+    AskMessage,
+    AskRange,
+    AskState,
+    Commit,
+    NeverKnown,
+    NotYetKnown,
+    Pause,
+    Plan,
+    Question,
+    Search,
+    fence,
+    find_commit,
+    find_earlier,
+    reached,
+)
+from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.types import BatchAck, StoredMsg
+
+STATE = StreamState("S", "today", {"subjects": ["s.>"], "allow_direct": True}, last_seq=10, leader="A")
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def stored(seq: int, number: int = 0, batch: str = "b1", *, commit: bool = False) -> StoredMsg:
+    headers = {"Nats-Batch-Id": batch, "Nats-Batch-Sequence": str(number)} if number else {}
+    if commit:
+        headers["Nats-Batch-Commit"] = "1"
+    return StoredMsg(stream="S", subject="s.a", seq=seq, headers=headers)
+
+
+def refused(err_code: int, description: str = "no", stream: str = "S") -> tuple[bytes, bytes]:
+    body = {"error": {"code": 400, "err_code": err_code, "description": description}, "stream": stream, "seq": 0}
+    return b"", orjson.dumps(body)
+
+
+DROPPED = refused(10176)
+
+
+@dataclass
+class World:
+    """Answers every question; `moved` changes it before the n-th look at the stream."""
+
+    messages: dict[int, StoredMsg] = field(default_factory=dict)
+    state: StreamState | None = STATE
+    last: StoredMsg | None = None
+    session: int = 0
+    kill: tuple[bytes, bytes] = DROPPED
+    mark: tuple[bytes, bytes] = refused(10071, "wrong last sequence: 10")
+    moved: Callable[[int, World], None] = lambda look, world: None
+    asked: list[Question] = field(default_factory=list)
+    looks: int = 0
+
+    def answer(self, question: Question) -> Any:
+        self.asked.append(question)
+        match question:
+            case AskState():
+                self.looks += 1
+                self.moved(self.looks, self)
+                return self.state
+            case AskMessage(_, request) if "seq" in request:
+                return next((self.messages[seq] for seq in sorted(self.messages) if seq >= request["seq"]), None)
+            case AskMessage():
+                return self.last
+            case AskRange(_, search, options):
+                for seq in sorted(self.messages):
+                    if options.get("seq", 1) <= seq <= options.get("up_to_seq", seq):
+                        search.see(seq, self.messages[seq].headers)
+                return None
+            case AskFence():
+                return self.session, self.kill, self.mark
+            case Pause():
+                return None
+
+    def follow(self, plan: Plan) -> BatchAck | None:
+        answer: object = None
+        while True:
+            try:
+                question = plan.send(answer)
+            except StopIteration as verdict:
+                ack: BatchAck | None = verdict.value
+                return ack
+            answer = self.answer(question)
+
+
+def commit(**facts: Any) -> Commit:
+    return replace(Commit("b1", 3, 1, "s.a", STATE, 7, 0), **facts)
+
+
+def without(*seqs: int) -> dict[int, StoredMsg]:
+    return {seq: stored(seq) for seq in range(1, 11) if seq not in seqs}
+
+
+BATCH = {seq: stored(seq, number) for number, seq in enumerate((8, 9, 10), 1)}
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_batch_is_found_by_any_of_its_messages(direct: bool) -> None:
+    state = replace(STATE, config={**STATE.config, "allow_direct": direct})
+    for kept in BATCH:
+        world = World({**without(*BATCH), kept: BATCH[kept]}, state=state)
+        assert world.follow(find_commit(commit(opened=state))) == BatchAck("S", 10, "b1", 3)
+    assert any(isinstance(each, AskRange) for each in world.asked) is direct
+
+
+def test_the_last_message_of_the_last_subject_is_enough() -> None:
+    world = World(last=BATCH[10])
+    assert world.follow(find_commit(commit())) == BatchAck("S", 10, "b1", 3)
+    assert [type(each) for each in world.asked] == [AskState, AskMessage]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_stream_without_holes_proves_that_nothing_is_stored(direct: bool) -> None:
+    state = replace(STATE, config={**STATE.config, "allow_direct": direct})
+    assert World(without(), state=state).follow(find_commit(commit(opened=state))) is None
+    assert World(without(8, 9), state=state).follow(find_commit(commit(opened=state))) is None
+
+
+def test_the_leader_is_waited_for() -> None:
+    def moved(look: int, world: World) -> None:
+        world.state = replace(STATE, last_seq=min(10, 6 + look))
+
+    world = World(BATCH, moved=moved)
+    assert world.follow(find_commit(commit())) == BatchAck("S", 10, "b1", 3)
+    assert sum(isinstance(each, Pause) for each in world.asked) == 2
+
+
+def replace_leader(look: int, world: World) -> None:
+    world.state = replace(STATE, leader="A" if look == 1 else "B")
+
+
+def replace_leader_at_the_end(look: int, world: World) -> None:
+    world.state = replace(STATE, leader="A" if look < 3 else "B")
+
+
+def recreate(look: int, world: World) -> None:
+    world.state = replace(STATE, created="today" if look == 1 else "later")
+
+
+def lose_the_majority(look: int, world: World) -> None:
+    world.state = replace(STATE, leader_is_certain=look < 3)
+
+
+@pytest.mark.parametrize(
+    ("world", "facts", "verdict", "why"),
+    [
+        ({}, {"opened": None}, NeverKnown, "could not be looked up"),
+        ({"state": None}, {}, NeverKnown, "no longer exists"),
+        ({"moved": recreate}, {}, NeverKnown, "created again"),
+        ({"state": replace(STATE, last_seq=6)}, {}, NotYetKnown, "does not have the messages"),
+        ({"moved": replace_leader}, {}, NotYetKnown, "changed its leader"),
+        ({"moved": replace_leader_at_the_end}, {}, NotYetKnown, "majority"),
+        ({"moved": lose_the_majority}, {}, NotYetKnown, "majority"),
+        ({"mark": refused(10071, "wrong last sequence: 11")}, {}, NotYetKnown, "has not applied everything"),
+        (
+            {"mark": refused(10164), "state": replace(STATE, replicated=True)}, {}, NotYetKnown, "does not say how far",
+        ),
+        ({"kill": (b"NATS/1.0 503\r\n\r\n", b"")}, {}, NotYetKnown, "does not answer for the batch"),
+        ({"mark": (b"NATS/1.0 503\r\n\r\n", b"")}, {}, NotYetKnown, "does not answer for the batch"),
+        ({"kill": refused(10071)}, {}, NotYetKnown, "does not answer for the batch"),
+        ({"kill": (b"", b"")}, {}, NotYetKnown, "did not refuse"),
+        ({"kill": (b"", b'{"stream":"S","seq":7}')}, {}, NotYetKnown, "did not refuse"),
+        ({"mark": (b"", b"no JSON")}, {}, NotYetKnown, "malformed"),
+        ({"kill": refused(10176, stream="T")}, {}, NeverKnown, "belongs to stream 'T'"),
+        ({"messages": without(8, 9, 10)}, {}, NeverKnown, "removed"),
+        ({"session": 1}, {"staged": 0}, NeverKnown, "old one"),
+    ],
+)  # fmt: skip
+def test_what_leaves_the_outcome_open(
+    world: dict[str, Any], facts: dict[str, Any], verdict: type[Exception], why: str
+) -> None:
+    with pytest.raises(verdict, match=why):
+        World(**{"messages": without(), **world}).follow(find_commit(commit(**facts)))
+
+
+def test_a_replaced_connection_settles_what_the_server_had_acknowledged() -> None:
+    assert World(without(), session=1).follow(find_commit(commit(staged=1))) is None
+
+
+def test_an_earlier_batch_is_the_one_with_the_same_size_and_a_commit() -> None:
+    ending = stored(9, 3, commit=True)
+    assert World(last=ending).follow(find_earlier(commit(), NOW)) == BatchAck("S", 9, "b1", 3)
+    assert World({9: ending, 10: stored(10)}).follow(find_earlier(commit(), NOW)) == BatchAck("S", 9, "b1", 3)
+    for other in (stored(9, 3), stored(9, 2, commit=True), stored(9, 3, "b2", commit=True)):
+        assert World({9: other}, last=other).follow(find_earlier(commit(), NOW)) is None
+    assert World({9: ending}, state=None).follow(find_earlier(commit(), NOW)) is None
+    assert World({9: ending}).follow(find_earlier(commit(opened=None), NOW)) is None
+
+
+# -- the messages of a stream
+
+
+def header(batch: str, number: object) -> dict[str, str]:
+    return {h.BATCH_ID: batch, h.BATCH_SEQUENCE: str(number)}
+
+
+@given(st.data())
+def test_it_never_says_what_is_not_so(data: st.DataObject) -> None:
+    before, size, later = (data.draw(st.integers(low, 6)) for low in (0, 1, 0))
+    stored, interleaved = data.draw(st.booleans()), data.draw(st.booleans())
+    stream: list[dict[str, str]] = [{} for _ in range(before)]
+    for number in range(1, size + 1):
+        if stored:
+            stream.append(header("b", number))
+            if interleaved and data.draw(st.booleans()):
+                stream.append({})
+    stream += [data.draw(st.sampled_from([{}, header("c", 1), header("b", size + 1)])) for _ in range(later)]
+    kept = [data.draw(st.booleans()) for _ in stream]
+    after = data.draw(st.integers(0, before))
+    search = Search("b", size, after, contiguous=not interleaved)
+    for seq, (headers, there) in enumerate(zip(stream, kept, strict=True), 1):
+        if there and seq > after:
+            search.see(seq, headers)
+    search.skip(len(stream))
+    if search.last_seq is not None:
+        assert stored
+        if not interleaved:
+            assert search.last_seq == before + size
+    elif not search.room:
+        assert not stored
+
+
+def test_ids_that_only_look_right() -> None:
+    search = Search("b", 3, 0)
+    for seq, headers in enumerate([header("b", "x"), header("b", 0), header("b", 4), header("B", 1), {}], 1):
+        search.see(seq, headers)
+    assert (search.last_seq, search.room) == (None, False)
+
+
+def test_the_fence() -> None:
+    kill, mark = fence("b1", "S")
+    assert dict(h.parse_lines(kill)) == {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "0"}
+    assert dict(h.parse_lines(mark)) == {
+        "Nats-Expected-Stream": "S", "Nats-Expected-Last-Sequence": "9223372036854775807",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "seq"), [("wrong last sequence: 2022", 2022), ("wrong last sequence", None), ("", None), ("x: 7", None)]
+)
+def test_how_far_the_leader_is(text: str, seq: int | None) -> None:
+    assert reached(text) == seq
