@@ -1,6 +1,6 @@
-"""A bucket at a point in time, many keys at once, transactions: the worked example of ADR-31 and what comes after it.
+"""Read a bucket at a point in time, read many keys at once, and run transactions: the example of ADR-31, extended.
 
-Run it with ``python examples/key_value.py``; it starts a server of its own.
+Run it with ``python examples/key_value.py``. It starts its own server.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ def show(entries: dict[str, kvx.KeyValueEntry] | kvx.KeyValueSnapshot) -> None:
 async def points_in_time(js: JetStreamContext) -> None:
     # [bucket]
     kv = await js.create_key_value(bucket="USERS", history=2)
-    kv = await kvx.enable(kv)  # direct gets and atomic batches, which nats-py leaves off
+    kv = await kvx.enable(kv)  # turn on direct gets and atomic batches
     await kv.put("1234.name", b"Bob")  # revision 1
     await kv.put("1234.surname", b"Smith")  # revision 2
     await kv.put("1234.address", b"1 Main Street")  # revision 3
-    await kv.put("1234.address", b"10 Oak Lane")  # revision 4, on top of revision 3
+    await kv.put("1234.address", b"10 Oak Lane")  # revision 4 replaces revision 3
     # [now]
     now = await kvx.snapshot(kv, ["1234.>"])
     print("now:", now.revision)
@@ -37,13 +37,13 @@ async def points_in_time(js: JetStreamContext) -> None:
     just_before = await kvx.snapshot(kv, at=now.time - timedelta(microseconds=1))
     assert dict(just_before) == dict(then)
     # [gone]
-    await kv.put("1234.address", b"Elm Street 7")  # history is 2: revision 3 is gone
+    await kv.put("1234.address", b"Elm Street 7")  # the history keeps two revisions, so revision 3 is gone
     try:
         await kvx.snapshot(kv, ["1234.>"], at=3)
     except HistoryUnavailableError as error:
         print(error, error.keys)
     loose = await kvx.snapshot(kv, ["1234.>"], at=3, strict=False)
-    print("known still:", sorted(loose), "not known:", loose.unavailable)
+    print("found:", sorted(loose), "unavailable:", loose.unavailable)
     # [many]
     print("many:")
     show(await kvx.get_many(kv, ["1234.surname", "1234.phone", "1234.name"]))
@@ -74,10 +74,10 @@ async def transactions(js: JetStreamContext) -> None:
         return left
 
     orders = [kvx.retry_transaction(kv, lambda tx, n=n: sell(tx, f"order.{n}")) for n in range(2, 7)]
-    print("left after each:", sorted(await asyncio.gather(*orders), reverse=True))
+    print("stock after each sale:", sorted(await asyncio.gather(*orders), reverse=True))
     # [touch]
     revision = await kvx.touch(kv, "order.1", ttl=3600)
-    print("order.1 lives for an hour from revision", revision)
+    print("revision", revision, "of order.1 expires in an hour")
     # [end]
 
 
