@@ -1,4 +1,6 @@
-"""Everything modern NATS JetStream can do, for nats-py users."""
+"""Modern NATS JetStream for nats-py: direct get, atomic batches, fast ingest, TTLs and durable sourcing."""
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from jetstream_ext.client.advisories import AbandonedBatches, watch_abandoned
 from jetstream_ext.client.atomic import AtomicBatch, publish_atomic
@@ -29,6 +31,19 @@ from jetstream_ext.types import (
     IngestReport,
     StoredMsg,
 )
+
+__version__: str
+"""The installed version of ``nats-jetstream-ext``."""
+
+if not _TYPE_CHECKING:  # for a type checker, `__getattr__` would declare every name
+
+    def __getattr__(name: str) -> str:
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib.metadata import version
+
+        return version("nats-jetstream-ext")
+
 
 __all__ = [
     "NEVER",

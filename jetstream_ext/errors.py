@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree rooted in `nats.errors.Error`.
+"""The errors of this library, as one tree rooted in `nats.errors.Error`.
 
 ::
 
@@ -8,29 +8,29 @@
     ├─ MessageNotFoundError         a single get found nothing
     ├─ BadRequestError              the server refused a direct-get request
     ├─ TooManySubjectsError         ``multi_last`` matched too many subjects
-    ├─ ResponseError                a reply that breaks the protocol
-    ├─ MessagesLostError            a hole in a direct-get reply
-    │  └─ PositionLostError         what a log reader should read next is gone
-    ├─ StreamRecreatedError         a log reader's stream was deleted and made again
-    ├─ FencedError                  another reader or worker of the same name has gone on
+    ├─ ResponseError                a reply breaks the protocol
+    ├─ MessagesLostError            a direct-get reply has a gap
+    │  └─ PositionLostError         the next message of a log reader is no longer stored
+    ├─ StreamRecreatedError         the stream was deleted and created again
+    ├─ FencedError                  another reader or worker of the same name has stored a newer position
     ├─ RequestTimeoutError          no answer in time
     ├─ StreamConfigMismatchError    a stream exists with another configuration
-    ├─ HistoryUnavailableError      the past that was asked for is gone
-    ├─ BadSubjectError, BadHeaderError, MaxPayloadError   refused here, before anything was sent
-    ├─ IngestError                  `ingest` stopped; knows where, and what is stored
-    ├─ BatchError                   a batch that cannot go on; knows what was stored
-    │  ├─ BatchClosedError          used after its end
+    ├─ HistoryUnavailableError      the requested history is no longer stored
+    ├─ BadSubjectError, BadHeaderError, MaxPayloadError   refused before anything was sent
+    ├─ IngestError                  `ingest` stopped; says where, and what is stored
+    ├─ BatchError                   a batch has failed; says what is stored
+    │  ├─ BatchClosedError          the batch was used after its end
     │  ├─ EmptyBatchError           there is nothing to commit
-    │  ├─ BatchAbandonedError       the server or the connection gave the batch up
+    │  ├─ BatchAbandonedError       the server or the connection dropped the batch
     │  ├─ BatchGapError             messages of a fast batch were lost
     │  ├─ BatchOutcomeUnknownError  the answer was lost; the messages may be stored
-    │  └─ NoStreamError             no stream listens on the subject
-    └─ ServerError                  the server's own refusal: one class per error code
+    │  └─ NoStreamError             no stream stores the subject
+    └─ ServerError                  the server refused: one class per error code
        └─ KeyConflictError          a key is not at the revision that a key-value operation expected
 
-A server's refusal of a batch is its `ServerError` class and a `BatchError` at once, so that both
-``except WrongLastSequenceError`` and ``except BatchError`` see it and ``.outcome`` is always there.
-All of them can be pickled (Spark carries them from executor to driver), hashed, and built with no argument.
+A server's refusal of a batch is both its `ServerError` class and a `BatchError`: ``except WrongLastSequenceError`` and
+``except BatchError`` catch it, and it always has ``.outcome``. Every error can be pickled (Spark carries them from the
+executors to the driver), hashed, and constructed without arguments.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 
 class JetStreamExtError(nats.errors.Error):
-    """Root of every error this library raises on its own account."""
+    """Root of every error that this library defines."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message)
-        # nats-py's constructors do not pass the text on; without it a repr, and so a log line, would be empty.
+        # nats-py's constructors drop the text, which would leave the repr empty.
         self.args: tuple[Any, ...] = (message,) if message else ()
         self.message = message
 
@@ -59,7 +59,7 @@ class JetStreamExtError(nats.errors.Error):
     def __str__(self) -> str:
         return self.message or type(self).__name__
 
-    # By identity, as every exception; nats-py's API errors compare fields, and have no hash.
+    # By identity: nats-py's API errors compare fields and have no hash.
     @override
     def __eq__(self, other: object) -> bool:
         return object.__eq__(self, other)
@@ -70,7 +70,7 @@ class JetStreamExtError(nats.errors.Error):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        # An exception's own pickling forgets the cause.
+        # BaseException's pickling drops the cause.
         state = dict(self.__dict__)
         if self.__cause__ is not None:
             state["__cause__"] = self.__cause__
@@ -78,12 +78,12 @@ class JetStreamExtError(nats.errors.Error):
 
 
 class UnsupportedFeatureError(JetStreamExtError):
-    """The connected server does not know the feature.
+    """The server is too old for the feature.
 
     Attributes:
-        feature: What was asked for, in the words of the documentation.
-        required_api_level: The JetStream API level that has it (`None`: it predates levels).
-        server_version: The version of the connected server, where known.
+        feature: The feature's name in the documentation's feature table.
+        required_api_level: The JetStream API level that has it (None: it is older than levels).
+        server_version: The server's version, if known.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class UnsupportedFeatureError(JetStreamExtError):
 
 
 class RequestTimeoutError(JetStreamExtError, nats.errors.TimeoutError):
-    """No answer came in time."""
+    """No answer arrived in time."""
 
 
 class StreamConfigMismatchError(JetStreamExtError):
@@ -120,7 +120,7 @@ def _fill_api_error(
     description: str,
     stream: str | None,
 ) -> None:
-    """Set the fields that a handler of nats-py's API errors reads; its constructor would replace the exception's args."""
+    """Set the fields of nats-py's API errors; its constructor would replace the exception's args."""
     error.code = code
     error.err_code = err_code
     error.description = description
@@ -129,7 +129,7 @@ def _fill_api_error(
 
 
 class DirectGetDisabledError(JetStreamExtError):
-    """Nobody answers direct gets for the stream: it lacks ``allow_direct``, or it does not exist."""
+    """No server answers direct gets for the stream: it lacks ``allow_direct``, or it does not exist."""
 
     def __init__(self, message: str = "", *, stream: str = "") -> None:
         super().__init__(message)
@@ -137,7 +137,7 @@ class DirectGetDisabledError(JetStreamExtError):
 
 
 class MessageNotFoundError(JetStreamExtError, nats.js.errors.NotFoundError):
-    """A single get found no message. A replica may lag: ask with ``min_seq`` when that matters."""
+    """A single get found no message. The replica that answered may lag: pass ``min_seq`` to exclude that."""
 
     def __init__(self, message: str = "", *, stream: str = "", code: int = 404) -> None:
         JetStreamExtError.__init__(self, message)
@@ -145,7 +145,7 @@ class MessageNotFoundError(JetStreamExtError, nats.js.errors.NotFoundError):
 
 
 class BadRequestError(JetStreamExtError, nats.js.errors.BadRequestError):
-    """The server refused a direct-get request (status 408) and said why in ``description``."""
+    """The server refused a direct-get request (status 408); ``description`` is the server's reason."""
 
     def __init__(self, message: str = "", *, description: str = "", stream: str = "", code: int = 408) -> None:
         JetStreamExtError.__init__(self, message or description)
@@ -153,11 +153,11 @@ class BadRequestError(JetStreamExtError, nats.js.errors.BadRequestError):
 
 
 class TooManySubjectsError(JetStreamExtError):
-    """A ``multi_last`` matched more subjects than the server answers at once (status 413; 1024 by default)."""
+    """A ``multi_last`` matched more subjects than the server allows in one answer (status 413; 1024 by default)."""
 
 
 class ResponseError(JetStreamExtError):
-    """A reply broke the protocol. ``frame`` holds (a bounded part of) its bytes."""
+    """A reply breaks the protocol. ``frame`` holds its first 1024 bytes."""
 
     def __init__(self, message: str = "", *, frame: bytes = b"") -> None:
         super().__init__(message)
@@ -165,11 +165,11 @@ class ResponseError(JetStreamExtError):
 
 
 class MessagesLostError(JetStreamExtError):
-    """A direct-get reply had a hole: messages were dropped between the server and here.
+    """A direct-get reply has a gap: messages were lost between the server and this client.
 
     Attributes:
-        expected: The stream sequence the reply should have continued from.
-        got: The stream sequence it named instead.
+        expected: The stream sequence that the reply had to continue from.
+        got: The stream sequence that it named instead.
     """
 
     def __init__(self, message: str = "", *, expected: int | None = None, got: int | None = None) -> None:
@@ -179,10 +179,10 @@ class MessagesLostError(JetStreamExtError):
 
 
 class PositionLostError(MessagesLostError):
-    """What a log reader should read next is no longer stored: purged, expired, or lost with the stream's end.
+    """The next message of a log reader is no longer stored: it was purged, expired, or lost with the end of the stream.
 
-    ``expected`` is the reader's position. ``got`` is where the stream begins now (or one more than its last sequence,
-    where that is before the position): `LogReader.seek` there to go on without what is gone.
+    ``expected`` is the reader's position. ``got`` is the first sequence of the stream now, or the one after its last if
+    the stream ends before the position. `LogReader.seek` to ``got`` skips the missing messages.
 
     Attributes:
         stream: The stream.
@@ -196,12 +196,12 @@ class PositionLostError(MessagesLostError):
 
 
 class StreamRecreatedError(JetStreamExtError):
-    """A stream is not the one that a position belongs to: it was deleted and made again, and sequences began anew.
+    """The stream was deleted and created again, so that a position in the earlier stream is void.
 
     Attributes:
         stream: The stream.
-        expected: When the position's stream was created, in the server's words.
-        found: When the stream of that name was created that there is now.
+        expected: The creation time of the stream that the position belongs to, as the server writes it.
+        found: The creation time of the stream that exists now.
     """
 
     def __init__(self, message: str = "", *, stream: str = "", expected: str = "", found: str = "") -> None:
@@ -212,11 +212,11 @@ class StreamRecreatedError(JetStreamExtError):
 
 
 class FencedError(JetStreamExtError):
-    """Another reader, worker or Spark query of the same name has gone on; this one must stop, and can store nothing more.
+    """Another reader, worker or Spark query of the same name has stored a newer position; this one must stop.
 
     Attributes:
-        name: The name that both have.
-        seq: The position that the other one has stored, where there is one.
+        name: The name that both use.
+        seq: The position that the other one has stored, if known.
     """
 
     def __init__(self, message: str = "", *, name: str = "", seq: int | None = None) -> None:
@@ -226,7 +226,7 @@ class FencedError(JetStreamExtError):
 
 
 class HistoryUnavailableError(JetStreamExtError):
-    """The past that was asked for is no longer held. ``keys`` names what cannot be known."""
+    """The requested history is no longer stored. ``keys`` are the keys whose past value is unknown."""
 
     def __init__(self, message: str = "", *, keys: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -237,11 +237,11 @@ Outcome = Literal["not_stored", "partial", "stored", "unknown"]
 
 
 class BadSubjectError(JetStreamExtError, nats.errors.BadSubjectError, ValueError):
-    """A subject (or stream name) that may not be published to; nothing was sent."""
+    """A subject or name is invalid; nothing was sent."""
 
 
 class BadHeaderError(JetStreamExtError, nats.errors.BadHeaderError, ValueError):
-    """A header that would break the message apart, or that the library sets itself; nothing was sent."""
+    """A header is invalid, or one that only the library may set; nothing was sent."""
 
 
 class MaxPayloadError(JetStreamExtError, nats.errors.MaxPayloadError, ValueError):
@@ -249,13 +249,13 @@ class MaxPayloadError(JetStreamExtError, nats.errors.MaxPayloadError, ValueError
 
 
 class IngestError(JetStreamExtError):
-    """An `ingest` stopped. What stopped it is the cause; everything before ``index`` is stored.
+    """An `ingest` stopped. Every message before ``index`` is stored; the error's cause says why it stopped.
 
     Attributes:
-        index: The place in the source, from 0, of the first message that is not known to be stored. If the cause is the
-            message itself, this is it, and nothing after it is stored.
-        subject: That message's subject, if it was taken from the source.
-        report: What was done until then.
+        index: The zero-based position in the source of the first message that is not known to be stored. If that
+            message itself is the cause, no message after it is stored.
+        subject: The subject of that message, if it was taken from the source.
+        report: The report up to then.
     """
 
     def __init__(
@@ -268,14 +268,14 @@ class IngestError(JetStreamExtError):
 
 
 class BatchError(JetStreamExtError):
-    """A batch cannot go on.
+    """A batch has failed.
 
     Attributes:
         batch_id: The batch.
-        sent: How many of its messages were handed to the connection.
-        acked: The highest batch sequence the server acknowledged.
+        sent: The number of its messages that were handed to the connection.
+        acked: The highest batch sequence that the server acknowledged.
         outcome: ``"not_stored"``, ``"partial"``, ``"stored"`` or ``"unknown"``.
-        ack: The server's final word on the batch, where there was one.
+        ack: The server's final ack of the batch, if there was one.
     """
 
     def __init__(
@@ -305,15 +305,15 @@ class EmptyBatchError(BatchError):
 
 
 class BatchAbandonedError(BatchError):
-    """The batch was given up: the connection was lost, or the server forgot it."""
+    """The batch was dropped: the connection was lost, or the server no longer knows the batch."""
 
 
 class BatchGapError(BatchError):
     """Messages of a fast batch never reached the stream.
 
     Attributes:
-        first_lost: The first batch sequence that was lost.
-        last_lost: The last one.
+        first_lost: The first lost batch sequence.
+        last_lost: The last lost batch sequence.
     """
 
     def __init__(self, message: str = "", *, first_lost: int = 0, last_lost: int = 0, **batch: Any) -> None:
@@ -323,17 +323,17 @@ class BatchGapError(BatchError):
 
 
 class BatchOutcomeUnknownError(BatchError):
-    """The answer was lost: the messages may or may not be stored. Never treat it as a failure."""
+    """The answer was lost: the messages may or may not be stored. Do not treat this as a failure."""
 
 
 class NoStreamError(BatchError, nats.js.errors.NoStreamResponseError):
-    """No stream listens on the subject, or its leader is away (status 503)."""
+    """No stream stores the subject, or its leader is away (status 503)."""
 
 
 class ErrorCode(enum.IntEnum):
-    """The servers' error numbers (``err_code``) that this library knows; `SERVER_ERRORS` has the class of each.
+    """The server error codes (``err_code``) that this library knows; `SERVER_ERRORS` maps them to classes.
 
-    Codes of the ADR drafts (10203-10206 for fast ingest) mean other things on released servers and are absent.
+    The codes of the ADR drafts for fast ingest (10203-10206) are absent: released servers use them for other errors.
     """
 
     ACCOUNT_RESOURCES_EXCEEDED = 10002
@@ -379,17 +379,26 @@ class ErrorCode(enum.IntEnum):
     FAST_TOO_MANY_INFLIGHT = 10211
 
 
+SERVER_ERRORS: Final[dict[int, type[ServerError]]] = {}
+"""The class of each error code that has one."""
+
+
 class ServerError(JetStreamExtError, nats.js.errors.APIError):
-    """The server refused, with an error code of its own.
+    """The server refused a request or message.
 
     Attributes:
         code: The HTTP-like status (400, 412, 429, 500, 503 …).
-        err_code: The server's own number for the error.
+        err_code: The server's error code.
         description: The server's text.
         retryable: Whether the same call may succeed later, unchanged.
     """
 
     retryable: ClassVar[bool] = False
+
+    @override
+    def __init_subclass__(cls, codes: tuple[int, ...] = ()) -> None:
+        super().__init_subclass__()
+        SERVER_ERRORS.update(dict.fromkeys(codes, cls))
 
     def __init__(
         self,
@@ -400,7 +409,7 @@ class ServerError(JetStreamExtError, nats.js.errors.APIError):
         description: str = "",
         **batch: Any,
     ) -> None:
-        # Cooperative: a leaf that is a BatchError too takes the batch's fields on the way up.
+        # A subclass that is also a BatchError passes the batch's fields to its constructor.
         super().__init__(message or description, **batch)
         _fill_api_error(self, code=code, err_code=err_code, description=description or message, stream=None)
 
@@ -411,19 +420,21 @@ class ServerError(JetStreamExtError, nats.js.errors.APIError):
 
 
 class BatchServerError(ServerError, BatchError):
-    """A refusal of a batch whose code has no class of its own here."""
+    """The server refused a batch with an error code that has no class of its own."""
 
 
-class WrongLastSequenceError(BatchServerError):
-    """10071, 10164: the stream or the subject moved on since the expected sequence."""
+class WrongLastSequenceError(
+    BatchServerError, codes=(ErrorCode.WRONG_LAST_SEQUENCE, ErrorCode.WRONG_LAST_SEQUENCE_CONSTANT)
+):
+    """10071, 10164: the stream or the subject has a newer message than the expected sequence."""
 
 
 class KeyConflictError(WrongLastSequenceError, nats.js.errors.KeyWrongLastSequenceError):
     """A key is not at the revision that an operation expected; nothing was written.
 
     Attributes:
-        keys: The keys in conflict; none where only the bucket as a whole is known to have moved on.
-        stale_read: Whether a transaction had read one of them before it changed, so that it can be run again.
+        keys: The keys in conflict; empty if only a newer revision of the bucket is known.
+        stale_read: Whether a transaction had read one of the keys before it changed, so that it can be run again.
     """
 
     def __init__(
@@ -438,149 +449,121 @@ class KeyConflictError(WrongLastSequenceError, nats.js.errors.KeyWrongLastSequen
         return JetStreamExtError.__str__(self)
 
 
-class StreamMismatchError(BatchServerError):
-    """10060: the subject belongs to another stream than expected."""
+class StreamMismatchError(BatchServerError, codes=(ErrorCode.STREAM_MISMATCH,)):
+    """10060: another stream than the expected one stores the subject."""
 
 
-class MessageTooLargeError(BatchServerError):
+class MessageTooLargeError(BatchServerError, codes=(ErrorCode.MESSAGE_TOO_LARGE,)):
     """10054: the message is larger than the stream's ``max_msg_size``."""
 
 
-class MessageTTLInvalidError(BatchServerError):
-    """10165: the time to live cannot be parsed, or is under a second."""
+class MessageTTLInvalidError(BatchServerError, codes=(ErrorCode.MESSAGE_TTL_INVALID,)):
+    """10165: the message's TTL is malformed or under 1 s."""
 
 
-class MessageTTLDisabledError(BatchServerError):
+class MessageTTLDisabledError(BatchServerError, codes=(ErrorCode.MESSAGE_TTL_DISABLED,)):
     """10166: the stream lacks ``allow_msg_ttl``."""
 
 
-class TooManyRequestsError(BatchServerError):
+class TooManyRequestsError(BatchServerError, codes=(ErrorCode.TOO_MANY_REQUESTS,)):
     """10167: the stream's ingest queue is full; the message was dropped."""
 
     retryable = True
 
 
-class AtomicPublishDisabledError(BatchServerError):
+class AtomicPublishDisabledError(BatchServerError, codes=(ErrorCode.ATOMIC_DISABLED,)):
     """10174: the stream lacks ``allow_atomic``."""
 
 
-class AtomicPublishMissingSequenceError(BatchServerError):
-    """10175: a batch message came without a valid sequence."""
+class AtomicPublishMissingSequenceError(BatchServerError, codes=(ErrorCode.ATOMIC_MISSING_SEQUENCE,)):
+    """10175: a message of the batch has no valid sequence."""
 
 
-class AtomicPublishIncompleteError(BatchServerError):
-    """10176: the batch has a hole, or the server no longer knows it."""
+class AtomicPublishIncompleteError(BatchServerError, codes=(ErrorCode.ATOMIC_INCOMPLETE,)):
+    """10176: the batch has a gap, or the server no longer knows it."""
 
 
-class AtomicPublishUnsupportedHeaderError(BatchServerError):
-    """10177: a header that may not be used inside an atomic batch."""
+class AtomicPublishUnsupportedHeaderError(BatchServerError, codes=(ErrorCode.ATOMIC_UNSUPPORTED_HEADER,)):
+    """10177: a message has a header that atomic batches must not use."""
 
 
-class AtomicPublishInvalidBatchIDError(BatchServerError):
+class AtomicPublishInvalidBatchIDError(BatchServerError, codes=(ErrorCode.ATOMIC_INVALID_BATCH_ID,)):
     """10179: the batch id is too long."""
 
 
-class RequiredApiLevelError(BatchServerError):
-    """10185: the server is older than the API level that the request asks for."""
+class RequiredApiLevelError(BatchServerError, codes=(ErrorCode.REQUIRED_API_LEVEL,)):
+    """10185: the server's API level is lower than the request requires."""
 
 
-class AtomicPublishMirrorError(BatchServerError):
+class AtomicPublishMirrorError(BatchServerError, codes=(ErrorCode.ATOMIC_MIRROR,)):
     """10198: a mirror cannot take atomic batches."""
 
 
-class AtomicPublishTooLargeError(BatchServerError):
+class AtomicPublishTooLargeError(BatchServerError, codes=(ErrorCode.ATOMIC_TOO_LARGE,)):
     """10199: the batch has more messages than the server allows (1000 by default)."""
 
 
-class AtomicPublishInvalidCommitError(BatchServerError):
-    """10200: the server does not know this way to commit."""
+class AtomicPublishInvalidCommitError(BatchServerError, codes=(ErrorCode.ATOMIC_INVALID_COMMIT,)):
+    """10200: the server does not know the value of the commit header."""
 
 
-class AtomicPublishDuplicateMessageIDError(BatchServerError):
-    """10201: a message id is in the stream's duplicate window, or twice in the batch."""
+class AtomicPublishDuplicateMessageIDError(BatchServerError, codes=(ErrorCode.ATOMIC_DUPLICATE_MESSAGE_ID,)):
+    """10201: a message id is in the stream's duplicate window, or occurs twice in the batch."""
 
 
-class ConsumerInvalidResetError(ServerError, nats.js.errors.ConsumerInvalidResetError):
+class ConsumerInvalidResetError(
+    ServerError, nats.js.errors.ConsumerInvalidResetError, codes=(ErrorCode.CONSUMER_INVALID_RESET,)
+):
     """10204: the consumer's deliver policy forbids this reset."""
 
 
-class FastPublishDisabledError(BatchServerError):
+class FastPublishDisabledError(BatchServerError, codes=(ErrorCode.FAST_DISABLED,)):
     """10205: the stream lacks ``allow_batched``."""
 
 
-class FastPublishInvalidPatternError(BatchServerError):
+class FastPublishInvalidPatternError(BatchServerError, codes=(ErrorCode.FAST_INVALID_PATTERN,)):
     """10206: the reply subject of a fast-ingest message is malformed."""
 
 
-class FastPublishInvalidBatchIDError(BatchServerError):
+class FastPublishInvalidBatchIDError(BatchServerError, codes=(ErrorCode.FAST_INVALID_BATCH_ID,)):
     """10207: the batch id is too long."""
 
 
-class FastPublishUnknownBatchError(BatchServerError):
-    """10208: the server does not know the batch (any more)."""
+class FastPublishUnknownBatchError(BatchServerError, codes=(ErrorCode.FAST_UNKNOWN_BATCH,)):
+    """10208: the server does not know the batch, or no longer does."""
 
 
-class FastPublishMirrorError(BatchServerError):
+class FastPublishMirrorError(BatchServerError, codes=(ErrorCode.FAST_MIRROR,)):
     """10209: a mirror cannot take fast ingest."""
 
 
-class AtomicPublishTooManyInflightError(BatchServerError):
+class AtomicPublishTooManyInflightError(BatchServerError, codes=(ErrorCode.ATOMIC_TOO_MANY_INFLIGHT,)):
     """10210: too many atomic batches are open on the stream or the server."""
 
     retryable = True
 
 
-class FastPublishTooManyInflightError(BatchServerError):
+class FastPublishTooManyInflightError(BatchServerError, codes=(ErrorCode.FAST_TOO_MANY_INFLIGHT,)):
     """10211: too many fast batches are open on the stream or the server."""
 
     retryable = True
 
 
-SERVER_ERRORS: Final[dict[int, type[ServerError]]] = {
-    ErrorCode.MESSAGE_TOO_LARGE: MessageTooLargeError,
-    ErrorCode.STREAM_MISMATCH: StreamMismatchError,
-    ErrorCode.WRONG_LAST_SEQUENCE: WrongLastSequenceError,
-    ErrorCode.WRONG_LAST_SEQUENCE_CONSTANT: WrongLastSequenceError,
-    ErrorCode.MESSAGE_TTL_INVALID: MessageTTLInvalidError,
-    ErrorCode.MESSAGE_TTL_DISABLED: MessageTTLDisabledError,
-    ErrorCode.TOO_MANY_REQUESTS: TooManyRequestsError,
-    ErrorCode.ATOMIC_DISABLED: AtomicPublishDisabledError,
-    ErrorCode.ATOMIC_MISSING_SEQUENCE: AtomicPublishMissingSequenceError,
-    ErrorCode.ATOMIC_INCOMPLETE: AtomicPublishIncompleteError,
-    ErrorCode.ATOMIC_UNSUPPORTED_HEADER: AtomicPublishUnsupportedHeaderError,
-    ErrorCode.ATOMIC_INVALID_BATCH_ID: AtomicPublishInvalidBatchIDError,
-    ErrorCode.REQUIRED_API_LEVEL: RequiredApiLevelError,
-    ErrorCode.ATOMIC_MIRROR: AtomicPublishMirrorError,
-    ErrorCode.ATOMIC_TOO_LARGE: AtomicPublishTooLargeError,
-    ErrorCode.ATOMIC_INVALID_COMMIT: AtomicPublishInvalidCommitError,
-    ErrorCode.ATOMIC_DUPLICATE_MESSAGE_ID: AtomicPublishDuplicateMessageIDError,
-    ErrorCode.CONSUMER_INVALID_RESET: ConsumerInvalidResetError,
-    ErrorCode.FAST_DISABLED: FastPublishDisabledError,
-    ErrorCode.FAST_INVALID_PATTERN: FastPublishInvalidPatternError,
-    ErrorCode.FAST_INVALID_BATCH_ID: FastPublishInvalidBatchIDError,
-    ErrorCode.FAST_UNKNOWN_BATCH: FastPublishUnknownBatchError,
-    ErrorCode.FAST_MIRROR: FastPublishMirrorError,
-    ErrorCode.ATOMIC_TOO_MANY_INFLIGHT: AtomicPublishTooManyInflightError,
-    ErrorCode.FAST_TOO_MANY_INFLIGHT: FastPublishTooManyInflightError,
-}
-"""The class of each error code that has one."""
-
-
 def server_error(
     *, code: int | None = None, err_code: int | None = None, description: str = "", message: str = ""
 ) -> ServerError:
-    """Build the error for a server's refusal; an unknown code gives a plain `ServerError`."""
+    """Return the error for a server's refusal; an unknown code gives a plain `ServerError`."""
     cls = SERVER_ERRORS.get(err_code or 0, ServerError)
     return cls(message, code=code, err_code=err_code, description=description)
 
 
 def batch_refusal(error: ServerError, message: str, **batch: Any) -> BatchServerError:
-    """Return `error` as a `BatchError` too, with what is known of the batch (the keywords of `BatchError`)."""
+    """Return `error` as a `BatchServerError` with the batch's fields (the keywords of `BatchError`)."""
     cls = type(error) if isinstance(error, BatchServerError) else BatchServerError
     return cls(message, code=error.code, err_code=error.err_code, description=error.description or "", **batch)
 
 
-# In the order of the tree, which is the order of the reference.
+# In the order of the tree, which is also the order of the reference documentation.
 __all__ = [  # noqa: RUF022
     "Outcome",
     "JetStreamExtError",

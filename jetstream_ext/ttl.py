@@ -1,4 +1,4 @@
-"""Per-message time to live and delete markers (ADR-43) for nats-py's own calls."""
+"""Message TTLs and delete markers (ADR-43) for nats-py's own calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jetstream_ext.protocol.options import ttl_value
 from jetstream_ext.types import NEVER, TTL
 
 _MARKER_REASON: Final = "Nats-Marker-Reason"
-# The ADR's first draft; no released server writes or reads these two.
+# From the ADR's first draft: no released server writes or reads these two.
 _DRAFT_MARKER_REASON: Final = "Nats-Applied-Limit"
 _DRAFT_NO_EXPIRE: Final = "Nats-No-Expire"
 
@@ -24,25 +24,25 @@ _Config = TypeVar("_Config", StreamConfig, KeyValueConfig)
 def ttl_headers(
     ttl: TTL, headers: Mapping[str, str] | None = None, *, dialect: Literal["2.14", "draft"] = "2.14"
 ) -> dict[str, str]:
-    """Return `headers` with a time to live, for nats-py's ``js.publish(subject, payload, headers=...)``.
+    """Return `headers` with a TTL, for nats-py's ``js.publish(subject, payload, headers=...)``.
 
-    ADR-43, Per-Message TTL. nats-py's own ``msg_ttl=`` cannot say "never", and turns half a second into the 0 that
-    servers refuse.
+    ADR-43, Per-Message TTL. nats-py's own ``msg_ttl=`` has no "never", and turns half a second into 0, which servers
+    refuse.
 
     Args:
-        ttl: Whole seconds from 1 to 100 years, a timedelta of such, or `NEVER`. The shorter of it and the stream's
-            ``max_age`` counts; `NEVER` outlives ``max_age``.
+        ttl: Whole seconds from 1 to 100 years, a timedelta of whole seconds, or `NEVER`. A message expires after its
+            TTL or the stream's ``max_age``, whichever is shorter; `NEVER` overrides ``max_age``.
         headers: The message's other headers; copied, not changed.
-        dialect: ``"draft"`` writes `NEVER` as the ADR's first draft did (``Nats-No-Expire: 1``), which every released
-            server stores and ignores; ``ReferenceServer(dialect="draft")`` honours it.
+        dialect: ``"draft"`` writes `NEVER` as the ADR's first draft does (``Nats-No-Expire: 1``). Every released
+            server ignores that header; ``ReferenceServer(dialect="draft")`` honours it.
 
     Returns:
         A new dict.
 
     Raises:
-        ValueError: `ttl` is out of range or a fraction of a second, or there is no such dialect.
+        ValueError: `ttl` is out of range or has a fraction of a second, or the dialect is unknown.
         TypeError: `ttl` is not a number, timedelta or `NEVER`.
-        BadHeaderError: `headers` has a time to live already, or what no message can carry.
+        BadHeaderError: `headers` already has a TTL, or an invalid header.
 
     Requires: nats-server 2.11 and ``allow_msg_ttl`` on the stream (else error 10166). A 2.10 server stores the header
         and never expires the message: see `features`.
@@ -56,13 +56,13 @@ def ttl_headers(
     if ttl is NEVER and dialect == "draft":
         name, value = _DRAFT_NO_EXPIRE, "1"
     if name in result or h.MSG_TTL in result:
-        raise BadHeaderError("the headers have a time to live already")
+        raise BadHeaderError(f"the headers already have a TTL ({name} or {h.MSG_TTL})")
     result[name] = value
     return result
 
 
 def marker_reason(headers: Mapping[str, str] | None) -> str | None:
-    """Return why the server put this message in place of a removed one, or None for any other message.
+    """Return why the server wrote this delete marker, or None for any other message.
 
     ADR-43, Limit Tombstones.
 
@@ -70,8 +70,8 @@ def marker_reason(headers: Mapping[str, str] | None) -> str | None:
         headers: The headers of a received or stored message, as nats-py or `StoredMsg` has them.
 
     Returns:
-        ``"MaxAge"`` for a message whose ``max_age`` or own TTL ended, which is the only reason that released servers
-        give; whatever else the header says otherwise.
+        The reason as the server writes it. Released servers write only ``"MaxAge"``: the last message of the subject
+        expired by ``max_age`` or its own TTL.
 
     Requires: nats-server 2.11 and ``subject_delete_marker_ttl`` on the stream.
     """
@@ -82,28 +82,28 @@ def marker_reason(headers: Mapping[str, str] | None) -> str | None:
 
 
 def with_ttl(config: _Config, *, marker_ttl: float | timedelta | None = None) -> _Config:
-    """Return a stream's or bucket's configuration that allows times to live, and delete markers if asked.
+    """Return the configuration of a stream or bucket with message TTLs enabled, and optionally delete markers.
 
-    ADR-43, Stream Configuration. For ``js.add_stream``, `ensure_stream` and ``js.create_key_value``. The options that
-    servers turn on silently together with markers are written out, so that what is asked for is what comes back.
+    ADR-43, Stream Configuration. For ``js.add_stream``, `ensure_stream` and ``js.create_key_value``. The result also
+    sets the options that servers silently enable together with markers.
 
     Args:
-        config: nats-py's ``StreamConfig`` or ``KeyValueConfig``; copied, not changed. (nats-py's buckets allow times
-            to live in any case.)
-        marker_ttl: How long a delete marker stays: whole seconds from 1, or a timedelta; None is no markers. With
-            markers, no message of the stream lives shorter than this, unless ``max_msgs_per_subject`` is 1.
+        config: nats-py's ``StreamConfig`` or ``KeyValueConfig``; copied, not changed. (nats-py's buckets always allow
+            TTLs.)
+        marker_ttl: The TTL of delete markers: whole seconds from 1 up, or a timedelta; None is no markers. With
+            markers, every message of the stream lives at least this long, unless ``max_msgs_per_subject`` is 1.
 
     Raises:
-        ValueError: `marker_ttl` is out of range; or markers on a mirror, or with ``deny_purge``; or times to live on
-            a counter stream: servers refuse or silently change those.
-        TypeError: `config` or `marker_ttl` is something else.
+        ValueError: `marker_ttl` is out of range, or servers refuse or silently change the combination: markers on a
+            mirror or with ``deny_purge``, or TTLs on a counter stream.
+        TypeError: `config` or `marker_ttl` has the wrong type.
 
-    Requires: nats-server 2.11; a 2.10 server drops both options silently (`ensure_stream` notices).
+    Requires: nats-server 2.11. A 2.10 server drops both options silently, which `ensure_stream` reports.
     """
     seconds: int | None = None
     if marker_ttl is not None:
         if marker_ttl is NEVER:
-            raise ValueError("a delete marker's TTL must end: servers know no marker that stays for ever")
+            raise ValueError("marker_ttl must be finite: servers have no delete markers without expiry")
         seconds = int(ttl_value(marker_ttl))
     if isinstance(config, KeyValueConfig):
         return config if seconds is None else config.evolve(limit_marker_ttl=seconds)
@@ -114,9 +114,9 @@ def with_ttl(config: _Config, *, marker_ttl: float | timedelta | None = None) ->
     if seconds is None:
         return config.evolve(allow_msg_ttl=True)
     if config.mirror is not None:
-        raise ValueError("a mirror cannot have delete markers of its own; it copies its origin's")
+        raise ValueError("a mirror cannot have a marker_ttl: it copies the delete markers of its origin")
     if config.deny_purge:
-        raise ValueError("delete markers need purges: deny_purge cannot be set with marker_ttl")
+        raise ValueError("marker_ttl and deny_purge exclude each other: delete markers need purges")
     return config.evolve(
         allow_msg_ttl=True, allow_rollup_hdrs=True, deny_purge=False, subject_delete_marker_ttl=float(seconds)
     )

@@ -1,4 +1,4 @@
-"""The values that go in and come out: frozen, slotted, picklable, and hashable where their fields are."""
+"""The values that calls take and return: frozen, slotted, picklable, and hashable if their fields are."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class _Never(enum.Enum):
 
 
 NEVER: Final = _Never.NEVER
-"""A time to live without end (``Nats-TTL: never``)."""
+"""A message TTL that never expires (``Nats-TTL: never``)."""
 
 TTL = int | float | timedelta | _Never
-"""A time to live: whole seconds from 1, a `timedelta` of whole seconds, or `NEVER`."""
+"""A message TTL: whole seconds from 1 up, a `timedelta` of whole seconds, or `NEVER`."""
 
 
 class GapMode(enum.StrEnum):
-    """What a fast batch does when messages are lost on their way to the stream."""
+    """What a fast batch does after messages are lost on their way to the stream."""
 
     OK = "ok"
-    """Report the gap and go on."""
+    """Report the gap and continue."""
     FAIL = "fail"
     """End the batch."""
 
@@ -47,7 +47,7 @@ class EndReason(enum.StrEnum):
 
 
 class PublishOptions(TypedDict, total=False):
-    """The keywords that every publishing call takes; `BatchMessage` says what they are."""
+    """The keyword arguments of every publishing call; see `BatchMessage`."""
 
     headers: Mapping[str, str] | None
     msg_ttl: TTL | None
@@ -63,15 +63,15 @@ class BatchMessage:
     """One message of a batch, with the options of `AtomicBatch.add` and `FastPublisher.add`.
 
     Args:
-        subject: Where it is stored; no wildcards, spaces or control characters.
-        payload: Its bytes; empty is an ordinary message.
-        headers: Names and values; copied, never changed.
-        msg_ttl: Time to live: whole seconds, a timedelta, or `NEVER` (ADR-43; server 2.11, stream ``allow_msg_ttl``).
+        subject: Its subject, without wildcards, white space and control characters.
+        payload: Its payload; may be empty.
+        headers: Its headers; copied, never changed.
+        msg_ttl: Its TTL: whole seconds, a timedelta, or `NEVER` (ADR-43; server 2.11, stream ``allow_msg_ttl``).
         msg_id: ``Nats-Msg-Id`` for the stream's duplicate window.
         stream: ``Nats-Expected-Stream``.
         expected_last_seq: ``Nats-Expected-Last-Sequence``.
         expected_last_subject_seq: ``Nats-Expected-Last-Subject-Sequence``.
-        expected_last_subject: ``Nats-Expected-Last-Subject-Sequence-Subject``; goes with the one before.
+        expected_last_subject: ``Nats-Expected-Last-Subject-Sequence-Subject``; needs `expected_last_subject_seq`.
     """
 
     subject: str
@@ -85,26 +85,26 @@ class BatchMessage:
     expected_last_subject: str | None = None
 
     def __post_init__(self) -> None:
-        if type(self.headers) is dict:  # what else there is may know more than names and values; sending copies it
+        if type(self.headers) is dict:  # sending copies other mappings: copying could drop what a subclass adds
             object.__setattr__(self, "headers", self.headers.copy())
 
 
 Entry = tuple[str, bytes] | tuple[str, bytes, Mapping[str, str]] | BatchMessage
-"""What a bulk is made of: ``(subject, payload)``, ``(subject, payload, headers)`` or a `BatchMessage`. The first is the
-fastest: a tuple costs a tenth of an object."""
+"""A message of a bulk: ``(subject, payload)``, ``(subject, payload, headers)`` or a `BatchMessage`. A tuple costs a
+tenth of an object."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchAck:
-    """The server's final word on a batch.
+    """The server's final ack of a batch.
 
     Attributes:
         stream: The stream that stored it.
-        seq: Stream sequence of its last stored message (0: none).
+        seq: The stream sequence of its last stored message (0: none).
         batch_id: The batch.
-        batch_size: For an atomic batch the messages stored; for a fast one the highest *batch sequence* that the
-            server moved to, which counts lost, refused and duplicate messages too (ADR-50).
-        domain: The JetStream domain, where there is one.
+        batch_size: For an atomic batch, the number of stored messages. For a fast batch, the highest *batch sequence*
+            that the server processed, which includes lost, refused and duplicate messages (ADR-50).
+        domain: The JetStream domain, if there is one.
         val: The counter's value on counter streams (ADR-49).
     """
 
@@ -118,14 +118,15 @@ class BatchAck:
 
 @dataclass(frozen=True, slots=True)
 class AbandonedBatch:
-    """A server gave an atomic batch up; nothing of it is stored.
+    """A server dropped an atomic batch; nothing of the batch is stored.
 
     Attributes:
-        stream: The stream that it was for.
+        stream: The stream that it was published to.
         batch_id: The batch.
         reason: ``"timeout"`` (idle for 10 s), ``"large"`` (too many messages), ``"incomplete"`` (a message is missing)
-            or ``"unsupported"`` (it asked for a newer server; 2.14 and later say so). Newer servers may have others.
-        time: When (aware, UTC).
+            or ``"unsupported"`` (it requires a newer server; announced by 2.14 and later). Newer servers may add
+            reasons.
+        time: When the server dropped it (aware, UTC).
     """
 
     stream: str
@@ -136,7 +137,7 @@ class AbandonedBatch:
 
 @dataclass(frozen=True, slots=True)
 class FastPubAck:
-    """Where a fast batch stands: ``batch_seq`` was just sent, everything to ``ack_seq`` is acknowledged."""
+    """The state of a fast batch: ``batch_seq`` was sent last; everything up to ``ack_seq`` is acknowledged."""
 
     batch_seq: int
     ack_seq: int
@@ -144,7 +145,7 @@ class FastPubAck:
 
 @dataclass(frozen=True, slots=True)
 class BatchFlowAck:
-    """Everything up to batch sequence ``seq`` is dealt with; the next ack comes ``msgs`` messages later."""
+    """The server processed everything up to batch sequence ``seq``; the next ack comes ``msgs`` messages later."""
 
     seq: int
     msgs: int
@@ -165,7 +166,7 @@ class BatchFlowGap:
 
 @dataclass(frozen=True, slots=True)
 class BatchFlowError:
-    """The message with batch sequence ``seq`` was refused."""
+    """The server refused the message with batch sequence ``seq``."""
 
     seq: int
     error: ServerError
@@ -173,10 +174,10 @@ class BatchFlowError:
 
 @dataclass(frozen=True, slots=True)
 class InDoubt:
-    """Nobody knows of the batch sequences ``first … last``: what the server said of them went with the connection.
+    """The outcome of the batch sequences ``first … last`` is unknown: the server's answers were lost with the connection.
 
-    They were sent before the connection was lost. The server had taken in everything up to ``last``, so they are
-    stored, unless it refused one or reported it lost in an answer that nobody received.
+    The messages were sent before the connection was lost, and the server processed everything up to ``last``. Each of
+    them is stored unless the server refused it or reported it lost in an answer that did not arrive.
     """
 
     first: int
@@ -185,12 +186,12 @@ class InDoubt:
 
 @dataclass(frozen=True, slots=True)
 class IngestProgress:
-    """How far an `ingest` is.
+    """The progress of an `ingest`.
 
     Attributes:
-        stored: Messages of the source that are known to be in the stream.
-        rate: Of them, how many per second since the last report.
-        window: Messages that were taken from the source and are not known to be stored yet.
+        stored: The number of messages of the source that are known to be stored.
+        rate: Messages stored per second since the last report.
+        window: The number of messages that were taken from the source and are not known to be stored yet.
     """
 
     stored: int
@@ -200,17 +201,17 @@ class IngestProgress:
 
 @dataclass(frozen=True, slots=True)
 class IngestReport:
-    """What an `ingest` did.
+    """The result of an `ingest`.
 
     Attributes:
-        stored: Messages of the source that are in the stream: the first ``stored`` ones, each once. With message ids of
-            the caller's own this counts those that the stream had before, too: a server skips a message whose id it
-            knows and acknowledges it as it does the others.
-        duplicates: Messages that were sent again and turned out to be stored the first time: what would be in the
-            stream twice without message ids.
-        resent: Messages that were sent again, because the batch they were sent in ended before they were acknowledged.
-        batches: Fast batches that the server opened.
-        seconds: How long it took.
+        stored: The number of messages of the source that are stored: the first ``stored`` ones, each once. With the
+            caller's own message ids this includes messages that the stream had before: the server skips and
+            acknowledges a message whose id it knows.
+        duplicates: The number of messages that were sent again although the first attempt had stored them. Without
+            message ids, the stream would hold them twice.
+        resent: The number of messages that were sent again because their batch ended before they were acknowledged.
+        batches: The number of fast batches that the server opened.
+        seconds: The duration.
     """
 
     stored: int
@@ -225,21 +226,20 @@ _new = object.__new__
 
 @final
 class StoredMsg:
-    """A message as the stream holds it.
+    """A message as the stream stores it.
 
-    Headers and times are decoded when they are first asked for: a bulk read that only wants payloads does not pay
-    for them.
+    Headers and times are decoded on access, so that a bulk read of payloads does not pay for them.
 
     Attributes:
         stream: The stream that answered (a mirror answers with its own name).
         subject: Its subject.
         seq: Its stream sequence.
-        data: Its payload; empty for markers and empty messages.
-        headers: The stored headers, without those the server adds to a reply.
+        data: Its payload; empty for delete markers.
+        headers: The stored headers, without those that the server adds to a reply.
         time: When it was stored (aware, UTC, microseconds).
-        time_ns: The same in nanoseconds since the epoch.
-        num_pending: How many matching messages follow it, where the reply said so.
-        last_seq: The sequence of the message before it in the same reply, where the reply said so.
+        time_ns: When it was stored, in nanoseconds since the epoch.
+        num_pending: The number of matching messages after it, if the reply has it.
+        last_seq: The sequence of the message before it in the same reply, if the reply has it.
     """
 
     __slots__ = (
@@ -268,7 +268,7 @@ class StoredMsg:
         last_seq: int | None = None,
     ) -> None:
         self._lines: list[bytes] | None = None
-        self._header_size = 0  # over 0: a message from the wire, cut up when it is asked for
+        self._header_size = 0  # over 0: a message from the wire, decoded on access
         self._stream = stream
         self._subject = subject
         self._seq = seq
@@ -280,7 +280,7 @@ class StoredMsg:
 
     @classmethod
     def from_wire(cls, stream: str, seq: int, body: bytes, header_size: int) -> StoredMsg:
-        """Make a message of what a batched direct-get reply has: the header block and the payload in one piece."""
+        """Return the message of a batched direct-get reply; `body` is its header block and its payload."""
         self = _new(cls)
         self._stream = stream
         self._seq = seq
@@ -327,14 +327,13 @@ class StoredMsg:
     @property
     def time(self) -> datetime:  # noqa: D102
         if self._header_size:
-            # Six times as fast as by way of nanoseconds, and it cuts off the same digits.
+            # Six times as fast as through nanoseconds, and truncates the same digits.
             text = _headers.line_value(self._row()[_headers.ROW_TIME]).decode("ascii", "replace")
             try:
                 if text.endswith("Z"):
                     return datetime.fromisoformat(text)
             except ValueError:
-                pass
-            # Not as servers write it; what follows says so.
+                pass  # `time_ns` raises the error
         return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=self.time_ns // 1000)
 
     @property

@@ -1,6 +1,7 @@
 """Who may import what, and what `import jetstream_ext` offers."""
 
 import ast
+import importlib.metadata
 import subprocess
 import sys
 import types
@@ -202,3 +203,9 @@ def test_public_classes_say_what_they_are() -> None:
         assert thing.__doc__
         assert thing.__module__.startswith("jetstream_ext.")
         assert thing.__name__ == name
+
+
+def test_the_version_is_that_of_the_installed_distribution() -> None:
+    assert jetstream_ext.__version__ == importlib.metadata.version("nats-jetstream-ext")
+    with pytest.raises(AttributeError, match="no attribute 'absent'"):
+        jetstream_ext.absent  # type: ignore[attr-defined]  # noqa: B018

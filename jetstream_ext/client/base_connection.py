@@ -1,6 +1,6 @@
-"""What both accesses to a client connection share: inbox subscriptions, bounded waits, and the connection's state.
+"""Access to a user's connection: inbox subscriptions, writing, bounded waits, and the connection's state.
 
-`connection.Connection` works through nats-py's internals, `fallback.FallbackConnection` through its public interface.
+`connection.Connection` uses nats-py's internals, `fallback.FallbackConnection` only its public interface.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from nats.aio.subscription import Subscription
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.frames import Frame
 
-# A handler does not suspend, so a CancelledError from one belongs to something that the handler looked at.
+# Handlers never suspend: a CancelledError out of one is not the cancellation of the task that calls it.
 _HANDLER_FAILURES = (Exception, asyncio.CancelledError)
-# nats-py has no event for a connection that is closed or connected again: seconds between two looks.
-_STATE_POLL: Final = 0.05
+# Seconds; nats-py has no event for a connection that is closed or connected again.
+STATE_POLL: Final = 0.05
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class InboxHandler:
-    """Receives what is delivered to one inbox subscription. All are called on the loop and must not block or raise."""
+    """The callbacks of one inbox subscription. They are called on the loop and must not block or raise."""
 
     frames: Callable[[list[Frame]], None]
-    """Receive delivered messages, in order."""
+    """Takes delivered messages, in order."""
     disconnected: Callable[[], None]
-    """The connection is lost: what was sent may be lost, and what was asked may never be answered."""
+    """The connection is lost, perhaps with messages that were sent and answers that were on their way."""
     reconnected: Callable[[], None] | None = None
-    """There is a new connection; the subscription is on it, and what was not yet sent is on its way."""
+    """nats-py is connected again; it has restored the subscription and written its buffer."""
 
 
 class InboxSubscription:
-    """A subscription on an inbox of its own that delivers to an `InboxHandler`. Close it with `close`."""
+    """A subscription that delivers to an `InboxHandler` until `close`."""
 
     def __init__(self, drop: Callable[[Subscription], None], subject: str) -> None:
         self.subject = subject
@@ -49,14 +49,14 @@ class InboxSubscription:
         self._drop = drop
 
     def close(self) -> None:
-        """Drop the subscription. Never suspends; safe to call twice and on a closed connection."""
+        """Unsubscribe. Never suspends; safe to call twice and on a closed connection."""
         subscription, self.subscription = self.subscription, None
         if subscription is not None:
             self._drop(subscription)
 
 
 async def unsubscribe(subscription: Subscription) -> None:
-    """End a subscription through nats-py's public interface; a subscription of a closed connection has ended."""
+    """Unsubscribe through nats-py's public interface; a subscription of a closed connection has already ended."""
     with contextlib.suppress(
         nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError, nats.errors.BadSubscriptionError
     ):
@@ -64,36 +64,31 @@ async def unsubscribe(subscription: Subscription) -> None:
 
 
 def notify_disconnected(handlers: Iterable[InboxHandler | None]) -> None:
-    """Tell all handlers that the connection is lost; handlers may be added and removed meanwhile."""
+    """Call ``disconnected`` of every handler; the callbacks may add and remove handlers."""
     for handler in list(handlers):
         if handler is not None:
             call_handler(handler.disconnected)
 
 
 def notify_reconnected(handlers: Iterable[InboxHandler | None]) -> None:
-    """Tell the handlers that want to know that there is a new connection."""
+    """Call ``reconnected`` of every handler that has one."""
     for handler in list(handlers):
         if handler is not None and handler.reconnected is not None:
             call_handler(handler.reconnected)
 
 
 def call_handler(handler: Callable[..., None], *arguments: object) -> None:
-    """Call a handler and report what it raises: an exception would end nats-py's read loop silently."""
+    """Call a handler and report its exception to the loop: raised, it would end nats-py's read loop silently."""
     try:
         handler(*arguments)
     except _HANDLER_FAILURES as error:
         asyncio.get_running_loop().call_exception_handler(
-            {"message": "jetstream_ext could not process what the server sent", "exception": error}
+            {"message": "jetstream_ext could not process a message of the server", "exception": error}
         )
 
 
 class BaseConnection(ABC):
-    """Access to a user's connection.
-
-    Args:
-        nc: The user's connection.
-        server_info: Returns the ``INFO`` of the server it is connected to.
-    """
+    """Access to the connection `nc`; `server_info` returns the ``INFO`` of the connected server."""
 
     def __init__(self, nc: Client, server_info: Callable[[], Mapping[str, Any]]) -> None:
         self.nc = nc
@@ -102,45 +97,36 @@ class BaseConnection(ABC):
     # -- subscribing and writing ----------------------------------------------------------------------------------
 
     @abstractmethod
-    async def inbox(self, handler: InboxHandler, *, tail: str = "", timeout: float) -> InboxSubscription:
-        """Subscribe `handler` to a new inbox; `tail` is added to the subject that is subscribed.
-
-        Raises:
-            RequestTimeoutError: nats-py did not take the subscription within `timeout` seconds.
-            ConnectionClosedError: nats-py's: the connection is closed, or was closed meanwhile.
+    async def inbox(
+        self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
+    ) -> InboxSubscription:
+        """Subscribe `handler` to `subject` (default: a new inbox) with `tail` appended, within `timeout` seconds.
 
         Cancellation: Nothing is subscribed.
         """
 
     @abstractmethod
     def drop(self, subscription: Subscription) -> None:
-        """Unsubscribe without suspending, so that no cancellation can come in between."""
+        """Unsubscribe without suspending, so that no cancellation can interrupt it."""
 
     @abstractmethod
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
-        """Append encoded commands to nats-py's buffer in one piece.
-
-        Raises:
-            ConnectionClosedError, ConnectionDrainingError, ConnectionReconnectingError: Nothing was written.
-        """
+        """Append encoded commands to nats-py's buffer, or raise as `check_usable` does and write nothing."""
 
     @abstractmethod
     async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
-        """Write as `write_nowait` does, then wait while the buffer is over nats-py's own limit.
+        """Call `write_nowait`, then wait for up to `timeout` seconds while the buffer is over nats-py's own limit.
 
-        Raises:
-            RequestTimeoutError: The server did not read for `timeout` seconds; the bytes stay in the buffer.
-
-        Cancellation: The bytes are in the buffer before the first suspension: everything is written.
+        Cancellation: Everything is written: the bytes are in the buffer before the first suspension.
         """
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
     async def bounded(self, operation: Coroutine[Any, Any, _T], timeout: float, what: str) -> _T:
-        """Await an operation of nats-py, for no longer than `timeout` seconds and the life of the connection.
+        """Await an operation of nats-py until `timeout` seconds have passed or the connection is closed.
 
         nats-py's own waits (subscribe, flush, request) have no bound, and some swallow a cancellation. The operation
-        runs in a task of its own that is cancelled when this call ends first.
+        therefore runs in its own task, which is cancelled if this call ends first.
 
         Args:
             operation: A coroutine of nats-py.
@@ -148,20 +134,17 @@ class BaseConnection(ABC):
             what: What is awaited, for the error: "the answer to …".
 
         Raises:
-            RequestTimeoutError: The time is over.
-            ConnectionClosedError: nats-py's: the connection is closed, or was closed meanwhile.
-            Exception: What the operation raises.
-
-        Cancellation: The operation is cancelled.
+            RequestTimeoutError: The operation did not end in time.
+            ConnectionClosedError: nats-py's: the connection is closed.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         task = loop.create_task(operation)
-        task.add_done_callback(_mark_retrieved)
+        task.add_done_callback(mark_retrieved)
         try:
             while True:
                 remaining = deadline - loop.time()
-                done, _ = await asyncio.wait({task}, timeout=max(0.0, min(remaining, _STATE_POLL)))
+                done, _ = await asyncio.wait({task}, timeout=max(0.0, min(remaining, STATE_POLL)))
                 if done:
                     return task.result()
                 if self.closed:
@@ -172,13 +155,7 @@ class BaseConnection(ABC):
             task.cancel()
 
     async def request(self, subject: str, payload: bytes, timeout: float) -> Msg:
-        """Send a request and return the answer.
-
-        Raises:
-            RequestTimeoutError: No answer within `timeout` seconds.
-            NoRespondersError: nats-py's: nothing is subscribed to the subject.
-            ConnectionClosedError, ConnectionDrainingError: nats-py's.
-        """
+        """Send a request and return the answer, or raise RequestTimeoutError after `timeout` seconds."""
         what = f"the answer on {subject}"
         try:
             return await self.bounded(self.nc.request(subject, payload, timeout=timeout), timeout, what)
@@ -186,12 +163,7 @@ class BaseConnection(ABC):
             raise RequestTimeoutError(f"{what} did not come within {timeout:.4g} s") from None
 
     async def wait_usable(self, timeout: float) -> None:
-        """Wait until the connection is back.
-
-        Raises:
-            RequestTimeoutError: It was not within `timeout` seconds.
-            ConnectionClosedError: nats-py's: it is closed.
-        """
+        """Wait until the connection is usable, or raise RequestTimeoutError or nats-py's ConnectionClosedError."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while not self.usable:
@@ -206,12 +178,12 @@ class BaseConnection(ABC):
 
     @property
     def usable(self) -> bool:
-        """Whether what is written now can reach the server."""
+        """Whether bytes written now can reach the server."""
         return bool(self.nc.is_connected) and not self.nc.is_draining_pubs
 
     @property
     def closed(self) -> bool:
-        """Whether the connection is closed for good."""
+        """Whether the connection is closed."""
         return bool(self.nc.is_closed)
 
     @property
@@ -254,7 +226,7 @@ class BaseConnection(ABC):
             raise nats.errors.ConnectionDrainingError
 
     def check_usable(self) -> None:
-        """Raise nats-py's own error unless what is written now can reach the server."""
+        """Raise nats-py's own error unless bytes written now can reach the server."""
         if self.usable:
             return
         if self.nc.is_closed:
@@ -264,7 +236,8 @@ class BaseConnection(ABC):
         raise nats.errors.ConnectionReconnectingError
 
 
-def _mark_retrieved(task: asyncio.Task[Any]) -> None:
-    # asyncio warns of an exception that nobody looked at; the caller of an abandoned operation has its own error.
+def mark_retrieved(task: asyncio.Task[Any]) -> None:
+    """Mark a task's exception as seen."""
+    # Without this, asyncio logs the exception of an operation whose caller has already raised another error.
     if not task.cancelled():
         task.exception()

@@ -13,15 +13,13 @@ _Result = TypeVar("_Result")
 async def gather_bounded(
     work: Callable[[_Item], Awaitable[_Result]], items: Iterable[_Item], *, limit: int
 ) -> list[_Result]:
-    """Await `work` of every item, at most `limit` at a time, and return the results in the order of the items.
+    """Await ``work(item)`` for every item, at most `limit` at a time; return the results in the order of the items.
 
-    The first failure cancels the rest and is raised as it is.
-
-    Cancellation: All of them are cancelled and have ended when this returns.
+    The first failure or a cancellation cancels all of them, and they have ended when this returns.
     """
-    waiting = list(items)
-    results: list[_Result | None] = [None] * len(waiting)
-    remaining = iter(enumerate(waiting))
+    todo = list(items)
+    results: list[_Result | None] = [None] * len(todo)
+    remaining = iter(enumerate(todo))
 
     async def worker() -> None:
         for index, item in remaining:
@@ -29,8 +27,8 @@ async def gather_bounded(
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(limit, len(waiting))):
+            for _ in range(min(limit, len(todo))):
                 group.create_task(worker())
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
-    return results  # type: ignore[return-value]  # every place is filled once the group has ended
+    return results  # type: ignore[return-value]  # complete once the group has ended

@@ -1,16 +1,16 @@
-"""The one context to nats-py's internals; every other module goes through it.
+"""The access to nats-py's internals; no other module touches them.
 
-Three things nats-py cannot do through its public face, and how they are done here on the user's own connection
-(so that TLS, authentication, reconnects and limits stay nats-py's):
+nats-py's public interface lacks three things. They are added here on the user's own connection, so that TLS,
+authentication, reconnects and limits stay nats-py's:
 
-* **Reading in bulk.** `Connection` stands in front of the connection's parser: `Parser.parse` of this one instance is
-  replaced, which is where nats-py's read loop hands over what came from the socket. Frames of our subscriptions are
-  cut out as bytes; everything else reaches nats-py's parser untouched and in order.
-* **Writing in bulk.** A window's commands are appended to nats-py's own write buffer in one piece, under its limits.
-* **Noticing at once that the connection is lost**: the end of nats-py's reader task.
+* **Reading in bulk.** nats-py's read loop passes bytes from the socket to `Parser.parse`. `Connection` replaces that
+  method on the connection's own parser: it cuts out the frames of our subscriptions as bytes and passes everything
+  else on, untouched and in order.
+* **Writing in bulk.** The commands of a window are appended to nats-py's write buffer in one piece, under its limits.
+* **Detecting a lost connection at once**: at the end of nats-py's reader task.
 
-If a future nats-py has other internals, `FallbackConnection` does the same work through public subscriptions and
-`publish`, more slowly, and warns once. `base_connection` has the interface of both.
+If nats-py has other internals, `FallbackConnection` does the same through public subscriptions and `publish`, more
+slowly, and warns once. `base_connection` defines the interface of both.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _MAX_CONTROL_LINE = 4096
 _USABLE = frozenset({Client.CONNECTED, Client.DRAINING_SUBS})
 
 _Line = tuple[InboxHandler | None, bytes, int, int, int]
-"""What a control line says, and its own length: who takes the message, its subject, its header size, its whole size."""
+"""A parsed control line: the handler, the subject, the header size, the total size, and the length of the line."""
 
 
 class Connection(BaseConnection):
-    """The fast road: nats-py's parser and write buffer, directly."""
+    """Reads from nats-py's parser and writes to its buffer directly."""
 
     _CLOSED_SIDS_KEPT = 64
-    _KNOWN_LIMIT = 4096
+    _CACHE_LIMIT = 4096
 
     def __init__(self, nc: Client) -> None:
         super().__init__(nc, lambda: _server_info(nc))
@@ -62,31 +62,33 @@ class Connection(BaseConnection):
         self._closed_sids: deque[bytes] = deque()
         self._buffer: bytearray = nc._ps.buf
         self._needed = 0
-        # Control lines of our messages that were read before, and how long the newest was, its end included.
-        self._known: dict[bytes, _Line] = {}
-        self._width = 1
-        self._watched: asyncio.Task[Any] | None = None
+        # Parsed control lines of our messages, and the length of the newest, with its CRLF.
+        self._parsed_lines: dict[bytes, _Line] = {}
+        self._line_length = 1
+        self._watched_reader: asyncio.Task[Any] | None = None
         self._connection_lost = False
 
     @property
     def usable(self) -> bool:
-        """Whether what is written now can reach the server it is meant for."""
-        return self.nc._status in _USABLE  # asked for every message
+        """As `BaseConnection.usable`, cheaper: it is checked for every message."""
+        return self.nc._status in _USABLE
 
     # -- subscriptions ------------------------------------------------------------------------------------------
 
-    async def inbox(self, handler: InboxHandler, *, tail: str = "", timeout: float) -> InboxSubscription:
-        """As `BaseConnection.inbox`, without ever suspending."""
+    async def inbox(
+        self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
+    ) -> InboxSubscription:
+        """As `BaseConnection.inbox`; it never suspends."""
         nc = self.nc
         self.check_subscribable()
-        self._watch()
-        inbox = InboxSubscription(self.drop, nc.new_inbox())
+        self._watch_reader()
+        inbox = InboxSubscription(self.drop, subject or nc.new_inbox())
         nc._sid += 1
-        # As nats-py's `subscribe` does it, which would also wait for the flusher, without a limit.
+        # The same as nats-py's `subscribe`, which also waits for the flusher without a bound.
         subscription = inbox.subscription = Subscription(nc, nc._sid, inbox.subject + tail)
         nc._subs[subscription._id] = subscription
         self._handlers[b"%d" % subscription._id] = handler
-        if nc.is_connected:  # else nats-py sends it when it is connected again
+        if nc.is_connected:  # otherwise nats-py subscribes when it is connected again
             self._append(b"SUB %b  %d\r\n" % (subscription._subject.encode(), subscription._id))
         return inbox
 
@@ -100,9 +102,9 @@ class Connection(BaseConnection):
             subscription._stop_processing()
             if self.usable:
                 self._append(b"UNSUB %b\r\n" % sid)
-        # Late frames of a reply that was left early are thrown away here, not parsed by nats-py one by one.
+        # `_cut` discards late frames of this subscription; nats-py would parse them one by one.
         self._handlers[sid] = None
-        self._known.clear()
+        self._parsed_lines.clear()
         self._closed_sids.append(sid)
         if len(self._closed_sids) > self._CLOSED_SIDS_KEPT:
             self._handlers.pop(self._closed_sids.popleft(), None)
@@ -122,7 +124,7 @@ class Connection(BaseConnection):
         nc._pending_data_size += len(data)
         queue = nc._flush_queue
         assert queue is not None
-        if queue.empty():  # nats-py's flusher takes all that is pending; one call is enough
+        if queue.empty():  # nats-py's flusher writes the whole buffer; one wake-up is enough
             queue.put_nowait(asyncio.get_running_loop().create_future())
 
     async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
@@ -134,35 +136,35 @@ class Connection(BaseConnection):
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _watch_reader(self) -> None:
         task = self.nc._reading_task
-        if task is not None and task is not self._watched:
-            self._watched = task
+        if task is not None and task is not self._watched_reader:
+            self._watched_reader = task
             task.add_done_callback(self._reader_ended)
 
     def _reader_ended(self, task: asyncio.Task[Any]) -> None:
-        if task is self._watched:
-            self._watched = None
+        if task is self._watched_reader:
+            self._watched_reader = None
         self._connection_lost = True
         notify_disconnected(self._handlers.values())
 
     async def parse(self, data: bytes = b"") -> None:
-        """Stand in for `Parser.parse`: cut out the frames of our subscriptions, pass on the rest."""
+        """Replace `Parser.parse`: cut out the frames of our subscriptions and pass on the rest."""
         parser = self._parser
         buffer = parser.buf
         if buffer is not self._buffer:  # the parser was reset: a new connection
             self._buffer = buffer
             self._needed = 0
-            self._watch()
+            self._watch_reader()
         if self._connection_lost and self.nc.is_connected:
-            # The answer to the ping that nats-py sends when it has subscribed again and written what was pending.
+            # The first data is the answer to a ping, which nats-py sends after the subscriptions and its buffer.
             self._connection_lost = False
             notify_reconnected(self._handlers.values())
         if not self._handlers:
             await self._parse(data)
             return
         if parser.state != _AWAITING_CONTROL_LINE:
-            # nats-py is inside a message that is not ours; let it have the rest of it.
+            # nats-py is inside a message that is not ours; pass it the rest.
             rest = parser.needed + 2 - len(buffer)
             head, data = data[:rest], data[rest:]
             await self._parse(head)
@@ -171,28 +173,28 @@ class Connection(BaseConnection):
         elif buffer:
             if len(buffer) + len(data) < self._needed:
                 buffer.extend(data)
-                return  # a large message of ours is still coming in; do not look at it again until it is whole
+                return  # a large message of ours is incomplete; do not parse it again until it is complete
             data = b"".join((buffer, data))
             buffer.clear()
         self._needed = 0
         await self._cut(data, buffer)
 
     async def _cut(self, data: bytes, buffer: bytearray) -> None:
-        parser, handlers, known = self._parser, self._handlers, self._known
-        pos, size, width = 0, len(data), self._width
+        parser, handlers, parsed_lines = self._parser, self._handlers, self._parsed_lines
+        pos, size, line_length = 0, len(data), self._line_length
         handler: InboxHandler | None = None
         batch: list[Frame] = []
         payloads = 0
         while pos < size:
-            # Frames of one subscription come in runs with one subject and few sizes, so few control lines are new, and
-            # most are as long as the one before.
-            line = known.get(data[pos : pos + width])
+            # Frames of a subscription come in runs with one subject and few sizes: most control lines are known, and as
+            # long as the one before.
+            line = parsed_lines.get(data[pos : pos + line_length])
             if line is None:
                 eol = data.find(b"\r\n", pos)
                 if eol < 0:
                     if size - pos <= _MAX_CONTROL_LINE:
                         break
-                    eol = size - 2  # longer than any control line of a message; nats-py decides
+                    eol = size - 2  # too long for the control line of a message: nats-py decides
                 read = frames.message_line(data[pos:eol])
                 if read is None or read.sid not in handlers:
                     if batch:
@@ -201,14 +203,14 @@ class Connection(BaseConnection):
                     end = eol + 2 if read is None else eol + read.total + 4
                     await self._parse(data[pos:end])
                     if parser.buf is not buffer:
-                        return  # the parser was reset meanwhile: the rest belongs to a connection that is gone
+                        return  # the parser was reset: the rest is of the lost connection
                     pos = end
                     continue
-                width = eol + 2 - pos
-                line = (handlers[read.sid], read.subject, read.header_size, read.total, width)
-                if len(known) >= self._KNOWN_LIMIT:
-                    known.clear()
-                known[data[pos : pos + width]] = line
+                line_length = eol + 2 - pos
+                line = (handlers[read.sid], read.subject, read.header_size, read.total, line_length)
+                if len(parsed_lines) >= self._CACHE_LIMIT:
+                    parsed_lines.clear()
+                parsed_lines[data[pos : pos + line_length]] = line
             to, subject, header_size, total, length = line
             start = pos + length
             end = start + total
@@ -223,7 +225,7 @@ class Connection(BaseConnection):
             batch.append((subject, data[start:end], header_size))
             payloads += total - header_size
             pos = end + 2
-        self._width = width
+        self._line_length = line_length
         if pos < size:
             buffer += memoryview(data)[pos:]
         if batch:
@@ -237,27 +239,25 @@ class Connection(BaseConnection):
             call_handler(handler.frames, batch)
 
 
-_REASON = (
-    "this version of nats-py has other internals than jetstream_ext knows (2.16 to 2.x); "
-    "it works through nats-py's public interface instead, several times slower"
+_FALLBACK_WARNING = (
+    "this version of nats-py has other internals than jetstream_ext supports (2.16 to 2.x); jetstream_ext uses nats-py's "
+    "public interface instead, which is several times slower"
 )
-
-
-_PUBLIC = "_jetstream_ext_connection"
-"""Where a client keeps its `FallbackConnection`: as long as the client, and no longer."""
+_FALLBACK_ATTRIBUTE = "_jetstream_ext_connection"
+"""The attribute of a client that holds its `FallbackConnection`, which lives exactly as long as the client."""
 
 
 def connection_of(nc: Client) -> Connection | FallbackConnection:
-    """Return the context to `nc`; the same one for every caller."""
+    """Return the one `BaseConnection` of `nc`."""
     parser = getattr(nc, "_ps", None)
-    for known in (getattr(getattr(parser, "parse", None), "__self__", None), getattr(nc, _PUBLIC, None)):
+    for known in (getattr(getattr(parser, "parse", None), "__self__", None), getattr(nc, _FALLBACK_ATTRIBUTE, None)):
         if isinstance(known, Connection | FallbackConnection):
             return known
     if not _internals_known(nc):
-        public = FallbackConnection(nc, lambda: _server_info(nc))
-        setattr(nc, _PUBLIC, public)
-        warnings.warn(_REASON, RuntimeWarning, stacklevel=3)
-        return public
+        fallback = FallbackConnection(nc, lambda: _server_info(nc))
+        setattr(nc, _FALLBACK_ATTRIBUTE, fallback)
+        warnings.warn(_FALLBACK_WARNING, RuntimeWarning, stacklevel=3)
+        return fallback
     connection = Connection(nc)
     nc._ps.parse = connection.parse  # type: ignore[method-assign]
     return connection

@@ -1,4 +1,4 @@
-"""A caller's JetStream context, with what this library needs of it."""
+"""A caller's JetStream context: its connection, API prefix and timeout."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from jetstream_ext.protocol.subjects import check_subject
 
 
 class Context:
-    """The connection, the API prefix and the default timeout of a JetStream context.
-
-    Raises:
-        TypeError: `js` is not a nats-py JetStream context.
-        BadSubjectError: Its prefix or domain cannot be part of a subject.
-    """
+    """The connection, the API prefix and the default timeout of a JetStream context; raises if `js` is not valid."""
 
     def __init__(self, js: JetStreamContext | JetStreamManager) -> None:
         if not isinstance(js, JetStreamManager):
@@ -27,9 +22,9 @@ class Context:
         self.prefix: str
         self.timeout: float
         self.nc, self.prefix, self.timeout = jetstream_parts(js)
-        check_subject(self.prefix)  # nats-py takes any prefix; one with a space makes the server close the connection
+        check_subject(self.prefix)  # nats-py does not; a space in it makes the server close the connection
 
     @property
     def connection(self) -> BaseConnection:
-        """The access to the client connection's bytes; the same object for every caller."""
+        """The one `BaseConnection` of the client."""
         return connection_of(self.nc)

@@ -1,4 +1,4 @@
-"""Which server has which feature: the one table, for the checks, their errors and the documentation.
+"""Which servers have which feature: the one table behind the checks, their errors and the documentation.
 
 Pure data: a `Feature` begins with a line of servers, a `Quirk` is the fault of a single release. `client.features` asks
 a server, `docs/_ext/feature_table.py` draws the table, and `tests/conformance/test_feature_table.py` tries every row on
@@ -22,11 +22,11 @@ class Feature:
 
     Attributes:
         title: The feature's name in errors and in the documentation.
-        calls: What of this library needs it.
+        calls: The calls of this library that need it.
         since: The first line of servers that has it.
-        api_level: The JetStream API level that says so (ADR-44); 0: it predates levels.
-        option: The field of the stream's configuration that it needs, where there is one.
-        older: What happens on an older server that is asked for it by hand.
+        api_level: The JetStream API level that has it (ADR-44); 0: it is older than levels.
+        option: The field of the stream's configuration that enables it, if there is one.
+        older: What an older server does with a request for it.
     """
 
     title: str
@@ -37,23 +37,17 @@ class Feature:
     older: str = ""
 
     def on(self, release: str) -> bool:
-        """Whether the line of servers `release` (such as ``"2.12"``) has it."""
+        """Whether the line of servers `release`, such as ``"2.12"``, has it."""
         return _numbers(release) >= _numbers(self.since)
 
     def at(self, api_level: int) -> bool:
-        """Whether a server of this API level (0: older than levels) has it."""
+        """Whether a server of this API level (0: before 2.11) has it."""
         return api_level >= self.api_level
 
     def unsupported(
         self, *, server_version: str | None = None, api_level: int | None = None, detail: str = ""
     ) -> UnsupportedFeatureError:
-        """Return the error for a server that lacks it.
-
-        Args:
-            server_version: The server that was asked, where known.
-            api_level: Its API level, where known.
-            detail: What that means for the call that failed.
-        """
+        """Return the error for a server that lacks it; `detail` says what is stored or changed."""
         needs = f"{self.title}: needs nats-server {self.since}"
         if self.api_level:
             needs += f" (JetStream API level {self.api_level})"
@@ -152,7 +146,7 @@ ATOMIC: Final = Feature(
 )
 ATOMIC_EOB: Final = Feature(
     title="end-of-batch marker",
-    calls="used by `AtomicBatch` where there is one",
+    calls="used by `AtomicBatch` if available",
     since="2.14",
     api_level=4,
     option="allow_atomic",
@@ -228,7 +222,7 @@ BY_OPTION: Final = {
     for feature in FEATURES
     if feature.option and feature.api_level and feature not in (DIRECT_BATCH, ATOMIC_EOB)
 }
-"""What an option of a stream's configuration turns on; only options that some tested server does not know."""
+"""The feature that each option of a stream's configuration enables, for options that some tested server lacks."""
 
 
 def markdown_table() -> str:

@@ -1,4 +1,4 @@
-"""The publish options that every batch shares, as headers. One reading of each rule, for every publisher."""
+"""Checks of arguments, and the publish options as headers: one rule of each kind, for every caller."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from jetstream_ext.types import NEVER, TTL, BatchMessage, Entry
 
 _BATCH_ID_CHARS = frozenset("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_-")
 
-
 MAX_TTL = 36_525 * 86_400
-"""A hundred years in seconds. Servers take up to 2**63-1 s, but count a message's end in 64 bits of nanoseconds and do
-not check: what should end after the year 2262 ends at once (2.11 to 2.15.1)."""
+"""A hundred years in seconds. Servers accept up to 2**63-1 s, but a message that expires after the year 2262 overflows
+their nanosecond clock and is removed at once (2.11 to 2.15.1)."""
 
 
 def ttl_value(ttl: TTL) -> str:
     """Return the ``Nats-TTL`` text for `ttl`: whole seconds, or ``never`` (ADR-43).
 
     Raises:
-        ValueError: Under one second or a fraction of a second: servers refuse or truncate those. Over a hundred
-            years: servers take that, overflow, and remove the message at once.
-        TypeError: Not a number, timedelta or `NEVER`.
+        ValueError: The TTL is under 1 second, has a fraction of a second, or is over 100 years.
+        TypeError: The TTL is not a number, timedelta or `NEVER`.
     """
     if ttl is NEVER:
         return "never"
     if isinstance(ttl, bool) or not isinstance(ttl, int | float | timedelta):
-        raise TypeError(f"a TTL is seconds, a timedelta or NEVER, not {type(ttl).__name__}")
+        raise TypeError(f"a TTL must be seconds, a timedelta or NEVER, not {type(ttl).__name__}")
     if isinstance(ttl, timedelta):
         seconds, rest = divmod(ttl, timedelta(seconds=1))
         whole = not rest
@@ -39,26 +37,35 @@ def ttl_value(ttl: TTL) -> str:
             raise ValueError("a TTL must be finite; use NEVER for no expiry")
         seconds, whole = int(ttl), ttl == int(ttl)
     if seconds < 1 or not whole:
-        raise ValueError(f"a TTL must be whole seconds from 1 up, not {ttl!r} (servers truncate or refuse the rest)")
+        raise ValueError(f"a TTL must be a whole number of seconds of at least 1, not {ttl!r}")
     if seconds > MAX_TTL:
-        raise ValueError(f"a TTL must be at most 100 years, not {ttl!r} (servers overflow); use NEVER for no expiry")
+        raise ValueError(f"a TTL must be at most 100 years, not {ttl!r}; use NEVER for no expiry")
     return str(seconds)
 
 
-def _sequence(name: str, value: int) -> str:
+def check_int(value: int, name: str, *, low: int = 1, high: int | None = None) -> int:
+    """Return `value` if it is an int from `low` to `high`; raise ValueError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        span = f"from {low} to {high}" if high is not None else f"from {low} up"
+        raise ValueError(f"{name} must be an integer {span}, not {value!r}")
+    return value
+
+
+def check_sequence(value: int, name: str, *, low: int = 1) -> int:
+    """Return `value` if it can be a stream sequence; raise ValueError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 1 << 64:
+        raise ValueError(f"{name} must be a stream sequence from {low} to 2**64-1, not {value!r}")
+    return value
+
+
+def _expected_sequence(name: str, value: int) -> str:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-    if not 0 <= value < 1 << 64:
-        raise ValueError(f"{name} must be a stream sequence from 0 to 2**64-1, not {value}")
-    return str(value)
+    return str(check_sequence(value, name, low=0))
 
 
 def given_headers(message: BatchMessage) -> Mapping[str, str]:
-    """Return the headers that a message's sender gave it.
-
-    Raises:
-        TypeError: Not a mapping.
-    """
+    """Return the headers that the caller gave a message; raise TypeError if they are not a mapping."""
     if message.headers is None:
         return {}
     if not isinstance(message.headers, Mapping):
@@ -70,10 +77,10 @@ def message_headers(message: BatchMessage) -> list[tuple[str, str]]:
     """Return the headers of a message: the caller's, then those of its options.
 
     Raises:
-        BadHeaderError: A header is set both by hand and by an option.
-        BadSubjectError: `expected_last_subject` is none.
+        BadHeaderError: A header is set both in the headers and by an option.
+        BadSubjectError: `expected_last_subject` is not a subject or filter.
         ValueError: An option is out of range.
-        TypeError: The headers or an option are of another type.
+        TypeError: The headers or an option have the wrong type.
     """
     own = given_headers(message)
     pairs: list[tuple[str, str]] = list(own.items())
@@ -88,14 +95,14 @@ def message_headers(message: BatchMessage) -> list[tuple[str, str]]:
         check_name(message.stream, "stream name")
         options.append((h.EXPECTED_STREAM, message.stream))
     if message.expected_last_seq is not None:
-        options.append((h.EXPECTED_LAST_SEQ, _sequence("expected_last_seq", message.expected_last_seq)))
+        options.append((h.EXPECTED_LAST_SEQ, _expected_sequence("expected_last_seq", message.expected_last_seq)))
     if message.expected_last_subject_seq is not None:
-        value = _sequence("expected_last_subject_seq", message.expected_last_subject_seq)
+        value = _expected_sequence("expected_last_subject_seq", message.expected_last_subject_seq)
         options.append((h.EXPECTED_LAST_SUBJECT_SEQ, value))
     if message.expected_last_subject is not None:
         if message.expected_last_subject_seq is None and h.EXPECTED_LAST_SUBJECT_SEQ not in own:
-            raise ValueError("expected_last_subject needs expected_last_subject_seq with it")
-        check_filter(message.expected_last_subject)  # servers compare an empty one with the message's own subject
+            raise ValueError("expected_last_subject needs expected_last_subject_seq")
+        check_filter(message.expected_last_subject)  # servers take an empty one for the message's own subject
         options.append((h.EXPECTED_LAST_SUBJECT, message.expected_last_subject))
     for name, _ in options:
         if name in own:
@@ -104,37 +111,25 @@ def message_headers(message: BatchMessage) -> list[tuple[str, str]]:
 
 
 def check_message(message: object) -> None:
-    """Refuse what is no `BatchMessage`.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Raise TypeError unless `message` is a `BatchMessage`."""
     if not isinstance(message, BatchMessage):
-        raise TypeError(f"an atomic batch is made of BatchMessage, not {type(message).__name__}")
+        raise TypeError(f"an atomic batch takes BatchMessage objects, not {type(message).__name__}")
 
 
 def as_message(entry: Entry) -> BatchMessage:
-    """Return an entry of a bulk as a `BatchMessage`.
-
-    Raises:
-        TypeError: It is none.
-    """
+    """Return a `BatchMessage` or ``(subject, payload[, headers])`` as a `BatchMessage`; raise TypeError for others."""
     if isinstance(entry, BatchMessage):
         return entry
     if isinstance(entry, tuple) and 2 <= len(entry) <= 3:
         return BatchMessage(*entry)
     raise TypeError(
-        "a message is a BatchMessage, (subject, payload) or (subject, payload, headers), not "
+        "a message must be a BatchMessage, (subject, payload) or (subject, payload, headers), not "
         + (f"a tuple of {len(entry)}" if isinstance(entry, tuple) else type(entry).__name__)
     )
 
 
 def payload_bytes(payload: object) -> bytes:
-    """Return a message's payload as bytes; text has no encoding of its own and is refused.
-
-    Raises:
-        TypeError: Not bytes, bytearray or memoryview.
-    """
+    """Return a payload as bytes; raise TypeError for anything but bytes, bytearray and memoryview."""
     if isinstance(payload, bytes):
         return payload
     if not isinstance(payload, bytearray | memoryview):
@@ -143,26 +138,16 @@ def payload_bytes(payload: object) -> bytes:
 
 
 def check_batch_id(batch_id: str) -> str:
-    """Return `batch_id` if a server takes it in both kinds of batch.
-
-    Raises:
-        ValueError: Empty, over 64 characters, or with characters outside ``[A-Za-z0-9_-]``.
-        TypeError: Not a string.
-    """
+    """Return `batch_id` if servers accept it in both kinds of batch; raise ValueError or TypeError otherwise."""
     if not isinstance(batch_id, str):
         raise TypeError(f"a batch id must be str, not {type(batch_id).__name__}")
     if not 1 <= len(batch_id) <= 64 or not _BATCH_ID_CHARS.issuperset(batch_id):
-        raise ValueError(f"a batch id is 1 to 64 characters of [A-Za-z0-9_-], not {batch_id!r}")
+        raise ValueError(f"a batch id must have 1 to 64 characters of [A-Za-z0-9_-], not {batch_id!r}")
     return batch_id
 
 
 def check_seconds(value: float, name: str) -> float:
-    """Return a time to wait.
-
-    Raises:
-        ValueError: Not over 0.
-        TypeError: Not a number.
-    """
+    """Return a duration in seconds; raise ValueError unless it is over 0, TypeError if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be seconds, not {type(value).__name__}")
     if not value > 0:
@@ -175,13 +160,13 @@ def rfc3339(when: datetime, name: str) -> str:
 
     Raises:
         ValueError: `when` has no time zone, or is outside the years 1 to 9999 in UTC.
-        TypeError: Not a datetime.
+        TypeError: `when` is not a datetime.
     """
     if not isinstance(when, datetime):
         raise TypeError(f"{name} must be a datetime, not {type(when).__name__}")
     if when.tzinfo is None or when.utcoffset() is None:
-        raise ValueError(f"{name} must be timezone-aware (a naive datetime says no instant): {when!r}")
+        raise ValueError(f"{name} must be timezone-aware, not {when!r}")
     try:
-        return when.astimezone(UTC).isoformat()  # an offset can have seconds, which RFC 3339 has no room for
+        return when.astimezone(UTC).isoformat()  # RFC 3339 has no offsets with seconds
     except OverflowError:
-        raise ValueError(f"{name} is outside the years 1 to 9999 in UTC: {when!r}") from None
+        raise ValueError(f"{name} must be in the years 1 to 9999 in UTC, not {when!r}") from None

@@ -1,4 +1,4 @@
-"""What the leader of a stream says of it: the one model of a ``STREAM.INFO`` answer, and what it allows."""
+"""The state of a stream as its leader reports it: the one model of a ``STREAM.INFO`` answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jetstream_ext.errors import DirectGetDisabledError, ResponseError
 from jetstream_ext.protocol.feature_table import DIRECT_BATCH
 from jetstream_ext.protocol.subjects import covers
 
-# A follower that heard from its leader starts no election for 4 s. A leader that heard from a majority more recently
-# than this is therefore the only one.
+# Followers start no election for 4 s after they heard from their leader. A leader that heard from a majority within this
+# time is therefore the only one.
 _LEASE_NS: Final = 2_500_000_000
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 
@@ -22,21 +22,21 @@ class StreamState:
     """A stream at the moment when its leader answered.
 
     Attributes:
-        name: The stream.
-        created: When it was created, in the server's words.
-        config: Its configuration, in the server's words.
-        first_seq: The lowest sequence that it holds; ``last_seq + 1`` where it is empty.
-        last_seq: The last sequence that it gave out (0: none).
-        messages: How many messages it holds.
-        size: Their bytes.
-        num_subjects: How many subjects they have.
-        last_time: When the last message was stored; when the stream was created if there is none.
+        name: The stream's name.
+        created: Its creation time, as the server writes it.
+        config: Its configuration, as the server writes it.
+        first_seq: The lowest sequence that it holds; ``last_seq + 1`` if it is empty.
+        last_seq: The last sequence that it assigned (0: none).
+        messages: The number of messages that it holds.
+        size: Their size in bytes.
+        num_subjects: The number of their subjects.
+        last_time: When its last message was stored, or else when the stream was created.
         now: The leader's clock.
         replicated: Whether several servers hold it.
-        leader: The server that answered, in a cluster.
+        leader: The leader's server name, in a cluster.
         leader_is_certain: Whether no other server can be the leader at the same time.
-        api_level: The API level of that server (0: before 2.11).
-        server_version: Its version, where it says so.
+        api_level: The API level of the leader (0: before 2.11).
+        server_version: The leader's version, if it says so.
     """
 
     name: str
@@ -57,12 +57,12 @@ class StreamState:
 
     @property
     def created_at(self) -> datetime:
-        """When it was created."""
+        """The creation time."""
         return datetime.fromisoformat(self.created).astimezone(UTC)
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """The subjects that the stream listens on."""
+        """The subjects that it stores."""
         return tuple(map(str, self.config.get("subjects") or ()))
 
     @property
@@ -77,12 +77,12 @@ class StreamState:
 
     @property
     def contiguous(self) -> bool:
-        """Whether the messages of a batch follow each other: only publishers write to the stream."""
+        """Whether only publishers write to it, so that the messages of a batch have consecutive sequences."""
         return not self.config.get("sources")
 
     @property
     def lowest_seq(self) -> int:
-        """The lowest sequence that the stream can ever have had."""
+        """The lowest sequence that it can ever have had."""
         return max(1, int(self.config.get("first_seq") or 1))
 
     @property
@@ -97,34 +97,34 @@ class StreamState:
 
     @property
     def max_msgs_per_subject(self) -> int:
-        """How many messages it keeps of one subject (0: all)."""
+        """How many messages per subject it keeps (0: all)."""
         return max(0, int(self.config.get("max_msgs_per_subject") or 0))
 
     @property
     def max_age(self) -> timedelta | None:
-        """How long it keeps a message."""
+        """The age at which it removes a message."""
         return _duration(self.config.get("max_age"))
 
     @property
     def marker_ttl(self) -> timedelta | None:
-        """How long it keeps the delete markers that it leaves for expired subjects."""
+        """How long it keeps the delete markers that it writes for expired subjects."""
         return _duration(self.config.get("subject_delete_marker_ttl"))
 
     @property
     def duplicate_window(self) -> timedelta | None:
-        """For how long it remembers message ids."""
+        """How long it remembers message ids."""
         return _duration(self.config.get("duplicate_window"))
 
     def stores(self, subject: str) -> bool:
-        """Whether the stream takes messages on a literal `subject`."""
+        """Whether it stores messages on the literal `subject`."""
         return any(covers(pattern, subject) for pattern in self.subjects)
 
     def check_direct_reads(self, server_version: str, *, how: str = "") -> None:
-        """Refuse a stream whose messages cannot be read by batched direct gets.
+        """Raise an error unless the stream's messages can be read by batched direct gets.
 
         Args:
             server_version: The connected server's version, for the error.
-            how: How to turn direct gets on; the default is in terms of streams.
+            how: How to enable direct gets; the default speaks of streams.
 
         Raises:
             DirectGetDisabledError: The stream lacks ``allow_direct``.
@@ -143,15 +143,7 @@ class StreamState:
 
 
 def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamState:
-    """Read a ``STREAM.INFO`` answer.
-
-    Args:
-        answer: The JSON object.
-        stream: The stream that was asked for, for the error.
-
-    Raises:
-        ResponseError: A field is missing or malformed.
-    """
+    """Parse the answer to ``STREAM.INFO`` of `stream`; raise ResponseError if a field is missing or malformed."""
     try:
         config, state, cluster = answer["config"], answer["state"], answer.get("cluster") or {}
         peers = cluster.get("replicas") or []
@@ -159,7 +151,7 @@ def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamSta
         messages, last_seq = int(state["messages"]), int(state["last_seq"])
         created = str(answer["created"])
         last_time = _time(state["last_ts"])
-        if last_time.year == 1:  # what servers say of a stream without a message
+        if last_time.year == 1:  # an empty stream
             last_time = _time(created)
         version, level = answering_server(config)
         return StreamState(
@@ -184,10 +176,7 @@ def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamSta
 
 
 def answering_server(config: Mapping[str, Any]) -> tuple[str | None, int]:
-    """Return version and API level of the server that leads a stream or consumer, from its echoed configuration.
-
-    From 2.11 on a leader writes both into the metadata of every answer; without metadata the server is older.
-    """
+    """Return the version and API level of a stream's or consumer's leader, which it writes into the metadata from 2.11."""
     metadata = config.get("metadata") or {}
     version, level = metadata.get("_nats.ver"), str(metadata.get("_nats.level", ""))
     return str(version) if version else None, int(level) if level.isascii() and level.isdecimal() else 0

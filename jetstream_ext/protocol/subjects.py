@@ -1,4 +1,4 @@
-"""Subjects, filters and names: what is valid, and what matches what. The only place that knows wildcards."""
+"""Subjects, filters and names: what is valid, and which subjects a filter matches."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from typing import Final
 
 from jetstream_ext.errors import BadSubjectError
 
-# A subject is part of one line of a text protocol, encoded in UTF-8: no controls, white space or lone surrogates.
+# A subject is part of a line of a text protocol in UTF-8: no control characters, white space or lone surrogates.
 _FORBIDDEN_CHARACTERS: Final = frozenset(chr(code) for code in (*range(33), 127, *range(0xD800, 0xE000)))
 
 
 def check_subject(subject: str) -> None:
-    """Refuse a subject that nothing can be published to.
-
-    Raises:
-        BadSubjectError: Empty, an empty token, a wildcard, white space or a control character.
-        TypeError: Not a string.
-    """
+    """Raise BadSubjectError unless messages can be published to `subject`, and TypeError if it is not a str."""
     if not isinstance(subject, str):
         raise TypeError(f"a subject must be str, not {type(subject).__name__}")
     if not subject or not _FORBIDDEN_CHARACTERS.isdisjoint(subject):
@@ -26,31 +21,22 @@ def check_subject(subject: str) -> None:
         if not token:
             raise BadSubjectError(f"subject {subject!r} has an empty token")
         if token in ("*", ">"):
-            raise BadSubjectError(f"subject {subject!r} has a wildcard: messages are stored under literal subjects")
+            raise BadSubjectError(f"subject {subject!r} has a wildcard; messages need a literal subject")
 
 
 def check_filter(subject: str) -> None:
-    """Refuse a subject filter that the server would not understand; wildcards are fine here.
-
-    Raises:
-        BadSubjectError: As for `check_subject`, and a ``>`` that is not last.
-        TypeError: Not a string.
-    """
+    """Raise BadSubjectError unless `subject` is a valid filter, with or without wildcards, and TypeError for no str."""
     if not isinstance(subject, str):
         raise TypeError(f"a subject filter must be str, not {type(subject).__name__}")
     if not subject or not _FORBIDDEN_CHARACTERS.isdisjoint(subject):
         raise BadSubjectError(f"subject filter {subject!r} is empty or has white space or control characters")
     tokens = subject.split(".")
     if not all(tokens) or ">" in tokens[:-1]:
-        raise BadSubjectError(f"subject filter {subject!r} has an empty token or a '>' that is not the last")
+        raise BadSubjectError(f"subject filter {subject!r} has an empty token, or a '>' that is not its last token")
 
 
 def check_name(name: str, what: str) -> None:
-    r"""Refuse a stream or bucket name that would become other tokens of an API subject.
-
-    Raises:
-        BadSubjectError: Empty, or with ``.``, ``*``, ``>``, ``/``, ``\``, white space or control characters.
-    """
+    """Raise BadSubjectError unless `name` can be the name of a stream, consumer or bucket, TypeError for no str."""
     if not isinstance(name, str):
         raise TypeError(f"{what} must be str, not {type(name).__name__}")
     if not name or not _FORBIDDEN_CHARACTERS.isdisjoint(name) or any(char in name for char in ".*>/\\"):
@@ -58,7 +44,7 @@ def check_name(name: str, what: str) -> None:
 
 
 def covers(wide: str, narrow: str) -> bool:
-    """Return whether the filter `wide` matches every subject that the filter (or literal subject) `narrow` matches."""
+    """Whether the filter `wide` matches every subject that the filter or literal subject `narrow` matches."""
     if wide == narrow:
         return True
     wide_tokens, narrow_tokens = wide.split("."), narrow.split(".")
@@ -71,7 +57,7 @@ def covers(wide: str, narrow: str) -> bool:
 
 
 def overlap(one: str, other: str) -> bool:
-    """Return whether some literal subject is matched by both filters."""
+    """Whether some literal subject matches both filters."""
     ones, others = one.split("."), other.split(".")
     for left, right in zip(ones, others, strict=False):
         if ">" in (left, right):
@@ -82,9 +68,9 @@ def overlap(one: str, other: str) -> bool:
 
 
 class SubjectMatcher:
-    """Matches the subjects of stored messages against filters, and remembers answers: streams repeat subjects."""
+    """Matches subjects of stored messages against filters, with a cache: the subjects of a stream repeat."""
 
-    _REMEMBERED = 65_536
+    _CACHE_LIMIT = 65_536
 
     def __init__(self, filters: Iterable[str]) -> None:
         self._filters = tuple(filters)
@@ -93,7 +79,7 @@ class SubjectMatcher:
     def mask(self, subjects: Sequence[bytes]) -> list[bool]:
         """Return for each subject whether one of the filters matches it."""
         known = self._known
-        if len(known) > self._REMEMBERED:
+        if len(known) > self._CACHE_LIMIT:
             known.clear()
         for subject in set(subjects).difference(known):
             text = subject.decode("utf-8", "replace")

@@ -351,7 +351,7 @@ async def test_a_sink_that_fails_does_not_end_the_connection(
     assert nc.heard == [("one", b"a.b", b"", b"ours")]
     reader = asyncio.get_running_loop().create_task(asyncio.sleep(0))
     nc._reading_task = reader  # type: ignore[assignment]
-    connection._watch()
+    connection._watch_reader()
     await reader
     await asyncio.sleep(0)
     assert nc.heard[1:] == [("one", "gone"), ("two", "gone")]
