@@ -13,6 +13,8 @@ from jetstream_ext.client.features import Features, features
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.client.sourcing import SourceHealth, SourceState, create_source_consumer, source_health
 from jetstream_ext.client.streams import ensure_stream
+from jetstream_ext.protocol.fast_wire import BatchFlowError
+from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.ttl import marker_reason, ttl_headers, with_ttl
 from jetstream_ext.types import (
     NEVER,
@@ -20,7 +22,6 @@ from jetstream_ext.types import (
     AbandonedBatch,
     BatchAck,
     BatchFlowAck,
-    BatchFlowError,
     BatchFlowGap,
     BatchMessage,
     EndReason,
@@ -29,7 +30,6 @@ from jetstream_ext.types import (
     InDoubt,
     IngestProgress,
     IngestReport,
-    StoredMsg,
 )
 
 __version__: str

@@ -36,14 +36,13 @@ executors to the driver), hashed, and constructed without arguments.
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import nats.errors
 import nats.js.errors
 from typing_extensions import override
 
-if TYPE_CHECKING:
-    from jetstream_ext.types import BatchAck, IngestReport
+from jetstream_ext.types import BatchAck, IngestReport
 
 
 class JetStreamExtError(nats.errors.Error):

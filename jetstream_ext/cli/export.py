@@ -21,7 +21,7 @@ from jetstream_ext.cli.output import count, one_line, progress, write_json
 from jetstream_ext.client.api import Api
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.types import StoredMsg
+from jetstream_ext.protocol.stored_msg import StoredMsg
 
 _BLOCK: Final = 1_000
 _SYNC_BYTES: Final = 8 << 20

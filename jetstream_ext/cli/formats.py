@@ -15,7 +15,7 @@ import click
 import orjson
 
 from jetstream_ext.cli.output import text_or_base64
-from jetstream_ext.types import StoredMsg
+from jetstream_ext.protocol.stored_msg import StoredMsg
 
 FORMATS: Final = ("csv", "jsonl", "parquet")
 _SUFFIXES: Final = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}

@@ -18,8 +18,8 @@ from jetstream_ext.client.context import Context
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ResponseError, ServerError
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import parse_answer
+from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState, parse_stream_state
-from jetstream_ext.types import StoredMsg
 
 LAG_PAUSE: Final = 0.05
 """Seconds before looking again whether a leader, a replica or a mirror has caught up."""

@@ -14,8 +14,8 @@ from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request
 from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan
+from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.subjects import check_filter, check_name
-from jetstream_ext.types import StoredMsg
 
 
 class DirectGet:

@@ -22,7 +22,7 @@ from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, decode_sin
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import RangeRead
 from jetstream_ext.protocol.reads import OneReply, Plan, Scan, SentRequest
-from jetstream_ext.types import StoredMsg
+from jetstream_ext.protocol.stored_msg import StoredMsg
 
 
 class _Inboxes:

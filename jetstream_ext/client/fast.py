@@ -12,10 +12,10 @@ from nats.nuid import NUID
 
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.fast_session import FastSession
+from jetstream_ext.protocol.fast_wire import BatchFlowError
 from jetstream_ext.types import (
     BatchAck,
     BatchFlowAck,
-    BatchFlowError,
     BatchFlowGap,
     BatchMessage,
     EndReason,

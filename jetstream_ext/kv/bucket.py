@@ -17,8 +17,8 @@ from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import ResponseError
 from jetstream_ext.kv.entries import KeyValueEntry, entry_of, record
+from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState, parse_stream_state
-from jetstream_ext.types import StoredMsg
 
 _LOOKS_IN_FLIGHT: Final = 32
 

@@ -14,8 +14,8 @@ from nats.js.kv import KV_DEL, KV_OP, KV_PURGE, MSG_ROLLUP_SUBJECT
 
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, decode_stored, parse_time_ns
+from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.ttl import marker_reason
-from jetstream_ext.types import StoredMsg
 
 Operation = Literal["PUT", "DEL", "PURGE"]
 

@@ -18,8 +18,8 @@ from jetstream_ext.kv.keys import EVERYTHING, check_filters, check_keys, is_lite
 from jetstream_ext.kv.latest import Latest
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.gaps import Gaps
+from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState
-from jetstream_ext.types import StoredMsg
 
 _DEEP: Final = 3
 """From so many messages per key on, asking for the keys by name is cheaper than reading the whole log."""

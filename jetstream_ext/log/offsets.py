@@ -21,8 +21,8 @@ from jetstream_ext.errors import FencedError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import operation
 from jetstream_ext.kv.keys import check_key
+from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.subjects import check_name
-from jetstream_ext.types import StoredMsg
 
 if TYPE_CHECKING:
     from jetstream_ext.log.reader import LogReader

@@ -10,9 +10,9 @@ import orjson
 
 from jetstream_ext.errors import StreamConfigMismatchError
 from jetstream_ext.protocol.feature_table import ATOMIC, FENCED_BATCHES
+from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import covers
-from jetstream_ext.types import StoredMsg
 
 _VERSION: Final = 1
 

@@ -30,9 +30,9 @@ from jetstream_ext.log.offsets import OffsetStore, StoredOffset
 from jetstream_ext.log.source import Source
 from jetstream_ext.log.starts import First, Seq, Start, Stored, check_start
 from jetstream_ext.protocol.gaps import first_gap
+from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import check_filter
-from jetstream_ext.types import StoredMsg
 
 _log = logging.getLogger("jetstream_ext")
 

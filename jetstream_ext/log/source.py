@@ -15,8 +15,8 @@ from jetstream_ext.log.offsets import StoredOffset
 from jetstream_ext.log.starts import Last, Time
 from jetstream_ext.log.state import check_readable
 from jetstream_ext.protocol.direct import Request
+from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState
-from jetstream_ext.types import StoredMsg
 
 # Messages and bytes of a group, about. The two questions that a group costs should not count beside its messages.
 _GROUP: Final = 4096

@@ -28,9 +28,10 @@ from jetstream_ext.log.offsets import StoredOffset
 from jetstream_ext.log.output import Record, check_output
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.protocol.options import check_message
+from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import check_name, check_subject
-from jetstream_ext.types import NEVER, BatchMessage, StoredMsg
+from jetstream_ext.types import NEVER, BatchMessage
 
 Outputs = BatchMessage | Iterable[BatchMessage] | AsyncIterable[BatchMessage] | None
 """What a handler makes of its input."""

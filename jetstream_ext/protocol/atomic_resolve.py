@@ -34,8 +34,9 @@ import orjson
 from jetstream_ext.errors import ErrorCode, ResponseError, ServerError
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.atomic_wire import read_reply
+from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState
-from jetstream_ext.types import BatchAck, StoredMsg
+from jetstream_ext.types import BatchAck
 
 #: An expectation that no stream meets: the refusal says how far the stream is. (The largest that servers parse.)
 IMPOSSIBLE_SEQ: Final = (1 << 63) - 1

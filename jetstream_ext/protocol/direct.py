@@ -39,7 +39,7 @@ from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.protocol.options import rfc3339
-from jetstream_ext.types import StoredMsg
+from jetstream_ext.protocol.stored_msg import StoredMsg
 
 DEFAULT_MAX_BYTES: Final = 8 * 1024 * 1024
 """How many bytes one reply may carry. The server's own default (64 MiB) is also where it cuts slow consumers."""

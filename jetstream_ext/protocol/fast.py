@@ -47,21 +47,11 @@ from jetstream_ext import errors
 from jetstream_ext.errors import BatchError, ErrorCode, JetStreamExtError, Outcome, ServerError
 from jetstream_ext.protocol import fast_wire as wire
 from jetstream_ext.protocol.fast_window import Window
-from jetstream_ext.protocol.fast_wire import Encoded, FastWire, Refusal, Reply, UnrecognisedReply
+from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, FastWire, Refusal, Reply, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_batch_id
-from jetstream_ext.types import (
-    BatchAck,
-    BatchFlowAck,
-    BatchFlowError,
-    BatchFlowGap,
-    BatchMessage,
-    EndReason,
-    Entry,
-    GapMode,
-    InDoubt,
-)
+from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, EndReason, Entry, GapMode, InDoubt
 
 KEPT_REPORTS: Final = 1000
 """How many of the newest gap and error reports a batch keeps."""

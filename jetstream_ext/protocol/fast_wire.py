@@ -23,7 +23,7 @@ from jetstream_ext.protocol.api import parse_batch_ack, parse_refusal
 from jetstream_ext.protocol.frames import Frame, check_size, pub
 from jetstream_ext.protocol.options import message_headers, payload_bytes
 from jetstream_ext.protocol.subjects import SubjectCache
-from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowError, BatchFlowGap, BatchMessage, Entry, GapMode
+from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, Entry, GapMode
 
 START: Final = b"0"
 APPEND: Final = b"1"
@@ -147,6 +147,14 @@ class FastWire:
 
 
 # -- replies ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFlowError:
+    """The server refused the message with batch sequence ``seq``."""
+
+    seq: int
+    error: ServerError
 
 
 @dataclass(frozen=True, slots=True)

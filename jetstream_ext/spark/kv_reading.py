@@ -20,11 +20,11 @@ from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES
+from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.spark.connections import connections
 from jetstream_ext.spark.kv_options import KvOptions
 from jetstream_ext.spark.kv_planning import NAMES_AT_ONCE, KvPart
 from jetstream_ext.ttl import marker_reason
-from jetstream_ext.types import StoredMsg
 
 _AT_ONCE: Final = 64
 _TYPES: Final = {

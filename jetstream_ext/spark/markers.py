@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from jetstream_ext.errors import JetStreamExtError
-from jetstream_ext.types import BatchMessage, StoredMsg
+from jetstream_ext.protocol.stored_msg import StoredMsg
+from jetstream_ext.types import BatchMessage
 
 _VERSION: Final = 1
 

@@ -17,7 +17,7 @@ from jetstream_ext.client.connection import Connection, connection_of
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.direct import ReplyDecoder
 from jetstream_ext.protocol.frames import Frame, parts
-from jetstream_ext.types import StoredMsg
+from jetstream_ext.protocol.stored_msg import StoredMsg
 
 Heard = tuple[Any, ...]
 

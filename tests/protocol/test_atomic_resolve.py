@@ -30,8 +30,9 @@ from jetstream_ext.protocol.atomic_resolve import (
     find_earlier,
     reached,
 )
+from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState
-from jetstream_ext.types import BatchAck, StoredMsg
+from jetstream_ext.types import BatchAck
 
 STATE = StreamState("S", "today", {"subjects": ["s.>"], "allow_direct": True}, last_seq=10, leader="A")
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -10,17 +10,9 @@ from jetstream_ext import errors
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.fast import ERR, KEPT_REPORTS, Ended, FastBatch, Input, State, Transition
 from jetstream_ext.protocol.fast import TABLE as TABLE_OF_THE_MACHINE
-from jetstream_ext.protocol.fast_wire import UnrecognisedReply
+from jetstream_ext.protocol.fast_wire import BatchFlowError, UnrecognisedReply
 from jetstream_ext.protocol.frames import Command, Frame
-from jetstream_ext.types import (
-    BatchAck,
-    BatchFlowAck,
-    BatchFlowError,
-    BatchFlowGap,
-    BatchMessage,
-    EndReason,
-    GapMode,
-)
+from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, EndReason, GapMode
 
 OK, FAIL = GapMode.OK, GapMode.FAIL
 

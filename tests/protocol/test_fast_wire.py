@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from jetstream_ext import errors
 from jetstream_ext.protocol import fast_wire as replies
-from jetstream_ext.protocol.fast_wire import OrdinaryAck, Refusal, UnrecognisedReply
-from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowError, BatchFlowGap
+from jetstream_ext.protocol.fast_wire import BatchFlowError, OrdinaryAck, Refusal, UnrecognisedReply
+from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap
 
 SUBJECT = b"_INBOX.X.raw.10.ok.7.1.$FI"
 
