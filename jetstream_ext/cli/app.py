@@ -10,7 +10,7 @@ import click
 import nats.errors
 
 from jetstream_ext.cli.output import one_line
-from jetstream_ext.testing.errors import NatsServerError
+from jetstream_ext.testing import NatsServerError
 
 _COMMANDS: Final = ("bench", "demo", "doctor", "export", "ingest", "serve", "snapshot")
 _STOPPED: Final = 130

@@ -20,7 +20,7 @@ from rich.text import Text
 from rich.theme import Theme
 
 from jetstream_ext.errors import ErrorCode, IngestError, JetStreamExtError, RequestTimeoutError
-from jetstream_ext.testing.errors import NatsServerStartError
+from jetstream_ext.testing import NatsServerStartError
 
 _WIDE: Final = 200
 _ROOM_FOR_A_BAR: Final = 70

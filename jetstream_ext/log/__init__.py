@@ -1,8 +1,8 @@
 """Streams as logs: a reader that owns its position, positions that are stored, exactly-once processing."""
 
-from jetstream_ext.log.offsets import Committing, OffsetStore, StoredOffset
+from jetstream_ext.log.offsets import Committing, OffsetStore
+from jetstream_ext.log.positions import First, Last, New, Seq, Stored, StoredOffset, Time
 from jetstream_ext.log.reader import LogReader
-from jetstream_ext.log.starts import First, Last, New, Seq, Stored, Time
 from jetstream_ext.log.worker import Processed, exactly_once
 
 __all__ = [

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Self
 
-import orjson
 from nats.js import JetStreamContext
 from nats.js.errors import BucketNotFoundError
 from nats.js.kv import KeyValue
@@ -21,58 +20,9 @@ from jetstream_ext.errors import FencedError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import operation
 from jetstream_ext.kv.keys import check_key
+from jetstream_ext.log.positions import PositionedReader, StoredOffset
 from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.subjects import check_name
-
-if TYPE_CHECKING:
-    from jetstream_ext.log.reader import LogReader
-
-_VERSION: Final = 1
-
-
-@dataclass(frozen=True, slots=True)
-class StoredOffset:
-    """A stored position.
-
-    Attributes:
-        name: The reader.
-        stream: The stream that it reads.
-        created: When that stream was created, in the server's words: sequences of another one of the same name say
-            nothing.
-        seq: The next sequence to read, from 1.
-        revision: The key's revision in the bucket; whoever commits next must have seen it.
-        writer: A random id of the `OffsetStore` object that stored it.
-    """
-
-    name: str
-    stream: str
-    created: str
-    seq: int
-    revision: int = 0
-    writer: str = ""
-
-    def encode(self) -> bytes:
-        """Return the key's value."""
-        return orjson.dumps(
-            {"v": _VERSION, "stream": self.stream, "created": self.created, "seq": self.seq, "writer": self.writer}
-        )
-
-    @classmethod
-    def decode(cls, name: str, data: bytes, revision: int) -> StoredOffset:
-        """Return the position in a value.
-
-        Raises:
-            ValueError: It is none.
-        """
-        try:
-            body = orjson.loads(data)
-            if body["v"] == _VERSION and body["seq"] >= 1:
-                return cls(
-                    name, str(body["stream"]), str(body["created"]), int(body["seq"]), revision, str(body["writer"])
-                )
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
-            pass
-        raise ValueError(f"what is stored for {name!r} is no position: {data[:80]!r}")
 
 
 class OffsetStore:
@@ -156,7 +106,9 @@ class OffsetStore:
         check_key(name)
         return _decode(name, await (await self._writer(name)).read())
 
-    async def commit(self, reader: LogReader, *, name: str | None = None, position: int | None = None) -> StoredOffset:
+    async def commit(
+        self, reader: PositionedReader, *, name: str | None = None, position: int | None = None
+    ) -> StoredOffset:
         """Store a reader's position.
 
         Everything below it is taken to be dealt with: commit after the messages were handled, not before.
@@ -196,7 +148,7 @@ class OffsetStore:
         return replace(offset, revision=ack.seq)
 
     def committing(
-        self, reader: LogReader, *, name: str | None = None, every: int = 1000, seconds: float = 5.0
+        self, reader: PositionedReader, *, name: str | None = None, every: int = 1000, seconds: float = 5.0
     ) -> Committing:
         """Return an async context manager that reads with `reader` and commits by itself.
 
@@ -260,7 +212,7 @@ class Committing:
     Nothing runs in the background: commits are made while the next message is asked for.
     """
 
-    def __init__(self, store: OffsetStore, reader: LogReader, name: str, every: int, seconds: float) -> None:
+    def __init__(self, store: OffsetStore, reader: PositionedReader, name: str, every: int, seconds: float) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be an integer from 1 up, not {every!r}")
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
@@ -362,7 +314,7 @@ class Committing:
                 error.add_note(f"the position was not stored, either: {failure!r}")  # the first one is the user's
 
 
-def _name_of(reader: LogReader, name: str | None) -> str:
+def _name_of(reader: PositionedReader, name: str | None) -> str:
     name = reader.name if name is None else name
     if name is None:
         raise ValueError("this reader was not started with Stored(name): give the name")

@@ -24,8 +24,8 @@ from jetstream_ext.client.context import Context
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import AtomicPublishTooLargeError, BadSubjectError, FencedError
-from jetstream_ext.log.offsets import StoredOffset
 from jetstream_ext.log.output import Record, check_output
+from jetstream_ext.log.positions import StoredOffset
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.protocol.options import check_message
 from jetstream_ext.protocol.stored_msg import StoredMsg

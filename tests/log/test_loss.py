@@ -12,7 +12,7 @@ from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
 from jetstream_ext import errors
 from jetstream_ext.log import Last, LogReader, Seq
-from jetstream_ext.log import source as source_module
+from jetstream_ext.log import reader as reader_module
 from jetstream_ext.testing import NatsServer
 
 Make = Callable[..., Awaitable[str]]
@@ -28,7 +28,7 @@ def before_each_look(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Cal
     """Do something just before the n-th time that a reader asks the leader, counted from 1."""
 
     def plan(what: dict[int, Callable[[], Awaitable[Any]]]) -> None:
-        look, count = source_module.stream_state, 0
+        look, count = reader_module.stream_state, 0
 
         async def counted(*arguments: Any) -> Any:
             nonlocal count
@@ -37,7 +37,7 @@ def before_each_look(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Cal
                 await what[count]()
             return await look(*arguments)
 
-        monkeypatch.setattr(source_module, "stream_state", counted)
+        monkeypatch.setattr(reader_module, "stream_state", counted)
 
     return plan
 
@@ -95,17 +95,17 @@ async def test_purged_while_it_is_read(
     js: JetStreamContext, make_stream: Make, before_each_look: Any, monkeypatch: pytest.MonkeyPatch, on_lost: Any
 ) -> None:
     """The head overtakes the reader between its question and the answer."""
-    monkeypatch.setattr(source_module, "_GROUP", 10)
+    monkeypatch.setattr(reader_module, "_GROUP", 10)
     name = await make_stream(40)
     reader = LogReader(js, name, start=Seq(1), on_lost=on_lost)
-    read = source_module.Source.read
+    read = reader_module._Source.read
 
-    async def overtaken(self: source_module.Source, position: int, end: int) -> Any:
+    async def overtaken(self: reader_module._Source, position: int, end: int) -> Any:
         if position == 11:
             await js.purge_stream(name, seq=18)
         return await read(self, position, end)
 
-    monkeypatch.setattr(source_module.Source, "read", overtaken)
+    monkeypatch.setattr(reader_module._Source, "read", overtaken)
     seen = [msg.seq for msg in await reader.read()]
     assert seen == list(range(1, 11))
     if on_lost == "skip":
@@ -191,7 +191,7 @@ async def test_made_again_behind_the_reader_s_back(
 async def test_a_position_beyond_the_end(
     js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_module, "_SETTLE", 0.3)
+    monkeypatch.setattr(reader_module, "_SETTLE", 0.3)
     name = await make_stream(20)
     reader = LogReader(js, name, start=Seq(23))
     with pytest.raises(errors.PositionLostError, match="ends at sequence 20") as caught:

@@ -14,7 +14,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import log
-from jetstream_ext.log.offsets import StoredOffset
+from jetstream_ext.log.positions import StoredOffset
 from jetstream_ext.testing import NatsServer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "log.md").read_text(encoding="utf-8")
@@ -74,9 +74,9 @@ def test_the_page_names_everything_that_is_exported() -> None:
 
 
 def test_the_page_s_figures_are_the_code_s() -> None:
-    from jetstream_ext.log import reader, source, worker
+    from jetstream_ext.log import reader, worker
 
-    assert (source._GROUP, source._GROUP_BYTES, source._SETTLE) == (4096, 4 << 20, 3.0)
+    assert (reader._GROUP, reader._GROUP_BYTES, reader._SETTLE) == (4096, 4 << 20, 3.0)
     assert (reader._FIRST_PAUSE, worker._IDLE) == (0.005, 5.0)
     signature = inspect.signature(log.LogReader)
     assert signature.parameters["poll"].default == 0.25

@@ -14,7 +14,7 @@ from nats.js import JetStreamContext
 import jetstream_ext.log as jslog
 from jetstream_ext import DirectGet
 from jetstream_ext.log import First, Last, LogReader, New, Seq, Stored, Time
-from jetstream_ext.log import source as source_module
+from jetstream_ext.log import reader as reader_module
 
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
@@ -189,7 +189,7 @@ async def test_cancelled_at_every_await(
     js: JetStreamContext, make_stream: Make, left: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often a read is cancelled, and wherever it is then, nothing is lost, repeated or left."""
-    monkeypatch.setattr(source_module, "_GROUP", 50)
+    monkeypatch.setattr(reader_module, "_GROUP", 50)
     name = await make_stream(400)
     reader = LogReader(js, name)
     seen: list[int] = []
