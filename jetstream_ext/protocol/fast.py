@@ -734,7 +734,9 @@ class FastBatch:
         if said.seq > said.first_lost:
             return self._lost(said.first_lost, said.last_lost)
         text = f"the server received message {said.seq} after {said.first_lost - 1}"
-        return self._error(_ABANDONED, f"{text}: another publisher uses the batch id", "partial")
+        return self._error(
+            _ABANDONED, f"{text}: another publisher uses the batch id; use a batch_id of its own", "partial"
+        )
 
     def _lost(self, first: int, last: int) -> BatchError:
         for report in self.errors:
@@ -758,7 +760,7 @@ class FastBatch:
     def _refused_message(self, error: ServerError, seq: int, outcome: Outcome) -> BatchError:
         text = f"message {seq} was refused: {error.description}"
         if error.err_code == ErrorCode.FAST_DISABLED:
-            text = "the stream does not take fast ingest; turn on allow_batched (jetstream_ext.ensure_stream)"
+            text = "the stream does not take fast ingest; nothing is stored; turn on allow_batched (jetstream_ext.ensure_stream)"
         elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
             text = f"the server does not know the batch; it acknowledged {self.acked} of {self.sent} messages"
         return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self._facts(outcome))
