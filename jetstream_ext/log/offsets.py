@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 import orjson
 from nats.js import JetStreamContext
@@ -24,10 +24,24 @@ from jetstream_ext.kv.keys import check_key
 from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.subjects import check_name
 
-if TYPE_CHECKING:
-    from jetstream_ext.log.reader import LogReader
-
 _VERSION: Final = 1
+
+
+class Reader(Protocol):
+    """What a position needs of its reader, a `LogReader`."""
+
+    @property
+    def stream(self) -> str: ...  # noqa: D102 - as documented there
+    @property
+    def created(self) -> str | None: ...  # noqa: D102
+    @property
+    def name(self) -> str | None: ...  # noqa: D102
+    @property
+    def position(self) -> int | None: ...  # noqa: D102
+    @property
+    def tail(self) -> bool: ...  # noqa: D102
+    async def open(self) -> int: ...  # noqa: D102
+    async def read(self, max_messages: int, timeout: float) -> list[StoredMsg]: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +170,7 @@ class OffsetStore:
         check_key(name)
         return _decode(name, await (await self._writer(name)).read())
 
-    async def commit(self, reader: LogReader, *, name: str | None = None, position: int | None = None) -> StoredOffset:
+    async def commit(self, reader: Reader, *, name: str | None = None, position: int | None = None) -> StoredOffset:
         """Store a reader's position.
 
         Everything below it is taken to be dealt with: commit after the messages were handled, not before.
@@ -196,7 +210,7 @@ class OffsetStore:
         return replace(offset, revision=ack.seq)
 
     def committing(
-        self, reader: LogReader, *, name: str | None = None, every: int = 1000, seconds: float = 5.0
+        self, reader: Reader, *, name: str | None = None, every: int = 1000, seconds: float = 5.0
     ) -> Committing:
         """Return an async context manager that reads with `reader` and commits automatically.
 
@@ -260,7 +274,7 @@ class Committing:
     Nothing runs in the background: commits are made while the next message is asked for.
     """
 
-    def __init__(self, store: OffsetStore, reader: LogReader, name: str, every: int, seconds: float) -> None:
+    def __init__(self, store: OffsetStore, reader: Reader, name: str, every: int, seconds: float) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be an integer from 1 up, not {every!r}")
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
@@ -362,7 +376,7 @@ class Committing:
                 error.add_note(f"the position was not stored: {failure!r}")  # the first error is the user's
 
 
-def _name_of(reader: LogReader, name: str | None) -> str:
+def _name_of(reader: Reader, name: str | None) -> str:
     name = reader.name if name is None else name
     if name is None:
         raise ValueError("this reader was not started with Stored(name): give the name")
