@@ -134,7 +134,7 @@ class StoredOffset:
         """Return the position in a value.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The value is not a position.
         """
         try:
             body = orjson.loads(data)
@@ -144,7 +144,7 @@ class StoredOffset:
                 )
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
             pass
-        raise ValueError(f"what is stored for {name!r} is no position: {data[:80]!r}")
+        raise ValueError(f"what is stored for {name!r} is not a position of a reader: {data[:80]!r}")
 
 
 class PositionedReader(Protocol):
