@@ -1,4 +1,4 @@
-"""The JetStream API: one JSON request, one typed answer; and what only the leader of a stream knows."""
+"""Requests to the JetStream API, and the state and messages of a stream as its leader knows them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import orjson
 from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError, ServiceUnavailableError
 
+from jetstream_ext.client.base_connection import mark_retrieved
 from jetstream_ext.client.context import Context
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ResponseError, ServerError
 from jetstream_ext.protocol import headers as h
@@ -22,21 +23,16 @@ from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState, parse_stream_state
 
 LAG_PAUSE: Final = 0.05
-"""Seconds before looking again whether a leader, a replica or a mirror has caught up."""
+"""Seconds between two checks whether a leader, a replica or a mirror has caught up."""
 
-# A leader that dies with a request in its hands never answers it, and the next leader does not know of it. So a question
-# without an answer is asked again after so many seconds.
-_ASK_AGAIN: Final = 1.0
+# Seconds before an unanswered request is repeated: the next leader does not know the requests of one that died.
+_REPEAT_AFTER: Final = 1.0
 
 _T = TypeVar("_T")
 
 
 def check_timeout(timeout: float | None, default: float) -> float:
-    """Return `timeout` in seconds, or `default` for None.
-
-    Raises:
-        ValueError: It is not over 0.
-    """
+    """Return `timeout` in seconds, or `default` for None; raise ValueError unless it is a number over 0."""
     if timeout is None:
         return default
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
@@ -45,14 +41,11 @@ def check_timeout(timeout: float | None, default: float) -> float:
 
 
 class Api:
-    """The API behind one JetStream context, for the length of one call of this library.
+    """The JetStream API for one call of this library; all its requests share one deadline.
 
     Args:
-        context: The context: its prefix and its default timeout.
-        timeout: Seconds that all requests together may take; None is the context's own.
-
-    Raises:
-        ValueError: `timeout` is not over 0.
+        context: Gives the prefix and the default timeout.
+        timeout: Seconds for all requests together; None is the context's timeout.
     """
 
     def __init__(self, context: Context, timeout: float | None = None) -> None:
@@ -62,7 +55,7 @@ class Api:
 
     @property
     def remaining(self) -> float:
-        """Seconds until the time is over."""
+        """Seconds until the deadline."""
         return self._deadline - asyncio.get_running_loop().time()
 
     async def ask(
@@ -73,15 +66,15 @@ class Api:
         Args:
             what: The subject without its prefix, such as ``STREAM.INFO.ORDERS``.
             body: The request; None is an empty payload.
-            prefix: Another API prefix than the context's, such as that of a domain.
-            repeat: Send the request again while there is no answer; only for requests that change nothing.
+            prefix: The API prefix, if not the context's.
+            repeat: Repeat the request while there is no answer; only for requests that change nothing.
 
         Raises:
             NotFoundError: nats-py's: there is no such stream, consumer or message.
             ServiceUnavailableError: nats-py's: no server answers on the subject (JetStream is off, or away).
             ServerError: Any other refusal.
             RequestTimeoutError: No answer in time.
-            ConnectionClosedError: nats-py's: the connection is closed, or was while waiting.
+            ConnectionClosedError: nats-py's: the connection is closed.
             ResponseError: The answer is malformed.
         """
         subject = f"{prefix or self.context.prefix}.{what}"
@@ -104,51 +97,37 @@ class Api:
             raise NotFoundError(code=404, err_code=refusal.err_code, description=refusal.description) from refusal
 
     async def level(self) -> int:
-        """Return the API level of the JetStream that answers (0: older than 2.11).
-
-        Raises:
-            NotFoundError, ServiceUnavailableError, ServerError, RequestTimeoutError, ResponseError: As for `ask`.
-        """
+        """Return the API level of the JetStream that answers (0: before 2.11); raises as `ask` does."""
         account = (await self.ask("INFO")).get("api")
         level = account.get("level") if isinstance(account, dict) else None
         return level if isinstance(level, int) else 0
 
 
 async def _first_answer(send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-    """Return the first answer to a request that is sent again and again until there is one or the first times out."""
+    """Send a request repeatedly; return the first answer, or raise when the first request times out."""
     asked: set[asyncio.Task[_T]] = set()
     try:
         while True:
             asked.add(asyncio.create_task(send()))
-            done, _ = await asyncio.wait(asked, timeout=_ASK_AGAIN, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(asked, timeout=_REPEAT_AFTER, return_when=asyncio.FIRST_COMPLETED)
             if done:
                 return done.pop().result()
     finally:
         for task in asked:
-            if not task.cancel() and not task.cancelled():
-                task.exception()  # retrieved, though another answer came first
+            if not task.cancel():
+                mark_retrieved(task)
 
 
 async def stream_state(context: Context, stream: str, timeout: float | None = None) -> StreamState:
-    """Return what the leader of `stream` says of it.
-
-    Raises:
-        NotFoundError: nats-py's: there is no such stream.
-        ServiceUnavailableError, ServerError, RequestTimeoutError, ResponseError: As for `Api.ask`.
-    """
+    """Return the state of `stream` as its leader reports it; raises as `Api.ask` does."""
     return parse_stream_state(await Api(context, timeout).ask(f"STREAM.INFO.{stream}", repeat=True), stream)
 
 
 async def wait_for_sequence(context: Context, stream: str, seq: int, timeout: float) -> None:
-    """Wait until the leader's last sequence is at least `seq`.
-
-    Raises:
-        RequestTimeoutError: It was not within `timeout` seconds.
-        NotFoundError, ServerError, ResponseError: As for `stream_state`.
-    """
+    """Wait until the leader's last sequence is at least `seq`; raise RequestTimeoutError after `timeout` seconds."""
     try:
         async with asyncio.timeout(timeout):
-            while (await stream_state(context, stream, timeout)).last_seq < seq:  # noqa: ASYNC110 - no event tells
+            while (await stream_state(context, stream, timeout)).last_seq < seq:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(LAG_PAUSE)
     except TimeoutError:
         raise RequestTimeoutError(f"stream {stream!r} did not reach sequence {seq} within {timeout:.4g} s") from None
@@ -157,12 +136,7 @@ async def wait_for_sequence(context: Context, stream: str, seq: int, timeout: fl
 async def get_at_leader(
     context: Context, stream: str, request: Mapping[str, Any], timeout: float | None = None
 ) -> StoredMsg | None:
-    """Return the message that a ``STREAM.MSG.GET`` request finds at the leader, or None.
-
-    Raises:
-        ServiceUnavailableError, ServerError, RequestTimeoutError, ResponseError: As for `Api.ask`.
-        NotFoundError: nats-py's: there is no such stream.
-    """
+    """Return the message that a ``STREAM.MSG.GET`` request finds at the leader, or None; raises as `Api.ask` does."""
     try:
         answer = await Api(context, timeout).ask(f"STREAM.MSG.GET.{stream}", request, repeat=True)
     except NotFoundError as error:
@@ -184,7 +158,7 @@ async def get_at_leader(
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise `ResponseError` for a field of an answer that is missing or malformed, where it is read in this block."""
+    """Raise ResponseError if the block finds a field of the answer about `what` missing or malformed."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, binascii.Error) as error:

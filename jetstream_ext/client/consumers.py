@@ -10,7 +10,7 @@ from nats.js.api import ConsumerReset
 from jetstream_ext.client.api import Api, get_at_leader, reading, stream_state
 from jetstream_ext.client.context import Context
 from jetstream_ext.protocol import feature_table
-from jetstream_ext.protocol.options import rfc3339
+from jetstream_ext.protocol.options import check_sequence, rfc3339
 from jetstream_ext.protocol.stream_state import answering_server
 from jetstream_ext.protocol.subjects import check_name
 
@@ -24,26 +24,26 @@ async def reset_consumer(
     time: datetime | None = None,
     timeout: float | None = None,
 ) -> ConsumerReset:
-    """Start a consumer again, from its ack floor, a sequence or a time.
+    """Restart a consumer from its ack floor, a sequence or a time.
 
-    ADR-60, Consumer delivery state reset API. What was delivered and not acknowledged is delivered again, with delivery
-    counts from 1; without `seq` and `time` also what was acknowledged out of order above the floor. Subscribers go on
-    where the consumer now stands, and need not be told. An acknowledgement of a delivery from before the reset is
-    ignored, unless the message was delivered again meanwhile. On a work queue, messages that a reset skips stay in the
-    stream; on an interest stream they are removed.
+    ADR-60, Consumer delivery state reset API. Messages that were delivered and not acknowledged are delivered again,
+    with delivery counts from 1. Without `seq` and `time`, this includes messages above the ack floor that were
+    acknowledged out of order. Subscribers continue at the new position without any action. An acknowledgement of a
+    delivery before the reset is ignored, unless the message has been delivered again since. On a work queue, the
+    messages that a reset skips stay in the stream; on an interest stream they are removed.
 
-    As nats-py's ``js.reset_consumer``, but a server never answers a reset of what it does not have, or does not know:
-    here the consumer is asked for first, once, so that both fail at once instead of by timeout.
+    Servers never answer a reset of an unknown consumer, nor do servers without this feature. nats-py's
+    ``js.reset_consumer`` then times out; this call first asks for the consumer, and fails at once.
 
     Args:
         js: nats-py's JetStream context; its prefix and domain are honoured.
         stream: The stream's name.
-        consumer: The consumer's name, durable or not, pull or push.
-        seq: The next message to deliver is the first with this sequence or a later one; from 1. A sequence beyond the
-            end is accepted: the consumer then waits for it.
-        time: The next message to deliver is the first that was stored at or after this aware datetime, as the
-            stream's leader has it now; where there is none yet, the next one to be stored. Instead of `seq`.
-        timeout: Seconds for all of it; None is the context's timeout.
+        consumer: The consumer's name; it may be durable or ephemeral, pull or push.
+        seq: Deliver next the first message with this sequence (from 1) or a later one. If the stream does not have
+            it yet, the consumer waits for it.
+        time: Deliver next the first message that was stored at or after this aware datetime, or else the next one to
+            be stored. Excludes `seq`.
+        timeout: Seconds for the whole call; None is the context's timeout.
 
     Returns:
         nats-py's ``ConsumerReset``: ``reset_seq``, the first sequence that may be delivered next, and the consumer's
@@ -51,14 +51,14 @@ async def reset_consumer(
 
     Raises:
         ValueError: `seq` is not from 1 to 2**64-1, `time` is naive, or both are given.
-        nats.js.errors.NotFoundError: there is no such stream or consumer.
+        nats.js.errors.NotFoundError: There is no such stream or consumer.
         UnsupportedFeatureError: The consumer's server is older than 2.14.
-        ConsumerInvalidResetError: 10204: with `seq` or `time` the deliver policy must be ``all``,
-            ``by_start_sequence`` or ``by_start_time``, and the new start not before its own.
-        RequestTimeoutError: No answer in time, as while a leader is elected. The reset may have happened.
-        nats.js.errors.ServiceUnavailableError: there is no JetStream.
+        ConsumerInvalidResetError: 10204: with `seq` or `time`, the deliver policy must be ``all``,
+            ``by_start_sequence`` or ``by_start_time``, and the new start must not be before the policy's own.
+        RequestTimeoutError: No answer in time, for instance during an election. The reset may have happened.
+        nats.js.errors.ServiceUnavailableError: There is no JetStream.
         ServerError: Any other refusal.
-        ResponseError: An answer that makes no sense.
+        ResponseError: The answer is malformed.
 
     Cancellation: The reset may have happened; nothing is left behind.
 
@@ -66,11 +66,11 @@ async def reset_consumer(
     """
     check_name(stream, "stream name")
     check_name(consumer, "consumer name")
-    if seq is not None and (isinstance(seq, bool) or not isinstance(seq, int) or not 1 <= seq < 1 << 64):
-        raise ValueError(f"seq must be a stream sequence from 1 up, not {seq!r} (None starts at the ack floor)")
+    if seq is not None:
+        check_sequence(seq, "seq")
     if time is not None:
         if seq is not None:
-            raise ValueError("give seq or time, not both")
+            raise ValueError("seq and time exclude each other")
         rfc3339(time, "time")
     context = Context(js)
     api = Api(context, timeout)
@@ -89,8 +89,8 @@ async def reset_consumer(
 
 
 async def _first_at(api: Api, stream: str, when: datetime) -> int:
-    """Return the first sequence stored at or after `when`, or the one that comes next."""
-    # The end first: a message that is stored between the two questions must not be skipped.
+    """Return the first sequence stored at or after `when`, or the next one to be stored."""
+    # The end first: a message that is stored between the two requests must not be skipped.
     end = (await stream_state(api.context, stream, api.remaining)).last_seq + 1
     found = await get_at_leader(api.context, stream, {"start_time": rfc3339(when, "time")}, api.remaining)
     return end if found is None else found.seq

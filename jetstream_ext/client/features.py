@@ -1,4 +1,4 @@
-"""What the server behind a JetStream context can do."""
+"""The features of the server behind a JetStream context."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jetstream_ext.protocol import feature_table
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a server can do. A stream must also allow it: see the option in the table of features.
+    """The features of a server. A stream must also allow a feature: see its option in the feature table.
 
     Attributes:
-        server_version: The version of the server that the client is connected to. Behind a domain or a leaf node the
-            JetStream is another server's, whose version it does not tell.
-        api_level: The JetStream API level of the JetStream that answers (ADR-44); 0 is a server before 2.11.
+        server_version: The version of the connected server. Behind a domain or a leaf node another server runs the
+            JetStream, and its version is unknown.
+        api_level: The API level of the JetStream that answers (ADR-44); 0 is a server before 2.11.
         direct_batch: `DirectGet.batch`, `scan`, `multi_last` and `get_at` (ADR-31; 2.11, level 1).
         msg_ttl: ``Nats-TTL`` and delete markers (ADR-43; 2.11, level 1).
         atomic: `AtomicBatch` (ADR-50; 2.12, level 2).
-        atomic_eob: A commit that stores nothing (ADR-50; 2.14, level 4); `AtomicBatch` does without where it must.
+        atomic_eob: A commit that stores no message (ADR-50; 2.14, level 4); `AtomicBatch` works without it too.
         fast_ingest: `FastPublisher` (ADR-50; 2.14, level 4).
         consumer_reset: `reset_consumer` (ADR-60; 2.14, level 4).
         durable_source: `create_source_consumer` (ADR-60; 2.14, level 4).
@@ -42,20 +42,19 @@ class Features:
 
 
 async def features(js: JetStreamContext, *, timeout: float | None = None) -> Features:
-    """Return what the server behind `js` can do.
+    """Return the features of the server behind `js`.
 
-    One request to ``$JS.API.INFO``, which the JetStream itself answers: the greeting of a connection speaks only of
-    the server at its other end, and says nothing before 2.12. Where that request is not answered (a user may lack the
-    permission), the greeting has to do.
+    Sends one request to ``$JS.API.INFO``, which the JetStream itself answers. If that is not answered (the client may
+    lack the permission), the ``INFO`` of the connected server is used, which has the API level from 2.12.
 
     Args:
         js: nats-py's JetStream context; its prefix and domain are honoured.
         timeout: Seconds to wait for the answer; None is the context's timeout.
 
     Raises:
-        nats.js.errors.ServiceUnavailableError: there is no JetStream.
-        RequestTimeoutError: No answer in time, and the greeting does not say it either.
-        ServerError: The server refused, for instance because JetStream is off for the account.
+        nats.js.errors.ServiceUnavailableError: There is no JetStream.
+        RequestTimeoutError: No answer in time, and the connected server's ``INFO`` has no API level.
+        ServerError: The server refused, for instance because JetStream is disabled for the account.
 
     Cancellation: Safe; nothing is left behind.
 
@@ -65,10 +64,10 @@ async def features(js: JetStreamContext, *, timeout: float | None = None) -> Fea
     try:
         level = await Api(context, timeout).level()
     except RequestTimeoutError:
-        greeted = context.connection.api_level
-        if greeted is None or context.prefix != DEFAULT_PREFIX:
+        info_level = context.connection.api_level
+        if info_level is None or context.prefix != DEFAULT_PREFIX:
             raise
-        level = greeted
+        level = info_level
     return Features(
         server_version=context.connection.server_version,
         api_level=level,

@@ -1,4 +1,4 @@
-"""What is remembered for some seconds instead of being asked for every batch: streams by subject, and API levels."""
+"""A cache of streams by subject and of API levels, so that batches need not ask for them each time."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from jetstream_ext.errors import RequestTimeoutError, ResponseError
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.types import BatchAck
 
-# For so many seconds an answer is used again. It bounds how much `AtomicBatch.resolve` may have to read.
-_FRESH: Final = 30.0
-# A user without the permission to ask gets no answer, as during an election. That may cost a batch at most so many
-# seconds; afterwards nothing is asked for a while, twice as long every time.
-_PATIENCE: Final = 2.0
-_LONGEST_SILENCE: Final = 3600.0
+# How long an answer is used, in seconds. It bounds how much `AtomicBatch.resolve` may have to read.
+_CACHE_TTL: Final = 30.0
+# A client without the permission to ask gets no answer, as during an election. A lookup waits at most this long; after
+# that, lookups pause, twice as long each time.
+_LOOKUP_TIMEOUT: Final = 2.0
+_LONGEST_PAUSE: Final = 3600.0
 
 
 @dataclass(slots=True)
 class _Memory:
-    """What is known of the JetStream behind one prefix, for one session of one connection."""
+    """The cached answers of the JetStream behind one prefix, for one session of one connection."""
 
     session: int
     streams: dict[str, tuple[float, StreamState]] = field(default_factory=dict)
     last_seqs: dict[str, int] = field(default_factory=dict)
-    ask_streams_at: float = 0.0
-    silence: float = _FRESH
+    paused_until: float = 0.0
+    pause: float = _CACHE_TTL
     level: tuple[float, int] | None = None
 
 
@@ -52,24 +52,18 @@ def _memory(context: Context) -> _Memory:
 async def lookup_stream(
     context: Context, subject: str, stream: str | None, timeout: float
 ) -> tuple[StreamState, int] | None:
-    """Return the stream that stores messages on `subject`, and a sequence that it had before this call returned.
+    """Return the stream that stores `subject` (its name may be given), and a sequence that it has already reached.
 
-    None means that it cannot be known: there is no such stream, or no server answered.
-
-    Args:
-        context: The context.
-        subject: The subject.
-        stream: The stream's name, where it is known.
-        timeout: Seconds that asking may take.
+    None: there is no such stream, or no server answered.
     """
     memory, now = _memory(context), asyncio.get_running_loop().time()
     for asked_at, state in memory.streams.values():
-        if now - asked_at < _FRESH and (state.name == stream if stream else state.stores(subject)):
+        if now - asked_at < _CACHE_TTL and (state.name == stream if stream else state.stores(subject)):
             return state, max(state.last_seq, memory.last_seqs.get(state.name, 0))
-    if now < memory.ask_streams_at:
+    if now < memory.paused_until:
         return None
     try:
-        async with asyncio.timeout(min(timeout, _PATIENCE)):
+        async with asyncio.timeout(min(timeout, _LOOKUP_TIMEOUT)):
             name = stream or await stream_name(context, subject, timeout)
             if name is None:
                 return None
@@ -77,13 +71,13 @@ async def lookup_stream(
     except NotFoundError:
         return None
     except (TimeoutError, RequestTimeoutError):
-        memory.ask_streams_at = now + memory.silence
-        memory.silence = min(memory.silence * 2, _LONGEST_SILENCE)
+        memory.paused_until = now + memory.pause
+        memory.pause = min(memory.pause * 2, _LONGEST_PAUSE)
         return None
     except (APIError, ResponseError):
-        return None  # the server's refusal of the batch itself says more
-    memory.silence = _FRESH
-    for old in [old for old, (asked_at, _) in memory.streams.items() if now - asked_at >= _FRESH]:
+        return None  # the server's refusal of the batch will say more
+    memory.pause = _CACHE_TTL
+    for old in [old for old, (asked_at, _) in memory.streams.items() if now - asked_at >= _CACHE_TTL]:
         del memory.streams[old]
         memory.last_seqs.pop(old, None)
     memory.streams[state.name] = now, state
@@ -102,7 +96,7 @@ async def stream_name(context: Context, subject: str, timeout: float) -> str | N
 
 
 def remember_ack(context: Context, ack: BatchAck) -> None:
-    """Note that a stream has the messages that `ack` acknowledges."""
+    """Note that a stream has reached the sequence of `ack`."""
     memory = _memory(context)
     if ack.stream in memory.streams and memory.last_seqs.get(ack.stream, 0) < ack.seq:
         memory.last_seqs[ack.stream] = ack.seq
@@ -111,20 +105,20 @@ def remember_ack(context: Context, ack: BatchAck) -> None:
 async def api_level(context: Context) -> int:
     """Return the API level of the JetStream behind `context` (0: a server before 2.11; ADR-44).
 
-    From 2.12 on a server's greeting has it. Behind a domain or another prefix the JetStream is another server's, which
-    is asked; where it does not answer, the greeting is used.
+    A server's ``INFO`` has it from 2.12. Behind a domain or another prefix, the JetStream of another server is asked; if
+    that does not answer, the ``INFO`` is used.
     """
-    greeted = context.connection.api_level or 0
+    info_level = context.connection.api_level or 0
     if context.prefix == DEFAULT_PREFIX:
-        return greeted
+        return info_level
     memory, now = _memory(context), asyncio.get_running_loop().time()
-    if memory.level is not None and now - memory.level[0] < _FRESH:
+    if memory.level is not None and now - memory.level[0] < _CACHE_TTL:
         return memory.level[1]
     try:
-        level = await Api(context, min(context.timeout, _PATIENCE)).level()
+        level = await Api(context, min(context.timeout, _LOOKUP_TIMEOUT)).level()
     except RequestTimeoutError:
-        level = greeted  # remembered: a user without the permission to ask gets no answer the next time either
+        level = info_level  # cached: without the permission to ask, the next request gets no answer either
     except (nats.errors.Error, APIError):
-        return greeted
+        return info_level
     memory.level = now, level
     return level

@@ -25,7 +25,7 @@ from jetstream_ext.errors import (
 _TRANSIENT: Final = (
     RequestTimeoutError,
     MessagesLostError,
-    DirectGetDisabledError,  # the caller checked allow_direct at the leader before: the responders are away
+    DirectGetDisabledError,  # the caller has already checked allow_direct at the leader: the responders are away
     BatchAbandonedError,
     BatchOutcomeUnknownError,
     AtomicPublishIncompleteError,
@@ -36,12 +36,12 @@ _TRANSIENT: Final = (
     nats.errors.ConnectionReconnectingError,
     nats.errors.StaleConnectionError,
 )
-# What a cluster that is electing its leaders answers.
+# The answers of a cluster that is electing its leaders.
 _ELECTING: Final = frozenset({ErrorCode.CLUSTER_UNAVAILABLE, ErrorCode.NOT_LEADER, ErrorCode.STREAM_OFFLINE})
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the same call may succeed a little later: no leader, no connection, no answer, too busy."""
+    """Whether the same call may succeed later: no leader, no connection, no answer, or an overloaded server."""
     if isinstance(error, PositionLostError):
         return False
     if isinstance(error, APIError) and error.err_code in _ELECTING:
@@ -52,15 +52,15 @@ def is_transient(error: BaseException) -> bool:
 
 
 class Retry:
-    """Pauses between the attempts of one operation, and ends them.
+    """The pauses between the attempts of one operation, and their end.
 
     Args:
         give_up_after: Seconds without progress after which the next error is raised.
-        first_pause: The first pause in seconds; each later one is longer by `factor`.
+        first_pause: The first pause in seconds.
         longest_pause: The longest pause in seconds.
-        factor: By how much pauses grow.
-        jitter: Take a random part of each pause, so that competing writers do not retry in step.
-        transient: Which errors another attempt can be expected to overcome.
+        factor: How much longer each pause is than the one before.
+        jitter: Shorten each pause by a random part, so that competing writers do not retry in step.
+        transient: Whether another attempt may succeed after an error.
     """
 
     def __init__(
@@ -82,24 +82,21 @@ class Retry:
         self._deadline: float | None = None
 
     def reset(self) -> None:
-        """Note progress: the time to give up and the pauses start again with the next error."""
+        """Note progress: the deadline and the pauses start again with the next error."""
         self._pause, self._deadline = self._first_pause, None
 
     def start(self) -> None:
-        """Let the time to give up run from now on, not from the first error."""
+        """Start the deadline now, not with the first error."""
         self._deadline = asyncio.get_running_loop().time() + self.give_up_after
 
     async def pause(self, error: Exception) -> None:
-        """Wait before the next attempt, or raise `error` if it is not transient or the time is over.
-
-        Cancellation: Safe.
-        """
+        """Wait before the next attempt, or raise `error` if it is not transient or the deadline has passed."""
         if not self._transient(error):
             raise error
         await self.pause_or_raise(error)
 
     async def pause_or_raise(self, error: Exception) -> None:
-        """Wait before the next attempt, whatever `error` is, or raise it if the time is over."""
+        """Wait before the next attempt, or raise `error`, transient or not, if the deadline has passed."""
         now = asyncio.get_running_loop().time()
         if self._deadline is None:
             self._deadline = now + self.give_up_after

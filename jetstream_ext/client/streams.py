@@ -1,4 +1,4 @@
-"""Streams that have what the library needs."""
+"""Creating streams, and enabling options of existing ones."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ _MINUS_ONE_FOR_ZERO: Final = frozenset(
 async def ensure_stream(
     js: JetStreamContext, config: StreamConfig | None = None, *, timeout: float | None = None, **params: Any
 ) -> StreamInfo:
-    """Create a stream, or turn on what an existing one lacks of the ``allow_*`` options.
+    """Create a stream, or enable the ``allow_*`` options that an existing one lacks.
 
-    Options are only ever turned on. Any other difference between `config` and an existing stream is an error, and
-    nothing is changed then. Servers before 2.12 drop options that they do not know without a word; here that is an
-    error too: before anything is created where the API level tells, else when the echoed configuration does.
+    Options are never disabled. Any other difference between `config` and an existing stream is an error, and nothing is
+    changed. Servers before 2.12 silently drop options that they do not know. This call reports that as an error: if the
+    API level shows it, before anything is created, or else from the configuration that the server returns.
 
     Args:
         js: nats-py's JetStream context; its prefix and domain are honoured.
-        config: nats-py's ``StreamConfig``. What it leaves at None, an existing stream may have as it is; so with a
-            ``duplicate_window`` of 0, metadata of other keys, and ``allow_*`` options that are not set. Everything
-            else must be the same, nats-py's defaults (``discard``, the limits of -1, ``deny_*``) included. A source
-            or mirror that names the domain of `js` itself (without one, that of the connected server) as ``external``
-            is taken as local: a server never reaches itself by its own domain.
-        timeout: Seconds for all of it; None is the context's timeout.
-        params: Fields of the configuration, over those of `config`, as for ``js.add_stream``.
+        config: nats-py's ``StreamConfig``. An existing stream may have any value for fields that are None here, for
+            ``allow_*`` options that are not set, for a ``duplicate_window`` of 0, and any further metadata. All other
+            fields must be equal, including nats-py's defaults (``discard``, the limits of -1, ``deny_*``). A source or
+            mirror with the domain of `js` (or else of the connected server) as ``external`` is made local, because a
+            server cannot reach itself by its own domain.
+        timeout: Seconds for the whole call; None is the context's timeout.
+        params: Fields of the configuration that override those of `config`, as for ``js.add_stream``.
 
     Returns:
-        nats-py's ``StreamInfo`` of the stream as it now is.
+        nats-py's ``StreamInfo`` of the stream as it is now.
 
     Raises:
-        ValueError: There is no name.
-        StreamConfigMismatchError: The stream exists with another configuration, or the server made another one of
-            it; ``diff`` maps each field to (wanted, found).
-        UnsupportedFeatureError: The server is too old for an option; ``required_api_level`` says which it needs.
+        ValueError: The name is missing or invalid.
+        StreamConfigMismatchError: The stream exists with another configuration, or the server changed the
+            configuration; ``diff`` maps each field to (wanted, found).
+        UnsupportedFeatureError: The server is too old for an option; ``required_api_level`` is the level it needs.
         ServerError: The server refused.
         nats.js.errors.ServiceUnavailableError, RequestTimeoutError: There is no JetStream, or no answer in time.
-        ResponseError: An answer that makes no sense.
+        ResponseError: The answer is malformed.
 
     Cancellation: The stream may have been created or changed; nothing else is left behind.
 
-    Requires: Any server; each option its own (see the table of features). Servers have no conditional update: two
-    programs that turn on different options of one stream at the same moment can undo each other's.
+    Requires: Any server; for each option see the feature table. Servers have no conditional update: two programs that
+    enable different options of a stream at the same moment can overwrite each other's change.
     """
     wanted = (config or StreamConfig()).evolve(**params)
     check_name(wanted.name or "", "stream name")
@@ -79,7 +79,7 @@ async def ensure_stream(
         try:
             return _checked(api, wanted, await api.ask(f"STREAM.CREATE.{wanted.name}", wanted.as_dict()))
         except ServerError as refusal:
-            # Somebody else may have created it since it was asked for.
+            # Another client may have created it in the meantime.
             if refusal.err_code != ErrorCode.STREAM_NAME_EXISTS or retried:
                 raise
             retried = True
@@ -97,29 +97,28 @@ def _without_external(config: StreamConfig, prefix: str) -> StreamConfig:
 
 
 async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
-    """Turn on what the existing stream lacks."""
+    """Enable the options that the existing stream lacks."""
     with reading(f"stream {wanted.name!r}"):
         found = _stream_info(info)
     if diff := _diff(wanted, found.config):
         raise StreamConfigMismatchError(
-            f"stream {wanted.name!r} exists with another configuration: {_words(diff)}; nothing was changed", diff=diff
+            f"stream {wanted.name!r} exists with another configuration: {_describe(diff)}; nothing was changed",
+            diff=diff,
         )
     missing = _missing(wanted, found.config)
     if not missing:
         return found
     await _require(api, wanted, "nothing was changed")
-    # The server's own words, not nats-py's reading of them, which has only the fields that it knows.
+    # The server's own configuration: nats-py's has only the fields that it knows.
     update = info["config"] | dict.fromkeys(missing, True)
     return _checked(api, wanted, await api.ask(f"STREAM.UPDATE.{wanted.name}", update))
 
 
 async def _require(api: Api, wanted: StreamConfig, detail: str) -> None:
-    """Raise unless the server's API level has all that `wanted` needs."""
+    """Raise UnsupportedFeatureError unless the server's API level has every feature that `wanted` needs."""
     needed = list(_needs(wanted))
-    greeted = api.context.connection.api_level
-    if api.context.prefix == DEFAULT_PREFIX and greeted is not None and all(feature.at(greeted) for feature in needed):
-        return
-    if not needed:
+    level = api.context.connection.api_level if api.context.prefix == DEFAULT_PREFIX else None
+    if not needed or (level is not None and all(feature.at(level) for feature in needed)):
         return
     level = await api.level()
     for feature in needed:
@@ -138,7 +137,7 @@ def _needs(wanted: StreamConfig) -> Iterator[Feature]:
 
 
 def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
-    """Return what was created or changed, if it is what was asked for."""
+    """Return the stream that was created or changed, or raise if it is not as wanted."""
     with reading(f"stream {wanted.name!r}, which now exists,"):
         found = _stream_info(info)
         version, level = answering_server(info["config"])
@@ -152,23 +151,20 @@ def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo
                     detail=f"stream {wanted.name!r} now exists without it",
                 )
         raise StreamConfigMismatchError(
-            f"the server made something else of stream {wanted.name!r}: {_words(diff)}", diff=diff
+            f"stream {wanted.name!r}: the server stored another configuration: {_describe(diff)}", diff=diff
         )
     return found
 
 
 def _missing(wanted: StreamConfig, found: StreamConfig) -> list[str]:
     """Return the ``allow_*`` options that are wanted and off."""
-    return [name for name in _options(wanted) if getattr(wanted, name) and not getattr(found, name)]
-
-
-def _options(config: StreamConfig) -> list[str]:
-    return [name for name in vars(config) if name.startswith("allow_")]
+    options = [name for name in vars(wanted) if name.startswith("allow_")]
+    return [name for name in options if getattr(wanted, name) and not getattr(found, name)]
 
 
 def _diff(wanted: StreamConfig, found: StreamConfig) -> dict[str, tuple[Any, Any]]:
-    """Return where an existing configuration is not what is wanted, apart from the ``allow_*`` options."""
-    # Through the same context as what was found, so that units, enums and defaults are the same on both sides.
+    """Return the fields, other than ``allow_*``, that differ, with (wanted, found)."""
+    # Both sides go through `_read`, so that units, enums and defaults are the same.
     asked = _read(wanted.as_dict())
     diff = {}
     for name in vars(wanted):
@@ -178,13 +174,13 @@ def _diff(wanted: StreamConfig, found: StreamConfig) -> dict[str, tuple[Any, Any
         if name == "subjects" and want and have:
             same = sorted(want) == sorted(have)
         elif name == "metadata":
-            # What servers write there themselves changes with every update.
+            # Servers write their own keys, which change with every update.
             own = {key: value for key, value in want.items() if not key.startswith("_nats.")}
             same = own.items() <= (have or {}).items()
         else:
             if name in _MINUS_ONE_FOR_ZERO:
                 want, have = want or -1, have or -1
-            # An option that is off and one that is not there are the same; and a server leaves out what is empty.
+            # False, empty and missing are the same: servers leave them out.
             same = want == have or (not want and not have) or (name == "num_replicas" and not want)
         if not same:
             diff[name] = (want, have)
@@ -201,7 +197,7 @@ def _read(config: Mapping[str, Any]) -> StreamConfig:
 
 
 def _pruned(value: Any) -> Any:
-    """Leave out what is empty: of some nested fields servers echo that, of others they do not."""
+    """Remove empty nested fields: servers return only some of them."""
     if isinstance(value, dict):
         return {name: kept for name, inner in value.items() if (kept := _pruned(inner))}
     if isinstance(value, list):
@@ -215,5 +211,5 @@ def _stream_info(answer: dict[str, Any]) -> StreamInfo:
     return info
 
 
-def _words(diff: Mapping[str, tuple[Any, Any]]) -> str:
+def _describe(diff: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{name} is {have!r}, not {want!r}" for name, (want, have) in diff.items())

@@ -65,11 +65,11 @@ class Feature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quirk:
-    """A release that has a feature and gets part of it wrong.
+    """A fault of a single release in one of its features.
 
     Attributes:
-        title: What is affected, for errors and the documentation.
-        calls: What of this library needs it.
+        title: The affected part of the feature, for errors and the documentation.
+        calls: The calls of this library that need it.
         feature: The feature.
         release: The release with the fault.
         since: The first release without it.
@@ -88,15 +88,7 @@ class Quirk:
         return (server_version or "").partition("-")[0] == self.release
 
     def check(self, server_version: str | None, detail: str) -> None:
-        """Refuse a server with the fault.
-
-        Args:
-            server_version: The version of the server that would do the work, where known.
-            detail: What the refusal means for the call.
-
-        Raises:
-            UnsupportedFeatureError: The server has the fault.
-        """
+        """Raise UnsupportedFeatureError if a server of this version has the fault; `detail` says what is stored."""
         if self.affects(server_version):
             raise UnsupportedFeatureError(
                 f"{self.title}: needs nats-server {self.since}, and this is {server_version}, which {self.wrong}; {detail}",
@@ -215,7 +207,7 @@ FENCED_BATCHES: Final = Quirk(
     wrong="compares the expectation with another subject and commits batches whose expectations do not hold",
 )
 QUIRKS: Final = (FENCED_BATCHES,)
-"""What single releases get wrong."""
+"""The faults of single releases."""
 
 BY_OPTION: Final = {
     feature.option: feature

@@ -1,4 +1,4 @@
-"""Hearing of batches that the server gave up."""
+"""Advisories about batches that the server dropped."""
 
 import asyncio
 from datetime import UTC, datetime, timedelta
@@ -19,7 +19,7 @@ SHORT = 'jetstream { limits { batch { timeout: "200ms", max_msgs: 5 } }, %s }'
 
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.8", "2.14.6", "2.15.1"])
 @pytest.mark.parametrize("domain", [None, "hub"])
-async def test_every_reason(version: str, domain: str | None) -> None:
+async def test_every_reason_is_reported(version: str, domain: str | None) -> None:
     async with NatsServer(version=version, config=SHORT % (f"domain: {domain}" if domain else "")) as server:
         nc = await nats.connect(server.url)
         js = nc.jetstream(domain=domain) if domain else nc.jetstream()
@@ -39,8 +39,7 @@ async def test_every_reason(version: str, domain: str | None) -> None:
             batch = jsx.AtomicBatch(js, batch_id="holey")
             await batch.add("S.a")
             await batch.add("S.b")
-            assert batch._wire.machine is not None
-            batch._wire.machine.sent += 1
+            batch._session.machine.sent += 1
             with pytest.raises(errors.AtomicPublishIncompleteError):
                 await batch.commit("S.a")
             heard.append(await anext(watch))
@@ -55,7 +54,7 @@ async def test_every_reason(version: str, domain: str | None) -> None:
         await nc.close()
 
 
-async def test_advisories_of_another_domain(nc: Client) -> None:
+async def test_advisories_of_other_domains_and_malformed_ones_are_ignored(nc: Client) -> None:
     subject = "$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED.S"
     event = b'{"timestamp":"2026-11-20T21:30:40.444144476Z","stream":"S","batch":"%b","reason":"timeout"%b}'
     async with jsx.watch_abandoned(nc.jetstream(domain="hub"), "S") as watch:
@@ -67,7 +66,7 @@ async def test_advisories_of_another_domain(nc: Client) -> None:
         assert [(await anext(watch)).batch_id for _ in range(2)] == ["b", "c"]
 
 
-async def test_nothing_is_left_behind(nc: Client, js: JetStreamContext, left: Any) -> None:
+async def test_a_cancelled_or_closed_watch_leaves_nothing_behind(nc: Client, js: JetStreamContext, left: Any) -> None:
     watch = jsx.watch_abandoned(js, "S")
     async with watch:
         waiting = asyncio.ensure_future(anext(watch))
@@ -91,7 +90,7 @@ async def test_nothing_is_left_behind(nc: Client, js: JetStreamContext, left: An
         await left.settled()
 
 
-async def test_closed_while_somebody_waits(js: JetStreamContext, left: Any) -> None:
+async def test_closing_a_watch_ends_its_waiting_iterations(js: JetStreamContext, left: Any) -> None:
     watch = await jsx.watch_abandoned(js, "S").__aenter__()
     waiting = [asyncio.ensure_future(anext(watch)) for _ in range(2)]
     await asyncio.sleep(0)
@@ -103,7 +102,7 @@ async def test_closed_while_somebody_waits(js: JetStreamContext, left: Any) -> N
     await left.settled()
 
 
-async def test_a_closed_connection(own_nc: Client, own_js: JetStreamContext) -> None:
+async def test_a_closed_connection_ends_the_watch(own_nc: Client, own_js: JetStreamContext) -> None:
     async with jsx.watch_abandoned(own_js, "S") as watch:
         waiting = asyncio.ensure_future(anext(watch))
         await asyncio.sleep(0.01)
@@ -114,6 +113,6 @@ async def test_a_closed_connection(own_nc: Client, own_js: JetStreamContext) -> 
         await jsx.watch_abandoned(own_js, "S").__aenter__()
 
 
-def test_the_name_is_checked(js: JetStreamContext) -> None:
+def test_an_invalid_stream_name_is_refused(js: JetStreamContext) -> None:
     with pytest.raises(errors.BadSubjectError):
         jsx.watch_abandoned(js, "a.b")

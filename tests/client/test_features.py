@@ -20,7 +20,7 @@ from jetstream_ext.protocol import feature_table
 from jetstream_ext.testing import NatsServer
 
 
-async def test_the_newest_server_has_it_all(js: JetStreamContext, server: NatsServer) -> None:
+async def test_the_newest_server_has_every_feature(js: JetStreamContext, server: NatsServer) -> None:
     found = await jsx.features(js)
     assert found.server_version == server.version
     assert found.api_level >= 5
@@ -43,7 +43,7 @@ async def test_the_newest_server_has_it_all(js: JetStreamContext, server: NatsSe
         (4, ["direct_batch", "msg_ttl", "atomic", "atomic_eob", "fast_ingest", "consumer_reset", "durable_source"]),
     ],
 )
-async def test_the_level_tells(nc: Client, stream_name: Callable[[], str], level: int | None, has: list[str]) -> None:
+async def test_the_api_level_decides_the_features(nc: Client, stream_name: Callable[[], str], level: int | None, has: list[str]) -> None:
     prefix = stream_name()
 
     async def answer(msg: Msg) -> None:
@@ -55,7 +55,7 @@ async def test_the_level_tells(nc: Client, stream_name: Callable[[], str], level
     assert [name for name, value in dataclasses.asdict(found).items() if value is True] == has
 
 
-async def test_no_jetstream() -> None:
+async def test_a_server_without_jetstream_is_an_error() -> None:
     async with NatsServer(jetstream=False) as server:
         nc = await nats.connect(server.url, connect_timeout=10)
         with pytest.raises(nats.js.errors.ServiceUnavailableError):
@@ -63,7 +63,7 @@ async def test_no_jetstream() -> None:
         await nc.close()
 
 
-async def test_a_user_who_may_not_ask() -> None:
+async def test_without_the_permission_to_ask_the_server_info_is_used() -> None:
     config = (
         "jetstream { domain: hub }\n"
         "authorization { users: [ { user: u, password: p, permissions: "
@@ -71,18 +71,18 @@ async def test_a_user_who_may_not_ask() -> None:
     )
 
     async def quiet(error: Exception) -> None:
-        pass  # the server says what it forbids to the connection, not to the request
+        pass  # the server reports a denied publish to the connection, not to the request
 
     async with NatsServer(config=config) as server:
         nc = await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=quiet)
         found = await jsx.features(nc.jetstream(), timeout=0.2)
-        assert found.api_level >= 5  # the greeting has to do
+        assert found.api_level >= 5  # from the connected server's INFO
         with pytest.raises(RequestTimeoutError):
             await jsx.features(nc.jetstream(domain="hub"), timeout=0.2)
         await nc.close()
 
 
-def test_the_table_and_the_dataclass_are_of_one_mind() -> None:
+def test_the_table_and_the_dataclass_have_the_same_features() -> None:
     rows = {feature.title: feature for feature in feature_table.FEATURES}
     assert len(rows) == len(feature_table.FEATURES)
     for feature in feature_table.FEATURES:
@@ -104,7 +104,7 @@ def test_the_error_of_a_feature_says_what_it_needs() -> None:
     assert str(feature_table.ATOMIC.unsupported()).endswith("and this is an older server")
 
 
-def test_no_error_names_a_feature_or_a_level_of_its_own() -> None:
+def test_errors_take_feature_and_level_from_the_table() -> None:
     package = Path(jsx.__file__).parent
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -115,10 +115,10 @@ def test_no_error_names_a_feature_or_a_level_of_its_own() -> None:
                 assert not isinstance(given["required_api_level"], ast.Constant), path
 
 
-def test_the_table_in_markdown() -> None:
+def test_the_markdown_table_has_a_row_for_every_feature() -> None:
     head, rule, *rows = feature_table.markdown_table().splitlines()
     assert head.count("|") == rule.count("|")
-    assert len(rows) == len(feature_table.FEATURES)
+    assert len(rows) == len(feature_table.FEATURES) + len(feature_table.QUIRKS)
     assert all(row.count("|") == head.count("|") for row in rows)
     assert (
         "| fast ingest | `FastPublisher` | no | no | no | yes | yes | 4 |"
@@ -126,7 +126,7 @@ def test_the_table_in_markdown() -> None:
     )
 
 
-def test_the_table_in_a_readme() -> None:
+def test_the_table_of_the_readme_is_updated_in_place() -> None:
     script = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "_ext" / "feature_table.py"))
     begin, end, update = script["BEGIN"], script["END"], script["update"]
     text = f"# Title\n{begin}old\n{end}The rest.\n"

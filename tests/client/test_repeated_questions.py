@@ -31,7 +31,7 @@ class Questions:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_ASK_AGAIN", 0.01)
+    monkeypatch.setattr(api, "_REPEAT_AFTER", 0.01)
 
 
 async def nothing_left(questions: Questions, unanswered: int) -> None:

@@ -188,7 +188,7 @@ async def test_nats_py_s_defaults_count(js: JetStreamContext, stream_name: Calla
 
 async def test_what_the_server_makes_of_it_is_looked_at(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     name = stream_name()
-    with pytest.raises(StreamConfigMismatchError, match="made something else") as mismatch:
+    with pytest.raises(StreamConfigMismatchError, match="stored another configuration") as mismatch:
         # Markers turn deny_purge off, without a word.
         await jsx.ensure_stream(js, name=name, subject_delete_marker_ttl=5, allow_msg_ttl=True, deny_purge=True)
     assert mismatch.value.diff == {"deny_purge": (True, False)}

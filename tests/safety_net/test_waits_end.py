@@ -160,7 +160,6 @@ async def unended(seconds: float, running: dict[str, asyncio.Future[Any]]) -> di
     return wrong
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "a call behind pending bytes ignores its timeout")
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_call_behind_pending_bytes_ends_in_time(
     own_server: NatsServer, open_calls: Callable[..., Awaitable[Calls]], clog: Clog, kind: str
@@ -171,9 +170,6 @@ async def test_a_call_behind_pending_bytes_ends_in_time(
     assert await unended(TIMEOUT + SLACK, running) == {}
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=ISSUE + "a wait for pending bytes outlives its connection"
-)
 @pytest.mark.parametrize("end", ["close", "kill", "stay away"])
 async def test_a_call_behind_pending_bytes_ends_with_its_connection(
     own_server: NatsServer, open_calls: Callable[..., Awaitable[Calls]], clog: Clog, end: str
@@ -195,7 +191,6 @@ async def test_a_call_behind_pending_bytes_ends_with_its_connection(
             await abandon(closing)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "adding hangs if the server stops reading")
 @pytest.mark.parametrize("kind", ["atomic", "fast"])
 async def test_adding_large_messages_ends_when_the_server_stops_reading(
     own_server: NatsServer, connect: Connect, within: Within, kind: str
@@ -218,7 +213,6 @@ async def test_adding_large_messages_ends_when_the_server_stops_reading(
         await batch.discard()
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "adding to a batch hangs after nc.close()")
 async def test_adding_large_messages_ends_when_the_connection_is_closed(
     own_server: NatsServer, connect: Connect, within: Within
 ) -> None:
@@ -241,7 +235,6 @@ async def test_adding_large_messages_ends_when_the_connection_is_closed(
         await batch.discard()
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "watch_abandoned hangs after nc.drain()")
 async def test_watching_for_abandoned_batches_ends_when_the_connection_is_drained(
     server: NatsServer, connect: Connect, make_stream: MakeStream, within: Within
 ) -> None:
