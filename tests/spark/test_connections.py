@@ -13,9 +13,8 @@ from pathlib import Path
 import nkeys
 import pytest
 
-from jetstream_ext.spark.connect import ConnectError, RefusedError, WorkerConnection
-from jetstream_ext.spark.connections import Connections, connections
-from jetstream_ext.spark.given import OptionError
+from jetstream_ext.spark.connection import Connections, WorkerConnection, connections
+from jetstream_ext.spark.errors import ConnectError, OptionError, RefusedError
 from jetstream_ext.spark.options import ConnectionOptions, ReadOptions
 from jetstream_ext.testing import NatsServer
 
@@ -247,7 +246,7 @@ def test_tls_both_ways(cache: Connections, tmp_path: Path) -> None:
     [
         ({"user": "u", "password_env": "JETSTREAM_EXT_NOT_SET"}, "'passwordEnv'.*environment variable that is set"),
         ({"token_env": "JETSTREAM_EXT_NOT_SET"}, "'tokenEnv'.*environment variable that is set"),
-        ({"tls_ca": "/no/such/file"}, "'tlsCa'.*no file '/no/such/file' on this node"),
+        ({"tls_ca": "/no/such/file"}, "'tlsCa'.*file '/no/such/file' does not exist on this node"),
         ({"nkey_file": "SU" + "A" * 56}, "'nkeyFile'.*holds the secret itself"),
         ({"creds_file": "-----BEGIN NATS USER JWT-----\nJSX_NOT_SET" + "x" * 1000}, "'credsFile'.*holds the secret"),
         ({"tls_ca": __file__}, "'tlsCa'.*holds no certificates"),

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from jetstream_ext.spark import kv_options, options, write_options
-from jetstream_ext.spark.kv_source import JetStreamKvDataSource
+from jetstream_ext.spark import options
+from jetstream_ext.spark.kv import JetStreamKvDataSource
 from jetstream_ext.spark.source import JetStreamDataSource
 
 PAGE = Path(__file__).parents[2] / "docs" / "spark.md"
 STREAMS = {
     *options.CONNECTION_OPTIONS,
-    *options._READ_OPTIONS,
-    *options._ONLY_STREAMING,
-    *write_options._WRITE_OPTIONS,
+    *options.READ_OPTIONS,
+    *options.STREAMING_OPTIONS,
+    *options.WRITE_OPTIONS,
 } - {"maxMessagesPerTrigger"}  # another name of maxOffsetsPerTrigger
-BUCKETS = set(kv_options._KV_OPTIONS)
+BUCKETS = set(options.KV_OPTIONS)
 
 
 def named(rows: list[str]) -> set[str]:
