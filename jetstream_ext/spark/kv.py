@@ -276,9 +276,7 @@ async def _snapshot(
     wanted = frozenset(keys)
     for filters in (keys, None):
         try:
-            found = await snapshot(
-                bucket, filters, at=revision, strict=False, include_deletes=options.include_deleted
-            )
+            found = await snapshot(bucket, filters, at=revision, strict=False, include_deletes=options.include_deleted)
         except InvalidKeyError:
             # Clients refuse such a key, but any publisher can store it. It is read with the whole bucket.
             continue
