@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Generic, Literal, Protocol, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import nats.errors
 from nats.aio.client import Client
@@ -41,37 +41,25 @@ _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 
 
-class Target(Protocol):
-    """Options that say how to connect and where the JetStream is."""
-
-    @property
-    def connection(self) -> ConnectionOptions:
-        """How to connect."""
-
-    @property
-    def domain(self) -> str | None:
-        """The JetStream domain."""
-
-    @property
-    def api_prefix(self) -> str | None:
-        """The prefix of the JetStream API."""
-
-
 # -- for the driver and the tasks ---------------------------------------------------------------------------------
 
 
 @contextmanager
-def connected(options: Target, role: Literal["driver", "executor"]) -> Iterator[tuple[Lease, JetStreamContext]]:
-    """Lend this process's connection, with the JetStream context that `options` name.
+def connected(
+    options: ConnectionOptions, role: Literal["driver", "executor"]
+) -> Iterator[tuple[Lease, JetStreamContext]]:
+    """Lend this process's connection, and its JetStream context.
 
     Raises:
         ConnectError, OptionError: As for `Connections.lend`.
     """
-    with connections().lend(options.connection, f"jetstream-ext spark {role}") as lease:
-        yield lease, lease.connection.context(options)
+    with connections().lend(options, f"jetstream-ext spark {role}") as lease:
+        yield lease, lease.connection.context()
 
 
-def run_on_driver(options: Target, work: Callable[[JetStreamContext], Coroutine[Any, Any, _Result]]) -> _Result:
+def run_on_driver(
+    options: ConnectionOptions, work: Callable[[JetStreamContext], Coroutine[Any, Any, _Result]]
+) -> _Result:
     """Run `work` on the driver's connection and return its result."""
     with connected(options, "driver") as (lease, context):
         return lease.run(work(context))
@@ -98,12 +86,9 @@ class Lease:
     def __init__(self, loop: asyncio.AbstractEventLoop, connection: WorkerConnection) -> None:
         self.connection = connection
         self._loop = loop
-        self._started: Future[Any] | None = None
-
-    @property
-    def busy(self) -> bool:
+        self._task: asyncio.Task[Any] | None = None
+        self.busy: bool = False
         """Whether the coroutine started last is still running."""
-        return self._started is not None and not self._started.done()
 
     def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         """Run a coroutine on the connection's loop and return its result.
@@ -115,8 +100,8 @@ class Lease:
 
     def start(self, coroutine: Coroutine[Any, Any, _Result]) -> Callable[[], _Result]:
         """Start a coroutine on the connection's loop; return a function that waits for its result, as `run` does."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        self._started = future
+        self.busy = True
+        future = asyncio.run_coroutine_threadsafe(self._work(coroutine), self._loop)
 
         def wait() -> _Result:
             try:
@@ -128,45 +113,36 @@ class Lease:
 
         return wait
 
+    async def _work(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+        self._task = asyncio.current_task()
+        try:
+            return await coroutine
+        finally:
+            self.busy = False
+
     def abandon(self) -> None:
         """Cancel the coroutine started last, and wait until it has ended."""
-        if self._started is not None:
-            self._started.cancel()
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result()
+        _run(self._loop, self._cancel())
+
+    async def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
 
     def iterate(self, items: AsyncGenerator[_Item, None]) -> Iterator[_Item]:
         """Iterate over an async generator, which prepares the next item while the caller uses the last one."""
-        ahead = _Ahead(items)
         try:
-            while (item := self.run(ahead.next())) is not None:
+            wait = self.start(_next(items))
+            while (item := wait()) is not None:
+                wait = self.start(_next(items))
                 yield item
         finally:
-            self.run(ahead.close())
+            self.abandon()  # the item ahead, or its error, is discarded: the caller stopped iterating
+            self.run(items.aclose())
 
 
-class _Ahead(Generic[_Item]):
-    """Runs an async generator one item ahead. Used on the loop only."""
-
-    def __init__(self, items: AsyncGenerator[_Item, None]) -> None:
-        self._items = items
-        self._coming: asyncio.Task[_Item | None] | None = None
-
-    async def next(self) -> _Item | None:
-        """Return the next item, None after the last."""
-        item = await (self._coming or self._advance())
-        self._coming = None if item is None else asyncio.get_running_loop().create_task(self._advance())
-        return item
-
-    async def _advance(self) -> _Item | None:
-        return await anext(self._items, None)
-
-    async def close(self) -> None:
-        """End the generator."""
-        if self._coming is not None:
-            self._coming.cancel()
-            # The item, or the error, is discarded: the caller stopped iterating.
-            await asyncio.gather(self._coming, return_exceptions=True)
-        await self._items.aclose()
+async def _next(items: AsyncGenerator[_Item, None]) -> _Item | None:
+    return await anext(items, None)
 
 
 class _Shared:
@@ -309,10 +285,11 @@ class WorkerConnection:
         """Whether it is connected now."""
         return bool(self.client.is_connected)
 
-    def context(self, options: Target) -> JetStreamContext:
-        """Return the JetStream context for a domain or an API prefix."""
+    def context(self) -> JetStreamContext:
+        """Return the JetStream context for the domain or the API prefix of the options."""
+        options = self._options
         where = {"prefix": options.api_prefix} if options.api_prefix else {"domain": options.domain}
-        return self.client.jetstream(timeout=self._options.timeout, **where)
+        return self.client.jetstream(timeout=options.timeout, **where)
 
     async def open(self, name: str) -> None:
         """Connect, and retry for as long as the options' timeout allows.

@@ -52,21 +52,7 @@ class JetStreamKvDataSource(DataSource):
 
     Columns: ``bucket string, key string, value binary, revision long, created timestamp, operation string``.
 
-    Options, besides those of `jetstream` that say how to connect:
-
-    ==================  ==========================================================================================
-    ``bucket``          the bucket's name; or as the argument of ``load()``
-    ``keys``            keys and patterns of keys (``orders.*``, ``users.>``), comma-separated; all
-    ``asOf``            ``now`` (default; when the query is planned), a revision, or an RFC 3339 time with its zone
-    ``includeDeleted``  return deleted keys as well: their markers, with ``operation`` DEL or PURGE (false)
-    ``consistency``     what happens to a key that changed after ``asOf`` if its value then is no longer stored (a
-                        bucket keeps ``history`` values of a key): ``latest`` (default) returns its present value, so
-                        that every key is there once and some have a later revision; ``strict`` fails and says how many
-    ``minPartitions``   partitions at least (2)
-    ==================  ==========================================================================================
-
-    Needs nats-server 2.11, ``allow_direct`` on the bucket, and permission to publish to
-    ``$JS.API.STREAM.INFO.KV_<bucket>``, ``$JS.API.DIRECT.GET.KV_<bucket>`` and ``$JS.API.STREAM.MSG.GET.KV_<bucket>``.
+    The options, and the permissions and servers that they need, are in the documentation (Spark, "Options").
     """
 
     @classmethod
@@ -118,7 +104,9 @@ class JetStreamKvReader(DataSourceReader):
         """
         from jetstream_ext.spark.connection import run_on_driver
 
-        return [KvPartition(part) for part in run_on_driver(self._options, lambda js: plan_kv(js, self._options))]
+        return [
+            KvPartition(part) for part in run_on_driver(self._options.connection, lambda js: plan_kv(js, self._options))
+        ]
 
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
         """Read some keys (called on an executor)."""
@@ -246,7 +234,7 @@ def read_keys(options: KvOptions, schema: StructType, part: KeyRange) -> Iterato
     """
     from jetstream_ext.spark.connection import connected
 
-    with connected(options, "executor") as (lease, context):
+    with connected(options.connection, "executor") as (lease, context):
         for entries in lease.iterate(_read(context, options, part)):
             yield _batch(schema, entries)
 

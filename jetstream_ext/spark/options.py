@@ -387,7 +387,7 @@ def _as_of(text: str) -> AtSequence | AtTime | None:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ConnectionOptions:
-    """How to connect; also the key of the connection cache.
+    """How to reach the JetStream; also the key of the connection cache.
 
     Attributes:
         servers: URLs without credentials.
@@ -400,6 +400,8 @@ class ConnectionOptions:
         tls_cert: Path of the client's certificate.
         tls_key: Path of its key.
         timeout: Seconds to get a connection, and to wait for each reply.
+        domain: JetStream domain.
+        api_prefix: Prefix of the JetStream API, such as of an imported account.
     """
 
     servers: tuple[str, ...]
@@ -412,6 +414,8 @@ class ConnectionOptions:
     tls_cert: str | None = None
     tls_key: str | None = None
     timeout: float = 10.0
+    domain: str | None = None
+    api_prefix: str | None = None
 
     @classmethod
     def parse(cls, reader: OptionReader) -> ConnectionOptions:
@@ -439,6 +443,8 @@ class ConnectionOptions:
             tls_cert=reader.get("tlsCert", _text, None),
             tls_key=reader.get("tlsKey", _text, None),
             timeout=reader.get("requestTimeout", _seconds, 10.0),
+            domain=reader.get("domain", _domain, None),
+            api_prefix=reader.get("apiPrefix", _api_prefix, None),
         )
 
     def __repr__(self) -> str:
@@ -461,8 +467,6 @@ class ReadOptions:
         max_bytes_per_partition: Approximate limit of a partition's messages in bytes.
         fail_on_data_loss: Fail where messages that should be there are gone, instead of logging a warning.
         tail_check: Prove the end of every partition at the stream's leader.
-        domain: JetStream domain.
-        api_prefix: Prefix of the JetStream API, such as of an imported account.
         allow_unstable_retention: Read streams whose consumers' acknowledgements delete messages.
         push_down: Use the filters that Spark pushes down.
         max_offsets: Limit of a micro-batch in sequences.
@@ -478,8 +482,6 @@ class ReadOptions:
     max_bytes_per_partition: int = 64 << 20
     fail_on_data_loss: bool = True
     tail_check: bool = True
-    domain: str | None = None
-    api_prefix: str | None = None
     allow_unstable_retention: bool = False
     push_down: bool = False
     max_offsets: int | None = None
@@ -510,8 +512,6 @@ class ReadOptions:
             max_bytes_per_partition=reader.get("maxBytesPerPartition", _size, 64 << 20),
             fail_on_data_loss=reader.get("failOnDataLoss", _boolean, True),
             tail_check=reader.get("tailCheck", _boolean, True),
-            domain=reader.get("domain", _domain, None),
-            api_prefix=reader.get("apiPrefix", _api_prefix, None),
             allow_unstable_retention=reader.get("allowUnstableRetention", _boolean, False),
             push_down=reader.get("pushDown", _boolean, False),
             max_offsets=reader.get("maxOffsetsPerTrigger", _positive, max_offsets),
@@ -571,8 +571,6 @@ class WriteOptions:
         sink_partitions: The number of partitions that the rows have.
         marker_prefix: The subject below which the markers of transactions are stored.
         transaction_rows: The largest number of rows in a transaction.
-        domain: JetStream domain.
-        api_prefix: Prefix of the JetStream API.
     """
 
     connection: ConnectionOptions
@@ -584,8 +582,6 @@ class WriteOptions:
     sink_partitions: int | None = None
     marker_prefix: str = ""
     transaction_rows: int = _MAX_TRANSACTION_ROWS
-    domain: str | None = None
-    api_prefix: str | None = None
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> WriteOptions:
@@ -609,8 +605,6 @@ class WriteOptions:
             sink_partitions=reader.get("sinkPartitions", _positive, None),
             marker_prefix=reader.get("markerPrefix", _subject, f"_spark.{stream}"),
             transaction_rows=reader.get("transactionRows", _transaction_rows, _MAX_TRANSACTION_ROWS),
-            domain=reader.get("domain", _domain, None),
-            api_prefix=reader.get("apiPrefix", _api_prefix, None),
         )
         if write.write_id is not None and streaming:
             reader.fail("writeId", "it names a batch write; a streaming query has its own id, in its checkpoint")
@@ -642,8 +636,6 @@ class KvOptions:
         include_deleted: Return the markers of deleted keys as well.
         strict: Fail where the history of a key that changed since is gone, instead of returning its present value.
         min_partitions: The least number of partitions, if there are as many keys.
-        domain: JetStream domain.
-        api_prefix: Prefix of the JetStream API.
     """
 
     connection: ConnectionOptions
@@ -653,8 +645,6 @@ class KvOptions:
     include_deleted: bool = False
     strict: bool = False
     min_partitions: int = 2
-    domain: str | None = None
-    api_prefix: str | None = None
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> KvOptions:
@@ -675,6 +665,4 @@ class KvOptions:
             include_deleted=reader.get("includeDeleted", _boolean, False),
             strict=reader.get("consistency", _choice("latest", "strict"), "latest") == "strict",
             min_partitions=reader.get("minPartitions", _positive, 2),
-            domain=reader.get("domain", _domain, None),
-            api_prefix=reader.get("apiPrefix", _api_prefix, None),
         )

@@ -52,7 +52,7 @@ def read_range(options: ReadOptions, schema: StructType, part: SequenceRange) ->
         JetStreamExtError: The read failed; Spark tries the task again.
     """
     builder = BatchBuilder(schema)
-    with connected(options, "executor") as (lease, context):
+    with connected(options.connection, "executor") as (lease, context):
         for block in lease.iterate(_chunks(_rows(context, options, part), part)):
             yield builder.build(block)
 

@@ -69,7 +69,7 @@ class _Writer:
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         self._options = options
         self._columns = Columns.of(schema, options)
-        self._state: StreamState = run_on_driver(options, lambda context: check_sink(context, options))
+        self._state: StreamState = run_on_driver(options.connection, lambda context: check_sink(context, options))
 
     def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> Written:
         from jetstream_ext.spark.write import Task, write_partition
@@ -97,7 +97,7 @@ class _Writer:
 
         options, state, writer = self._options, self._state, written[0].writer
         run_on_driver(
-            options,
+            options.connection,
             lambda context: StoredQuery(context, options, state, writer, batch).correct_layout(len(messages)),
         )
         raise ReplayError(

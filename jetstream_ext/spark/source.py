@@ -44,63 +44,7 @@ class JetStreamDataSource(DataSource):
     written: ``subject string, data binary|string``, optionally ``headers`` (values ``string`` or ``array<string>``) and
     ``msgId string``.
 
-    Options everywhere:
-
-    =========================================  ======================================================================
-    ``servers``                                URLs, comma-separated; credentials never in them (required)
-    ``stream``                                 stream names, comma-separated (to write: one); or as the argument of
-                                               ``load()``
-    ``domain`` or ``apiPrefix``                where the JetStream is, if not on the servers themselves
-    ``requestTimeout``                         seconds to get a connection, and to wait for each reply (10)
-    ``credsFile``                              path of a credentials file, or the name of one shipped with ``--files``
-    ``nkeyFile``                               the same for an nkey seed
-    ``user`` and ``passwordEnv``               user name, and the environment variable that holds the password
-    ``tokenEnv``                               the environment variable that holds the token
-    ``tlsCa``, ``tlsCert`` and ``tlsKey``      paths (or names) of CA certificates, client certificate and its key
-    =========================================  ======================================================================
-
-    Options to read:
-
-    =========================================  ======================================================================
-    ``subjects``                               filters, comma-separated, any of which lets a message through
-    ``startingOffsets``                        ``earliest`` (default), ``latest``, or JSON: ``{"ORDERS": 42}``, the
-                                               first sequence that is read
-    ``startingTime``                           RFC 3339 with zone, or JSON per stream: what was stored from then on
-    ``endingOffsets``                          batch: ``latest`` (default; when the query is planned), or JSON:
-                                               ``{"ORDERS": 99}``, the last sequence that is read
-    ``endingTime``                             batch: as ``startingTime``: what was stored before
-    ``minPartitions``                          partitions at least (2); streaming: exactly (or one per stream)
-    ``maxBytesPerPartition``                   batch: bytes of messages per partition, about (64m)
-    ``maxOffsetsPerTrigger``                   streaming, Spark 4.2: sequences per micro-batch at most
-    ``maxBytesPerTrigger``                     streaming, Spark 4.2: bytes of messages per micro-batch, about
-    ``failOnDataLoss``                         fail if messages that should be there are gone (true), or warn
-    ``tailCheck``                              prove at the stream's leader that no replica or mirror left a message
-                                               out (true)
-    ``pushDown``                               batch, Spark 4.1: take the query's filters on ``seq`` and ``subject``,
-                                               where Spark pushes them down (false). Only for a DataFrame that is used
-                                               in one query, with one filter: see the documentation
-    ``allowUnstableRetention``                 read ``workqueue`` and ``interest`` streams nevertheless (false)
-    =========================================  ======================================================================
-
-    Options to write:
-
-    =========================================  ======================================================================
-    ``subject``                                the subject of all rows, instead of a column
-    ``semantics``                              ``dedupe`` (default), ``transactional`` or ``none``
-    ``natsHeaders``                            what happens to ``Nats-*`` headers in rows: ``refuse`` (default) or
-                                               ``strip``
-    ``writeId``                                batch: names the write, so that it can be run again
-    ``sinkPartitions``                         transactional: the number of partitions of the rows (required, except
-                                               for a batch write without ``writeId``)
-    ``markerPrefix``                           transactional: where its markers are stored (``_spark.<stream>``)
-    ``transactionRows``                        transactional: rows per transaction at most (999)
-    =========================================  ======================================================================
-
-    Reading needs nats-server 2.11, ``allow_direct`` on the streams, and permission to publish to
-    ``$JS.API.STREAM.INFO.<stream>``, ``$JS.API.DIRECT.GET.<stream>`` and (for ``tailCheck`` and times)
-    ``$JS.API.STREAM.MSG.GET.<stream>``. Writing needs permission for the rows' subjects and ``$JS.API.STREAM.INFO``;
-    ``dedupe`` and ``none`` nats-server 2.14 and ``allow_batched``; ``transactional`` nats-server 2.12, ``allow_atomic``,
-    and permission for ``$JS.API.STREAM.MSG.GET`` and the markers.
+    The options, and the permissions and servers that they need, are in the documentation (Spark, "Options").
 
     Spark creates an instance in a planning process and pickles it to the others: it holds nothing but the options.
     """
@@ -188,7 +132,7 @@ class JetStreamReader(DataSourceReader):
         from jetstream_ext.spark.planning import plan_read
         from jetstream_ext.spark.reading import JetStreamPartition
 
-        parts = run_on_driver(self._options, lambda context: plan_read(context, self._options, self._pushed))
+        parts = run_on_driver(self._options.connection, lambda context: plan_read(context, self._options, self._pushed))
         return [JetStreamPartition(part) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:

@@ -91,11 +91,11 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
         """Return the offset before the first micro-batch."""
-        return run_on_driver(self._options, self._follower.initial)
+        return run_on_driver(self._options.connection, self._follower.initial)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """End the query when the messages stored by now are read."""
-        run_on_driver(self._options, self._follower.freeze)
+        run_on_driver(self._options.connection, self._follower.freeze)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """Return the limit of a micro-batch. Spark accepts one; `latestOffset` applies both."""
@@ -107,7 +107,9 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
 
     def latestOffset(self, start: dict[str, Any] | None = None, limit: Any = None) -> dict[str, Any]:  # noqa: N802
         """Return the end of the next micro-batch (Spark before 4.2 passes neither its start nor a limit)."""
-        return run_on_driver(self._options, lambda context: self._follower.latest(context, start, self._limit(limit)))
+        return run_on_driver(
+            self._options.connection, lambda context: self._follower.latest(context, start, self._limit(limit))
+        )
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """Return the newest offset, for ``progress.sources[].latestOffset``."""
@@ -117,7 +119,7 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
         """Return the partitions of the micro-batch from `start` to `end`."""
         from jetstream_ext.spark.reading import JetStreamPartition
 
-        parts = run_on_driver(self._options, lambda context: self._follower.plan(context, start, end))
+        parts = run_on_driver(self._options.connection, lambda context: self._follower.plan(context, start, end))
         return [JetStreamPartition(part) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:

@@ -106,7 +106,7 @@ def write_partition(options: WriteOptions, state: StreamState, task: Task, chunk
             f"stream {options.stream!r}: there is a partition {task.partition}, but the option sinkPartitions is {count}; "
             f"correct it, or use df.repartition({count})"
         )
-    with connected(options, "executor") as (lease, context):
+    with connected(options.connection, "executor") as (lease, context):
         if options.semantics is Semantics.TRANSACTIONAL:
             done = _transactional(lease, context, options, state, task, chunks)
         else:

@@ -15,7 +15,7 @@ import pytest
 
 from jetstream_ext.spark.connection import Connections, WorkerConnection, connections
 from jetstream_ext.spark.errors import ConnectError, OptionError, RefusedError
-from jetstream_ext.spark.options import ConnectionOptions, ReadOptions
+from jetstream_ext.spark.options import ConnectionOptions
 from jetstream_ext.testing import NatsServer
 
 Names = Callable[[], list[str]]
@@ -171,20 +171,18 @@ def test_no_server(cache: Connections) -> None:
 
 def test_a_timeout_tells_of_missing_permissions(cache: Connections, options: ConnectionOptions) -> None:
     less = ConnectionOptions(options.servers, user="less", password_env="JETSTREAM_EXT_PASSWORD", timeout=0.5)
-    read = ReadOptions(less, ("A",), (), {}, {})
     with (
         pytest.raises(RefusedError, match=r"(?i)permissions Violation for Publish to .*\$JS.API.STREAM.INFO.A"),
         cache.lend(less, "less") as lease,
     ):
-        lease.run(lease.connection.context(read).stream_info("A"))
+        lease.run(lease.connection.context().stream_info("A"))
 
 
 @pytest.mark.parametrize(
     ("where", "prefix"), [({}, "$JS.API"), ({"domain": "hub"}, "$JS.hub.API"), ({"api_prefix": "JS.other"}, "JS.other")]
 )
 def test_the_jetstream_of_a_domain_or_prefix(where: dict[str, str], prefix: str) -> None:
-    options = ConnectionOptions(("nats://unused",), timeout=7)
-    context = WorkerConnection(options).context(ReadOptions(options, ("A",), (), {}, {}, **where))  # type: ignore[arg-type]
+    context = WorkerConnection(ConnectionOptions(("nats://unused",), timeout=7, **where)).context()  # type: ignore[arg-type]
     assert (context._prefix, context._timeout) == (prefix, 7)
 
 

@@ -49,9 +49,9 @@ def read(server: NatsServer, cache: Connections) -> Read:
         )
         schema = JetStreamKvDataSource(CaseInsensitiveDict({"servers": url, "bucket": bucket})).schema()
         with cache.lend(options.connection, "test") as lease:
-            parts = lease.run(plan_kv(lease.connection.context(options), options))
+            parts = lease.run(plan_kv(lease.connection.context(), options))
             if between is not None:
-                lease.run(between(lease.connection.context(options)))
+                lease.run(between(lease.connection.context()))
         return [row for part in parts for batch in kv.read_keys(options, schema, part) for row in batch.to_pylist()]
 
     return run

@@ -59,6 +59,7 @@ def test_everything() -> None:
         tls_cert="c.pem",
         tls_key="k.pem",
         timeout=2.5,
+        api_prefix="JS.other.API",
     )
     assert read.streams == ("A", "B")
     assert read.subjects == ("x.*", "y.>")
@@ -67,7 +68,6 @@ def test_everything() -> None:
     assert read.ending == {"A": AtTime(moment), "B": Named.LATEST}
     assert (read.min_partitions, read.max_bytes_per_partition) == (7, 16 << 20)
     assert (read.fail_on_data_loss, read.tail_check) == (False, False)
-    assert read.api_prefix == "JS.other.API"
 
 
 def test_one_time_for_all_streams() -> None:

@@ -93,7 +93,7 @@ def test_reading(given: Any, cache: Connections, user: str, tail_check: str, sub
     options = given(user) | {"stream": "S", "tailCheck": tail_check, "subjects": subjects, "minPartitions": "3"}
     read, schema = ReadOptions.parse(options), JetStreamDataSource(options).schema()
     with cache.lend(read.connection, "driver") as lease:
-        parts = lease.run(plan_read(lease.connection.context(read), read))
+        parts = lease.run(plan_read(lease.connection.context(), read))
         rows = sum(batch.num_rows for part in parts for batch in reading.read_range(read, schema, part))
         assert lease.connection.refusal is None
     assert rows == (10 if subjects == "S.1" else 99)
@@ -108,7 +108,7 @@ def test_writing(given: Any, cache: Connections, user: str, semantics: str) -> N
         options["sinkPartitions"] = "1"
     write = WriteOptions.parse(options, streaming=True)
     with cache.lend(write.connection, "driver") as lease:
-        state = lease.run(check_sink(lease.connection.context(write), write))
+        state = lease.run(check_sink(lease.connection.context(), write))
         rows = [("S.a", b"%d" % row, None, None) for row in range(2500)]
         done = write_partition(write, state, Task("q", 0, 0), [rows])
         assert lease.connection.refusal is None
@@ -119,7 +119,7 @@ def test_buckets(given: Any, cache: Connections) -> None:
     options = given("buckets") | {"bucket": "B"}
     read, schema = KvOptions.parse(options), JetStreamKvDataSource(options).schema()
     with cache.lend(read.connection, "driver") as lease:
-        parts = lease.run(plan_kv(lease.connection.context(read), read))
+        parts = lease.run(plan_kv(lease.connection.context(), read))
         rows = [row for part in parts for batch in kv.read_keys(read, schema, part) for row in batch.to_pylist()]
         assert lease.connection.refusal is None
     assert [row["value"] for row in rows] == [b"v"]
