@@ -1,32 +1,24 @@
 """The PySpark connector: formats `jetstream` (streams, read and written) and `jetstream_kv` (buckets, read).
 
-Spark finds the formats by itself (`pyspark_jetstream`); `register` does it by hand. Needs ``nats-jetstream-ext[spark]``.
+Spark finds the formats by itself (`pyspark_jetstream`); `register` registers them explicitly. Needs
+``nats-jetstream-ext[spark]``.
 
-From a query to rows, and from rows to messages::
-
-    source.py       what Spark calls: the data source and its reader
-      options.py    every option parsed and checked, before anything is connected (given.py: looked up, refused)
-      bounds.py     where a read starts and ends: by sequence, by time, earliest, latest
-      planning.py   driver: refuse what cannot work, resolve the ends (states.py: what a stream's leader says of it)
-      pushed.py     the query's own filters, where Spark hands them down
-      balance.py    where the messages are, for even partitions of filtered and gappy ranges
-      ranges.py     pure arithmetic: sequence ranges into partitions (partitions.py: as Spark carries them)
-      subjects.py   subject filters, matched here or left to the server
-      reading.py    executor: one range as blocks of columns, proved complete
-    stream_source.py  what Spark calls in a streaming query
-      following.py  driver: where the query starts, how far a batch goes, what to read for it
-      offsets.py    the offsets in Spark's checkpoint; `lag`
-    sink.py         what Spark calls to write, in batches and in streaming queries
-      write_options.py  every option parsed and checked
-      sink_states.py    driver: refuse a stream that cannot be written to this way
-      rows.py       executor: rows as messages, refused where they cannot be
-      writing.py    executor: one partition, by fast ingest (dedupe.py: the ids) or by transactions
-      transactional.py  rows and a marker in one atomic batch (markers.py, layout.py: what is kept in the stream)
-      patience.py   what passes by itself, and how long a sink waits for it
-    kv_source.py    what Spark calls to read a bucket
-      kv_options.py, kv_planning.py, kv_reading.py: options; keys and revision; the values, as of that revision
-      arrow.py      blocks to Arrow record batches
-      connections.py  one connection per worker process, kept between tasks (connect.py: opened, with its secrets)
+========================  ==========================================================================================
+``source``                what Spark calls for a stream: the data source and its batch reader
+``streaming``             a streaming query: what Spark calls, where it starts, how far a micro-batch goes
+``sink``                  what Spark calls to write, and what the driver checks first
+``kv``                    what Spark calls to read a bucket
+``options``               every option, parsed and checked before anything is connected
+``planning``              driver: check the streams, resolve the ends, cut ranges into partitions
+``offsets``               the offsets in Spark's checkpoint; `lag`
+``reading``               executor: one range, proved complete, as Arrow record batches
+``write``                 executor: one partition, by fast ingest or by transactions
+``rows``                  executor: rows as messages, and their message ids
+``transactional``         executor: rows and a marker in one atomic batch
+``connection``            one connection per worker process, kept between tasks; questions and their retries
+``errors``                what the connector raises
+``java``                  the check for a Java that Spark runs on
+========================  ==========================================================================================
 """
 
 from __future__ import annotations
@@ -45,26 +37,26 @@ __all__ = ["lag", "register"]
 def register(spark: SparkSession) -> None:
     """Register the `jetstream` and `jetstream_kv` formats with a session (classic or Connect).
 
-    Only needed where the executors' Python finds this package but the driver's search for ``pyspark_*`` modules was
-    over before it was installed, as in notebooks.
+    Only needed where this package was installed after the session had searched for ``pyspark_*`` modules, as in
+    notebooks.
 
     Raises:
-        ModuleNotFoundError: There is no PySpark.
+        ModuleNotFoundError: PySpark is not installed.
     """
     if importlib.util.find_spec("pyspark") is None:
         raise ModuleNotFoundError(
             "the connector needs PySpark: pip install 'nats-jetstream-ext[spark]'", name="pyspark"
         )
-    # Not at the top: pyspark is an extra, and heavy.
+    # Imported here, because pyspark is an optional dependency and slow to import.
     from pyspark.errors import AnalysisException
 
-    from jetstream_ext.spark.kv_source import JetStreamKvDataSource
+    from jetstream_ext.spark.kv import JetStreamKvDataSource
     from jetstream_ext.spark.source import JetStreamDataSource
 
     for source in (JetStreamDataSource, JetStreamKvDataSource):
         try:
             spark.dataSource.register(source)
         except AnalysisException as error:
-            # Spark 4.0 refuses what it has found by itself; later ones take it again.
+            # Spark 4.0 refuses a format that it has found by itself; later versions accept it.
             if error.getCondition() != "DATA_SOURCE_ALREADY_EXISTS":
                 raise

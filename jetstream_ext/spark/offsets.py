@@ -1,7 +1,7 @@
-"""Where a streaming query is, as Spark keeps it in its checkpoint: ``{"v":1,"streams":{"S":{"created":…,"seq":…}}}``.
+"""The position of a streaming query, as Spark keeps it in its checkpoint: ``{"v":1,"streams":{"S":{"created":…,"seq":…}}}``.
 
-``seq`` is the last stream sequence that was read, ``created`` the moment the stream was made: a stream that was deleted
-and made anew has another one, however far it has grown. Spark compares offsets as text, so names are sorted and
+``seq`` is the last stream sequence that was read, ``created`` the time the stream was created: a stream that was deleted
+and re-created has another one, however far it has grown. Spark compares offsets as text, so names are sorted and
 numbers are integers.
 """
 
@@ -12,11 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from jetstream_ext.spark.errors import OffsetError
+
 VERSION: Final = 1
-
-
-class OffsetError(ValueError):
-    """What the checkpoint holds is no offset of this source, or one of a later version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,7 @@ class Position:
 
     Attributes:
         created: When the stream was created, in the server's words; empty: it did not exist.
-        seq: The last sequence that was read; 0 is none.
+        seq: The last sequence that was read (0: none).
     """
 
     created: str
@@ -45,19 +43,19 @@ def decode(offset: Mapping[str, Any]) -> Positions:
     """Return the positions of an offset.
 
     Raises:
-        OffsetError: It is none of this source.
+        OffsetError: The offset is not of this source, or of a later version.
     """
     try:
         if offset["v"] != VERSION:
             raise OffsetError(f"the checkpoint has offsets of version {offset['v']!r}; this is version {VERSION}")
         return {str(name): Position(str(at["created"]), _integer(at["seq"])) for name, at in offset["streams"].items()}
     except (KeyError, TypeError, AttributeError):
-        raise OffsetError(f"the checkpoint holds no offset of format 'jetstream': {offset!r}") from None
+        raise OffsetError(f"the checkpoint does not hold an offset of format 'jetstream': {offset!r}") from None
 
 
 def _integer(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise OffsetError(f"the checkpoint has {value!r} for a sequence")
+        raise OffsetError(f"the checkpoint has {value!r} where a sequence should be")
     return value
 
 
@@ -65,11 +63,11 @@ def lag(progress: Any) -> dict[str, int]:
     """Return how many sequences each stream is ahead of a streaming query.
 
     Args:
-        progress: What ``query.lastProgress`` or a listener's ``event.progress`` has, or its JSON.
+        progress: ``query.lastProgress`` or a listener's ``event.progress``, or its JSON.
 
     Returns:
-        For each stream of the query's `jetstream` sources the sequences behind; nothing where Spark reports no latest
-        offset (before Spark 4.2, or before the first batch). With filters and gaps fewer rows than that will come.
+        The sequences behind for each stream of the query's `jetstream` sources; nothing where Spark reports no latest
+        offset (before Spark 4.2, or before the first micro-batch). With filters and gaps there are fewer rows.
     """
     if isinstance(progress, str | bytes):
         progress = json.loads(progress)
@@ -77,7 +75,7 @@ def lag(progress: Any) -> dict[str, int]:
     for source in _get(progress, "sources") or ():
         end, latest = _positions(_get(source, "endOffset")), _positions(_get(source, "latestOffset"))
         for stream, at in latest.items():
-            # Nothing was read of a stream that was made anew.
+            # No message of a re-created stream was read.
             read = end.get(stream)
             since = read.seq if read is not None and read.created == at.created else 0
             behind[stream] = max(behind.get(stream, 0), at.seq - since, 0)
@@ -89,7 +87,7 @@ def _get(holder: Any, name: str) -> Any:
 
 
 def _positions(offset: Any) -> Positions:
-    """Return the positions of an offset, as Spark reports it; those of other sources have none."""
+    """Return the positions of an offset that Spark reports; none for other sources."""
     try:
         if isinstance(offset, str):
             offset = json.loads(offset)

@@ -1,78 +1,411 @@
-"""What a batch read does, decided on the driver: look at the streams, refuse what cannot work, resolve where it ends."""
+"""What a batch read does, decided on the driver: check the streams, resolve the ends, cut the ranges into partitions.
+
+What the leader says of a stream, and what counts as data loss, is decided here for streaming queries as well.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import heapq
+import logging
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Final, Protocol
 
 from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.api import get_at_leader
+from jetstream_ext.client.api import get_at_leader, stream_state
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.errors import BadSubjectError, ErrorCode
 from jetstream_ext.protocol.direct import Request
 from jetstream_ext.protocol.stream_state import StreamState
-from jetstream_ext.spark.balance import measure
-from jetstream_ext.spark.bounds import AtSequence, AtTime, Bound, Named
-from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.pushed import NOTHING_PUSHED, Pushed
-from jetstream_ext.spark.ranges import SequenceRange, partition
-from jetstream_ext.spark.states import DataLossError, PlanningError, check_readable, look, lose
+from jetstream_ext.protocol.subjects import check_subject, covers, overlap
+from jetstream_ext.spark.connection import ask
+from jetstream_ext.spark.errors import DataLossError, PlanningError
+from jetstream_ext.spark.options import AtSequence, AtTime, Bound, Named, ReadOptions
 
-# Looking for matches costs the server about as much as sending five times as many messages: where more of them match,
-# everything is read and filtered here.
-_SELECTIVE = 0.2
+_log = logging.getLogger("jetstream_ext.spark")
 
-__all__ = ["DataLossError", "PlanningError", "describe", "first_from", "lose", "place_filter", "plan_read"]
+# Filtering costs the server about as much as sending five times as many messages. Where more than this share of the
+# messages matches, everything is read and filtered in the executor.
+_SELECTIVE: Final = 0.2
+# Where more than this share of the sequences has a message, cuts by sequence are even enough.
+_DENSE: Final = 0.9
+_PROBES_PER_PARTITION: Final = 4
+_MAX_PROBES: Final = 256
+
+
+# -- sequence ranges ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRange:
+    """Sequences `first` to `last` of one stream, both inclusive; empty where `last` is smaller.
+
+    Attributes:
+        stream: The stream's name.
+        first: The first sequence.
+        last: The last sequence.
+        size: The approximate size of the messages in bytes.
+        subject: A filter for the server, or None.
+        filters: Filters for the executor, any of which lets a message through; none means all messages.
+        from_head: The range starts where the stream starts (``earliest``): an expired head is no loss.
+        gapless: The stream held every sequence of the range when it was planned.
+        created: When the stream was created, in the server's words; empty where that is unknown.
+        points: Pairs of a sequence and the number of messages from there on, ascending, from `first` to ``last + 1``;
+            none where messages are spread evenly over the sequences.
+    """
+
+    stream: str
+    first: int
+    last: int
+    size: int = 0
+    subject: str | None = None
+    filters: tuple[str, ...] = ()
+    from_head: bool = False
+    gapless: bool = False
+    created: str = ""
+    points: tuple[tuple[int, int], ...] = ()
+
+    def __len__(self) -> int:
+        return max(0, self.last - self.first + 1)
+
+    def split(self, parts: int) -> list[SequenceRange]:
+        """Return `parts` consecutive ranges of about equal size (fewer if there are fewer sequences)."""
+        count = len(self)
+        parts = min(parts, count)
+        if self.points and parts:
+            cuts = sorted({self.first, self.last + 1, *(self._quantile(part / parts) for part in range(1, parts))})
+        else:
+            cuts = [self.first + count * part // parts for part in range(parts + 1)] if parts else []
+        return [
+            replace(
+                self,
+                first=start,
+                last=stop - 1,
+                size=self.size // parts,
+                from_head=self.from_head and not part,
+                points=(),
+            )
+            for part, (start, stop) in enumerate(pairwise(cuts))
+        ]
+
+    def _quantile(self, share: float) -> int:
+        """Return the sequence below which about `share` of the messages are."""
+        seqs = [seq for seq, _ in self.points]
+        before = [self.points[0][1] - following for _, following in self.points]
+        wanted = before[-1] * share
+        cell = min(max(0, bisect_right(before, wanted) - 1), len(seqs) - 2)
+        inside = max(1, before[cell + 1] - before[cell])
+        return seqs[cell] + int(min(1.0, (wanted - before[cell]) / inside) * (seqs[cell + 1] - seqs[cell]))
+
+
+def partition(ranges: Sequence[SequenceRange], *, min_partitions: int, max_bytes: int) -> list[SequenceRange]:
+    """Cut `ranges` into partitions of about `max_bytes`, and into `min_partitions` at least if there are the sequences.
+
+    Streams get partitions in proportion to their bytes.
+    """
+    ranges = [span for span in ranges if len(span)]
+    shares = [min(len(span), max(1, -(-span.size // max_bytes))) for span in ranges]
+    while sum(shares) < min_partitions:
+        divisible = [index for index, span in enumerate(ranges) if shares[index] < len(span)]
+        if not divisible:
+            break
+        largest = max(divisible, key=lambda index: ranges[index].size / shares[index])
+        shares[largest] += 1
+    return [part for span, share in zip(ranges, shares, strict=True) for part in span.split(share)]
+
+
+def partition_evenly(ranges: Sequence[SequenceRange], count: int) -> list[SequenceRange]:
+    """Cut `ranges` into `count` partitions by their sequences alone, so that the same ranges always give the same ones.
+
+    A sink recognizes replayed rows by partition and index. So a replay must be cut as the first time, whatever the
+    streams hold by then. There are `count` partitions even if some of them are empty; none for no ranges.
+    """
+    parts = partition([replace(span, size=len(span)) for span in ranges], min_partitions=count, max_bytes=1 << 80)
+    if parts:
+        last = parts[-1]
+        parts += [replace(last, first=last.last + 1, size=0, from_head=False)] * (count - len(parts))
+    return parts
+
+
+# -- pushed filters -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PushedFilters:
+    """The part of a read that the query's own filters need.
+
+    Attributes:
+        first: The first sequence.
+        last: The last sequence.
+        subjects: Filters, any of which a subject must match; None means all subjects.
+    """
+
+    first: int = 1
+    last: int = (1 << 63) - 1
+    subjects: tuple[str, ...] | None = None
+
+    def intersect(self, other: PushedFilters) -> PushedFilters:
+        """Return what both let through."""
+        if self.subjects is None or other.subjects is None:
+            subjects = self.subjects if other.subjects is None else other.subjects
+        else:
+            subjects = _intersect(self.subjects, other.subjects)
+        return PushedFilters(max(self.first, other.first), min(self.last, other.last), subjects)
+
+    def within(self, filters: tuple[str, ...]) -> tuple[str, ...] | None:
+        """Return the filters of a read that has `filters` of its own (none means all); None: nothing matches."""
+        if self.subjects is None:
+            return filters
+        return (_intersect(filters, self.subjects) if filters else self.subjects) or None
+
+
+def _intersect(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+    """Return filters for what matches one of `some` and one of `others`, or for more where no filter is exact."""
+    both: dict[str, None] = {}
+    for left in some:
+        for right in others:
+            if covers(left, right):
+                both[right] = None
+            elif covers(right, left):
+                both[left] = None
+            elif overlap(left, right):
+                return some
+    return tuple(both)
+
+
+def parse_pushed_filters(filters: Iterable[Any]) -> PushedFilters:
+    """Return what Spark's `filters`, all of which hold, let through.
+
+    They only narrow what is read: Spark applies every one of them again. So a filter is used as far as it can be
+    expressed, and ignored otherwise. Times are ignored: they need not grow with the sequences (clocks are set back,
+    sources keep the times of their origin). ``startingTime`` is the option for them.
+    """
+    result = PushedFilters()
+    for each in filters:
+        column = getattr(each, "attribute", ())
+        if column == ("seq",):
+            result = result.intersect(_sequences(type(each).__name__, each))
+        elif column == ("subject",):
+            result = result.intersect(_subjects(type(each).__name__, each))
+    return result
+
+
+def _sequences(kind: str, each: Any) -> PushedFilters:
+    values = each.value if kind == "In" else [getattr(each, "value", None)]
+    if kind == "In":
+        values = [value for value in values if value is not None] or [0]  # nothing equals null
+    if not values or any(isinstance(value, bool) or not isinstance(value, int) for value in values):
+        return PushedFilters()
+    low, high = min(values), max(values)
+    match kind:
+        case "EqualTo" | "EqualNullSafe" | "In":
+            return PushedFilters(first=low, last=high)
+        case "GreaterThan":
+            return PushedFilters(first=low + 1)
+        case "GreaterThanOrEqual":
+            return PushedFilters(first=low)
+        case "LessThan":
+            return PushedFilters(last=high - 1)
+        case "LessThanOrEqual":
+            return PushedFilters(last=high)
+        case _:
+            return PushedFilters()
+
+
+def _subjects(kind: str, each: Any) -> PushedFilters:
+    if kind in ("EqualTo", "EqualNullSafe", "In"):
+        values = each.value if kind == "In" else [each.value]
+        if values and all(isinstance(value, str) and _is_subject(value) for value in values):
+            return PushedFilters(subjects=tuple(dict.fromkeys(values)))
+    elif kind == "StringStartsWith" and isinstance(each.value, str):
+        # Whole tokens only: "a.bc" starts with "a.b" as well.
+        prefix = each.value.rpartition(".")[0]
+        if prefix and _is_subject(prefix):
+            return PushedFilters(subjects=(f"{prefix}.>",))
+    return PushedFilters()
+
+
+def _is_subject(text: str) -> bool:
+    """Return whether `text` is a literal subject, which as a filter matches only itself."""
+    try:
+        check_subject(text)
+    except BadSubjectError:
+        return False
+    return True
+
+
+# -- what the leader says -----------------------------------------------------------------------------------------
+
+
+class LossPolicy(Protocol):
+    """Whether data loss is an error."""
+
+    @property
+    def fail_on_data_loss(self) -> bool:
+        """Fail, or log a warning and continue."""
+
+
+def report_data_loss(options: LossPolicy, what: str) -> None:
+    """Raise `DataLossError`, or log a warning where the user chose to continue."""
+    if options.fail_on_data_loss:
+        raise DataLossError(f"{what} (to read what there is, set failOnDataLoss to false)")
+    _log.warning("%s; reading what there is, because failOnDataLoss is false", what)
+
+
+async def state_of(context: JetStreamContext, stream: str) -> StreamState | None:
+    """Return the state of a stream at its leader; None: the stream does not exist.
+
+    Raises:
+        PlanningError: No JetStream answers where the options point.
+        RequestTimeoutError, ServerError, ResponseError: As for `stream_state`.
+    """
+    js = Context(context)
+    try:
+        return await ask(js.timeout, lambda: stream_state(js, stream))
+    except NotFoundError as error:
+        if error.err_code == ErrorCode.STREAM_NOT_FOUND:
+            return None
+        raise
+    except ServiceUnavailableError as error:
+        raise PlanningError(
+            f"no server answers on {js.prefix}.STREAM.INFO.{stream}: JetStream is not enabled there, or the option "
+            "'domain' or 'apiPrefix' is wrong"
+        ) from error
+
+
+async def readable_state(context: JetStreamContext, options: ReadOptions, stream: str) -> StreamState | None:
+    """Return the state of a stream that can be read; None: it does not exist, and that is not an error.
+
+    Raises:
+        PlanningError, DataLossError, DirectGetDisabledError, UnsupportedFeatureError: As for `plan_read`.
+    """
+    state = await state_of(context, stream)
+    if state is None:
+        report_data_loss(
+            options, f"stream {stream!r} does not exist; check 'stream', 'servers', 'domain' and 'apiPrefix'"
+        )
+        return None
+    state.check_direct_reads(Context(context).connection.server_version)
+    if state.retention != "limits" and not options.allow_unstable_retention:
+        raise PlanningError(
+            f"stream {stream!r} has {state.retention} retention: acknowledgements of its consumers delete messages, so a "
+            "retried task could read other rows. Read a mirror or another copy of it with limits retention, or set "
+            "allowUnstableRetention to true to read the messages that are left"
+        )
+    return state
+
+
+async def first_from(context: JetStreamContext, state: StreamState, bound: Bound) -> int:
+    """Return the sequence that `bound` names; the one after the last where no message is stored there yet."""
+    if isinstance(bound, AtSequence):
+        return bound.seq
+    if isinstance(bound, AtTime):
+        # The leader is asked: a replica may not have the message yet.
+        js, request = Context(context), Request(start_time=bound.when).body()
+        found = await ask(js.timeout, lambda: get_at_leader(js, state.name, request))
+        return state.last_seq + 1 if found is None else found.seq
+    return state.first_seq if bound is Named.EARLIEST else state.last_seq + 1
+
+
+async def _count(context: JetStreamContext, stream: str, subject: str | None, seq: int) -> int:
+    """Return how many messages match `subject` from `seq` on; a replica may answer, so the number is approximate."""
+    direct = DirectGet(context, stream)
+
+    async def probe() -> int:
+        batch = direct.batch(1, subject=subject, seq=seq)
+        return len(await batch.to_list()) + (batch.num_pending or 0)
+
+    return await ask(Context(context).timeout, probe)
+
+
+async def place_filter(
+    context: JetStreamContext, filters: tuple[str, ...], state: StreamState, span: SequenceRange
+) -> SequenceRange:
+    """Decide whether the server or the executor filters.
+
+    This also proves, before any task runs, that batched direct gets are answered.
+    """
+    # A filter equal to the stream's subjects is kept: sources, and earlier configurations, store other subjects.
+    filters = () if ">" in filters else filters
+    subject = filters[0] if len(filters) == 1 else None
+    count = await _count(context, state.name, subject, max(1, span.first))
+    if subject is None:
+        return replace(span, filters=filters)
+    matching = count / max(1, min(state.messages, state.last_seq - span.first + 1))
+    if matching > _SELECTIVE:
+        return replace(span, filters=filters)
+    return replace(span, subject=subject, size=int(span.size * matching))
+
+
+async def measure(context: JetStreamContext, span: SequenceRange, parts: int) -> SequenceRange:
+    """Return the range with its `points`, if cuts by sequence alone could be uneven.
+
+    Where a filter matches few messages, or most of them were deleted, sequences say little about where the messages
+    are. A probe at a sequence tells how many messages follow. Each probe halves the span with the most messages.
+    """
+    if parts < 2 or len(span) <= parts or (span.gapless and span.subject is None):
+        return span
+    ends = (span.first, span.last + 1)
+    points = {seq: await _count(context, span.stream, span.subject, seq) for seq in ends}
+    total = points[span.first] - points[span.last + 1]
+    if total <= parts or (span.subject is None and total > _DENSE * len(span)):
+        return span
+    spans = [(-total, *ends)]
+    for _ in range(min(_MAX_PROBES, max(16, _PROBES_PER_PARTITION * parts))):
+        most, first, stop = heapq.heappop(spans)
+        middle = (first + stop) // 2
+        if middle == first or -most * 2 * _PROBES_PER_PARTITION * parts < total:
+            break
+        points[middle] = await _count(context, span.stream, span.subject, middle)
+        for start, end in ((first, middle), (middle, stop)):
+            heapq.heappush(spans, (points[end] - points[start], start, end))
+    return replace(span, points=tuple(sorted(points.items())))
+
+
+# -- the plan -----------------------------------------------------------------------------------------------------
 
 
 async def plan_read(
-    context: JetStreamContext, options: ReadOptions, pushed: Pushed = NOTHING_PUSHED
+    context: JetStreamContext, options: ReadOptions, pushed: PushedFilters | None = None
 ) -> list[SequenceRange]:
     """Return the partitions of a batch read.
 
     Args:
-        context: The context.
+        context: The JetStream context.
         options: The read.
-        pushed: What the query's own filters leave of it.
+        pushed: The part of it that the query's own filters need; None means all of it.
 
     Raises:
-        PlanningError: A stream is missing, or cannot be read this way.
-        DataLossError: A stream does not hold what was asked for.
+        PlanningError: A stream cannot be read reliably, or no JetStream answers.
+        DataLossError: A stream does not exist, or does not hold what was asked for.
+        DirectGetDisabledError: A stream lacks ``allow_direct``.
         UnsupportedFeatureError: The server is older than 2.11.
-        TimeoutError: A server gave no answer.
+        TimeoutError: No answer within ``requestTimeout``.
     """
+    pushed = pushed or PushedFilters()
+    parts, max_bytes = options.min_partitions, options.max_bytes_per_partition
     ranges: list[SequenceRange] = []
     for stream in options.streams:
-        state = await describe(context, options, stream)
+        state = await readable_state(context, options, stream)
         if state is None:
             continue
-        found = await _resolve(context, options, state)
-        # What the query filters out was asked for all the same: a loss is told above, whatever is pushed.
-        found = replace(found, first=max(found.first, pushed.first), last=min(found.last, pushed.last))
+        span = await _resolve(context, options, state)
+        # Narrowed only now, so that a loss is reported whatever the query filters out.
+        span = replace(span, first=max(span.first, pushed.first), last=min(span.last, pushed.last))
         filters = pushed.within(options.subjects)
-        if not len(found) or filters is None:
+        if not len(span) or filters is None:
             continue
-        found = replace(found, size=_share(state, found))
-        ranges.append(await place_filter(context, filters, state, found))
-    parts = options.min_partitions
-    measured = [
-        await measure(context, one, max(parts, -(-one.size // options.max_bytes_per_partition))) for one in ranges
-    ]
-    return partition(measured, min_partitions=parts, max_bytes=options.max_bytes_per_partition)
-
-
-async def describe(context: JetStreamContext, options: ReadOptions, stream: str) -> StreamState | None:
-    """Return the state of a stream that can be read; None: there is none, and that is no failure.
-
-    Raises:
-        PlanningError, DataLossError, TimeoutError: As for `plan_read`.
-    """
-    state = await look(context, stream)
-    if state is None:
-        lose(options, f"stream {stream!r} does not exist; check 'stream', 'servers', 'domain' and 'apiPrefix'")
-        return None
-    check_readable(state, allow_unstable_retention=options.allow_unstable_retention)
-    return state
+        share = len(span) / max(1, state.last_seq - state.first_seq + 1)
+        span = await place_filter(context, filters, state, replace(span, size=max(0, int(state.size * share))))
+        ranges.append(await measure(context, span, max(parts, -(-span.size // max_bytes))))
+    planned = partition(ranges, min_partitions=parts, max_bytes=max_bytes)
+    _log.debug("planned %d partitions of %s", len(planned), ", ".join(options.streams))
+    return planned
 
 
 async def _resolve(context: JetStreamContext, options: ReadOptions, state: StreamState) -> SequenceRange:
@@ -84,17 +417,15 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
     elif isinstance(end, AtTime):
         last = await first_from(context, state, end) - 1
     if first < state.first_seq:
-        missing = (
-            f"sequences {first} to {state.first_seq - 1} of stream {stream!r} are gone (expired, purged or deleted)"
+        missing = f"sequences {first} to {state.first_seq - 1} of stream {stream!r}"
+        report_data_loss(
+            options, f"{missing} are gone (expired, purged or deleted); it starts at {state.first_seq} now"
         )
-        lose(options, f"{missing}; it starts at {state.first_seq} now")
+    what = f"stream {stream!r} ends at sequence {state.last_seq}"
     if first > state.last_seq + 1:
-        lose(
-            options,
-            f"stream {stream!r} ends at sequence {state.last_seq}, before the start at {first}; was it re-created?",
-        )
+        report_data_loss(options, f"{what}, before the start at {first}; was it re-created?")
     if last > state.last_seq:
-        lose(options, f"stream {stream!r} ends at sequence {state.last_seq}, and not at {last} or later")
+        report_data_loss(options, f"{what}, and not at {last} or later")
     return SequenceRange(
         stream,
         max(first, state.first_seq),
@@ -103,39 +434,3 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
         gapless=state.has_every_sequence,
         created=state.created,
     )
-
-
-def _share(state: StreamState, found: SequenceRange) -> int:
-    return max(0, int(state.size * len(found) / max(1, state.last_seq - state.first_seq + 1)))
-
-
-async def first_from(context: JetStreamContext, state: StreamState, bound: Bound) -> int:
-    """Return the sequence that `bound` names; after the last one where there is none yet."""
-    if isinstance(bound, AtSequence):
-        return bound.seq
-    if isinstance(bound, AtTime):
-        # At the leader: another replica may not have it yet.
-        js = Context(context)
-        found = await get_at_leader(js, state.name, Request(start_time=bound.when).body(), js.timeout)
-        return state.last_seq + 1 if found is None else found.seq
-    return state.first_seq if bound is Named.EARLIEST else state.last_seq + 1
-
-
-async def place_filter(
-    context: JetStreamContext, filters: tuple[str, ...], state: StreamState, found: SequenceRange
-) -> SequenceRange:
-    """Decide who filters, the server or the reader.
-
-    On the way it shows, before any task runs, that this server answers batched direct gets at all.
-    """
-    # A filter like the stream's own subjects is not without effect: sources, and earlier configurations, store others.
-    filters = () if ">" in filters else filters
-    subject = filters[0] if len(filters) == 1 else None
-    probe = DirectGet(context, state.name).batch(1, subject=subject, seq=max(1, found.first))
-    rows = len(await probe.to_list())
-    if subject is None:
-        return replace(found, filters=filters)
-    matching = (rows + (probe.num_pending or 0)) / max(1, min(state.messages, state.last_seq - found.first + 1))
-    if matching > _SELECTIVE:
-        return replace(found, filters=filters)
-    return replace(found, subject=subject, size=int(found.size * matching))

@@ -1,49 +1,64 @@
-"""One partition, read in an executor: a sequence range as blocks of columns, proved complete."""
+"""A partition of a stream, read in an executor: a sequence range, proved complete, as Arrow record batches."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Final
+from itertools import accumulate
+from typing import Any, Final, TypeAlias
 
 import pyarrow as pa
 from nats.js import JetStreamContext
+from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import StructType
 
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct_reader import read_blocks
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block
 from jetstream_ext.protocol.gaps import first_gap
-from jetstream_ext.protocol.headers import ROW_SUBJECT
+from jetstream_ext.protocol.headers import REPLY_HEADERS, ROW_STORED, ROW_SUBJECT, ROW_TIME, Row
 from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.protocol.subjects import SubjectMatcher
-from jetstream_ext.spark.arrow import BatchBuilder
-from jetstream_ext.spark.connections import connections
+from jetstream_ext.spark.connection import connected
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.ranges import SequenceRange
-from jetstream_ext.spark.states import look, lose
+from jetstream_ext.spark.planning import SequenceRange, report_data_loss, state_of
 
-# What Spark takes at a time: large enough for its cost per batch to vanish, small enough for limit() to stop early.
+# The size of a record batch: large enough to hide Spark's cost per batch, small enough for limit() to stop early.
 _ROWS: Final = 10_000
 _BYTES: Final = 8 << 20
 
 
+class JetStreamPartition(InputPartition):
+    """One sequence range, as Spark carries it from the driver to an executor."""
+
+    def __init__(self, part: SequenceRange) -> None:
+        super().__init__(None)
+        self.part = part
+
+
+def read_partition(options: ReadOptions, schema: StructType, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+    """Read one partition."""
+    # Spark passes a plain InputPartition for an empty list of partitions.
+    if not isinstance(partition, JetStreamPartition) or not len(partition.part):
+        return iter(())
+    return read_range(options, schema, partition.part)
+
+
 def read_range(options: ReadOptions, schema: StructType, part: SequenceRange) -> Iterator[pa.RecordBatch]:
-    """Read a partition as record batches.
+    """Read a sequence range as record batches.
 
     Raises:
         DataLossError: Messages of the range expired after the read was planned.
         JetStreamExtError: The read failed; Spark tries the task again.
     """
     builder = BatchBuilder(schema)
-    with connections().lend(options.connection, "jetstream-ext spark executor") as lease:
-        context = lease.connection.context(options)
+    with connected(options.connection, "executor") as (lease, context):
         for block in lease.iterate(_chunks(_rows(context, options, part), part)):
             yield builder.build(block)
 
 
 async def _chunks(blocks: AsyncGenerator[Block, None], part: SequenceRange) -> AsyncGenerator[Block, None]:
-    """Join blocks as they come from the socket into those that Spark takes."""
+    """Join the blocks of the socket into blocks for Spark."""
     matcher = SubjectMatcher(part.filters) if part.filters else None
     chunk, size = Block(part.stream), 0
     async for block in blocks:
@@ -59,7 +74,7 @@ async def _chunks(blocks: AsyncGenerator[Block, None], part: SequenceRange) -> A
 
 
 async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceRange) -> AsyncGenerator[Block, None]:
-    """Yield the messages of a range, and make sure at its end that none expired before it was read."""
+    """Yield the messages of a range, then check that none expired before it was read."""
     js = Context(context)
     timeout = options.connection.timeout
     plan = Scan(subject=part.subject, seq=part.first, up_to_seq=part.last, max_bytes=DEFAULT_MAX_BYTES)
@@ -72,14 +87,112 @@ async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceR
             yield block
     if not gap and expected <= part.last:
         gap = expected
-    # Elsewhere a gap is nothing special: a stream that has them already cannot tell which of them are new.
+    # A new gap shows only at the start of a range, or in one that had none: elsewhere deleted messages leave gaps too.
     suspicious = gap and not part.from_head and (gap == part.first or (part.gapless and part.subject is None))
     if not suspicious and not part.created:
         return
-    state = await look(context, part.stream)
+    state = await state_of(context, part.stream)
     if state is None or (part.created and state.created != part.created):
-        lose(options, f"stream {part.stream!r} was deleted or created anew while it was read")
+        report_data_loss(options, f"stream {part.stream!r} was deleted or re-created while it was read")
     elif suspicious and state.first_seq > gap:
-        lose(
-            options, f"sequences {gap} to {state.first_seq - 1} of stream {part.stream!r} expired before they were read"
+        lost = f"sequences {gap} to {state.first_seq - 1} of stream {part.stream!r}"
+        report_data_loss(options, f"{lost} expired before they were read")
+
+
+# -- Arrow --------------------------------------------------------------------------------------------------------
+
+Array: TypeAlias = "pa.Array[Any]"
+Rows: TypeAlias = Sequence[Row]
+
+_TIME: Final = pa.timestamp("us", tz="UTC")
+_HEADERS: Final = pa.map_(pa.string(), pa.list_(pa.string()))
+_map_array: Final[Any] = pa.MapArray.from_arrays  # its stubs accept int64 offsets only
+_SERVERS_OWN: Final = frozenset(name.encode() for name in REPLY_HEADERS)
+
+
+def _stream(block: Block, rows: Rows) -> Array:
+    return pa.repeat(pa.scalar(block.stream, pa.string()), len(block))
+
+
+def _seq(block: Block, rows: Rows) -> Array:
+    return pa.array(block.seqs, pa.int64())
+
+
+def _subject(block: Block, rows: Rows) -> Array:
+    return _text([row[ROW_SUBJECT] for row in rows])
+
+
+def _time(block: Block, rows: Rows) -> Array:
+    # Through nanoseconds: Arrow parses only as many digits of a fraction as the unit has.
+    text = pa.array([row[ROW_TIME][17:] for row in rows], pa.binary()).cast(pa.string())
+    return text.cast(pa.timestamp("ns", tz="UTC")).cast(_TIME, safe=False)
+
+
+def _data(block: Block, rows: Rows) -> Array:
+    return pa.array(block.datas, pa.binary())
+
+
+def _headers(block: Block, rows: Rows) -> Array:
+    """Return one map per row, with all values of a repeated name in order."""
+    stored = [row[ROW_STORED] for row in rows]
+    names: list[bytes] = []
+    values: list[bytes] = []
+    entries = [0] * (len(stored) + 1)  # where each row's names start
+    counts: list[int] = []  # the number of values of each name
+    if any(stored):
+        for row, header in enumerate(stored, 1):
+            if header:
+                for name, several in _grouped(header).items():
+                    names.append(name)
+                    values += several
+                    counts.append(len(several))
+            entries[row] = len(names)
+    lists = pa.ListArray.from_arrays(pa.array(accumulate(counts, initial=0), pa.int32()), _text(values))
+    maps: Array = _map_array(pa.array(entries, pa.int32()), _text(names), lists)
+    return maps
+
+
+def _grouped(header: bytes) -> dict[bytes, list[bytes]]:
+    grouped: dict[bytes, list[bytes]] = {}
+    for line in header.split(b"\r\n")[1:]:
+        name, colon, value = line.partition(b":")
+        name = name.strip()
+        if colon and name not in _SERVERS_OWN:
+            grouped.setdefault(name, []).append(value.strip())
+    return grouped
+
+
+def _text(values: Sequence[bytes]) -> Array:
+    try:
+        return pa.array(values, pa.binary()).cast(pa.string())
+    except pa.ArrowInvalid:
+        # NATS accepts any bytes in a subject or a header; Spark's strings are UTF-8.
+        return pa.array([value.decode("utf-8", "replace") for value in values], pa.string())
+
+
+_COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block, Rows], Array]]]] = {
+    "stream": (pa.string(), _stream),
+    "seq": (pa.int64(), _seq),
+    "subject": (pa.string(), _subject),
+    "time": (_TIME, _time),
+    "data": (pa.binary(), _data),
+    "headers": (_HEADERS, _headers),
+}
+# The other columns do not need the header lines parsed.
+_FROM_ROWS: Final = frozenset({"subject", "time", "headers"})
+
+
+class BatchBuilder:
+    """Builds record batches with exactly the columns of a Spark schema."""
+
+    def __init__(self, schema: StructType) -> None:
+        self._schema = pa.schema(
+            [pa.field(field.name, _COLUMNS[field.name][0], nullable=field.nullable) for field in schema.fields]
         )
+        self._needs_rows = any(field.name in _FROM_ROWS for field in schema.fields)
+        self._build: list[Callable[[Block, Rows], Any]] = [_COLUMNS[field.name][1] for field in schema.fields]
+
+    def build(self, block: Block) -> pa.RecordBatch:
+        """Return the rows of `block`."""
+        rows = block.rows if self._needs_rows else []
+        return pa.RecordBatch.from_arrays([build(block, rows) for build in self._build], schema=self._schema)

@@ -1,18 +1,25 @@
-"""Rows that Spark hands to a sink, as messages: which columns there may be, and what is made of them."""
+"""Rows that Spark passes to a sink, as messages: the columns, the checks, and the message id of each row.
+
+A message id names the query, the micro-batch, the partition, the row's index in it and the row's content. The index
+alone would lose a row if a second attempt gets the rows in another order; the content alone would lose equal rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StringType, StructType
 
-from jetstream_ext.errors import BadSubjectError, JetStreamExtError
+from jetstream_ext.errors import BadSubjectError
+from jetstream_ext.protocol.headers import MSG_ID
 from jetstream_ext.protocol.subjects import check_subject, covers
-from jetstream_ext.spark.given import OptionError
-from jetstream_ext.spark.write_options import NatsHeaders, Semantics, WriteOptions
+from jetstream_ext.spark.errors import OptionError, RowError
+from jetstream_ext.spark.options import NatsHeaders, Semantics, WriteOptions
+from jetstream_ext.types import Entry
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -27,16 +34,12 @@ _TYPES: Final[dict[str, tuple[DataType, ...]]] = {
 _REMEMBERED: Final = 65_536
 
 
-class RowError(JetStreamExtError):
-    """A row cannot be a message; the text names its partition, its place and what is wrong."""
-
-
 Message: TypeAlias = tuple[str, bytes, Mapping[str, str] | None, str | None]
-"""One row: subject, data, headers, message id. A plain tuple, for there are millions."""
+"""One row: subject, data, headers, message id. A plain tuple, because there are millions."""
 
 
-class _Several(dict[str, str]):
-    """Headers of which some names have several values: `items` repeats the name."""
+class _MultiHeaders(dict[str, str]):
+    """Headers with several values for some names: `items` repeats the name."""
 
     def __init__(self, pairs: list[tuple[str, str]]) -> None:
         super().__init__(pairs)
@@ -49,14 +52,14 @@ class _Several(dict[str, str]):
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Where the columns are.
+    """The columns of a sink's rows.
 
     Attributes:
-        subject: Index of the column, or None: the option says it.
+        subject: Index of the column, or None: the option has the subject.
         data: Index of the column.
         headers: Index of the column, or None.
         msg_id: Index of the column, or None.
-        multiple: Whether a header has a list of values.
+        multiple: Whether the values of headers are lists.
     """
 
     subject: int | None
@@ -67,7 +70,7 @@ class Columns:
 
     @classmethod
     def of(cls, schema: StructType, options: WriteOptions) -> Columns:
-        """Look at a schema.
+        """Find the columns in a schema.
 
         Raises:
             OptionError: A column is missing, unknown, of another type, or in conflict with an option.
@@ -79,10 +82,10 @@ class Columns:
             if name is None:
                 raise OptionError(
                     f"column {field.name!r}: a message has the columns subject, data, headers and msgId only; select "
-                    "those (df.select('subject', 'data')), and put the rest into data or headers"
+                    "those (df.select('subject', 'data')), and put the other values into data or headers"
                 )
             if name in where:
-                raise OptionError(f"column {field.name!r}: it is there twice")
+                raise OptionError(f"column {field.name!r}: the schema has it twice")
             if not any(_same(field.dataType, kind) for kind in _TYPES[name]):
                 kinds = " or ".join(kind.simpleString() for kind in _TYPES[name])
                 raise OptionError(
@@ -93,13 +96,13 @@ class Columns:
         if "data" not in where:
             raise OptionError("column 'data': it is missing; it holds the messages' payloads, binary or string")
         if "subject" in where and options.subject is not None:
-            raise OptionError("option 'subject': there is a column 'subject', too; drop one of them")
+            raise OptionError("option 'subject': there is a column 'subject' as well; drop one of them")
         if "subject" not in where and options.subject is None:
             raise OptionError("column 'subject': it is missing; add it, or give the option 'subject' for all rows")
         if "msgId" in where and options.semantics is not Semantics.DEDUPE:
             raise OptionError(
                 f"column 'msgId': it belongs to semantics=dedupe, not {options.semantics.value}; drop it"
-                + (" (servers refuse a whole transaction for one id they know)" if options.sink_partitions else "")
+                + (" (servers refuse a whole transaction that has a known id)" if options.sink_partitions else "")
             )
         headers = where.get("headers")
         multiple = headers is not None and isinstance(schema.fields[headers].dataType.valueType, ArrayType)  # type: ignore[attr-defined]
@@ -107,17 +110,17 @@ class Columns:
 
 
 def _same(one: DataType, other: DataType) -> bool:
-    # Whether values can be null is not part of it.
+    # The text of a type leaves out whether values can be null.
     return one.simpleString() == other.simpleString()
 
 
 class RowReader:
-    """Makes messages of rows, in order.
+    """Turns rows into messages, in order.
 
     Args:
-        columns: Where the columns are.
+        columns: The columns.
         options: The write.
-        subjects: The stream's subjects: what is stored elsewhere, or nowhere, is refused.
+        subjects: The stream's subjects; a row with another subject is refused.
         partition: The partition, for errors.
     """
 
@@ -133,7 +136,7 @@ class RowReader:
         """Return the messages of a record batch.
 
         Raises:
-            RowError: A row cannot be one.
+            RowError: A row cannot become a message.
         """
         columns, count = self._columns, batch.num_rows
 
@@ -151,7 +154,7 @@ class RowReader:
             strict=True,
         )
         if columns.headers is None and columns.msg_id is None and self._known.issuperset(subjects):
-            # Nothing is left to look at in any row.
+            # No row needs a check.
             self._row += count
             return list(rows)
         return list(self._messages(rows))
@@ -197,11 +200,11 @@ class RowReader:
             raise self._bad(f"{error}") from None
         if not any(covers(one, subject) for one in self._subjects):
             raise self._bad(
-                f"its subject {subject!r} is not among those of stream {self._options.stream!r} "
+                f"its subject {subject!r} is not among the subjects of stream {self._options.stream!r} "
                 f"({', '.join(self._subjects)})"
             )
         if self._options.semantics is Semantics.TRANSACTIONAL and covers(f"{self._options.marker_prefix}.>", subject):
-            raise self._bad(f"its subject {subject!r} is one of the sink's own markers (see 'markerPrefix')")
+            raise self._bad(f"its subject {subject!r} is reserved for the markers of the sink (see 'markerPrefix')")
         if len(self._known) < _REMEMBERED:
             self._known.add(subject)
 
@@ -212,8 +215,8 @@ class RowReader:
                 if self._options.nats_headers is NatsHeaders.STRIP:
                     continue
                 raise self._bad(
-                    f"its header {name!r} would tell the server to do something; set the option natsHeaders to strip to "
-                    "leave such headers out" + (", and give ids in the column msgId" if name == "Nats-Msg-Id" else "")
+                    f"its header {name!r} is an instruction to the server; set the option natsHeaders to strip to leave such "
+                    "headers out" + (", and give ids in the column msgId" if name == "Nats-Msg-Id" else "")
                 )
             if self._columns.multiple:
                 pairs += [(name, one or "") for one in value or ()]
@@ -226,10 +229,50 @@ class RowReader:
             return headers
         if self._options.semantics is Semantics.DEDUPE:
             raise self._bad(
-                "a header of it has several values, which semantics=dedupe cannot send again; join them, or use "
+                "one of its headers has several values, which semantics=dedupe does not support; join them, or use "
                 "semantics=transactional"
             )
-        return _Several(pairs)
+        return _MultiHeaders(pairs)
 
     def _bad(self, what: str) -> RowError:
         return RowError(f"row {self._row} of partition {self._partition} cannot be a message: {what}")
+
+
+# -- message ids --------------------------------------------------------------------------------------------------
+
+
+def content(subject: str, data: bytes, headers: Mapping[str, str] | None) -> bytes:
+    """Return bytes that differ for messages that differ in subject, data or headers."""
+    if not headers:
+        return b"%d %d %b%b" % (0, len(subject), subject.encode(), data)
+    pairs = "".join(f"{len(name)}:{name}{len(value)}:{value}" for name, value in headers.items()).encode()
+    return b"%d %d %b%b%b" % (len(pairs), len(subject), pairs, subject.encode(), data)
+
+
+def with_ids(messages: Iterable[Message], prefix: str, first: int) -> Iterator[Entry]:
+    """Yield messages with their ids, each made when it is sent: thousands at once would slow the garbage collector.
+
+    Args:
+        messages: Consecutive rows.
+        prefix: The part of their ids before the index: query, micro-batch and partition.
+        first: The index of the first row.
+    """
+    # By subject: the digest of the start of `content`, for messages without headers.
+    begun: dict[str, Any] = {}
+    for row, (subject, data, headers, msg_id) in enumerate(messages, first):
+        if msg_id is None:
+            if headers:
+                digest = blake2b(content(subject, data, headers), digest_size=8)
+            else:
+                start = begun.get(subject)
+                if start is None:
+                    start = begun[subject] = blake2b(content(subject, b"", None), digest_size=8)
+                digest = start.copy()
+                digest.update(data)
+            msg_id = f"{prefix}:{row}:{digest.hexdigest()}"
+        yield subject, data, {**headers, MSG_ID: msg_id} if headers else {MSG_ID: msg_id}
+
+
+def without_ids(messages: Iterable[Message]) -> list[Entry]:
+    """Return messages without ids."""
+    return [(subject, data) if headers is None else (subject, data, headers) for subject, data, headers, _ in messages]

@@ -1,42 +1,46 @@
-"""What Spark calls to write: the `jetstream` sink, batch and streaming.
+"""The `jetstream` sink, batch and streaming: what Spark calls to write, and what the driver checks before any task runs.
 
-The driver makes a writer for each write (for every micro-batch of a streaming query a new one), Spark carries it to the
-tasks and back to the driver; it keeps nothing but what the driver found out. Which query and which micro-batch it is
-stands in the task's local properties, and nowhere else.
+The driver makes a writer for each write (a new one for every micro-batch of a streaming query). Spark pickles it to the
+tasks and back to the driver; it keeps only what the driver found out. The ids of the query and the micro-batch are in the
+task's local properties, and nowhere else.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
+from nats.js import JetStreamContext
 from pyspark import TaskContext
 from pyspark.sql import datasource
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from jetstream_ext.spark.markers import ReplayError
-from jetstream_ext.spark.patience import SinkError
+from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.subjects import covers
+from jetstream_ext.spark.connection import run_on_driver
+from jetstream_ext.spark.errors import PlanningError, ReplayError, SinkError
+from jetstream_ext.spark.options import Semantics, WriteOptions
+from jetstream_ext.spark.planning import state_of
 from jetstream_ext.spark.rows import Columns, RowReader
-from jetstream_ext.spark.sink_states import SinkFacts
-from jetstream_ext.spark.write_options import WriteOptions
 
 if TYPE_CHECKING:
-    from jetstream_ext.spark.connections import Lease
     from jetstream_ext.spark.rows import Message
 
-_log = logging.getLogger("jetstream_ext")
+_log = logging.getLogger("jetstream_ext.spark")
 
 _QUERY: Final = "sql.streaming.queryId"
 _BATCH: Final = "streaming.sql.batchId"
-# Of rows that come one by one: how many are stored together, and how many are taken without looking at their bytes.
+# Where Spark passes rows one by one: the limits of a chunk, and how many rows are taken before the bytes are counted.
 _ROWS_AT_ONCE: Final = 10_000
 _BYTES_AT_ONCE: Final = 8 << 20
 _ROWS_A_TIME: Final = 100
+_SHORT_WINDOW: Final = 120.0
 
-# Spark 4.0 hands rows to a streaming sink; later ones Arrow.
+# Spark 4.0 passes rows to a streaming sink; later versions pass Arrow.
 _HAS_STREAM_ARROW: Final = hasattr(datasource, "DataSourceStreamArrowWriter")
 if TYPE_CHECKING or not _HAS_STREAM_ARROW:
     _StreamWriter = DataSourceStreamWriter
@@ -45,12 +49,12 @@ else:
 
 
 class Written(WriterCommitMessage):
-    """What a task did.
+    """The result of a task.
 
     Attributes:
-        rows: Rows that it was given.
-        skipped: Rows of them that an earlier attempt had stored.
-        writer: The query.
+        rows: The number of its rows.
+        skipped: The number of them that an earlier attempt had stored.
+        writer: The name of the query, or of the batch write.
     """
 
     def __init__(self, rows: int, skipped: int, writer: str) -> None:
@@ -60,53 +64,51 @@ class Written(WriterCommitMessage):
 
 
 class _Writer:
-    """What both kinds of writer share."""
+    """The common part of both writers."""
 
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
-        from jetstream_ext.spark.sink_states import check_sink
-
         self._options = options
         self._columns = Columns.of(schema, options)
-        self._facts: SinkFacts = _on_driver(
-            options, lambda lease: check_sink(lease.connection.context(options), options)
-        )
+        self._state: StreamState = run_on_driver(options.connection, lambda context: check_sink(context, options))
 
     def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> Written:
-        from jetstream_ext.spark.writing import Task, write_partition
+        from jetstream_ext.spark.write import Task, write_partition
 
         context = _task()
-        reader = RowReader(self._columns, self._options, self._facts.subjects, context.partitionId())
+        reader = RowReader(self._columns, self._options, self._state.subjects, context.partitionId())
         chunks = map(reader.from_arrow, rows) if arrow else _chunks(reader, rows)
-        done = write_partition(self._options, self._facts, Task(writer, batch, context.partitionId()), chunks)
+        done = write_partition(self._options, self._state, Task(writer, batch, context.partitionId()), chunks)
         return Written(done.rows, done.skipped, writer)
 
     def _committed(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
         written = [message for message in messages if isinstance(message, Written)]
         rows, skipped = sum(one.rows for one in written), sum(one.skipped for one in written)
         _log.info(
-            "stream %r: batch %d has %d rows, %d of them stored before", self._options.stream, batch, rows, skipped
+            "stream %r: micro-batch %d has %d rows; %d of them were already stored",
+            self._options.stream,
+            batch,
+            rows,
+            skipped,
         )
         count = self._options.sink_partitions
         if count is None or not rows or len(messages) == count:
             return
-        from jetstream_ext.spark.layout import correct_layout
+        from jetstream_ext.spark.transactional import StoredQuery
 
-        options, writer = self._options, written[0].writer
-        _on_driver(
-            options,
-            lambda lease: correct_layout(
-                lease.connection.context(options), options, writer, batch, len(messages), rollup=self._facts.rollup
-            ),
+        options, state, writer = self._options, self._state, written[0].writer
+        run_on_driver(
+            options.connection,
+            lambda context: StoredQuery(context, options, state, writer, batch).correct_layout(len(messages)),
         )
         raise ReplayError(
-            f"stream {options.stream!r}: the option sinkPartitions says {count}, but the rows came in {len(messages)} "
-            f"partitions; set it to {len(messages)} and start again (every row is stored once, and none will be repeated)"
+            f"stream {options.stream!r}: the option sinkPartitions is {count}, but the rows had {len(messages)} "
+            f"partitions; set it to {len(messages)} and restart (every row is stored once, and none will be repeated)"
         )
 
     def _aborted(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
-        # Nothing to take back: what was stored stays, and is recognized when the batch comes again.
+        # Stored rows stay; they are recognized when the micro-batch is replayed.
         done = sum(isinstance(message, Written) for message in messages)
-        _log.warning("stream %r: batch %d failed; %d of its tasks were done", self._options.stream, batch, done)
+        _log.warning("stream %r: micro-batch %d failed after %d of its tasks", self._options.stream, batch, done)
 
 
 class JetStreamWriter(_Writer, DataSourceArrowWriter):
@@ -118,26 +120,24 @@ class JetStreamWriter(_Writer, DataSourceArrowWriter):
 
     Raises:
         OptionError: A column or an option is wrong.
-        PlanningError: The stream cannot be written to this way.
+        PlanningError: The stream cannot be written to with these options.
     """
 
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
-        from jetstream_ext.spark.writing import new_writer
-
         super().__init__(options, schema)
-        # Made here, for all attempts at all tasks.
-        self._writer = options.write_id or new_writer()
+        # Chosen here, for all attempts of all tasks.
+        self._writer = options.write_id or uuid.uuid4().hex[:16]
 
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
         """Store the rows of one partition (called on an executor)."""
         return self._write(self._writer, 0, iterator, arrow=True)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Check the end of the write (called on the driver)."""
+        """Finish the write (called on the driver)."""
         self._committed(messages, 0)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Say that the write failed (called on the driver)."""
+        """Log that the write failed (called on the driver)."""
         self._aborted(messages, 0)
 
 
@@ -150,17 +150,17 @@ class JetStreamStreamWriter(_Writer, _StreamWriter):
         query, batch = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
         if not query or not batch:
             raise SinkError(
-                "this Spark does not tell its tasks the query and the micro-batch, without which rows that come again "
-                "cannot be recognized; use foreachBatch, and df.write with a writeId"
+                "this version of Spark does not tell its tasks the query and the micro-batch, so replayed rows could not be "
+                "recognized; use foreachBatch, and df.write with a writeId"
             )
         return self._write(query, int(batch), iterator, arrow=_HAS_STREAM_ARROW)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
-        """Check the end of the micro-batch (called on the driver)."""
+        """Finish the micro-batch (called on the driver)."""
         self._committed(messages, batchId)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Say that the micro-batch failed (called on the driver)."""
+        """Log that the micro-batch failed (called on the driver)."""
         self._aborted(messages, batchId)
 
 
@@ -182,8 +182,79 @@ def _chunks(reader: RowReader, rows: Iterator[Any]) -> Iterator[list[Message]]:
     yield collected
 
 
-def _on_driver(options: WriteOptions, work: Callable[[Lease], Any]) -> Any:
-    from jetstream_ext.spark.connections import connections
+# -- checks of the stream -----------------------------------------------------------------------------------------
 
-    with connections().lend(options.connection, "jetstream-ext spark driver") as lease:
-        return lease.run(work(lease))
+
+async def check_sink(context: JetStreamContext, options: WriteOptions) -> StreamState:
+    """Return the state of the stream, after checking that it can be written to.
+
+    Raises:
+        PlanningError: It cannot be written to with these options; the text says what to change.
+        TimeoutError: No answer within ``requestTimeout``.
+    """
+    name = options.stream
+    state = await state_of(context, name)
+    if state is None:
+        raise PlanningError(
+            f"stream {name!r} does not exist; create it, or check 'stream', 'servers', 'domain' and 'apiPrefix'"
+        )
+    if state.config.get("mirror") or state.config.get("sealed"):
+        what = "a mirror" if state.config.get("mirror") else "sealed"
+        raise PlanningError(f"stream {name!r} is {what}: no message can be published to it")
+    if options.semantics is Semantics.TRANSACTIONAL:
+        _check_transactional(options, state)
+    else:
+        _check_fast(options, state)
+    if options.subject is not None and not state.stores(options.subject):
+        subjects = ", ".join(state.subjects)
+        raise PlanningError(
+            f"option 'subject': {options.subject!r} is not among the subjects of stream {name!r} ({subjects})"
+        )
+    return state
+
+
+def _check_fast(options: WriteOptions, state: StreamState) -> None:
+    stream = f"stream {state.name!r}"
+    if not state.config.get("allow_batched"):
+        raise PlanningError(
+            f"{stream}: allow_batched is off, and semantics={options.semantics.value} needs it; enable it with "
+            f"allow_batched=True (jetstream_ext.ensure_stream) or 'nats stream edit {state.name} --allow-batch-publish' "
+            "(nats-server 2.14), or use semantics=transactional with allow_atomic"
+        )
+    if state.config.get("persist_mode") == "async":
+        # Such a stream acknowledges messages before it writes them.
+        what = f"{stream} has persist_mode=async, so a server that is killed loses rows it acknowledged"
+        if options.semantics is Semantics.DEDUPE:
+            raise PlanningError(f"{what}; create it without that, or use semantics=none if some rows may be lost")
+        _log.warning("%s", what)
+    if options.semantics is Semantics.DEDUPE:
+        window = state.duplicate_window
+        if not window:
+            raise PlanningError(
+                f"{stream} has no duplicate window, so semantics=dedupe would repeat rows; set one, or use "
+                "semantics=transactional"
+            )
+        if window.total_seconds() < _SHORT_WINDOW:
+            _log.warning(
+                "%s: its duplicate window is %g s; rows of a micro-batch that is retried later than that are stored twice",
+                stream,
+                window.total_seconds(),
+            )
+
+
+def _check_transactional(options: WriteOptions, state: StreamState) -> None:
+    stream = f"stream {state.name!r}"
+    if not state.config.get("allow_atomic"):
+        raise PlanningError(
+            f"{stream}: allow_atomic is off, and semantics=transactional needs it; enable it with allow_atomic=True "
+            f"(jetstream_ext.ensure_stream) or 'nats stream edit {state.name} --allow-atomic-publish' (nats-server 2.12)"
+        )
+    if state.config.get("subject_transform"):
+        raise PlanningError(f"{stream} has a subject transform, so the sink could not find its markers again")
+    markers = f"{options.marker_prefix}.>"
+    if not any(covers(subject, markers) for subject in state.subjects):
+        raise PlanningError(
+            f"{stream} does not store {markers!r}, where semantics=transactional keeps its markers: add that to the "
+            f"stream's subjects ({', '.join(state.subjects)}), or set markerPrefix to a subject below them that rows do "
+            "not use"
+        )

@@ -1,9 +1,9 @@
-"""What Spark calls: the `jetstream` data source and its batch reader (the others: `stream_source`, `sink`)."""
+"""The `jetstream` data source: what Spark calls for a stream, and its batch reader."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import (
@@ -16,15 +16,15 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import ArrayType, BinaryType, DataType, LongType, MapType, StringType, StructType, TimestampType
 
-from jetstream_ext.spark.given import OptionError
-from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.partitions import JetStreamPartition, read_partition
-from jetstream_ext.spark.pushed import NOTHING_PUSHED, understand
-from jetstream_ext.spark.schemas import SchemaError, check_schema, schema_of
-from jetstream_ext.spark.write_options import WriteOptions
+from jetstream_ext.spark.errors import OptionError, SchemaError
+from jetstream_ext.spark.options import ReadOptions, WriteOptions
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
+
+    from jetstream_ext.spark.planning import PushedFilters
+
+# Other modules of this package are imported where they are used: Spark imports this one in every session.
 
 _COLUMNS: dict[str, DataType] = {
     "stream": StringType(),
@@ -36,76 +36,17 @@ _COLUMNS: dict[str, DataType] = {
 }
 
 
-__all__ = ["JetStreamDataSource", "JetStreamReader", "SchemaError"]
-
-
 class JetStreamDataSource(DataSource):
     """The `jetstream` format: a JetStream stream as a table of its messages, and rows as its messages.
 
     Columns when read: ``stream string, seq long, subject string, time timestamp, data binary, headers
     map<string,array<string>>``; an explicit ``.schema("seq long, data binary")`` reads only the columns it names. When
-    written: ``subject string, data binary|string``, and perhaps ``headers`` (values ``string`` or ``array<string>``) and
+    written: ``subject string, data binary|string``, optionally ``headers`` (values ``string`` or ``array<string>``) and
     ``msgId string``.
 
-    Options everywhere:
+    The options, and the permissions and servers that they need, are in the documentation (Spark, "Options").
 
-    =========================================  ======================================================================
-    ``servers``                                URLs, comma-separated; credentials never in them (required)
-    ``stream``                                 stream names, comma-separated (to write: one); or as the argument of
-                                               ``load()``
-    ``domain`` or ``apiPrefix``                where the JetStream is, if not at the servers themselves
-    ``requestTimeout``                         seconds to get a connection, and to wait for each reply (10)
-    ``credsFile``                              path of a credentials file, or the name of one shipped with ``--files``
-    ``nkeyFile``                               the same for an nkey seed
-    ``user`` and ``passwordEnv``               user name, and the environment variable that holds the password
-    ``tokenEnv``                               the environment variable that holds the token
-    ``tlsCa``, ``tlsCert`` and ``tlsKey``      paths (or names) of CA certificates, client certificate and its key
-    =========================================  ======================================================================
-
-    Options to read:
-
-    =========================================  ======================================================================
-    ``subjects``                               filters, comma-separated, any of which lets a message through
-    ``startingOffsets``                        ``earliest`` (default), ``latest``, or JSON: ``{"ORDERS": 42}``, the
-                                               first sequence that is read
-    ``startingTime``                           RFC 3339 with zone, or JSON per stream: what was stored from then on
-    ``endingOffsets``                          batch: ``latest`` (default; when the query is planned), or JSON:
-                                               ``{"ORDERS": 99}``, the last sequence that is read
-    ``endingTime``                             batch: as ``startingTime``: what was stored before
-    ``minPartitions``                          partitions at least (2); streaming: exactly (or one per stream)
-    ``maxBytesPerPartition``                   batch: bytes of messages per partition, about (64m)
-    ``maxOffsetsPerTrigger``                   streaming, Spark 4.2: sequences per micro-batch at most
-    ``maxBytesPerTrigger``                     streaming, Spark 4.2: bytes of messages per micro-batch, about
-    ``failOnDataLoss``                         fail where messages that should be there are gone (true), or warn
-    ``tailCheck``                              prove at the stream's leader that no replica or mirror left something
-                                               out (true)
-    ``pushDown``                               batch, Spark 4.1: take the query's filters on ``seq`` and ``subject``,
-                                               where Spark hands them down (false). Only for a DataFrame that is used
-                                               in one query, with one filter: see the documentation
-    ``allowUnstableRetention``                 read ``workqueue`` and ``interest`` streams all the same (false)
-    =========================================  ======================================================================
-
-    Options to write:
-
-    =========================================  ======================================================================
-    ``subject``                                the subject of all rows, instead of a column
-    ``semantics``                              ``dedupe`` (default), ``transactional`` or ``none``
-    ``natsHeaders``                            what becomes of ``Nats-*`` headers in rows: ``refuse`` (default), or
-                                               ``strip``
-    ``writeId``                                batch: names the write, so that it can be run again
-    ``sinkPartitions``                         transactional: in how many partitions the rows come (required, except
-                                               for a batch write without ``writeId``)
-    ``markerPrefix``                           transactional: where its markers are stored (``_spark.<stream>``)
-    ``transactionRows``                        transactional: rows per transaction at most (999)
-    =========================================  ======================================================================
-
-    Reading needs nats-server 2.11, ``allow_direct`` on the streams, and permission to publish to
-    ``$JS.API.STREAM.INFO.<stream>``, ``$JS.API.DIRECT.GET.<stream>`` and (for ``tailCheck`` and times)
-    ``$JS.API.STREAM.MSG.GET.<stream>``. Writing needs permission for the rows' subjects and ``$JS.API.STREAM.INFO``;
-    ``dedupe`` and ``none`` nats-server 2.14 and ``allow_batched``; ``transactional`` nats-server 2.12, ``allow_atomic``,
-    and permission for ``$JS.API.STREAM.MSG.GET`` and the markers.
-
-    Spark makes an instance in a planning process and sends copies of it everywhere: it holds nothing but the options.
+    Spark creates an instance in a planning process and pickles it to the others: it holds nothing but the options.
     """
 
     @classmethod
@@ -114,7 +55,7 @@ class JetStreamDataSource(DataSource):
         return "jetstream"
 
     def schema(self) -> StructType:
-        """Return all columns; a mistake in the options shows here, at ``load()``.
+        """Return all columns. An error in the options is raised here, at ``load()``.
 
         Raises:
             OptionError: An option is missing, unknown, malformed or in conflict with another.
@@ -134,12 +75,12 @@ class JetStreamDataSource(DataSource):
         return (PushDownReader if options.push_down and _push_down_is_on() else JetStreamReader)(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """Return the writer of a DataFrame; whatever can be checked is checked here, on the driver.
+        """Return the writer of a DataFrame, after all checks that are possible on the driver.
 
         Raises:
             OptionError: An option or a column is missing, unknown, malformed or in conflict with another; or the mode
                 is overwrite.
-            PlanningError: The stream cannot be written to this way.
+            PlanningError: The stream cannot be written with these options.
         """
         from jetstream_ext.spark.sink import JetStreamWriter
 
@@ -155,8 +96,8 @@ class JetStreamDataSource(DataSource):
     def _write_options(self, overwrite: bool, *, streaming: bool) -> WriteOptions:
         if overwrite:
             raise OptionError(
-                "mode 'overwrite' (and output mode 'complete'): a stream is only ever appended to; use "
-                ".mode('append'), and purge the stream yourself if that is what you want"
+                "mode 'overwrite' (and output mode 'complete') is not supported: rows can only be appended to a stream; "
+                "use .mode('append'), and purge the stream first if you need to"
             )
         return WriteOptions.parse(self.options, streaming=streaming)
 
@@ -164,9 +105,9 @@ class JetStreamDataSource(DataSource):
         """Return the reader of a streaming query.
 
         Raises:
-            OptionError, SchemaError: As for `reader`; or a limit is given that this Spark does not have.
+            OptionError, SchemaError: As for `reader`; or a limit is given that this version of Spark does not have.
         """
-        from jetstream_ext.spark.stream_source import JetStreamStreamReader
+        from jetstream_ext.spark.streaming import JetStreamStreamReader
 
         options = ReadOptions.parse(self.options, streaming=True)
         check_schema(schema, _COLUMNS)
@@ -179,42 +120,75 @@ class JetStreamReader(DataSourceReader):
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
-        self._pushed = NOTHING_PUSHED
+        self._pushed: PushedFilters | None = None
 
     def partitions(self) -> list[InputPartition]:
-        """Look at the streams and return the ranges to read (called on the driver).
+        """Return the ranges to read (called on the driver).
 
         Raises:
             JetStreamExtError: The read cannot work; the text says what to change.
         """
-        # Imported where they are used: Spark loads this module in every session that has the package.
-        from jetstream_ext.spark.connections import connections
+        from jetstream_ext.spark.connection import run_on_driver
         from jetstream_ext.spark.planning import plan_read
+        from jetstream_ext.spark.reading import JetStreamPartition
 
-        options = self._options
-        with connections().lend(options.connection, "jetstream-ext spark driver") as lease:
-            parts = lease.run(plan_read(lease.connection.context(options), options, self._pushed))
+        parts = run_on_driver(self._options.connection, lambda context: plan_read(context, self._options, self._pushed))
         return [JetStreamPartition(part) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
         """Read one range (called on an executor)."""
+        from jetstream_ext.spark.reading import read_partition
+
         return read_partition(self._options, self._schema, partition)
 
 
 class PushDownReader(JetStreamReader):
-    """Takes the query's filters, too.
+    """Uses the query's filters as well.
 
-    A class of its own: where Spark's filter push-down is off, it refuses to read from a reader that has `pushFilters`.
-    And only by option: Spark 4.1 to 4.3 keep what was planned with filters on the DataFrame, and take it for other
-    queries of the same DataFrame, too, which then lack rows.
+    A separate class: where Spark's filter push-down is off, Spark refuses a reader that has `pushFilters`. And only by
+    option: Spark 4.1 to 4.3 keep what was planned with filters on the DataFrame and reuse it for other queries of the
+    same DataFrame, which then lack rows.
     """
 
     def pushFilters(self, filters: list[Any]) -> Iterator[Any]:  # noqa: N802 - Spark's name
         """Narrow the read by `filters`; return all of them, for Spark to apply as well."""
-        self._pushed = understand(filters)
+        from jetstream_ext.spark.planning import parse_pushed_filters
+
+        self._pushed = parse_pushed_filters(filters)
         return iter(filters)
 
 
 def _push_down_is_on() -> bool:
-    # Spark asks in a worker made for this if, and only if, push-down is on and the query has filters.
+    # Spark uses a worker for this module if, and only if, push-down is on and the query has filters.
     return "pyspark.sql.worker.data_source_pushdown_filters" in sys.modules
+
+
+# -- columns ------------------------------------------------------------------------------------------------------
+
+
+def schema_of(columns: Mapping[str, DataType]) -> StructType:
+    """Return the schema with all columns."""
+    schema = StructType()
+    for name, kind in columns.items():
+        schema = schema.add(name, kind)
+    return schema
+
+
+def check_schema(schema: StructType, columns: Mapping[str, DataType]) -> None:
+    """Refuse a schema with other columns or other types.
+
+    Raises:
+        SchemaError: The schema has a column or a type that the format does not have.
+    """
+    declared = ", ".join(f"{name} {kind.simpleString()}" for name, kind in columns.items())
+    if not schema.fields or len(set(schema.names)) != len(schema.names):
+        raise SchemaError(f"the schema must name some of these columns, each once: {declared}")
+    for field in schema.fields:
+        kind = columns.get(field.name)
+        if kind is None:
+            raise SchemaError(f"column {field.name!r} does not exist; the format has: {declared}")
+        if field.dataType != kind:
+            raise SchemaError(
+                f"column {field.name!r} is {kind.simpleString()}, not {field.dataType.simpleString()}; "
+                "declare that type and cast the column in the query"
+            )

@@ -1,46 +1,235 @@
-"""Writing by atomic batches: rows and a marker of them, stored together or not at all.
+"""Exactly-once writes without a time limit: rows and a marker of them in one atomic batch, stored together or not at all.
+
+A *marker* says how many rows of which micro-batch a partition has stored, with a digest of them. Each marker names the one
+before (`FencedWriter`), so of two attempts at the same partition only one can store; the other reads the new marker and
+continues behind it. The *layout record* says how many partitions a micro-batch has: rows are found again by partition and
+index, so the same rows in other partitions would look new. Spark tells a task its partition but not their number. That is
+the option ``sinkPartitions``; the driver compares it with the truth at the end of each micro-batch.
 
 ::
 
-    open      layout record: written for this micro-batch, or the same as it was ─── other ──► ReplayError
-              marker: how many rows of this micro-batch are there already ────────── newer ──► FencedError
-    store     rows that are there: their digest must be the marker's ─────────────── other ──► ReplayError
-              the rest and a new marker, if the marker is still the one that was read
-                 stored                 → next
-                 the marker has moved   → another attempt was here: read it, look again
-                 outcome unknown        → the marker knows: read it, look again
-                 refused for now        → the same again, a little later
+    claim_layout  no record of this micro-batch ──────────────────► store it
+                  a record with the same number of partitions ────► continue
+                  with another number ────────────────────────────► ReplayError
+                  of a later micro-batch ─────────────────────────► FencedError
+    open          read the marker; of a later micro-batch ────────► FencedError
+    store         rows that are stored: the marker's digest differs ► ReplayError
+                  the other rows, and a new marker ───────────────► stored
+                      the marker has moved ───────────────────────► read it, and decide again
 """
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
+from typing import Any, Final, Generic, TypeVar
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.api import get_at_leader
-from jetstream_ext.client.atomic import publish_atomic
 from jetstream_ext.client.context import Context
+from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
+from jetstream_ext.client.retry import is_transient
 from jetstream_ext.errors import (
     AtomicPublishTooLargeError,
     BadHeaderError,
+    BatchError,
     FencedError,
     MaxPayloadError,
-    WrongLastSequenceError,
+    ServerError,
 )
-from jetstream_ext.spark.dedupe import content, without_ids
-from jetstream_ext.spark.markers import Marker, ReplayError
-from jetstream_ext.spark.patience import Patience, SinkError, passes
-from jetstream_ext.spark.rows import Message
-from jetstream_ext.spark.write_options import WriteOptions
-from jetstream_ext.types import BatchMessage
+from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.spark.errors import ReplayError, SinkError
+from jetstream_ext.spark.options import WriteOptions
+from jetstream_ext.spark.rows import Message, content, without_ids
+from jetstream_ext.types import StoredMsg
 
-_ADVICE = (
+_log = logging.getLogger("jetstream_ext.spark")
+
+PATIENCE: Final = 30.0
+"""Seconds that a task keeps trying while no row can be stored: during an election, or a restart."""
+
+_VERSION: Final = 1
+_ADVICE: Final = (
     "the input is not the same each time (see the documentation on exactly-once), or its partitions have changed; "
     "nothing was stored"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """What a partition has stored: so many rows of a micro-batch, and a digest of them."""
+
+    batch: int = -1
+    rows: int = 0
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The number of partitions of a micro-batch."""
+
+    batch: int = -1
+    partitions: int = 0
+
+
+_Record = TypeVar("_Record", Marker, Layout)
+
+
+def _encode(record: Marker | Layout) -> bytes:
+    return json.dumps({"v": _VERSION, **asdict(record)}, separators=(",", ":")).encode()
+
+
+def _decode(kind: type[_Record], stored: StoredMsg | None) -> _Record:
+    """Return the record in a message; the default if there is none.
+
+    Raises:
+        ReplayError: The message is not a record of this sink.
+    """
+    if stored is None:
+        return kind()
+    try:
+        body = json.loads(stored.data)
+        values = {each.name: body[each.name] for each in fields(kind)}
+        if body["v"] == _VERSION and all(type(values[each.name]) is type(each.default) for each in fields(kind)):
+            return kind(**values)
+    except (KeyError, TypeError, ValueError):
+        pass  # reported below
+    raise ReplayError(
+        f"stream {stored.stream!r}: message {stored.seq} on {stored.subject!r} is not a record of this sink; nothing else "
+        "may be published there (see 'markerPrefix')"
+    )
+
+
+def _is_transient(error: Exception) -> bool:
+    # A batch that failed without the server's refusal is sent again: its marker tells whether it was stored.
+    return is_transient(error) or (isinstance(error, BatchError) and not isinstance(error, ServerError))
+
+
+class StoredQuery:
+    """What the stream holds of one micro-batch of a query: its layout record, and a marker for each partition.
+
+    Args:
+        context: The JetStream context.
+        options: The write.
+        state: The stream.
+        writer: The name of the query, or of the batch write.
+        batch: The micro-batch; 0 for a batch write.
+    """
+
+    def __init__(
+        self, context: JetStreamContext, options: WriteOptions, state: StreamState, writer: str, batch: int
+    ) -> None:
+        self.batch = batch
+        self._context = Context(context)
+        self._options = options
+        self._rollup = bool(state.config.get("allow_rollup_hdrs"))
+        self._writer = writer
+
+    def record(self, name: str, kind: type[_Record], what: str) -> StoredRecord[_Record]:
+        """Return the record `name` of this query; `what` names it in errors."""
+        what = f"stream {self._options.stream!r}, {what}micro-batch {self.batch}"
+        fence = FencedWriter(
+            self._context,
+            self._options.stream,
+            f"{self._options.marker_prefix}.{self._writer}.{name}",
+            name=what,
+            patience=PATIENCE,
+            transient=_is_transient,
+            rollup=self._rollup,
+        )
+        return StoredRecord(fence, kind, what, self.batch)
+
+    async def claim_layout(self, partitions: int) -> None:
+        """Record the number of partitions of this micro-batch, or find the same number recorded.
+
+        Raises:
+            FencedError: A later micro-batch is already stored.
+            ReplayError: This micro-batch had another number before.
+            SinkError: The record could not be stored for too long.
+        """
+        layout = self.record("_layout", Layout, "")
+        await layout.read()
+        while layout.last.batch != self.batch:
+            if await layout.store([], Layout(self.batch, partitions)):
+                return
+        if layout.last.partitions != partitions:
+            raise ReplayError(
+                f"{layout.what} had {layout.last.partitions} partitions before, and has {partitions} now, where its rows "
+                f"cannot be told from new ones; make them {layout.last.partitions} again (sinkPartitions, and what it "
+                "follows: df.repartition(n), or the source's minPartitions). Nothing was stored"
+            )
+
+    async def correct_layout(self, partitions: int) -> None:
+        """Record how many partitions there really were.
+
+        Raises:
+            FencedError: A later micro-batch is already stored.
+            SinkError: The record could not be stored for too long.
+        """
+        layout = self.record("_layout", Layout, "")
+        await layout.read()
+        while not await layout.store([], Layout(self.batch, partitions)):
+            pass
+
+
+class StoredRecord(Generic[_Record]):
+    """The newest record on a subject of the sink, and the fence that it is for the next one.
+
+    Attributes:
+        last: The record that was read or stored last.
+    """
+
+    def __init__(self, fence: FencedWriter, kind: type[_Record], what: str, batch: int) -> None:
+        self.what = what
+        self.subject: str = fence.subject
+        self.last: _Record = kind()
+        self._fence = fence
+        self._kind: type[_Record] = kind
+        self._batch = batch
+
+    async def read(self) -> None:
+        """Read the record at the stream's leader.
+
+        Raises:
+            FencedError: A later micro-batch is already stored.
+            ReplayError: The message there is not a record.
+            SinkError: The leader gave no answer for too long.
+        """
+        try:
+            self.last = _decode(self._kind, await self._fence.read())
+        except Exception as error:
+            raise self._explained(error) from error
+        if self.last.batch > self._batch:
+            raise FencedError(
+                f"{self.what}: micro-batch {self.last.batch} is already stored; this attempt is out of date"
+            )
+
+    async def store(self, messages: Sequence[Any], record: _Record) -> bool:
+        """Store messages and a new record; False: the record has moved, and was read again.
+
+        Raises:
+            FencedError, ReplayError, SinkError: As for `read`.
+            ServerError: The server refused a message.
+        """
+        try:
+            await self._fence.store(messages, _encode(record))
+        except RecordMovedError:
+            _log.debug("%s: another attempt has stored a record on %r", self.what, self.subject)
+            await self.read()
+            return False
+        except Exception as error:
+            raise self._explained(error) from error
+        _log.debug("%s: stored %d messages and %s", self.what, len(messages), record)
+        self.last = record
+        return True
+
+    def _explained(self, error: Exception) -> Exception:
+        if _is_transient(error):
+            return SinkError(f"{self.what}: nothing could be stored for {PATIENCE:g} s: {error}")
+        return error
 
 
 class Digest:
@@ -50,9 +239,9 @@ class Digest:
         self._hash = blake2b(digest_size=16)
 
     def add(self, messages: Iterable[Message]) -> None:
-        """Take more rows."""
+        """Add rows."""
         pieces: list[bytes] = []
-        heads: dict[str, bytes] = {}  # what `content` begins with, for messages without headers
+        heads: dict[str, bytes] = {}  # by subject: the start of `content`, for messages without headers
         for subject, data, headers, _ in messages:
             head = content(subject, b"", headers) if headers else heads.get(subject)
             if head is None:
@@ -61,13 +250,13 @@ class Digest:
         self._hash.update(b"".join(pieces))
 
     def copy(self) -> Digest:
-        """Return another one with the same rows."""
+        """Return another digest of the same rows."""
         other = Digest()
         other._hash = self._hash.copy()
         return other
 
     def text(self) -> str:
-        """Return the digest."""
+        """Return the digest as text."""
         return self._hash.hexdigest()
 
 
@@ -77,11 +266,11 @@ class Transaction:
 
     Attributes:
         messages: The rows.
-        start: How many are before them.
-        before: The digest of those before them.
-        after: The digest with them.
-        last: There are no more. That is what it looks like: Spark ends the input of an attempt that fails before, too.
-            So the next one may have more, and only fewer are a contradiction.
+        start: The number of rows before them.
+        before: The digest of the rows before them.
+        after: The digest including them.
+        last: The input ended after them. It ends as well where Spark stops a failing attempt, so the next attempt may
+            have more rows; only fewer rows are a contradiction.
     """
 
     messages: Sequence[Message]
@@ -92,7 +281,7 @@ class Transaction:
 
     @property
     def end(self) -> int:
-        """How many rows there are with them."""
+        """The number of rows including them."""
         return self.start + len(self.messages)
 
 
@@ -100,46 +289,32 @@ class Transactions:
     """The transactions of one attempt at one partition.
 
     Args:
-        context: The context.
-        options: The write.
-        writer: The name of the query, or of the batch write.
-        batch: The micro-batch; 0 for a batch write.
+        query: The micro-batch.
         partition: The partition.
-        rollup: Whether a marker may take away the one before.
     """
 
-    def __init__(
-        self, context: JetStreamContext, options: WriteOptions, writer: str, batch: int, partition: int, *, rollup: bool
-    ) -> None:
-        self._context = context
-        self._js = Context(context)
-        self._options = options
-        self._batch = batch
-        self._partition = partition
-        self._rollup = rollup
-        self._subject = f"{options.marker_prefix}.{writer}.{partition}"
-        self._marker = Marker(-1, 0, "")
+    def __init__(self, query: StoredQuery, partition: int) -> None:
+        self._batch = query.batch
+        self._marker = query.record(str(partition), Marker, f"partition {partition} of ")
         self._digest = Digest()
         self._taken = 0
-        self._patience = Patience(self._what())
         self.skipped: int = 0
-        """Rows that were stored by an earlier attempt."""
+        """Rows that an earlier attempt has stored."""
 
     async def open(self) -> None:
-        """Find out what is stored already.
+        """Find out which rows are stored already.
 
         Raises:
-            FencedError: A later micro-batch has been here.
-            SinkError: The leader does not say.
+            FencedError, ReplayError, SinkError: As for `StoredRecord.read`.
         """
-        await self._read_marker()
+        await self._marker.read()
 
     def next(self, messages: Sequence[Message], *, last: bool) -> Transaction:
-        """Make the next transaction, ready to be stored. Any thread may do it, while the one before is stored.
+        """Prepare the next transaction. Any thread may call it, while the one before is being stored.
 
         Args:
             messages: The rows.
-            last: There are no more.
+            last: The input ended after them.
         """
         before, start = self._digest, self._taken
         self._digest = after = before.copy()
@@ -148,92 +323,50 @@ class Transactions:
         return Transaction(messages, start, before, after, last)
 
     async def store(self, transaction: Transaction) -> None:
-        """Store a transaction's rows, or find that they are stored; in the order of `next`, one after the other.
+        """Store a transaction's rows, or find them stored; in the order of `next`, one after the other.
 
         Raises:
-            FencedError, ReplayError: As for `open`; or the rows are not those that were stored before.
-            SinkError: It could not be done.
-            ServerError: The server refused a row.
+            FencedError, ReplayError, SinkError, ServerError: As for `StoredRecord.store`.
+            ReplayError: Other rows were stored before.
         """
         messages, start, end = transaction.messages, transaction.start, transaction.end
+        what = self._marker.what
         while True:
-            stored = self._marker.rows if self._marker.batch == self._batch else 0
+            marker = self._marker.last
+            stored = marker.rows if marker.batch == self._batch else 0
             if stored >= end:
-                self._check(stored, transaction)
+                if transaction.last and stored > end:
+                    raise ReplayError(f"{what}: {stored} rows of it are stored, and now it has only {end}; {_ADVICE}")
+                if stored == end and stored:
+                    self._compare(transaction.after)
+                _log.debug("%s: rows %d to %d are already stored", what, start, end - 1)
                 self.skipped += len(messages)
                 return
+            if stored < start:
+                raise ReplayError(f"{what}: the marker of {start} rows is gone from {self._marker.subject!r}")
             if stored > start:
                 some = transaction.before.copy()
                 some.add(messages[: stored - start])
                 self._compare(some)
-            elif stored < start:
-                raise ReplayError(f"{self._what()}: the marker of {start} rows is gone from {self._subject!r}")
-            marker = Marker(self._batch, end, transaction.after.text())
-            if await self._commit(messages[stored - start :], marker):
+            if await self._commit(messages[stored - start :], Marker(self._batch, end, transaction.after.text())):
                 return
 
     async def _commit(self, messages: Sequence[Message], marker: Marker) -> bool:
-        """Store rows and their marker; False: look at the marker again."""
-        rows = without_ids(messages)
-        # The first one says which stream it is: else the library asks the server, which needs another permission.
-        subject, data, headers, _ = messages[0]
-        rows[0] = BatchMessage(subject, data, headers, stream=self._options.stream)
-        rows.append(marker.message(self._subject, self._marker.seq, rollup=self._rollup))
+        """Store rows and their marker; False: the marker has moved, so decide again."""
+        what = self._marker.what
         try:
-            ack = await publish_atomic(self._context, rows)
-        except WrongLastSequenceError:
-            seen = self._marker
-            await self._read_marker()
-            if self._marker == seen:
-                raise
-            return False
+            return await self._marker.store(without_ids(messages), marker)
         except AtomicPublishTooLargeError as error:
             raise SinkError(
-                f"{self._what()}: the server takes fewer than {len(rows)} messages per batch ({error}); set the option "
+                f"{what}: the server accepts fewer than {len(messages) + 1} messages per batch ({error}); set the option "
                 "transactionRows below that"
             ) from error
         except (BadHeaderError, MaxPayloadError) as error:
             first = marker.rows - len(messages)
-            raise SinkError(f"{self._what()}: one of its rows {first} to {marker.rows - 1}: {error}") from error
-        except Exception as error:
-            if not passes(error):
-                raise
-            # Stored or not, and if the commit is still on its way: the marker tells, and fences.
-            await self._patience.after(error)
-            await self._read_marker()
-            return False
-        self._patience.reset()
-        self._marker = Marker(marker.batch, marker.rows, marker.digest, ack.seq)
-        return True
-
-    def _check(self, stored: int, transaction: Transaction) -> None:
-        end = transaction.end
-        if transaction.last and stored > end:
-            raise ReplayError(f"{self._what()}: {stored} rows of it are stored, and now it has {end} only; {_ADVICE}")
-        if stored == end and stored:
-            self._compare(transaction.after)
+            raise SinkError(f"{what}: one of its rows {first} to {marker.rows - 1}: {error}") from error
 
     def _compare(self, digest: Digest) -> None:
-        if digest.text() != self._marker.digest:
+        if digest.text() != self._marker.last.digest:
             raise ReplayError(
-                f"{self._what()}: {self._marker.rows} rows of it are stored, and now they are others; {_ADVICE}"
+                f"{self._marker.what}: {self._marker.last.rows} rows of it are stored, and now they differ; {_ADVICE}"
             )
-
-    def _what(self) -> str:
-        return f"stream {self._options.stream!r}, partition {self._partition} of micro-batch {self._batch}"
-
-    async def _read_marker(self) -> None:
-        while True:
-            try:
-                stored = await get_at_leader(
-                    self._js, self._options.stream, {"last_by_subj": self._subject}, self._js.timeout
-                )
-                break
-            except Exception as error:
-                if not passes(error):
-                    raise
-                await self._patience.after(error)
-        marker = Marker(-1, 0, "") if stored is None else Marker.decode(stored)
-        if marker.batch > self._batch:
-            raise FencedError(f"{self._what()}: micro-batch {marker.batch} has been here; this attempt is out of date")
-        self._marker = marker

@@ -9,7 +9,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructField, StructType
 
 from jetstream_ext.protocol.direct import Block
-from jetstream_ext.spark.arrow import BatchBuilder
+from jetstream_ext.spark.reading import BatchBuilder
 from jetstream_ext.spark.source import JetStreamDataSource
 
 ALL = JetStreamDataSource({"servers": "nats://n", "stream": "A"}).schema()

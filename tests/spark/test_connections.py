@@ -13,10 +13,9 @@ from pathlib import Path
 import nkeys
 import pytest
 
-from jetstream_ext.spark.connect import ConnectError, RefusedError, WorkerConnection
-from jetstream_ext.spark.connections import Connections, connections
-from jetstream_ext.spark.given import OptionError
-from jetstream_ext.spark.options import ConnectionOptions, ReadOptions
+from jetstream_ext.spark.connection import Connections, WorkerConnection, connections
+from jetstream_ext.spark.errors import ConnectError, OptionError, RefusedError
+from jetstream_ext.spark.options import ConnectionOptions
 from jetstream_ext.testing import NatsServer
 
 Names = Callable[[], list[str]]
@@ -172,20 +171,18 @@ def test_no_server(cache: Connections) -> None:
 
 def test_a_timeout_tells_of_missing_permissions(cache: Connections, options: ConnectionOptions) -> None:
     less = ConnectionOptions(options.servers, user="less", password_env="JETSTREAM_EXT_PASSWORD", timeout=0.5)
-    read = ReadOptions(less, ("A",), (), {}, {})
     with (
         pytest.raises(RefusedError, match=r"(?i)permissions Violation for Publish to .*\$JS.API.STREAM.INFO.A"),
         cache.lend(less, "less") as lease,
     ):
-        lease.run(lease.connection.context(read).stream_info("A"))
+        lease.run(lease.connection.context().stream_info("A"))
 
 
 @pytest.mark.parametrize(
     ("where", "prefix"), [({}, "$JS.API"), ({"domain": "hub"}, "$JS.hub.API"), ({"api_prefix": "JS.other"}, "JS.other")]
 )
 def test_the_jetstream_of_a_domain_or_prefix(where: dict[str, str], prefix: str) -> None:
-    options = ConnectionOptions(("nats://unused",), timeout=7)
-    context = WorkerConnection(options).context(ReadOptions(options, ("A",), (), {}, {}, **where))  # type: ignore[arg-type]
+    context = WorkerConnection(ConnectionOptions(("nats://unused",), timeout=7, **where)).context()  # type: ignore[arg-type]
     assert (context._prefix, context._timeout) == (prefix, 7)
 
 
@@ -247,7 +244,7 @@ def test_tls_both_ways(cache: Connections, tmp_path: Path) -> None:
     [
         ({"user": "u", "password_env": "JETSTREAM_EXT_NOT_SET"}, "'passwordEnv'.*environment variable that is set"),
         ({"token_env": "JETSTREAM_EXT_NOT_SET"}, "'tokenEnv'.*environment variable that is set"),
-        ({"tls_ca": "/no/such/file"}, "'tlsCa'.*no file '/no/such/file' on this node"),
+        ({"tls_ca": "/no/such/file"}, "'tlsCa'.*file '/no/such/file' does not exist on this node"),
         ({"nkey_file": "SU" + "A" * 56}, "'nkeyFile'.*holds the secret itself"),
         ({"creds_file": "-----BEGIN NATS USER JWT-----\nJSX_NOT_SET" + "x" * 1000}, "'credsFile'.*holds the secret"),
         ({"tls_ca": __file__}, "'tlsCa'.*holds no certificates"),

@@ -12,17 +12,17 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 
 import jetstream_ext as jsx
-from jetstream_ext.spark import following
-from jetstream_ext.spark.following import Follower, Limit
+from jetstream_ext.spark import streaming
+from jetstream_ext.spark.errors import DataLossError, PlanningError
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.states import DataLossError, PlanningError
+from jetstream_ext.spark.streaming import Follower, Limit
 
 Offset = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "_SETTLE", 0.3)
+    monkeypatch.setattr(streaming, "_SETTLE", 0.3)
 
 
 @pytest.fixture
@@ -259,24 +259,24 @@ class TestLoss:
         query = follower(name)
         assert spans(await query.plan(js, start, await query.latest(js, start, None))) == [(11, 15), (16, 20)]
 
-    async def test_a_stream_made_anew(
+    async def test_a_recreated_stream(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]], read: tuple[str, Offset]
     ) -> None:
         name, start = read
         old_end = await follower(name).latest(js, start, None)
         await js.delete_stream(name)
         await make(40, name)  # grown past the offset already
-        with pytest.raises(DataLossError, match=f"'{name}' was deleted and created anew"):
+        with pytest.raises(DataLossError, match=f"'{name}' was deleted and re-created"):
             await follower(name).latest(js, start, None)
         lax = follower(name, failOnDataLoss="false")
         end = await lax.latest(js, start, None)
         assert seqs(end) == {name: 40}
         assert spans(await lax.plan(js, start, end)) == [(1, 20), (21, 40)]
-        with pytest.raises(DataLossError, match="was deleted and created anew"):
+        with pytest.raises(DataLossError, match="was deleted and re-created"):
             await follower(name).plan(js, start, end)
         # A batch that was planned of the old stream cannot be replayed from the new one.
         assert await lax.plan(js, start, old_end) == []
-        with pytest.raises(DataLossError, match=r"sequences 11 to 20 .* are gone: it was deleted and created anew"):
+        with pytest.raises(DataLossError, match=r"sequences 11 to 20 .* are gone: it was deleted and re-created"):
             await follower(name).plan(js, start, old_end)
 
     async def test_a_stream_that_lost_its_end(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
@@ -297,19 +297,19 @@ class TestLoss:
         name, _ = read
         query = follower(name)
         offset = await query.latest(js, None, None)
-        describe, lagging = following.describe, [5, 5, 5]
+        describe, lagging = streaming.readable_state, [5, 5, 5]
 
         async def elected_a_moment_ago(*arguments: Any) -> Any:
             state = await describe(*arguments)
             assert state is not None
-            return replace(state, last=lagging.pop()) if lagging else state
+            return replace(state, last_seq=lagging.pop()) if lagging else state
 
-        monkeypatch.setattr(following, "describe", elected_a_moment_ago)
-        monkeypatch.setattr(following, "_SETTLE", 60)
+        monkeypatch.setattr(streaming, "readable_state", elected_a_moment_ago)
+        monkeypatch.setattr(streaming, "_SETTLE", 60)
         assert await query.latest(js, None, None) == offset
         assert not lagging
         lagging.extend([5] * 1000)
-        monkeypatch.setattr(following, "_SETTLE", 0.3)
+        monkeypatch.setattr(streaming, "_SETTLE", 0.3)
         with pytest.raises(DataLossError, match="ends at sequence 5; the query has read up to 20 already"):
             await query.latest(js, None, None)
 

@@ -15,14 +15,13 @@ from nats.js.errors import NoStreamResponseError
 from nats.js.kv import KeyValue
 from pyspark.sql.datasource import CaseInsensitiveDict
 
-from jetstream_ext.errors import HistoryUnavailableError
-from jetstream_ext.spark import kv_planning, kv_reading
-from jetstream_ext.spark.connections import Connections
-from jetstream_ext.spark.given import OptionError
-from jetstream_ext.spark.kv_options import KvOptions
-from jetstream_ext.spark.kv_planning import plan_kv
-from jetstream_ext.spark.kv_source import JetStreamKvDataSource
-from jetstream_ext.spark.states import PlanningError
+from jetstream_ext.client.api import Api
+from jetstream_ext.errors import DirectGetDisabledError, HistoryUnavailableError
+from jetstream_ext.spark import connection, kv
+from jetstream_ext.spark.connection import Connections
+from jetstream_ext.spark.errors import OptionError, PlanningError
+from jetstream_ext.spark.kv import JetStreamKvDataSource, plan_kv
+from jetstream_ext.spark.options import KvOptions
 from jetstream_ext.testing import NatsCluster, NatsServer
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
     cache = Connections()
-    monkeypatch.setattr(kv_reading, "connections", lambda: cache)
+    monkeypatch.setattr(connection, "connections", lambda: cache)
     yield cache
     cache.close()
 
@@ -50,12 +49,10 @@ def read(server: NatsServer, cache: Connections) -> Read:
         )
         schema = JetStreamKvDataSource(CaseInsensitiveDict({"servers": url, "bucket": bucket})).schema()
         with cache.lend(options.connection, "test") as lease:
-            parts = lease.run(plan_kv(lease.connection.context(options), options))
+            parts = lease.run(plan_kv(lease.connection.context(), options))
             if between is not None:
-                lease.run(between(lease.connection.context(options)))
-        return [
-            row for part in parts for batch in kv_reading.read_keys(options, schema, part) for row in batch.to_pylist()
-        ]
+                lease.run(between(lease.connection.context()))
+        return [row for part in parts for batch in kv.read_keys(options, schema, part) for row in batch.to_pylist()]
 
     return run
 
@@ -197,16 +194,16 @@ class TestThePast:
         assert "k.1" not in values(read(bucket, asOf="10"))
 
     def test_the_future(self, make: Callable[..., str], read: Read) -> None:
-        with pytest.raises(PlanningError, match="is at revision 10, not 11 yet"):
+        with pytest.raises(PlanningError, match="is at revision 10; it has no revision 11 yet"):
             read(make(ten), asOf="11")
 
 
 def test_more_keys_than_a_listing_has(make: Callable[..., str], read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = make(ten)
-    whole = kv_planning.Api.ask
+    whole = Api.ask
 
     async def from_start(self: Any, what: str, body: Any = None, **more: Any) -> Any:
-        return await whole(self, what, body and (body | {"offset": 0}), **more)
+        return await whole(self, what, body | {"offset": 0} if body and "offset" in body else body, **more)
 
     async def paged(self: Any, what: str, body: Any = None, **more: Any) -> Any:
         answer = await from_start(self, what, body, **more)
@@ -217,7 +214,7 @@ def test_more_keys_than_a_listing_has(make: Callable[..., str], read: Read, monk
             answer["state"]["subjects"] = {name: subjects[name] for name in page}
         return answer
 
-    monkeypatch.setattr(kv_planning.Api, "ask", paged)
+    monkeypatch.setattr(Api, "ask", paged)
     assert values(read(bucket)) == TEN
 
 
@@ -243,9 +240,9 @@ def test_replicas(with_js: Any, read: Read) -> None:
     [
         ({}, "'bucket': give the name of one bucket"),
         ({"bucket": "A,B"}, "'bucket': give the name of one"),
-        ({"bucket": "a.b"}, "'bucket': 'a.b' is no name"),
-        ({"bucket": "A", "asOf": "yesterday"}, "'asOf': 'yesterday' is no RFC 3339 time"),
-        ({"bucket": "A", "consistency": "exact"}, "'consistency': 'exact' is neither latest nor strict"),
+        ({"bucket": "a.b"}, "'bucket': 'a.b' is not a bucket name"),
+        ({"bucket": "A", "asOf": "yesterday"}, "'asOf': 'yesterday' is not an RFC 3339 time"),
+        ({"bucket": "A", "consistency": "exact"}, "'consistency': 'exact' is not one of latest, strict"),
         ({"bucket": "A", "keys": "a..b"}, "'keys'"),
         ({"bucket": "A", "key": "a"}, "did you mean 'keys'"),
     ],
@@ -266,7 +263,7 @@ def test_buckets_that_cannot_be_read(with_js: Any, read: Read, stream_name: Call
         await js.update_stream(config.evolve(allow_direct=False))
 
     with_js(create)
-    with pytest.raises(PlanningError, match="has no allow_direct"):
+    with pytest.raises(DirectGetDisabledError, match="direct get is disabled; enable it"):
         read(name)
 
 

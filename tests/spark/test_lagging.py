@@ -11,10 +11,10 @@ from nats.js import JetStreamContext
 from nats.js.api import PubAck, StreamConfig, StreamSource
 from nats.js.errors import NoStreamResponseError
 
-from jetstream_ext.spark import reading
-from jetstream_ext.spark.connections import Connections
+from jetstream_ext.spark import connection, reading
+from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.ranges import SequenceRange
+from jetstream_ext.spark.planning import SequenceRange
 from jetstream_ext.spark.source import JetStreamDataSource
 from jetstream_ext.testing import NatsCluster, NatsServer
 
@@ -25,7 +25,7 @@ EACH = 25
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
     cache = Connections()
-    monkeypatch.setattr(reading, "connections", lambda: cache)
+    monkeypatch.setattr(connection, "connections", lambda: cache)
     yield cache
     cache.close()
 

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from jetstream_ext.spark import lag
-from jetstream_ext.spark.offsets import OffsetError, Position, decode, encode
+from jetstream_ext.spark.errors import OffsetError
+from jetstream_ext.spark.offsets import Position, decode, encode
 
 
 def test_there_and_back() -> None:

@@ -6,12 +6,9 @@ from datetime import UTC, datetime, timedelta, timezone
 import pytest
 from pyspark.sql.datasource import CaseInsensitiveDict
 
-from jetstream_ext.spark import options as read_options
-from jetstream_ext.spark import write_options
-from jetstream_ext.spark.bounds import AtSequence, AtTime, Named
-from jetstream_ext.spark.given import OptionError
-from jetstream_ext.spark.options import ConnectionOptions, ReadOptions
-from jetstream_ext.spark.write_options import WriteOptions
+from jetstream_ext.spark import options
+from jetstream_ext.spark.errors import OptionError
+from jetstream_ext.spark.options import AtSequence, AtTime, ConnectionOptions, Named, ReadOptions, WriteOptions
 
 URL = "nats://n:4222"
 
@@ -62,6 +59,7 @@ def test_everything() -> None:
         tls_cert="c.pem",
         tls_key="k.pem",
         timeout=2.5,
+        api_prefix="JS.other.API",
     )
     assert read.streams == ("A", "B")
     assert read.subjects == ("x.*", "y.>")
@@ -70,7 +68,6 @@ def test_everything() -> None:
     assert read.ending == {"A": AtTime(moment), "B": Named.LATEST}
     assert (read.min_partitions, read.max_bytes_per_partition) == (7, 16 << 20)
     assert (read.fail_on_data_loss, read.tail_check) == (False, False)
-    assert read.api_prefix == "JS.other.API"
 
 
 def test_one_time_for_all_streams() -> None:
@@ -90,8 +87,8 @@ def test_streams_from_load(loaded: dict[str, str]) -> None:
     ("options", "message"),
     [
         ({"servers": ""}, "'servers'.*empty"),
-        ({"servers": "ftp://x"}, "'servers'.*no server URL"),
-        ({"servers": "nats://x:notaport"}, "'servers'.*no server URL"),
+        ({"servers": "ftp://x"}, "'servers'.*not a server URL"),
+        ({"servers": "nats://x:notaport"}, "'servers'.*not a server URL"),
         ({"stream": "A.B"}, "'stream'.*not allowed in a name"),
         ({"stream": "A,,B"}, "'stream'.*empty"),
         ({"path": "B"}, "'stream'.*says A, but load.* says B"),
@@ -103,9 +100,9 @@ def test_streams_from_load(loaded: dict[str, str]) -> None:
         ({"startingOffsets": "{"}, "'startingOffsets'.*not valid JSON"),
         ({"startingOffsets": '{"B": 1}'}, "'startingOffsets'.*'B', which is not among"),
         ({"startingOffsets": '{"A": 1, "A": 2}'}, "'startingOffsets'.*twice"),
-        ({"startingOffsets": '{"A": 0}'}, "'startingOffsets'.*0 is no stream sequence"),
-        ({"startingOffsets": '{"A": true}'}, "'startingOffsets'.*no stream sequence"),
-        ({"startingOffsets": '{"A": 1.5}'}, "'startingOffsets'.*no stream sequence"),
+        ({"startingOffsets": '{"A": 0}'}, "'startingOffsets'.*0 is not a stream sequence"),
+        ({"startingOffsets": '{"A": true}'}, "'startingOffsets'.*not a stream sequence"),
+        ({"startingOffsets": '{"A": 1.5}'}, "'startingOffsets'.*not a stream sequence"),
         ({"endingOffsets": "earliest"}, "'endingOffsets'.*cannot end at 'earliest'"),
         ({"startingOffsets": '{"A": 9}', "endingOffsets": '{"A": 7}'}, "'endingOffsets'.*end at 7, before its start 9"),
         ({"startingTime": "2026-01-31T13:45:00"}, "'startingTime'.*no time zone; write it with Z"),
@@ -117,16 +114,16 @@ def test_streams_from_load(loaded: dict[str, str]) -> None:
         ),
         (
             {"startingTime": "2026-01-02T00:00:00Z", "startingOffsets": "latest"},
-            "cannot go together with 'startingTime'",
+            "cannot be combined with 'startingTime'",
         ),
-        ({"endingTime": "2026-01-02T00:00:00Z", "endingOffsets": "latest"}, "cannot go together with 'endingTime'"),
+        ({"endingTime": "2026-01-02T00:00:00Z", "endingOffsets": "latest"}, "cannot be combined with 'endingTime'"),
         ({"minPartitions": "0"}, "'minPartitions'.*integer from 1"),
         ({"minPartitions": "two"}, "'minPartitions'.*integer from 1"),
         ({"maxBytesPerPartition": "64 apples"}, "'maxBytesPerPartition'.*bytes such as"),
-        ({"failOnDataLoss": "yes"}, "'failOnDataLoss'.*neither true nor false"),
+        ({"failOnDataLoss": "yes"}, "'failOnDataLoss'.*not one of true, false"),
         ({"requestTimeout": "-1"}, "'requestTimeout'.*seconds"),
         ({"requestTimeout": "nan"}, "'requestTimeout'.*seconds"),
-        ({"domain": "hub", "apiPrefix": "X"}, "'domain'.*cannot go together with 'apiPrefix'"),
+        ({"domain": "hub", "apiPrefix": "X"}, "'domain'.*cannot be combined with 'apiPrefix'"),
         ({"domain": " "}, "'domain'.*empty"),
         ({"domain": "a b"}, "'domain'.*not allowed in a name"),
         ({"apiPrefix": "JS.a b.API"}, "'apiPrefix'.*white space"),
@@ -134,7 +131,7 @@ def test_streams_from_load(loaded: dict[str, str]) -> None:
         ({"passwordEnv": "PW"}, "'passwordEnv'.*needs 'user'"),
         ({"tlsCert": "c"}, "'tlsCert'.*needs 'tlsKey'"),
         ({"tlsKey": "k"}, "'tlsKey'.*needs 'tlsCert'"),
-        ({"credsFile": "c", "tokenEnv": "T"}, "'credsFile'.*cannot go together with 'tokenEnv'"),
+        ({"credsFile": "c", "tokenEnv": "T"}, "'credsFile'.*cannot be combined with 'tokenEnv'"),
         ({"startingOffset": "latest"}, "no such option; did you mean 'startingOffsets'"),
         ({"zzz": "1"}, "no such option; known are: stream, subjects, .*tlsKey"),
         ({"maxOffsetsPerTrigger": "5"}, "streaming reads"),
@@ -181,7 +178,7 @@ def test_repr_shows_no_credentials() -> None:
 
 def test_an_option_of_the_other_side_is_known_as_such() -> None:
     connect = {"servers": "nats://n", "stream": "S"}
-    reading, writing = {*read_options._READ_OPTIONS, *read_options._ONLY_STREAMING}, {*write_options._WRITE_OPTIONS}
+    reading, writing = {*options.READ_OPTIONS, *options.STREAMING_OPTIONS}, {*options.WRITE_OPTIONS}
     for name in writing - reading:
         with pytest.raises(OptionError, match=f"'{name.lower()}': it belongs to writing"):
             ReadOptions.parse(connect | {name: "1"})

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jetstream_ext.spark.pushed import NOTHING_PUSHED, Pushed, understand
+from jetstream_ext.spark.planning import PushedFilters, parse_pushed_filters
 
 
 @dataclass(frozen=True)
@@ -48,28 +48,28 @@ SEQ, SUBJECT = ("seq",), ("subject",)
 @pytest.mark.parametrize(
     ("filters", "left"),
     [
-        ([], NOTHING_PUSHED),
-        ([EqualTo(SEQ, 5)], Pushed(5, 5)),
-        ([In(SEQ, [9, 5, None])], Pushed(5, 9)),
-        ([GreaterThan(SEQ, 5), LessThan(SEQ, 9)], Pushed(6, 8)),
-        ([GreaterThanOrEqual(SEQ, 5), LessThanOrEqual(SEQ, 9)], Pushed(5, 9)),
-        ([EqualTo(SEQ, None)], NOTHING_PUSHED),
-        ([EqualTo(("data",), b"x")], NOTHING_PUSHED),
-        ([Not(SEQ, 5)], NOTHING_PUSHED),
-        ([EqualTo(SUBJECT, "a.b")], Pushed(subjects=("a.b",))),
-        ([In(SUBJECT, ["a", "b"])], Pushed(subjects=("a", "b"))),
-        ([EqualTo(SUBJECT, "a.*")], NOTHING_PUSHED),
-        ([EqualTo(SUBJECT, "a b")], NOTHING_PUSHED),
-        ([StringStartsWith(SUBJECT, "a.b.")], Pushed(subjects=("a.b.>",))),
-        ([StringStartsWith(SUBJECT, "a.b")], Pushed(subjects=("a.>",))),
-        ([StringStartsWith(SUBJECT, "ab")], NOTHING_PUSHED),
-        ([StringStartsWith(SUBJECT, "a.*.")], NOTHING_PUSHED),
-        ([EqualTo(SUBJECT, "a.b"), StringStartsWith(SUBJECT, "a.")], Pushed(subjects=("a.b",))),
-        ([EqualTo(SUBJECT, "a.b"), EqualTo(SUBJECT, "c")], Pushed(subjects=())),
+        ([], PushedFilters()),
+        ([EqualTo(SEQ, 5)], PushedFilters(5, 5)),
+        ([In(SEQ, [9, 5, None])], PushedFilters(5, 9)),
+        ([GreaterThan(SEQ, 5), LessThan(SEQ, 9)], PushedFilters(6, 8)),
+        ([GreaterThanOrEqual(SEQ, 5), LessThanOrEqual(SEQ, 9)], PushedFilters(5, 9)),
+        ([EqualTo(SEQ, None)], PushedFilters()),
+        ([EqualTo(("data",), b"x")], PushedFilters()),
+        ([Not(SEQ, 5)], PushedFilters()),
+        ([EqualTo(SUBJECT, "a.b")], PushedFilters(subjects=("a.b",))),
+        ([In(SUBJECT, ["a", "b"])], PushedFilters(subjects=("a", "b"))),
+        ([EqualTo(SUBJECT, "a.*")], PushedFilters()),
+        ([EqualTo(SUBJECT, "a b")], PushedFilters()),
+        ([StringStartsWith(SUBJECT, "a.b.")], PushedFilters(subjects=("a.b.>",))),
+        ([StringStartsWith(SUBJECT, "a.b")], PushedFilters(subjects=("a.>",))),
+        ([StringStartsWith(SUBJECT, "ab")], PushedFilters()),
+        ([StringStartsWith(SUBJECT, "a.*.")], PushedFilters()),
+        ([EqualTo(SUBJECT, "a.b"), StringStartsWith(SUBJECT, "a.")], PushedFilters(subjects=("a.b",))),
+        ([EqualTo(SUBJECT, "a.b"), EqualTo(SUBJECT, "c")], PushedFilters(subjects=())),
     ],
 )
-def test_what_filters_leave(filters: list[Any], left: Pushed) -> None:
-    assert understand(filters) == left
+def test_what_filters_leave(filters: list[Any], left: PushedFilters) -> None:
+    assert parse_pushed_filters(filters) == left
 
 
 @pytest.mark.parametrize(
@@ -89,4 +89,4 @@ def test_what_filters_leave(filters: list[Any], left: Pushed) -> None:
 def test_together_with_the_filters_of_the_read(
     subjects: tuple[str, ...] | None, own: tuple[str, ...], left: tuple[str, ...] | None
 ) -> None:
-    assert Pushed(subjects=subjects).within(own) == left
+    assert PushedFilters(subjects=subjects).within(own) == left

@@ -16,11 +16,11 @@ import jetstream_ext as jsx
 from jetstream_ext.client.context import Context
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.reads import Scan
-from jetstream_ext.spark import reading
-from jetstream_ext.spark.connections import Connections
+from jetstream_ext.spark import connection, reading
+from jetstream_ext.spark.connection import Connections
+from jetstream_ext.spark.errors import DataLossError
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.planning import DataLossError
-from jetstream_ext.spark.ranges import SequenceRange
+from jetstream_ext.spark.planning import SequenceRange
 from jetstream_ext.spark.source import JetStreamDataSource
 from jetstream_ext.testing import NatsServer
 
@@ -42,7 +42,7 @@ def stream(with_js: Any, stream_name: Callable[[], str]) -> str:
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
     cache = Connections()
-    monkeypatch.setattr(reading, "connections", lambda: cache)
+    monkeypatch.setattr(connection, "connections", lambda: cache)
     yield cache
     cache.close()
 

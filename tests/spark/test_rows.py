@@ -11,8 +11,9 @@ import pytest
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StringType, StructType
 
 from jetstream_ext.spark import sink
-from jetstream_ext.spark.rows import Columns, Message, RowError, RowReader
-from jetstream_ext.spark.write_options import WriteOptions
+from jetstream_ext.spark.errors import RowError
+from jetstream_ext.spark.options import WriteOptions
+from jetstream_ext.spark.rows import Columns, Message, RowReader
 
 Reads = Callable[..., list[Message]]
 
@@ -79,12 +80,12 @@ def test_headers_with_several_values(read: Reads) -> None:
     [
         ((None, b""), {}, "its subject is null"),
         (("", b""), {}, "subject '' is empty"),
-        (("elsewhere", b""), {}, "its subject 'elsewhere' is not among those of stream 'S' (s.>, _spark.S.>)"),
+        (("elsewhere", b""), {}, "its subject 'elsewhere' is not among the subjects of stream 'S' (s.>, _spark.S.>)"),
         (("s.*", b""), {}, "subject 's.*' has a wildcard"),
         (("s..a", b""), {}, "subject 's..a' has an empty token"),
         (("s.a\r\nPUB x 0", b""), {}, "white space or control characters"),
-        (("_spark.S.q.0", b""), {"semantics": "transactional"}, "is one of the sink's own markers"),
-        (("s.a", b"", {"nats-rollup": "all"}), {}, "its header 'nats-rollup' would tell the server to do something"),
+        (("_spark.S.q.0", b""), {"semantics": "transactional"}, "is reserved for the markers of the sink"),
+        (("s.a", b"", {"nats-rollup": "all"}), {}, "its header 'nats-rollup' is an instruction to the server"),
         (("s.a", b"", {"Nats-Msg-Id": "1"}), {}, "and give ids in the column msgId"),
         (("s.a", b"", None, ""), {}, "its msgId is empty"),
     ],

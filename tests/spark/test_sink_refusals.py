@@ -20,11 +20,10 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from jetstream_ext.spark import connections as worker_connections
-from jetstream_ext.spark.connections import Connections
-from jetstream_ext.spark.given import OptionError
+from jetstream_ext.spark import connection
+from jetstream_ext.spark.connection import Connections
+from jetstream_ext.spark.errors import OptionError, PlanningError
 from jetstream_ext.spark.source import JetStreamDataSource
-from jetstream_ext.spark.states import PlanningError
 from jetstream_ext.testing import NatsServer
 
 TYPES: dict[str, DataType] = {
@@ -57,7 +56,7 @@ def make(with_js: Any, stream_name: Callable[[], str]) -> Callable[..., str]:
 @pytest.fixture
 def writer(server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> Any:
     cache = Connections()
-    monkeypatch.setattr(worker_connections, "connections", lambda: cache)
+    monkeypatch.setattr(connection, "connections", lambda: cache)
 
     def make_writer(
         columns: dict[str, str], name: str, *, overwrite: bool = False, streaming: bool = False, **options: str
@@ -79,9 +78,9 @@ TRANSACTIONAL = {"semantics": "transactional"}
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        ({"allow_batched": False}, {}, "has no allow_batched, which semantics=dedupe needs; turn it on"),
-        ({"allow_batched": False}, {"semantics": "none"}, "has no allow_batched"),
-        ({"allow_atomic": False}, TRANSACTIONAL | {"sinkPartitions": "2"}, "has no allow_atomic"),
+        ({"allow_batched": False}, {}, "allow_batched is off, and semantics=dedupe needs it; enable it"),
+        ({"allow_batched": False}, {"semantics": "none"}, "allow_batched is off"),
+        ({"allow_atomic": False}, TRANSACTIONAL | {"sinkPartitions": "2"}, "allow_atomic is off"),
         (
             {"subjects": "one"},
             TRANSACTIONAL | {"sinkPartitions": "2"},
@@ -90,15 +89,15 @@ TRANSACTIONAL = {"semantics": "transactional"}
         ({}, {"subject": "other.subject"}, "'other.subject' is not among the subjects of stream"),
         ({}, {"subject": "a.*"}, "'subject': subject 'a.*' has a wildcard"),
         ({}, {"stream": "NOT_THERE"}, "stream 'NOT_THERE' does not exist"),
-        ({}, {"stream": "A,B"}, "rows go into one stream"),
+        ({}, {"stream": "A,B"}, "rows are written to one stream"),
         ({}, {"semantic": "none"}, "did you mean 'semantics'"),
-        ({}, {"semantics": "exactly"}, "none of dedupe, transactional, none"),
+        ({}, {"semantics": "exactly"}, "not one of dedupe, transactional, none"),
         ({}, {"startingOffsets": "latest"}, "belongs to reading"),
         ({}, {"sinkPartitions": "3"}, "belongs to semantics=transactional, not dedupe"),
-        ({}, TRANSACTIONAL | {"sinkPartitions": "0"}, "'sinkPartitions': '0' is no integer from 1"),
+        ({}, TRANSACTIONAL | {"sinkPartitions": "0"}, "'sinkPartitions': '0' is not an integer from 1"),
         ({}, TRANSACTIONAL | {"sinkPartitions": "2", "transactionRows": "1000"}, "more than the 1000 messages"),
-        ({}, {"domain": "a", "apiPrefix": "b"}, "cannot go together"),
-        ({}, {"natsHeaders": "keep"}, "neither refuse nor strip"),
+        ({}, {"domain": "a", "apiPrefix": "b"}, "cannot be combined"),
+        ({}, {"natsHeaders": "keep"}, "not one of refuse, strip"),
         ({}, {"password": "hunter2"}, "use 'passwordEnv'"),
     ],
 )
@@ -120,7 +119,7 @@ def test_streams_and_options(
         (TRANSACTIONAL, True, "'sinkPartitions': it is missing"),
         ({"semantics": "none", "writeId": "a"}, False, "'writeId': it has no effect"),
         ({"writeId": "a b"}, False, "'writeId': 'a b' is not"),
-        ({"writeId": "a"}, True, "a streaming query has an id of its own"),
+        ({"writeId": "a"}, True, "a streaming query has its own id"),
     ],
 )
 def test_options_of_one_kind(make: Any, writer: Any, options: dict[str, str], streaming: bool, message: str) -> None:
@@ -136,8 +135,8 @@ def test_options_of_one_kind(make: Any, writer: Any, options: dict[str, str], st
         ({"data": "string"}, {}, "column 'subject': it is missing"),
         ({"subject": "string"}, {}, "column 'data': it is missing"),
         (BOTH | {"seq": "int"}, {}, "column 'seq': a message has the columns"),
-        (BOTH | {"DATA": "binary"}, {}, "column 'DATA': it is there twice"),
-        (BOTH, {"subject": "s"}, "there is a column 'subject', too"),
+        (BOTH | {"DATA": "binary"}, {}, "column 'DATA': the schema has it twice"),
+        (BOTH, {"subject": "s"}, "there is a column 'subject' as well"),
         (BOTH | {"headers": "array<string>"}, {}, "column 'headers': it is array<string>"),
         (BOTH | {"msgId": "string"}, {"semantics": "none"}, "'msgId': it belongs to semantics=dedupe"),
     ],
@@ -165,7 +164,7 @@ def test_mirrors(make: Any, writer: Any, with_js: Any, stream_name: Callable[[],
 
     origin, mirror = make(), stream_name()
     with_js(lambda js: js.add_stream(StreamConfig(name=mirror, mirror=StreamSource(name=origin))))
-    with pytest.raises(PlanningError, match="is a mirror: nothing can be published"):
+    with pytest.raises(PlanningError, match="is a mirror: no message can be published"):
         writer(BOTH, mirror)
 
 

@@ -179,7 +179,7 @@ def test_several_streams(query: Query, spark: SparkSession, make: Any) -> None:
     ("options", "message"),
     [
         ({"endingOffsets": "latest"}, "'endingoffsets': it ends batch reads"),
-        ({"maxBytesPerPartition": "1m"}, "give their number by 'minPartitions'"),
+        ({"maxBytesPerPartition": "1m"}, "set their number with 'minPartitions'"),
         ({"startingOfsets": "latest"}, "did you mean 'startingOffsets'"),
     ],
 )

@@ -14,16 +14,14 @@ from nats.js import JetStreamContext
 from nats.js.api import KeyValueConfig, StreamConfig
 
 import jetstream_ext as jsx
-from jetstream_ext.spark import kv_reading, reading, writing
-from jetstream_ext.spark.connections import Connections
-from jetstream_ext.spark.kv_options import KvOptions
-from jetstream_ext.spark.kv_planning import plan_kv
-from jetstream_ext.spark.kv_source import JetStreamKvDataSource
-from jetstream_ext.spark.options import ReadOptions
+from jetstream_ext.spark import connection, kv, reading
+from jetstream_ext.spark.connection import Connections
+from jetstream_ext.spark.kv import JetStreamKvDataSource, plan_kv
+from jetstream_ext.spark.options import KvOptions, ReadOptions, WriteOptions
 from jetstream_ext.spark.planning import plan_read
-from jetstream_ext.spark.sink_states import check_sink
+from jetstream_ext.spark.sink import check_sink
 from jetstream_ext.spark.source import JetStreamDataSource
-from jetstream_ext.spark.write_options import WriteOptions
+from jetstream_ext.spark.write import Task, write_partition
 from jetstream_ext.testing import NatsServer
 
 SECRET = "pass"
@@ -55,8 +53,7 @@ def guarded() -> Iterator[NatsServer]:
 def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
     monkeypatch.setenv("JETSTREAM_EXT_PERMISSIONS", SECRET)
     cache = Connections()
-    for module in (reading, writing, kv_reading):
-        monkeypatch.setattr(module, "connections", lambda: cache)
+    monkeypatch.setattr(connection, "connections", lambda: cache)
     yield cache
     cache.close()
 
@@ -96,7 +93,7 @@ def test_reading(given: Any, cache: Connections, user: str, tail_check: str, sub
     options = given(user) | {"stream": "S", "tailCheck": tail_check, "subjects": subjects, "minPartitions": "3"}
     read, schema = ReadOptions.parse(options), JetStreamDataSource(options).schema()
     with cache.lend(read.connection, "driver") as lease:
-        parts = lease.run(plan_read(lease.connection.context(read), read))
+        parts = lease.run(plan_read(lease.connection.context(), read))
         rows = sum(batch.num_rows for part in parts for batch in reading.read_range(read, schema, part))
         assert lease.connection.refusal is None
     assert rows == (10 if subjects == "S.1" else 99)
@@ -111,9 +108,9 @@ def test_writing(given: Any, cache: Connections, user: str, semantics: str) -> N
         options["sinkPartitions"] = "1"
     write = WriteOptions.parse(options, streaming=True)
     with cache.lend(write.connection, "driver") as lease:
-        facts = lease.run(check_sink(lease.connection.context(write), write))
+        state = lease.run(check_sink(lease.connection.context(), write))
         rows = [("S.a", b"%d" % row, None, None) for row in range(2500)]
-        done = writing.write_partition(write, facts, writing.Task("q", 0, 0), [rows])
+        done = write_partition(write, state, Task("q", 0, 0), [rows])
         assert lease.connection.refusal is None
     assert done.rows == 2500
 
@@ -122,9 +119,7 @@ def test_buckets(given: Any, cache: Connections) -> None:
     options = given("buckets") | {"bucket": "B"}
     read, schema = KvOptions.parse(options), JetStreamKvDataSource(options).schema()
     with cache.lend(read.connection, "driver") as lease:
-        parts = lease.run(plan_kv(lease.connection.context(read), read))
-        rows = [
-            row for part in parts for batch in kv_reading.read_keys(read, schema, part) for row in batch.to_pylist()
-        ]
+        parts = lease.run(plan_kv(lease.connection.context(), read))
+        rows = [row for part in parts for batch in kv.read_keys(read, schema, part) for row in batch.to_pylist()]
         assert lease.connection.refusal is None
     assert [row["value"] for row in rows] == [b"v"]

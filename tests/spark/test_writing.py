@@ -11,20 +11,20 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 
 import jetstream_ext as jsx
+from jetstream_ext.client import fenced_write
 from jetstream_ext.errors import (
     AtomicPublishTooManyInflightError,
     BatchOutcomeUnknownError,
     FencedError,
     StreamMismatchError,
 )
-from jetstream_ext.spark import transactional, writing
-from jetstream_ext.spark.connections import Connections
-from jetstream_ext.spark.markers import ReplayError
-from jetstream_ext.spark.patience import SinkError
+from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.spark import connection
+from jetstream_ext.spark.connection import Connections
+from jetstream_ext.spark.errors import ReplayError, SinkError
+from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Message
-from jetstream_ext.spark.sink_states import SinkFacts
-from jetstream_ext.spark.write_options import WriteOptions
-from jetstream_ext.spark.writing import Done, Task, write_partition
+from jetstream_ext.spark.write import Done, Task, write_partition
 from jetstream_ext.testing import NatsServer
 
 QUERY = "q1"
@@ -52,7 +52,7 @@ def stream(with_js: Any, stream_name: Callable[[], str]) -> str:
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
     cache = Connections()
-    monkeypatch.setattr(writing, "connections", lambda: cache)
+    monkeypatch.setattr(connection, "connections", lambda: cache)
     yield cache
     cache.close()
 
@@ -63,9 +63,9 @@ def write(server: NatsServer, stream: str, cache: Connections) -> Callable[..., 
         given = {"servers": server.url, "stream": stream, "semantics": semantics, "requestTimeout": "3"} | options
         if semantics == "transactional":
             given.setdefault("sinkPartitions", "2")
-        facts = SinkFacts((f"{stream}.*", f"_spark.{stream}.>"), rollup=False)
+        state = StreamState(stream, "", {"subjects": [f"{stream}.*", f"_spark.{stream}.>"]})
         parsed = WriteOptions.parse(given, streaming=True)
-        return write_partition(parsed, facts, Task(QUERY, batch, partition), chunks(stream, rows))
+        return write_partition(parsed, state, Task(QUERY, batch, partition), chunks(stream, rows))
 
     return run
 
@@ -180,7 +180,7 @@ class TestTransactions:
     def test_an_old_attempt_is_fenced(self, write: Any, stored: Any) -> None:
         write(range(10), batch=0)
         write(range(10, 20), batch=1)
-        with pytest.raises(FencedError, match="micro-batch 1 has been here"):
+        with pytest.raises(FencedError, match="micro-batch 1 is already stored"):
             write(range(10), batch=0)
         assert stored() == list(range(20))
 
@@ -192,7 +192,7 @@ class TestTransactions:
 
     def test_another_number_of_partitions_is_refused(self, write: Any, stored: Any) -> None:
         write(range(10), partition=1)
-        with pytest.raises(ReplayError, match="came in 2 partitions before, and in 3 now"):
+        with pytest.raises(ReplayError, match="had 2 partitions before, and has 3 now"):
             write(range(10), partition=0, sinkPartitions="3")
         with pytest.raises(ReplayError, match="there is a partition 2"):
             write(range(10), partition=2)
@@ -201,18 +201,18 @@ class TestTransactions:
 
     def test_two_attempts_at_once(self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """While the first is between reading the marker and storing, the second stores everything."""
-        publish, others = transactional.publish_atomic, [True]
+        publish, others = fenced_write.publish_atomic, [True]
 
         async def late(js: JetStreamContext, messages: Any, **options: Any) -> Any:
             if others:
                 others.clear()
                 cache = Connections()  # another process's
-                monkeypatch.setattr(writing, "connections", lambda: cache)
+                monkeypatch.setattr(connection, "connections", lambda: cache)
                 await asyncio.to_thread(write, range(2500))
                 cache.close()
             return await publish(js, messages, **options)
 
-        monkeypatch.setattr(transactional, "publish_atomic", late)
+        monkeypatch.setattr(fenced_write, "publish_atomic", late)
         assert write(range(2500)).rows == 2500
         assert stored() == list(range(2500))
 
@@ -220,7 +220,7 @@ class TestTransactions:
     def test_an_unknown_outcome(
         self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch, stored_before: bool
     ) -> None:
-        publish, calls = transactional.publish_atomic, [0]
+        publish, calls = fenced_write.publish_atomic, [0]
 
         async def unsure(js: JetStreamContext, messages: Any, **options: Any) -> Any:
             calls[0] += 1
@@ -230,14 +230,14 @@ class TestTransactions:
                 await publish(js, messages, **options)
             raise BatchOutcomeUnknownError("no answer")
 
-        monkeypatch.setattr(transactional, "publish_atomic", unsure)
+        monkeypatch.setattr(fenced_write, "publish_atomic", unsure)
         write(range(3500))
         assert stored() == list(range(3500))
 
     def test_what_passes_is_tried_again_and_what_does_not_is_raised(
         self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        publish = transactional.publish_atomic
+        publish = fenced_write.publish_atomic
         failures: list[Exception] = [
             AtomicPublishTooManyInflightError("busy"),
             AtomicPublishTooManyInflightError("busy"),
@@ -248,7 +248,7 @@ class TestTransactions:
                 raise failures.pop()
             return await publish(js, messages, **options)
 
-        monkeypatch.setattr(transactional, "publish_atomic", refused)
+        monkeypatch.setattr(fenced_write, "publish_atomic", refused)
         write(range(10))
         failures.append(StreamMismatchError("not that stream"))
         with pytest.raises(StreamMismatchError):
@@ -259,14 +259,14 @@ class TestTransactions:
         async def busy(js: JetStreamContext, messages: Any, **options: Any) -> Any:
             raise AtomicPublishTooManyInflightError("busy")
 
-        monkeypatch.setattr(transactional, "publish_atomic", busy)
-        monkeypatch.setattr("jetstream_ext.spark.patience.PATIENCE", 0.2)
+        monkeypatch.setattr(fenced_write, "publish_atomic", busy)
+        monkeypatch.setattr("jetstream_ext.spark.transactional.PATIENCE", 0.2)
         with pytest.raises(SinkError, match=r"partition 0 of micro-batch 0: nothing could be stored for 0\.2 s: busy"):
             write(range(10))
 
     def test_a_foreign_message_in_the_markers_place(self, write: Any, with_js: Any, stream: str) -> None:
         with_js(lambda js: js.publish(f"_spark.{stream}.{QUERY}.0", b"hello"))
-        with pytest.raises(ReplayError, match="is no marker of this sink"):
+        with pytest.raises(ReplayError, match="is not a record of this sink"):
             write(range(10))
 
     def test_rollup(self, write: Any, with_js: Any, stream: str, server: NatsServer, cache: Connections) -> None:
@@ -281,10 +281,10 @@ class TestTransactions:
         with_js(lambda js: js.update_stream(config))
         given = {"servers": server.url, "stream": stream, "semantics": "transactional", "sinkPartitions": "2"}
         options = WriteOptions.parse(given, streaming=True)
-        facts = SinkFacts((f"{stream}.*",), rollup=True)
+        state = StreamState(stream, "", {"subjects": [f"{stream}.*"], "allow_rollup_hdrs": True})
         for batch in range(3):
             for _ in range(2):
-                write_partition(options, facts, Task(QUERY, batch, 0), chunks(stream, range(2500)))
+                write_partition(options, state, Task(QUERY, batch, 0), chunks(stream, range(2500)))
         messages = with_js(lambda js: jsx.DirectGet(js, stream).scan().to_list())
         assert Counter(message.subject.startswith("_spark") for message in messages) == {False: 7500, True: 2}
 
@@ -312,7 +312,7 @@ def test_rows_among_which_is_one_that_cannot_be_are_named(
     options = WriteOptions.parse(given, streaming=True)
     rows = [(f"{stream}.1", b"1", None, None)] * 14 + [(f"{stream}.1", data, headers, None)]
     with pytest.raises(SinkError, match=rf"{where}: .*(limit|line break)"):
-        write_partition(options, SinkFacts((">",), rollup=False), Task(QUERY, 0, 1), [rows])
+        write_partition(options, StreamState(stream, "", {"subjects": [">"]}), Task(QUERY, 0, 1), [rows])
 
 
 def test_a_row_that_is_refused_is_named(stream: str, server: NatsServer, cache: Connections) -> None:
@@ -322,7 +322,7 @@ def test_a_row_that_is_refused_is_named(stream: str, server: NatsServer, cache: 
     with pytest.raises(SinkError, match=r"row 13 of partition 1: .* over the server's limit"):
         write_partition(
             options,
-            SinkFacts((">",), rollup=False),
+            StreamState(stream, "", {"subjects": [">"]}),
             Task(QUERY, 0, 1),
             [small, messages],
         )

@@ -19,12 +19,6 @@ def _require(condition: bool, what: str) -> None:
         pytest.fail(what)
 
 
-lacks_keys = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{EPIC}: a bucket lacks the keys that a partial mirror does not have"
-)
-
-
-@lacks_keys
 @pytest.mark.parametrize("newest", ["in the bucket only", "in the mirror, too"])
 def test_a_partial_mirror_that_answers_hides_no_key(
     make_stream: Any, stream_name: Any, bucket_read: Any, with_js: Any, newest: str

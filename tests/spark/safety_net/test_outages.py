@@ -13,10 +13,7 @@ import nats
 import pytest
 from nats.js.api import StreamConfig
 
-from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.testing import NatsCluster, NatsServer
-
-EPIC = "Spark: the same rows on every replay, through every failure, at any size"
 
 QUESTIONS = [
     "initial offset",
@@ -100,18 +97,11 @@ def asked_in_election(questions: Any) -> Iterator[dict[str, Future[Any]]]:
         yield futures
 
 
-asks_once = pytest.mark.xfail(
-    strict=True, raises=JetStreamExtError, reason=f"{EPIC}: the driver asks once, without retry"
-)
-
-
-@asks_once
 @pytest.mark.parametrize("question", QUESTIONS[:-1])
 def test_a_question_outlives_the_leader_of_its_stream(asked_in_election: dict[str, Future[Any]], question: str) -> None:
     asked_in_election[question].result()
 
 
-@asks_once
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_a_question_outlives_the_server_that_was_asked(asked: dict[str, Future[Any]], question: str) -> None:
     asked[question].result()

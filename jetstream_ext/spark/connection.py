@@ -1,0 +1,428 @@
+"""Connections of a worker process to NATS: one per way to connect, kept between tasks; and questions asked through them.
+
+Spark reuses its Python workers across tasks and queries, and ends them without notice. So connections belong to the
+process and not to a task. They live on an event loop in a separate thread, which answers the server's PINGs while Spark
+runs no task on this worker. A connection that is unused for a minute is closed. One whose task failed is dropped,
+because replies to that task may still arrive. References in options become secrets here, and nowhere earlier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+import re
+import ssl
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+import nats.errors
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+from jetstream_ext.client.retry import Retry
+from jetstream_ext.spark.errors import ConnectError, OptionError, RefusedError
+from jetstream_ext.spark.options import ConnectionOptions
+
+_log = logging.getLogger("jetstream_ext.spark")
+
+_IDLE_SECONDS: Final = 60.0
+# Short enough for a read to survive a server's restart within its own timeout.
+_RECONNECT_WAIT: Final = 0.25
+# A secret given where a file's name belongs: an nkey seed, a token, the content of a credentials or PEM file.
+_SECRET: Final = re.compile(r"^\s*S[A-Z2-7]{50,}\s*$|-----|[\r\n\0]|.{1025}")
+
+_Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
+
+
+# -- for the driver and the tasks ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def connected(
+    options: ConnectionOptions, role: Literal["driver", "executor"]
+) -> Iterator[tuple[Lease, JetStreamContext]]:
+    """Lend this process's connection, and its JetStream context.
+
+    Raises:
+        ConnectError, OptionError: As for `Connections.lend`.
+    """
+    with connections().lend(options, f"jetstream-ext spark {role}") as lease:
+        yield lease, lease.connection.context()
+
+
+def run_on_driver(
+    options: ConnectionOptions, work: Callable[[JetStreamContext], Coroutine[Any, Any, _Result]]
+) -> _Result:
+    """Run `work` on the driver's connection and return its result."""
+    with connected(options, "driver") as (lease, context):
+        return lease.run(work(context))
+
+
+async def ask(timeout: float, question: Callable[[], Awaitable[_Result]]) -> _Result:
+    """Return the answer to a question, asked again after each transient error until `timeout` seconds have passed.
+
+    Every question of the driver goes through here. It must change nothing on the server.
+    """
+    retry = Retry(timeout)
+    retry.start()
+    while True:
+        try:
+            return await question()
+        except Exception as error:
+            await retry.pause(error)
+            _log.debug("asking again after %s: %s", type(error).__name__, error)
+
+
+class Lease:
+    """A connection lent to one task, and the way to run coroutines where it lives."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, connection: WorkerConnection) -> None:
+        self.connection = connection
+        self._loop = loop
+        self._task: asyncio.Task[Any] | None = None
+        self.busy: bool = False
+        """Whether the coroutine started last is still running."""
+
+    def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+        """Run a coroutine on the connection's loop and return its result.
+
+        Raises:
+            RefusedError: It timed out, and the server had refused a permission meanwhile.
+        """
+        return self.start(coroutine)()
+
+    def start(self, coroutine: Coroutine[Any, Any, _Result]) -> Callable[[], _Result]:
+        """Start a coroutine on the connection's loop; return a function that waits for its result, as `run` does."""
+        self.busy = True
+        future = asyncio.run_coroutine_threadsafe(self._work(coroutine), self._loop)
+
+        def wait() -> _Result:
+            try:
+                return _wait(future)
+            except nats.errors.TimeoutError as error:
+                if self.connection.refusal is None:
+                    raise
+                raise RefusedError(f"{error}; the server said: {self.connection.refusal}") from error
+
+        return wait
+
+    async def _work(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+        self._task = asyncio.current_task()
+        try:
+            return await coroutine
+        finally:
+            self.busy = False
+
+    def abandon(self) -> None:
+        """Cancel the coroutine started last, and wait until it has ended."""
+        _run(self._loop, self._cancel())
+
+    async def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def iterate(self, items: AsyncGenerator[_Item, None]) -> Iterator[_Item]:
+        """Iterate over an async generator, which prepares the next item while the caller uses the last one."""
+        try:
+            wait = self.start(_next(items))
+            while (item := wait()) is not None:
+                wait = self.start(_next(items))
+                yield item
+        finally:
+            self.abandon()  # the item ahead, or its error, is discarded: the caller stopped iterating
+            self.run(items.aclose())
+
+
+async def _next(items: AsyncGenerator[_Item, None]) -> _Item | None:
+    return await anext(items, None)
+
+
+class _Shared:
+    """A connection and the number of its users. Used on the loop only."""
+
+    def __init__(self, options: ConnectionOptions) -> None:
+        self.options = options
+        self.connection = WorkerConnection(options)
+        self.opening = asyncio.Lock()
+        self.opened = False
+        self.users = 0
+        self.expiry: asyncio.TimerHandle | None = None
+
+
+class Connections:
+    """The connections of one process.
+
+    Args:
+        idle: Seconds after which an unused connection is closed.
+    """
+
+    def __init__(self, *, idle: float = _IDLE_SECONDS) -> None:
+        self._idle = idle
+        self._shared: dict[ConnectionOptions, _Shared] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        # A daemon: Spark ends its workers without notice, and the end of the process closes the sockets.
+        self._thread = threading.Thread(target=self._loop.run_forever, name="jetstream-ext", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def lend(self, options: ConnectionOptions, name: str) -> Iterator[Lease]:
+        """Lend the connection for `options`, connected. A connection whose block raised is not lent again.
+
+        Args:
+            options: How to connect.
+            name: The name of a new connection in the server's list.
+
+        Raises:
+            ConnectError: No server could be reached, or it refused the credentials.
+            OptionError: A file or variable that an option names does not exist.
+        """
+        shared = _run(self._loop, self._take(options, name))
+        finished = False
+        try:
+            yield Lease(self._loop, shared.connection)
+            finished = True
+        finally:
+            _run(self._loop, self._give_back(shared, finished))
+
+    def close(self) -> None:
+        """Close all connections and end the thread."""
+        _run(self._loop, self._close_all())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _take(self, options: ConnectionOptions, name: str) -> _Shared:
+        shared = self._shared.get(options)
+        if shared is not None and shared.opened and not shared.connection.usable:
+            self._forget(shared)
+            shared = None
+            _log.debug("the connection to %s is lost; opening another", ",".join(options.servers))
+        if shared is None:
+            shared = self._shared[options] = _Shared(options)
+        if shared.expiry is not None:
+            shared.expiry.cancel()
+            shared.expiry = None
+        shared.users += 1
+        try:
+            async with shared.opening:
+                if not shared.opened:
+                    await shared.connection.open(name)
+                    shared.opened = True
+                    _log.debug("connected to %s", ",".join(options.servers))
+        except BaseException:
+            await self._give_back(shared, finished=False)
+            raise
+        shared.connection.refusal = None
+        return shared
+
+    async def _give_back(self, shared: _Shared, finished: bool) -> None:
+        shared.users -= 1
+        if not finished:
+            self._forget(shared)
+        elif shared.users == 0 and self._shared.get(shared.options) is shared:
+            shared.expiry = self._loop.call_later(self._idle, self._forget, shared)
+        else:
+            self._close_unused(shared)
+
+    def _forget(self, shared: _Shared) -> None:
+        if self._shared.get(shared.options) is shared:
+            del self._shared[shared.options]
+        self._close_unused(shared)
+
+    def _close_unused(self, shared: _Shared) -> None:
+        if shared.users == 0 and self._shared.get(shared.options) is not shared:
+            _log.debug("closing the connection to %s", ",".join(shared.options.servers))
+            task = self._loop.create_task(shared.connection.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _close_all(self) -> None:
+        for shared in list(self._shared.values()):
+            if shared.expiry is not None:
+                shared.expiry.cancel()
+            shared.users = 0
+            self._forget(shared)
+        if self._closing:
+            await asyncio.wait(self._closing)
+
+
+def _run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    return _wait(asyncio.run_coroutine_threadsafe(coroutine, loop))
+
+
+def _wait(future: Future[_Result]) -> _Result:
+    try:
+        return future.result()
+    except BaseException:  # including an interrupt of this thread
+        future.cancel()
+        raise
+
+
+class WorkerConnection:
+    """A connection, and the last permission that the server refused on it.
+
+    The server does not reply to a request without permission: it sends an error about it, and the request times out.
+    """
+
+    def __init__(self, options: ConnectionOptions) -> None:
+        self.client: Client = Client()
+        self.refusal: str | None = None
+        self._options = options
+        self._last_error: Exception | None = None
+        self._connecting = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is connected now."""
+        return bool(self.client.is_connected)
+
+    def context(self) -> JetStreamContext:
+        """Return the JetStream context for the domain or the API prefix of the options."""
+        options = self._options
+        where = {"prefix": options.api_prefix} if options.api_prefix else {"domain": options.domain}
+        return self.client.jetstream(timeout=options.timeout, **where)
+
+    async def open(self, name: str) -> None:
+        """Connect, and retry for as long as the options' timeout allows.
+
+        Args:
+            name: What operators see in the server's list of connections.
+
+        Raises:
+            ConnectError: No server could be reached, or it refused the credentials.
+            OptionError: A file or variable that an option names does not exist.
+        """
+        options = self._options
+        arguments = _arguments(options)
+        self._connecting = True
+        try:
+            async with asyncio.timeout(options.timeout):
+                await self.client.connect(
+                    servers=list(options.servers),
+                    name=name,
+                    error_cb=self._on_error,
+                    connect_timeout=options.timeout,  # type: ignore[arg-type] # an int by its annotation only
+                    reconnect_time_wait=_RECONNECT_WAIT,  # type: ignore[arg-type]
+                    max_reconnect_attempts=-1,
+                    **arguments,
+                )
+        except TimeoutError:
+            await self.client.close()
+            raise ConnectError(
+                f"no connection to {', '.join(options.servers)} within {options.timeout:g} s: {self._last_error}"
+            ) from self._last_error
+        except (nats.errors.Error, OSError) as error:
+            await self.client.close()
+            raise ConnectError(f"no connection to {', '.join(options.servers)}: {error}") from error
+        except BaseException:
+            await self.client.close()
+            raise
+        finally:
+            self._connecting = False
+
+    async def close(self) -> None:
+        """Close it; safe to call twice."""
+        await self.client.close()
+
+    async def _on_error(self, error: Exception) -> None:
+        """Note an error that nats-py reports (called by nats-py)."""
+        self._last_error = error
+        text = str(error).lower()
+        if "permissions violation" in text:
+            self.refusal = str(error)
+        if self._connecting and ("authorization" in text or "authentication" in text):
+            # Raised through nats-py's connect(), which would retry with the same credentials for a minute.
+            raise error
+
+
+def _arguments(options: ConnectionOptions) -> dict[str, Any]:
+    """Return the arguments of nats-py's `Client.connect` for credentials and TLS."""
+    arguments: dict[str, Any] = {}
+    if options.creds_file or options.nkey_file:
+        _require_nkeys("credsFile" if options.creds_file else "nkeyFile")
+    if options.creds_file:
+        path = _file("credsFile", options.creds_file)
+        if b"BEGIN NATS USER JWT" not in path.read_bytes():  # nats-py would search for it indefinitely
+            raise OptionError("option 'credsFile': the file is not a NATS credentials file (it holds no user JWT)")
+        arguments["user_credentials"] = str(path)
+    if options.nkey_file:
+        arguments["nkeys_seed"] = str(_file("nkeyFile", options.nkey_file))
+    if options.user:
+        arguments["user"] = options.user
+    if options.password_env:
+        arguments["password"] = _secret("passwordEnv", options.password_env)
+    if options.token_env:
+        arguments["token"] = _secret("tokenEnv", options.token_env)
+    if options.tls_ca or options.tls_cert:
+        arguments["tls"] = _tls(options)
+    return arguments
+
+
+def _tls(options: ConnectionOptions) -> ssl.SSLContext:
+    authority = None if options.tls_ca is None else _file("tlsCa", options.tls_ca)
+    try:
+        context = ssl.create_default_context(cafile=authority)
+    except ssl.SSLError as error:
+        raise OptionError(f"option 'tlsCa': the file holds no certificates: {error}") from None
+    if options.tls_cert and options.tls_key:
+        certificate, key = _file("tlsCert", options.tls_cert), _file("tlsKey", options.tls_key)
+        try:
+            # Without a password OpenSSL would ask for that of an encrypted key on the terminal, and wait.
+            context.load_cert_chain(certificate, key, password="")
+        except ssl.SSLError as error:
+            raise OptionError(
+                f"options 'tlsCert', 'tlsKey': they are not a certificate and its (unencrypted) key: {error}"
+            ) from None
+    return context
+
+
+def _require_nkeys(option: str) -> None:
+    if importlib.util.find_spec("nkeys") is None:
+        raise OptionError(f"option {option!r}: it needs the package nkeys; pip install 'nats-py[nkeys]' on every node")
+
+
+def _secret(option: str, variable: str) -> str:
+    value = os.environ.get(variable)
+    if not value:
+        # The name is not repeated: users put the secret itself where its name belongs.
+        raise OptionError(
+            f"option {option!r}: it must name an environment variable that is set on the driver and on every "
+            "executor (for executors: spark.executorEnv.<NAME>)"
+        )
+    return value
+
+
+def _file(option: str, name: str) -> Path:
+    if _SECRET.search(name):
+        raise OptionError(f"option {option!r}: it holds the secret itself; give the path of the file that holds it")
+    path = Path(name)
+    if not path.is_file() and path.name == name:
+        from pyspark import SparkFiles  # only for files shipped with spark.files or --files
+
+        path = Path(SparkFiles.get(name))
+    if not path.is_file():
+        raise OptionError(f"option {option!r}: the file {name!r} does not exist on this node; ship it with --files")
+    return path
+
+
+_of_process: dict[int, Connections] = {}
+_guard = threading.Lock()
+
+
+def connections() -> Connections:
+    """Return the connections of this process."""
+    # By process: a fork has a copy of its parent's connections, without the thread.
+    with _guard:
+        pid = os.getpid()
+        if pid not in _of_process:
+            _of_process[pid] = Connections()
+        return _of_process[pid]

@@ -1,0 +1,292 @@
+"""The `jetstream_kv` data source: a bucket as a table, read through `jetstream_ext.kv`.
+
+The driver lists the keys and pins the revision. Each executor reads some of the keys as of that revision with
+`kv.snapshot`, which decides whether an answer of a replica or mirror is complete and current. A key whose value at that
+revision is no longer known is a matter of `consistency`: *latest* reads its present value, *strict* fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+from nats.js import JetStreamContext
+from nats.js.errors import InvalidKeyError
+from nats.js.kv import KeyValue
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.types import BinaryType, DataType, LongType, StringType, StructType, TimestampType
+
+from jetstream_ext.errors import HistoryUnavailableError
+from jetstream_ext.spark.errors import PlanningError
+from jetstream_ext.spark.options import AtSequence, AtTime, KvOptions
+from jetstream_ext.spark.source import check_schema, schema_of
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+
+    from jetstream_ext.kv import KeyValueEntry
+    from jetstream_ext.protocol.stream_state import StreamState
+
+# Other modules of this package are imported where they are used: Spark imports this one in every session.
+
+_log = logging.getLogger("jetstream_ext.spark")
+
+_COLUMNS: Final[dict[str, DataType]] = {
+    "bucket": StringType(),
+    "key": StringType(),
+    "value": BinaryType(),
+    "revision": LongType(),
+    "created": TimestampType(),
+    "operation": StringType(),
+}
+_KEYS_PER_PARTITION: Final = 50_000
+_KEYS_AT_ONCE: Final = 10_000
+_MAX_LISTINGS: Final = 5
+
+
+class JetStreamKvDataSource(DataSource):
+    """The `jetstream_kv` format: a key-value bucket as a table of its keys, as of one revision.
+
+    Columns: ``bucket string, key string, value binary, revision long, created timestamp, operation string``.
+
+    The options, and the permissions and servers that they need, are in the documentation (Spark, "Options").
+    """
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the name for ``spark.read.format``."""
+        return "jetstream_kv"
+
+    def schema(self) -> StructType:
+        """Return all columns. An error in the options is raised here, at ``load()``.
+
+        Raises:
+            OptionError: An option is missing, unknown, malformed or in conflict with another.
+        """
+        KvOptions.parse(self.options)
+        return schema_of(_COLUMNS)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """Return the reader of a batch query.
+
+        Raises:
+            OptionError: An option is missing, unknown, malformed or in conflict with another.
+            SchemaError: The schema names other columns, or other types, than the format has.
+        """
+        options = KvOptions.parse(self.options)
+        check_schema(schema, _COLUMNS)
+        return JetStreamKvReader(options, schema)
+
+
+class KvPartition(InputPartition):
+    """Some keys, as Spark carries them to an executor."""
+
+    def __init__(self, part: KeyRange) -> None:
+        super().__init__(None)
+        self.part = part
+
+
+class JetStreamKvReader(DataSourceReader):
+    """Reads a bucket as it was when the query was planned, or before."""
+
+    def __init__(self, options: KvOptions, schema: StructType) -> None:
+        self._options = options
+        self._schema = schema
+
+    def partitions(self) -> list[InputPartition]:
+        """List the keys and pin the revision (called on the driver).
+
+        Raises:
+            JetStreamExtError: The read cannot work; the text says what to change.
+        """
+        from jetstream_ext.spark.connection import run_on_driver
+
+        return [
+            KvPartition(part) for part in run_on_driver(self._options.connection, lambda js: plan_kv(js, self._options))
+        ]
+
+    def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
+        """Read some keys (called on an executor)."""
+        if not isinstance(partition, KvPartition):
+            return iter(())  # Spark passes a plain InputPartition for an empty list of partitions
+        return read_keys(self._options, self._schema, partition.part)
+
+
+# -- on the driver ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRange:
+    """Some keys of a bucket, and the revision as of which they are read."""
+
+    keys: tuple[str, ...]
+    revision: int
+
+
+async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRange]:
+    """Return the partitions of a read.
+
+    Raises:
+        PlanningError: The bucket does not exist, or the revision is in the future.
+        DirectGetDisabledError: The bucket lacks ``allow_direct``.
+        TimeoutError: No answer within ``requestTimeout``.
+    """
+    from jetstream_ext.client.context import Context
+    from jetstream_ext.spark.planning import state_of
+
+    state = await state_of(context, f"KV_{options.bucket}")
+    if state is None:
+        raise PlanningError(
+            f"bucket {options.bucket!r} does not exist; check 'bucket', 'servers', 'domain' and 'apiPrefix'"
+        )
+    if mirror := state.config.get("mirror"):
+        origin = str(mirror.get("name")).removeprefix("KV_")
+        raise PlanningError(
+            f"bucket {options.bucket!r} is a mirror of bucket {origin!r}; read that one, for which its mirrors answer"
+        )
+    state.check_direct_reads(
+        Context(context).connection.server_version,
+        how=f"enable it with jetstream_ext.kv.enable(kv, direct=True) or 'nats stream edit {state.name} --allow-direct'",
+    )
+    keys, last = await _list_keys(context, options, state)
+    revision = await _revision(context, options, state, last)
+    if not keys or not revision:
+        return []
+    parts = max(min(options.min_partitions, len(keys)), -(-len(keys) // _KEYS_PER_PARTITION))
+    _log.debug("planned %d partitions of bucket %r: %d keys at revision %d", parts, options.bucket, len(keys), revision)
+    cuts = [len(keys) * part // parts for part in range(parts + 1)]
+    return [KeyRange(tuple(keys[start:stop]), revision) for start, stop in pairwise(cuts)]
+
+
+async def _revision(context: JetStreamContext, options: KvOptions, state: StreamState, last: int) -> int:
+    from jetstream_ext.spark.planning import first_from
+
+    if isinstance(options.as_of, AtSequence):
+        if options.as_of.seq > state.last_seq:
+            raise PlanningError(
+                f"option 'asOf': bucket {options.bucket!r} is at revision {state.last_seq}; it has no revision "
+                f"{options.as_of.seq} yet"
+            )
+        return options.as_of.seq
+    if isinstance(options.as_of, AtTime):
+        return await first_from(context, state, options.as_of) - 1
+    return last
+
+
+async def _list_keys(context: JetStreamContext, options: KvOptions, state: StreamState) -> tuple[list[str], int]:
+    """Return the keys, sorted, and the revision at which they were listed."""
+    prefix = f"$KV.{options.bucket}."
+    patterns = [key for key in options.keys if key.endswith(">") or "*" in key.split(".")]
+    keys = set(options.keys).difference(patterns)
+    last = state.last_seq
+    for pattern in [">"] if ">" in patterns else patterns:
+        for _ in range(_MAX_LISTINGS):
+            subjects, listed_at, complete = await _list_subjects(context, state.name, prefix + pattern)
+            if complete:
+                break
+        else:
+            if options.strict:
+                raise PlanningError(
+                    f"bucket {options.bucket!r}: keys are deleted faster than they can be listed; use "
+                    "consistency=latest, or fewer keys at a time"
+                )
+        keys.update(subject.removeprefix(prefix) for subject in subjects)
+        last = min(last, listed_at) if options.as_of is None and len(patterns) == 1 else last
+    return sorted(keys), last
+
+
+async def _list_subjects(context: JetStreamContext, stream: str, pattern: str) -> tuple[list[str], int, bool]:
+    """Return the subjects of a stream, the revision at the first page, and whether no page can lack a subject."""
+    from jetstream_ext.client.api import Api
+    from jetstream_ext.client.context import Context
+    from jetstream_ext.spark.connection import ask
+
+    js = Context(context)
+    subjects: dict[str, Any] = {}
+    offset, last, total, complete = 0, 0, -1, True
+    while True:
+        request = {"subjects_filter": pattern, "offset": offset}
+        info = await ask(js.timeout, lambda: Api(js).ask(f"STREAM.INFO.{stream}", request, repeat=True))  # noqa: B023
+        page = info["state"].get("subjects") or {}
+        count = int(info.get("total", len(page)))
+        if total < 0:
+            last, total = int(info["state"]["last_seq"]), count
+        elif count < total:
+            complete = False  # a key went away, so the pages behind it moved up
+        subjects.update(page)
+        offset += len(page)
+        if not page or offset >= count:
+            return list(subjects), last, complete
+
+
+# -- on the executors ---------------------------------------------------------------------------------------------
+
+
+def read_keys(options: KvOptions, schema: StructType, part: KeyRange) -> Iterator[RecordBatch]:
+    """Read a partition as record batches.
+
+    Raises:
+        HistoryUnavailableError: Keys changed since, and the read is strict.
+        JetStreamExtError: The read failed; Spark tries the task again.
+    """
+    from jetstream_ext.spark.connection import connected
+
+    with connected(options.connection, "executor") as (lease, context):
+        for entries in lease.iterate(_read(context, options, part)):
+            yield _batch(schema, entries)
+
+
+async def _read(
+    context: JetStreamContext, options: KvOptions, part: KeyRange
+) -> AsyncGenerator[list[KeyValueEntry], None]:
+    """Yield the entries of a part, some at a time."""
+    bucket = await context.key_value(options.bucket)
+    for first in range(0, len(part.keys), _KEYS_AT_ONCE):
+        keys = part.keys[first : first + _KEYS_AT_ONCE]
+        entries, unavailable = await _snapshot(bucket, keys, part.revision, options)
+        if unavailable:
+            if options.strict:
+                raise _history_unavailable(options, part, unavailable)
+            entries |= (await _snapshot(bucket, unavailable, None, options))[0]
+        if entries:
+            yield list(entries.values())
+
+
+async def _snapshot(
+    bucket: KeyValue, keys: Sequence[str], revision: int | None, options: KvOptions
+) -> tuple[dict[str, KeyValueEntry], tuple[str, ...]]:
+    """Return the entries of `keys` at a revision (None is now), and the keys whose entry is no longer known."""
+    from jetstream_ext.kv import snapshot
+
+    wanted = frozenset(keys)
+    for filters in (keys, None):
+        try:
+            found = await snapshot(bucket, filters, at=revision, strict=False, include_deletes=options.include_deleted)
+        except InvalidKeyError:
+            # Clients refuse such a key, but any publisher can store it. It is read with the whole bucket.
+            continue
+        entries = {key: entry for key, entry in found.items() if key in wanted}
+        return entries, tuple(key for key in found.unavailable if key in wanted)
+    raise AssertionError("a snapshot of the whole bucket has no filters to refuse")
+
+
+def _history_unavailable(options: KvOptions, part: KeyRange, keys: Sequence[str]) -> Exception:
+    return HistoryUnavailableError(
+        f"bucket {options.bucket!r}: {len(keys)} keys of {len(part.keys)} changed after revision {part.revision}, and "
+        f"their values then are no longer stored (such as {keys[0]!r}); keep more history, or use consistency=latest",
+        keys=tuple(keys),
+    )
+
+
+def _batch(schema: StructType, entries: Sequence[KeyValueEntry]) -> RecordBatch:
+    import pyarrow as pa
+
+    types = {"value": pa.binary(), "revision": pa.int64(), "created": pa.timestamp("us", tz="UTC")}
+    fields = [
+        pa.field(field.name, types.get(field.name, pa.string()), nullable=field.nullable) for field in schema.fields
+    ]
+    columns = [pa.array([getattr(entry, field.name) for entry in entries], field.type) for field in fields]
+    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))

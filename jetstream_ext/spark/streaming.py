@@ -1,0 +1,434 @@
+"""A streaming query of the `jetstream` source: where it starts, how far a micro-batch goes, what to read for it.
+
+Spark keeps the offsets; no state here has to survive the process. Two rules:
+
+* Spark asks for the initial offset again if a query stops before its first micro-batch is committed, and does not record
+  the first answer. So a start that depends on the moment (``latest``, or a time after the last message) is *pinned*: the
+  first micro-batch ends where it starts. It is empty, and puts the start into the checkpoint.
+* A replay of a micro-batch must give the same partitions, or a sink would not recognize its rows. So the cuts depend on
+  the offsets and the options alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from nats.js import JetStreamContext
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.types import StructType
+
+from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.spark.connection import run_on_driver
+from jetstream_ext.spark.errors import OptionError
+from jetstream_ext.spark.offsets import Position, Positions, decode, encode
+from jetstream_ext.spark.options import AtSequence, AtTime, Named, ReadOptions
+from jetstream_ext.spark.planning import (
+    SequenceRange,
+    first_from,
+    partition_evenly,
+    place_filter,
+    readable_state,
+    report_data_loss,
+)
+
+try:
+    from pyspark.sql.streaming.datasource import (
+        ReadAllAvailable,
+        ReadLimit,
+        ReadMaxBytes,
+        ReadMaxRows,
+        SupportsTriggerAvailableNow,
+    )
+except ImportError:  # before Spark 4.2
+    HAS_LIMITS = False
+
+    class SupportsTriggerAvailableNow:  # type: ignore[no-redef]
+        """Stand in for the class that this Spark lacks."""
+else:
+    HAS_LIMITS = True
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+
+_log = logging.getLogger("jetstream_ext.spark")
+
+# Spark asks for the latest offset every 10 ms. While there is no new message, the server is asked this often.
+_IDLE_PAUSE: Final = 0.1
+# How long a newly elected leader may lag behind what the previous one answered.
+_SETTLE: Final = 3.0
+
+
+class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Follows streams (called by Spark).
+
+    One instance lives on the driver as long as the query; `read` runs on copies of it.
+
+    Args:
+        options: The read.
+        schema: The columns.
+
+    Raises:
+        OptionError: A limit is given, and this version of Spark has no limits.
+    """
+
+    def __init__(self, options: ReadOptions, schema: StructType) -> None:
+        if not HAS_LIMITS and (options.max_offsets is not None or options.max_bytes is not None):
+            from pyspark import __version__
+
+            name = "maxBytesPerTrigger" if options.max_offsets is None else "maxOffsetsPerTrigger"
+            raise OptionError(
+                f"option {name!r}: Spark {__version__} cannot limit a micro-batch of a Python source, which needs "
+                "Spark 4.2; leave it out or upgrade"
+            )
+        self._options = options
+        self._schema = schema
+        self._follower = Follower(options)
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
+        """Return the offset before the first micro-batch."""
+        return run_on_driver(self._options.connection, self._follower.initial)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """End the query when the messages stored by now are read."""
+        run_on_driver(self._options.connection, self._follower.freeze)
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        """Return the limit of a micro-batch. Spark accepts one; `latestOffset` applies both."""
+        if self._options.max_offsets is not None:
+            return ReadMaxRows(self._options.max_offsets)
+        if self._options.max_bytes is not None:
+            return ReadMaxBytes(self._options.max_bytes)
+        return ReadAllAvailable()
+
+    def latestOffset(self, start: dict[str, Any] | None = None, limit: Any = None) -> dict[str, Any]:  # noqa: N802
+        """Return the end of the next micro-batch (Spark before 4.2 passes neither its start nor a limit)."""
+        return run_on_driver(
+            self._options.connection, lambda context: self._follower.latest(context, start, self._limit(limit))
+        )
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
+        """Return the newest offset, for ``progress.sources[].latestOffset``."""
+        return self._follower.reported()
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+        """Return the partitions of the micro-batch from `start` to `end`."""
+        from jetstream_ext.spark.reading import JetStreamPartition
+
+        parts = run_on_driver(self._options.connection, lambda context: self._follower.plan(context, start, end))
+        return [JetStreamPartition(part) for part in parts]
+
+    def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
+        """Read one partition (called on an executor)."""
+        # Imported here, because only executors need it.
+        from jetstream_ext.spark.reading import read_partition
+
+        return read_partition(self._options, self._schema, partition)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Do nothing: Spark's checkpoint is the only record of the query."""
+
+    def stop(self) -> None:
+        """Do nothing: the connection belongs to the process."""
+
+    def _limit(self, limit: Any) -> Limit | None:
+        if limit is None or isinstance(limit, ReadAllAvailable):
+            return None
+        rows = limit.max_rows if isinstance(limit, ReadMaxRows) else self._options.max_offsets
+        size = limit.max_bytes if isinstance(limit, ReadMaxBytes) else self._options.max_bytes
+        return Limit(rows, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The limit of a micro-batch: sequences, or approximate bytes, or both; no limit if both are None."""
+
+    rows: int | None = None
+    size: int | None = None
+
+
+class Follower:
+    """The position of one query in its streams, on the driver.
+
+    Args:
+        options: The read.
+    """
+
+    def __init__(self, options: ReadOptions) -> None:
+        self._options = options
+        self._initial: Positions | None = None
+        self._fresh = False
+        self._pinned = False
+        self._target: Positions | None = None
+        self._latest: Positions = {}
+        self._idle_since: float | None = None
+
+    async def initial(self, context: JetStreamContext) -> dict[str, Any]:
+        """Return the offset before the first micro-batch; always the same one in this process.
+
+        Raises:
+            PlanningError, DataLossError, TimeoutError: As for `plan_read`.
+        """
+        if self._initial is None:
+            self._initial = {name: await self._start(context, name) for name in self._options.streams}
+            self._fresh = True
+            _log.debug("the query starts at %s%s", self._initial, " (pinned)" if self._pinned else "")
+        return encode(self._initial)
+
+    async def freeze(self, context: JetStreamContext) -> None:
+        """Stop at the messages stored by now (``trigger(availableNow=True)``)."""
+        states = {name: await readable_state(context, self._options, name) for name in self._options.streams}
+        self._target = {name: Position(state.created, state.last_seq) for name, state in states.items() if state}
+        _log.debug("the query ends at %s", self._target)
+
+    async def latest(
+        self, context: JetStreamContext, start: Mapping[str, Any] | None, limit: Limit | None
+    ) -> dict[str, Any]:
+        """Return the offset at the end of the next micro-batch; `start` itself if there is no new message.
+
+        Args:
+            context: The JetStream context.
+            start: Where the micro-batch starts; None: Spark before 4.2 does not pass it.
+            limit: Its limit.
+
+        Raises:
+            PlanningError, DataLossError, TimeoutError: As for `plan_read`.
+        """
+        if start is None:
+            return await self._latest_of_all(context)
+        if self._initial is not None and self._fresh:
+            self._fresh = False
+            if self._pinned and start == encode(self._initial):
+                return dict(start)
+        if self._target is None:
+            await self._pause_if_idle()
+        begun = decode(start)
+        ends = await self._ends(context, begun, limit or Limit())
+        result = encode(ends)
+        if result == start:
+            self._idle_since = asyncio.get_running_loop().time()
+            return dict(start)
+        self._idle_since = None
+        _log.debug("the next micro-batch ends at %s", ends)
+        return result
+
+    def reported(self) -> dict[str, Any] | None:
+        """Return the newest offset seen, for the query's progress."""
+        return encode(self._latest) if self._latest else None
+
+    async def plan(
+        self, context: JetStreamContext, start: Mapping[str, Any], end: Mapping[str, Any]
+    ) -> list[SequenceRange]:
+        """Return the partitions of the micro-batch from `start` to `end`.
+
+        Raises:
+            PlanningError, DataLossError, TimeoutError: As for `plan_read`.
+        """
+        begun, ended = decode(start), decode(end)
+        for stream in sorted(begun.keys() - ended.keys()):
+            report_data_loss(
+                self._options, f"stream {stream!r} was read by this query and is no longer among its streams"
+            )
+        ranges: list[SequenceRange] = []
+        heads: dict[str, int] = {}
+        for stream, stop in ended.items():
+            span = self._span(stream, begun.get(stream), stop)
+            if span is not None and len(span):
+                planned = await self._plan_stream(context, span)
+                if planned is not None:
+                    found, heads[stream] = planned
+                    ranges.append(found)
+        parts = partition_evenly(ranges, max(self._options.min_partitions, len(ended)))
+        _log.debug("planned %d partitions from %s to %s", len(parts), begun, ended)
+        # A head that was gone at this point is reported here, not by the task whose range covers it.
+        return [replace(part, from_head=part.first < heads[part.stream]) for part in parts]
+
+    # -- where it starts and ends -------------------------------------------------------------------------------
+
+    def _moves(self, stream: str) -> bool:
+        """Return whether the start in `stream` depends on the moment when it is resolved."""
+        start = self._options.starting[stream]
+        return start is Named.LATEST or isinstance(start, AtTime)
+
+    async def _start(self, context: JetStreamContext, stream: str) -> Position:
+        state = await readable_state(context, self._options, stream)
+        if state is None:
+            return Position("", 0)
+        start = self._options.starting[stream]
+        if start is Named.EARLIEST:
+            return Position(state.created, 0)  # the stream may start later by the time it is read
+        first = await first_from(context, state, start)
+        if isinstance(start, AtSequence) and first > state.last_seq + 1:
+            report_data_loss(
+                self._options, f"stream {stream!r} ends at sequence {state.last_seq}, before the start at {first}"
+            )
+        if start is Named.LATEST or first > state.last_seq:
+            self._pinned = True
+        return Position(state.created, first - 1)
+
+    async def _latest_of_all(self, context: JetStreamContext) -> dict[str, Any]:
+        """Return the newest offset, where Spark does not pass the start of the micro-batch."""
+        new = self._initial is None
+        initial = await self.initial(context)
+        if new and self._pinned:
+            return initial
+        await self._pause_if_idle()
+        before = dict(self._latest)
+        ends: Positions = {}
+        for stream in self._options.streams:
+            state = await readable_state(context, self._options, stream)
+            known = before.get(stream)
+            if state is not None and known is not None and known.created == state.created:
+                state = await self._not_behind(context, state, known.seq)
+            ends[stream] = self._initial_of(stream) if state is None else Position(state.created, state.last_seq)
+        self._latest = dict(ends)
+        self._idle_since = asyncio.get_running_loop().time() if ends == before else None
+        return encode(ends)
+
+    def _initial_of(self, stream: str) -> Position:
+        return Position("", 0) if self._initial is None else self._initial[stream]
+
+    async def _pause_if_idle(self) -> None:
+        if self._idle_since is not None:
+            await asyncio.sleep(max(0.0, self._idle_since + _IDLE_PAUSE - asyncio.get_running_loop().time()))
+
+    async def _ends(self, context: JetStreamContext, begun: Positions, limit: Limit) -> Positions:
+        ends: Positions = {}
+        backlogs: dict[str, tuple[Position, StreamState, int]] = {}
+        for stream in self._options.streams:
+            before = begun.get(stream)
+            if before is None:  # the stream was added since the last run
+                before = await self._start(context, stream)
+                if self._moves(stream):
+                    ends[stream] = before  # pinned: this micro-batch reads none of it
+                    continue
+            state = await readable_state(context, self._options, stream)
+            if state is None:
+                ends[stream] = before
+                continue
+            self._latest[stream] = Position(state.created, state.last_seq)
+            before, state = await self._continue(context, before, state, begun)
+            last = state.last_seq
+            if self._target is not None:
+                target = self._target.get(stream)
+                last = min(last, target.seq) if target is not None and target.created == state.created else 0
+            from_seq = max(before.seq, state.first_seq - 1) if last > before.seq else before.seq
+            ends[stream] = before
+            if last > from_seq:
+                backlogs[stream] = before, state, last - from_seq
+            elif last > before.seq:
+                ends[stream] = Position(before.created, last)
+        total = sum(backlog for _, _, backlog in backlogs.values())
+        for stream, (before, state, backlog) in backlogs.items():
+            takes = _takes(limit, state, backlog, total)
+            ends[stream] = Position(before.created, max(before.seq, state.first_seq - 1) + takes)
+        return ends
+
+    async def _continue(
+        self, context: JetStreamContext, before: Position, state: StreamState, begun: Positions
+    ) -> tuple[Position, StreamState]:
+        """Return where to continue in a stream that may have been re-created or truncated."""
+        stream = state.name
+        if not before.created:
+            return Position(state.created, 0), state  # the stream did not exist when the query started
+        if before.created != state.created:
+            report_data_loss(self._options, f"stream {stream!r} was deleted and re-created at {state.created}")
+            return Position(state.created, 0), state
+        if state.last_seq >= before.seq or begun == self._initial:
+            return before, state
+        settled = await self._not_behind(context, state, before.seq)
+        return (before if settled.last_seq >= before.seq else Position(state.created, 0)), settled
+
+    async def _not_behind(self, context: JetStreamContext, state: StreamState, seq: int) -> StreamState:
+        """Return the state of a stream that had `seq` before; report data loss if it lost its end."""
+        settled = await self._settled(context, state, seq)
+        if settled.last_seq < seq:
+            report_data_loss(
+                self._options,
+                f"stream {state.name!r} ends at sequence {settled.last_seq}; the query has read up to {seq} already, so "
+                "the stream lost its end",
+            )
+        return settled
+
+    async def _settled(self, context: JetStreamContext, state: StreamState, seq: int) -> StreamState:
+        """Wait until the leader has `seq`: a newly elected one may lag for a moment."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _SETTLE
+        while state.last_seq < seq and loop.time() < deadline:
+            await asyncio.sleep(_IDLE_PAUSE)
+            state = await readable_state(context, self._options, state.name) or state
+        return state
+
+    # -- what to read -------------------------------------------------------------------------------------------
+
+    def _span(self, stream: str, begin: Position | None, stop: Position) -> SequenceRange | None:
+        """Return the range between two positions, or None: it is empty."""
+        start = self._options.starting.get(stream)
+        if begin is None:  # the first micro-batch with this stream
+            if isinstance(start, AtSequence):
+                begin = Position(stop.created, start.seq - 1)
+            else:
+                begin = Position(stop.created, 0 if start is Named.EARLIEST else stop.seq)
+        recreated = False
+        if begin.created != stop.created:
+            if begin.created:
+                report_data_loss(self._options, f"stream {stream!r} was deleted and re-created at {stop.created}")
+            begin, recreated = Position(stop.created, 0), True
+        elif begin.seq > stop.seq:
+            if (self._initial or {}).get(stream) == begin:
+                return (
+                    None  # a start that was resolved again, later; the micro-batch keeps its end, so no message is lost
+                )
+            report_data_loss(
+                self._options,
+                f"stream {stream!r} ended at sequence {stop.seq} when this micro-batch was planned; the query had read up to "
+                f"{begin.seq} already, so the stream lost its end",
+            )
+            begin, recreated = Position(stop.created, 0), True
+        from_head = recreated or (begin.seq == 0 and start is Named.EARLIEST)
+        return SequenceRange(stream, begin.seq + 1, stop.seq, from_head=from_head, created=stop.created)
+
+    async def _plan_stream(self, context: JetStreamContext, span: SequenceRange) -> tuple[SequenceRange, int] | None:
+        """Return the range to read, and the sequence below which a missing head is no loss."""
+        stream, options = span.stream, self._options
+        state = await readable_state(context, options, stream)
+        if state is None:
+            return None
+        what = f"sequences {span.first} to {span.last} of stream {stream!r}"
+        if state.created != span.created:
+            report_data_loss(options, f"{what} are gone: it was deleted and re-created at {state.created}")
+            return None
+        if state.last_seq < span.last:
+            state = await self._settled(context, state, span.last)
+        if state.last_seq < span.last:
+            report_data_loss(options, f"{what} should be read, but the stream ends at {state.last_seq}")
+        first = span.first
+        if state.first_seq > first and not span.from_head:
+            missing = f"sequences {first} to {min(span.last, state.first_seq - 1)} of stream {stream!r}"
+            report_data_loss(
+                options, f"{missing} are gone (expired, purged or deleted); it starts at {state.first_seq} now"
+            )
+            first = state.first_seq
+        head = state.first_seq if span.from_head else 0
+        found = replace(span, first=first, last=min(span.last, state.last_seq), gapless=state.has_every_sequence)
+        if not len(found):
+            return None
+        return await place_filter(context, options.subjects, state, found), max(
+            head, first + 1 if span.from_head else 0
+        )
+
+
+def _takes(limit: Limit, state: StreamState, backlog: int, total: int) -> int:
+    """Return how many sequences of a stream go into a micro-batch: its share of the backlogs, and at least one."""
+    takes = backlog
+    share = backlog / total
+    if limit.rows is not None:
+        takes = min(takes, max(1, math.floor(limit.rows * share)))
+    if limit.size is not None:
+        each = state.size / max(1, state.last_seq - state.first_seq + 1)  # gaps count as 0 bytes
+        takes = min(takes, max(1, math.floor(limit.size * share / max(each, 1e-9))))
+    return takes
