@@ -21,32 +21,34 @@ from jetstream_ext.protocol.subjects import check_filter, check_name
 class DirectGet:
     """Read stored messages from any replica of a stream, without a consumer (ADR-31, Direct Get API).
 
-    Answers come from whichever replica (or mirror) is free: they can lag behind a publish that was just acknowledged.
+    Whichever replica or mirror is free answers, so an answer can lag behind a publish that was just acknowledged.
     Needs ``allow_direct`` on the stream. Batches, times and `multi_last` need nats-server 2.11; `get`, `get_last` and
     `get_next` work on 2.10.
 
-    What a connection loses while it answers is asked for once more, without a word. What a user sees of it all:
+    If a lost connection interrupts an answer, the library asks for the rest once more. Every call can raise:
 
-    * nats-py's `nats.errors.ConnectionClosedError` and `nats.errors.ConnectionDrainingError` as soon as the connection
-      is of no use any more, from every call;
-    * `MessagesLostError` where the connection was lost twice at the same place, or messages of a reply were, twice;
-    * `RequestTimeoutError` after `timeout`, as it says;
-    * `BadRequestError`, `RequiredApiLevelError`, `ServerError`: the server's refusal, with its words;
-    * `ResponseError`: an answer that is not one of Direct Get;
-    * `MaxPayloadError`: so many or so long subjects that the request is over the server's limit; nothing was sent.
+    * `nats.errors.ConnectionClosedError`, `nats.errors.ConnectionDrainingError`: the user closed or drains the
+      connection; at once;
+    * `MessagesLostError`: the connection, or messages of a reply, were lost twice at the same place;
+    * `RequestTimeoutError`: see `timeout`;
+    * `BadRequestError`, `RequiredApiLevelError`, `ServerError`: the server refused the request;
+    * `ResponseError`: an answer breaks the protocol;
+    * `MaxPayloadError`: the request is over the server's limit. Nothing was sent.
+
+    The logger ``jetstream_ext.direct`` has a DEBUG record of each request, retry, pause and failure.
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         stream: The stream's name.
-        timeout: Seconds, over 0; None is the context's own. A single get ends within them, all told. In a read of many
-            messages they are how long any one wait may last: for a request's first message, for its next one, for the
-            connection to be back. What goes silent so long is asked for once more, in case that only its responder
-            died, and the read ends if that goes silent as well: nobody there costs twice the time.
+        timeout: Seconds, over 0; None is the context's own. A single get ends within them in total. In a read of many
+            messages they limit each wait: for a request's first message, for its next message, for a reconnect. If
+            nothing comes for so long, the library sends the request once more, because only its responder may have
+            died; if that reply stops as well, the read fails. Without any responder it takes twice the time.
 
     Raises:
         BadSubjectError: The name cannot be a stream's, or the context's prefix or domain cannot be in a subject.
         ValueError: `timeout` is not over 0.
-        TypeError: `js` is no JetStream context of nats-py, or the name is no text.
+        TypeError: `js` is not a JetStream context of nats-py, or the name is not a string.
     """
 
     def __init__(self, js: JetStreamContext, stream: str, *, timeout: float | None = None) -> None:
@@ -65,16 +67,16 @@ class DirectGet:
 
         Args:
             seq: The stream sequence, from 1.
-            min_seq: Do not take "there is none" from a replica that may lag: the answer holds for a stream that has
-                this sequence, and is the leader's where the replica's does not show that. Needs permission for
-                ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+            min_seq: Read your own writes: the answer is that of a stream which has this sequence. Where a replica's
+                answer does not prove that, the leader is asked. Needs permission for ``STREAM.INFO`` and
+                ``STREAM.MSG.GET``.
 
         Returns:
             The message; `StoredMsg.num_pending` and `StoredMsg.last_seq` are None.
 
         Raises:
             ValueError: A sequence is not from 1 to 2**64-1.
-            MessageNotFoundError: There is none (without `min_seq`: the answering replica has none).
+            MessageNotFoundError: There is no such message (without `min_seq`: the responder has no such message).
             DirectGetDisabledError: No ``allow_direct``, no such stream, or no server that can answer now; at once.
             RequestTimeoutError: No answer, or the leader has no `min_seq`, within `timeout` seconds.
             JetStreamExtError, nats.errors.Error: See the class.
@@ -93,13 +95,13 @@ class DirectGet:
 
         Args:
             subject: The subject or filter.
-            min_seq: Read your own write: the answer comes from a stream that has this sequence. As for `get`.
+            min_seq: As for `get`.
 
         Returns:
             The message.
 
         Raises:
-            BadSubjectError: `subject` is no subject or filter.
+            BadSubjectError: `subject` is not a valid subject or filter.
             ValueError, MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
 
         Cancellation: Safe; nothing is left behind.
@@ -121,7 +123,7 @@ class DirectGet:
             The message.
 
         Raises:
-            BadSubjectError: `subject` is no subject or filter.
+            BadSubjectError: `subject` is not a valid subject or filter.
             ValueError, MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
 
         Cancellation: Safe; nothing is left behind.
@@ -143,9 +145,9 @@ class DirectGet:
             The message.
 
         Raises:
-            ValueError: `when` is naive, or `min_seq` out of range.
-            TypeError: `when` is no datetime.
-            BadSubjectError: `subject` is no subject or filter.
+            ValueError: `when` is not timezone-aware, or `min_seq` is out of range.
+            TypeError: `when` is not a datetime.
+            BadSubjectError: `subject` is not a valid subject or filter.
             MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
             UnsupportedFeatureError: The server is older than 2.11.
 
@@ -189,9 +191,9 @@ class DirectGet:
             The messages, in the order of their sequences; the request goes out when they are first asked for.
 
         Raises:
-            ValueError: A number is out of range, `start_time` is naive, or both starts are given.
-            TypeError: `start_time` is no datetime.
-            BadSubjectError: `subject` is no subject or filter.
+            ValueError: A number is out of range, `start_time` is not timezone-aware, or both starts are given.
+            TypeError: `start_time` is not a datetime.
+            BadSubjectError: `subject` is not a valid subject or filter.
             JetStreamExtError, nats.errors.Error: While iterating: as for `scan`.
 
         Cancellation: Makes a read and sends nothing; see `MessageBatch` for the read.
@@ -236,9 +238,9 @@ class DirectGet:
             The messages, in the order of their sequences; nothing is asked before they are.
 
         Raises:
-            ValueError: No subjects, a number out of range, a naive datetime, or both points in time.
-            TypeError: `up_to_time` is no datetime.
-            BadSubjectError: One of `subjects` is no subject or filter.
+            ValueError: No subjects, a number out of range, a datetime that is not timezone-aware, or both points in time.
+            TypeError: `up_to_time` is not a datetime.
+            BadSubjectError: One of `subjects` is not a valid subject or filter.
             TooManySubjectsError: While iterating: the filters match too many subjects.
             MessagesLostError, RequestTimeoutError: While iterating: as for `scan`, and at once where the first page
                 broke off and neither `up_to_seq` nor an end said what moment it was of.
@@ -302,15 +304,15 @@ class DirectGet:
             The messages, in the order of their sequences; nothing is asked before they are.
 
         Raises:
-            ValueError: A number is out of range, `start_time` is naive, or both starts are given.
-            TypeError: `start_time` is no datetime.
-            BadSubjectError: `subject` is no subject or filter.
+            ValueError: A number is out of range, `start_time` is not timezone-aware, or both starts are given.
+            TypeError: `start_time` is not a datetime.
+            BadSubjectError: `subject` is not a valid subject or filter.
             DirectGetDisabledError: While iterating: no ``allow_direct``, or no such stream, at once; after the first
-                message nobody who can answer for `timeout` seconds.
+                message no responder for `timeout` seconds.
             UnsupportedFeatureError: While iterating: the server is older than 2.11.
             MessagesLostError: While iterating: messages were lost on their way, twice at the same place.
             RequestTimeoutError: While iterating: nothing came for `timeout` seconds, twice at the same place; or the
-                leader has no `min_seq`, or what the leader has is delivered by nobody, for so long.
+                leader did not reach `min_seq`, or no responder delivered what the leader has, for as long.
             nats.js.errors.NotFoundError, nats.js.errors.APIError: While iterating, with `confirm` or `min_seq`: the
                 leader refused, or there is no such stream.
             JetStreamExtError, nats.errors.Error: While iterating: see the class.

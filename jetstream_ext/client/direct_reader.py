@@ -170,7 +170,7 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
     """
     loop, connection = asyncio.get_running_loop(), context.connection
     deadline = loop.time() + timeout
-    silence = RequestTimeoutError(f"stream {stream!r}: no answer to a direct get within {timeout:.4g} s")
+    silence = f"stream {stream!r}: no answer to a direct get within {timeout:.4g} s"
     if request.start_time is not None:
         # As a batch of one: a server that does not know start_time would answer a single get with another message.
         plan = OneReply(replace(request, batch=1))
@@ -179,7 +179,7 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
                 async for block in blocks:
                     return next(block.messages())
         except TimeoutError:
-            raise silence from None
+            raise RequestTimeoutError(silence) from None
         raise not_found(stream)
     subject, payload = request.address(f"{context.prefix}.DIRECT.GET.{stream}")
     retried = False
@@ -193,7 +193,7 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
         try:
             await inboxes.send(subject, payload, received.extend, remaining())
             if not await inboxes.wait(deadline):
-                raise silence
+                raise RequestTimeoutError(silence)
             if received:
                 return decode_single(stream, received[0], connection.server_version)
             if retried:

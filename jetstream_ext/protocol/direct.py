@@ -2,8 +2,8 @@
 
 A reply to a batch request is a run of messages and one end-of-batch frame (EOB). Every message names the sequence of
 the message before it in the same reply (``Nats-Last-Sequence``, 0 on the first), and the EOB names the last one sent:
-together they prove that nothing was dropped on the way. Servers send the reply without flow control, so a slow
-consumer *is* cut, and the chain is the only witness.
+together they prove that nothing was dropped on the way. Servers send the reply without flow control, so they
+cut a slow consumer off, and only the chain shows that.
 
 What tells the frames apart, on every server from 2.10 on:
 
@@ -207,9 +207,9 @@ class ReplyDecoder:
         """Decode more of the reply.
 
         Raises:
-            UnsupportedFeatureError: The server knows no batches.
+            UnsupportedFeatureError: The server does not support batches.
             DirectGetDisabledError, BadRequestError, TooManySubjectsError, ServerError: The server refused.
-            ResponseError: A frame is no direct-get reply.
+            ResponseError: A frame is not a direct-get reply.
         """
         frames = list(frames)
         raws: list[bytes] = []
@@ -233,7 +233,7 @@ class ReplyDecoder:
             raws.append(prev := h.line_value(lines[h.ROW_SEQUENCE]))
             stream_line = self._stream_line
             if not body.startswith(header):
-                frames[place] = (b"", header + body[size:], len(header))  # the same message, laid out anew
+                frames[place] = (b"", header + body[size:], len(header))  # the same message in the usual layout
         self._prev = prev
         if not raws:
             self._check_end()
@@ -242,7 +242,7 @@ class ReplyDecoder:
         try:
             seqs = list(map(int, raws))
         except ValueError:
-            raise ResponseError("a direct-get reply has a sequence that is no number", frame=raws[0]) from None
+            raise ResponseError("a direct-get reply has a sequence that is not a number", frame=raws[0]) from None
         if seqs[0] <= self._floor or seqs[-1] >> 64 or any(map(ge, seqs, seqs[1:])):
             raise ResponseError(f"a direct-get reply does not go upwards from sequence {self._floor}")
         self.last_seq = self._floor = seqs[-1]
@@ -259,7 +259,7 @@ class ReplyDecoder:
         got = h.count(last) if last else None
         expected = max(h.count(prev), self._floor)
         return MessagesLostError(
-            f"stream {self._asked!r}: messages after sequence {expected} were lost on their way here "
+            f"stream {self._asked!r}: messages after sequence {expected} were lost on the way "
             f"(the reply goes on after {got}): a slow consumer or a dropped connection",
             expected=expected,
             got=got,
@@ -376,9 +376,9 @@ def decode_single(stream: str, frame: Frame, server_version: str = "") -> Stored
     """Decode the reply to a request without a batch; the connected server's version is for errors.
 
     Raises:
-        MessageNotFoundError: There is none.
+        MessageNotFoundError: There is no such message.
         DirectGetDisabledError, BadRequestError, ServerError: The server refused.
-        ResponseError: The frame is no direct-get reply.
+        ResponseError: The frame is not a direct-get reply.
     """
     _, header, payload = parts(frame)
     if not header:

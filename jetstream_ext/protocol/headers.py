@@ -60,7 +60,7 @@ ROW_STORED: Final = 6
 
 
 def reply_row(block: bytes) -> Row:
-    """Cut up the header block of a message in a batched direct-get reply; an empty row is no such block.
+    """Cut up the header block of a message in a batched direct-get reply; an empty row: it is another block.
 
     Servers append exactly these six lines, in this order, after whatever was stored.
     """
@@ -83,7 +83,7 @@ def checked_row(block: bytes) -> Row:
     """Return `reply_row` of a block that was taken for a message without a look at all of its names.
 
     Raises:
-        ResponseError: It is none.
+        ResponseError: The block is not that of a message.
     """
     row = reply_row(block)
     if not row:
@@ -137,8 +137,8 @@ _KNOWN_LIMIT: Final = 1024
 def encode(items: Iterable[tuple[str, str]]) -> bytes:
     """Encode a header block; every pair is checked.
 
-    Blanks around a value are left out, as nats-py does: a message id with one at its end would be another one to the
-    server, depending on who sent it.
+    Blanks around a value are left out, as nats-py does. Otherwise the same message id would differ for the server,
+    depending on the client.
     """
     text = "NATS/1.0\r\n"
     for name, value in items:
@@ -170,7 +170,7 @@ def parse_status(block: bytes) -> tuple[int, str] | None:
     """Return the inline status ``(code, text)`` of a header block, or None where it has none.
 
     Raises:
-        ResponseError: The block is no header block.
+        ResponseError: The block is not a header block.
     """
     line = block.partition(CRLF)[0]
     if not line.startswith(VERSION):
@@ -216,7 +216,7 @@ def count(value: bytes) -> int:
     """Return the number that a server sent: a sequence or a count, from 0 to 2**64-1.
 
     Raises:
-        ResponseError: It is none.
+        ResponseError: The value is not such a number.
     """
     if not value.isdigit() or len(value) > 20 or (number := int(value)) >> 64:
         raise ResponseError("a header of the server is not a number", frame=value)
@@ -245,7 +245,7 @@ def parse_time_ns(value: bytes) -> int:
     The form of ADR-31's examples, ``2022-08-06 00:29:27.5 +0000 UTC``, is taken too; no released server writes it.
 
     Raises:
-        ResponseError: It is no such time.
+        ResponseError: The value is not such a time.
     """
     text = value.decode("ascii", "replace")
     if text.endswith(_OLD_UTC):

@@ -152,7 +152,8 @@ class RangeRead:
         self._pause = pause
         self._server_version = server_version
         self._scan: Scan | None = None
-        self._prove_to = self._before = 0  # the last sequence that was delivered
+        self._prove_to = 0
+        self._before = 0  # the last sequence that was delivered
         if prove_to is not None:
             assert isinstance(plan, Scan)
             self._scan, self._before = plan, plan.position
@@ -216,8 +217,12 @@ class RangeRead:
     def receive(self, sent: SentRequest, frames: list[Frame]) -> None:
         """Take frames of a reply, in order; they are decoded when the reply is the oldest."""
         reply = self._replies.get(sent)
-        if reply is not None:
-            reply.frames = reply.frames + frames if reply.frames else frames
+        if reply is None:
+            return
+        if reply.frames:
+            reply.frames += frames
+        else:
+            reply.frames = frames
 
     def disconnected(self) -> None:
         """Note that the connection is lost: replies that did not arrive yet never will."""
@@ -321,6 +326,7 @@ class RangeRead:
             self._go_back(gaps[0].stop)
             self._enter(State.RECONNECTING, f"{len(gaps)} gaps in an answer of mirror {rows.stream!r}: thrown away")
         elif gaps:
+            _log.debug("stream %r: %d gaps in an answer of mirror %r to prove", self._stream, len(gaps), rows.stream)
             self._gaps, self._mirror = gaps, rows.stream
 
     def _missing(self, seq: int, now: float) -> None:
