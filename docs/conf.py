@@ -37,7 +37,7 @@ nitpick_ignore_regex = [
         r"py:class",
         r"jetstream_ext\..*\.(Entry|Plan|Block|GapHandler|ErrorHandler|FlowHandler|BatchState|PublishOptions|_Never|_Config|Bucket|_Result)",
     ),
-    (r"py:class", r"jetstream_ext\.testing\.reference\.(connections\.Message|wire\..*)"),
+    (r"py:class", r"jetstream_ext\.testing\.reference\.(router\.Message|wire\..*)"),
 ]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -1,4 +1,4 @@
-"""Store an order and all its lines, or nothing of it: ``python examples/01_order_batch.py nats://localhost:4222``."""
+"""Store an order with all its lines, or nothing: ``python examples/01_order_batch.py nats://localhost:4222``."""
 
 import asyncio
 import json
@@ -17,15 +17,15 @@ async def main(url: str) -> None:
         js = nc.jetstream()
         await jsx.ensure_stream(js, name="ORDERS", subjects=["orders.>"], allow_atomic=True, allow_direct=True)
 
-        # The order must be new: nothing may be stored on its subject yet.
+        # The order must be new: its subject must have no message yet.
         order = f"orders.{secrets.token_hex(4)}"
         async with jsx.AtomicBatch(js) as batch:
             await batch.add(order, b'{"customer": "ann"}', expected_last_subject_seq=0)
             for number, (item, count) in enumerate(LINES):
                 await batch.add(f"{order}.{number}", json.dumps({"item": item, "count": count}).encode())
-        print(f"stored {batch.ack.batch_size} messages at once, the last as number {batch.ack.seq}")
+        print(f"stored {batch.ack.batch_size} messages at once, the last at sequence {batch.ack.seq}")
 
-        # The same order again: refused as a whole, with the reason.
+        # The server refuses a second batch for the same order as a whole.
         try:
             async with jsx.AtomicBatch(js) as batch:
                 await batch.add(f"{order}.9", b"{}")

@@ -1,4 +1,4 @@
-"""Ingest a flood of metrics, each exactly once: ``python examples/02_metrics_ingest.py nats://localhost:4222``."""
+"""Ingest many metrics, each exactly once: ``python examples/02_metrics_ingest.py nats://localhost:4222``."""
 
 import asyncio
 import random
@@ -13,7 +13,7 @@ COUNT = 50_000
 
 
 def metrics() -> Iterator[tuple[str, bytes]]:
-    """Any iterable will do, or an async one: it is read as fast as the server stores."""
+    """Yield metrics; `ingest` reads any iterable or async iterable as fast as the server stores."""
     for n in range(COUNT):
         yield f"metrics.host{n % 20}.cpu", b"%.3f" % random.random()
 
@@ -23,7 +23,7 @@ async def main(url: str) -> None:
         js = nc.jetstream()
         await jsx.ensure_stream(js, name="METRICS", subjects=["metrics.>"], allow_batched=True)
 
-        # Goes on by itself when the server restarts or the connection is lost; nothing is lost, nothing is there twice.
+        # `ingest` continues after a restart or a lost connection, and the server stores each message once.
         report = await jsx.ingest(
             js, metrics(), on_progress=lambda now: print(f"{now.stored:,} stored, {now.rate:,.0f}/s")
         )

@@ -1,6 +1,6 @@
-"""Read a whole stream without a consumer, proved complete: ``python examples/03_bulk_export.py nats://localhost:4222``.
+"""Export a stream without a consumer, and verify it: ``python examples/03_bulk_export.py nats://localhost:4222``.
 
-The command line does the same with progress bars and resuming: ``jetstream-ext export EVENTS events.jsonl``.
+The command line does the same with progress bars, and can resume: ``jetstream-ext export EVENTS events.jsonl``.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ async def main(url: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "events.jsonl"
             with file.open("w", encoding="utf-8") as out:
-                # confirm: a replica may lag, so that the end is proved at the stream's leader.
+                # A replica may lag, so `confirm` verifies the end at the stream's leader.
                 async with jsx.DirectGet(js, "EVENTS").scan(subject="events.3", confirm=True) as messages:
                     async for message in messages:
                         row = {"seq": message.seq, "time": message.time.isoformat(), "data": message.data.decode()}

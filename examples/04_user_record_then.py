@@ -1,4 +1,4 @@
-"""A user's record as it was at an earlier moment: ``python examples/04_user_record_then.py nats://localhost:4222``."""
+"""Read a user's record at an earlier revision: ``python examples/04_user_record_then.py nats://localhost:4222``."""
 
 import asyncio
 import sys
@@ -31,7 +31,7 @@ async def main(url: str) -> None:
         await users.put("1234.address", b"Alder Street 1")
         before = await users.put("1234.email", b"ann@example.org")
 
-        # She moves, and removes her email; another user comes.
+        # The user moves and removes her email address, and another user is added.
         await users.put("1234.address", b"Birch Road 2")
         await users.delete("1234.email")
         await users.put("5678.name", b"Bob")
@@ -39,14 +39,14 @@ async def main(url: str) -> None:
         show("now: ", await kvx.snapshot(users, ["1234.>"]))
         show("then:", await kvx.snapshot(users, ["1234.>"], at=before))
 
-        # A bucket that keeps only the newest revision cannot tell the past, and says so instead of guessing.
+        # A bucket with history 1 does not keep the old value, so the read raises an error.
         short = await bucket(js, "users_short")
         then = await short.put("1234.name", b"Ann")
         await short.put("1234.name", b"Anna")
         try:
             await kvx.snapshot(short, at=then)
         except jsx.errors.HistoryUnavailableError as error:
-            print("gone:", *error.keys)
+            print("unavailable:", *error.keys)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ START = 100
 
 
 async def transfer(bank: KeyValue, source: str, target: str, amount: int) -> bool:
-    """Move `amount`, if there is so much; run again if another transfer came between."""
+    """Move `amount` if the balance allows it; retry if another transfer changed a balance meanwhile."""
 
     async def move(tx: kvx.Transaction) -> bool:
-        found = await tx.get_many([source, target])  # the commit holds only if neither changes meanwhile
+        found = await tx.get_many([source, target])  # the commit fails if either key changes meanwhile
         balance = int(found[source].value)
         if balance < amount:
             return False
@@ -43,7 +43,7 @@ async def main(url: str) -> None:
         moved = await asyncio.gather(*(transfer(bank, a, b, random.randint(1, 80)) for a, b in pairs))
         balances = {name: int(entry.value) for name, entry in (await kvx.snapshot(bank)).items()}
         print(f"{sum(moved)} of {len(moved)} transfers: {balances}")
-        print(f"in the bank: {sum(balances.values())}")
+        print(f"total: {sum(balances.values())}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Mirror a work queue over a leaf node that stalls, losing nothing: ``python examples/06_work_queue_mirror.py``.
+"""Mirror a work queue over a stalled leaf node without loss: ``python examples/06_work_queue_mirror.py``.
 
-It starts two servers: `edge`, where jobs come in, is a leaf node of `hub`, where they are archived. The mirror reads
-through a durable consumer, which acknowledges what the mirror has stored; the queue keeps everything else.
+It starts two servers. `edge` receives the jobs and is a leaf node of `hub`, which archives them. The mirror reads through
+a durable consumer that acknowledges a job when the mirror has stored it. Until then the queue keeps the job.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import jetstream_ext as jsx
 from jetstream_ext.testing import NatsServer
 
 COUNT = 2_000
-# The leaf node connects by WebSocket here, because that is a port of which the server says which one it has chosen.
+# The leaf node connects by WebSocket, because the server reports the random port that it chose for it.
 HUB = "jetstream { domain: hub }\nleafnodes { port: -1 }\nwebsocket { port: -1, no_tls: true }"
 EDGE = "jetstream { domain: edge }\nleafnodes { reconnect: 1, remotes: [ { url: '%s' } ] }"
 
@@ -25,7 +25,7 @@ async def main() -> None:
         await nats.connect(hub.url) as at_hub,
         await nats.connect(edge.url) as at_edge,
     ):
-        # With its domain the context of the queue also tells the mirror where that is.
+        # The domain of the queue's context also tells the mirror where to find the queue.
         queue, archive = at_edge.jetstream(domain="edge"), at_hub.jetstream(domain="hub")
         work = RetentionPolicy.WORK_QUEUE
         await jsx.ensure_stream(queue, name="JOBS", subjects=["jobs.>"], retention=work, allow_batched=True)
@@ -39,7 +39,7 @@ async def main() -> None:
         hub.pause()
         async with jsx.FastPublisher(queue) as publisher:
             await publisher.add_many((f"jobs.{n % 4}", b"%d" % n) for n in range(COUNT))
-        print(f"the hub is away, {(await queue.stream_info('JOBS')).state.messages:,} jobs wait")
+        print(f"the hub is paused, {(await queue.stream_info('JOBS')).state.messages:,} jobs are queued")
         hub.resume()
 
         async with asyncio.timeout(60):
@@ -47,7 +47,9 @@ async def main() -> None:
                 await asyncio.sleep(0.05)
         async with jsx.DirectGet(archive, "ARCHIVE").scan(confirm=True) as messages:
             numbers = [int(message.data) async for message in messages]
-        print(f"{len(numbers):,} in the archive, each once: {numbers == list(range(COUNT))}; {left} in the queue")
+        print(
+            f"{len(numbers):,} in the archive, once and in order: {numbers == list(range(COUNT))}; {left} in the queue"
+        )
 
 
 if __name__ == "__main__":

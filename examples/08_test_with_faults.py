@@ -1,6 +1,6 @@
-"""Test an application against things that go wrong, without a server: ``python examples/08_test_with_faults.py``.
+"""Test an application with injected faults, without a real server: ``python examples/08_test_with_faults.py``.
 
-With pytest, ``pytest_plugins = ["jetstream_ext.testing.pytest_plugin"]`` has a fixture ``reference_server``.
+With pytest, ``pytest_plugins = ["jetstream_ext.testing.pytest_plugin"]`` provides the fixture ``reference_server``.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from jetstream_ext.testing import Drop, Faults, Lose, ReferenceServer
 
 
 async def application(url: str) -> jsx.IngestReport:
-    """What is to be tested: it must store every measurement once."""
+    """Run the application under test, which must store every measurement once."""
     async with await nats.connect(url) as nc:
         js = nc.jetstream(timeout=0.5)
         await jsx.ensure_stream(js, name="M", subjects=["m.>"], allow_batched=True)
@@ -20,8 +20,7 @@ async def application(url: str) -> jsx.IngestReport:
 
 
 async def main() -> None:
-    # Two messages never reach the stream, and the answer to a third, sent again, is lost. A seed would make chances
-    # repeatable.
+    # Two messages never reach the stream, and the answer to one that is sent again is lost.
     faults = Faults(Lose("m.>", nth=100), Lose("m.>", nth=300), Drop(kind="pub_ack", nth=3))
     async with ReferenceServer(faults=faults) as server:
         report = await application(server.url)

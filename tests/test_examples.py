@@ -21,17 +21,17 @@ SAYS = {
     "04_user_record_then": [
         "now:  {'1234.address': 'Birch Road 2', '1234.name': 'Ann'}",
         "then: {'1234.address': 'Alder Street 1', '1234.email': 'ann@example.org', '1234.name': 'Ann'}",
-        "gone: 1234.name",
+        "unavailable: 1234.name",
     ],
-    "05_bank_transfer": ["of 12 transfers", "in the bank: 300"],
+    "05_bank_transfer": ["of 12 transfers", "total: 300"],
     "06_work_queue_mirror": [
         "the mirror over the leaf node is ok",
-        "the hub is away, 2,000 jobs wait",
-        "2,000 in the archive, each once: True; 0 in the queue",
+        "the hub is paused, 2,000 jobs are queued",
+        "2,000 in the archive, once and in order: True; 0 in the queue",
     ],
     "07_spark_batch": ["clicks.page0: 10,000 clicks", "clicks.page2: 10,000 clicks"],
     "08_test_with_faults": ["reported 500, stored 500, sent again: True"],
-    "09_exactly_once_worker": ["5 workers killed", "{'loud.and': 1000, 'loud.on': 1000}"],
+    "09_exactly_once_worker": ["5 workers cancelled", "{'loud.and': 1000, 'loud.on': 1000}"],
     "10_spark_streaming": [
         "5,000 bills\n6,000 bills, after a restart\n6,000 bills, after the loss of its checkpoint\n"
     ],

@@ -83,7 +83,7 @@ class Profile:
     ttl: bool = _in((2, 11, 0))
     """Per-message TTLs and delete markers."""
     exact_max_bytes: bool = _in((2, 14, 0))
-    """With `discard: new`, a message may fill the stream up to the last byte."""
+    """A message may fill a stream with discard `new` up to the last byte."""
     trims_every_subject: bool = _in((2, 14, 0))
     """An update of the limits trims every subject, even if its own limit did not change."""
     update_drops_unneeded: bool = _in((2, 15, 0))
@@ -121,7 +121,7 @@ class Profile:
     # Atomic batches.
     atomic: bool = _in((2, 12, 0))
     atomic_eob: bool = _in((2, 14, 0))
-    """A batch can be committed by `Nats-Batch-Commit: eob`, without storing that message."""
+    """A batch can be committed by the value `eob` of `Nats-Batch-Commit`, without storing that message."""
     atomic_any_commit: bool = _in((2, 12, 0), until=(2, 12, 1))
     """Any value of `Nats-Batch-Commit` commits, and that message is stored."""
     atomic_dedupe: bool = _in((2, 12, 1))
