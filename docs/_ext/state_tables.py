@@ -161,19 +161,23 @@ ATOMIC: list[Row] = [
     Row("an empty reply to the newest", replied(b""), SENT_STATES),
     Row("the ack of the batch", batch_ack, SENT_STATES),
     Row("the ack of an ordinary publish", replied(orjson.dumps({"stream": "S", "seq": 9})), SENT_STATES),
-    Row("a reply that makes no sense", replied(b"no JSON"), SENT_STATES),
+    Row("a malformed reply", replied(b"no JSON"), SENT_STATES),
     Row("503 to the newest message", replied(b"", NO_RESPONDERS), SENT_STATES),
     Row("503 to an older one", replied(b"", NO_RESPONDERS, 1), SENT_STATES),
     *(Row(str(code), replied(refusal(code)), SENT_STATES, code) for code in codes("FastPublish")),
     Row(
-        "no reply, or the connection is lost, while one is waited for",
+        "no reply in time, or the connection is lost while a reply is awaited",
         lambda machine: machine.lost("no answer"),
         SENT_STATES,
     ),
-    Row("the connection is lost while none is", lambda machine: machine.disconnected(reply_awaited=False), SENT_STATES),
+    Row(
+        "the connection is lost while no reply is awaited",
+        lambda machine: machine.disconnected(reply_awaited=False),
+        SENT_STATES,
+    ),
     Row("10176 after the connection was lost", forgotten_after_a_reconnect, SENT_STATES),
-    Row("`resolve` finds it", lambda machine: machine.resolved(BatchAck("S", 9, "b1", 2)), SENT_STATES),
-    Row("`resolve` proves that it is not there", lambda machine: machine.resolved(None), SENT_STATES),
+    Row("`resolve` finds the batch", lambda machine: machine.resolved(BatchAck("S", 9, "b1", 2)), SENT_STATES),
+    Row("`resolve` proves that nothing is stored", lambda machine: machine.resolved(None), SENT_STATES),
 ]
 
 

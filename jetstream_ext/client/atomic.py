@@ -34,16 +34,16 @@ class AtomicBatch:
     """Store many messages of one stream all at once, or none of them (ADR-50).
 
     Use it as an async context manager: a clean exit commits and leaves the server's ack in `ack`, an exception (and a
-    cancellation) discards. What ended the batch inside the block, and was caught there, is raised again by a clean
-    exit, unless `discard` was called. Without ``async with``, end it by `commit`, `commit_eob` or `discard`. The server
+    cancellation) discards. If the batch failed inside the block and the error was caught there, a clean exit raises it
+    again, unless `discard` was called. Without ``async with``, end it by `commit`, `commit_eob` or `discard`. The server
     drops a batch that is idle for 10 s, and by default takes 1000 messages per batch and 50 open batches per stream.
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None makes one.
         ack_first: Wait for the server's reply to the first message, which is where most refusals show.
-        ack_every: Wait for a reply to every n-th message, too; None is every 1000th, so that a batch which the server
-            gave up is not added to for ever.
+        ack_every: Wait for the reply to every n-th message; None is every 1000th. Without it a caller could add to a
+            batch indefinitely that the server has dropped.
         timeout: Seconds to wait for a reply; None is the context's timeout.
 
     Raises:
@@ -106,7 +106,7 @@ class AtomicBatch:
         Args:
             subject: Where it will be stored.
             payload: Its bytes.
-            ack: Wait for the server's reply to this message, or do not; None follows `ack_first` and `ack_every`.
+            ack: Whether to wait for the server's reply to this message; None follows `ack_first` and `ack_every`.
             options: As for `BatchMessage`. `expected_last_seq` may be on the first message only, and
                 `expected_last_subject_seq` not on a subject written earlier in the batch. `msg_id` and
                 `expected_last_subject_seq` need 2.12.1.
@@ -132,8 +132,8 @@ class AtomicBatch:
     async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> None:
         """Add many messages, a block of them per write: the fast road.
 
-        It waits for the last reply that was asked for, and for others only where the server is 1000 messages behind; a
-        refusal of one before it ends the batch all the same.
+        It waits for the last reply that it asks for, and for earlier ones only if the server is 1000 messages behind.
+        The refusal of any message ends the batch.
 
         Args:
             messages: ``(subject, payload)``, ``(subject, payload, headers)`` or `BatchMessage`, from an iterable or an
@@ -141,8 +141,8 @@ class AtomicBatch:
 
         Raises:
             BatchError, UnsupportedFeatureError: As for `add`.
-            Exception: What `messages` raises, and the refusal of one of them here, after everything before it was
-                sent; the batch stays usable.
+            Exception: What `messages` raises, or why one of them was refused here, after everything before it was sent;
+                the batch stays usable.
 
         Cancellation: The batch stays usable. What `size` counts is part of it.
         """
@@ -166,7 +166,7 @@ class AtomicBatch:
             BatchError: The server refused, or the batch had ended; nothing is stored.
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message was refused here.
 
-        Cancellation: `state` says what it is: ``"unknown"``, the commit is on the wire, or ``"open"``, nothing of it is.
+        Cancellation: `state` is ``"unknown"`` if the commit was sent, and ``"open"`` if it was not.
         """
         return await self._session.commit(BatchMessage(subject, payload, **options))
 
@@ -177,7 +177,7 @@ class AtomicBatch:
             EmptyBatchError: Nothing was added.
             BatchOutcomeUnknownError, BatchError: As for `commit`.
 
-        Cancellation: `state` says what it is: ``"unknown"``, the commit is on the wire, or ``"open"``, nothing of it is.
+        Cancellation: `state` is ``"unknown"`` if the commit was sent, and ``"open"`` if it was not.
         """
         return await self._session.commit(None)
 
@@ -185,7 +185,7 @@ class AtomicBatch:
         """Find out, after a `BatchOutcomeUnknownError`, whether the batch is stored.
 
         It makes sure at the stream's leader that the commit can no longer be applied, then reads everything that was
-        stored since the batch was opened. Afterwards `state` is ``"committed"`` (and `ack` there) or ``"failed"``.
+        stored since the batch was opened. Then `state` is ``"committed"`` (and `ack` there) or ``"failed"``.
         After a commit that was refused because of its message ids (10201) it looks for an earlier batch with this id
         and its messages: ``"stored"`` then means that they were stored before.
 
@@ -199,7 +199,7 @@ class AtomicBatch:
             ValueError, TypeError: `timeout` is not over 0, or not a number.
             BatchError: The batch is still open, or is being committed.
             AtomicPublishDuplicateMessageIDError: No earlier batch with this id was found.
-            RequestTimeoutError: It was looked for until the time was over.
+            RequestTimeoutError: The stream was not read to the end in time.
 
         Cancellation: Safe; nothing is left behind, and `resolve` can be called again.
 
@@ -208,9 +208,9 @@ class AtomicBatch:
         return "not_stored" if await self._session.resolve(timeout) is None else "stored"
 
     async def discard(self) -> None:
-        """Give the batch up: nothing of it is stored, unless its commit was on its way already. Safe at any time.
+        """Discard the batch: nothing of it is stored, unless its commit was sent already. Safe at any time.
 
-        Cancellation: The batch is over all the same.
+        Cancellation: Sends nothing and waits for nothing.
         """
         self._session.discard()
 
@@ -252,7 +252,7 @@ async def publish_atomic(
         BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: A message or an argument was refused
             here; nothing is stored.
 
-    Cancellation: Nothing is stored, unless the commit was on its way already.
+    Cancellation: Nothing is stored, unless the commit was sent already.
 
     Requires: nats-server 2.12 and ``allow_atomic`` on the stream.
     """
@@ -262,7 +262,7 @@ async def publish_atomic(
         return await session.commit(None)
     except AtomicPublishDuplicateMessageIDError as refusal:
         if batch_id is None:
-            raise  # nobody else can have used this id
+            raise  # no other batch can have this id
         try:
             ack = await session.resolve(None)
         except (nats.errors.Error, nats.js.errors.APIError) as unknown:

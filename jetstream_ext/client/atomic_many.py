@@ -1,4 +1,4 @@
-"""Many atomic batches, several of them on their way at once."""
+"""Many atomic batches, with several commits in flight."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Messages = Iterable[Entry] | AsyncIterable[Entry]
 class AtomicBatches:
     """The acks of many batches, in order; made by `publish_atomic_many`.
 
-    Await it for the list of them, or iterate over it: then a batch is taken from the source when there is room for it,
-    and what was stored is known one by one. An iteration that is left early is closed by `aclose`.
+    Await it for the list of acks, or iterate over it: then a batch is taken from the source when fewer than `in_flight`
+    commits are unanswered, and each ack is known as it comes. Close an iteration that ends early with `aclose`.
     """
 
     def __init__(self, acks: AsyncGenerator[BatchAck, None]) -> None:
@@ -56,7 +56,7 @@ class AtomicBatches:
             await self._acks.aclose()
 
     async def aclose(self) -> None:
-        """Take no more batches; those whose commit is on its way may still be stored.
+        """Take no more batches; those whose commit was sent may still be stored.
 
         Cancellation: As for `publish_atomic_many`.
         """
@@ -70,12 +70,12 @@ def publish_atomic_many(
     in_flight: int = 4,
     timeout: float | None = None,
 ) -> AtomicBatches:
-    """Store many batches, each of them whole or not at all, with several commits on their way at once.
+    """Store many batches, each of them whole or not at all, with several commits in flight.
 
     ``acks = await publish_atomic_many(js, batches)``, or ``async for ack in publish_atomic_many(js, batches)``. The
-    batches are committed in their order, and so are the acks. If one of them fails, no further one is begun and the
-    error is raised when those that were on their way already are answered: **they may be stored**, although an earlier
-    one is not (a note on the error says which). For "all in order or stop" use `publish_atomic` in a loop.
+    batches are committed in their order, and the acks come in that order. If a batch fails, no further one is started,
+    and the error is raised when the commits in flight are answered: **they may be stored**, although an earlier batch is
+    not (a note on the error says which). For "all in order or stop" use `publish_atomic` in a loop.
 
     Args:
         js: nats-py's JetStream context.
@@ -91,7 +91,7 @@ def publish_atomic_many(
         EmptyBatchError, BatchOutcomeUnknownError, BatchError, UnsupportedFeatureError: As for `publish_atomic`; raised
             when the result is awaited or iterated.
 
-    Cancellation: Commits that were on their way may still be stored; nothing else is, and nothing is left behind.
+    Cancellation: Batches whose commit was sent may still be stored, and no others; nothing is left behind.
 
     Requires: nats-server 2.12 and ``allow_atomic`` on the stream.
     """
@@ -123,7 +123,7 @@ async def _publish(
     except Exception as error:
         if commits:
             fates = await asyncio.gather(*(commit.committed() for commit in commits), return_exceptions=True)
-            error.add_note("batches that were on their way: " + ", ".join(map(_fate, fates)))
+            error.add_note("batches whose commit was in flight: " + ", ".join(map(_fate, fates)))
         raise
     finally:
         for commit in commits:

@@ -28,15 +28,15 @@ from jetstream_ext.protocol.subjects import check_name
 class OffsetStore:
     """Positions of readers in a key-value bucket: one key per reader, with stream, its `created`, and next sequence.
 
-    A commit counts only if nobody has committed under the name since this object last fetched or committed it. So of
-    two readers of one name the one that fetched last goes on, and the other one's next commit raises `FencedError`: it
-    has lost its name, and should stop.
+    A commit succeeds only if no other reader has committed under the name since this object last fetched or committed
+    it. So of two readers of one name the one that fetched last goes on, and the next commit of the other one raises
+    `FencedError`: it has lost its name and should stop.
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         bucket: The bucket's name. It must exist (`create` makes it), and have no time to live.
         timeout: Seconds to wait for an answer; None is the context's own.
-        patience: Seconds that trouble which passes (an election, a lost connection) may last.
+        patience: Seconds that transient errors (an election, a lost connection) may last.
 
     Raises:
         BadSubjectError: The bucket's name cannot be one.
@@ -98,8 +98,8 @@ class OffsetStore:
         Raises:
             nats.js.errors.InvalidKeyError: The name is no key.
             nats.js.errors.BucketNotFoundError: There is no bucket; `create` makes it.
-            ValueError: Something else is stored there.
-            RequestTimeoutError, nats.js.errors.ServiceUnavailableError: Trouble that lasted longer than `patience`.
+            ValueError: What is stored there is not a position.
+            RequestTimeoutError, nats.js.errors.ServiceUnavailableError: No answer for longer than `patience`.
 
         Cancellation: Safe; nothing is left behind.
         """
@@ -122,12 +122,12 @@ class OffsetStore:
             What is stored now.
 
         Raises:
-            FencedError: Somebody else has committed under the name since it was fetched, or it was never fetched here
-                and there is a position; nothing was stored. `fetch` takes the name over.
+            FencedError: Another reader has committed under the name since it was fetched, or the name was never fetched
+                here and there is a position. `fetch` takes the name over.
             ValueError: There is no name, or the position is out of range.
             nats.js.errors.InvalidKeyError, nats.js.errors.BucketNotFoundError: As for `fetch`.
-            RequestTimeoutError, nats.js.errors.ServiceUnavailableError: Trouble that lasted longer than `patience`;
-                whether the position was stored is not known.
+            RequestTimeoutError, nats.js.errors.ServiceUnavailableError: No answer for longer than `patience`; the next
+                commit or `fetch` finds out whether the position was stored.
 
         Cancellation: The position may have been stored; the next commit finds out.
         """
@@ -150,7 +150,7 @@ class OffsetStore:
     def committing(
         self, reader: PositionedReader, *, name: str | None = None, every: int = 1000, seconds: float = 5.0
     ) -> Committing:
-        """Return an async context manager that reads with `reader` and commits by itself.
+        """Return an async context manager that reads with `reader` and commits automatically.
 
         ::
 
@@ -166,7 +166,7 @@ class OffsetStore:
             name: As for `commit`.
             every: Commit after so many handled messages, from 1.
             seconds: Commit when the oldest handled message that is not committed is so old. A handler that takes longer
-                is not interrupted: it is done when it asks for the next message.
+                is not interrupted: the commit follows when it asks for the next message.
 
         Raises:
             ValueError: A number is out of range, or there is no name.
@@ -294,7 +294,7 @@ class Committing:
         return self._since + self._seconds - now
 
     async def __aenter__(self) -> Self:
-        # At once: it pins a start that depends on the moment, and whoever had the name before loses it.
+        # At once: it pins a start that depends on the moment, and takes the name from the reader that had it.
         self._committed = await self._reader.open()
         await self._store.commit(self._reader, name=self._name)
         return self
@@ -304,14 +304,14 @@ class Committing:
     ) -> None:
         if kind is None:
             self._note(0.0)
-        # After an exception (of the handler, most often) the message it has come from is not handled, those before are.
+        # After an exception, most often the handler's, the message that raised it is not handled; those before it are.
         if kind is None or issubclass(kind, Exception):
             try:
                 await self.commit()
             except Exception as failure:
                 if error is None:
                     raise
-                error.add_note(f"the position was not stored, either: {failure!r}")  # the first one is the user's
+                error.add_note(f"the position was not stored: {failure!r}")  # the first error is the user's
 
 
 def _name_of(reader: PositionedReader, name: str | None) -> str:

@@ -88,8 +88,7 @@ async def exactly_once(
 
         await exactly_once(LogReader(js, "ORDERS", tail=True), "TOTALS", handle, name="sums", prefix="totals-at")
 
-    What a handler does besides its outputs can happen more than once. A message without outputs moves the position all
-    the same.
+    What a handler does besides its outputs can happen more than once. A message without outputs moves the position too.
 
     Args:
         reader: What to read. Its start counts the first time only; then the stored position does.
@@ -101,13 +100,13 @@ async def exactly_once(
         name: The worker's name; one for each input stream and purpose. Tokens of a subject.
         prefix: The position's subject is ``<prefix>.<name>``; one of the output stream's subjects must match it.
         max_messages: Inputs in one commit at most, from 1. If their outputs are more messages than the server takes in
-            a batch (1000 by default), they are committed in parts.
-        grouped: `handler` is called with the list of all inputs of one commit instead. Its outputs cannot be parted.
+            a batch (1000 by default), they are split into several commits.
+        grouped: `handler` is called with the list of all inputs of one commit instead. Its outputs cannot be split.
         position_may_vanish: Allow an output stream whose limits can remove the position (see Raises). A worker whose
             position is gone begins at the reader's start again.
         timeout: Seconds to wait for an answer of the output stream; None is the context's own.
-        patience: Seconds that trouble with the output stream which passes (an election, a restart, a lost connection)
-            may last.
+        patience: Seconds that transient errors of the output stream (an election, a restart, a lost connection) may
+            last.
 
     Returns:
         What was done, when a reader without ``tail=True`` has come to the end. With it, this ends by cancellation only.
@@ -125,10 +124,10 @@ async def exactly_once(
         UnsupportedFeatureError: The output stream's server is older than 2.12.1.
         ValueError: The stored position is that of a worker on another stream; or a number is out of range.
         TypeError: The handler returned something else.
-        Exception: What the handler raises; trouble that lasted too long.
+        Exception: What the handler raises; a transient error that lasted longer than `patience`.
 
-    Cancellation: Safe at every point, as a crash is: the commit that was on its way is stored whole or not at all.
-        Nothing is left behind.
+    Cancellation: Safe at every point, as a crash is: a commit that was sent is stored whole or not at all. Nothing is
+        left behind.
 
     Requires: nats-server 2.12.1 and ``allow_atomic`` on the output stream (ADR-50); what the reader requires;
         permission for the output subjects, and for ``STREAM.INFO`` and ``STREAM.MSG.GET`` of the output stream.

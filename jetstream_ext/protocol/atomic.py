@@ -4,8 +4,8 @@ The server stages the messages of a batch and checks them only when it is commit
 stored, whatever happens. After the commit was sent only its answer tells, and a lost answer means *unknown*.
 
 `TRANSITIONS` is the whole machine: it says where each event leads in each state. An event that it does not list for a
-state is ignored there, and a call that the state does not allow raises what ended the batch. `tests` and the design page
-drive every cell.
+state is ignored there, and a call that the state does not allow raises what ended the batch. The tests and the design
+page drive every cell.
 
 * **NEW** has a batch id and checks messages. Nothing was sent and the server is not known. `open` leads on.
 * **OPEN** takes messages. A lost answer means that nothing is stored, because no commit was sent.
@@ -221,17 +221,7 @@ TRANSITIONS: Final[dict[State, dict[type[Event], State]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One change of a batch's state; it has nothing of the messages' content.
-
-    Attributes:
-        batch_id: The batch.
-        before: The state before.
-        event: What happened.
-        after: The state after.
-        size: How many messages the batch has.
-        sent: The highest batch sequence that was sent.
-        staged: The highest batch sequence that the server acknowledged.
-    """
+    """One change of a batch's state, with the counts at that moment and nothing of the messages' content."""
 
     batch_id: str
     before: State
@@ -507,7 +497,7 @@ class AtomicBatchMachine:
         raise BatchClosedError(f"batch {self.batch_id} {what}", **self._facts(outcomes.get(self.state, "unknown")))
 
     def check_added(self) -> None:
-        """Raise what ended the batch, unless what was added before is or can still be stored: a commit takes it along."""
+        """Raise what ended the batch, unless it was committed: a commit stores what was added before it."""
         if self.state not in (State.COMMITTING, State.COMMITTED):
             self.check_open()
 
@@ -568,12 +558,12 @@ class AtomicBatchMachine:
         return event
 
     def refused_unheard(self, event: MessageRefused) -> None:
-        """Take it that no caller awaits the refusal: a message is missing that was reported as added."""
+        """Fail the batch because no caller awaits the refusal: a message is missing that was reported as added."""
         if self.state is State.OPEN:
             self._apply(BatchRefused(event.error))
 
     def lost(self, why: str) -> None:
-        """Take the loss of a reply that was awaited: silence, or a failed write."""
+        """Take the loss of a reply that was awaited: no reply in time, or a failed write."""
         self._apply(AnswerLost(why))
 
     def disconnected(self, *, reply_awaited: bool) -> None:
@@ -581,17 +571,17 @@ class AtomicBatchMachine:
         self._apply(AnswerLost("the connection was lost before the answer came") if reply_awaited else Disconnected())
 
     def cannot_send(self) -> None:
-        """Take it that the connection is lost when something is to be sent: the end of a batch that is sent in one go."""
+        """Take a lost connection at the moment of sending: it ends a batch that is sent in one go."""
         if self._in_one_go and self.sent:
             self._apply(AnswerLost("the connection was lost while the batch was being sent"))
 
     def commit_unheard(self) -> None:
-        """Take it that no caller awaits the answer to the commit any more."""
+        """Take the end of the wait for the answer to the commit: its caller was cancelled."""
         if self.state is State.COMMITTING:
             self._apply(Discarded())
 
     def resolved(self, ack: BatchAck | None) -> None:
-        """Take the truth about a commit: the ack that it has or should have had, or None: nothing is stored."""
+        """Take the proven outcome of a commit: the ack that it should have had, or None if nothing is stored."""
         self._apply(FoundNothing() if ack is None else FoundStored(ack))
 
     # -- how ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ since (by limits, by newer messages on their subjects, by hand) leave holes: whe
 nothing can be known.
 
 1. The last message on the batch's last subject may be the batch's, which proves everything.
-2. A *fence* (`fence`): on the connection that carried the commit, so behind it, two messages that are never stored. Their
+2. A *fence* (`fence`): on the connection that carried the commit, so after it, two messages that are never stored. Their
    refusals prove that the leader has dealt with the commit, and say which sequence its stream will reach.
 3. When the leader has applied that much, everything since the batch was opened is read.
 4. The leader must still be the same and hear from a majority. Otherwise the reads may have come from a server that had
@@ -259,7 +259,7 @@ class Search:
             self.last_seq = seq + self._size - int(number)
 
     def skip(self, to: int) -> None:
-        """Take it that the stream has no more messages up to the sequence `to`."""
+        """Note that the stream has no more messages up to the sequence `to`."""
         missing = to + 1 - self.next_seq
         if missing > 0:
             self._hole = max(self._hole, missing) if self._contiguous else self._hole + missing

@@ -61,7 +61,7 @@ def test_every_code_of_a_batch_has_a_row(tables: ModuleType) -> None:
         ("atomic", "the ack of the batch", "COMMITTING", "**COMMITTED**"),
         ("atomic", "10071", "COMMITTING", "**FAILED** its error (not_stored)"),
         ("atomic", "10167", "COMMITTING", "**OPEN** its error (not_stored)"),
-        ("atomic", "`resolve` finds it", "UNKNOWN", "**COMMITTED**"),
+        ("atomic", "`resolve` finds the batch", "UNKNOWN", "**COMMITTED**"),
         ("atomic", "`add`", "COMMITTED", "`BatchClosedError` (stored)"),
         ("fast-fail", "`gap` frame", "OPEN", "**DRAINING** `BatchGapError` (partial)"),
         ("fast-ok", "`gap` frame", "OPEN", "·"),

@@ -139,7 +139,7 @@ async def test_what_is_no_position(js: JetStreamContext, make_store: Store, stre
         b'{"v":1,"seq":"1"}',
     ):
         await kv.put("r", value)
-        with pytest.raises(ValueError, match="no position"):
+        with pytest.raises(ValueError, match="not a position"):
             await store.fetch("r")
 
 

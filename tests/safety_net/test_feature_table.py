@@ -16,7 +16,6 @@ Connect = Callable[..., Awaitable[Client]]
 README = Path(__file__).parents[2] / "README.md"
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "the table says exactly_once works on 2.12.0")
 def test_the_table_says_that_exactly_once_needs_2_12_1() -> None:
     rows = [line for line in README.read_text().splitlines() if line.startswith("|") and "exactly_once" in line]
     assert any("2.12.1" in row for row in rows)
