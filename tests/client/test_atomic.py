@@ -418,7 +418,7 @@ class TestRefusedAtOnce:
     async def test_arguments_of_another_type(self, js: JetStreamContext, left: Any) -> None:
         batch: Any = jsx.AtomicBatch(js)
         for call in (batch.add("a", ack="yes"), batch.add_message(("a", b"")), batch.add_many([("a",)])):
-            with pytest.raises(TypeError, match=r"must be a bool|made of BatchMessage|a tuple of 1"):
+            with pytest.raises(TypeError, match=r"must be a bool|takes BatchMessage|a tuple of 1"):
                 await call
         for timeout in ("1", True):
             with pytest.raises(TypeError, match="timeout"):

@@ -101,18 +101,7 @@ async def test_a_subject_longer_than_the_control_line_is_refused(
     assert isinstance(outcome, LOCAL)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(
-            "atomic",
-            marks=pytest.mark.xfail(
-                strict=True, raises=AssertionError, reason=ISSUE + "a smaller max_payload after a reconnect is ignored"
-            ),
-        ),
-        "fast",
-    ],
-)
+@pytest.mark.parametrize("kind", ["atomic", "fast"])
 async def test_the_limit_of_the_server_that_is_connected_now_counts(
     server: NatsServer, connect: Connect, make_stream: MakeStream, within: Within, kind: str
 ) -> None:
