@@ -112,7 +112,7 @@ class StoredOffset:
         created: When that stream was created, in the server's words: sequences of another one of the same name say
             nothing.
         seq: The next sequence to read, from 1.
-        revision: The key's revision in the bucket; whoever commits next must have seen it.
+        revision: The key's revision in the bucket; the next commit must follow it.
         writer: A random id of the `OffsetStore` object that stored it.
     """
 
@@ -144,7 +144,7 @@ class StoredOffset:
                 )
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
             pass
-        raise ValueError(f"what is stored for {name!r} is no position: {data[:80]!r}")
+        raise ValueError(f"what is stored for {name!r} is not a position of a reader: {data[:80]!r}")
 
 
 class PositionedReader(Protocol):
