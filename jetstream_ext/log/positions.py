@@ -112,7 +112,7 @@ class StoredOffset:
         created: When that stream was created, in the server's words: sequences of another one of the same name say
             nothing.
         seq: The next sequence to read, from 1.
-        revision: The key's revision in the bucket; whoever commits next must have seen it.
+        revision: The key's revision in the bucket; the next commit must follow it.
         writer: A random id of the `OffsetStore` object that stored it.
     """
 
