@@ -40,11 +40,11 @@ from jetstream_ext.errors import (
     MaxPayloadError,
     ServerError,
 )
+from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.spark.errors import ReplayError, SinkError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Message, content, without_ids
-from jetstream_ext.types import StoredMsg
 
 _log = logging.getLogger("jetstream_ext.spark")
 
