@@ -1,4 +1,4 @@
-"""Check for the Java that Spark runs on, before Spark fails without saying so.
+"""Check for a Java that Spark runs on, because Spark itself fails without a clear error.
 
 Standard library only: the noxfile loads this file where the package's dependencies are not installed.
 """
@@ -27,7 +27,7 @@ _TIMEOUT = 30.0
 
 
 class JavaError(Exception):
-    """Say that Spark cannot run with the Java that is here, and how to get one it can run with."""
+    """Spark cannot run with the installed Java; the text says how to install another."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def require_java() -> Java:
         The launcher and its major version, `MINIMUM_JAVA` or newer.
 
     Raises:
-        JavaError: There is none, it does not run, or it is too old; the text says how to install one.
+        JavaError: Java is not installed, does not run, or is too old; the text says how to install one.
     """
     path = _find()
     try:
@@ -56,7 +56,7 @@ def require_java() -> Java:
     # Before Java 9 the major version was the second number: 1.8.0 is Java 8.
     version = re.search(r'version "(?:1\.)?(\d+)', answer)
     if done.returncode or version is None:
-        # macOS has a launcher that only tells people to install Java.
+        # macOS has a launcher that only asks the user to install Java.
         raise JavaError(f"{path} is not a working Java; it answers:\n{answer.strip()}\n{_ADVICE}")
     major = int(version[1])
     if major < MINIMUM_JAVA:
@@ -68,8 +68,8 @@ def _find() -> str:
     if home := os.environ.get("JAVA_HOME"):
         path = Path(home) / "bin" / ("java.exe" if sys.platform == "win32" else "java")
         if not path.is_file():
-            raise JavaError(f"JAVA_HOME is {home}, but there is no {path}.\n{_ADVICE}")
+            raise JavaError(f"JAVA_HOME is {home}, but {path} does not exist.\n{_ADVICE}")
         return str(path)
     if (found := shutil.which("java")) is None:
-        raise JavaError(f"there is no Java: JAVA_HOME is not set, and java is not on PATH.\n{_ADVICE}")
+        raise JavaError(f"Java was not found: JAVA_HOME is not set, and java is not on PATH.\n{_ADVICE}")
     return found

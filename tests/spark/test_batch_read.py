@@ -145,8 +145,8 @@ def test_a_schema_prunes(read: Callable[..., DataFrameReader], make: Callable[..
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        ("value binary", f"no column 'value'; the format has: {DDL}"),
-        ("data string", "column 'data' is binary, not string; declare it so and cast it"),
+        ("value binary", f"column 'value' does not exist; the format has: {DDL}"),
+        ("data string", "column 'data' is binary, not string; declare that type and cast the column"),
         ("seq int", "column 'seq' is bigint, not int"),
         ("time timestamp_ntz", "column 'time' is timestamp, not timestamp_ntz"),
         ("headers map<string,string>", "column 'headers' is map<string,array<string>>, not map<string,string>"),
@@ -235,7 +235,7 @@ def test_streams_are_checked_on_the_driver(
     assert f"stream '{missing}' does not exist" in text
     assert "PYTHON_DATA_SOURCE_ERROR" in text  # at planning: no task has failed
     text = failure(lambda: read().load(closed).collect())
-    assert f"stream '{closed}' has no allow_direct" in text
+    assert f"stream '{closed}': direct get is disabled" in text
     assert "nats stream edit" in text
 
 
@@ -278,7 +278,9 @@ def test_a_file_that_spark_ships(spark: SparkSession, with_js: Any, tmp_path: Pa
         shipped = spark.read.format("jetstream").options(servers=server.url, nkeyFile="shipped.nk")
         assert shipped.load("A").count() == 1
         missing = spark.read.format("jetstream").options(servers=server.url, nkeyFile="other.nk")
-        assert "'nkeyFile': there is no file 'other.nk' on this node" in failure(lambda: missing.load("A").count())
+        assert "'nkeyFile': the file 'other.nk' does not exist on this node" in failure(
+            lambda: missing.load("A").count()
+        )
 
 
 class TestCredentials:

@@ -130,7 +130,7 @@ def test_a_copy_of_a_stream(
         "concat('copy.', subject) AS subject", "data", "headers", "concat(stream, ':', seq) AS msgId"
     )
     text = failure(lambda: write(copy, other).save())
-    assert "its header 'Nats-Msg-Id' would tell the server to do something; set the option natsHeaders to strip" in text
+    assert "its header 'Nats-Msg-Id' is an instruction to the server; set the option natsHeaders to strip" in text
     for _ in range(2):
         write(copy, other, natsHeaders="strip").save()
     found = with_js(lambda js: jsx.DirectGet(js, other).scan().to_list())
@@ -152,9 +152,7 @@ class TestRefusals:
     def test_a_row_that_cannot_be_a_message(self, spark: SparkSession, make: Any, write: Any, stored: Any) -> None:
         name = make()
         frame = spark.sql(f"SELECT '{name}.a' AS subject, 'x' AS data, map('nats-rollup', 'all') AS headers")
-        text = (
-            "row 0 of partition 0 cannot be a message: its header 'nats-rollup' would tell the server to do something"
-        )
+        text = "row 0 of partition 0 cannot be a message: its header 'nats-rollup' is an instruction to the server"
         assert text in failure(lambda: write(frame, name).save())
         assert stored(name) == []
 
@@ -163,10 +161,10 @@ def test_sink_partitions_that_are_not_true(spark: SparkSession, make: Any, write
     name = make()
     options = {"semantics": "transactional", "writeId": "w"}
     text = failure(lambda: write(rows(spark, name, 2000, 2), name, sinkPartitions="3", **options).save())
-    assert "sinkPartitions says 3, but the rows came in 2 partitions; set it to 2" in text
+    assert "sinkPartitions is 3, but the rows had 2 partitions; set it to 2" in text
     assert len(stored(name)) == 2000
     text = failure(lambda: write(rows(spark, name, 2000, 3), name, sinkPartitions="3", **options).save())
-    assert "came in 2 partitions before, and in 3 now" in text
+    assert "had 2 partitions before, and has 3 now" in text
     write(rows(spark, name, 2000, 2), name, sinkPartitions="2", **options).save()
     assert len(stored(name)) == 2000
 
