@@ -19,18 +19,19 @@ from nats.js.kv import KeyValue
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import BinaryType, DataType, LongType, StringType, StructType, TimestampType
 
+from jetstream_ext.client.api import Api
+from jetstream_ext.client.context import Context
 from jetstream_ext.errors import HistoryUnavailableError
+from jetstream_ext.kv import KeyValueEntry, snapshot
+from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.spark.connection import ask, connected, run_on_driver
 from jetstream_ext.spark.errors import PlanningError
 from jetstream_ext.spark.options import AtSequence, AtTime, KvOptions
+from jetstream_ext.spark.planning import first_from, state_of
 from jetstream_ext.spark.source import check_schema, schema_of
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
-
-    from jetstream_ext.kv import KeyValueEntry
-    from jetstream_ext.protocol.stream_state import StreamState
-
-# Other modules of this package are imported where they are used: Spark imports this one in every session.
 
 _log = logging.getLogger("jetstream_ext.spark")
 
@@ -102,8 +103,6 @@ class JetStreamKvReader(DataSourceReader):
         Raises:
             JetStreamExtError: The read cannot work; the text says what to change.
         """
-        from jetstream_ext.spark.connection import run_on_driver
-
         return [
             KvPartition(part) for part in run_on_driver(self._options.connection, lambda js: plan_kv(js, self._options))
         ]
@@ -134,9 +133,6 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
         DirectGetDisabledError: The bucket lacks ``allow_direct``.
         TimeoutError: No answer within ``requestTimeout``.
     """
-    from jetstream_ext.client.context import Context
-    from jetstream_ext.spark.planning import state_of
-
     state = await state_of(context, f"KV_{options.bucket}")
     if state is None:
         raise PlanningError(
@@ -162,8 +158,6 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
 
 
 async def _revision(context: JetStreamContext, options: KvOptions, state: StreamState, last: int) -> int:
-    from jetstream_ext.spark.planning import first_from
-
     if isinstance(options.as_of, AtSequence):
         if options.as_of.seq > state.last_seq:
             raise PlanningError(
@@ -200,10 +194,6 @@ async def _list_keys(context: JetStreamContext, options: KvOptions, state: Strea
 
 async def _list_subjects(context: JetStreamContext, stream: str, pattern: str) -> tuple[list[str], int, bool]:
     """Return the subjects of a stream, the revision at the first page, and whether no page can lack a subject."""
-    from jetstream_ext.client.api import Api
-    from jetstream_ext.client.context import Context
-    from jetstream_ext.spark.connection import ask
-
     js = Context(context)
     subjects: dict[str, Any] = {}
     offset, last, total, complete = 0, 0, -1, True
@@ -232,8 +222,6 @@ def read_keys(options: KvOptions, schema: StructType, part: KeyRange) -> Iterato
         HistoryUnavailableError: Keys changed since, and the read is strict.
         JetStreamExtError: The read failed; Spark tries the task again.
     """
-    from jetstream_ext.spark.connection import connected
-
     with connected(options.connection, "executor") as (lease, context):
         for entries in lease.iterate(_read(context, options, part)):
             yield _batch(schema, entries)
@@ -249,7 +237,12 @@ async def _read(
         entries, unavailable = await _snapshot(bucket, keys, part.revision, options)
         if unavailable:
             if options.strict:
-                raise _history_unavailable(options, part, unavailable)
+                raise HistoryUnavailableError(
+                    f"bucket {options.bucket!r}: {len(unavailable)} keys of {len(part.keys)} changed after revision "
+                    f"{part.revision}, and their values then are no longer stored (such as {unavailable[0]!r}); keep more "
+                    "history, or use consistency=latest",
+                    keys=unavailable,
+                )
             entries |= (await _snapshot(bucket, unavailable, None, options))[0]
         if entries:
             yield list(entries.values())
@@ -259,8 +252,6 @@ async def _snapshot(
     bucket: KeyValue, keys: Sequence[str], revision: int | None, options: KvOptions
 ) -> tuple[dict[str, KeyValueEntry], tuple[str, ...]]:
     """Return the entries of `keys` at a revision (None is now), and the keys whose entry is no longer known."""
-    from jetstream_ext.kv import snapshot
-
     wanted = frozenset(keys)
     for filters in (keys, None):
         try:
@@ -271,14 +262,6 @@ async def _snapshot(
         entries = {key: entry for key, entry in found.items() if key in wanted}
         return entries, tuple(key for key in found.unavailable if key in wanted)
     raise AssertionError("a snapshot of the whole bucket has no filters to refuse")
-
-
-def _history_unavailable(options: KvOptions, part: KeyRange, keys: Sequence[str]) -> Exception:
-    return HistoryUnavailableError(
-        f"bucket {options.bucket!r}: {len(keys)} keys of {len(part.keys)} changed after revision {part.revision}, and "
-        f"their values then are no longer stored (such as {keys[0]!r}); keep more history, or use consistency=latest",
-        keys=tuple(keys),
-    )
 
 
 def _batch(schema: StructType, entries: Sequence[KeyValueEntry]) -> RecordBatch:

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError, ServiceUnavailableError
@@ -242,15 +242,7 @@ def _is_subject(text: str) -> bool:
 # -- what the leader says -----------------------------------------------------------------------------------------
 
 
-class LossPolicy(Protocol):
-    """Whether data loss is an error."""
-
-    @property
-    def fail_on_data_loss(self) -> bool:
-        """Fail, or log a warning and continue."""
-
-
-def report_data_loss(options: LossPolicy, what: str) -> None:
+def report_data_loss(options: ReadOptions, what: str) -> None:
     """Raise `DataLossError`, or log a warning where the user chose to continue."""
     if options.fail_on_data_loss:
         raise DataLossError(f"{what} (to read what there is, set failOnDataLoss to false)")

@@ -16,15 +16,16 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import ArrayType, BinaryType, DataType, LongType, MapType, StringType, StructType, TimestampType
 
+from jetstream_ext.spark.connection import run_on_driver
 from jetstream_ext.spark.errors import OptionError, SchemaError
 from jetstream_ext.spark.options import ReadOptions, WriteOptions
+from jetstream_ext.spark.planning import PushedFilters, parse_pushed_filters, plan_read
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
-    from jetstream_ext.spark.planning import PushedFilters
-
-# Other modules of this package are imported where they are used: Spark imports this one in every session.
+# Imported where they are used, because Spark imports this module in every session: `reading` (and with it pyarrow),
+# `sink` and `streaming`.
 
 _COLUMNS: dict[str, DataType] = {
     "stream": StringType(),
@@ -128,8 +129,6 @@ class JetStreamReader(DataSourceReader):
         Raises:
             JetStreamExtError: The read cannot work; the text says what to change.
         """
-        from jetstream_ext.spark.connection import run_on_driver
-        from jetstream_ext.spark.planning import plan_read
         from jetstream_ext.spark.reading import JetStreamPartition
 
         parts = run_on_driver(self._options.connection, lambda context: plan_read(context, self._options, self._pushed))
@@ -152,8 +151,6 @@ class PushDownReader(JetStreamReader):
 
     def pushFilters(self, filters: list[Any]) -> Iterator[Any]:  # noqa: N802 - Spark's name
         """Narrow the read by `filters`; return all of them, for Spark to apply as well."""
-        from jetstream_ext.spark.planning import parse_pushed_filters
-
         self._pushed = parse_pushed_filters(filters)
         return iter(filters)
 
