@@ -334,3 +334,19 @@ class TestLoss:
         with pytest.raises(PlanningError, match=f"has {retention} retention.*allowUnstableRetention"):
             await follower(name).initial(js)
         assert seqs(await follower(name, allowUnstableRetention="true").initial(js)) == {name: 0}
+
+
+async def test_every_decision_is_a_debug_record(
+    js: JetStreamContext, make: Callable[..., Awaitable[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "jetstream_ext.spark")
+    name = await make(10)
+    query = follower(name)
+    start = await query.initial(js)
+    end = await query.latest(js, start, None)
+    await query.plan(js, start, end)
+    await query.freeze(js)
+    records = [one.getMessage() for one in caplog.records if one.name == "jetstream_ext.spark"]
+    starts = ["the query starts", "the next micro-batch ends", "planned 2 partitions", "the query ends"]
+    assert [text for text, start in zip(records, starts, strict=True) if not text.startswith(start)] == []
+    assert all(f"'{name}'" in text for text in records)

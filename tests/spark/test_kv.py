@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from nats.js import JetStreamContext
-from nats.js.api import KeyValueConfig
+from nats.js.api import KeyValueConfig, StreamConfig, StreamSource
 from nats.js.errors import NoStreamResponseError
 from nats.js.kv import KeyValue
 from pyspark.sql.datasource import CaseInsensitiveDict
@@ -265,6 +265,21 @@ def test_buckets_that_cannot_be_read(with_js: Any, read: Read, stream_name: Call
     with_js(create)
     with pytest.raises(DirectGetDisabledError, match="direct get is disabled; enable it"):
         read(name)
+
+
+def test_a_mirror_bucket_names_the_bucket_to_read(with_js: Any, read: Read, make: Callable[..., str]) -> None:
+    origin = make(ten)
+    mirror = f"{origin}M"
+    config = StreamConfig(name=f"KV_{mirror}", mirror=StreamSource(name=f"KV_{origin}"), allow_direct=True)
+    with_js(lambda js: js.add_stream(config))
+    with pytest.raises(PlanningError, match=f"'{mirror}' is a mirror of bucket '{origin}'; read that one"):
+        read(mirror)
+
+
+def test_a_key_that_clients_refuse_is_read(with_js: Any, read: Read, make: Callable[..., str]) -> None:
+    bucket = make(ten)
+    with_js(lambda js: js.publish(f"$KV.{bucket}.ключ", b"odd"))
+    assert values(read(bucket)) == TEN | {"ключ": b"odd"}
 
 
 @pytest.mark.timeout(300)
