@@ -115,7 +115,7 @@ def state(error: JetStreamExtError) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", sorted(TREE))
-def test_bases(name: str) -> None:
+def test_every_class_has_the_bases_of_the_contract(name: str) -> None:
     for base in TREE[name]:
         assert issubclass(getattr(errors, name), base)
 
@@ -125,7 +125,7 @@ def test_the_tree_has_these_classes_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_each_goes_by_the_name_that_it_is_imported_by(cls: type[JetStreamExtError]) -> None:
+def test_every_class_names_its_public_module(cls: type[JetStreamExtError]) -> None:
     assert pickle.loads(pickle.dumps(cls)) is cls
     assert f"{cls.__module__}.{cls.__qualname__}" == f"jetstream_ext.errors.{cls.__name__}"
     get_type_hints(cls)  # whose names are looked up in the module that the class says it is of
@@ -153,7 +153,7 @@ def test_an_unknown_code_is_a_plain_server_error(code: int | None) -> None:
     assert "who knows" in str(error)
 
 
-def test_the_codes_of_the_drafts_are_not_taken_for_fast_ingest() -> None:
+def test_the_codes_of_the_drafts_are_not_fast_ingest_errors() -> None:
     assert 10203 not in errors.SERVER_ERRORS
     assert errors.SERVER_ERRORS[10204] is errors.ConsumerInvalidResetError
 
@@ -165,13 +165,13 @@ class TestEveryClass:
         assert str(error) == cls.__name__
         assert state(pickle.loads(pickle.dumps(error))) == state(error)
 
-    def test_keeps_what_it_is_given(self, cls: type[JetStreamExtError]) -> None:
+    def test_keeps_its_arguments(self, cls: type[JetStreamExtError]) -> None:
         given = arguments(cls)
         error = cls(**given)
         for name, value in given.items():
             assert getattr(error, name) == value
 
-    def test_survives_pickling_with_everything(self, cls: type[JetStreamExtError]) -> None:
+    def test_survives_pickling_with_its_fields(self, cls: type[JetStreamExtError]) -> None:
         error = cls(**arguments(cls))
         for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
             assert state(pickle.loads(pickle.dumps(error, protocol))) == state(error)
@@ -185,7 +185,7 @@ class TestEveryClass:
         assert (str(again.__cause__), again.__cause__.frame) == ("below", b"x")
         assert again.__suppress_context__
 
-    def test_without_a_cause_pickling_makes_none_up(self, cls: type[JetStreamExtError]) -> None:
+    def test_pickling_adds_no_cause(self, cls: type[JetStreamExtError]) -> None:
         again = pickle.loads(pickle.dumps(cls("x")))
         assert again.__cause__ is None
         assert not again.__suppress_context__
@@ -234,17 +234,17 @@ def test_a_refused_batch_is_the_server_s_class_and_a_batch_error(code: int) -> N
     assert state(pickle.loads(pickle.dumps(refusal))) == state(refusal)
 
 
-def test_a_refused_batch_with_an_unknown_code_is_both_too() -> None:
+def test_a_refused_batch_with_an_unknown_code_is_a_batch_server_error() -> None:
     refusal = errors.batch_refusal(errors.server_error(code=500, err_code=10052, description="?"), "no", **BATCH)
     assert type(refusal) is BatchServerError
     assert refusal.outcome == "partial"
 
 
-def test_a_frame_is_kept_in_part_only() -> None:
+def test_a_frame_is_truncated() -> None:
     assert len(errors.ResponseError("x", frame=bytes(5000)).frame) == 1024
 
 
-def test_values_are_copied_in() -> None:
+def test_values_are_copied() -> None:
     diff: dict[str, tuple[Any, Any]] = {"a": (1, 2)}
     error = errors.StreamConfigMismatchError("x", diff=diff)
     diff.clear()

@@ -38,12 +38,12 @@ SAYS = {
 }
 
 
-def test_there_is_an_expectation_for_each() -> None:
+def test_every_example_has_an_expectation() -> None:
     assert [path.stem for path in EXAMPLES] == sorted(SAYS)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_it_is_short(path: Path) -> None:
+def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) < LONGEST
 
 

@@ -1,4 +1,4 @@
-"""Who may import what, and what `import jetstream_ext` offers."""
+"""Which modules may import which, and the names that `import jetstream_ext` exports."""
 
 import ast
 import importlib.metadata
@@ -19,7 +19,7 @@ PROTOCOL = sorted((PACKAGE / "protocol").rglob("*.py"))
 IMPURE = {"asyncio", "socket", "time", "random", "secrets", "uuid", "nats", "pyspark", "threading", "os"}
 SPARK = {"pyspark", "pyarrow", "pandas"}
 OWN = {"self", "cls", "other", "copy"}
-DOOR = PACKAGE / "client" / "connection.py"
+CONNECTION = PACKAGE / "client" / "connection.py"
 
 # The names of the contract that exist so far; a new one is added here and in the documentation.
 DOCUMENTED = {
@@ -88,19 +88,19 @@ def tops(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", PROTOCOL, ids=name_of)
-def test_the_machines_know_no_io_clock_or_randomness(path: Path) -> None:
+def test_protocol_modules_use_no_io_clock_or_randomness(path: Path) -> None:
     assert tops(path).isdisjoint(IMPURE)
 
 
 @pytest.mark.parametrize("path", PROTOCOL, ids=name_of)
-def test_the_machines_know_no_shell(path: Path) -> None:
+def test_protocol_modules_import_only_protocol_errors_and_types(path: Path) -> None:
     ours = {module for module in imported(path) if module.startswith("jetstream_ext.")}
     allowed = ("jetstream_ext.protocol", "jetstream_ext.errors", "jetstream_ext.types")
     assert not {module for module in ours if not module.startswith(allowed)}
 
 
 @pytest.mark.parametrize("path", [PACKAGE / "types.py", *(PACKAGE / "errors").glob("*.py")], ids=name_of)
-def test_values_and_errors_know_no_shell(path: Path) -> None:
+def test_types_and_errors_import_only_protocol(path: Path) -> None:
     ours = {module.split(".")[1] for module in imported(path) if module.startswith("jetstream_ext.")}
     assert ours <= {"types", "errors", "protocol"}
 
@@ -144,13 +144,13 @@ def test_the_search_for_private_attributes_finds_them(source: str, count: int) -
     assert len(list(private_accesses(source))) == count
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if path != DOOR], ids=name_of)
-def test_only_the_door_touches_private_attributes_of_others(path: Path) -> None:
+@pytest.mark.parametrize("path", [path for path in MODULES if path != CONNECTION], ids=name_of)
+def test_only_the_connection_module_touches_private_attributes_of_others(path: Path) -> None:
     assert list(private_accesses(path.read_text(encoding="utf-8"))) == []
 
 
-def test_the_door_is_where_nats_py_s_internals_are_used() -> None:
-    assert len(list(private_accesses(DOOR.read_text(encoding="utf-8")))) > 5
+def test_the_connection_module_uses_nats_py_s_internals() -> None:
+    assert len(list(private_accesses(CONNECTION.read_text(encoding="utf-8")))) > 5
 
 
 def test_import_loads_nothing_heavy() -> None:
@@ -178,7 +178,7 @@ def test_every_exported_name_exists(name: str) -> None:
     assert getattr(jetstream_ext, name) is not None
 
 
-def test_nothing_else_is_exported_by_accident() -> None:
+def test_nothing_else_is_exported() -> None:
     public = {
         name
         for name, value in vars(jetstream_ext).items()

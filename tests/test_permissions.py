@@ -1,4 +1,4 @@
-"""The page on permissions: a user who has just what a row says can make the call, and without any of it cannot."""
+"""The page on permissions: the permissions of each row are sufficient for the call, and each of them is needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jetstream_ext.testing import NatsServer
 
 PAGE = Path(__file__).parents[1] / "docs" / "permissions.md"
 NAMES = {"<stream>": "S", "<subject>": "s.a", "<consumer>": "C", "<bucket>": "B", "<origin>": "O", "<output>": "T"}
-ASK_NOBODY = {"ttl_headers", "marker_reason", "with_ttl"}
+WITHOUT_REQUESTS = {"ttl_headers", "marker_reason", "with_ttl"}
 
 Call = Callable[[JetStreamContext], Awaitable[Any]]
 
@@ -113,7 +113,7 @@ async def read_log(js: JetStreamContext) -> None:
 async def offsets(js: JetStreamContext) -> None:
     started = log.LogReader(js, "S", start=log.Seq(1), patience=js._timeout)
     store = await log.OffsetStore(js, "B", patience=js._timeout).create()
-    name = uuid.uuid4().hex  # whoever lacks a permission may have stored a position, and nobody else has fetched it
+    name = uuid.uuid4().hex  # a call that lacks a permission may have stored a position; no other call uses this name
     await store.commit(started, name=name)
     assert (await store.fetch(name)) is not None
 
@@ -160,7 +160,7 @@ CALLS: dict[str, Call] = {
     "log.OffsetStore": offsets,
     "log.exactly_once": work,
 }
-DOES_WITHOUT = {"features"}  # then the greeting has to do
+WORKS_WITHOUT = {"features"}  # it falls back to the connected server's INFO
 SAME_AND = {"reset_consumer(time=)": "reset_consumer", "log.exactly_once": "log.LogReader"}
 NEEDS = {row: [*(allowed(SAME_AND[row]) if row in SAME_AND else []), *allowed(row)] for row in CALLS}
 NEEDS["log.exactly_once"] += ["t.>"]
@@ -209,7 +209,7 @@ async def attempt(url: str, name: str, call: Call, timeout: float, refused: list
 
 
 @pytest.mark.parametrize("row", CALLS)
-async def test_a_row_is_enough_and_none_of_it_too_much(row: str) -> None:
+async def test_the_permissions_of_a_row_are_sufficient_and_each_is_needed(row: str) -> None:
     needs = NEEDS[row]
     if row == "source_health":
         needs = ["$JS.API.STREAM.INFO.S", "$JS.API.STREAM.INFO.P", "$JS.API.CONSUMER.INFO.O.C"]
@@ -227,7 +227,7 @@ async def test_a_row_is_enough_and_none_of_it_too_much(row: str) -> None:
                 subject = name.partition(" ")[2].rstrip(">").lower()
                 assert any(subject in error for error in refused), f"{name}: {refused}"
             else:
-                assert row in DOES_WITHOUT, f"{row} did not need what it was {name}"
+                assert row in WORKS_WITHOUT, f"{row} did not need what it was {name}"
 
         async with asyncio.TaskGroup() as group:
             for name in lacking:
@@ -264,5 +264,5 @@ def test_every_call_is_on_the_page() -> None:
     asks = {name for name in jsx.__all__ if name[0].islower()} | {"DirectGet", "AtomicBatch", "FastPublisher"}
     asks |= {f"kv.{name}" for name in kvx.__all__ if name[0].islower()}
     asks |= {"log.LogReader", "log.OffsetStore", "log.exactly_once"}
-    assert {name for name in asks - ASK_NOBODY if not re.search(rf"\b{re.escape(name)}\b", page)} == set()
+    assert {name for name in asks - WITHOUT_REQUESTS if not re.search(rf"\b{re.escape(name)}\b", page)} == set()
     assert {calls.replace("`", "") for calls, _ in rows()} == {*CALLS, "watch_abandoned"}

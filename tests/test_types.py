@@ -75,7 +75,7 @@ def test_a_flow_error_is_frozen_hashable_and_picklable() -> None:
     assert (again.seq, again.error.err_code, str(again.error)) == (3, 10071, str(value.error))
 
 
-def test_never_stays_the_one_and_only() -> None:
+def test_never_is_a_singleton() -> None:
     assert pickle.loads(pickle.dumps(jsx.NEVER)) is jsx.NEVER
     assert copy.deepcopy(jsx.NEVER) is jsx.NEVER
     assert repr(jsx.NEVER) == "NEVER"
@@ -85,7 +85,7 @@ def test_never_stays_the_one_and_only() -> None:
     ("first", "seq", "last"),
     [(3, 5, 4), (4, 5, 4), (3, 2, 3)],  # the last: a sequence that went backwards, as 2.15.1 reports it
 )
-def test_a_gap_knows_the_last_lost_message(first: int, seq: int, last: int) -> None:
+def test_a_gap_has_its_last_lost_sequence(first: int, seq: int, last: int) -> None:
     assert jsx.BatchFlowGap(first, seq).last_lost == last
 
 
@@ -98,7 +98,7 @@ def test_the_enums_are_their_wire_text() -> None:
     assert jsx.GapMode("fail") is jsx.GapMode.FAIL
 
 
-def test_a_batch_message_has_headers_of_its_own() -> None:
+def test_a_batch_message_copies_its_headers() -> None:
     headers = {"A": "1"}
     message = jsx.BatchMessage("a", headers=headers)
     headers["A"] = "2"
@@ -113,7 +113,7 @@ def test_a_batch_message_takes_what_add_takes() -> None:
 
 
 class TestStoredMsg:
-    def test_has_what_the_reply_said(self) -> None:
+    def test_has_the_fields_of_the_reply(self) -> None:
         message = stored(b"X-U: v5\r\nY: z\r\n")
         assert (message.stream, message.subject, message.seq, message.data) == ("S", "a.b", 5, b"payload")
         assert message.headers == {"X-U": "v5", "Y": "z"}
@@ -138,7 +138,7 @@ class TestStoredMsg:
         assert message.time.utcoffset() == timedelta(0)
 
     @pytest.mark.parametrize("year", [1, 1901, 1970, 2262, 9999])
-    def test_time_reaches_as_far_as_datetime(self, year: int) -> None:
+    def test_time_covers_the_range_of_datetime(self, year: int) -> None:
         message = stored(time=b"%04d-01-01T00:00:00.000001Z" % year)
         assert message.time == datetime(year, 1, 1, 0, 0, 0, 1, tzinfo=UTC)
 
@@ -147,7 +147,7 @@ class TestStoredMsg:
         assert message.time_ns % 1000 == 403
         assert message.time.microsecond == 295_694
 
-    def test_decodes_when_asked_and_not_before(self) -> None:
+    def test_decodes_on_access(self) -> None:
         message = stored(b"K\xff: v\xff\r\n", time=b"not a time")
         assert message.data == b"payload"  # a bulk read that wants payloads only never sees the bad time
         assert message.headers == {"K\ufffd": "v\ufffd"}
@@ -157,7 +157,7 @@ class TestStoredMsg:
             _ = message.time
 
     @pytest.mark.parametrize("time", [b"2026-11-20T21:23:31", b"2026-11-20T21:23:31+01:00", b"2026-11-20T21:23:31\xff"])
-    def test_time_is_never_of_another_zone_or_none(self, time: bytes) -> None:
+    def test_time_is_always_utc(self, time: bytes) -> None:
         message = stored(time=time)
         for read in (lambda: message.time, lambda: message.time_ns):
             with pytest.raises(ResponseError, match="not RFC 3339"):
@@ -175,7 +175,7 @@ class TestStoredMsg:
         message.headers["K"] = "changed"
         assert message.headers == {"K": "v"}
 
-    def test_copies_the_headers_it_is_made_of(self) -> None:
+    def test_copies_its_headers(self) -> None:
         given = {"K": "v"}
         message = jsx.StoredMsg(stream="S", subject="a", seq=1, headers=given)
         given["K"] = "changed"
@@ -215,7 +215,7 @@ class TestStoredMsg:
         assert again.time_ns == lazy.time_ns
         assert copy.deepcopy(lazy) == lazy
 
-    def test_is_not_to_be_inherited_from(self) -> None:
+    def test_is_final(self) -> None:
         assert getattr(jsx.StoredMsg, "__final__", False)
 
     def test_repr_shows_everything(self) -> None:

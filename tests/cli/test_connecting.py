@@ -1,4 +1,4 @@
-"""Where a command connects to, as whom, and that no secret of it is shown."""
+"""Where and as which user a command connects, and that it shows no secrets."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_a_refused_and_an_accepted_password_are_not_shown(run: Run, ok: Json) ->
         assert (shown.exit_code, guarded.url in shown.stdout, "s3cret" in shown.output) == (0, True, False)
 
 
-def test_a_password_goes_before_credentials_as_in_the_nats_tool(ok: Json) -> None:
+def test_a_password_precedes_credentials_as_in_the_nats_tool(ok: Json) -> None:
     with NatsServer(config="authorization { user: u, password: p }") as guarded:
         write_context("both", url=guarded.url, user="u", password="p", token="other", nkey="/no/such/file")
         assert ok("doctor", "--context", "both", url=None)["streams"] == []
 
 
-def test_contexts_that_are_none(run: Run) -> None:
+def test_invalid_contexts_are_refused(run: Run) -> None:
     write_context("flag", tls_first="yes")
     write_context("number", token=5)
     for name, words in {"flag": "'tls_first' is not true or false", "number": "'token' is not a text"}.items():
@@ -81,7 +81,7 @@ def test_durations_are_those_of_the_nats_tool(ok: Json, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0s", "-1s", "5x", "s", "1e999", "1 s"])
-def test_what_is_no_duration(run: Run, text: str) -> None:
+def test_invalid_durations_are_refused(run: Run, text: str) -> None:
     done = run("doctor", "--timeout", text)
     assert (done.exit_code, "is no duration" in done.stderr) == (2, True)
 
@@ -98,7 +98,7 @@ def test_a_websocket_needs_a_package(run: Run, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_a_server_without_tls_gets_no_password_where_tls_is_wanted(run: Run) -> None:
+def test_a_server_without_tls_gets_no_password_if_tls_is_required(run: Run) -> None:
     with NatsServer(config="authorization { user: u, password: p }") as plain:
         place = plain.url.removeprefix("nats://")
         done = run("doctor", f"tls://u:p@{place}")
@@ -114,7 +114,9 @@ def test_a_server_without_tls_gets_no_password_where_tls_is_wanted(run: Run) -> 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 @pytest.mark.parametrize("first", [False, True])
-def test_tls(process: Callable[..., subprocess.Popen[str]], run: Run, tmp_path: Path, first: bool) -> None:
+def test_tls_with_and_without_handshake_first(
+    process: Callable[..., subprocess.Popen[str]], run: Run, tmp_path: Path, first: bool
+) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     subprocess.run(
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost "
@@ -133,5 +135,5 @@ def test_tls(process: Callable[..., subprocess.Popen[str]], run: Run, tmp_path: 
                 shown, said = asking.communicate(timeout=60)
             assert (asking.returncode, said) == (0, "")
             assert json.loads(shown)["streams"] == []
-        done = run("doctor", server.url, "--timeout", "2s")  # a certificate that nobody trusts
+        done = run("doctor", server.url, "--timeout", "2s")  # a certificate that is not trusted
         assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output

@@ -57,7 +57,7 @@ def payloads(url: str, stream: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
-def test_every_payload_comes_back(
+def test_every_payload_survives_export_and_ingest(
     server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str], suffix: str
 ) -> None:
     one, two, out = stream_name(), stream_name(), tmp_path / f"out.{suffix}"
@@ -67,7 +67,7 @@ def test_every_payload_comes_back(
     assert payloads(server.url, two) == list(AWKWARD)
 
 
-def test_a_json_line_is_stored_as_it_stands(
+def test_a_json_line_is_stored_unchanged(
     server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, rows = stream_name(), tmp_path / "rows.jsonl"
@@ -76,7 +76,9 @@ def test_a_json_line_is_stored_as_it_stands(
     assert payloads(server.url, stream) == [(DIGITS % stream).encode()] * 2
 
 
-def test_files_that_would_be_stored_in_part(run: Run, tmp_path: Path, stream_name: Callable[[], str]) -> None:
+def test_files_that_would_be_stored_partially_are_refused(
+    run: Run, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
     stream, twice, pipe = stream_name(), tmp_path / "twice.csv", tmp_path / "pipe.csv"
     twice.write_text("to,to\na,b\n")
     os.mkfifo(pipe)
@@ -85,7 +87,7 @@ def test_files_that_would_be_stored_in_part(run: Run, tmp_path: Path, stream_nam
         assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
 
 
-def test_one_row_and_none(run: Run, tmp_path: Path, stream_name: Callable[[], str]) -> None:
+def test_files_with_one_row_and_without_rows(run: Run, tmp_path: Path, stream_name: Callable[[], str]) -> None:
     stream, rows, out = stream_name(), tmp_path / "rows.csv", tmp_path / "out.csv"
     rows.write_text("a\n1\n")
     how = ("ingest", rows, "--stream", stream, "--subject", stream, "--create", stream)
@@ -95,7 +97,7 @@ def test_one_row_and_none(run: Run, tmp_path: Path, stream_name: Callable[[], st
     assert run(*how).stderr.endswith("; nothing is stored\n")
 
 
-def test_a_refused_row_is_named_with_the_server_s_reason(
+def test_a_refused_row_is_reported_with_the_server_s_reason(
     server: NatsServer, run: Run, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, rows = stream_name(), tmp_path / "rows.csv"
@@ -113,7 +115,7 @@ def test_a_refused_row_is_named_with_the_server_s_reason(
         assert "code=" not in done.stderr
 
 
-def test_an_export_that_could_not_begin_leaves_nothing(
+def test_an_export_that_cannot_start_leaves_nothing(
     server: NatsServer, run: Run, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream = stream_name()
@@ -130,7 +132,7 @@ def test_an_export_that_could_not_begin_leaves_nothing(
     assert [path.name for path in tmp_path.glob("out*")] == []
 
 
-def test_ctrl_c_while_the_parquet_file_is_made(
+def test_ctrl_c_while_the_parquet_file_is_written(
     server: NatsServer, process: Start, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, out = stream_name(), tmp_path / "out.parquet"
@@ -153,7 +155,7 @@ def test_ctrl_c_while_the_parquet_file_is_made(
     assert pq.read_table(out)["seq"].to_pylist() == list(range(1, 100_001))
 
 
-def test_the_server_dies_while_it_is_read(
+def test_an_export_of_a_killed_server_can_be_resumed(
     process: Start, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, out = stream_name(), tmp_path / "out.jsonl"
@@ -178,7 +180,7 @@ def test_the_server_dies_while_it_is_read(
     assert [json.loads(line)["data"] for line in out.read_text().splitlines()] == [str(n) for n in range(100_000)]
 
 
-def test_client_and_server_are_killed_and_each_row_is_there_once(
+def test_after_client_and_server_are_killed_each_row_is_stored_once(
     process: Start, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, rows, count = stream_name(), tmp_path / "rows.csv", 100_000

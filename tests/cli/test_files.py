@@ -56,7 +56,9 @@ def write_rows(path: Path, stream: str, count: int = 3) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
-def test_there_and_back(ok: Json, run: Run, tmp_path: Path, stream_name: Callable[[], str], suffix: str) -> None:
+def test_a_round_trip_keeps_every_row(
+    ok: Json, run: Run, tmp_path: Path, stream_name: Callable[[], str], suffix: str
+) -> None:
     one, two = stream_name(), stream_name()
     rows, out = tmp_path / f"rows.{suffix}", tmp_path / f"out.{suffix}"
     write_rows(rows, one)
@@ -75,7 +77,7 @@ def test_there_and_back(ok: Json, run: Run, tmp_path: Path, stream_name: Callabl
     assert json.loads(json.loads(line)["data"]) == {"to": f"{one}.1", "name": NAMES[1], "n": "1"}
 
 
-def test_rows_go_to_their_column_subject(ok: Json, run: Run, tmp_path: Path, stream_name: Callable[[], str]) -> None:
+def test_the_subject_column_is_the_subject(ok: Json, run: Run, tmp_path: Path, stream_name: Callable[[], str]) -> None:
     stream, rows = stream_name(), tmp_path / "rows.csv"
     rows.write_text(f"subject,n\n{stream}.a,1\n{stream}.b,2\n")
     assert ok("ingest", rows, "--stream", stream, "--create", f"{stream}.>")["rows"] == 2
@@ -86,7 +88,7 @@ def test_rows_go_to_their_column_subject(ok: Json, run: Run, tmp_path: Path, str
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
-def test_payloads_that_are_no_text_survive(
+def test_binary_payloads_survive(
     server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str], suffix: str
 ) -> None:
     one, two = stream_name(), stream_name()
@@ -98,7 +100,9 @@ def test_payloads_that_are_no_text_survive(
     assert json.loads((tmp_path / "again.jsonl").read_text())["data_base64"] == "/wA="
 
 
-def test_an_ingest_goes_on_where_the_stream_says(ok: Json, tmp_path: Path, stream_name: Callable[[], str]) -> None:
+def test_a_resumed_ingest_continues_after_the_stored_rows(
+    ok: Json, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
     stream, rows = stream_name(), tmp_path / "rows.csv"
     write_rows(rows, stream, 100)
     how = ("ingest", rows, "--stream", stream, "--subject-from", "to", "--create", f"{stream}.>")
@@ -107,7 +111,7 @@ def test_an_ingest_goes_on_where_the_stream_says(ok: Json, tmp_path: Path, strea
     assert (again["rows"], again["skipped"], again["sent"]) == (100, 100, 0)
 
 
-def test_a_bad_row_is_named_and_everything_before_it_is_stored(
+def test_a_malformed_row_is_reported_and_all_rows_before_it_are_stored(
     run: Run, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, rows = stream_name(), tmp_path / "rows.jsonl"
@@ -124,7 +128,7 @@ def test_a_bad_row_is_named_and_everything_before_it_is_stored(
     assert ok("export", stream, tmp_path / "out.csv")["messages"] == 3
 
 
-def test_ctrl_c_ends_an_export_that_can_go_on(
+def test_an_export_stopped_with_ctrl_c_can_be_resumed(
     server: NatsServer,
     process: Callable[..., subprocess.Popen[str]],
     ok: Json,
@@ -152,7 +156,7 @@ def test_ctrl_c_ends_an_export_that_can_go_on(
         assert [int(row["seq"]) for row in csv.DictReader(file)] == list(range(1, 100_001))
 
 
-def test_ctrl_c_ends_an_ingest_at_a_known_row(
+def test_an_ingest_stopped_with_ctrl_c_ends_at_a_known_row(
     process: Callable[..., subprocess.Popen[str]], ok: Json, run: Run, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, rows = stream_name(), tmp_path / "rows.csv"
@@ -174,7 +178,7 @@ def test_ctrl_c_ends_an_ingest_at_a_known_row(
     assert ok("export", stream, out)["messages"] == 200_000
 
 
-def test_a_full_disk_is_one_line_and_the_export_goes_on(
+def test_a_full_disk_is_one_line_and_the_export_can_be_resumed(
     server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, out = stream_name(), tmp_path / "out.jsonl"
@@ -196,7 +200,7 @@ def test_a_full_disk_is_one_line_and_the_export_goes_on(
     assert [json.loads(line)["seq"] for line in out.read_text().splitlines()] == list(range(1, 5_001))
 
 
-def test_an_empty_stream_and_an_existing_file(
+def test_an_empty_stream_is_exported_and_an_existing_file_is_kept(
     server: NatsServer, ok: Json, run: Run, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, out = stream_name(), tmp_path / "out.parquet"

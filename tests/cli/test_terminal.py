@@ -49,7 +49,7 @@ def letters(text: str) -> str:
 
 
 @pytest.mark.parametrize("width", [40, 80])
-def test_nothing_is_cut_where_there_is_little_room(
+def test_nothing_is_cut_on_a_narrow_terminal(
     server: NatsServer, run: Run, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -68,7 +68,7 @@ def test_nothing_is_cut_where_there_is_little_room(
         assert letters(table).count(char) >= number
 
 
-def test_no_escape_sequence_of_others_reaches_a_terminal(ok: Json, run: Run) -> None:
+def test_no_foreign_escape_sequence_reaches_the_terminal(ok: Json, run: Run) -> None:
     stream = "X\"'"
     with NatsServer() as server:
         with_js(server.url, lambda js: js.add_stream(name=stream, subjects=["x"]))
@@ -90,7 +90,7 @@ def test_no_escape_sequence_of_others_reaches_a_terminal(ok: Json, run: Run) -> 
         assert ok("doctor", "--stream", stream, url=server.url)["streams"][0]["lacks"] == []
 
 
-def test_a_terminal_that_lacks_a_character(server: NatsServer, stream_name: Callable[[], str]) -> None:
+def test_a_terminal_without_a_character_is_no_error(server: NatsServer, stream_name: Callable[[], str]) -> None:
     name = stream_name()
     bucket(server.url, name, {"a": "Zoë…".encode()})
     said = {}
@@ -108,7 +108,7 @@ def test_a_terminal_that_lacks_a_character(server: NatsServer, stream_name: Call
     assert json.loads(said[True])["entries"]["a"]["value"] == "Zoë…"
 
 
-def test_nobody_listens_any_more(server: NatsServer) -> None:
+def test_a_closed_pipe_ends_the_command(server: NatsServer) -> None:
     command = [sys.executable, "-m", "jetstream_ext.cli", "doctor", "--json", server.url]
     reader, writer = os.pipe()
     os.close(reader)
@@ -117,11 +117,11 @@ def test_nobody_listens_any_more(server: NatsServer) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_one_and_many() -> None:
+def test_singular_and_plural() -> None:
     assert [output.count(number, "row") for number in (0, 1, 2_000)] == ["0 rows", "1 row", "2,000 rows"]
 
 
-def test_a_server_that_cannot_start_is_one_line_with_the_reason(server: NatsServer, run: Run) -> None:
+def test_a_server_that_cannot_start_is_reported_in_one_line(server: NatsServer, run: Run) -> None:
     port = server.url.rpartition(":")[2]
     done = run("serve", "--port", port)
     assert (done.exit_code, done.stderr.count("\n"), done.stdout) == (1, 1, "")

@@ -64,7 +64,9 @@ def rows(tmp_path: Path) -> Path:
         ("nats://127.0.0.1:port", "is not the URL of a server"),
     ],
 )
-def test_a_wrong_url_and_a_dead_server(run: Run, tmp_path: Path, rows: Path, url: str, words: str) -> None:
+def test_a_wrong_url_and_a_stopped_server_are_reported(
+    run: Run, tmp_path: Path, rows: Path, url: str, words: str
+) -> None:
     for arguments in commands(tmp_path, rows):
         done = run(*arguments, url=url)
         assert (done.exit_code, done.stderr.count("\n"), done.stdout) == (1, 1, ""), (arguments, done.output)
@@ -72,7 +74,7 @@ def test_a_wrong_url_and_a_dead_server(run: Run, tmp_path: Path, rows: Path, url
         assert words in done.stderr
 
 
-def test_a_server_without_jetstream(run: Run, tmp_path: Path, rows: Path) -> None:
+def test_a_server_without_jetstream_is_reported(run: Run, tmp_path: Path, rows: Path) -> None:
     with NatsServer(jetstream=False) as bare:
         for arguments in commands(tmp_path, rows):
             done = run(*arguments, url=bare.url)
@@ -80,7 +82,7 @@ def test_a_server_without_jetstream(run: Run, tmp_path: Path, rows: Path) -> Non
             assert "the server runs without JetStream" in done.stderr, arguments
 
 
-def test_an_account_without_jetstream(run: Run, tmp_path: Path, rows: Path) -> None:
+def test_an_account_without_jetstream_is_reported(run: Run, tmp_path: Path, rows: Path) -> None:
     accounts = """
         accounts { A { users = [{user: a, password: a-word}] }, B { jetstream: enabled, users = [{user: b, password: b}] } }
     """
@@ -107,7 +109,9 @@ def tiny_disk(folder: Path, size: str, command: list[object]) -> subprocess.Comp
 
 
 @pytest.mark.parametrize(("size", "form"), [("4k", "csv"), ("400k", "csv"), ("400k", "jsonl"), ("1900k", "parquet")])
-def test_a_full_disk(server: NatsServer, tmp_path: Path, stream_name: Callable[[], str], size: str, form: str) -> None:
+def test_a_full_disk_is_reported(
+    server: NatsServer, tmp_path: Path, stream_name: Callable[[], str], size: str, form: str
+) -> None:
     if shutil.which("unshare") is None or tiny_disk(tmp_path, "4k", ["true"]).returncode != 0:
         pytest.skip("no disk can be mounted here: no unprivileged mount namespaces")
     stream = stream_name()
@@ -158,7 +162,7 @@ def test_a_full_disk(server: NatsServer, tmp_path: Path, stream_name: Callable[[
         ("2.15.1", 5, set(), ["allow_direct", "allow_msg_ttl", "allow_atomic", "allow_batched"]),
     ],
 )
-def test_the_doctor_on_real_servers(
+def test_doctor_on_every_line_of_servers(
     run: Run, ok: Json, version: str, level: int, missing: set[str], lacks: list[str]
 ) -> None:
     with NatsServer(version=version) as server:
@@ -183,14 +187,16 @@ def test_the_doctor_on_real_servers(
         assert ok("doctor", server.url)["streams"][0]["lacks"] == []
 
 
-def test_the_doctor_names_a_mirror_of_nothing(server: NatsServer, run: Run, stream_name: Callable[[], str]) -> None:
+def test_doctor_reports_a_mirror_of_a_missing_stream(
+    server: NatsServer, run: Run, stream_name: Callable[[], str]
+) -> None:
     name = stream_name()
     with_js(server.url, lambda js: js.add_stream(name=name, mirror=StreamSource(name=f"{name}-origin")))
     shown = run("doctor", "--stream", name).stdout
     assert f"  {name}-origin: stream missing: there is no stream '{name}-origin'" in shown
 
 
-def test_files_and_names_that_are_not_what_they_should_be(run: Run, tmp_path: Path, rows: Path) -> None:
+def test_invalid_files_and_names_are_reported(run: Run, tmp_path: Path, rows: Path) -> None:
     broken = tmp_path / "broken"
     jwt = "-----BEGIN NATS USER JWT-----\nabc\n------END NATS USER JWT------\n"
     for text, option, words in (
@@ -216,7 +222,7 @@ def test_files_and_names_that_are_not_what_they_should_be(run: Run, tmp_path: Pa
         assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
 
 
-def test_an_nkey_that_is_one(ok: Json, tmp_path: Path) -> None:
+def test_a_valid_nkey_is_accepted(ok: Json, tmp_path: Path) -> None:
     seed = nkeys.encode_seed(bytes(range(32)), nkeys.PREFIX_BYTE_USER)
     public = nkeys.from_seed(bytearray(seed)).public_key.decode()
     file = tmp_path / "user.nk"
@@ -225,7 +231,7 @@ def test_an_nkey_that_is_one(ok: Json, tmp_path: Path) -> None:
         assert ok("doctor", guarded.url, "--nkey", file)["streams"] == []
 
 
-def test_json_is_one_object_on_stdout_and_nothing_else(server: NatsServer, run: Run, tmp_path: Path) -> None:
+def test_json_writes_one_object_to_stdout_and_nothing_else(server: NatsServer, run: Run, tmp_path: Path) -> None:
     for arguments in (["doctor"], ["bench", "--messages", 100, "--rounds", 1]):
         done = run(*arguments, "--json")
         assert (done.stdout.count("\n"), done.stderr) == (1, "")

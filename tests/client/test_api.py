@@ -1,4 +1,4 @@
-"""Answers of the JetStream API that make no sense, and none at all: one error for all of them, whoever asked."""
+"""Malformed and missing answers of the JetStream API: every call raises the same error."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -59,7 +59,7 @@ NEW = b'"metadata":{"_nats.level":"5"}'
     ],
     ids=str,
 )
-async def test_an_answer_that_makes_no_sense(
+async def test_a_malformed_answer_is_a_response_error(
     nc: Client, stream_name: Callable[[], str], left: Any, answer: bytes, calls: tuple[str, ...]
 ) -> None:
     prefix = stream_name()

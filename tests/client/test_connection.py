@@ -1,4 +1,4 @@
-"""The door to nats-py: byte streams cut anywhere, compared with nats-py's own parser."""
+"""The connection: byte streams cut anywhere, compared with nats-py's own parser."""
 
 import asyncio
 import itertools
@@ -111,33 +111,33 @@ async def fed(pieces: list[bytes]) -> list[Heard]:
     return nc.heard
 
 
-async def test_the_foreign_part_is_what_nats_py_itself_makes_of_it() -> None:
+async def test_foreign_messages_are_delivered_as_by_nats_py() -> None:
     nc = Recorder()
     parser = Parser(nc)
     await parser.parse(b"".join(data for data, heard in STREAM if not heard or heard[0] not in ("one", "two")))
     assert nc.heard == [heard for heard in EXPECTED if heard[0] not in ("one", "two")]
 
 
-async def test_whole() -> None:
+async def test_a_stream_in_one_piece() -> None:
     assert await fed([WHOLE]) == EXPECTED
 
 
-async def test_byte_by_byte() -> None:
+async def test_a_stream_byte_by_byte() -> None:
     assert await fed([WHOLE[i : i + 1] for i in range(len(WHOLE))]) == EXPECTED
 
 
-async def test_split_at_every_position() -> None:
+async def test_a_stream_split_at_every_position() -> None:
     for cut in range(1, len(WHOLE)):
         assert await fed([WHOLE[:cut], WHOLE[cut:]]) == EXPECTED, cut
 
 
 @pytest.mark.parametrize("step", [2, 3, 7, 16, 31, 64])
-async def test_in_pieces_of_one_size(step: int) -> None:
+async def test_a_stream_in_pieces_of_one_size(step: int) -> None:
     assert await fed([WHOLE[i : i + step] for i in range(0, len(WHOLE), step)]) == EXPECTED
 
 
 @given(st.permutations(range(len(STREAM))), st.lists(st.integers(1, len(WHOLE) - 1), max_size=6, unique=True))
-def test_in_any_order_and_pieces(order: list[int], cuts: list[int]) -> None:
+def test_a_stream_of_messages_in_any_order_and_pieces(order: list[int], cuts: list[int]) -> None:
     data = b"".join(STREAM[i][0] for i in order)
     pieces = [data[a:b] for a, b in itertools.pairwise([0, *sorted(cuts), len(data)])]
     assert asyncio.run(fed(pieces)) == [heard for i in order if (heard := STREAM[i][1])]
@@ -168,8 +168,8 @@ async def test_a_direct_get_reply_cut_anywhere_decodes_the_same() -> None:
     async def decoded(*pieces: bytes) -> tuple[list[StoredMsg], Any]:
         nc, connection, *_ = await opened()
         decoder, messages = ReplyDecoder("S"), []
-        sink = InboxHandler(lambda frames: messages.extend(decoder.feed(frames).messages()), lambda: None)
-        connection._handlers[b"1"] = sink
+        handler = InboxHandler(lambda frames: messages.extend(decoder.feed(frames).messages()), lambda: None)
+        connection._handlers[b"1"] = handler
         for piece in pieces:
             await nc._ps.parse(piece)
         return messages, decoder.end
@@ -185,7 +185,7 @@ async def test_a_direct_get_reply_cut_anywhere_decodes_the_same() -> None:
 
 @pytest.mark.parametrize("sid", [1, 2], ids=["ours", "foreign"])
 @pytest.mark.parametrize("header", [b"", HEADER])
-async def test_a_large_message_is_not_looked_at_again_with_every_piece(
+async def test_a_large_message_is_not_parsed_again_with_every_piece(
     sid: int, header: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nc, connection, *_ = await opened()
@@ -220,14 +220,14 @@ async def test_many_small_messages_are_delivered_in_blocks() -> None:
 
 
 @pytest.mark.parametrize("cut", [3, 14, 20, 40])
-async def test_a_reset_parser_forgets_what_was_half_there(cut: int) -> None:
+async def test_a_reset_parser_drops_an_incomplete_message(cut: int) -> None:
     nc, *_ = await opened()
     await nc._ps.parse(msg(1, bytes(100), header=HEADER)[:cut])
     nc._ps.reset()  # nats-py: the connection is gone, another begins
     assert await _rest_is_heard(nc)
 
 
-async def test_a_reset_parser_forgets_a_foreign_message_too() -> None:
+async def test_a_reset_parser_drops_an_incomplete_foreign_message() -> None:
     nc, *_ = await opened()
     await nc._ps.parse(msg(2, bytes(100))[:50])
     nc._ps.reset()
@@ -262,7 +262,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("line", MALFORMED, ids=lambda line: line[:24])
-async def test_what_is_malformed_fails_as_it_does_without_us(line: bytes) -> None:
+async def test_a_malformed_line_fails_as_in_nats_py(line: bytes) -> None:
     async def fate(nc: Recorder) -> tuple[object, int]:
         try:
             await asyncio.wait_for(nc._ps.parse(msg(2, b"before") + line), 5)
@@ -297,7 +297,7 @@ async def test_a_long_info_line_comes_in_pieces() -> None:
 # -- subscriptions
 
 
-async def test_late_messages_of_a_closed_inbox_go_nowhere() -> None:
+async def test_late_messages_of_a_closed_inbox_are_dropped() -> None:
     nc, _, first, _ = await opened()
     first.close()
     first.close()
@@ -308,7 +308,7 @@ async def test_late_messages_of_a_closed_inbox_go_nowhere() -> None:
     assert b"".join(nc._pending).endswith(b"UNSUB 1\r\n")
 
 
-async def test_closed_inboxes_are_remembered_only_so_many() -> None:
+async def test_a_bounded_number_of_closed_inboxes_is_remembered() -> None:
     nc, connection, *_ = await opened()
     for _ in range(1000):
         inbox = await connection.inbox(listener(nc, "short"), timeout=5)
@@ -337,10 +337,10 @@ async def test_closing_an_inbox_inside_its_own_delivery() -> None:
 
 
 @pytest.mark.parametrize("failure", [ZeroDivisionError, asyncio.CancelledError])
-async def test_a_sink_that_fails_does_not_end_the_connection(
+async def test_a_failing_handler_does_not_end_the_connection(
     loop_is_quiet: list[dict[str, Any]], failure: type[BaseException]
 ) -> None:
-    # nats-py's read loop logs what it does not know and ends, for ever.
+    # nats-py's read loop logs an unexpected exception and ends.
     nc, connection, *_ = await opened()
 
     def fail(*_: object) -> None:
@@ -379,7 +379,7 @@ async def test_subscribing_an_inbox_never_suspends() -> None:
     assert not nc._subs
 
 
-async def test_a_timeout_is_heard_while_nats_py_flushes() -> None:
+async def test_a_write_times_out_while_nats_py_flushes() -> None:
     nc = Stuck()
     nc._max_pending_size = 10
     nc._flush_timeout = 60
@@ -390,7 +390,7 @@ async def test_a_timeout_is_heard_while_nats_py_flushes() -> None:
     assert nc._pending == [b"PUB a 5\r\nabcde\r\n"]
 
 
-# -- the door itself
+# -- the connection itself
 
 
 async def test_one_connection_for_every_caller() -> None:
@@ -399,7 +399,7 @@ async def test_one_connection_for_every_caller() -> None:
     assert connection_of(Recorder()) is not connection_of(nc)
 
 
-async def test_a_client_that_is_not_connected_yet_has_no_other_internals() -> None:
+async def test_a_client_that_is_not_connected_has_the_known_internals() -> None:
     nc = Client()
     connection = connection_of(nc)  # a warning would be an error here
     assert isinstance(connection, Connection)
@@ -416,7 +416,7 @@ async def test_a_client_that_is_not_connected_yet_has_no_other_internals() -> No
         (Client.DISCONNECTED, nats.errors.ConnectionReconnectingError),
     ],
 )
-async def test_nothing_is_written_to_a_connection_that_is_not_there(status: int, error: type[Exception]) -> None:
+async def test_nothing_is_written_without_a_connection(status: int, error: type[Exception]) -> None:
     nc, connection, *_ = await opened()
     written, nc._status = list(nc._pending), status
     with pytest.raises(error):
@@ -444,12 +444,12 @@ async def test_writing_counts_and_wakes_the_flusher_once() -> None:
 @pytest.mark.parametrize(
     "where", [{"domain": "a b"}, {"domain": "x\r\nPUB a 0"}, {"prefix": "a..b"}, {"prefix": "a.>"}]
 )
-async def test_a_prefix_that_would_be_other_words_is_refused(where: dict[str, str]) -> None:
+async def test_a_prefix_that_is_not_a_subject_is_refused(where: dict[str, str]) -> None:
     with pytest.raises(BadSubjectError):
         context.Context(Client().jetstream(**where))
 
 
 @pytest.mark.parametrize("thing", [None, "js", object()])
-def test_only_a_jetstream_context_is_taken(thing: Any) -> None:
+def test_only_a_jetstream_context_is_accepted(thing: Any) -> None:
     with pytest.raises(TypeError, match="JetStream context"):
         context.Context(thing)

@@ -94,14 +94,14 @@ async def test_without_a_start_it_begins_again_at_the_ack_floor(js: JetStreamCon
 
 
 @pytest.mark.parametrize("seq", [1, 7, 10, 11, 2**64 - 1])
-async def test_to_a_sequence(js: JetStreamContext, ten: Any, seq: int) -> None:
+async def test_a_reset_to_a_sequence_delivers_from_there(js: JetStreamContext, ten: Any, seq: int) -> None:
     name = await ten()
     reset = await jsx.reset_consumer(js, name, "c", seq=seq)
     assert reset.reset_seq == seq
     assert reset.info.num_pending == max(0, 11 - seq)
 
 
-async def test_to_a_time(js: JetStreamContext, ten: Any) -> None:
+async def test_a_reset_to_a_time_delivers_from_there(js: JetStreamContext, ten: Any) -> None:
     name = await ten()
     times = [message.time for message in await jsx.DirectGet(js, name).scan().to_list()]
     assert (await jsx.reset_consumer(js, name, "c", time=times[4])).reset_seq == 5
@@ -114,13 +114,13 @@ async def test_to_a_time(js: JetStreamContext, ten: Any) -> None:
     assert seqs(await fetch(sub, 1)) == [11]
 
 
-async def test_to_a_time_in_an_empty_stream(js: JetStreamContext, ten: Any) -> None:
+async def test_a_reset_to_a_time_in_an_empty_stream_waits_for_the_next_message(js: JetStreamContext, ten: Any) -> None:
     name = await ten(messages=0)
     assert (await jsx.reset_consumer(js, name, "c", time=datetime.now(UTC))).reset_seq == 1
 
 
 @pytest.mark.parametrize("consumer", [False, True])
-async def test_what_is_not_there_is_a_prompt_error(
+async def test_an_unknown_stream_or_consumer_is_an_error_at_once(
     js: JetStreamContext, nc: Client, ten: Any, consumer: bool, left: Any
 ) -> None:
     name = await ten()
@@ -135,7 +135,9 @@ async def test_what_is_not_there_is_a_prompt_error(
 
 
 @pytest.mark.parametrize("policy", [DeliverPolicy.LAST, DeliverPolicy.NEW, DeliverPolicy.LAST_PER_SUBJECT])
-async def test_policies_that_forbid_a_sequence(js: JetStreamContext, ten: Any, policy: DeliverPolicy) -> None:
+async def test_deliver_policies_that_forbid_a_sequence_are_refused(
+    js: JetStreamContext, ten: Any, policy: DeliverPolicy
+) -> None:
     subject = ">" if policy is DeliverPolicy.LAST_PER_SUBJECT else None
     name = await ten(ConsumerConfig(name="c", durable_name="c", deliver_policy=policy, filter_subject=subject))
     with pytest.raises(ConsumerInvalidResetError) as refused:
@@ -147,7 +149,7 @@ async def test_policies_that_forbid_a_sequence(js: JetStreamContext, ten: Any, p
     await jsx.reset_consumer(js, name, "c")
 
 
-async def test_below_the_start_sequence(js: JetStreamContext, ten: Any) -> None:
+async def test_a_reset_below_the_start_sequence_is_refused(js: JetStreamContext, ten: Any) -> None:
     config = ConsumerConfig(name="c", deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=5)
     name = await ten(config)
     with pytest.raises(ConsumerInvalidResetError, match="below start seq"):
@@ -155,7 +157,7 @@ async def test_below_the_start_sequence(js: JetStreamContext, ten: Any) -> None:
     assert (await jsx.reset_consumer(js, name, "c", seq=5)).reset_seq == 5
 
 
-async def test_below_the_start_time(js: JetStreamContext, ten: Any) -> None:
+async def test_a_reset_below_the_start_time_is_refused(js: JetStreamContext, ten: Any) -> None:
     name = await ten()
     fifth = (await jsx.DirectGet(js, name).get(5)).time
     await js.add_consumer(name, name="t", deliver_policy=DeliverPolicy.BY_START_TIME, opt_start_time=fifth)
@@ -181,7 +183,9 @@ async def test_below_the_start_time(js: JetStreamContext, ten: Any) -> None:
         {"timeout": -1},
     ],
 )
-async def test_arguments_are_checked_here(js: JetStreamContext, wrong: dict[str, Any], left: Any) -> None:
+async def test_invalid_arguments_are_refused_before_any_request(
+    js: JetStreamContext, wrong: dict[str, Any], left: Any
+) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - each has words of its own
         await jsx.reset_consumer(js, "S", "c", **wrong)
     with pytest.raises(ValueError, match="name"):
@@ -229,7 +233,7 @@ def with_level(level: int | None) -> bytes:
 
 
 @pytest.mark.parametrize("level", [None, 1, 2, 3])
-async def test_the_consumer_s_own_server_says_whether_it_can(fake: FakeApi, level: int | None) -> None:
+async def test_the_server_of_the_consumer_decides_whether_reset_is_supported(fake: FakeApi, level: int | None) -> None:
     await fake.answer("CONSUMER.INFO.>", with_level(level))
     await fake.answer("CONSUMER.RESET.>", None)
     with pytest.raises(UnsupportedFeatureError, match=r"2\.14") as old:
@@ -251,7 +255,7 @@ async def test_no_answer_is_a_timeout_that_covers_all_of_it(fake: FakeApi, left:
     await left.settled()
 
 
-async def test_nobody_there(fake: FakeApi) -> None:
+async def test_a_missing_jetstream_is_service_unavailable(fake: FakeApi) -> None:
     with pytest.raises(nats.js.errors.ServiceUnavailableError):
         await jsx.reset_consumer(fake.js, "S", "c")
 
@@ -268,7 +272,7 @@ async def test_cancellation_leaves_nothing(fake: FakeApi, left: Any) -> None:
     await left.settled()
 
 
-async def test_behind_a_domain() -> None:
+async def test_reset_works_behind_a_domain() -> None:
     async with NatsServer(config="jetstream { domain: hub }") as server:
         nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream(domain="hub")
@@ -284,7 +288,7 @@ async def test_behind_a_domain() -> None:
 # -- nats-py's subscribers, and a reset made by another process -------------------------------------------------------
 
 
-async def test_a_waiting_fetch_lives_through_it(js: JetStreamContext, server: NatsServer, ten: Any) -> None:
+async def test_a_waiting_fetch_survives_a_reset(js: JetStreamContext, server: NatsServer, ten: Any) -> None:
     name = await ten()
     sub = await js.pull_subscribe_bind("c", name)
     for msg in await fetch(sub, 10):
@@ -317,7 +321,7 @@ async def test_an_old_acknowledgement_counts_once_its_message_is_delivered_again
 
 
 @pytest.mark.parametrize("queue", [None, "workers"])
-async def test_a_push_subscription_lives_through_it(
+async def test_a_push_subscription_survives_a_reset(
     js: JetStreamContext, server: NatsServer, ten: Any, queue: str | None
 ) -> None:
     name = await ten()
@@ -428,7 +432,7 @@ async def test_resets_under_load(js: JetStreamContext, server: NatsServer, make_
         floor = 0
         for number in range(RESETS):
             last = (await js.stream_info(name)).state.last_seq
-            # Back and forth, and now and then to the floor, which nobody moves meanwhile but the fetchers.
+            # Back and forth, and sometimes to the ack floor, which only the fetchers move.
             seq = chance.randint(1, last + 20) if number % 5 and last else None
             if number == RESETS - 1:
                 seq = max(1, last // 2)

@@ -75,13 +75,13 @@ async def test_warns_once_per_connection(server: NatsServer) -> None:
 
 
 @pytest.mark.parametrize("missing", ["_pending", "_subs", "_flush_pending", "_remove_sub", "_ps"])
-def test_any_missing_internal_is_noticed(missing: str) -> None:
+def test_any_missing_internal_selects_the_fallback(missing: str) -> None:
     nc = Client()
     setattr(nc, missing, object())
     assert isinstance(connection_of(nc), FallbackConnection)
 
 
-async def test_fast_ingest(js: JetStreamContext, stream: str, left: Any) -> None:
+async def test_fast_ingest_works(js: JetStreamContext, stream: str, left: Any) -> None:
     headers = {"K": "v", "Unicode": "ä"}
     async with jsx.FastPublisher(js, flow=10) as publisher:
         await publisher.add(f"{stream}.a", b"0", headers=headers)
@@ -95,7 +95,7 @@ async def test_fast_ingest(js: JetStreamContext, stream: str, left: Any) -> None
     await settled(left)
 
 
-async def test_the_order_of_many_tasks(js: JetStreamContext, nc: Client, stream: str) -> None:
+async def test_concurrent_writes_keep_their_order(js: JetStreamContext, nc: Client, stream: str) -> None:
     # Every publish has to wait for the flusher: writes that overtook each other would be gaps.
     nc._max_pending_size = 1
     async with jsx.FastPublisher(js) as publisher:
@@ -124,7 +124,7 @@ async def test_a_cancelled_write_has_written_everything(
     assert [parts(frame)[2] for frame in frames] == [b"0", b"1", b"2", b"3"]
 
 
-async def test_atomic_batches(js: JetStreamContext, stream: str, left: Any) -> None:
+async def test_atomic_batches_work(js: JetStreamContext, stream: str, left: Any) -> None:
     async with jsx.AtomicBatch(js, ack_every=2) as batch:
         for i in range(5):
             await batch.add(f"{stream}.a", b"%d" % i, headers={"I": str(i)})
@@ -139,7 +139,7 @@ async def test_atomic_batches(js: JetStreamContext, stream: str, left: Any) -> N
     await settled(left)
 
 
-async def test_direct_gets(js: JetStreamContext, stream: str, left: Any) -> None:
+async def test_direct_gets_work(js: JetStreamContext, stream: str, left: Any) -> None:
     spoof = {"Nats-Sequence": "77", "Status": "204", "Description": "EOB", "K": "v"}
     await js.publish(f"{stream}.a", b"", headers=spoof)
     await js.publish(f"{stream}.b", b"two")
@@ -157,7 +157,7 @@ async def test_direct_gets(js: JetStreamContext, stream: str, left: Any) -> None
 
 
 @pytest.mark.parametrize("kind", [jsx.FastPublisher, jsx.AtomicBatch])
-async def test_refusals(js: JetStreamContext, left: Any, kind: Any) -> None:
+async def test_refusals_are_raised(js: JetStreamContext, left: Any, kind: Any) -> None:
     async with asyncio.timeout(2):
         with pytest.raises(errors.NoStreamError):
             await kind(js).add("no.such.stream", b"x")
@@ -166,7 +166,7 @@ async def test_refusals(js: JetStreamContext, left: Any, kind: Any) -> None:
     await settled(left)
 
 
-async def test_leaving_early(js: JetStreamContext, stream: str, left: Any) -> None:
+async def test_a_read_that_is_left_early_leaves_nothing(js: JetStreamContext, stream: str, left: Any) -> None:
     for i in range(9):
         await js.publish(f"{stream}.a", b"%d" % i)
     async with jsx.DirectGet(js, stream).scan(batch=2) as messages:
@@ -175,7 +175,7 @@ async def test_leaving_early(js: JetStreamContext, stream: str, left: Any) -> No
     await settled(left)
 
 
-async def test_a_closed_connection(nc: Client, js: JetStreamContext, stream: str) -> None:
+async def test_a_closed_connection_ends_calls(nc: Client, js: JetStreamContext, stream: str) -> None:
     publisher = jsx.FastPublisher(js, ack_timeout=0.2)
     await publisher.add(f"{stream}.a", b"x")
     await nc.close()
@@ -186,7 +186,7 @@ async def test_a_closed_connection(nc: Client, js: JetStreamContext, stream: str
         await jsx.DirectGet(js, stream).get(1)
 
 
-async def test_a_lost_connection_is_heard_of(own_nc: Client, own_server: NatsServer) -> None:
+async def test_a_lost_connection_is_reported_to_handlers(own_nc: Client, own_server: NatsServer) -> None:
     connection = connection_of(made_strange(own_nc))
     assert isinstance(connection, FallbackConnection)
     heard: list[object] = []
@@ -217,7 +217,7 @@ async def test_a_lost_connection_is_heard_of(own_nc: Client, own_server: NatsSer
             await asyncio.sleep(0.01)
 
 
-async def test_a_lost_connection_does_not_have_to_time_out(
+async def test_a_lost_connection_ends_a_read_before_its_timeout(
     own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: Callable[..., Awaitable[str]]
 ) -> None:
     made_strange(own_nc)

@@ -28,7 +28,7 @@ from jetstream_ext.client.retry import Retry, is_transient
     ],
     ids=repr,
 )
-def test_the_same_call_may_succeed_later(error: Exception) -> None:
+def test_transient_errors(error: Exception) -> None:
     assert is_transient(error)
 
 
@@ -47,7 +47,7 @@ def test_the_same_call_may_succeed_later(error: Exception) -> None:
     ],
     ids=repr,
 )
-def test_another_attempt_cannot_help(error: Exception) -> None:
+def test_permanent_errors(error: Exception) -> None:
     assert not is_transient(error)
 
 
@@ -69,7 +69,7 @@ async def test_an_error_that_is_not_transient_is_raised_at_once() -> None:
         await Retry(60).pause(ZeroDivisionError())
 
 
-async def test_progress_starts_the_time_to_give_up_again() -> None:
+async def test_progress_restarts_the_deadline() -> None:
     retry = Retry(1e-9)
     for _ in range(3):
         await retry.pause(errors.RequestTimeoutError())

@@ -77,7 +77,7 @@ async def becomes(js: JetStreamContext, stream: str, state: jsx.SourceState) -> 
 
 @pytest.mark.parametrize("retention", list(RetentionPolicy))
 @pytest.mark.parametrize("mirror", [False, True])
-async def test_reading_from_every_retention(
+async def test_streams_of_every_retention_can_be_read(
     js: JetStreamContext, origin: Any, stream_name: Callable[[], str], retention: RetentionPolicy, mirror: bool
 ) -> None:
     name, copy = await origin(retention=retention), stream_name()
@@ -88,7 +88,7 @@ async def test_reading_from_every_retention(
         name=name, consumer=StreamConsumerSource(name="copy", deliver_subject=f"deliver.{copy}")
     )
     if retention is RetentionPolicy.INTEREST:
-        await publish(js, name, range(10))  # the consumer is the interest, before anybody reads
+        await publish(js, name, range(10))  # the consumer is an interest even before a stream reads
     await jsx.ensure_stream(js, name=copy, allow_direct=True, **({"mirror": entry} if mirror else {"sources": [entry]}))
     await holds(js, copy, list(range(10)))
     await publish(js, name, range(10, 20))
@@ -103,7 +103,7 @@ async def test_reading_from_every_retention(
     assert (health.error, health.detail, health.ok) == (None, "", True)
 
 
-async def test_what_servers_make_of_it(js: JetStreamContext, origin: Any) -> None:
+async def test_servers_create_the_consumer_as_adr_60_says(js: JetStreamContext, origin: Any) -> None:
     name = await origin()
     config = ConsumerConfig(description="mine", max_ack_pending=50, replay_policy=ReplayPolicy.ORIGINAL)
     await jsx.create_source_consumer(js, name, "c", deliver_subject=f"deliver.{name}", config=config)
@@ -115,7 +115,7 @@ async def test_what_servers_make_of_it(js: JetStreamContext, origin: Any) -> Non
     assert config == ConsumerConfig(description="mine", max_ack_pending=50, replay_policy=ReplayPolicy.ORIGINAL)
 
 
-async def test_creating_it_again_is_fine_and_changing_it_is_not(js: JetStreamContext, origin: Any) -> None:
+async def test_a_repeated_call_succeeds_and_a_different_one_fails(js: JetStreamContext, origin: Any) -> None:
     name = await origin()
     first = await jsx.create_source_consumer(js, name, "c", deliver_subject="d.1", filter_subject=f"{name}.1")
     assert await jsx.create_source_consumer(js, name, "c", deliver_subject="d.1", filter_subject=f"{name}.1") == first
@@ -138,7 +138,7 @@ async def test_creating_it_again_is_fine_and_changing_it_is_not(js: JetStreamCon
         ({"deliver_policy": DeliverPolicy.NEW}, []),
     ],
 )
-async def test_filters_and_starts(
+async def test_filters_and_start_sequences_apply(
     js: JetStreamContext, origin: Any, stream_name: Callable[[], str], options: dict[str, Any], expected: list[int]
 ) -> None:
     name, copy = await origin(), stream_name()
@@ -155,7 +155,7 @@ async def test_filters_and_starts(
     await holds(js, copy, [*expected, 10])
 
 
-async def test_a_start_by_time(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
+async def test_a_start_time_applies(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
     name, copy = await origin(), stream_name()
     await publish(js, name, range(10))
     when = (await jsx.DirectGet(js, name).get(6)).time
@@ -227,7 +227,7 @@ async def test_transforms_belong_to_the_entry(
         ({"timeout": 0}, "timeout"),
     ],
 )
-async def test_what_servers_refuse_or_replace_is_refused_here(
+async def test_options_that_servers_refuse_or_replace_are_refused_before_any_request(
     js: JetStreamContext, nc: Client, wrong: dict[str, Any], words: str
 ) -> None:
     await js.account_info()
@@ -237,7 +237,7 @@ async def test_what_servers_refuse_or_replace_is_refused_here(
     assert nc.stats["out_msgs"] == sent
 
 
-async def test_a_stream_that_is_not_there(js: JetStreamContext) -> None:
+async def test_an_unknown_stream_is_not_found(js: JetStreamContext) -> None:
     with pytest.raises(nats.js.errors.NotFoundError) as missing:
         await jsx.create_source_consumer(js, "NOPE", "c", deliver_subject="d")
     assert missing.value.err_code == 10059
@@ -252,7 +252,7 @@ async def test_two_consumers_of_a_work_queue_may_not_overlap(js: JetStreamContex
         await jsx.create_source_consumer(js, name, "b", deliver_subject="d.b", filter_subject=f"{name}.*")
 
 
-async def test_the_entry_of_a_domain_refers_to_it() -> None:
+async def test_the_entry_of_a_domain_has_an_external_api() -> None:
     async with NatsServer(config="jetstream { domain: hub }") as server:
         nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream(domain="hub")
@@ -278,11 +278,13 @@ async def test_the_entry_of_a_domain_refers_to_it() -> None:
 # -- what can be seen of it -------------------------------------------------------------------------------------------
 
 
-async def test_a_stream_that_reads_no_other(js: JetStreamContext, origin: Any) -> None:
+async def test_a_stream_without_sources_has_no_health_rows(js: JetStreamContext, origin: Any) -> None:
     assert await jsx.source_health(js, await origin()) == []
 
 
-async def test_the_server_s_own_consumer(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
+async def test_a_source_without_a_durable_consumer_is_ok(
+    js: JetStreamContext, origin: Any, stream_name: Callable[[], str]
+) -> None:
     name, copy = await origin(), stream_name()
     await publish(js, name, range(3))
     await js.add_stream(name=copy, mirror=StreamSource(name=name), allow_direct=True)
@@ -292,7 +294,7 @@ async def test_the_server_s_own_consumer(js: JetStreamContext, origin: Any, stre
 
 
 @pytest.mark.parametrize("with_stream", [True, False])
-async def test_a_consumer_that_does_not_exist(
+async def test_a_consumer_that_never_existed_is_missing(
     js: JetStreamContext, origin: Any, stream_name: Callable[[], str], with_stream: bool
 ) -> None:
     name, copy = await origin() if with_stream else stream_name(), stream_name()
@@ -308,7 +310,7 @@ async def test_a_consumer_that_does_not_exist(
     assert hash(health) == hash(pickle.loads(pickle.dumps(health)))
 
 
-async def test_a_consumer_that_goes_away(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
+async def test_a_deleted_consumer_is_missing(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
     name, copy = await origin(), stream_name()
     entry = await jsx.create_source_consumer(js, name, "c", deliver_subject=f"deliver.{copy}")
     await js.add_stream(name=copy, sources=[entry])
@@ -326,7 +328,7 @@ async def test_a_consumer_that_goes_away(js: JetStreamContext, origin: Any, stre
         ({"ack_policy": "flow_control", "deliver_subject": "d", "deliver_group": "g"}, "group 'g'"),
     ],
 )
-async def test_a_consumer_that_can_never_serve(
+async def test_a_consumer_with_unsuitable_options_is_misconfigured(
     js: JetStreamContext, origin: Any, stream_name: Callable[[], str], config: dict[str, Any], words: str
 ) -> None:
     name, copy = await origin(), stream_name()
@@ -339,7 +341,7 @@ async def test_a_consumer_that_can_never_serve(
     assert words.replace("'e'", f"'e.{copy}'") in health.detail
 
 
-async def test_a_paused_consumer(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
+async def test_a_paused_consumer_is_paused(js: JetStreamContext, origin: Any, stream_name: Callable[[], str]) -> None:
     name, copy = await origin(), stream_name()
     entry = await jsx.create_source_consumer(js, name, "c", deliver_subject=f"deliver.{copy}")
     await js.pause_consumer(name, "c", (datetime.now(UTC) + timedelta(hours=1)).isoformat())
@@ -351,7 +353,7 @@ async def test_a_paused_consumer(js: JetStreamContext, origin: Any, stream_name:
     await becomes(js, copy, jsx.SourceState.OK)
 
 
-async def test_an_origin_that_nobody_answers_for(
+async def test_an_origin_without_a_responder_is_unreachable(
     js: JetStreamContext, origin: Any, stream_name: Callable[[], str]
 ) -> None:
     copy = stream_name()
@@ -399,7 +401,7 @@ SECOND = 1_000_000_000
         (None, jsx.SourceState.WAITING),
     ],
 )
-async def test_what_the_server_reports(
+async def test_an_error_of_the_reading_server_is_reported(
     nc: Client, stream_name: Callable[[], str], row: dict[str, Any] | None, state: jsx.SourceState
 ) -> None:
     prefix = stream_name()
@@ -424,7 +426,7 @@ async def test_what_the_server_reports(
         assert (health.error.err_code, health.detail) == (10012, "no (error 10012)")
 
 
-async def test_an_origin_that_does_not_answer(nc: Client, stream_name: Callable[[], str], left: Any) -> None:
+async def test_a_silent_origin_is_unreachable(nc: Client, stream_name: Callable[[], str], left: Any) -> None:
     prefix = stream_name()
     info = {"config": {"name": "T", "mirror": {"name": "S"}}, "mirror": {"name": "S", "lag": 0, "active": 1}}
 

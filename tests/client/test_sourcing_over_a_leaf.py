@@ -28,7 +28,7 @@ FULL = bool(os.environ.get("JETSTREAM_EXT_FULL"))
 MESSAGES, CUTS = (10_000, 5) if FULL else (1_500, 2)
 VERSIONS = [None, "2.14.0"] if FULL else [None]
 OUTAGES = (0.1, 1.5, 0.5, 4.0, 12.0)
-"""Seconds; the longest outlasts the 10 s after which a reading server starts anew."""
+"""Seconds; the longest outlasts the 10 s after which a reading server restarts the source."""
 PAYLOAD = 100
 SLACK = 60.0
 

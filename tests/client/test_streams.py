@@ -42,7 +42,7 @@ async def on(js: JetStreamContext, name: str) -> set[str]:
     return {flag for flag in FLAGS if getattr(config, flag)}
 
 
-async def test_it_creates(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+async def test_a_missing_stream_is_created(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     name = stream_name()
     config = StreamConfig(name=name, subjects=[f"{name}.>"], max_age=60.5, metadata={"a": "b"})
     info = await jsx.ensure_stream(js, config, **ALL_ON)
@@ -54,7 +54,7 @@ async def test_it_creates(js: JetStreamContext, stream_name: Callable[[], str]) 
     assert config.allow_direct is None
 
 
-async def test_it_turns_on_what_is_missing_and_nothing_off(
+async def test_missing_options_are_enabled_and_none_is_disabled(
     js: JetStreamContext, nc: Client, stream_name: Callable[[], str]
 ) -> None:
     name = stream_name()
@@ -90,7 +90,7 @@ async def test_nothing_to_do_asks_once(js: JetStreamContext, nc: Client, stream_
     assert not info.did_create
 
 
-async def test_everything_that_can_be_configured_is_the_same_when_it_is(
+async def test_an_equal_configuration_has_no_difference_in_any_field(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
     name, origin = stream_name(), stream_name()
@@ -174,7 +174,7 @@ async def test_another_difference_is_an_error_and_changes_nothing(
     assert (await js.stream_info(name)).config == before
 
 
-async def test_nats_py_s_defaults_count(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+async def test_nats_py_s_defaults_are_compared(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     name = stream_name()
     await js.add_stream(name=name, max_msgs_per_subject=1, discard=DiscardPolicy.NEW, deny_purge=True, max_msgs=9)
     with pytest.raises(StreamConfigMismatchError) as mismatch:
@@ -186,7 +186,9 @@ async def test_nats_py_s_defaults_count(js: JetStreamContext, stream_name: Calla
     }
 
 
-async def test_what_the_server_makes_of_it_is_looked_at(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+async def test_a_configuration_that_the_server_changed_is_an_error(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
     name = stream_name()
     with pytest.raises(StreamConfigMismatchError, match="stored another configuration") as mismatch:
         # Markers turn deny_purge off, without a word.
@@ -194,7 +196,7 @@ async def test_what_the_server_makes_of_it_is_looked_at(js: JetStreamContext, st
     assert mismatch.value.diff == {"deny_purge": (True, False)}
 
 
-async def test_what_cannot_be_turned_on_later_is_the_server_s_refusal(
+async def test_an_option_that_cannot_be_enabled_later_is_refused_by_the_server(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
     name = stream_name()
@@ -204,7 +206,7 @@ async def test_what_cannot_be_turned_on_later_is_the_server_s_refusal(
 
 
 @pytest.mark.parametrize("name", [None, "", "a.b", "a b", "a>"])
-async def test_a_name_that_cannot_be(js: JetStreamContext, name: str | None) -> None:
+async def test_an_invalid_name_is_refused(js: JetStreamContext, name: str | None) -> None:
     with pytest.raises(ValueError, match="stream name"):
         await jsx.ensure_stream(js, StreamConfig(name=name))
     with pytest.raises(ValueError, match="timeout"):
@@ -264,7 +266,7 @@ def answer(**config: Any) -> dict[str, Any]:
         ("allow_batched", 4),
     ],
 )
-async def test_a_server_that_is_too_old_is_known_before_anything_is_created(
+async def test_an_old_server_is_refused_before_anything_is_created(
     nc: Client, stream_name: Callable[[], str], option: str, level: int
 ) -> None:
     account = {"api": {"level": level - 1}} if level > 1 else {"api": {"total": 0}}
@@ -278,7 +280,7 @@ async def test_a_server_that_is_too_old_is_known_before_anything_is_created(
     assert {kind for kind, _ in old.asked} == {"info"}
 
 
-async def test_a_durable_source_too(nc: Client, stream_name: Callable[[], str]) -> None:
+async def test_a_durable_source_needs_a_new_server(nc: Client, stream_name: Callable[[], str]) -> None:
     old = await Canned(nc, stream_name(), info=[MISSING], account=[{"api": {"level": 3}}]).start()
     entry = StreamSource(name="O", consumer=StreamConsumerSource(name="c", deliver_subject="d"))
     with pytest.raises(UnsupportedFeatureError) as refused:
@@ -286,7 +288,7 @@ async def test_a_durable_source_too(nc: Client, stream_name: Callable[[], str]) 
     assert (refused.value.feature, refused.value.required_api_level) == ("durable sourcing", 4)
 
 
-async def test_a_server_that_claims_more_than_it_does_is_found_out(nc: Client, stream_name: Callable[[], str]) -> None:
+async def test_an_option_that_the_server_dropped_is_unsupported(nc: Client, stream_name: Callable[[], str]) -> None:
     new = {"api": {"level": 9}}
     liar = await Canned(nc, stream_name(), info=[MISSING], account=[new], create=[answer(allow_direct=True)]).start()
     with pytest.raises(UnsupportedFeatureError, match="now exists without it") as refused:
@@ -297,7 +299,9 @@ async def test_a_server_that_claims_more_than_it_does_is_found_out(nc: Client, s
         await jsx.ensure_stream(liar.js, name="S", allow_batched=True)
 
 
-async def test_somebody_else_creates_it_meanwhile(nc: Client, stream_name: Callable[[], str]) -> None:
+async def test_a_stream_that_another_client_creates_meanwhile_is_used(
+    nc: Client, stream_name: Callable[[], str]
+) -> None:
     found = answer(allow_direct=True)
     race = await Canned(nc, stream_name(), info=[MISSING, found], create=[EXISTS]).start()
     info = await jsx.ensure_stream(race.js, name="S", allow_direct=True)
@@ -308,7 +312,7 @@ async def test_somebody_else_creates_it_meanwhile(nc: Client, stream_name: Calla
     assert refused.value.err_code == 10058
 
 
-async def test_an_update_keeps_what_nats_py_does_not_know(nc: Client, stream_name: Callable[[], str]) -> None:
+async def test_an_update_keeps_fields_that_nats_py_does_not_know(nc: Client, stream_name: Callable[[], str]) -> None:
     found = answer(from_the_future={"a": 1})
     future = await Canned(nc, stream_name(), info=[found], update=[answer(allow_direct=True)]).start()
     await jsx.ensure_stream(future.js, name="S", allow_direct=True)

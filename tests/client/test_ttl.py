@@ -50,7 +50,7 @@ def held(js: JetStreamContext) -> Callable[[str], Awaitable[dict[str, int]]]:
         (5, {"nats-ttl": "7"}, {"nats-ttl": "7", "Nats-TTL": "5"}),
     ],
 )
-def test_headers(ttl: Any, headers: Mapping[str, str] | None, expected: dict[str, str]) -> None:
+def test_ttl_headers_add_one_header(ttl: Any, headers: Mapping[str, str] | None, expected: dict[str, str]) -> None:
     before = dict(headers or {})
     result = jsx.ttl_headers(ttl, headers)
     assert result == expected
@@ -58,7 +58,7 @@ def test_headers(ttl: Any, headers: Mapping[str, str] | None, expected: dict[str
     assert dict(headers or {}) == before
 
 
-def test_the_drafts_never() -> None:
+def test_the_draft_dialect_writes_never_as_its_own_header() -> None:
     assert jsx.ttl_headers(jsx.NEVER, {"A": "b"}, dialect="draft") == {"A": "b", "Nats-No-Expire": "1"}
     assert jsx.ttl_headers(5, dialect="draft") == {"Nats-TTL": "5"}
     for taken in ("Nats-No-Expire", "Nats-TTL"):
@@ -69,14 +69,14 @@ def test_the_drafts_never() -> None:
 
 
 @pytest.mark.parametrize("ttl", [0, -1, 0.5, 1.5, timedelta(milliseconds=1500), float("inf"), 2**62])
-def test_a_ttl_that_servers_would_bend_is_refused(ttl: Any) -> None:
+def test_a_ttl_that_servers_would_change_is_refused(ttl: Any) -> None:
     with pytest.raises(ValueError, match="TTL"):
         jsx.ttl_headers(ttl)
     with pytest.raises(ValueError, match="TTL"):
         jsx.with_ttl(StreamConfig(name="S"), marker_ttl=ttl)
 
 
-def test_headers_that_cannot_be() -> None:
+def test_invalid_headers_are_refused() -> None:
     with pytest.raises(TypeError):
         jsx.ttl_headers("5")  # type: ignore[arg-type]
     with pytest.raises(BadHeaderError):
@@ -97,11 +97,11 @@ def test_headers_that_cannot_be() -> None:
         ({"Nats-Applied-Limit": "x", "Nats-Marker-Reason": "MaxAge"}, "MaxAge"),
     ],
 )
-def test_marker_reason(headers: dict[str, str] | None, reason: str | None) -> None:
+def test_marker_reason_reads_both_dialects(headers: dict[str, str] | None, reason: str | None) -> None:
     assert jsx.marker_reason(headers) == reason
 
 
-def test_configurations() -> None:
+def test_with_ttl_sets_the_options() -> None:
     plain = StreamConfig(name="S", max_age=60)
     assert jsx.with_ttl(plain) == plain.evolve(allow_msg_ttl=True)
     assert plain.allow_msg_ttl is None
@@ -134,7 +134,7 @@ def test_configurations_that_servers_would_refuse_or_change(
         jsx.with_ttl(config, marker_ttl=marker_ttl)
 
 
-async def test_what_is_asked_for_is_what_comes_back(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+async def test_servers_store_the_configuration_unchanged(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     name = stream_name()
     config = jsx.with_ttl(StreamConfig(name=name, subjects=[name]), marker_ttl=60)
     info = await jsx.ensure_stream(js, config)
@@ -145,7 +145,7 @@ async def test_what_is_asked_for_is_what_comes_back(js: JetStreamContext, stream
     assert (await js.stream_info(f"KV_{name}-B")).config.subject_delete_marker_ttl == 60
 
 
-async def test_a_message_ends(
+async def test_a_message_expires_after_its_ttl(
     js: JetStreamContext, stream_name: Callable[[], str], held: Callable[[str], Awaitable[dict[str, int]]]
 ) -> None:
     name = stream_name()
@@ -162,7 +162,7 @@ async def test_a_message_ends(
     assert await held(name) == {f"{name}.long": 1, f"{name}.never": 1}
 
 
-async def test_the_shorter_of_ttl_and_max_age_counts_and_never_outlives_both(
+async def test_the_shorter_of_ttl_and_max_age_applies_and_never_overrides_both(
     js: JetStreamContext, stream_name: Callable[[], str], held: Callable[[str], Awaitable[dict[str, int]]]
 ) -> None:
     name = stream_name()
@@ -183,7 +183,7 @@ async def test_the_shorter_of_ttl_and_max_age_counts_and_never_outlives_both(
     assert await until(only_never) - start >= 1.9
 
 
-async def test_markers_floor_the_ttl_and_say_why(
+async def test_markers_are_a_lower_bound_of_the_ttl_and_name_their_reason(
     js: JetStreamContext, stream_name: Callable[[], str], held: Callable[[str], Awaitable[dict[str, int]]]
 ) -> None:
     name = stream_name()
@@ -207,7 +207,9 @@ async def test_markers_floor_the_ttl_and_say_why(
     assert await held(name) == {f"{name}.a": 1}
 
 
-async def test_a_single_message_per_subject_has_no_floor(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+async def test_with_one_message_per_subject_the_ttl_has_no_lower_bound(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
     name = stream_name()
     config = StreamConfig(name=name, subjects=[f"{name}.>"], allow_direct=True, max_msgs_per_subject=1)
     await js.add_stream(jsx.with_ttl(config, marker_ttl=60))
@@ -215,7 +217,7 @@ async def test_a_single_message_per_subject_has_no_floor(js: JetStreamContext, s
     assert (await jsx.DirectGet(js, name).get_last(f"{name}.a")).headers == {"Nats-TTL": "30"}
 
 
-async def test_the_older_revision_comes_back(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+async def test_an_expired_revision_uncovers_the_older_one(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     name = stream_name()
     kv = await js.create_key_value(KeyValueConfig(bucket=name, history=5))
     await kv.put("k", b"v1")
@@ -246,7 +248,7 @@ async def test_the_ttl_of_every_publisher_is_stored(js: JetStreamContext, stream
     assert [message.headers.get("Nats-TTL") for message in stored] == ["60", "60", "never", "60", "60", "never", "60"]
 
 
-async def test_the_reference_server_s_draft_knows_the_draft_s_never() -> None:
+async def test_the_reference_server_s_draft_dialect_honours_no_expire() -> None:
     async with ReferenceServer(dialect="draft") as server:
         nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream()
@@ -262,7 +264,9 @@ async def test_the_reference_server_s_draft_knows_the_draft_s_never() -> None:
         await nc.close()
 
 
-async def test_a_stream_that_does_not_allow_it(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+async def test_a_stream_without_allow_msg_ttl_refuses_the_message(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
     name = stream_name()
     await js.add_stream(name=name, subjects=[name], allow_atomic=True)
     with pytest.raises(nats.js.errors.BadRequestError) as refused:

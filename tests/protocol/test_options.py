@@ -20,7 +20,7 @@ from jetstream_ext.types import NEVER, BatchMessage
         (NEVER, "never"), (options.MAX_TTL, "3155760000"), (timedelta(days=36525), "3155760000"),
     ],
 )  # fmt: skip
-def test_ttl_text(ttl: Any, text: str) -> None:
+def test_a_ttl_becomes_header_text(ttl: Any, text: str) -> None:
     assert options.ttl_value(ttl) == text
 
 
@@ -35,7 +35,7 @@ def test_a_ttl_the_server_would_refuse_or_truncate_is_refused(ttl: Any) -> None:
 
 
 @pytest.mark.parametrize("ttl", ["5", "never", True, None, b"5", [5]])
-def test_a_ttl_of_another_kind_is_refused(ttl: Any) -> None:
+def test_a_ttl_of_the_wrong_type_is_refused(ttl: Any) -> None:
     with pytest.raises(TypeError, match="TTL"):
         options.ttl_value(ttl)
 
@@ -92,7 +92,7 @@ def test_options_out_of_range_are_refused(given_options: dict[str, Any], error: 
         options.message_headers(BatchMessage("a", b"", **given_options))
 
 
-def test_the_caller_s_headers_stay_as_they_are() -> None:
+def test_the_caller_s_headers_are_not_changed() -> None:
     headers = {"X": "1"}
     pairs = options.message_headers(BatchMessage("a", b"", headers=headers, msg_id="m"))
     pairs.append(("Y", "2"))
@@ -103,20 +103,20 @@ def test_the_caller_s_headers_stay_as_they_are() -> None:
     ("payload", "data"),
     [(b"x", b"x"), (b"", b""), (bytearray(b"x"), b"x"), (memoryview(b"abc")[::2], b"ac"), (memoryview(b""), b"")],
 )
-def test_payloads(payload: Any, data: bytes) -> None:
+def test_buffers_become_bytes(payload: Any, data: bytes) -> None:
     made = options.payload_bytes(payload)
     assert made == data
     assert type(made) is bytes
 
 
 @pytest.mark.parametrize("payload", ["text", None, 5, [1], {"a": 1}])
-def test_a_payload_that_is_no_bytes_is_refused(payload: Any) -> None:
+def test_a_payload_of_the_wrong_type_is_refused(payload: Any) -> None:
     with pytest.raises(TypeError, match="payload must be bytes"):
         options.payload_bytes(payload)
 
 
 @pytest.mark.parametrize("batch_id", ["a", "A-z_0", "x" * 64])
-def test_batch_ids(batch_id: str) -> None:
+def test_valid_batch_ids(batch_id: str) -> None:
     assert options.check_batch_id(batch_id) == batch_id
 
 
@@ -148,7 +148,7 @@ class TestTimes:
         assert text[10] == "T"
 
     @given(st.datetimes(), st.integers(-86_399, 86_399))
-    def test_any_aware_time(self, when: datetime, offset: int) -> None:
+    def test_any_aware_time_is_kept_exactly(self, when: datetime, offset: int) -> None:
         when = when.replace(tzinfo=timezone(timedelta(seconds=offset)))
         try:
             text = options.rfc3339(when, "when")
@@ -158,11 +158,11 @@ class TestTimes:
         assert datetime.fromisoformat(text) == when
         assert len(text) in (25, 32)
 
-    def test_a_naive_time_is_refused_by_its_name(self) -> None:
+    def test_a_naive_time_is_refused_with_its_name(self) -> None:
         with pytest.raises(ValueError, match=r"start_time must be timezone-aware"):
             options.rfc3339(datetime(2026, 1, 1), "start_time")  # noqa: DTZ001 - naive on purpose
 
     @pytest.mark.parametrize("when", ["2026-01-01T00:00:00Z", 0, date(2026, 1, 1), None])
-    def test_other_kinds_are_refused(self, when: Any) -> None:
+    def test_other_types_are_refused(self, when: Any) -> None:
         with pytest.raises(TypeError, match="when must be a datetime"):
             options.rfc3339(when, "when")

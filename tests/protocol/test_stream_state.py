@@ -21,7 +21,7 @@ def answer(**more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_single_server_that_says_no_version() -> None:
+def test_a_single_server_without_a_version() -> None:
     state = parse_stream_state(answer())
     assert (state.name, state.created, state.first_seq, state.last_seq, state.messages) == ("S", CREATED, 1, 9, 9)
     assert (state.api_level, state.server_version, state.replicated) == (0, None, False)
@@ -55,7 +55,7 @@ def test_a_leader_is_certain_while_a_majority_hears_from_it(
     assert (state.leader, state.replicated, state.leader_is_certain) == ("n9", True, certain)
 
 
-def test_the_configuration_that_the_server_echoes() -> None:
+def test_the_configuration_that_the_server_returns() -> None:
     config = {
         "name": "S",
         "subjects": ["a", "b.>"],

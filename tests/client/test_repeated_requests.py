@@ -1,4 +1,4 @@
-"""Asking a stream's leader: what is not answered is asked again, and every question ends."""
+"""Requests to a stream's leader: an unanswered request is repeated, and every request ends."""
 
 import asyncio
 from typing import Any
@@ -8,8 +8,8 @@ import pytest
 from jetstream_ext.client import api
 
 
-class Questions:
-    """Answers only the question of the given number; the others wait for ever."""
+class Requests:
+    """Answers only the request of the given number; the others wait until they are cancelled."""
 
     def __init__(self, answer: object, at: int) -> None:
         self.answer = answer
@@ -34,48 +34,47 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_REPEAT_AFTER", 0.01)
 
 
-async def nothing_left(questions: Questions, unanswered: int) -> None:
+async def nothing_left(requests: Requests, unanswered: int) -> None:
     async with asyncio.timeout(10):
-        while questions.cancelled < unanswered:
+        while requests.cancelled < unanswered:
             await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_an_answer_to_any_question_counts() -> None:
-    questions = Questions("yes", at=3)
-    assert await api._first_answer(questions) == "yes"
-    await nothing_left(questions, 2)
+async def test_the_answer_to_any_repetition_is_returned() -> None:
+    requests = Requests("yes", at=3)
+    assert await api._first_answer(requests) == "yes"
+    await nothing_left(requests, 2)
 
 
-async def test_so_does_a_refusal() -> None:
-    questions = Questions(ZeroDivisionError(), at=2)
+async def test_a_refusal_of_any_repetition_is_raised() -> None:
+    requests = Requests(ZeroDivisionError(), at=2)
     with pytest.raises(ZeroDivisionError):
-        await api._first_answer(questions)
-    await nothing_left(questions, 1)
+        await api._first_answer(requests)
+    await nothing_left(requests, 1)
 
 
-async def test_a_cancelled_wait_leaves_no_question() -> None:
-    questions = Questions(None, at=0)
-    waiting = asyncio.create_task(api._first_answer(questions))
+async def test_a_cancelled_wait_leaves_no_request() -> None:
+    requests = Requests(None, at=0)
+    waiting = asyncio.create_task(api._first_answer(requests))
     async with asyncio.timeout(10):
-        while questions.asked < 3:
+        while requests.asked < 3:
             await asyncio.sleep(0.001)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    await nothing_left(questions, questions.asked)
+    await nothing_left(requests, requests.asked)
 
 
-async def test_two_answers_at_once() -> None:
-    """The one that nobody takes is seen all the same: the loop would complain."""
+async def test_a_second_failure_at_the_same_time_is_not_logged() -> None:
     gate, asked = asyncio.Event(), []
 
-    async def question() -> None:
+    async def request() -> None:
         asked.append(1)
         await gate.wait()
         raise ZeroDivisionError
 
-    waiting = asyncio.create_task(api._first_answer(question))
+    waiting = asyncio.create_task(api._first_answer(request))
     async with asyncio.timeout(10):
         while len(asked) < 2:
             await asyncio.sleep(0.001)
