@@ -86,7 +86,7 @@ async def test_without_the_permission_to_ask_the_server_info_is_used() -> None:
 
 def test_the_table_and_the_dataclass_have_the_same_features() -> None:
     rows = {feature.title: feature for feature in feature_table.FEATURES}
-    assert len(rows) == len(feature_table.FEATURES) + len(feature_table.QUIRKS)
+    assert len(rows) == len(feature_table.FEATURES)
     for feature in feature_table.FEATURES:
         assert feature.since in feature_table.RELEASES
         assert feature.at(9)
