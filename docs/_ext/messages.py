@@ -95,6 +95,7 @@ def render() -> str:
         if found:
             lines.append(f"\n{path.relative_to(ROOT).as_posix()}\n")
             for _, text in found:
+                text = text.replace("\r", "\\r")
                 shown = text if "\n" in text else textwrap.fill(text, 118, break_on_hyphens=False)
                 lines.append(textwrap.indent(shown.strip("\n"), "  ") + "\n")
     return "\n".join(line.rstrip("\n") for line in lines) + "\n"
