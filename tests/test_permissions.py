@@ -58,7 +58,7 @@ async def resolve(js: JetStreamContext) -> None:
     batch = jsx.AtomicBatch(js)
     await batch.add("s.a", b"1")
     task = asyncio.create_task(batch.commit_eob())
-    while batch._wire.machine.state.value != "committing":  # type: ignore[union-attr]
+    while batch._session.machine.state.value != "committing":  # type: ignore[union-attr]
         await asyncio.sleep(0)
     task.cancel()  # the commit is on its way, and its answer is not heard
     await asyncio.wait([task])

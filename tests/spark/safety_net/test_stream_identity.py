@@ -46,7 +46,7 @@ async def _publish_ten(js: JetStreamContext) -> None:
 async def _with_js(url: str | list[str], question: Callable[[JetStreamContext], Any]) -> Any:
     nc = await nats.connect(url)
     try:
-        return await question(nc.jetstream(timeout=1))
+        return await question(nc.jetstream(timeout=10))
     finally:
         await nc.close()
 
