@@ -205,7 +205,7 @@ def test_invalid_files_and_names_are_reported(run: Run, tmp_path: Path, rows: Pa
         ("x", "--creds", "no user JWT"),
         (jwt, "--creds", "no nkey seed"),
         (f"{jwt}-----BEGIN USER NKEY SEED-----\nSUBAD\n", "--creds", "no nkey seed"),
-        ("x", "--tlsca", "TLS: the files are not what they should be"),
+        ("x", "--tlsca", "the TLS files are not valid"),
     ):
         broken.write_text(text)
         done = run("doctor", option, broken)
