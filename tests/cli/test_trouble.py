@@ -176,7 +176,7 @@ def test_doctor_on_every_line_of_servers(
         shown = run("doctor", server.url)
         assert shown.exit_code == 0
         assert f"nats-server {version}, JetStream API level {level}" in shown.stdout
-        assert shown.stdout.count("from 2.") == len(missing)
+        assert shown.stdout.count("needs 2.") == len(missing)
 
         async def fix(js: JetStreamContext) -> None:
             space = {"js": js, "jetstream_ext": jsx}
