@@ -129,7 +129,7 @@ def test_a_full_disk_is_reported(
     assert done.stderr.startswith("Error: No space left on device")
     assert f"out.{form}" not in done.stdout.split()
     if size != "4k":
-        assert "the same command with --resume goes on" in done.stderr
+        assert "the same command with --resume continues" in done.stderr
         assert f"out.{form}.part" in done.stdout.split()
 
 
@@ -212,7 +212,7 @@ def test_invalid_files_and_names_are_reported(run: Run, tmp_path: Path, rows: Pa
         assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
     (tmp_path / "rows.parquet").write_text("x")
     for arguments, words in (
-        (["ingest", tmp_path / "rows.parquet", "--stream", "S", "--subject", "s"], "is no Parquet file"),
+        (["ingest", tmp_path / "rows.parquet", "--stream", "S", "--subject", "s"], "is not a valid Parquet file"),
         (["doctor", "--stream", "a.b"], "stream name 'a.b'"),
         (["export", "a b", tmp_path / "x.csv"], "stream name 'a b'"),
         (["ingest", rows, "--stream", "*", "--subject", "s"], "stream name '*'"),
