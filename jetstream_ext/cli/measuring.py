@@ -112,17 +112,8 @@ async def measure(
 ) -> Outcome:
     """Run every case once per round, in turn, so that a machine that slows down slows all of them.
 
-    Args:
-        js: The JetStream.
-        found: The features of its server.
-        stream: An empty stream that stores the subjects ``<stream>.*``.
-        messages: The messages of the fastest calls; slower calls move a fraction of them.
-        size: Bytes per payload.
-        rounds: The number of rounds, after one round of warm-up.
-        on_progress: Called after each case with the share of the work done, and the number of messages moved so far.
-
-    Raises:
-        ConnectionClosedError: nats-py's: the connection was lost.
+    One more round warms up. `messages` are those of the fastest calls; slower calls move a fraction of them.
+    `on_progress` is called after each case with the share of the work done, and the number of messages moved so far.
     """
     cases = _Cases(js, stream, messages, size)
     every = cases.all()

@@ -126,16 +126,8 @@ class BaseConnection(ABC):
         """Await an operation of nats-py until `timeout` seconds have passed or the connection is closed.
 
         nats-py's own waits (subscribe, flush, request) have no bound, and some swallow a cancellation. The operation
-        therefore runs in its own task, which is cancelled if this call ends first.
-
-        Args:
-            operation: A coroutine of nats-py.
-            timeout: Seconds.
-            what: What is awaited, for the error: "the answer to …".
-
-        Raises:
-            RequestTimeoutError: The operation did not end in time.
-            ConnectionClosedError: nats-py's: the connection is closed.
+        therefore runs in its own task, which is cancelled if this call ends first. A RequestTimeoutError says that `what`
+        did not come: "the answer to …".
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
