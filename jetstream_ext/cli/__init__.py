@@ -2,12 +2,12 @@
 
 ::
 
-    __main__.py     says what to install where the extra is missing
-    app.py          the group of commands, and their exit statuses
-    connection.py   from options, environment and the contexts of the ``nats`` tool to a connection
-    output.py       progress bars, tables, JSON, and failures in one line
-    doctor.py, serve.py, demo.py, snapshot.py, ingest.py, export.py   one command each (formats.py: what export writes)
-    bench.py        this library against plain nats-py (measuring.py: the cases)
+    __main__.py     the entry point; names what to install if the extra is missing
+    app.py          the group of commands and their exit statuses
+    connection.py   a connection from options, environment variables and contexts of the ``nats`` tool
+    output.py       progress bars, tables, JSON, and errors in one line
+    doctor.py, serve.py, demo.py, snapshot.py, ingest.py, export.py   one command each (formats.py: the files of export)
+    bench.py        this library compared with plain nats-py (measuring.py: the cases)
 
-Nothing here is imported by the library.
+The library imports nothing from here.
 """

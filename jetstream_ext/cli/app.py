@@ -9,15 +9,14 @@ from typing import Any, Final
 import click
 import nats.errors
 
-from jetstream_ext.cli.output import one_line
+from jetstream_ext.cli.output import STOPPED, one_line
 from jetstream_ext.testing import NatsServerError
 
 _COMMANDS: Final = ("bench", "demo", "doctor", "export", "ingest", "serve", "snapshot")
-_STOPPED: Final = 130
 
 
 class _Commands(click.Group):
-    """Finds a command in the module of its name, and makes one line of whatever it fails with."""
+    """Imports a command from the module of its name, and reports its errors in one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -34,9 +33,9 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except (KeyboardInterrupt, click.Abort):
             click.echo("stopped", err=True)
-            ctx.exit(_STOPPED)
+            ctx.exit(STOPPED)
         except BrokenPipeError:
-            raise  # click ends without a word, as others do that nobody listens to any more
+            raise  # click exits silently
         except (nats.errors.Error, NatsServerError, OSError, TimeoutError) as error:
             raise click.ClickException(one_line(error)) from error
 
@@ -44,8 +43,8 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="nats-jetstream-ext")
 def cli() -> None:
-    """Bulk work on NATS JetStream: look at servers, ingest and export files, read buckets.
+    """Bulk work on NATS JetStream: examine servers, ingest and export files, read buckets.
 
     The exit status is 0 for success, 1 for a failure, 2 for wrong usage, and 130 after Ctrl-C.
     """
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of what nats-py does with every TLS connection
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # nats-py causes a warning for every TLS connection

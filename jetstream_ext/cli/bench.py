@@ -1,13 +1,12 @@
-"""``jetstream-ext bench``: this library against plain nats-py, as a table and a picture."""
+"""``jetstream-ext bench``: compare this library with plain nats-py, as a table and a plot."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -17,104 +16,70 @@ from rich.text import Text
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, target
 from jetstream_ext.cli.measuring import Case, Outcome, measure, scratch
-from jetstream_ext.cli.output import console, progress, table, write_json
+from jetstream_ext.cli.output import STOPPED, console, progress, table, write_json
 from jetstream_ext.client.features import features
 from jetstream_ext.testing import NatsServer
 
 _SUFFIXES: Final = (".png", ".svg")
-_INK: Final = "#808080"  # readable on white and on black; the picture itself has no background
+_INK: Final = "#808080"  # readable on white and on black: the plot has no background
 _OURS: Final = "#2f81f7"
 _THEIRS: Final = "#a0a0a0"
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One bar.
-
-    Attributes:
-        name: What it is.
-        median: How long it is.
-        least: Where its whisker begins,
-        most: and ends.
-        ours: Whether it is this library's.
-    """
-
-    name: str
-    median: float
-    least: float
-    most: float
-    ours: bool
+_PROGRESS_STEPS: Final = 1_000
+_WIDTH_OF_ALL_COLUMNS: Final = 76
+_GROUPS: Final = {"publish": "publish", "read": "read back"}
 
 
 def _check_plot(path: Path) -> None:
-    """Refuse a picture that could not be written, before anything is measured.
-
-    Raises:
-        click.ClickException: matplotlib is missing, the name says no format, or there is no such folder.
-    """
+    """Raise an error for a plot that cannot be written, before anything is measured."""
     if path.suffix.lower() not in _SUFFIXES:
-        raise click.ClickException(f"{path}: a plot is a file named {' or '.join('*' + each for each in _SUFFIXES)}")
+        raise click.ClickException(f"{path}: a plot must be {' or '.join('*' + each for each in _SUFFIXES)}")
     if not path.parent.is_dir():
-        raise click.ClickException(f"{path}: there is no folder {str(path.parent)!r}")
+        raise click.ClickException(f"{path}: folder {str(path.parent)!r} does not exist")
     if importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException("a plot needs matplotlib: pip install 'nats-jetstream-ext[plot]'")
 
 
-def _draw_plot(path: Path, title: str, groups: Sequence[tuple[str, Sequence[Bar]]]) -> None:
-    """Draw groups of bars below each other.
-
-    Args:
-        path: The file; its name says whether it is a PNG or an SVG.
-        title: What stands on top.
-        groups: Their titles and bars.
-    """
-    from matplotlib import rc_context  # an extra, and heavy
+def _draw_plot(path: Path, title: str, outcome: Outcome) -> None:
+    from matplotlib import rc_context  # an extra, and slow to import
     from matplotlib.figure import Figure
 
     ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color")
     settings: dict[Any, Any] = {"svg.fonttype": "none", **dict.fromkeys(ink, _INK)}
+    groups = [(label, [case for case in outcome.cases if case.group == name]) for name, label in _GROUPS.items()]
     with rc_context(settings):
-        heights = [len(bars) + 1.2 for _, bars in groups]
+        heights = [len(cases) + 1.2 for _, cases in groups]
         figure = Figure(figsize=(9, 0.36 * sum(heights) + 0.6), dpi=150, layout="constrained")
         figure.suptitle(title, fontsize=10)
-        for axes, (name, bars) in zip(
-            figure.subplots(len(groups), squeeze=False, height_ratios=heights)[:, 0], groups, strict=True
-        ):
-            _draw_group(axes, name, bars)
+        rows = figure.subplots(len(groups), squeeze=False, height_ratios=heights)[:, 0]
+        for axes, (label, cases) in zip(rows, groups, strict=True):
+            _draw_group(axes, label, cases)
         figure.savefig(path, transparent=True)
 
 
-def _draw_group(axes: Any, name: str, bars: Sequence[Bar]) -> None:
-    places = range(len(bars))
+def _draw_group(axes: Any, label: str, cases: list[Case]) -> None:
+    places = range(len(cases))
     axes.barh(
         places,
-        [bar.median for bar in bars],
+        [case.median for case in cases],
         height=0.7,
-        color=[_OURS if bar.ours else _THEIRS for bar in bars],
-        xerr=[[bar.median - bar.least for bar in bars], [bar.most - bar.median for bar in bars]],
+        color=[_OURS if case.ours else _THEIRS for case in cases],
+        xerr=[[case.median - case.least for case in cases], [case.most - case.median for case in cases]],
         ecolor=_INK,
         capsize=2,
     )
-    for place, bar in zip(places, bars, strict=True):
-        axes.annotate(
-            f"{bar.median:,.0f}", (bar.most, place), (5, 0), textcoords="offset points", va="center", fontsize=8
-        )
-    axes.set_yticks(places, [bar.name for bar in bars], fontsize=9)
+    for place, case in zip(places, cases, strict=True):
+        text = f"{case.median:,.0f}"
+        axes.annotate(text, (case.most, place), (5, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(places, [case.name for case in cases], fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlim(0, max(bar.most for bar in bars) * 1.15)
+    axes.set_xlim(0, max(case.most for case in cases) * 1.15)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value else "0")
     axes.tick_params(axis="x", labelsize=8)
-    axes.set_title(f"{name}, messages/s", loc="left", fontsize=9)
+    axes.set_title(f"{label}, messages/s", loc="left", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-_STOPPED: Final = 130
-_STEPS: Final = 1_000  # of the progress bar
-_ROOM_FOR_ALL: Final = 76
-_GROUPS: Final = {"publish": "publish", "read": "read back"}
-
-
-@click.command("bench", short_help="Measure this library against plain nats-py.")
+@click.command("bench", short_help="Compare this library with plain nats-py.")
 @click.argument("url", envvar="NATS_URL", default="")
 @click.option(
     "--messages",
@@ -122,7 +87,7 @@ _GROUPS: Final = {"publish": "publish", "read": "read back"}
     default=100_000,
     metavar="N",
     show_default=True,
-    help="How many the fastest calls move; slower ones move a part of it.",
+    help="Messages of the fastest calls; slower calls move a fraction of them.",
 )
 @click.option("--size", type=click.IntRange(0), default=128, metavar="N", show_default=True, help="Bytes per payload.")
 @click.option(
@@ -131,16 +96,16 @@ _GROUPS: Final = {"publish": "publish", "read": "read back"}
     default=3,
     metavar="N",
     show_default=True,
-    help="How often; one round more warms up.",
+    help="Measured rounds, after one round of warm-up.",
 )
 @click.option(
     "--plot",
     "picture",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Draw a picture, too: *.png or *.svg.",
+    help="Also draw a plot: *.png or *.svg.",
 )
-@click.option("--json", "as_json", is_flag=True, help="The result as a JSON object; no progress bar.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress bar.")
 @connection_options(server=False)
 @click.pass_context
 def command(
@@ -153,10 +118,10 @@ def command(
     as_json: bool,
     timeout: float,
 ) -> None:
-    """Measure this library and plain nats-py in turn, on the server at URL or else on one of its own.
+    """Compare this library with plain nats-py, on the server at URL or else on a temporary one.
 
-    It works on a scratch stream, which it deletes at the end and after Ctrl-C, and touches no other. It loads the
-    server as much as it can. A server of its own needs nats-jetstream-ext[server].
+    The command works on a scratch stream, which it deletes at the end and after Ctrl-C. It touches no other stream. It
+    puts as much load on the server as it can. A temporary server needs nats-jetstream-ext[server].
     """
     if picture is not None:
         _check_plot(picture)
@@ -168,12 +133,12 @@ def command(
         try:
             outcome = asyncio.run(job.run(where, show=not as_json))
         except (KeyboardInterrupt, asyncio.CancelledError):
-            deleted = job.began and not job.left
+            deleted = job.created and not job.left
             click.echo("stopped; the scratch stream is deleted" if deleted else "stopped", err=True)
-            ctx.exit(_STOPPED)
+            ctx.exit(STOPPED)
         finally:
             if job.left and own is None:
-                click.echo(f"the scratch stream {job.left} could not be deleted; delete it if it is there", err=True)
+                click.echo(f"the scratch stream {job.left} could not be deleted; delete it if it exists", err=True)
     conditions = {
         "server": where.shown if own is None else "embedded",
         "server_version": outcome.version,
@@ -183,21 +148,27 @@ def command(
         "size": size,
         "rounds": rounds,
     }
+    spread = "one round" if rounds == 1 else f"medians of {rounds} rounds"
     if picture is not None:
-        _draw_plot(picture, _title(conditions), [(title, _bars(outcome, name)) for name, title in _GROUPS.items()])
+        title = f"nats-server {outcome.version}, nats-py {conditions['nats_py']}: messages of {size:,} bytes, {spread}"
+        _draw_plot(picture, title, outcome)
     if as_json:
         write_json(conditions | _as_json(outcome))
         return
-    _show(outcome, conditions)
+    place = "temporary server" if own is not None else f"at {where.shown}"
+    screen = console()
+    screen.print(f"nats-server {outcome.version}, {place}; nats-py {conditions['nats_py']}", markup=False)
+    screen.print(f"{messages:,} messages of {size:,} bytes, {spread}")
+    _show(outcome)
     if picture is not None:
         click.echo(f"plot in {picture}")
 
 
 class _Bench:
-    """One run; `began` with a scratch stream, which is `left` if it could not be deleted."""
+    """One run; `left` is its scratch stream if that could not be deleted."""
 
     def __init__(self, messages: int, size: int, rounds: int) -> None:
-        self.began = False
+        self.created = False
         self.left = ""
         self._messages = messages
         self._size = size
@@ -205,13 +176,12 @@ class _Bench:
         self._task: asyncio.Task[Outcome] | None = None
 
     def stop(self) -> None:
-        """End as by Ctrl-C, which is not raised: what a shell starts with `&` ignores that."""
+        """End as after Ctrl-C; SIGINT itself is ignored by processes that a shell starts with `&`."""
         if self._task is None:
             raise KeyboardInterrupt
         self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
     async def run(self, where: Target, *, show: bool) -> Outcome:
-        """Measure."""
         self._task = asyncio.ensure_future(self._run(where, show=show))
         try:
             return await self._task
@@ -221,18 +191,14 @@ class _Bench:
     async def _run(self, where: Target, *, show: bool) -> Outcome:
         async with connected(where) as js:
             found = await features(js)
-            with progress("measuring", _STEPS, show=show) as tell:
+            with progress("measuring", _PROGRESS_STEPS, show=show) as report:
                 async with scratch(js, found, self._on_left) as stream:
-                    self.began = True
-                    return await measure(
-                        js,
-                        found,
-                        stream,
-                        self._messages,
-                        self._size,
-                        self._rounds,
-                        lambda share, moved: tell(int(share * _STEPS), moved),
-                    )
+                    self.created = True
+
+                    def on_progress(share: float, moved: int) -> None:
+                        report(int(share * _PROGRESS_STEPS), moved)
+
+                    return await measure(js, found, stream, self._messages, self._size, self._rounds, on_progress)
 
     def _on_left(self, stream: str) -> None:
         self.left = stream
@@ -240,31 +206,12 @@ class _Bench:
 
 @contextmanager
 def _sigterm_as_ctrl_c(job: _Bench) -> Iterator[None]:
-    """The scratch stream is to go, whoever ends this."""
+    """Delete the scratch stream after SIGTERM too."""
     before = signal.signal(signal.SIGTERM, lambda *_: job.stop())
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _title(conditions: dict[str, Any]) -> str:
-    return (
-        f"nats-server {conditions['server_version']}, nats-py {conditions['nats_py']}: messages of "
-        f"{conditions['size']:,} bytes, {_rounds(conditions)}"
-    )
-
-
-def _rounds(conditions: dict[str, Any]) -> str:
-    return "one round" if conditions["rounds"] == 1 else f"medians of {conditions['rounds']} rounds"
-
-
-def _bars(outcome: Outcome, group: str) -> list[Bar]:
-    return [
-        Bar(case.name, case.median, min(case.rates), max(case.rates), case.ours)
-        for case in outcome.cases
-        if case.group == group
-    ]
 
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:
@@ -273,7 +220,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
             "call": case.name,
             "group": case.group,
             "by": "jetstream_ext" if case.ours else "nats-py",
-            "messages_per_second": {"min": min(case.rates), "median": case.median, "max": max(case.rates)},
+            "messages_per_second": {"min": case.least, "median": case.median, "max": case.most},
             "times_nats_py": case.median / outcome.base(case.group).median,
         }
 
@@ -283,26 +230,21 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _show(outcome: Outcome, conditions: dict[str, Any]) -> None:
+def _show(outcome: Outcome) -> None:
     screen = console()
-    own = " of its own" if conditions["server"] == "embedded" else f" at {conditions['server']}"
-    screen.print(f"nats-server {outcome.version}{own}, nats-py {conditions['nats_py']}", markup=False)
-    screen.print(f"{conditions['messages']:,} messages of {conditions['size']:,} bytes, {_rounds(conditions)}")
+    wide = screen.width >= _WIDTH_OF_ALL_COLUMNS
     for group, title in _GROUPS.items():
         base = outcome.base(group)
-        rates = table(title, "messages/s", *(["min", "max"] if screen.width >= _ROOM_FOR_ALL else []), "times nats-py")
+        rates = table(title, "messages/s", *(["min", "max"] if wide else []), "times nats-py")
         for column in rates.columns[1:]:
             column.justify = "right"
         for case in outcome.cases:
             if case.group == group:
-                span = [min(case.rates), max(case.rates)] if screen.width >= _ROOM_FOR_ALL else []
-                rates.add_row(
-                    Text(case.name, "bold" if case.ours else ""),
-                    *(f"{rate:,.0f}" for rate in [case.median, *span]),
-                    f"{case.median / base.median:.1f}",
-                )
+                figures = [case.median, case.least, case.most] if wide else [case.median]
+                name = Text(case.name, "bold" if case.ours else "")
+                rates.add_row(name, *(f"{rate:,.0f}" for rate in figures), f"{case.median / base.median:.1f}")
         screen.print(rates)
-    screen.print("Times nats-py: its faster call is 1.0.", style="dim")
+    screen.print("Times nats-py: relative to its fastest call.", style="dim")
     for case in outcome.left_out:
         assert case.needs is not None
         screen.print(f"left out: {case.name} needs nats-server {case.needs.since}", markup=False)

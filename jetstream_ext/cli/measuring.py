@@ -1,4 +1,4 @@
-"""What ``bench`` measures: this library and plain nats-py, in turn, on a scratch stream of its own."""
+"""The measurements of ``bench``: this library and plain nats-py in turn, on a scratch stream."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from nats.js.api import AckPolicy, ConsumerConfig
 from nats.nuid import NUID
 
 from jetstream_ext.client.atomic import publish_atomic
+from jetstream_ext.client.base_connection import mark_retrieved
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fast import FastPublisher
@@ -25,33 +26,25 @@ from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.feature_table import Feature
 from jetstream_ext.types import BatchMessage
 
-_ATOMIC: Final = 500  # messages per batch; a server takes 1,000 unless it is configured to take fewer
+_ATOMIC_BATCH: Final = 500  # servers accept 1,000 by default
 _FETCH: Final = 500
-_GOODBYE: Final = 5.0
-_LOOK_EVERY: Final = 0.5
+_CLOSE_TIMEOUT: Final = 5.0
+_POLL: Final = 0.5
 _SUBJECTS: Final = 10
-_ONE_BY_ONE: Final = 50  # what waits for each answer gets this part of the messages
-_WINDOWED: Final = 5
+_SYNCHRONOUS_SHARE: Final = 50  # calls that wait for each answer move this fraction of the messages
+_WINDOWED_SHARE: Final = 5
 
 
 @dataclass(slots=True)
 class Case:
-    """One row of the table.
-
-    Attributes:
-        name: The call.
-        group: ``publish`` or ``read``.
-        ours: Whether it is this library's.
-        needs: What the server must have for it.
-        run: Moves messages, and returns how many.
-        rates: Messages per second, of each round.
-    """
+    """One row of the table: a call, and the messages per second of each round."""
 
     name: str
     group: str
     ours: bool
     needs: Feature | None
     run: Callable[[], Coroutine[object, object, int]]
+    """Moves messages and returns their number."""
     rates: list[float] = field(default_factory=list)
 
     @property
@@ -59,16 +52,20 @@ class Case:
         """The median of the rates."""
         return statistics.median(self.rates)
 
+    @property
+    def least(self) -> float:
+        """The lowest rate."""
+        return min(self.rates)
+
+    @property
+    def most(self) -> float:
+        """The highest rate."""
+        return max(self.rates)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a bench found.
-
-    Attributes:
-        version: The server's version.
-        cases: What was measured.
-        left_out: What the server cannot do.
-    """
+    """The measured cases, and those that the server of this version lacks."""
 
     version: str
     cases: tuple[Case, ...]
@@ -81,32 +78,22 @@ class Outcome:
 
 @asynccontextmanager
 async def scratch(js: JetStreamContext, found: Features, on_left: Callable[[str], None]) -> AsyncIterator[str]:
-    """Make a stream that is this block's own, and delete it at the end, however the block ends.
-
-    Args:
-        js: The JetStream.
-        found: What its server can do.
-        on_left: Called with the stream's name if it could not be deleted.
-    """
+    """Create a stream for the duration of a block; call `on_left` with its name if it cannot be deleted."""
     name = f"JSX_BENCH_{NUID().next().decode()}"
-    # A server that does not know an option may refuse it.
+    # Servers may refuse options that they do not know.
     options: dict[str, Any] = {
         feature.option: True
         for feature in (feature_table.DIRECT_GET, feature_table.ATOMIC, feature_table.FAST_INGEST)
         if feature.at(found.api_level)
     }
     try:
-        await js.add_stream(
-            name=name,
-            subjects=[f"{name}.*"],
-            description="Scratch of `jetstream-ext bench`; nobody needs it.",
-            **options,
-        )
+        description = "Temporary stream of `jetstream-ext bench`; safe to delete."
+        await js.add_stream(name=name, subjects=[f"{name}.*"], description=description, **options)
         yield name
     finally:
-        # Also after a creation that was not answered: it may have happened, and the name is nobody else's.
+        # Even if the creation was not answered: it may have happened, and the name is unique.
         try:
-            async with asyncio.timeout(_GOODBYE):
+            async with asyncio.timeout(_CLOSE_TIMEOUT):
                 await js.delete_stream(name)
         except nats.js.errors.NotFoundError:
             pass
@@ -121,28 +108,19 @@ async def measure(
     messages: int,
     size: int,
     rounds: int,
-    tell: Callable[[float, int], None],
+    on_progress: Callable[[float, int], None],
 ) -> Outcome:
-    """Run every case once per round, in turn, so that a machine that slows down slows them all.
+    """Run every case once per round, in turn, so that a machine that slows down slows all of them.
 
-    Args:
-        js: The JetStream.
-        found: What its server can do.
-        stream: An empty stream that takes the subjects ``<stream>.*``.
-        messages: How many messages the fastest calls move; slower ones move a part of that.
-        size: Bytes per payload.
-        rounds: How often; one more round before these warms up.
-        tell: Called after each case with the share of the work that is done, and the messages moved so far.
-
-    Raises:
-        ConnectionClosedError: nats-py's: the connection was lost, so the figures would be none.
+    One more round warms up. `messages` are those of the fastest calls; slower calls move a fraction of them.
+    `on_progress` is called after each case with the share of the work done, and the number of messages moved so far.
     """
     cases = _Cases(js, stream, messages, size)
     every = cases.all()
     able = [case for case in every if case.needs is None or case.needs.at(found.api_level)]
     done = moved = 0
     for number in range(rounds + 1):
-        await cases.start_anew()
+        await cases.empty_stream()
         for case in able:
             start = time.perf_counter()
             count = await _while_connected(js, case)
@@ -150,40 +128,40 @@ async def measure(
             if number:
                 case.rates.append(count / elapsed)
             done, moved = done + 1, moved + count
-            tell(done / (len(able) * (rounds + 1)), moved)
+            on_progress(done / (len(able) * (rounds + 1)), moved)
     return Outcome(found.server_version, tuple(able), tuple(case for case in every if case not in able))
 
 
 async def _while_connected(js: JetStreamContext, case: Case) -> int:
-    """Run a case as long as there is a connection: some of nats-py's calls wait for ever without one."""
+    """Run a case until it ends or the connection is lost: some of nats-py's calls then never return."""
     client = Context(js).nc
     this = asyncio.current_task()
     if this is not None and this.cancelling():
-        # Ctrl-C came while nats-py waited for an answer that was just there; see `_end`.
+        # nats-py swallowed the cancellation; see `_cancel`.
         raise asyncio.CancelledError
     task = asyncio.ensure_future(case.run())
     try:
-        while not (await asyncio.wait({task}, timeout=_LOOK_EVERY))[0]:
+        while not (await asyncio.wait({task}, timeout=_POLL))[0]:
             if not client.is_connected:
                 raise nats.errors.ConnectionClosedError
         return task.result()
     finally:
-        await _end(task)
+        await _cancel(task)
 
 
-async def _end(task: asyncio.Task[Any]) -> None:
-    """Cancel until it ends: before Python 3.12, a call whose answer is just there swallows its cancellation."""
+async def _cancel(task: asyncio.Task[Any]) -> None:
+    """Cancel a task until it ends: before Python 3.12, a call swallows a cancellation that arrives with its answer."""
     loop = asyncio.get_running_loop()
-    end = loop.time() + _GOODBYE
+    end = loop.time() + _CLOSE_TIMEOUT
     while not task.done() and loop.time() < end:
         task.cancel()
-        await asyncio.wait({task}, timeout=_LOOK_EVERY)
-    if task.done() and not task.cancelled():
-        task.exception()  # publish_async makes another error of its cancellation
+        await asyncio.wait({task}, timeout=_POLL)
+    if task.done():
+        mark_retrieved(task)  # publish_async raises another error when it is cancelled
 
 
 class _Cases:
-    """The cases. Those that read come after those that publish: they read what these left."""
+    """The cases. Those that read come last: they read what the others published."""
 
     def __init__(self, js: JetStreamContext, stream: str, messages: int, size: int) -> None:
         self._js = js
@@ -204,8 +182,7 @@ class _Cases:
             Case("DirectGet.scan", "read", True, feature_table.DIRECT_BATCH, self._scan),
         ]
 
-    async def start_anew(self) -> None:
-        """Empty the stream."""
+    async def empty_stream(self) -> None:
         await self._js.purge_stream(self._stream)
         self._first = (await self._js.stream_info(self._stream)).state.last_seq + 1
 
@@ -213,23 +190,23 @@ class _Cases:
         return ((self._subjects[n % _SUBJECTS], self._payload) for n in range(count))
 
     async def _publish(self) -> int:
-        count = max(1, self._messages // _ONE_BY_ONE)
+        count = max(1, self._messages // _SYNCHRONOUS_SHARE)
         for subject, payload in self._some(count):
             await self._js.publish(subject, payload)
         return count
 
     async def _publish_async(self) -> int:
-        count = max(1, self._messages // _WINDOWED)
+        count = max(1, self._messages // _WINDOWED_SHARE)
         acks = [await self._js.publish_async(subject, payload) for subject, payload in self._some(count)]
         await self._js.publish_async_completed()
         return len(await asyncio.gather(*acks))
 
     async def _publish_atomic(self) -> int:
-        batches = max(1, self._messages // _WINDOWED // _ATOMIC)
-        batch = [BatchMessage(subject, payload) for subject, payload in self._some(_ATOMIC)]
+        batches = max(1, self._messages // _WINDOWED_SHARE // _ATOMIC_BATCH)
+        batch = [BatchMessage(subject, payload) for subject, payload in self._some(_ATOMIC_BATCH)]
         for _ in range(batches):
             await publish_atomic(self._js, batch)
-        return batches * _ATOMIC
+        return batches * _ATOMIC_BATCH
 
     async def _add_many(self) -> int:
         async with FastPublisher(self._js) as publisher:
@@ -237,14 +214,14 @@ class _Cases:
         return self._messages
 
     async def _get_msg(self) -> int:
-        count = max(1, self._messages // _ONE_BY_ONE)
+        count = max(1, self._messages // _SYNCHRONOUS_SHARE)
         for seq in range(self._first, self._first + count):
             await self._js.get_msg(self._stream, seq, direct=True)
         return count
 
     async def _fetch(self) -> int:
-        """What reads much with nats-py today; without acknowledgements it is fastest."""
-        count, read = max(1, self._messages // _WINDOWED), 0
+        """Measure nats-py's usual way to read in bulk; it is fastest without acknowledgements."""
+        count, read = max(1, self._messages // _WINDOWED_SHARE), 0
         config = ConsumerConfig(ack_policy=AckPolicy.NONE, mem_storage=True)
         subscription = await self._js.pull_subscribe(f"{self._stream}.*", stream=self._stream, config=config)
         try:

@@ -1,4 +1,4 @@
-"""What the commands show: progress and failures on stderr, results on stdout."""
+"""The output of commands: progress and errors on stderr, results on stdout."""
 
 from __future__ import annotations
 
@@ -22,24 +22,27 @@ from rich.theme import Theme
 from jetstream_ext.errors import ErrorCode, IngestError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.testing import NatsServerStartError
 
-_WIDE: Final = 200
-_ROOM_FOR_A_BAR: Final = 70
+STOPPED: Final = 130
+"""The exit status after Ctrl-C."""
+
+_FILE_WIDTH: Final = 200
+_WIDTH_OF_A_BAR: Final = 70
 _UNBROKEN: Final = Column(no_wrap=True)
 _THEME: Final = Theme(
     {
-        # The colours of a terminal are its user's: yellow, green and cyan cannot be read on many a light one.
+        # rich's yellow, green and cyan are hard to read on many light terminals.
         "progress.percentage": "none",
         "progress.remaining": "none",
-        "bar.back": "grey50",  # rich's own grey looks like a full bar on a light one
+        "bar.back": "grey50",  # rich's own grey looks like a full bar on a light terminal
     }
 )
 
 
-class Tell(Protocol):
-    """Say how far a command is."""
+class ReportProgress(Protocol):
+    """Show the progress of a command."""
 
     def __call__(self, position: int, messages: int) -> None:
-        """Say it: `position` of the whole, and how many messages that were."""
+        """Show the position in the whole, and the number of messages up to it."""
 
 
 class _Rate(ProgressColumn):
@@ -58,28 +61,21 @@ class _Rate(ProgressColumn):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that writes where click does."""
+    """Return a console on the stream that click writes to."""
     screen = Console(stderr=stderr, highlight=False, theme=_THEME)
     if not screen.is_terminal and "COLUMNS" not in os.environ:
-        screen.width = _WIDE  # else 80: columns would be cut where nobody can make the window larger
+        screen.width = _FILE_WIDTH  # rich's default of 80 would cut columns
     return screen
 
 
 @contextmanager
-def progress(what: str, total: int, *, before: int = 0, show: bool = True) -> Iterator[Tell]:
-    """Show a bar on a terminal's stderr, with rate and remaining time; elsewhere nothing.
-
-    Args:
-        what: What it is.
-        total: The whole.
-        before: How many messages were moved by an earlier run.
-        show: Whether to show it at all.
-    """
+def progress(what: str, total: int, *, before: int = 0, show: bool = True) -> Iterator[ReportProgress]:
+    """Show a progress bar if stderr is a terminal; `before` is the number of messages of an earlier run."""
     screen = console(stderr=True)
-    if not (show and screen.is_terminal):  # a bar that is disabled still writes a line with old releases of rich
+    if not (show and screen.is_terminal):  # with old releases of rich, a disabled bar writes a line
         yield lambda position, messages: None
         return
-    roomy = screen.width >= _ROOM_FOR_A_BAR
+    roomy = screen.width >= _WIDTH_OF_A_BAR
     columns = (
         TextColumn("{task.description}", markup=False, table_column=Column(overflow="ellipsis")),
         *([BarColumn()] if roomy else []),
@@ -90,34 +86,31 @@ def progress(what: str, total: int, *, before: int = 0, show: bool = True) -> It
     with Progress(*columns, console=screen) as bar:
         task = bar.add_task(what, total=max(total, 1), messages=before)
 
-        def tell(position: int, messages: int) -> None:
-            bar.update(task, completed=position, messages=messages)
-
-        yield tell
+        yield lambda position, messages: bar.update(task, completed=position, messages=messages)
 
 
 def write_json(value: Mapping[str, Any]) -> None:
-    """Write a JSON object on a line of its own: UTF-8, whatever the terminal's encoding is."""
+    """Write a JSON object as one line of UTF-8, whatever the terminal's encoding."""
     click.echo(orjson.dumps(value))
 
 
 def table(*headings: str) -> Table:
-    """Return a table whose cells are folded where there is no room for them, and never cut."""
+    """Return a table that wraps cells and never cuts them."""
     return Table(*(Column(heading, overflow="fold") for heading in headings))
 
 
 def printable(text: str) -> str:
-    """Return a text that others wrote as a terminal can show it: no escape sequence reaches it."""
+    """Return foreign text without escape sequences."""
     return text if text.isprintable() else repr(text)
 
 
 def count(number: int, what: str) -> str:
-    """Return how many of something there are."""
+    """Return a number with its noun: ``1 row``, ``2 rows``."""
     return f"{number:,} {what if number == 1 else f'{what}s'}"
 
 
 def text_or_base64(name: str, data: bytes) -> dict[str, str]:
-    """Return bytes as JSON can hold them: as text, or else in base64 under another name."""
+    """Return bytes for JSON: as text, or else in base64 under ``name_base64``."""
     try:
         return {name: data.decode()}
     except UnicodeDecodeError:
@@ -130,23 +123,23 @@ _NATS_PY: Final = re.compile(r"^nats: (?:JetStream\.\w+ )?(?=.)")
 
 
 def one_line(error: BaseException) -> str:
-    """Return it in one line."""
+    """Return an error as one line for the user."""
     if isinstance(error, nats.js.errors.APIError) and not isinstance(error, IngestError):
         described = error.description or type(error).__name__
         if error.err_code in _NOT_ENABLED:
             return f"JetStream is off for this account, or on this server ({described})"
         if isinstance(error, nats.js.errors.ServiceUnavailableError):
-            asked = described if "no server answers on" in described else "no server answers"  # nats-py's has no text
+            answer = described if "no server answers on" in described else "no server answers"  # nats-py gives no text
             if error.err_code is None:
-                return f"{asked}: the server runs without JetStream, or its domain is another"
-        if error.description and not isinstance(error, JetStreamExtError):  # nats-py's own texts are full of names
+                return f"{answer}: the server runs without JetStream, or the JetStream domain differs"
+        if error.description and not isinstance(error, JetStreamExtError):  # nats-py's own text is a list of fields
             return f"the server says: {error.description}"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, NatsServerStartError):
-        first, *_, last = str(error).splitlines()  # between them is the rest of the server's log
+        first, *_, last = str(error).splitlines()  # in between is the server's log
         return f"{first.removesuffix('. The end of its log:')}: {_LOG_STAMP.sub('', last.strip())}"
     text = " ".join(_NATS_PY.sub("", str(error)).split()) or type(error).__name__
     if isinstance(error, RequestTimeoutError | nats.errors.TimeoutError) and "connection" not in text:
-        text += " (the user may lack the permission; servers do not answer then)"
+        text += " (servers do not answer clients that lack the permission)"
     return text

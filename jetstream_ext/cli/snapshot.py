@@ -1,4 +1,4 @@
-"""``jetstream-ext snapshot``: a key-value bucket at one point in time."""
+"""``jetstream-ext snapshot``: a key-value bucket at a revision or a time."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from jetstream_ext.kv import snapshot as take_snapshot
 
 
 def _moment(text: str) -> int | datetime:
-    """Return a revision, or a time with its zone."""
+    """Return the revision or the aware time that `text` means."""
     if text.isascii() and text.isdecimal():
         return int(text)
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        wanted = "a revision nor a time such as 2026-03-01T12:00:00Z"
-        raise click.BadParameter(f"{text!r} is neither {wanted}") from None
+        wanted = "a revision or a time such as 2026-03-01T12:00:00Z"
+        raise click.BadParameter(f"{text!r} is not {wanted}") from None
     if moment.tzinfo is None:
-        raise click.BadParameter(f"{text!r} does not say in which zone: add Z, or an offset such as +01:00")
+        raise click.BadParameter(f"{text!r} has no time zone: add Z, or an offset such as +01:00")
     return moment
 
 
-@click.command("snapshot", short_help="Show a bucket as it is, or was.")
+@click.command("snapshot", short_help="Show a bucket now, or at a revision or time.")
 @click.argument("bucket")
-@click.option("--at", type=_moment, metavar="REVISION|TIME", help="The bucket as it was then; otherwise as it is now.")
-@click.option("--key", "filters", multiple=True, metavar="PATTERN", help="Only these keys; * and > as in subjects.")
-@click.option("--partial", is_flag=True, help="Leave out keys whose past is gone, instead of failing.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object, for scripts.")
+@click.option("--at", type=_moment, metavar="REVISION|TIME", help="Show the bucket as of then; the default is now.")
+@click.option(
+    "--key", "filters", multiple=True, metavar="PATTERN", help="Show only these keys; * and > as in subjects."
+)
+@click.option("--partial", is_flag=True, help="Leave out keys whose history is no longer stored, instead of failing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @connection_options()
 @click.pass_context
 def command(
@@ -47,9 +49,9 @@ def command(
     as_json: bool,
     timeout: float,
 ) -> None:
-    """Show BUCKET as it is or was at one moment, exactly.
+    """Show BUCKET exactly as it is now, or as it was at a revision or a time.
 
-    What cannot be told of the past, because the bucket's history is too short, is an error and never a guess.
+    If the bucket no longer stores the history that this needs, the command fails.
     """
     found = asyncio.run(_take(target(ctx, timeout), bucket, at, filters, partial=partial))
     if as_json:
@@ -69,13 +71,13 @@ def command(
     screen.print(entries)
     screen.print(count(len(found), "key"))
     if found.unavailable:
-        screen.print(f"left out, their past is gone: {', '.join(map(printable, found.unavailable))}", markup=False)
+        screen.print(f"left out, history not stored: {', '.join(map(printable, found.unavailable))}", markup=False)
     if not found.complete:
-        screen.print("keys that left nothing behind may be missing: messages were removed since")
+        screen.print("Further keys may be missing: the stream has removed messages since.")
 
 
 def _shown(value: bytes) -> str:
-    """Return a value as a terminal can show it: no escape sequence reaches it, and base64 does not look like text."""
+    """Return a value without escape sequences; base64 is marked as such."""
     [(name, text)] = text_or_base64("value", value).items()
     if name != "value":
         return f"base64 {text}"

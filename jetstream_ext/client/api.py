@@ -41,12 +41,7 @@ def check_timeout(timeout: float | None, default: float) -> float:
 
 
 class Api:
-    """The JetStream API for one call of this library; all its requests share one deadline.
-
-    Args:
-        context: Gives the prefix and the default timeout.
-        timeout: Seconds for all requests together; None is the context's timeout.
-    """
+    """The JetStream API for one call of this library; all its requests share the deadline of `timeout` seconds."""
 
     def __init__(self, context: Context, timeout: float | None = None) -> None:
         self.context = context
@@ -70,12 +65,9 @@ class Api:
             repeat: Repeat the request while there is no answer; only for requests that change nothing.
 
         Raises:
-            NotFoundError: nats-py's: there is no such stream, consumer or message.
-            ServiceUnavailableError: nats-py's: no server answers on the subject (JetStream is off, or away).
+            NotFoundError, ServiceUnavailableError: nats-py's: no such thing; no server answers on the subject.
             ServerError: Any other refusal.
-            RequestTimeoutError: No answer in time.
-            ConnectionClosedError: nats-py's: the connection is closed.
-            ResponseError: The answer is malformed.
+            RequestTimeoutError, ResponseError: No answer in time; a malformed answer.
         """
         subject = f"{prefix or self.context.prefix}.{what}"
         payload = b"" if body is None else orjson.dumps(body)

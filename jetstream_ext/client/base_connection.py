@@ -126,16 +126,8 @@ class BaseConnection(ABC):
         """Await an operation of nats-py until `timeout` seconds have passed or the connection is closed.
 
         nats-py's own waits (subscribe, flush, request) have no bound, and some swallow a cancellation. The operation
-        therefore runs in its own task, which is cancelled if this call ends first.
-
-        Args:
-            operation: A coroutine of nats-py.
-            timeout: Seconds.
-            what: What is awaited, for the error: "the answer to …".
-
-        Raises:
-            RequestTimeoutError: The operation did not end in time.
-            ConnectionClosedError: nats-py's: the connection is closed.
+        therefore runs in its own task, which is cancelled if this call ends first. `what` names the
+        awaited thing for the RequestTimeoutError, such as "the answer to …".
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -150,7 +142,7 @@ class BaseConnection(ABC):
                 if self.closed:
                     raise nats.errors.ConnectionClosedError
                 if remaining <= 0:
-                    raise RequestTimeoutError(f"{what} did not come within {timeout:.4g} s")
+                    raise RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}")
         finally:
             task.cancel()
 
@@ -160,7 +152,7 @@ class BaseConnection(ABC):
         try:
             return await self.bounded(self.nc.request(subject, payload, timeout=timeout), timeout, what)
         except nats.errors.TimeoutError:
-            raise RequestTimeoutError(f"{what} did not come within {timeout:.4g} s") from None
+            raise RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}") from None
 
     async def wait_usable(self, timeout: float) -> None:
         """Wait until the connection is usable, or raise RequestTimeoutError or nats-py's ConnectionClosedError."""

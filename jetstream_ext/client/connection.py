@@ -132,7 +132,7 @@ class Connection(BaseConnection):
         self.write_nowait(data, messages, payload_bytes)
         if self.nc._pending_data_size > self.nc._max_pending_size > 0:
             flushing = self.nc._flush_pending(force_flush=True)
-            await self.bounded(flushing, timeout, "room in the buffer of the connection")
+            await self.bounded(flushing, timeout, "room in the write buffer of the connection")
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -267,20 +267,24 @@ def _server_info(nc: Client) -> dict[str, Any]:
     return getattr(nc, "_server_info", None) or {}
 
 
+_CLIENT_INTERNALS = {
+    "_status": int,
+    "_pending": list,
+    "_pending_data_size": int,
+    "_max_pending_size": int,
+    "_subs": dict,
+    "_sid": int,
+    "stats": dict,
+}
+_PARSER_INTERNALS = {"buf": bytearray, "state": int, "needed": int}
+
+
 def _internals_known(nc: Client) -> bool:
     parser = getattr(nc, "_ps", None)
     return (
-        isinstance(getattr(parser, "buf", None), bytearray)
-        and isinstance(getattr(parser, "state", None), int)
-        and isinstance(getattr(parser, "needed", None), int)
+        all(isinstance(getattr(parser, name, None), kind) for name, kind in _PARSER_INTERNALS.items())
+        and all(isinstance(getattr(nc, name, None), kind) for name, kind in _CLIENT_INTERNALS.items())
         and inspect.iscoroutinefunction(getattr(parser, "parse", None))
-        and isinstance(getattr(nc, "_status", None), int)
-        and isinstance(getattr(nc, "_pending", None), list)
-        and isinstance(getattr(nc, "_pending_data_size", None), int)
-        and isinstance(getattr(nc, "_max_pending_size", None), int)
-        and isinstance(getattr(nc, "_subs", None), dict)
-        and isinstance(getattr(nc, "_sid", None), int)
-        and isinstance(getattr(nc, "stats", None), dict)
         and isinstance(getattr(nc, "_reading_task", ""), asyncio.Task | None)
         and inspect.iscoroutinefunction(getattr(nc, "_flush_pending", None))
         and (getattr(nc, "_flush_queue", "") is None or hasattr(nc._flush_queue, "empty"))

@@ -50,7 +50,7 @@ class FallbackConnection(BaseConnection):
 
         subscribing = self._spawn(self.nc.subscribe(inbox.subject + tail, cb=deliver))
         try:
-            subscription = await self.bounded(_shielded(subscribing), timeout, "the subscription of an inbox")
+            subscription = await self.bounded(_shielded(subscribing), timeout, "the subscription to an inbox")
         except BaseException:
             subscribing.add_done_callback(self._drop_late_subscription)
             raise
@@ -95,7 +95,7 @@ class FallbackConnection(BaseConnection):
     async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
         """As `BaseConnection.write`."""
         self.check_usable()
-        await self.bounded(_shielded(self._publish_soon(data)), timeout, "room in the buffer of the connection")
+        await self.bounded(_shielded(self._publish_soon(data)), timeout, "room in the write buffer of the connection")
 
     def _publish_soon(self, data: bytes) -> asyncio.Task[None]:
         task = self._spawn(self._publish(data))

@@ -54,13 +54,9 @@ def is_transient(error: BaseException) -> bool:
 class Retry:
     """The pauses between the attempts of one operation, and their end.
 
-    Args:
-        give_up_after: Seconds without progress after which the next error is raised.
-        first_pause: The first pause in seconds.
-        longest_pause: The longest pause in seconds.
-        factor: How much longer each pause is than the one before.
-        jitter: Shorten each pause by a random part, so that competing writers do not retry in step.
-        transient: Whether another attempt may succeed after an error.
+    The next error is raised after `give_up_after` seconds without progress. Each pause is `factor` times as long as the
+    one before, up to `longest_pause`. `jitter` shortens each by a random part, so that competing writers do not retry
+    in step. `transient` decides whether another attempt may succeed after an error.
     """
 
     def __init__(

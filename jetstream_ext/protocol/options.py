@@ -19,12 +19,7 @@ their nanosecond clock and is removed at once (2.11 to 2.15.1)."""
 
 
 def ttl_value(ttl: TTL) -> str:
-    """Return the ``Nats-TTL`` text for `ttl`: whole seconds, or ``never`` (ADR-43).
-
-    Raises:
-        ValueError: The TTL is under 1 second, has a fraction of a second, or is over 100 years.
-        TypeError: The TTL is not a number, timedelta or `NEVER`.
-    """
+    """Return the ``Nats-TTL`` text for `ttl`: whole seconds, or ``never`` (ADR-43)."""
     if ttl is NEVER:
         return "never"
     if isinstance(ttl, bool) or not isinstance(ttl, int | float | timedelta):
@@ -74,14 +69,7 @@ def given_headers(message: BatchMessage) -> Mapping[str, str]:
 
 
 def message_headers(message: BatchMessage) -> list[tuple[str, str]]:
-    """Return the headers of a message: the caller's, then those of its options.
-
-    Raises:
-        BadHeaderError: A header is set both in the headers and by an option.
-        BadSubjectError: `expected_last_subject` is not a subject or filter.
-        ValueError: An option is out of range.
-        TypeError: The headers or an option have the wrong type.
-    """
+    """Return the headers of a message: the caller's, then those of its options; raise an error if one is invalid."""
     own = given_headers(message)
     pairs: list[tuple[str, str]] = list(own.items())
     options: list[tuple[str, str]] = []
@@ -156,12 +144,7 @@ def check_seconds(value: float, name: str) -> float:
 
 
 def rfc3339(when: datetime, name: str) -> str:
-    """Return `when` as servers take times in requests.
-
-    Raises:
-        ValueError: `when` has no time zone, or is outside the years 1 to 9999 in UTC.
-        TypeError: `when` is not a datetime.
-    """
+    """Return an aware datetime as servers accept it in requests; raise ValueError or TypeError for others."""
     if not isinstance(when, datetime):
         raise TypeError(f"{name} must be a datetime, not {type(when).__name__}")
     if when.tzinfo is None or when.utcoffset() is None:

@@ -19,41 +19,23 @@ _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """A stream at the moment when its leader answered.
-
-    Attributes:
-        name: The stream's name.
-        created: Its creation time, as the server writes it.
-        config: Its configuration, as the server writes it.
-        first_seq: The lowest sequence that it holds; ``last_seq + 1`` if it is empty.
-        last_seq: The last sequence that it assigned (0: none).
-        messages: The number of messages that it holds.
-        size: Their size in bytes.
-        num_subjects: The number of their subjects.
-        last_time: When its last message was stored, or else when the stream was created.
-        now: The leader's clock.
-        replicated: Whether several servers hold it.
-        leader: The leader's server name, in a cluster.
-        leader_is_certain: Whether no other server can be the leader at the same time.
-        api_level: The API level of the leader (0: before 2.11).
-        server_version: The leader's version, if it says so.
-    """
+    """A stream at the moment when its leader answered; `created` and `config` are as the server writes them."""
 
     name: str
     created: str
     config: Mapping[str, Any]
-    first_seq: int = 1
-    last_seq: int = 0
+    first_seq: int = 1  # the lowest sequence that it holds; ``last_seq + 1`` if it is empty
+    last_seq: int = 0  # the last sequence that it assigned
     messages: int = 0
     size: int = 0
     num_subjects: int = 0
-    last_time: datetime = _EPOCH
-    now: datetime = _EPOCH
+    last_time: datetime = _EPOCH  # when its last message was stored, or else when the stream was created
+    now: datetime = _EPOCH  # the leader's clock
     replicated: bool = False
     leader: str = ""
-    leader_is_certain: bool = True
-    api_level: int = 0
-    server_version: str | None = None
+    leader_is_certain: bool = True  # no other server can be the leader at the same time
+    api_level: int = 0  # of the leader; 0: before 2.11
+    server_version: str | None = None  # of the leader, if it says so
 
     @property
     def created_at(self) -> datetime:
@@ -120,16 +102,7 @@ class StreamState:
         return any(covers(pattern, subject) for pattern in self.subjects)
 
     def check_direct_reads(self, server_version: str, *, how: str = "") -> None:
-        """Raise an error unless the stream's messages can be read by batched direct gets.
-
-        Args:
-            server_version: The connected server's version, for the error.
-            how: How to enable direct gets; the default speaks of streams.
-
-        Raises:
-            DirectGetDisabledError: The stream lacks ``allow_direct``.
-            UnsupportedFeatureError: Its server is older than 2.11.
-        """
+        """Raise an error unless the stream allows batched direct gets; `how` overrides the advice for streams."""
         if not self.allows_direct:
             how = how or (
                 f"enable it with allow_direct=True (jetstream_ext.ensure_stream) or 'nats stream edit {self.name} "

@@ -69,7 +69,7 @@ def test_doctor_on_older_servers(run: Run, ok: Json, dialect: str, missing: str)
         assert found["server_version"].startswith(dialect)
         assert missing in found["missing"]
         shown = run("doctor", old.url).stdout
-    assert re.search(rf"{missing} .*from 2\.", shown)
+    assert re.search(rf"{missing} .*needs 2\.", shown)
 
 
 def test_doctor_on_the_newest_server(ok: Json) -> None:

@@ -82,7 +82,7 @@ def test_files_that_would_be_stored_partially_are_refused(
     stream, twice, pipe = stream_name(), tmp_path / "twice.csv", tmp_path / "pipe.csv"
     twice.write_text("to,to\na,b\n")
     os.mkfifo(pipe)
-    for path, words in {twice: "there are two columns 'to'; nothing is stored", pipe: "is no regular file"}.items():
+    for path, words in {twice: "there are two columns 'to'; nothing is stored", pipe: "is not a regular file"}.items():
         done = run("ingest", path, "--stream", stream, "--subject", stream, "--create", stream)
         assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
 
@@ -106,7 +106,7 @@ def test_a_refused_row_is_reported_with_the_server_s_reason(
     with_js(server.url, lambda js: js.add_stream(name=stream, subjects=[stream], **options))
     for subject, row, words in (
         (stream, 3, "message size exceeds maximum allowed; the 2 rows before it are stored"),
-        ("nowhere.at.all", 1, "no stream listens on its subject 'nowhere.at.all'; nothing is stored"),
+        ("nowhere.at.all", 1, "no stream stores its subject 'nowhere.at.all'; nothing is stored"),
     ):
         done = run("ingest", rows, "--stream", stream, "--subject", subject)
         assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
@@ -147,9 +147,9 @@ def test_ctrl_c_while_the_parquet_file_is_written(
         shown, said = exporting.communicate(timeout=60)
     names = {path.name for path in tmp_path.glob("out*")}
     if "out.parquet" in names:  # it was faster
-        assert "--resume goes on" not in said
+        assert "--resume continues" not in said
     else:
-        assert (exporting.returncode, shown, "--resume goes on" in said) == (130, "", True)
+        assert (exporting.returncode, shown, "--resume continues" in said) == (130, "", True)
         assert names == {"out.parquet.part", "out.parquet.part.json"}
         assert ok("export", stream, out, "--resume")["messages"] == 100_000
     assert pq.read_table(out)["seq"].to_pylist() == list(range(1, 100_001))
@@ -172,7 +172,7 @@ def test_an_export_of_a_killed_server_can_be_resumed(
         if not out.exists():  # else it was faster
             assert (exporting.returncode, shown, said.count("\n")) == (1, "", 1), said
             assert said.startswith("Error: ")
-            assert "the same command with --resume goes on" in said
+            assert "the same command with --resume continues" in said
             stored = json.loads((tmp_path / "out.jsonl.part.json").read_text())["messages"]
             assert f"{stored:,} messages up to" in said
             doomed.restart()

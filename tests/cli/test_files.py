@@ -146,11 +146,11 @@ def test_an_export_stopped_with_ctrl_c_can_be_resumed(
         exporting.send_signal(signal.SIGINT)
         _, said = exporting.communicate(timeout=30)
     assert exporting.returncode == 130
-    assert "--resume goes on" in said
+    assert "--resume continues" in said
     stored = json.loads((tmp_path / "out.csv.part.json").read_text())["messages"]
     assert 0 < stored < 100_000
     assert f"{stored:,} messages" in said
-    assert "--resume goes on" in run("export", stream, out).stderr
+    assert "--resume continues" in run("export", stream, out).stderr
     assert ok("export", stream, out, "--resume")["messages"] == 100_000
     with out.open(newline="", encoding="utf-8") as file:
         assert [int(row["seq"]) for row in csv.DictReader(file)] == list(range(1, 100_001))
@@ -195,7 +195,7 @@ def test_a_full_disk_is_one_line_and_the_export_can_be_resumed(
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert "File too large" in done.stderr
-    assert "--resume goes on" in done.stderr
+    assert "--resume continues" in done.stderr
     assert ok("export", stream, out, "--resume")["messages"] == 5_000
     assert [json.loads(line)["seq"] for line in out.read_text().splitlines()] == list(range(1, 5_001))
 

@@ -129,7 +129,7 @@ def test_a_full_disk_is_reported(
     assert done.stderr.startswith("Error: No space left on device")
     assert f"out.{form}" not in done.stdout.split()
     if size != "4k":
-        assert "the same command with --resume goes on" in done.stderr
+        assert "the same command with --resume continues" in done.stderr
         assert f"out.{form}.part" in done.stdout.split()
 
 
@@ -176,7 +176,7 @@ def test_doctor_on_every_line_of_servers(
         shown = run("doctor", server.url)
         assert shown.exit_code == 0
         assert f"nats-server {version}, JetStream API level {level}" in shown.stdout
-        assert shown.stdout.count("from 2.") == len(missing)
+        assert shown.stdout.count("needs 2.") == len(missing)
 
         async def fix(js: JetStreamContext) -> None:
             space = {"js": js, "jetstream_ext": jsx}
@@ -205,14 +205,14 @@ def test_invalid_files_and_names_are_reported(run: Run, tmp_path: Path, rows: Pa
         ("x", "--creds", "no user JWT"),
         (jwt, "--creds", "no nkey seed"),
         (f"{jwt}-----BEGIN USER NKEY SEED-----\nSUBAD\n", "--creds", "no nkey seed"),
-        ("x", "--tlsca", "TLS: the files are not what they should be"),
+        ("x", "--tlsca", "the TLS files are not valid"),
     ):
         broken.write_text(text)
         done = run("doctor", option, broken)
         assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
     (tmp_path / "rows.parquet").write_text("x")
     for arguments, words in (
-        (["ingest", tmp_path / "rows.parquet", "--stream", "S", "--subject", "s"], "is no Parquet file"),
+        (["ingest", tmp_path / "rows.parquet", "--stream", "S", "--subject", "s"], "is not a valid Parquet file"),
         (["doctor", "--stream", "a.b"], "stream name 'a.b'"),
         (["export", "a b", tmp_path / "x.csv"], "stream name 'a b'"),
         (["ingest", rows, "--stream", "*", "--subject", "s"], "stream name '*'"),
