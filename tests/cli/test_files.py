@@ -160,7 +160,7 @@ def test_an_ingest_stopped_with_ctrl_c_ends_at_a_known_row(
     process: Callable[..., subprocess.Popen[str]], ok: Json, run: Run, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, rows = stream_name(), tmp_path / "rows.csv"
-    write_rows(rows, stream, 200_000)
+    write_rows(rows, stream, 100_000)
     how = ("ingest", rows, "--stream", stream, "--subject-from", "to", "--create", f"{stream}.>")
     with process(*how) as ingesting:
         end = time.monotonic() + 30
@@ -171,11 +171,11 @@ def test_an_ingest_stopped_with_ctrl_c_ends_at_a_known_row(
     assert ingesting.returncode == 130
     assert "stopped" in said
     done = ok(*how, "--resume")
-    assert done["rows"] == 200_000
+    assert done["rows"] == 100_000
     if "exactly" in said:
         assert f"exactly {done['skipped']:,} row" in said
     out = tmp_path / "out.jsonl"
-    assert ok("export", stream, out)["messages"] == 200_000
+    assert ok("export", stream, out)["messages"] == 100_000
 
 
 def test_a_full_disk_is_one_line_and_the_export_can_be_resumed(
