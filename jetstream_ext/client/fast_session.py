@@ -35,7 +35,7 @@ class FastSession:
     """
 
     def __init__(self, context: Context, handlers: Mapping[type[Event], EventHandler | None], **batch: Any) -> None:
-        self.batch = FastBatch(**batch, on_transition=self._log_transition)
+        self.batch: FastBatch = FastBatch(**batch, on_transition=self._log_transition)
         self.now: Callable[[], float]
         """The time that the batch goes by, once it is open."""
         self._context = context

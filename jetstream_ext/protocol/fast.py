@@ -151,7 +151,8 @@ Cell = _Step | tuple[_Step, _Step]
 """What an input does: enter a state, end the batch, or nothing. A pair is for fail mode and for ok mode."""
 
 NEW, STARTING, OPEN, SUSPENDED, COMMITTING, DRAINING, ENDED = State
-___, ERR = Keep
+___: Final = Keep.STAY
+ERR: Final = Keep.RAISE
 
 TABLE: Final[dict[Input, tuple[Cell, Cell, Cell, Cell, Cell, Cell, Cell]]] = {
     #                         NEW       STARTING          OPEN              SUSPENDED  COMMITTING       DRAINING    ENDED

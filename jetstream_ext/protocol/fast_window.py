@@ -22,7 +22,7 @@ class Window:
     """
 
     def __init__(self, flow: int, max_outstanding_acks: int) -> None:
-        self.flow = _in_range("flow", flow, 65535)
+        self.flow: int = _in_range("flow", flow, 65535)
         self._outstanding = _in_range("max_outstanding_acks", max_outstanding_acks, 3)
         self.limit: int = self.flow * self._outstanding
         """The highest batch sequence that may be sent."""

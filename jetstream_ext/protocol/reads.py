@@ -142,6 +142,9 @@ class MultiLast(Plan):
         request: The first page; its `batch` is the caller's limit for all pages together.
     """
 
+    done: bool
+    end: EndOfBatch | None
+
     def __init__(self, request: Request) -> None:
         super().__init__()
         self._request = request
@@ -228,6 +231,9 @@ class Scan(Plan):
         max_bytes: Bytes per reply.
         prefetch: Requests in flight at most.
     """
+
+    done: bool
+    end: EndOfBatch | None
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from jetstream_ext.errors import BadSubjectError
@@ -102,4 +102,4 @@ class SubjectCache(dict[str, bytes]):
         known = self[subject] = subject.encode()
         return known
 
-    encode = dict.__getitem__  # without a call in Python for what is known
+    encode: Callable[..., bytes] = dict.__getitem__  # without a call in Python for what is known

@@ -113,14 +113,15 @@ def whole(groups: Mapping[str, Json], *, quick: bool, load: float) -> Json:
         "versions": {
             "python": platform.python_version(),
             "nats_server": server_version,
-            **{name.replace("-", "_"): version(name) for name in _versions(groups)},
+            **{name: version(distribution) for name, distribution in _distributions(groups).items()},
         },
         "groups": dict(groups),
     }
 
 
-def _versions(groups: Iterable[str]) -> list[str]:
-    return ["nats-py", "nats-jetstream-ext", *(["pyspark"] if any(name.startswith("spark") for name in groups) else [])]
+def _distributions(groups: Iterable[str]) -> dict[str, str]:
+    spark = {"pyspark": "pyspark"} if any(name.startswith("spark") for name in groups) else {}
+    return {"nats_py": "nats-py", "jetstream_ext": "nats-jetstream-ext", **spark}
 
 
 def _cpu() -> str:
