@@ -53,7 +53,7 @@ async def get_many(
         nats.js.errors.BadBucketError: The bucket is a mirror of another; read that one.
         HistoryUnavailableError: With `at`: what some keys were then is no longer stored. It names them.
         ValueError: `at` lies in the future, or is naive.
-        RequestTimeoutError: No answer, or nobody who is up to date, within `timeout`.
+        RequestTimeoutError: No answer, or no responder that is up to date, within `timeout`.
 
     Cancellation: Safe; nothing is left behind.
 
@@ -107,7 +107,7 @@ async def snapshot(
         HistoryUnavailableError: With `at`: what some keys were then is no longer stored. It names those that can be
             named.
         ValueError: `at` lies in the future, or is naive; or there are no filters.
-        RequestTimeoutError: No answer, or nobody who is up to date, within `timeout`.
+        RequestTimeoutError: No answer, or no responder that is up to date, within `timeout`.
 
     Cancellation: Safe; nothing is left behind.
 
@@ -268,7 +268,7 @@ async def by_name(
 
     Args:
         bucket: The bucket.
-        source: Who is asked.
+        source: The verified reader to ask.
         keys: The keys.
         take: Takes the messages, among which may be one of another key.
         up_to: Look no further than this message; see `VerifiedReader.last_of`.

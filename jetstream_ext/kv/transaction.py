@@ -401,7 +401,7 @@ def explained(
             refusal, f"bucket {bucket!r}: {len(writes)} keys are more than the server takes at once: {refusal}"
         )
     if isinstance(refusal, AtomicPublishIncompleteError):
-        # The refusal of a message that is too large comes to nobody, and then the batch has a hole.
+        # No caller is awaiting the refusal of a message that is too large, so the batch is then incomplete.
         for key, staged in writes.items():
             if 0 <= max_value_size < len(staged.value):
                 return MessageTooLargeError(
