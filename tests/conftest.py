@@ -146,7 +146,7 @@ def stream_name() -> Callable[[], str]:
     return lambda: f"T{uuid.uuid4().hex[:12]}"
 
 
-class Left:
+class LeakCheck:
     """What a connection and the loop hold beyond what they held at the beginning."""
 
     def __init__(self, nc: Client) -> None:
@@ -160,24 +160,24 @@ class Left:
         timers = {repr(handle._callback) for handle in loop._scheduled if not handle.cancelled()}
         return set(self.nc._subs), tasks, {timer for timer in timers if "jetstream_ext" in timer or "Timeout" in timer}
 
-    def behind(self) -> tuple[set[int], set[str], set[str]]:
+    def leaked(self) -> tuple[set[int], set[str], set[str]]:
         """Subscriptions, tasks and timers that were not there before."""
         return tuple(now - then for now, then in zip(self._held(), self.before, strict=True))  # type: ignore[return-value]
 
-    async def settled(self) -> None:
+    async def assert_clean(self) -> None:
         """Fail unless nothing is left: subscriptions and timers at once, tasks within some seconds."""
-        subscriptions, _, timers = self.behind()
+        subscriptions, _, timers = self.leaked()
         assert (subscriptions, timers) == (set(), set())
         async with asyncio.timeout(10):
-            while self.behind()[1]:
+            while self.leaked()[1]:
                 await asyncio.sleep(0.001)
 
 
 @pytest.fixture
-async def left(nc: Client, js: JetStreamContext) -> Left:
+async def leak_check(nc: Client, js: JetStreamContext) -> LeakCheck:
     """Proof that nothing is left behind on `nc`."""
     await js.account_info()  # nats-py's own response subscription is there from the first request on
-    return Left(nc)
+    return LeakCheck(nc)
 
 
 @pytest.fixture(scope="module")
@@ -199,18 +199,18 @@ async def cluster_nc(cluster: NatsCluster) -> AsyncIterator[Client]:
     await nc.close()
 
 
-Reached = Callable[[JetStreamContext, str], Awaitable[None]]
+WaitForInterest = Callable[[JetStreamContext, str], Awaitable[None]]
 
 
 @pytest.fixture
-def reached() -> Reached:
+def wait_for_interest() -> WaitForInterest:
     """A wait until a message on a subject gets to its stream, for streams that were just made on a cluster.
 
     The server that answers for the creation is not the one a client publishes through; that one hears a moment later
     of who is interested in the subject, and says until then that nobody is.
     """
 
-    async def reached(js: JetStreamContext, subject: str) -> None:
+    async def wait_for_interest(js: JetStreamContext, subject: str) -> None:
         async with asyncio.timeout(30):
             while True:
                 try:
@@ -220,12 +220,12 @@ def reached() -> Reached:
                 except nats.js.errors.BadRequestError:
                     return  # 10060: it is the stream that says so
 
-    return reached
+    return wait_for_interest
 
 
 @pytest.fixture
 async def make_replicated(
-    cluster_nc: Client, stream_name: Callable[[], str], reached: Reached
+    cluster_nc: Client, stream_name: Callable[[], str], wait_for_interest: WaitForInterest
 ) -> AsyncIterator[Callable[..., Awaitable[str]]]:
     """Create a stream on all servers of the cluster (or as given); its subjects are ``<name>.>``, unless it is a mirror."""
     js = cluster_nc.jetstream(timeout=10)
@@ -251,7 +251,7 @@ async def make_replicated(
                     await asyncio.sleep(0.2)  # the cluster is still recovering from the test before
         made.append(name)
         if "mirror" not in config:
-            await reached(js, f"{name}.new")
+            await wait_for_interest(js, f"{name}.new")
         return name
 
     yield make

@@ -52,10 +52,10 @@ class JsonLines:
 class Csv(JsonLines):
     """One row per message; headers are a JSON object, and a binary payload is in ``data_base64``."""
 
-    def head(self) -> bytes:  # noqa: D102
+    def head(self) -> bytes:
         return f"{','.join(_COLUMNS)}\n".encode()
 
-    def rows(self, messages: Iterable[StoredMsg]) -> bytes:  # noqa: D102
+    def rows(self, messages: Iterable[StoredMsg]) -> bytes:
         text = io.StringIO(newline="")
         # Quote all texts: older Pythons do not quote a lone carriage return, and readers lose it.
         writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
@@ -71,7 +71,7 @@ class Parquet(JsonLines):
     A Parquet file cannot be appended to: the unfinished file has JSON lines, and `finish` converts them.
     """
 
-    def finish(self, part: Path, file: Path) -> None:  # noqa: D102
+    def finish(self, part: Path, file: Path) -> None:
         import pyarrow as pa  # an extra, and slow to import
         import pyarrow.parquet as pq
 

@@ -83,36 +83,36 @@ class StoredMsg:
         return lines
 
     @property
-    def stream(self) -> str:  # noqa: D102 - documented in the class
+    def stream(self) -> str:
         return self._stream
 
     @property
-    def subject(self) -> str:  # noqa: D102
+    def subject(self) -> str:
         return self._row()[0].decode("utf-8", "replace") if self._header_size else self._subject
 
     @property
-    def seq(self) -> int:  # noqa: D102
+    def seq(self) -> int:
         return self._seq
 
     @property
-    def data(self) -> bytes:  # noqa: D102
+    def data(self) -> bytes:
         return self._body[self._header_size :]
 
     @property
-    def headers(self) -> dict[str, str]:  # noqa: D102
+    def headers(self) -> dict[str, str]:
         if not self._header_size:
             return dict(self._headers)
         stored = self._row()[_headers.ROW_STORED]
         return _headers.decode_stored(stored) if stored else {}
 
     @property
-    def time_ns(self) -> int:  # noqa: D102
+    def time_ns(self) -> int:
         if not self._header_size:
             return self._time_ns
         return _headers.parse_time_ns(_headers.line_value(self._row()[_headers.ROW_TIME]))
 
     @property
-    def time(self) -> datetime:  # noqa: D102
+    def time(self) -> datetime:
         if self._header_size:
             # Six times as fast as through nanoseconds, and truncates the same digits.
             text = _headers.line_value(self._row()[_headers.ROW_TIME]).decode("ascii", "replace")
@@ -124,13 +124,13 @@ class StoredMsg:
         return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=self.time_ns // 1000)
 
     @property
-    def num_pending(self) -> int | None:  # noqa: D102
+    def num_pending(self) -> int | None:
         if not self._header_size:
             return self._num_pending
         return _headers.line_number(self._row()[_headers.ROW_PENDING])
 
     @property
-    def last_seq(self) -> int | None:  # noqa: D102
+    def last_seq(self) -> int | None:
         if not self._header_size:
             return self._last_seq
         return _headers.line_number(self._row()[_headers.ROW_LAST])

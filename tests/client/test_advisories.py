@@ -66,7 +66,9 @@ async def test_advisories_of_other_domains_and_malformed_ones_are_ignored(nc: Cl
         assert [(await anext(watch)).batch_id for _ in range(2)] == ["b", "c"]
 
 
-async def test_a_cancelled_or_closed_watch_leaves_nothing_behind(nc: Client, js: JetStreamContext, left: Any) -> None:
+async def test_a_cancelled_or_closed_watch_leaves_nothing_behind(
+    nc: Client, js: JetStreamContext, leak_check: Any
+) -> None:
     watch = jsx.watch_abandoned(js, "S")
     async with watch:
         waiting = asyncio.ensure_future(anext(watch))
@@ -78,7 +80,7 @@ async def test_a_cancelled_or_closed_watch_leaves_nothing_behind(nc: Client, js:
     with pytest.raises(StopAsyncIteration):
         await anext(watch)
     await watch.aclose()
-    await left.settled()
+    await leak_check.assert_clean()
     for ticks in range(10):
         task = asyncio.ensure_future(jsx.watch_abandoned(js, "S").__aenter__())
         for _ in range(ticks):
@@ -87,10 +89,10 @@ async def test_a_cancelled_or_closed_watch_leaves_nothing_behind(nc: Client, js:
         await asyncio.wait([task])
         if not task.cancelled():
             await task.result().aclose()
-        await left.settled()
+        await leak_check.assert_clean()
 
 
-async def test_closing_a_watch_ends_its_waiting_iterations(js: JetStreamContext, left: Any) -> None:
+async def test_closing_a_watch_ends_its_waiting_iterations(js: JetStreamContext, leak_check: Any) -> None:
     watch = await jsx.watch_abandoned(js, "S").__aenter__()
     waiting = [asyncio.ensure_future(anext(watch)) for _ in range(2)]
     await asyncio.sleep(0)
@@ -99,7 +101,7 @@ async def test_closing_a_watch_ends_its_waiting_iterations(js: JetStreamContext,
         for each in waiting:
             with pytest.raises(StopAsyncIteration):
                 await each
-    await left.settled()
+    await leak_check.assert_clean()
 
 
 async def test_a_closed_connection_ends_the_watch(own_nc: Client, own_js: JetStreamContext) -> None:

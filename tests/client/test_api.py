@@ -60,7 +60,7 @@ NEW = b'"metadata":{"_nats.level":"5"}'
     ids=str,
 )
 async def test_a_malformed_answer_is_a_response_error(
-    nc: Client, stream_name: Callable[[], str], left: Any, answer: bytes, calls: tuple[str, ...]
+    nc: Client, stream_name: Callable[[], str], leak_check: Any, answer: bytes, calls: tuple[str, ...]
 ) -> None:
     prefix = stream_name()
 
@@ -72,7 +72,7 @@ async def test_a_malformed_answer_is_a_response_error(
         with pytest.raises(ResponseError):
             await CALLS[name](nc.jetstream(prefix=prefix, timeout=20))
     await sub.unsubscribe()
-    await left.settled()
+    await leak_check.assert_clean()
 
 
 @pytest.mark.parametrize("call", (CALLS | OTHERS).values(), ids=CALLS | OTHERS)

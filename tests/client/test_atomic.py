@@ -38,7 +38,7 @@ async def stream(make_stream: MakeStream) -> str:
 
 @pytest.mark.usefixtures("level")
 class TestCommitting:
-    async def test_a_clean_exit_commits(self, js: JetStreamContext, stream: str, left: Any) -> None:
+    async def test_a_clean_exit_commits(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         async with jsx.AtomicBatch(js) as batch:
             assert (batch.state, batch.size, batch.ack) == ("open", 0, None)
             for i in range(1, 6):
@@ -48,15 +48,15 @@ class TestCommitting:
         assert batch.state == "committed"
         assert batch.ack == jsx.BatchAck(stream, 5, batch.batch_id, 5)
         assert await payloads(js, stream) == [b"1", b"2", b"3", b"4", b"5"]
-        await left.settled()
+        await leak_check.assert_clean()
 
-    async def test_commit_with_a_last_message(self, js: JetStreamContext, stream: str, left: Any) -> None:
+    async def test_commit_with_a_last_message(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         batch = jsx.AtomicBatch(js)
         await batch.add(f"{stream}.a", b"1")
         ack = await batch.commit(f"{stream}.b", b"2", headers={"K": "v"})
         assert (ack, batch.state) == (batch.ack, "committed")
         assert [set(m.headers) - BATCH_HEADERS for m in await stored(js, stream)] == [set(), {"K"}]
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_commit_alone_and_of_one(self, js: JetStreamContext, stream: str) -> None:
         assert (await jsx.AtomicBatch(js).commit(f"{stream}.a", b"1")).batch_size == 1
@@ -172,7 +172,7 @@ class TestRecords:
 
 
 class TestNothingStored:
-    async def test_an_exception_in_the_block(self, js: JetStreamContext, stream: str, left: Any) -> None:
+    async def test_an_exception_in_the_block(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         batch = jsx.AtomicBatch(js)
 
         async def fail() -> None:
@@ -185,9 +185,9 @@ class TestNothingStored:
             await fail()
         assert (batch.state, batch.ack) == ("discarded", None)
         assert await count(js, stream) == 0
-        await left.settled()
+        await leak_check.assert_clean()
 
-    async def test_discard(self, js: JetStreamContext, stream: str, left: Any) -> None:
+    async def test_discard(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         batch = jsx.AtomicBatch(js)
         await batch.add(f"{stream}.a", b"1")
         await batch.discard()
@@ -197,9 +197,9 @@ class TestNothingStored:
                 await operation
             assert caught.value.outcome == "not_stored"
         assert await count(js, stream) == 0
-        await left.settled()
+        await leak_check.assert_clean()
 
-    async def test_an_empty_batch_sends_nothing(self, js: JetStreamContext, left: Any) -> None:
+    async def test_an_empty_batch_sends_nothing(self, js: JetStreamContext, leak_check: Any) -> None:
         sent = js._nc.stats["out_msgs"]
         async with jsx.AtomicBatch(js) as batch:
             pass
@@ -211,7 +211,7 @@ class TestNothingStored:
         with pytest.raises(errors.BatchClosedError):
             await unused.add("a")
         assert js._nc.stats["out_msgs"] == sent
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_a_closed_batch_after_its_commit(self, js: JetStreamContext, stream: str) -> None:
         batch = jsx.AtomicBatch(js)
@@ -234,7 +234,7 @@ class TestNothingStored:
     )
     @pytest.mark.usefixtures("level")
     async def test_an_expectation_that_fails(
-        self, js: JetStreamContext, stream: str, left: Any, bad: dict[str, Any], error: type[errors.BatchError]
+        self, js: JetStreamContext, stream: str, leak_check: Any, bad: dict[str, Any], error: type[errors.BatchError]
     ) -> None:
         await js.publish(f"{stream}.z", b"before", headers={"Nats-Msg-Id": "taken"})
         batch = jsx.AtomicBatch(js)
@@ -252,11 +252,11 @@ class TestNothingStored:
         assert isinstance(caught.value, nats.js.errors.APIError)
         assert batch.state == "failed"
         assert await payloads(js, stream) == [b"before"]
-        await left.settled()
+        await leak_check.assert_clean()
 
     @pytest.mark.parametrize("dealt_with", [True, False])
     async def test_an_error_that_was_caught_in_the_block(
-        self, js: JetStreamContext, stream: str, left: Any, dealt_with: bool
+        self, js: JetStreamContext, stream: str, leak_check: Any, dealt_with: bool
     ) -> None:
         batch = jsx.AtomicBatch(js)
 
@@ -275,7 +275,7 @@ class TestNothingStored:
                 await block()
         assert batch.state == "failed"
         assert await count(js, stream) == 0
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_a_message_that_the_stream_finds_too_large(
         self, js: JetStreamContext, make_stream: MakeStream
@@ -290,7 +290,7 @@ class TestNothingStored:
         assert await payloads(js, stream) == [b"1", b"2"]
 
     async def test_a_large_message_whose_refusal_nobody_hears(
-        self, js: JetStreamContext, make_stream: MakeStream, left: Any
+        self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any
     ) -> None:
         # A cancelled add is part of the batch: if the server refuses it, the batch must not commit without it.
         stream = await make_stream(max_msg_size=300)
@@ -305,7 +305,7 @@ class TestNothingStored:
         with pytest.raises(errors.MessageTooLargeError):
             await batch.commit_eob()
         assert await count(js, stream) == 0
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_a_batch_that_the_server_forgot(self, stream_name: Callable[[], str]) -> None:
         config = 'jetstream { limits { batch { timeout: "100ms" } } }'
@@ -332,7 +332,13 @@ class TestRefusedAtOnce:
         ("missing", "error"), [("allow_atomic", errors.AtomicPublishDisabledError), ("stream", errors.NoStreamError)]
     )
     async def test_the_stream_cannot_take_it(
-        self, js: JetStreamContext, make_stream: MakeStream, left: Any, missing: str, error: type[Exception], how: str
+        self,
+        js: JetStreamContext,
+        make_stream: MakeStream,
+        leak_check: Any,
+        missing: str,
+        error: type[Exception],
+        how: str,
     ) -> None:
         subject = "no.such.stream" if missing == "stream" else f"{await make_stream(allow_atomic=False)}.a"
         batch = jsx.AtomicBatch(js)
@@ -354,7 +360,7 @@ class TestRefusedAtOnce:
         if missing != "stream":
             assert "allow_atomic" in str(caught.value)
             assert await count(js, subject.partition(".")[0]) == 0
-        await left.settled()
+        await leak_check.assert_clean()
 
     @pytest.mark.parametrize(
         ("message", "error"),
@@ -372,7 +378,7 @@ class TestRefusedAtOnce:
     )
     @pytest.mark.usefixtures("level")
     async def test_the_message_cannot_be_sent(
-        self, js: JetStreamContext, stream: str, left: Any, message: dict[str, Any], error: type[Exception]
+        self, js: JetStreamContext, stream: str, leak_check: Any, message: dict[str, Any], error: type[Exception]
     ) -> None:
         message = {"subject": f"{stream}.a", "payload": b"x", **message}
         sent = js._nc.stats["out_msgs"]
@@ -381,14 +387,14 @@ class TestRefusedAtOnce:
             with pytest.raises(error):
                 await call
         assert (batch.size, batch.state, js._nc.stats["out_msgs"]) == (0, "open", sent)
-        await left.settled()
+        await leak_check.assert_clean()
         # The batch is none the worse for it.
         await batch.add(f"{stream}.a", b"1")
         for call in (batch.add(**message), batch.commit(**message)):
             with pytest.raises(error):
                 await call
         assert (await batch.commit_eob()).batch_size == 1
-        await left.settled()
+        await leak_check.assert_clean()
 
     @pytest.mark.parametrize(
         "options",
@@ -415,7 +421,7 @@ class TestRefusedAtOnce:
         with pytest.raises(TypeError, match=name.replace("_id", " id")):
             jsx.AtomicBatch(js, **options)
 
-    async def test_arguments_of_another_type(self, js: JetStreamContext, left: Any) -> None:
+    async def test_arguments_of_another_type(self, js: JetStreamContext, leak_check: Any) -> None:
         batch: Any = jsx.AtomicBatch(js)
         for call in (batch.add("a", ack="yes"), batch.add_message(("a", b"")), batch.add_many([("a",)])):
             with pytest.raises(TypeError, match=r"must be a bool|takes BatchMessage|a tuple of 1"):
@@ -427,11 +433,11 @@ class TestRefusedAtOnce:
             with pytest.raises(ValueError, match="timeout"):
                 await batch.resolve(timeout=timeout)
         assert (batch.size, batch.state) == (0, "open")
-        await left.settled()
+        await leak_check.assert_clean()
 
 
 class TestPublishAtomic:
-    async def test_iterables(self, js: JetStreamContext, stream: str, left: Any) -> None:
+    async def test_iterables(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         messages = [jsx.BatchMessage(f"{stream}.a", b"%d" % i, headers={"I": str(i)}) for i in range(3)]
 
         async def source() -> AsyncIterator[jsx.BatchMessage]:
@@ -444,11 +450,11 @@ class TestPublishAtomic:
             assert ack.batch_size == 3
         assert await payloads(js, stream) == [b"0", b"1", b"2"] * 3
         assert (await jsx.publish_atomic(js, messages, batch_id="chosen")).batch_id == "chosen"
-        await left.settled()
+        await leak_check.assert_clean()
 
     @pytest.mark.parametrize("asynchronous", [True, False])
     async def test_a_source_that_fails_late_stores_nothing(
-        self, js: JetStreamContext, stream: str, left: Any, asynchronous: bool
+        self, js: JetStreamContext, stream: str, leak_check: Any, asynchronous: bool
     ) -> None:
         def source() -> Iterator[jsx.BatchMessage]:
             for _ in range(50):
@@ -462,12 +468,12 @@ class TestPublishAtomic:
         with pytest.raises(ZeroDivisionError):
             await jsx.publish_atomic(js, async_source() if asynchronous else source())
         assert await count(js, stream) == 0
-        await left.settled()
+        await leak_check.assert_clean()
 
-    async def test_no_messages(self, js: JetStreamContext, left: Any) -> None:
+    async def test_no_messages(self, js: JetStreamContext, leak_check: Any) -> None:
         with pytest.raises(errors.EmptyBatchError):
             await jsx.publish_atomic(js, [])
-        await left.settled()
+        await leak_check.assert_clean()
 
     @pytest.mark.parametrize("how", ["iterable", "async iterable", "add_many", "add"])
     async def test_a_source_without_an_end_is_stopped(self, js: JetStreamContext, stream: str, how: str) -> None:
@@ -490,12 +496,12 @@ class TestPublishAtomic:
         assert caught.value.sent == 2000
         assert await count(js, stream) == 0
 
-    async def test_too_many_messages(self, js: JetStreamContext, stream: str, left: Any) -> None:
+    async def test_too_many_messages(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         with pytest.raises(errors.AtomicPublishTooLargeError) as caught:
             await jsx.publish_atomic(js, (jsx.BatchMessage(f"{stream}.a") for _ in range(1001)))
         assert caught.value.outcome == "not_stored"
         assert await count(js, stream) == 0
-        await left.settled()
+        await leak_check.assert_clean()
 
 
 @pytest.mark.parametrize("nothing", [None, ["a", b""]])

@@ -58,7 +58,7 @@ async def emptied(js: JetStreamContext, stream: str) -> None:
     _memories.pop(js._nc, None)  # so that looking the stream up is among what is cancelled
 
 
-async def test_add(js: JetStreamContext, stream: str, left: Any) -> None:
+async def test_add(js: JetStreamContext, stream: str, leak_check: Any) -> None:
     async def once(ticks: int) -> bool:
         await emptied(js, stream)
         batch = jsx.AtomicBatch(js, ack_every=1)
@@ -67,14 +67,14 @@ async def test_add(js: JetStreamContext, stream: str, left: Any) -> None:
         await batch.add_many([jsx.BatchMessage(f"{stream}.b")] * 2)
         assert (await batch.commit_eob()).batch_size == size + 2
         assert await count(js, stream) == size + 2
-        await left.settled()
+        await leak_check.assert_clean()
         return cancelled
 
     await at_every_point(once)
 
 
 @pytest.mark.parametrize("end", ["commit", "commit_eob", "exit", "exit after add_many", "publish_atomic"])
-async def test_the_end(js: JetStreamContext, nc: Client, stream: str, left: Any, end: str) -> None:
+async def test_the_end(js: JetStreamContext, nc: Client, stream: str, leak_check: Any, end: str) -> None:
     async def once(ticks: int) -> bool:
         await emptied(js, stream)
         batch = jsx.AtomicBatch(js)
@@ -105,13 +105,13 @@ async def test_the_end(js: JetStreamContext, nc: Client, stream: str, left: Any,
             await batch.discard()
         if not cancelled:
             assert stored == 3
-        await left.settled()
+        await leak_check.assert_clean()
         return cancelled
 
     await at_every_point(once)
 
 
-async def test_resolve(js: JetStreamContext, stream: str, left: Any) -> None:
+async def test_resolve(js: JetStreamContext, stream: str, leak_check: Any) -> None:
     async def once(ticks: int) -> bool:
         await emptied(js, stream)
         batch = jsx.AtomicBatch(js)
@@ -125,7 +125,7 @@ async def test_resolve(js: JetStreamContext, stream: str, left: Any) -> None:
         assert batch.state == ("unknown" if cancelled else "failed")
         assert await batch.resolve() == "not_stored"
         batch._session._settle()
-        await left.settled()
+        await leak_check.assert_clean()
         return cancelled
 
     await at_every_point(once)

@@ -30,7 +30,7 @@ async def stream(make_stream: Any) -> str:
 @pytest.mark.parametrize("in_flight", [1, 2, 4, 40])
 @pytest.mark.parametrize("asynchronous", [False, True])
 async def test_all_are_stored_in_order(
-    js: JetStreamContext, stream: str, left: Any, in_flight: int, asynchronous: bool
+    js: JetStreamContext, stream: str, leak_check: Any, in_flight: int, asynchronous: bool
 ) -> None:
     async def messages(number: int) -> AsyncIterator[jsx.BatchMessage]:
         for message in batch(stream, number):
@@ -45,7 +45,7 @@ async def test_all_are_stored_in_order(
     assert [(ack.seq, ack.batch_size) for ack in acks] == [(3 * n, 3) for n in range(1, 21)]
     stored = await jsx.DirectGet(js, stream).scan().to_list()
     assert [m.subject for m in stored] == [f"{stream}.{n}" for n in range(20) for _ in range(3)]
-    await left.settled()
+    await leak_check.assert_clean()
 
 
 async def test_it_is_awaited_once(js: JetStreamContext, stream: str) -> None:
@@ -56,7 +56,7 @@ async def test_it_is_awaited_once(js: JetStreamContext, stream: str) -> None:
     assert await count(js, stream) == 3
 
 
-async def test_the_source_is_read_as_there_is_room(js: JetStreamContext, stream: str, left: Any) -> None:
+async def test_the_source_is_read_as_there_is_room(js: JetStreamContext, stream: str, leak_check: Any) -> None:
     taken = 0
 
     def source() -> Iterator[list[jsx.BatchMessage]]:
@@ -73,10 +73,10 @@ async def test_the_source_is_read_as_there_is_room(js: JetStreamContext, stream:
                 break
     ack = await js.publish(f"{stream}.after", b"")  # behind whatever is on its way
     assert ack.seq % 3 == 1
-    await left.settled()
+    await leak_check.assert_clean()
 
 
-async def test_one_that_fails(js: JetStreamContext, stream: str, left: Any) -> None:
+async def test_one_that_fails(js: JetStreamContext, stream: str, leak_check: Any) -> None:
     batches = [batch(stream, n) for n in range(10)]
     batches[4] = batch(stream, 4, 1, expected_last_seq=77)
     acks: list[jsx.BatchAck] = []
@@ -92,7 +92,7 @@ async def test_one_that_fails(js: JetStreamContext, stream: str, left: Any) -> N
     assert await count(js, stream) == 12 + 3 * note.count("stored")
     with pytest.raises(errors.WrongLastSequenceError):
         await jsx.publish_atomic_many(js, batches, in_flight=3)
-    await left.settled()
+    await leak_check.assert_clean()
 
 
 async def test_small_batches_go_out_in_one_write(
@@ -131,7 +131,7 @@ async def test_nothing_is_answered(
     assert (await own_js.publish(f"{name}.after")).seq == 3 * 5 + 1
 
 
-async def test_a_source_that_fails(js: JetStreamContext, stream: str, left: Any) -> None:
+async def test_a_source_that_fails(js: JetStreamContext, stream: str, leak_check: Any) -> None:
     def messages() -> Iterator[jsx.BatchMessage]:
         yield from batch(stream, 3, 300)
         raise ZeroDivisionError
@@ -141,10 +141,10 @@ async def test_a_source_that_fails(js: JetStreamContext, stream: str, left: Any)
     assert await count(js, stream) == 6
     with pytest.raises(errors.EmptyBatchError):
         await jsx.publish_atomic_many(js, [[]])
-    await left.settled()
+    await leak_check.assert_clean()
 
 
-async def test_cancellation(js: JetStreamContext, stream: str, left: Any) -> None:
+async def test_cancellation(js: JetStreamContext, stream: str, leak_check: Any) -> None:
     await jsx.publish_atomic_many(js, [batch(stream, 0)])
     before = 3
     for ticks in range(0, 60, 3):
@@ -157,7 +157,7 @@ async def test_cancellation(js: JetStreamContext, stream: str, left: Any) -> Non
         before = (await js.publish(f"{stream}.after", b"")).seq - before - 1  # behind whatever is on its way
         assert before % 3 == 0
         before = await count(js, stream)
-        await left.settled()
+        await leak_check.assert_clean()
 
 
 @pytest.mark.parametrize("in_flight", [0, -1, True, 1.5])

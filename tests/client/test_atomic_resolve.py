@@ -54,7 +54,7 @@ def lost_commits(nc: Client, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 30])
-async def test_a_stored_batch(js: JetStreamContext, make_stream: MakeStream, left: Any, count: int) -> None:
+async def test_a_stored_batch(js: JetStreamContext, make_stream: MakeStream, leak_check: Any, count: int) -> None:
     name = await make_stream()
     await js.publish(f"{name}.before", b"")
     batch = jsx.AtomicBatch(js)
@@ -66,13 +66,13 @@ async def test_a_stored_batch(js: JetStreamContext, make_stream: MakeStream, lef
     assert batch.state == "committed"
     assert batch.ack == jsx.BatchAck(name, 1 + count, batch.batch_id, count)
     assert await batch.resolve() == "stored"
-    await left.settled()
+    await leak_check.assert_clean()
 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 30])
 async def test_a_commit_that_never_arrived(
-    js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes], left: Any, count: int, direct: bool
+    js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes], leak_check: Any, count: int, direct: bool
 ) -> None:
     name = await make_stream(allow_direct=direct)
     batch = jsx.AtomicBatch(js, timeout=0.5)
@@ -87,7 +87,7 @@ async def test_a_commit_that_never_arrived(
     assert caught.value.outcome == "not_stored"
     assert await batch.resolve() == "not_stored"
     assert (await js.stream_info(name)).state.messages == 1
-    await left.settled()
+    await leak_check.assert_clean()
 
 
 async def test_a_commit_that_arrives_after_the_answer_stores_nothing(
@@ -271,7 +271,7 @@ class TestMessageIds:
         assert (await jsx.publish_atomic(js, batch[:5], batch_id="job-1")).seq == 5
 
     async def test_the_search_ends_in_time(
-        self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, left: Any
+        self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, leak_check: Any
     ) -> None:
         name = await make_stream()
         await js.publish(f"{name}.0", headers={"Nats-Msg-Id": "a"})
@@ -289,7 +289,7 @@ class TestMessageIds:
                     await batch.resolve(timeout=0.2)
         with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
             await batch.resolve()
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_resolve(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         name = await make_stream()

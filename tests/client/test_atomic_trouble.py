@@ -44,7 +44,7 @@ async def _cancel_after(ticks: int, work: Awaitable[object]) -> None:
 @pytest.mark.usefixtures("level")
 class TestCancellation:
     async def test_of_add_leaves_the_batch_usable(
-        self, js: JetStreamContext, make_stream: MakeStream, left: Any
+        self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any
     ) -> None:
         for ticks in range(20):
             stream = await make_stream()
@@ -57,10 +57,10 @@ class TestCancellation:
             ack = await batch.commit_eob()
             assert ack.batch_size == size + 1
             assert await payloads(js, stream) == [b"maybe"] * size + [b"after"]
-            await left.settled()
+            await leak_check.assert_clean()
 
     async def test_of_the_block_stores_all_or_nothing(
-        self, js: JetStreamContext, make_stream: MakeStream, left: Any
+        self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any
     ) -> None:
         for ticks in range(1, 60, 2):
             stream = await make_stream()
@@ -75,10 +75,10 @@ class TestCancellation:
             assert (batch.state, await count_after_all(js, stream)) in {
                 ("discarded", 0), ("unknown", 0), ("unknown", 3), ("committed", 3),
             }  # fmt: skip
-            await left.settled()
+            await leak_check.assert_clean()
 
     async def test_of_a_commit_says_that_nobody_knows(
-        self, js: JetStreamContext, make_stream: MakeStream, left: Any
+        self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any
     ) -> None:
         seen = set()
         for ticks in range(1, 40):
@@ -90,20 +90,20 @@ class TestCancellation:
             outcome = await batch.resolve() if batch.state == "unknown" else batch.state
             await batch.discard()
             assert await count(js, stream) == (2 if outcome in ("stored", "committed") else 0)
-            await left.settled()
+            await leak_check.assert_clean()
         assert "unknown" in seen
 
-    async def test_of_publish_atomic(self, js: JetStreamContext, make_stream: MakeStream, left: Any) -> None:
+    async def test_of_publish_atomic(self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any) -> None:
         for ticks in range(0, 40, 2):
             stream = await make_stream()
             await _cancel_after(ticks, jsx.publish_atomic(js, [jsx.BatchMessage(f"{stream}.a")] * 5))
             assert await count_after_all(js, stream) in (0, 5)
-            await left.settled()
+            await leak_check.assert_clean()
 
 
 class TestOddReplies:
     async def test_an_empty_answer_to_the_commit(
-        self, js: JetStreamContext, nc: Client, make_stream: MakeStream, left: Any
+        self, js: JetStreamContext, nc: Client, make_stream: MakeStream, leak_check: Any
     ) -> None:
         stream = await make_stream(no_ack=True)  # nobody else will answer
         batch = jsx.AtomicBatch(js, ack_first=False, timeout=30)
@@ -116,10 +116,10 @@ class TestOddReplies:
             await committing
         assert batch.state == "unknown"
         assert await batch.resolve() == "stored"
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_an_ack_that_nobody_asked_for(
-        self, js: JetStreamContext, nc: Client, make_stream: MakeStream, left: Any
+        self, js: JetStreamContext, nc: Client, make_stream: MakeStream, leak_check: Any
     ) -> None:
         stream = await make_stream()
         batch = jsx.AtomicBatch(js)
@@ -133,10 +133,10 @@ class TestOddReplies:
         with pytest.raises(errors.BatchOutcomeUnknownError, match="no commit was sent"):
             await batch.commit_eob()
         assert await batch.resolve() == "not_stored"
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_a_sequence_that_is_used_again_before_its_refusal_is_heard(
-        self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, left: Any
+        self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, leak_check: Any
     ) -> None:
         stream = await make_stream(max_msg_size=300)
         batch = jsx.AtomicBatch(js, timeout=5)
@@ -156,7 +156,7 @@ class TestOddReplies:
         (other,) = others
         await other
         assert (await batch.commit_eob()).batch_size == 2
-        await left.settled()
+        await leak_check.assert_clean()
 
 
 class TestBadConnections:

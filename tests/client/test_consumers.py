@@ -121,7 +121,7 @@ async def test_a_reset_to_a_time_in_an_empty_stream_waits_for_the_next_message(j
 
 @pytest.mark.parametrize("consumer", [False, True])
 async def test_an_unknown_stream_or_consumer_is_an_error_at_once(
-    js: JetStreamContext, nc: Client, ten: Any, consumer: bool, left: Any
+    js: JetStreamContext, nc: Client, ten: Any, consumer: bool, leak_check: Any
 ) -> None:
     name = await ten()
     sent = nc.stats["out_msgs"]
@@ -131,7 +131,7 @@ async def test_an_unknown_stream_or_consumer_is_an_error_at_once(
     assert missing.value.err_code == (10014 if consumer else 10059)
     with pytest.raises(nats.js.errors.NotFoundError):
         await jsx.reset_consumer(js, *((name, "nope") if consumer else ("NOPE", "c")), time=datetime.now(UTC))
-    await left.settled()
+    await leak_check.assert_clean()
 
 
 @pytest.mark.parametrize("policy", [DeliverPolicy.LAST, DeliverPolicy.NEW, DeliverPolicy.LAST_PER_SUBJECT])
@@ -184,7 +184,7 @@ async def test_a_reset_below_the_start_time_is_refused(js: JetStreamContext, ten
     ],
 )
 async def test_invalid_arguments_are_refused_before_any_request(
-    js: JetStreamContext, wrong: dict[str, Any], left: Any
+    js: JetStreamContext, wrong: dict[str, Any], leak_check: Any
 ) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - each has words of its own
         await jsx.reset_consumer(js, "S", "c", **wrong)
@@ -196,7 +196,7 @@ async def test_invalid_arguments_are_refused_before_any_request(
         await jsx.reset_consumer(js, "S", "c", time="2026-01-01T00:00:00Z")  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         await jsx.reset_consumer("js", "S", "c")  # type: ignore[arg-type]
-    await left.settled()
+    await leak_check.assert_clean()
 
 
 class FakeApi:
@@ -242,7 +242,7 @@ async def test_the_server_of_the_consumer_decides_whether_reset_is_supported(fak
     assert fake.asked == ["CONSUMER.INFO.S.c"]
 
 
-async def test_no_answer_is_a_timeout_that_covers_all_of_it(fake: FakeApi, left: Any) -> None:
+async def test_no_answer_is_a_timeout_that_covers_all_of_it(fake: FakeApi, leak_check: Any) -> None:
     await fake.answer("CONSUMER.INFO.>", with_level(4))
     await fake.answer("CONSUMER.RESET.>", None)
     timeout = 0.05
@@ -252,7 +252,7 @@ async def test_no_answer_is_a_timeout_that_covers_all_of_it(fake: FakeApi, left:
             await jsx.reset_consumer(fake.js, "S", "c", timeout=timeout)
     assert "CONSUMER.RESET.S.c" in str(late.value)
     assert isinstance(late.value, nats.errors.TimeoutError)
-    await left.settled()
+    await leak_check.assert_clean()
 
 
 async def test_a_missing_jetstream_is_service_unavailable(fake: FakeApi) -> None:
@@ -260,7 +260,7 @@ async def test_a_missing_jetstream_is_service_unavailable(fake: FakeApi) -> None
         await jsx.reset_consumer(fake.js, "S", "c")
 
 
-async def test_cancellation_leaves_nothing(fake: FakeApi, left: Any) -> None:
+async def test_cancellation_leaves_nothing(fake: FakeApi, leak_check: Any) -> None:
     await fake.answer("CONSUMER.INFO.>", None)
     task = asyncio.create_task(jsx.reset_consumer(fake.js, "S", "c", timeout=SLACK))
     async with asyncio.timeout(SLACK):
@@ -269,7 +269,7 @@ async def test_cancellation_leaves_nothing(fake: FakeApi, left: Any) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await left.settled()
+    await leak_check.assert_clean()
 
 
 async def test_reset_works_behind_a_domain() -> None:

@@ -286,7 +286,7 @@ class TestRefusals:
         with pytest.raises(error):
             call(jsx.DirectGet(js, "S"))
 
-    async def test_bad_arguments_of_single_gets_send_nothing(self, js: JetStreamContext, left: Any) -> None:
+    async def test_bad_arguments_of_single_gets_send_nothing(self, js: JetStreamContext, leak_check: Any) -> None:
         direct = jsx.DirectGet(js, "S")
         sent = js._nc.stats["out_msgs"]
         for bad in (
@@ -297,15 +297,15 @@ class TestRefusals:
             with pytest.raises(ValueError, match=r".+"):
                 await bad
         assert js._nc.stats["out_msgs"] == sent
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_a_request_over_max_payload_does_not_cost_the_connection(
-        self, direct: jsx.DirectGet, nc: Client, left: Any
+        self, direct: jsx.DirectGet, nc: Client, leak_check: Any
     ) -> None:
         with pytest.raises(errors.MaxPayloadError):
             await direct.multi_last(["x" * 1000] * (nc.max_payload // 1000)).to_list()
         assert (await direct.get(1)).seq == 1
-        await left.settled()
+        await leak_check.assert_clean()
 
     @pytest.mark.parametrize("missing", ["stream", "allow_direct"])
     @pytest.mark.parametrize(
@@ -316,7 +316,7 @@ class TestRefusals:
         ],
     )  # fmt: skip
     async def test_nobody_answers(
-        self, js: JetStreamContext, make_stream: MakeStream, left: Any, missing: str,
+        self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any, missing: str,
         read: Callable[[jsx.DirectGet], Awaitable[object]],
     ) -> None:  # fmt: skip
         name = "NO_SUCH_STREAM" if missing == "stream" else await make_stream(allow_direct=False)
@@ -324,7 +324,7 @@ class TestRefusals:
             with pytest.raises(errors.DirectGetDisabledError, match=name) as caught:
                 await read(jsx.DirectGet(js, name, timeout=60))
         assert caught.value.stream == name
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_a_read_that_failed_cannot_go_on(self, js: JetStreamContext) -> None:
         scan = jsx.DirectGet(js, "NO_SUCH_STREAM").scan()
@@ -337,17 +337,17 @@ class TestRefusals:
 
 class TestLeaving:
     @pytest.mark.parametrize("options", [{}, {"confirm": True}, {"min_seq": 12}], ids=str)
-    async def test_break_and_close(self, direct: jsx.DirectGet, left: Any, options: dict[str, Any]) -> None:
+    async def test_break_and_close(self, direct: jsx.DirectGet, leak_check: Any, options: dict[str, Any]) -> None:
         batch = direct.scan(batch=2, prefetch=4, **options)
         async for message in batch:
             assert message.seq == 1
             break
         await batch.aclose()
-        await left.settled()
+        await leak_check.assert_clean()
         assert await batch.to_list() == []
         await batch.aclose()
 
-    async def test_an_exception_in_the_block(self, direct: jsx.DirectGet, left: Any) -> None:
+    async def test_an_exception_in_the_block(self, direct: jsx.DirectGet, leak_check: Any) -> None:
         async def fail() -> None:
             async with direct.scan(batch=2) as messages:
                 async for _ in messages:
@@ -355,15 +355,15 @@ class TestLeaving:
 
         with pytest.raises(ZeroDivisionError):
             await fail()
-        await left.settled()
+        await leak_check.assert_clean()
 
-    async def test_a_read_that_was_never_begun(self, direct: jsx.DirectGet, left: Any) -> None:
+    async def test_a_read_that_was_never_begun(self, direct: jsx.DirectGet, leak_check: Any) -> None:
         direct.scan()
         async with direct.batch(3):
             pass
-        await left.settled()
+        await leak_check.assert_clean()
 
-    async def test_one_task_at_a_time(self, direct: jsx.DirectGet, left: Any) -> None:
+    async def test_one_task_at_a_time(self, direct: jsx.DirectGet, leak_check: Any) -> None:
         batch = direct.scan(batch=2)
         first = asyncio.create_task(batch.to_list())
         await asyncio.sleep(0)
@@ -371,12 +371,12 @@ class TestLeaving:
             with pytest.raises(RuntimeError, match="another task"):
                 await second
         assert await first == await direct.scan(batch=2).to_list()
-        await left.settled()
+        await leak_check.assert_clean()
 
-    async def test_the_end_leaves_nothing(self, direct: jsx.DirectGet, left: Any) -> None:
+    async def test_the_end_leaves_nothing(self, direct: jsx.DirectGet, leak_check: Any) -> None:
         await direct.scan(batch=5).to_list()
         await direct.get(1)
-        await left.settled()
+        await leak_check.assert_clean()
 
     @pytest.mark.parametrize(
         "read",
@@ -388,7 +388,7 @@ class TestLeaving:
         ids=["get", "get_last", "min_seq", "scan", "confirm", "multi_last"],
     )  # fmt: skip
     async def test_cancelled_anywhere(
-        self, direct: jsx.DirectGet, left: Any, read: Callable[[jsx.DirectGet], Awaitable[object]]
+        self, direct: jsx.DirectGet, leak_check: Any, read: Callable[[jsx.DirectGet], Awaitable[object]]
     ) -> None:
         for ticks in range(40):
             task = asyncio.ensure_future(read(direct))
@@ -396,7 +396,7 @@ class TestLeaving:
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
-            await left.settled()
+            await leak_check.assert_clean()
             # It may have ended just before; for sequence 99 that is an error.
             assert task.cancelled() or isinstance(task.exception(), errors.MessageNotFoundError | None)
         assert await seqs(direct.batch(2)) == [1, 2]

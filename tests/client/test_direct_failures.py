@@ -69,7 +69,7 @@ class Responder:
 
 
 @pytest.fixture
-async def fake(server: NatsServer, stream_name: Callable[[], str], left: Any) -> AsyncIterator[Responder]:
+async def fake(server: NatsServer, stream_name: Callable[[], str], leak_check: Any) -> AsyncIterator[Responder]:
     responder = Responder(stream_name())
     responder.ready = asyncio.Event()
     task = asyncio.create_task(responder.serve(server))
@@ -78,7 +78,7 @@ async def fake(server: NatsServer, stream_name: Callable[[], str], left: Any) ->
     yield responder
     task.cancel()
     await asyncio.wait([task])
-    await left.settled()
+    await leak_check.assert_clean()
 
 
 @pytest.fixture

@@ -134,12 +134,16 @@ class TestBefore211:
         ],
     )
     async def test_no_wrong_data(
-        self, direct: jsx.DirectGet, stream: str, left: Any, read: Callable[[jsx.DirectGet, str], Awaitable[object]]
+        self,
+        direct: jsx.DirectGet,
+        stream: str,
+        leak_check: Any,
+        read: Callable[[jsx.DirectGet, str], Awaitable[object]],
     ) -> None:
         async with asyncio.timeout(20):
             with pytest.raises(errors.UnsupportedFeatureError, match=r"nats-server 2\.11"):
                 await read(direct, stream)
-        await left.settled()
+        await leak_check.assert_clean()
 
 
 @pytest.mark.usefixtures("batches")
@@ -352,14 +356,14 @@ class TestRefusals:
         ],
     )  # fmt: skip
     async def test_503_is_prompt(
-        self, js: JetStreamContext, make: Make, left: Any, missing: str,
+        self, js: JetStreamContext, make: Make, leak_check: Any, missing: str,
         read: Callable[[jsx.DirectGet], Awaitable[object]],
     ) -> None:  # fmt: skip
         name = "NONE" if missing == "stream" else await make(allow_direct=False)
         async with asyncio.timeout(20):
             with pytest.raises(errors.DirectGetDisabledError, match=rf"{name}.*allow_direct"):
                 await read(jsx.DirectGet(js, name, timeout=60))
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_408_says_what_the_server_says(
         self, direct: jsx.DirectGet, monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...]

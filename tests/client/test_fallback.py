@@ -49,9 +49,9 @@ async def stream(js: JetStreamContext, stream_name: Callable[[], str]) -> str:
     return name
 
 
-async def settled(left: Any) -> None:
+async def settled(leak_check: Any) -> None:
     await asyncio.sleep(0)  # without nats-py's internals a subscription is dropped in the background
-    await left.settled()
+    await leak_check.assert_clean()
 
 
 async def test_warns_once_per_connection(server: NatsServer) -> None:
@@ -81,7 +81,7 @@ def test_any_missing_internal_selects_the_fallback(missing: str) -> None:
     assert isinstance(connection_of(nc), FallbackConnection)
 
 
-async def test_fast_ingest_works(js: JetStreamContext, stream: str, left: Any) -> None:
+async def test_fast_ingest_works(js: JetStreamContext, stream: str, leak_check: Any) -> None:
     headers = {"K": "v", "Unicode": "ä"}
     async with jsx.FastPublisher(js, flow=10) as publisher:
         await publisher.add(f"{stream}.a", b"0", headers=headers)
@@ -92,7 +92,7 @@ async def test_fast_ingest_works(js: JetStreamContext, stream: str, left: Any) -
     messages = await jsx.DirectGet(js, stream).scan(batch=30).to_list()
     assert [m.data for m in messages] == [b"%d" % i for i in range(200)]
     assert messages[0].headers == headers
-    await settled(left)
+    await settled(leak_check)
 
 
 async def test_concurrent_writes_keep_their_order(js: JetStreamContext, nc: Client, stream: str) -> None:
@@ -124,7 +124,7 @@ async def test_a_cancelled_write_has_written_everything(
     assert [parts(frame)[2] for frame in frames] == [b"0", b"1", b"2", b"3"]
 
 
-async def test_atomic_batches_work(js: JetStreamContext, stream: str, left: Any) -> None:
+async def test_atomic_batches_work(js: JetStreamContext, stream: str, leak_check: Any) -> None:
     async with jsx.AtomicBatch(js, ack_every=2) as batch:
         for i in range(5):
             await batch.add(f"{stream}.a", b"%d" % i, headers={"I": str(i)})
@@ -136,10 +136,10 @@ async def test_atomic_batches_work(js: JetStreamContext, stream: str, left: Any)
         await failed.commit_eob()
     messages = await jsx.DirectGet(js, stream).batch(10).to_list()
     assert [(m.data, m.headers["I"]) for m in messages] == [(b"%d" % i, str(i)) for i in range(5)]
-    await settled(left)
+    await settled(leak_check)
 
 
-async def test_direct_gets_work(js: JetStreamContext, stream: str, left: Any) -> None:
+async def test_direct_gets_work(js: JetStreamContext, stream: str, leak_check: Any) -> None:
     spoof = {"Nats-Sequence": "77", "Status": "204", "Description": "EOB", "K": "v"}
     await js.publish(f"{stream}.a", b"", headers=spoof)
     await js.publish(f"{stream}.b", b"two")
@@ -153,26 +153,26 @@ async def test_direct_gets_work(js: JetStreamContext, stream: str, left: Any) ->
     assert await direct.batch(3, seq=9).to_list() == []
     with pytest.raises(errors.MessageNotFoundError):
         await direct.get(9)
-    await settled(left)
+    await settled(leak_check)
 
 
 @pytest.mark.parametrize("kind", [jsx.FastPublisher, jsx.AtomicBatch])
-async def test_refusals_are_raised(js: JetStreamContext, left: Any, kind: Any) -> None:
+async def test_refusals_are_raised(js: JetStreamContext, leak_check: Any, kind: Any) -> None:
     async with asyncio.timeout(2):
         with pytest.raises(errors.NoStreamError):
             await kind(js).add("no.such.stream", b"x")
     with pytest.raises(errors.BadSubjectError):
         await kind(js).add("a b", b"x")
-    await settled(left)
+    await settled(leak_check)
 
 
-async def test_a_read_that_is_left_early_leaves_nothing(js: JetStreamContext, stream: str, left: Any) -> None:
+async def test_a_read_that_is_left_early_leaves_nothing(js: JetStreamContext, stream: str, leak_check: Any) -> None:
     for i in range(9):
         await js.publish(f"{stream}.a", b"%d" % i)
     async with jsx.DirectGet(js, stream).scan(batch=2) as messages:
         async for _ in messages:
             break
-    await settled(left)
+    await settled(leak_check)
 
 
 async def test_a_closed_connection_ends_calls(nc: Client, js: JetStreamContext, stream: str) -> None:
@@ -239,7 +239,7 @@ async def test_a_lost_connection_ends_a_read_before_its_timeout(
         assert (found if isinstance(found, jsx.StoredMsg) else found[0]).seq == 2
 
 
-async def test_a_cancelled_subscription_is_dropped(nc: Client, left: Any) -> None:
+async def test_a_cancelled_subscription_is_dropped(nc: Client, leak_check: Any) -> None:
     connection = connection_of(nc)
     nc._max_pending_size = 1  # the subscription waits for the flusher
     for turns in range(6):
@@ -250,7 +250,7 @@ async def test_a_cancelled_subscription_is_dropped(nc: Client, left: Any) -> Non
             opening.result().close()
         await asyncio.wait([opening])
         async with asyncio.timeout(10):
-            while any(left.behind()[:2]):  # the timer is this one
+            while any(leak_check.leaked()[:2]):  # the timer is this one
                 await asyncio.sleep(0.001)
 
 

@@ -30,7 +30,7 @@ async def stream(make_stream: MakeStream) -> str:
 
 
 class TestPublishing:
-    async def test_add_and_clean_exit(self, js: JetStreamContext, stream: str, left: Any) -> None:
+    async def test_add_and_clean_exit(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         async with jsx.FastPublisher(js, flow=10) as pub:
             assert (pub.batch_seq, pub.ack_seq, pub.flow, pub.ack, pub.end_reason) == (0, 0, 10, None, None)
             ack = await pub.add(f"{stream}.a", b"1")
@@ -43,7 +43,7 @@ class TestPublishing:
         assert pub.ack == jsx.BatchAck(stream, 25, pub.batch_id, 25)
         assert (pub.ack_seq, pub.gaps, pub.errors, pub.gap_count, pub.error_count) == (25, [], [], 0, 0)
         assert await payloads(js, stream) == [b"%d" % i for i in range(1, 26)]
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_everything_a_message_can_have(self, js: JetStreamContext, stream: str) -> None:
         headers = {"K": "v", "Empty": "", "Unicode": "ä→ß"}
@@ -130,11 +130,11 @@ class TestPublishing:
         assert [ack.batch_seq for ack in acks] == list(range(1, 501))
         assert await payloads(js, stream) == [b"%d" % i for i in range(500)]
 
-    async def test_an_empty_source(self, js: JetStreamContext, stream: str, left: Any) -> None:
+    async def test_an_empty_source(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         async with jsx.FastPublisher(js) as pub:
             assert await pub.add_many([]) == jsx.FastPubAck(0, 0)
         assert (pub.ack, pub.end_reason) == (None, jsx.EndReason.DISCARDED)
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_flush_and_ping(self, js: JetStreamContext, stream: str) -> None:
         async with jsx.FastPublisher(js, flow=100) as pub:
@@ -170,13 +170,13 @@ class TestPublishing:
 
 
 class TestEnding:
-    async def test_commit_with_a_last_message(self, js: JetStreamContext, stream: str, left: Any) -> None:
+    async def test_commit_with_a_last_message(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         pub = jsx.FastPublisher(js)
         await pub.add(f"{stream}.a", b"1")
         ack = await pub.commit(f"{stream}.a", b"2", headers={"K": "v"})
         assert (ack.batch_size, ack.seq, pub.ack) == (2, 2, ack)
         assert [m.headers for m in await stored(js, stream)] == [{}, {"K": "v"}]
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_commit_alone(self, js: JetStreamContext, stream: str) -> None:
         assert (await jsx.FastPublisher(js).commit(f"{stream}.a", b"only")).batch_size == 1
@@ -190,7 +190,7 @@ class TestEnding:
         assert (await pub.commit_eob()).batch_size == 1
         assert await payloads(js, stream) == [b"1"]
 
-    async def test_discard_keeps_what_was_sent(self, js: JetStreamContext, stream: str, left: Any) -> None:
+    async def test_discard_keeps_what_was_sent(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         pub = jsx.FastPublisher(js)
         await pub.add(f"{stream}.a", b"1")
         await pub.flush()
@@ -198,7 +198,7 @@ class TestEnding:
         await pub.discard()
         assert (pub.end_reason, pub.ack) == (jsx.EndReason.DISCARDED, None)
         assert await payloads(js, stream) == [b"1"]
-        await left.settled()
+        await leak_check.assert_clean()
 
     @pytest.mark.parametrize("end", ["commit", "discard", "discard unused"])
     async def test_a_batch_is_closed_after_its_end(self, js: JetStreamContext, stream: str, end: str) -> None:
@@ -217,7 +217,7 @@ class TestEnding:
         assert await pub.wait_closed() is pub.end_reason
 
     async def test_an_exception_in_the_block_ends_it_without_a_commit(
-        self, js: JetStreamContext, stream: str, left: Any
+        self, js: JetStreamContext, stream: str, leak_check: Any
     ) -> None:
         pub = jsx.FastPublisher(js)
 
@@ -229,7 +229,7 @@ class TestEnding:
         with pytest.raises(ZeroDivisionError):
             await fail()
         assert (pub.end_reason, pub.ack) == (jsx.EndReason.DISCARDED, None)
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_wait_closed(self, js: JetStreamContext, stream: str) -> None:
         pub = jsx.FastPublisher(js)
@@ -239,7 +239,9 @@ class TestEnding:
         await pub.commit_eob()
         assert await asyncio.gather(*waiters) == [jsx.EndReason.COMMITTED] * 2
 
-    async def test_the_death_of_an_idle_batch_is_known(self, js: JetStreamContext, stream: str, left: Any) -> None:
+    async def test_the_death_of_an_idle_batch_is_known(
+        self, js: JetStreamContext, stream: str, leak_check: Any
+    ) -> None:
         pub = jsx.FastPublisher(js, keepalive=0.05)
         await pub.add(f"{stream}.a", b"1")
         await js.update_stream(
@@ -250,7 +252,7 @@ class TestEnding:
         with pytest.raises(errors.ServerError) as caught:
             await pub.add(f"{stream}.a", b"2")
         assert isinstance(caught.value, errors.BatchError)
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_an_idle_batch_without_keepalive_asks_for_nothing(self, js: JetStreamContext, stream: str) -> None:
         pub = jsx.FastPublisher(js, keepalive=None)
@@ -288,7 +290,7 @@ class TestGapsAndRefusals:
         assert len(await payloads(js, stream)) == 2
 
     async def test_a_refused_message_in_fail_mode(
-        self, js: JetStreamContext, make_stream: MakeStream, left: Any
+        self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any
     ) -> None:
         stream = await make_stream(max_msg_size=10)
         pub = jsx.FastPublisher(js)
@@ -309,7 +311,7 @@ class TestGapsAndRefusals:
         assert await payloads(js, stream) == [b"1"]
         with pytest.raises(errors.MessageTooLargeError):
             await pub.commit_eob()
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_a_full_stream_in_both_modes(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         stream = await make_stream(max_msgs=3, discard=DiscardPolicy.NEW)
@@ -376,7 +378,13 @@ class TestRefusedAtOnce:
     )
     @pytest.mark.parametrize("how", ["add", "add_many", "commit", "block"])
     async def test_the_stream_cannot_take_it(
-        self, js: JetStreamContext, make_stream: MakeStream, left: Any, missing: str, error: type[Exception], how: str
+        self,
+        js: JetStreamContext,
+        make_stream: MakeStream,
+        leak_check: Any,
+        missing: str,
+        error: type[Exception],
+        how: str,
     ) -> None:
         subject = "no.such.stream" if missing == "stream" else f"{await make_stream(allow_batched=False)}.a"
         pub = jsx.FastPublisher(js)
@@ -399,7 +407,7 @@ class TestRefusedAtOnce:
             assert (await js.stream_info(subject.partition(".")[0])).state.messages == 0
         else:
             assert isinstance(caught.value, nats.js.errors.NoStreamResponseError)
-        await left.settled()
+        await leak_check.assert_clean()
 
     @pytest.mark.parametrize(
         ("message", "error"),
@@ -417,7 +425,7 @@ class TestRefusedAtOnce:
         ],
     )
     async def test_the_message_cannot_be_sent(
-        self, js: JetStreamContext, stream: str, left: Any, message: dict[str, Any], error: type[Exception]
+        self, js: JetStreamContext, stream: str, leak_check: Any, message: dict[str, Any], error: type[Exception]
     ) -> None:
         message = {"subject": f"{stream}.a", "payload": b"x", **message}
         sent = js._nc.stats["out_msgs"]
@@ -426,13 +434,13 @@ class TestRefusedAtOnce:
             with pytest.raises(error):
                 await call
         assert (pub.batch_seq, pub.end_reason, js._nc.stats["out_msgs"]) == (0, None, sent)
-        await left.settled()
+        await leak_check.assert_clean()
         # The batch goes on.
         await pub.add(f"{stream}.a", b"1")
         with pytest.raises(error):
             await pub.add(**message)
         assert (await pub.commit_eob()).batch_size == 1
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_a_bad_message_in_the_middle_of_many(self, js: JetStreamContext, stream: str) -> None:
         async with jsx.FastPublisher(js) as pub:

@@ -35,7 +35,7 @@ async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
 class TestCancellation:
     @pytest.mark.parametrize("call", ["add", "add_many", "flush", "ping"])
     async def test_cancelled_calls_leave_the_batch_usable(
-        self, js: JetStreamContext, make_stream: MakeStream, left: Any, call: str
+        self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any, call: str
     ) -> None:
         for ticks in range(25):
             stream = await make_stream()
@@ -53,7 +53,7 @@ class TestCancellation:
             ack = await pub.commit_eob()
             assert ack.batch_size == pub.batch_seq == sent + 5
             assert (await js.stream_info(stream)).state.messages == sent + 5
-            await left.settled()
+            await leak_check.assert_clean()
 
     @pytest.mark.parametrize("call", ["add", "add_many", "add_many from an async iterable"])
     async def test_cancelled_wait_for_room_sends_nothing(self, js: JetStreamContext, stream: str, call: str) -> None:
@@ -86,7 +86,7 @@ class TestCancellation:
 
     @pytest.mark.parametrize("call", ["commit", "block"])
     async def test_cancelled_commit_leaves_nothing_open(
-        self, js: JetStreamContext, make_stream: MakeStream, left: Any, call: str
+        self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any, call: str
     ) -> None:
         for ticks in range(25):
             stream = await make_stream()
@@ -103,7 +103,7 @@ class TestCancellation:
                 await pub.discard()  # it did not get as far as the commit
             assert pub.end_reason is not None or pub.batch_seq == 0
             assert (await js.stream_info(stream)).state.messages <= 10
-            await left.settled()
+            await leak_check.assert_clean()
 
     async def test_cancelled_commit_that_waits_for_its_turn(
         self,
@@ -153,13 +153,13 @@ class TestCancellation:
         assert await waiter is jsx.EndReason.DISCARDED
 
     async def test_cancelled_wait_closed_keeps_the_batch_open(
-        self, js: JetStreamContext, stream: str, left: Any
+        self, js: JetStreamContext, stream: str, leak_check: Any
     ) -> None:
         pub = jsx.FastPublisher(js)
         await pub.add(f"{stream}.a", b"1")
         await _cancel_after(3, pub.wait_closed())
         assert (await pub.commit_eob()).batch_size == 1
-        await left.settled()
+        await leak_check.assert_clean()
 
 
 async def _cancel_after(ticks: int, work: Awaitable[object]) -> None:

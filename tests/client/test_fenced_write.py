@@ -39,7 +39,9 @@ async def stream(make_stream: MakeStream) -> str:
     return await make_stream()
 
 
-async def test_messages_and_their_record_are_stored_together(js: JetStreamContext, stream: str, left: Any) -> None:
+async def test_messages_and_their_record_are_stored_together(
+    js: JetStreamContext, stream: str, leak_check: Any
+) -> None:
     one = writer(js, stream)
     assert await one.read() is None
     ack = await one.store([(f"{stream}.a", b"1"), jsx.BatchMessage(f"{stream}.b", b"2")], b"two")
@@ -49,7 +51,7 @@ async def test_messages_and_their_record_are_stored_together(js: JetStreamContex
     assert record is not None
     assert (record.seq, record.data) == (4, b"none")
     assert await payloads(js, stream) == [b"1", b"2", b"two", b"none"]
-    await left.settled()
+    await leak_check.assert_clean()
 
 
 @pytest.mark.parametrize("allow_atomic", [True, False])

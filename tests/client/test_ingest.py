@@ -31,7 +31,7 @@ class TestSources:
     @pytest.mark.parametrize("count", [0, 1, 2, 199, 200, 201, 1000])
     @pytest.mark.parametrize("kind", ["sync", "async"])
     async def test_everything_is_stored_in_order(
-        self, js: JetStreamContext, stream: str, left: Any, count: int, kind: str
+        self, js: JetStreamContext, stream: str, leak_check: Any, count: int, kind: str
     ) -> None:
         entries = [(f"{stream}.{i % 3}", b"%d" % i) for i in range(count)]
 
@@ -45,7 +45,7 @@ class TestSources:
         assert (report.stored, report.duplicates, report.resent) == (count, 0, 0)
         assert report.batches == (1 if count else 0)
         assert report.seconds > 0
-        await left.settled()
+        await leak_check.assert_clean()
 
     async def test_every_kind_of_message(self, js: JetStreamContext, stream: str) -> None:
         headers = {"K": "v"}
@@ -130,7 +130,13 @@ class TestPoison:
     @pytest.mark.parametrize(("bad", "cause"), [each[1:] for each in POISON], ids=[each[0] for each in POISON])
     @pytest.mark.parametrize("place", [0, 1, 333])
     async def test_refused_message_is_named_and_everything_before_it_is_stored(
-        self, js: JetStreamContext, make_stream: MakeStream, left: Any, bad: Any, cause: type[BaseException], place: int
+        self,
+        js: JetStreamContext,
+        make_stream: MakeStream,
+        leak_check: Any,
+        bad: Any,
+        cause: type[BaseException],
+        place: int,
     ) -> None:
         stream = await make_stream(max_msg_size=2000)
         if isinstance(bad, jsx.BatchMessage):
@@ -148,7 +154,7 @@ class TestPoison:
         assert report.stored == place
         assert [each.data for each in await messages(js, stream)] == [b"%d" % i for i in range(place)]
         assert pickle.loads(pickle.dumps(caught.value)).report == report
-        await left.settled()
+        await leak_check.assert_clean()
 
 
 class TestRefusals:
@@ -204,7 +210,7 @@ class TestProgress:
         loop_is_quiet.clear()
 
 
-async def test_cancelling_leaves_nothing_behind(js: JetStreamContext, stream: str, left: Any) -> None:
+async def test_cancelling_leaves_nothing_behind(js: JetStreamContext, stream: str, leak_check: Any) -> None:
     for ticks in (0, 1, 2, 3, 5, 8, 13, 21, 34, 55):
         endless = ((f"{stream}.a", b"x") for _ in range(10**6))
         running = asyncio.create_task(jsx.ingest(js, endless))
@@ -213,4 +219,4 @@ async def test_cancelling_leaves_nothing_behind(js: JetStreamContext, stream: st
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        await left.settled()
+        await leak_check.assert_clean()

@@ -426,7 +426,7 @@ async def test_an_error_of_the_reading_server_is_reported(
         assert (health.error.err_code, health.detail) == (10012, "no (error 10012)")
 
 
-async def test_a_silent_origin_is_unreachable(nc: Client, stream_name: Callable[[], str], left: Any) -> None:
+async def test_a_silent_origin_is_unreachable(nc: Client, stream_name: Callable[[], str], leak_check: Any) -> None:
     prefix = stream_name()
     info = {"config": {"name": "T", "mirror": {"name": "S"}}, "mirror": {"name": "S", "lag": 0, "active": 1}}
 
@@ -453,4 +453,4 @@ async def test_a_silent_origin_is_unreachable(nc: Client, stream_name: Callable[
     with pytest.raises(asyncio.CancelledError):
         await task
     await sub.unsubscribe()
-    await left.settled()
+    await leak_check.assert_clean()

@@ -319,7 +319,7 @@ async def test_an_update_keeps_fields_that_nats_py_does_not_know(nc: Client, str
     assert future.asked[-1] == ("update", found["config"] | {"allow_direct": True})
 
 
-async def test_no_answer_and_cancellation(nc: Client, stream_name: Callable[[], str], left: Any) -> None:
+async def test_no_answer_and_cancellation(nc: Client, stream_name: Callable[[], str], leak_check: Any) -> None:
     silent = await Canned(nc, stream_name(), info=[None, None]).start()
     before = set(nc._subs)
     with pytest.raises(RequestTimeoutError):

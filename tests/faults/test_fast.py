@@ -201,11 +201,11 @@ class TestGoingOn:
 class TestLeaders:
     @pytest.mark.parametrize("mode", list(jsx.GapMode))
     async def test_killed_while_publishing(
-        self, cluster: NatsCluster, connect: Connect, stored: Stored, reached: Any, mode: jsx.GapMode
+        self, cluster: NatsCluster, connect: Connect, stored: Stored, wait_for_interest: Any, mode: jsx.GapMode
     ) -> None:
         js = (await connect(cluster.urls)).jetstream()
         stream = await make_stream(js, num_replicas=3)
-        await reached(js, "s.0")
+        await wait_for_interest(js, "s.0")
         pub = jsx.FastPublisher(js, gap=mode, flow=100, ack_timeout=10.0, stall_ping=0.3)
         enough: float = 2000
 

@@ -53,7 +53,7 @@ async def transfer(tx: kvx.Transaction, worker: int, rng: random.Random) -> None
 
 
 async def bank(
-    urls: list[str], seconds: float, replicas: int, storage: str, reached: Any, trouble: Trouble | None = None
+    urls: list[str], seconds: float, replicas: int, storage: str, wait_for_interest: Any, trouble: Trouble | None = None
 ) -> None:
     made = dict.fromkeys(range(WORKERS), 0)
     doubtful: set[int] = set()
@@ -61,7 +61,7 @@ async def bank(
     async with connected(urls) as nc:
         js = nc.jetstream(timeout=TIMEOUT)
         kv = await kvx.enable(await js.create_key_value(bucket="BANK", replicas=replicas, storage=storage))
-        await reached(js, f"$KV.BANK.{NAMES[0]}")
+        await wait_for_interest(js, f"$KV.BANK.{NAMES[0]}")
         async with kvx.transaction(kv) as tx:
             for name in NAMES:
                 tx.create(name, b"%d" % EACH)
@@ -114,13 +114,13 @@ async def bank(
 
 @pytest.mark.parametrize("storage", ["file", "memory"])
 @pytest.mark.timeout(180)
-async def test_on_one_server(storage: str, reached: Any) -> None:
+async def test_on_one_server(storage: str, wait_for_interest: Any) -> None:
     with NatsServer() as server:
-        await bank([server.url], 30 if FULL else 2, 1, storage, reached)
+        await bank([server.url], 30 if FULL else 2, 1, storage, wait_for_interest)
 
 
 @pytest.mark.timeout(300)
-async def test_on_a_cluster_whose_leaders_are_killed(reached: Any) -> None:
+async def test_on_a_cluster_whose_leaders_are_killed(wait_for_interest: Any) -> None:
     async with NatsCluster() as cluster:
 
         async def kill_leaders(js: JetStreamContext, end: float) -> int:
@@ -137,7 +137,7 @@ async def test_on_a_cluster_whose_leaders_are_killed(reached: Any) -> None:
                 await settled(js)
             return killed
 
-        await bank(cluster.urls, 30 if FULL else 6, 3, "file", reached, kill_leaders)
+        await bank(cluster.urls, 30 if FULL else 6, 3, "file", wait_for_interest, kill_leaders)
 
 
 async def more(js: JetStreamContext, messages: int) -> None:

@@ -43,17 +43,17 @@ async def cancelled_everywhere(call: Callable[[], Awaitable[Any]]) -> int:
 
 @pytest.mark.parametrize("call", CALLS)
 async def test_nothing_is_left_of_a_cancelled_call(
-    make_bucket, load, left, call: Callable[[Any], Awaitable[Any]]
+    make_bucket, load, leak_check, call: Callable[[Any], Awaitable[Any]]
 ) -> None:
     kv = await make_bucket(history=3)
     await load(kv, dict.fromkeys(KEYS, b"1"))
     await load(kv, dict.fromkeys(KEYS, b"2"))
     await call(kv)
     assert await cancelled_everywhere(lambda: call(kv)) > 5
-    await left.settled()
+    await leak_check.assert_clean()
 
 
-async def test_nothing_is_left_of_a_failed_call(make_bucket, load, left) -> None:
+async def test_nothing_is_left_of_a_failed_call(make_bucket, load, leak_check) -> None:
     kv = await make_bucket()
     await load(kv, dict.fromkeys(KEYS, b"1"))
     await load(kv, dict.fromkeys(KEYS, b"2"))
@@ -65,10 +65,10 @@ async def test_nothing_is_left_of_a_failed_call(make_bucket, load, left) -> None
     await kv._js.delete_key_value(kv._name)
     with pytest.raises(kvx.bucket.BucketNotFoundError):
         await kvx.get_many(kv, KEYS)
-    await left.settled()
+    await leak_check.assert_clean()
 
 
-async def test_a_cancelled_transaction_is_written_whole_or_not_at_all(make_bucket, left) -> None:
+async def test_a_cancelled_transaction_is_written_whole_or_not_at_all(make_bucket, leak_check) -> None:
     kv = await make_bucket(storage="memory")
     round_ = 0
 
@@ -85,10 +85,10 @@ async def test_a_cancelled_transaction_is_written_whole_or_not_at_all(make_bucke
     snap = await kvx.snapshot(kv)
     assert len({entry.value for entry in snap.values()}) == 1
     assert snap.revision % 3 == 0
-    await left.settled()
+    await leak_check.assert_clean()
 
 
-async def test_a_cancelled_retry_is_over(make_bucket, left) -> None:
+async def test_a_cancelled_retry_is_over(make_bucket, leak_check) -> None:
     kv = await make_bucket()
     runs = 0
 
@@ -106,7 +106,7 @@ async def test_a_cancelled_retry_is_over(make_bucket, left) -> None:
         task.cancel()
         await asyncio.wait({task}, timeout=0.5)
     assert task.cancelled()
-    await left.settled()
+    await leak_check.assert_clean()
 
 
 class TestInFlight:

@@ -111,13 +111,13 @@ async def test_a_bucket_that_is_a_mirror_is_refused_not_empty(make_bucket) -> No
 
 
 @pytest.mark.timeout(180)
-async def test_replicas_that_lag_are_waited_for(reached: Any) -> None:
+async def test_replicas_that_lag_are_waited_for(wait_for_interest: Any) -> None:
     async with NatsCluster() as cluster:
         nc = await nats.connect(cluster.urls)
         try:
             js = nc.jetstream()
             kv = await kvx.enable(await js.create_key_value(bucket="B", replicas=3, history=2))
-            await reached(js, "$KV.B.a")
+            await wait_for_interest(js, "$KV.B.a")
             for n in range(150):
                 revision = await kv.put("a", b"%d" % n)
                 assert (await kvx.get_many(kv, ["a"]))["a"].value == b"%d" % n

@@ -271,7 +271,7 @@ async def test_a_position_that_cannot_be_stored_does_not_hide_the_handlers_error
 
 
 async def test_committing_while_it_waits(
-    js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any, left: Any
+    js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any, leak_check: Any
 ) -> None:
     """A quiet time does not keep the last messages from being committed."""
     name, bucket = await make_stream(3), stream_name()
@@ -291,7 +291,7 @@ async def test_committing_while_it_waits(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await left.settled()
+    await leak_check.assert_clean()
 
 
 async def test_the_newest_reader_takes_the_name(

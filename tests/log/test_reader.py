@@ -131,7 +131,7 @@ async def test_seek(js: JetStreamContext, make_stream: Make) -> None:
     assert len(await numbers(reader)) == 10
 
 
-async def test_tail_waits_for_more(js: JetStreamContext, make_stream: Make, more: More, left: Any) -> None:
+async def test_tail_waits_for_more(js: JetStreamContext, make_stream: Make, more: More, leak_check: Any) -> None:
     name = await make_stream(2)
     reader = LogReader(js, name, tail=True)
     seen: list[int] = []
@@ -157,7 +157,7 @@ async def test_tail_waits_for_more(js: JetStreamContext, make_stream: Make, more
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await left.settled()
+    await leak_check.assert_clean()
     assert seen == [1, 2, 3, 4, 5, 6]
     assert reader.position == 7
     await more(name, 7, 7)
@@ -174,19 +174,19 @@ async def test_an_idle_reader_asks_seldom(js: JetStreamContext, make_stream: Mak
     assert js._nc.stats["out_msgs"] - before <= 12
 
 
-async def test_left_in_the_middle(js: JetStreamContext, make_stream: Make, left: Any) -> None:
+async def test_left_in_the_middle(js: JetStreamContext, make_stream: Make, leak_check: Any) -> None:
     name = await make_stream(3000)
     reader = LogReader(js, name)
     async for msg in reader:
         if msg.seq == 700:
             break
-    await left.settled()
+    await leak_check.assert_clean()
     assert reader.position == 701
     assert (await anext(reader)).seq == 701
 
 
 async def test_cancelled_at_every_await(
-    js: JetStreamContext, make_stream: Make, left: Any, monkeypatch: pytest.MonkeyPatch
+    js: JetStreamContext, make_stream: Make, leak_check: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However often a read is cancelled, and wherever it is then, nothing is lost, repeated or left."""
     monkeypatch.setattr(reader_module, "_GROUP", 50)
@@ -203,7 +203,7 @@ async def test_cancelled_at_every_await(
         try:
             seen += [msg.seq for msg in await task]
         except asyncio.CancelledError:
-            await left.settled()
+            await leak_check.assert_clean()
         if steps % 40 == 0:
             seen += [msg.seq for msg in await reader.read(10)]
     assert seen == list(range(1, 401))

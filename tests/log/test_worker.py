@@ -38,7 +38,7 @@ def doubled(name: str) -> Callable[[StoredMsg], BatchMessage]:
     return lambda msg: BatchMessage(f"{name}.out", b"%d" % (2 * int(msg.data)))
 
 
-async def test_to_the_end(js: JetStreamContext, make_stream: Make, more: More, left: Any) -> None:
+async def test_to_the_end(js: JetStreamContext, make_stream: Make, more: More, leak_check: Any) -> None:
     source, target = await make_stream(250), await make_stream()
     done = await work(LogReader(js, source), target, doubled(target))
     assert done == Processed(inputs=250, outputs=250, commits=4, position=251)
@@ -49,7 +49,7 @@ async def test_to_the_end(js: JetStreamContext, make_stream: Make, more: More, l
     done = await work(LogReader(js, source), target, doubled(target))
     assert (done.inputs, done.position) == (10, 261)
     assert await outputs(js, target) == [b"%d" % (2 * n) for n in range(1, 261)]
-    await left.settled()
+    await leak_check.assert_clean()
 
 
 async def one_by_one(name: str) -> AsyncIterator[BatchMessage]:
@@ -148,7 +148,7 @@ async def test_more_outputs_than_a_batch_takes(js: JetStreamContext, make_stream
 
 
 async def test_the_tail_is_followed_until_it_is_cancelled(
-    js: JetStreamContext, make_stream: Make, more: More, left: Any
+    js: JetStreamContext, make_stream: Make, more: More, leak_check: Any
 ) -> None:
     source, target = await make_stream(3), await make_stream()
     task = asyncio.ensure_future(work(LogReader(js, source, tail=True), target, doubled(target)))
@@ -159,7 +159,7 @@ async def test_the_tail_is_followed_until_it_is_cancelled(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await left.settled()
+    await leak_check.assert_clean()
     assert len(await outputs(js, target)) == 6
 
 

@@ -124,7 +124,7 @@ async def test_any_faults_in_any_order(
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_stopped_at_any_await(js: JetStreamContext, make_stream: Make, left: Any, seed: int) -> None:
+async def test_stopped_at_any_await(js: JetStreamContext, make_stream: Make, leak_check: Any, seed: int) -> None:
     """As a kill would: between a read and the handler, the handler and the commit, the commit and its answer."""
     rng = random.Random(seed)
     source, target = await make_stream(120), await make_stream()
@@ -142,7 +142,7 @@ async def test_stopped_at_any_await(js: JetStreamContext, make_stream: Make, lef
             break
         except asyncio.CancelledError:
             stopped += 1
-            await left.settled()
+            await leak_check.assert_clean()
     assert stopped > 5
     assert await outputs(js, target) == expected(120)
 

@@ -56,10 +56,10 @@ async def test_a_dropped_publisher_sends_nothing_more(
 )
 @DROP
 async def test_a_dropped_object_leaves_no_subscription_task_or_timer(
-    js: JetStreamContext, make_stream: MakeStream, left: Any, drop: Drop
+    js: JetStreamContext, make_stream: MakeStream, leak_check: Any, drop: Drop
 ) -> None:
     await drop_and_collect(drop, js, await make_stream())
-    assert left.behind() == (set(), set(), set())
+    assert leak_check.leaked() == (set(), set(), set())
 
 
 @pytest.mark.xfail(

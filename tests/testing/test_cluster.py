@@ -31,13 +31,13 @@ async def test_stream_with_three_replicas_can_be_created_at_once() -> None:
 
 
 async def test_a_stream_with_three_replicas_survives_a_kill(
-    cluster: NatsCluster, stream_name: Callable[[], str], reached: Any
+    cluster: NatsCluster, stream_name: Callable[[], str], wait_for_interest: Any
 ) -> None:
     name = stream_name()
     async with connected(cluster.urls) as nc:
         js = nc.jetstream()
         await js.add_stream(name=name, subjects=[name], num_replicas=3)
-        await reached(js, name)
+        await wait_for_interest(js, name)
         await js.publish(name, b"kept")
         victim = cluster.wait_ready()
         victim.kill()
@@ -62,12 +62,12 @@ def test_a_cluster_without_a_leader_is_reported() -> None:
             cluster.wait_ready(timeout=0.5)
 
 
-async def test_cluster_survives_kill_and_pause_of_all_servers(reached: Any) -> None:
+async def test_cluster_survives_kill_and_pause_of_all_servers(wait_for_interest: Any) -> None:
     with NatsCluster() as cluster:
         async with connected(cluster.url) as nc:
             js = nc.jetstream(timeout=10)
             await js.add_stream(name="KEPT", subjects=["kept"], num_replicas=3)
-            await reached(js, "kept")
+            await wait_for_interest(js, "kept")
             await js.publish("kept", b"kept")
         await asyncio.to_thread(cluster.kill)
         assert not any(server.running for server in cluster.servers)
