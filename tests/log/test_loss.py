@@ -100,10 +100,10 @@ async def test_purged_while_it_is_read(
     reader = LogReader(js, name, start=Seq(1), on_lost=on_lost)
     read = reader_module._Source.read
 
-    async def overtaken(self: reader_module._Source, position: int, end: int) -> Any:
+    async def overtaken(self: reader_module._Source, position: int, last: int) -> Any:
         if position == 11:
             await js.purge_stream(name, seq=18)
-        return await read(self, position, end)
+        return await read(self, position, last)
 
     monkeypatch.setattr(reader_module._Source, "read", overtaken)
     seen = [msg.seq for msg in await reader.read()]

@@ -13,7 +13,6 @@ from nats.js import JetStreamContext
 
 from jetstream_ext import errors
 from jetstream_ext.log import LogReader, New, OffsetStore, Seq, Stored, StoredOffset
-from jetstream_ext.log import offsets as offsets_module
 
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
@@ -328,4 +327,3 @@ def test_committing_checks_its_arguments(js: JetStreamContext, bad: dict[str, An
 def test_a_record_is_read_back() -> None:
     offset = StoredOffset("r", "S", "2026-01-01T00:00:00Z", 7, 3, "w")
     assert StoredOffset.decode("r", offset.encode(), 3) == offset
-    assert offsets_module._fenced("b", "r", offset, 2).seq == 7

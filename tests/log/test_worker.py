@@ -359,7 +359,5 @@ async def test_servers_that_cannot(version: str, words: str) -> None:
 
 def test_how_many_outputs_fit() -> None:
     made: list[Any] = [([None] * count, 0) for count in (3, 0, 4, 9, 1)]
-    some = object.__new__(worker_module._Worker)
     for limit, expected in ((None, 5), (0, 1), (2, 1), (3, 2), (7, 3), (15, 3), (16, 4), (17, 5)):
-        some._limit = limit
-        assert some._fitting(made) == expected
+        assert worker_module._fitting(made, limit) == expected
