@@ -87,14 +87,6 @@ class Retry:
         """Start the deadline now, not with the first error."""
         self._deadline = asyncio.get_running_loop().time() + self.give_up_after
 
-    async def call(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Return what `attempt` returns; call it again after each transient error, until the deadline."""
-        while True:
-            try:
-                return await attempt()
-            except Exception as error:
-                await self.pause(error)
-
     async def pause(self, error: Exception) -> None:
         """Wait before the next attempt, or raise `error` if it is not transient or the deadline has passed."""
         if not self._transient(error):
@@ -111,3 +103,11 @@ class Retry:
         pause = self._pause * random.random() if self._jitter else self._pause  # noqa: S311 - spreads load
         self._pause = min(self._pause * self._factor, self._longest_pause)
         await asyncio.sleep(pause)
+
+    async def call(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """Return what `attempt` returns; call it again after each transient error, until the deadline."""
+        while True:
+            try:
+                return await attempt()
+            except Exception as error:
+                await self.pause(error)

@@ -23,7 +23,6 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.transaction import Transaction
-from jetstream_ext.protocol.options import check_seconds
 
 _Result = TypeVar("_Result")
 
@@ -83,7 +82,8 @@ async def retry_transaction(
 
     Requires: As for `transaction`.
     """
-    give_up_after = check_seconds(give_up_after, "give_up_after")
+    if isinstance(give_up_after, bool) or not give_up_after > 0:
+        raise ValueError(f"give_up_after must be over 0 seconds, not {give_up_after!r}")
     bucket = Bucket(kv, timeout)
     loop = asyncio.get_running_loop()
     end = loop.time() + give_up_after

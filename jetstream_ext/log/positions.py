@@ -23,8 +23,8 @@ class First:
 class Seq:
     """A stream sequence.
 
-    If its message was deleted from the middle of the stream, the reader starts at the next message. The sequence cannot
-    be below the stream's first one, or more than one above its last one: the reader then raises `PositionLostError`.
+    If its message was deleted from the middle of the stream, the reader starts at the next message. The position is lost
+    (see `PositionLostError`) if the sequence is below the stream's first one, or more than one above its last one.
 
     Args:
         seq: The sequence, from 1.

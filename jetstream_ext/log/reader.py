@@ -284,7 +284,7 @@ class LogReader:
 
     async def _pause(self, error: Exception, retry: Retry) -> None:
         if isinstance(error, DirectGetDisabledError) and not self._source.checked:
-            raise error  # the leader's own word; from a responder, it is transient
+            raise error  # the leader reports it, so it lasts; the same error from a responder is transient
         await retry.pause(error)
         self._state = None
 

@@ -99,8 +99,8 @@ async def exactly_once(
         output_stream: The stream that the outputs and the position go to.
         handler: Called with a `StoredMsg`, returns its outputs: a `BatchMessage`, an iterable or async iterable of
             them, or None; or an awaitable of that. An output with an expectation of its own needs ``max_messages=1`` as
-            soon as two outputs go to its subject. An exception of the handler ends the worker; the next start handles
-            the inputs that were not committed again.
+            soon as two outputs go to its subject. If it raises, the worker ends, and the next start handles again
+            the inputs that were not committed.
         name: The worker's name; one for each input stream and purpose. Tokens of a subject.
         prefix: The position's subject is ``<prefix>.<name>``; one of the output stream's subjects must match it.
         max_messages: Inputs in one commit at most, from 1. If their outputs exceed the server's batch limit (1000 by

@@ -138,8 +138,8 @@ async def test_a_function_may_commit_or_give_up_itself(make_bucket) -> None:
 
 async def test_wrong_arguments(make_bucket) -> None:
     kv = await make_bucket(allow=False)
-    for wrong, error in ((0, ValueError), (-1, ValueError), (True, TypeError)):
-        with pytest.raises(error, match="give_up_after"):
+    for wrong in (0, -1, True):
+        with pytest.raises(ValueError, match="give_up_after"):
             await kvx.retry_transaction(kv, Counting(), give_up_after=wrong)
 
 
