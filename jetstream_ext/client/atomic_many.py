@@ -12,7 +12,6 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.context import Context
-from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.types import BatchAck, Entry
 
 Messages = Iterable[Entry] | AsyncIterable[Entry]
@@ -98,9 +97,7 @@ def publish_atomic_many(
     if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
         raise ValueError(f"in_flight must be an integer from 1 up, not {in_flight!r}")
     context = Context(js)
-    if timeout is not None:
-        check_seconds(timeout, "timeout")
-    return AtomicBatches(_publish(context, batches, in_flight, timeout))
+    return AtomicBatches(_publish(context, batches, in_flight, context.resolve_timeout(timeout)))
 
 
 async def _publish(

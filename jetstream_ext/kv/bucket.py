@@ -31,7 +31,7 @@ class Bucket:
         timeout: Seconds to wait for an answer; None is the context's own.
 
     Raises:
-        TypeError: `kv` is no `KeyValue`.
+        TypeError: `kv` is not a `KeyValue`, or `timeout` is not a number.
         ValueError: `timeout` is not over 0.
     """
 
@@ -46,7 +46,7 @@ class Bucket:
         self.context, self.name, self.stream, self.prefix = bucket_parts(kv)
         self.js: Context = Context(self.context)
         self.direct: DirectGet = DirectGet(self.context, self.stream, timeout=timeout)
-        self.timeout: float = self.js.timeout if timeout is None else float(timeout)
+        self.timeout: float = self.js.resolve_timeout(timeout)
 
     def subject(self, key: str) -> str:
         """Return the subject of a key, or of a pattern of keys."""
