@@ -185,7 +185,7 @@ class OffsetStore:
                 except Exception as error:
                     await retry.pause(error)
             writer = self._writers[name] = FencedWriter(
-                bucket.js,
+                bucket.context,
                 bucket.stream,
                 bucket.subject(name),
                 name=f"reader {name!r}",

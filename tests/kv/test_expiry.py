@@ -153,14 +153,14 @@ class TestTouch:
     async def test_not_if_somebody_changes_it_meanwhile(self, make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
         kv = await make_bucket()
         await kv.put("s", b"1")
-        read = admin.Bucket.at_leader
+        read = admin.Bucket.get_at_leader
 
         async def slow(self, **request: object) -> jsx.StoredMsg | None:
             found = await read(self, **request)
             await kv.put("s", b"2")
             return found
 
-        monkeypatch.setattr(admin.Bucket, "at_leader", slow)
+        monkeypatch.setattr(admin.Bucket, "get_at_leader", slow)
         with pytest.raises(KeyConflictError) as caught:
             await kvx.touch(kv, "s", ttl=60)
         assert caught.value.keys == ("s",)

@@ -149,7 +149,7 @@ async def test_wrong_arguments(make_bucket) -> None:
         await kvx.get_many("bucket", ["a"])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="single"):
         await kvx.get_many(kv, "a")
-    with pytest.raises(ValueError, match="from 1 up"):
+    with pytest.raises(ValueError, match="stream sequence from 1"):
         await kvx.get_many(kv, ["a"], at=0)
     with pytest.raises(ValueError, match="no revision 2 yet"):
         await kvx.get_many(kv, ["a"], at=2)

@@ -77,7 +77,7 @@ def test_collections() -> None:
         check_keys([b"a"])  # type: ignore[list-item]
     with pytest.raises(TypeError):
         check_filters([1])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="no filters"):
+    with pytest.raises(ValueError, match="filters must not be empty"):
         check_filters([])
 
 

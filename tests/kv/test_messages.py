@@ -4,17 +4,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from jetstream_ext.kv.entries import (
-    KeyValueEntry,
-    Record,
-    entry_of,
-    follows,
-    lives_forever,
-    operation,
-    replaced_all,
-    shows_expiry,
-    ttl_of,
-)
+from jetstream_ext.kv.entries import KeyValueEntry, Record, entry_of, operation
+from jetstream_ext.kv.history import never_expires, replaced_all, replaced_revision, shows_expiry, ttl_of
 
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -65,9 +56,9 @@ def test_times_to_live(text: str, seconds: int | None) -> None:
 
 
 def test_never() -> None:
-    assert lives_forever({"Nats-TTL": "Never"})
-    assert not lives_forever({"Nats-TTL": "5"})
-    assert not lives_forever({})
+    assert never_expires({"Nats-TTL": "Never"})
+    assert not never_expires({"Nats-TTL": "5"})
+    assert not never_expires({})
 
 
 @pytest.mark.parametrize(
@@ -83,7 +74,7 @@ def test_never() -> None:
     ],
 )
 def test_what_a_message_followed(headers: dict[str, str], revision: int | None) -> None:
-    assert follows(headers, "s") == revision
+    assert replaced_revision(headers, "s") == revision
 
 
 def test_what_removes_everything_before_it() -> None:

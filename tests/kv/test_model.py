@@ -139,10 +139,9 @@ def check(
 def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the past is read: small buckets by their log, large ones by the names of the keys."""
     if request.param == "by name":
-        monkeypatch.setattr(reads, "SMALL_LOG", 0)
+        monkeypatch.setattr(reads, "_SMALL_LOG", 0)
         monkeypatch.setattr(reads, "_DEEP", 0)
-        monkeypatch.setattr(reads, "SMALL_LOG", 0)
-        monkeypatch.setattr(reads, "_ROWS_PER_LOOK", 0)
+        monkeypatch.setattr(reads, "_ROWS_PER_LOOKUP", 0)
     return request.param
 
 

@@ -1,6 +1,7 @@
 """Transactions that are run again: when, how long, and what a lost answer means."""
 
 import asyncio
+from datetime import timedelta
 from typing import Any
 
 import nats.errors
@@ -15,8 +16,8 @@ from jetstream_ext.errors import (
     RequestTimeoutError,
     TooManyRequestsError,
 )
-from jetstream_ext.kv import retry
 from jetstream_ext.kv.transaction import Transaction
+from jetstream_ext.protocol.stream_state import StreamState
 
 
 class Counting:
@@ -138,8 +139,8 @@ async def test_a_function_may_commit_or_give_up_itself(make_bucket) -> None:
 
 async def test_wrong_arguments(make_bucket) -> None:
     kv = await make_bucket(allow=False)
-    for wrong in (0, -1, True):
-        with pytest.raises(ValueError, match="give_up_after"):
+    for wrong, error in ((0, ValueError), (-1, ValueError), (True, TypeError)):
+        with pytest.raises(error, match="give_up_after"):
             await kvx.retry_transaction(kv, Counting(), give_up_after=wrong)
 
 
@@ -206,13 +207,10 @@ class TestLostAnswers:
         kv = await make_bucket()
         lossy = Lossy(monkeypatch, stored=True)
 
-        async def closed(bucket: Any) -> float:
-            return 0.0
-
         async def cannot(tx: Transaction, *, timeout: float | None = None) -> Any:
             raise BatchOutcomeUnknownError("cannot be known")
 
-        monkeypatch.setattr(retry, "_duplicate_window", closed)
+        monkeypatch.setattr(StreamState, "duplicate_window", timedelta(0))
         monkeypatch.setattr(Transaction, "resolve", cannot)
         with pytest.raises(BatchOutcomeUnknownError, match="cannot be known"):
             await kvx.retry_transaction(kv, Counting(), give_up_after=0.3)

@@ -128,7 +128,7 @@ async def test_bad_filters(make_bucket) -> None:
         await kvx.snapshot(kv, ["a.>.b"])
     with pytest.raises(TypeError):
         await kvx.snapshot(kv, "a.>")
-    with pytest.raises(ValueError, match="no filters"):
+    with pytest.raises(ValueError, match="filters must not be empty"):
         await kvx.snapshot(kv, [])
 
 
@@ -214,7 +214,7 @@ async def test_deep_histories_are_read_by_name(
     kv = await make_bucket(history=5)
     for n in range(6):
         await load(kv, {f"k.{i}": b"%d" % n for i in range(2_000)})
-    monkeypatch.setattr(reads, "SMALL_LOG", 100)
+    monkeypatch.setattr(reads, "_SMALL_LOG", 100)
     snap = await kvx.snapshot(kv, at=at)
     assert len(snap) == 2_000
     assert {entry.value for entry in snap.values()} == {b"5" if at is None else b"2"}
@@ -272,11 +272,11 @@ async def test_a_time_that_is_waited_for_needs_what_is_stored_until_then(make_bu
     kv = await make_bucket(history=5)
     await kv.put("a", b"1")
     needs = []
-    find = reads.find_instant
+    resolve = reads._resolve_revision
 
     async def after_another_put(*args: Any) -> Any:
         await kv.put("a", b"2")
-        return await find(*args)
+        return await resolve(*args)
 
     reader = reads.Bucket.reader
 
@@ -284,7 +284,7 @@ async def test_a_time_that_is_waited_for_needs_what_is_stored_until_then(make_bu
         needs.append(need)
         return reader(self, need)
 
-    monkeypatch.setattr(reads, "find_instant", after_another_put)
+    monkeypatch.setattr(reads, "_resolve_revision", after_another_put)
     monkeypatch.setattr(reads.Bucket, "reader", listening)
     facts = await reads.Bucket(kv).state()
     found = await kvx.get_many(kv, ["a"], at=facts.now + timedelta(seconds=3))

@@ -28,13 +28,13 @@ def message(key: str, value: bytes = b"", **options: Any) -> BatchMessage:
 
 
 def test_operations_as_every_client_writes_them(staging: Staging) -> None:
-    staging.put("a", b"1", None)
-    staging.create("b", b"2", None)
-    staging.update("c", b"3", 17, None)
-    staging.delete("d", None)
-    staging.delete("e", 5)
-    staging.purge("f", None, None)
-    staging.purge("g", 6, 60)
+    staging.write("PUT", "a", b"1")
+    staging.create("b", b"2")
+    staging.write("PUT", "c", b"3", last=17)
+    staging.write("DEL", "d")
+    staging.write("DEL", "e", last=5)
+    staging.write("PURGE", "f")
+    staging.write("PURGE", "g", ttl=60, last=6)
     purge = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}
     assert staging.messages() == [
         message("a", b"1"),
@@ -49,8 +49,8 @@ def test_operations_as_every_client_writes_them(staging: Staging) -> None:
 
 
 def test_a_value_that_expires_replaces_its_history(staging: Staging) -> None:
-    staging.put("a", b"1", timedelta(minutes=1))
-    staging.put("b", b"1", NEVER)
+    staging.write("PUT", "a", b"1", timedelta(minutes=1))
+    staging.write("PUT", "b", b"1", NEVER)
     staging.create("c", b"1", 60)
     staging.create("d", b"1", 60)
     assert staging.refused({"c": None, "d": entry("d", 7, "DEL")}) is None
@@ -64,13 +64,13 @@ def test_a_value_that_expires_replaces_its_history(staging: Staging) -> None:
 
 
 def test_the_last_operation_on_a_key_counts_with_the_first_one_s_condition(staging: Staging) -> None:
-    staging.update("a", b"1", 17, None)
-    staging.put("b", b"1", None)
-    staging.put("a", b"2", None)
-    staging.delete("a", None)
-    staging.purge("b", None, None)
-    staging.create("b", b"3", None)
-    staging.create("a", b"4", None)
+    staging.write("PUT", "a", b"1", last=17)
+    staging.write("PUT", "b", b"1")
+    staging.write("PUT", "a", b"2")
+    staging.write("DEL", "a")
+    staging.write("PURGE", "b")
+    staging.create("b", b"3")
+    staging.create("a", b"4")
     assert staging.messages() == [message("a", b"4", expected_last_subject_seq=17), message("b", b"3")]
 
 
@@ -79,7 +79,7 @@ def test_what_was_read_and_is_written_is_guarded_by_its_own_message(staging: Sta
     staging.read("b", None)
     staging.read("c", entry("c", 9, "DEL"))
     for key in "abc":
-        staging.put(key, b"1", None)
+        staging.write("PUT", key, b"1")
     assert [m.expected_last_subject_seq for m in staging.messages()] == [7, 0, 9]
     assert not staging.only_read
     staging.read("a", entry("a", 99))
@@ -90,9 +90,9 @@ def test_what_was_only_read_is_guarded_by_messages_without_a_condition(staging: 
     staging.read("x", entry("x", 7))
     staging.read("y", None)
     staging.read("a", entry("a", 3))
-    staging.put("a", b"1", None)
-    staging.put("b", b"2", None)
-    staging.delete("c", None)
+    staging.write("PUT", "a", b"1")
+    staging.write("PUT", "b", b"2")
+    staging.write("DEL", "c")
     assert not staging.needs_fence
     sent = staging.messages()
     assert sent[0] == message("a", b"1", expected_last_subject_seq=3)
@@ -104,8 +104,8 @@ def test_what_was_only_read_is_guarded_by_messages_without_a_condition(staging: 
 def test_too_many_of_those_need_the_whole_bucket_to_stand_still(staging: Staging) -> None:
     for key in "xyz":
         staging.read(key, entry(key, 5))
-    staging.put("a", b"1", None)
-    staging.create("b", b"2", None)
+    staging.write("PUT", "a", b"1")
+    staging.create("b", b"2")
     assert staging.needs_fence
     assert staging.messages(fence=40) == [
         message("a", b"1", expected_last_seq=40),
@@ -114,53 +114,53 @@ def test_too_many_of_those_need_the_whole_bucket_to_stand_still(staging: Staging
 
 
 def test_a_message_id_is_on_the_first_message(staging: Staging) -> None:
-    staging.put("a", b"1", None)
-    staging.put("b", b"2", None)
+    staging.write("PUT", "a", b"1")
+    staging.write("PUT", "b", b"2")
     assert [m.msg_id for m in staging.messages(msg_id="t1")] == ["t1", None]
 
 
 def test_conflicts_that_the_transaction_knows_by_itself(staging: Staging) -> None:
     staging.read("there", entry("there", 7))
     staging.read("gone", entry("gone", 8, "PURGE"))
-    staging.put("mine", b"", None)
+    staging.write("PUT", "mine", b"")
     for key in ("there", "mine"):
         with pytest.raises(KeyConflictError, match=key) as caught:
-            staging.create(key, b"", None)
+            staging.create(key, b"")
         assert caught.value.keys == (key,)
         assert not caught.value.stale_read
     with pytest.raises(KeyConflictError, match="revision 7, not 6"):
-        staging.update("there", b"", 6, None)
+        staging.write("PUT", "there", b"", last=6)
     with pytest.raises(KeyConflictError):
-        staging.delete("there", 6)
+        staging.write("DEL", "there", last=6)
     with pytest.raises(ValueError, match="no revision yet"):
-        staging.update("mine", b"", 1, None)
-    staging.update("there", b"", 7, None)
-    staging.create("gone", b"", None)
+        staging.write("PUT", "mine", b"", last=1)
+    staging.write("PUT", "there", b"", last=7)
+    staging.create("gone", b"")
     assert staging.expectations == {"there": 7, "gone": 8}
 
 
 def test_refused_arguments_change_nothing(staging: Staging) -> None:
     with pytest.raises(InvalidKeyError):
-        staging.put("a..b", b"", None)
+        staging.write("PUT", "a..b", b"")
     with pytest.raises(TypeError):
-        staging.put("a", "text", None)  # type: ignore[arg-type]
+        staging.write("PUT", "a", "text")  # type: ignore[arg-type]
     with pytest.raises(MaxPayloadError, match="'a'"):
-        staging.put("a", b"x" * 1001, None)
+        staging.write("PUT", "a", b"x" * 1001)
     with pytest.raises(ValueError, match="TTL"):
-        staging.put("a", b"", 0.5)
-    with pytest.raises(TypeError, match="revision"):
-        staging.update("a", b"", "7", None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="from 0 up"):
-        staging.delete("a", -1)
+        staging.write("PUT", "a", b"", 0.5)
+    with pytest.raises(ValueError, match="last must be"):
+        staging.write("PUT", "a", b"", last="7")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="from 0 to"):
+        staging.write("DEL", "a", last=-1)
     assert staging.writes == {}
 
 
 class TestRefusals:
     def test_the_keys_that_moved_are_named(self, staging: Staging) -> None:
         staging.read("a", entry("a", 3))
-        staging.put("a", b"", None)
-        staging.update("b", b"", 4, None)
-        staging.update("c", b"", 5, None)
+        staging.write("PUT", "a", b"")
+        staging.write("PUT", "b", b"", last=4)
+        staging.write("PUT", "c", b"", last=5)
         conflict = staging.refused({"a": entry("a", 9), "b": None, "c": entry("c", 5)})
         assert conflict is not None
         assert conflict.keys == ("a", "b")
@@ -169,9 +169,9 @@ class TestRefusals:
 
     def test_a_condition_of_the_caller_is_no_stale_read(self, staging: Staging) -> None:
         staging.read("a", entry("a", 3))
-        staging.put("a", b"", None)
-        staging.update("b", b"", 4, None)
-        staging.create("c", b"", None)
+        staging.write("PUT", "a", b"")
+        staging.write("PUT", "b", b"", last=4)
+        staging.create("c", b"")
         conflict = staging.refused({"a": entry("a", 3), "b": entry("b", 6), "c": entry("c", 7)})
         assert conflict is not None
         assert conflict.keys == ("b", "c")
@@ -179,7 +179,7 @@ class TestRefusals:
         assert "cannot be created" in str(conflict)
 
     def test_a_deleted_key_can_be_created(self, staging: Staging) -> None:
-        staging.create("a", b"1", None)
+        staging.create("a", b"1")
         assert staging.refused({"a": entry("a", 8, "DEL")}) is None
         assert staging.messages() == [message("a", b"1", expected_last_subject_seq=8)]
         conflict = staging.refused({"a": entry("a", 9)})
@@ -189,7 +189,7 @@ class TestRefusals:
     def test_nobody_is_named_when_the_bucket_moved_on(self, staging: Staging) -> None:
         staging.read("a", entry("a", 3))
         staging.read("b", entry("b", 4))
-        staging.put("c", b"", None)
+        staging.write("PUT", "c", b"")
         conflict = staging.refused({"a": entry("a", 3), "b": entry("b", 4)})
         assert conflict is not None
         assert conflict.keys == ()

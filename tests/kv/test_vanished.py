@@ -42,7 +42,7 @@ async def test_a_key_that_expired_with_the_bucket_s_own_time_to_live(
     make_bucket, monkeypatch: pytest.MonkeyPatch, whole_log: bool
 ) -> None:
     if not whole_log:
-        monkeypatch.setattr(reads, "SMALL_LOG", 0)
+        monkeypatch.setattr(reads, "_SMALL_LOG", 0)
     kv = await make_bucket(history=5, ttl=3)
     await kv.put("a", b"1")
     second = await kv.put("z", b"1")
