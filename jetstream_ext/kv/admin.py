@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import nats.errors
 import nats.js.errors
@@ -12,11 +12,13 @@ from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import Api
 from jetstream_ext.errors import (
-    ErrorCode,
     KeyConflictError,
     MessageTTLDisabledError,
     RequestTimeoutError,
     StreamConfigMismatchError,
+    WrongLastSequenceError,
+    batch_refusal,
+    server_error,
 )
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import ROLLUP_HEADERS, operation
@@ -26,8 +28,6 @@ from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
 from jetstream_ext.protocol.options import ttl_value
 from jetstream_ext.protocol.stream_state import answering_server
 from jetstream_ext.types import NEVER, TTL
-
-_WRONG_LAST_SEQUENCE: Final = (ErrorCode.WRONG_LAST_SEQUENCE, ErrorCode.WRONG_LAST_SEQUENCE_CONSTANT)
 
 
 async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = None) -> int:
@@ -77,24 +77,22 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
             f"no answer within {bucket.timeout:g} s: key {key!r} of bucket {bucket.name!r} may have been written"
         ) from None
     except nats.js.errors.APIError as refusal:
-        details: dict[str, Any] = {
-            "code": 400,
-            "err_code": refusal.err_code,
-            "description": refusal.description or "",
-            "outcome": "not_stored",
-        }
-        if refusal.err_code in _WRONG_LAST_SEQUENCE:
+        error = server_error(code=400, err_code=refusal.err_code, description=refusal.description or "")
+        if isinstance(error, WrongLastSequenceError):
             raise KeyConflictError(
                 f"key {key!r} was changed while it was touched; it is no longer at revision {found.seq}",
                 keys=(key,),
-                **details,
+                code=error.code,
+                err_code=error.err_code,
+                description=error.description,
+                outcome="not_stored",
             ) from refusal
-        if refusal.err_code == ErrorCode.MESSAGE_TTL_DISABLED:
-            raise MessageTTLDisabledError(
+        if isinstance(error, MessageTTLDisabledError):
+            message = (
                 f"bucket {bucket.name!r} does not allow TTLs (key {key!r}); turn them on once, "
-                "with `await jetstream_ext.kv.enable(kv, ttl=True)`",
-                **details,
-            ) from refusal
+                "with `await jetstream_ext.kv.enable(kv, ttl=True)`"
+            )
+            raise batch_refusal(error, message, outcome="not_stored") from refusal
         raise
     return int(ack.seq)
 

@@ -30,6 +30,7 @@ from jetstream_ext.errors import (
     MessageTTLDisabledError,
     Outcome,
     WrongLastSequenceError,
+    batch_refusal,
 )
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import KeyValueEntry
@@ -257,21 +258,7 @@ class Transaction:
 
     async def _explain(self, refusal: BatchServerError) -> BatchServerError:
         """Return a refusal with the key that it is about and what the caller can do."""
-        bucket, writes = f"bucket {self._bucket.name!r}", self._staging.writes
-        if isinstance(refusal, AtomicPublishIncompleteError):
-            # No caller awaits the refusal of a message that is too large for the bucket, so the batch is incomplete.
-            limit = int((await self._bucket.state(direct=False)).config.get("max_msg_size", -1))
-            too_large = next((key for key in writes if 0 <= limit < len(writes[key].value)), None)
-            if too_large is None:
-                return refusal
-            return MessageTooLargeError(
-                f"key {too_large!r}: {len(writes[too_large].value)} bytes are over the {limit} that {bucket} allows",
-                code=400,
-                err_code=ErrorCode.MESSAGE_TOO_LARGE,
-                description="message size exceeds maximum allowed",
-                batch_id=refusal.batch_id,
-                outcome="not_stored",
-            )
+        bucket, writes, error = f"bucket {self._bucket.name!r}", self._staging.writes, refusal
         if isinstance(refusal, AtomicPublishDisabledError):
             message = (
                 f"{bucket} does not allow atomic batches, which transactions need; turn them on once, "
@@ -285,16 +272,19 @@ class Transaction:
             )
         elif isinstance(refusal, AtomicPublishTooLargeError):
             message = f"{bucket}: {len(writes)} keys are more than the server accepts in one batch: {refusal}"
+        elif isinstance(refusal, AtomicPublishIncompleteError):
+            # No caller awaits the refusal of a message that is too large for the bucket, so the batch is incomplete.
+            limit = int((await self._bucket.state(direct=False)).config.get("max_msg_size", -1))
+            key = next((key for key in writes if 0 <= limit < len(writes[key].value)), None)
+            if key is None:
+                return refusal
+            message = f"key {key!r}: {len(writes[key].value)} bytes are over the {limit} that {bucket} allows"
+            error = MessageTooLargeError(
+                code=400, err_code=ErrorCode.MESSAGE_TOO_LARGE, description="message size exceeds maximum allowed"
+            )
         else:
             return refusal
-        return type(refusal)(
-            message,
-            code=refusal.code,
-            err_code=refusal.err_code,
-            description=refusal.description or "",
-            batch_id=refusal.batch_id,
-            outcome="not_stored",
-        )
+        return batch_refusal(error, message, batch_id=refusal.batch_id, outcome="not_stored")
 
     async def resolve(self, *, timeout: float | None = None) -> Literal["stored", "not_stored"]:
         """Find out, after a `BatchOutcomeUnknownError`, whether the transaction is written; see `AtomicBatch.resolve`.
