@@ -160,10 +160,8 @@ class Past:
 
     def feed_oldest(self, record: Record, count: int) -> None:
         """Take the oldest of the `count` messages of a key that has none up to the revision."""
-        key = _first(record.seq, record.subject, record.headers)
-        self._keys[record.subject[len(self._subjects.prefix) :]] = key
-        key.count = count
-        self._note(record.headers, record.seq)
+        self.feed((record,))
+        self._keys[record.subject[len(self._subjects.prefix) :]].count = count
 
     def knows(self, name: str) -> bool:
         """Whether a message of the key up to the revision was fed."""

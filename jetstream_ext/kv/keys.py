@@ -20,7 +20,7 @@ def check_key(key: str) -> None:
     if not isinstance(key, str):
         raise TypeError(f"a key must be str, not {type(key).__name__}")
     if not _KEY.fullmatch(key):
-        raise InvalidKeyError(f"key {key!r} is not tokens of [-/_=a-zA-Z0-9] joined by single dots")
+        raise InvalidKeyError(f"key {key!r} must be tokens of [-/_=a-zA-Z0-9] joined by single dots")
 
 
 def check_keys(keys: Iterable[str]) -> dict[str, None]:

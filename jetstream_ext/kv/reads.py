@@ -313,8 +313,8 @@ async def _read_past(
         raise HistoryUnavailableError(f"{what}: the stored history no longer has the value of {shown}", keys=keys)
     if strict and verdict.lost:
         raise HistoryUnavailableError(
-            f"{what}: messages up to it have expired or were purged from the stream since, and a key of which nothing "
-            "is left could be missing"
+            f"{what}: messages up to it have expired or were purged from the stream since, so keys that left no message "
+            "may be missing"
         )
     return verdict, point
 

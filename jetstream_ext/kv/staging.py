@@ -52,10 +52,17 @@ class Staging:
         known = self.writes.get(key) or self.reads.get(key)
         if known is not None and known.operation == "PUT":
             raise _conflict(f"key {key!r} cannot be created: it exists", (key,))
-        self._write(key, Staged("PUT", value, ttl, expected=0, creates=True))
+        self.write("PUT", key, value, ttl, creates=True)
 
     def write(
-        self, operation: Operation, key: str, value: bytes = b"", ttl: TTL | None = None, *, last: int | None = None
+        self,
+        operation: Operation,
+        key: str,
+        value: bytes = b"",
+        ttl: TTL | None = None,
+        *,
+        last: int | None = None,
+        creates: bool = False,
     ) -> None:
         """Stage an operation on a key that must be at revision `last` (None: any).
 
@@ -63,30 +70,25 @@ class Staging:
             KeyConflictError: The transaction has read another revision.
             ValueError: The transaction itself has written the key, so the key has no revision yet.
         """
-        if last is not None:
-            check_sequence(last, "last", low=0)
-        self._write(key, Staged(operation, value, ttl, expected=last))
-
-    def _write(self, key: str, staged: Staged) -> None:
         check_key(key)
-        value = payload_bytes(staged.value)
+        value = payload_bytes(value)
         if len(value) > self._max_payload:
             raise MaxPayloadError(f"key {key!r}: {len(value)} bytes are over the server's limit of {self._max_payload}")
-        if staged.ttl is not None:
-            ttl_value(staged.ttl)
-        given = None if staged.creates else staged.expected
-        expected, creates = staged.expected, staged.creates
+        if ttl is not None:
+            ttl_value(ttl)
+        if last is not None:
+            check_sequence(last, "last", low=0)
+        expected = 0 if creates else last
         earlier = self.writes.get(key)
         if earlier is not None:
-            if given is not None:
+            if last is not None:
                 raise ValueError(f"key {key!r} was written in this transaction: it has no revision yet")
             expected, creates = earlier.expected, earlier.creates
         elif key in self.reads:
-            known = _revision_of(self.reads[key])
-            if given is not None and given != known:
-                raise _conflict(_moved(key, known, given), (key,))
-            expected, creates = known, False
-        self.writes[key] = replace(staged, value=value, expected=expected, creates=creates)
+            expected, creates = _revision_of(self.reads[key]), False
+            if last is not None and last != expected:
+                raise _conflict(_moved(key, expected, last), (key,))
+        self.writes[key] = Staged(operation, value, ttl, expected, creates)
 
     # -- the commit -----------------------------------------------------------------------------------------------
 
@@ -162,7 +164,7 @@ class Staging:
             )
         if found_markers:
             return None
-        why = "another client wrote to the bucket" if self.needs_fence else "a key had changed, and is as expected now"
+        why = "another client wrote to the bucket" if self.needs_fence else "an expectation did not hold, and holds now"
         return _conflict(why, (), stale_read=True)
 
     def moved(self, now: Mapping[str, KeyValueEntry | None]) -> KeyConflictError | None:
