@@ -136,7 +136,7 @@ async def snapshot(
         revision=point.revision,
         time=point.time,
         unavailable=verdict.unavailable,
-        complete=verdict.complete and not verdict.lost,
+        complete=verdict.complete,
     )
 
 

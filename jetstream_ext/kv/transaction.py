@@ -222,7 +222,10 @@ class Transaction:
         staging, bucket = self._staging, self._bucket
         await self._check_server()
         for retries in range(_MAX_COMMIT_RETRIES + 1):
-            fence = await self._find_fence() if staging.needs_fence else None
+            fence: int | None = None
+            if staging.needs_fence:
+                fence = (await bucket.state(direct=False)).last_seq
+                await self._check_reads()  # raises unless everything was as it was read at the fence
             self._messages = staging.messages(fence=fence, msg_id=self._batch_id if self._with_id else None)
             self._batch = batch = AtomicBatch(
                 bucket.js, batch_id=self._batch_id, ack_first=not self._with_id, timeout=bucket.timeout
@@ -240,6 +243,17 @@ class Transaction:
             finally:
                 await batch.discard()
             self._batch_id = NUID().next().decode()
+
+    async def _check_reads(self) -> None:
+        """Raise KeyConflictError unless everything was as it was read at a moment between the last read and now."""
+        staging = self._staging
+        if staging.reads and not staging.writes and not any(staging.reads.values()):
+            await self._bucket.state(direct=False)  # raises for a mirror, where keys have another prefix
+        if len(staging.reads) < 2 and not staging.writes:
+            return  # a single read was of one moment
+        conflict = staging.moved(await self._bucket.look_up(staging.reads))
+        if conflict is not None:
+            raise conflict
 
     async def _check_server(self) -> None:
         """Raise UnsupportedFeatureError if the server compares expectations of a batch with the wrong messages."""
@@ -357,25 +371,6 @@ class Transaction:
             raise BatchClosedError(
                 f"the transaction has ended ({self._state})", batch_id=self._batch_id, outcome=outcome
             )
-
-    # -- conditions that no message can carry ---------------------------------------------------------------------
-
-    async def _find_fence(self) -> int:
-        """Return a revision of the bucket at which everything was as it was read."""
-        state = await self._bucket.state(direct=False)
-        await self._check_reads()
-        return state.last_seq
-
-    async def _check_reads(self) -> None:
-        """Raise KeyConflictError unless everything was as it was read at a moment between the last read and now."""
-        staging = self._staging
-        if staging.reads and not staging.writes and not any(staging.reads.values()):
-            await self._bucket.state(direct=False)  # raises for a mirror, where keys have another prefix
-        if len(staging.reads) < 2 and not staging.writes:
-            return  # a single key was so when it was read
-        conflict = staging.moved(await self._bucket.look_up(staging.reads))
-        if conflict is not None:
-            raise conflict
 
 
 def transaction(kv: KeyValue, *, timeout: float | None = None) -> Transaction:
