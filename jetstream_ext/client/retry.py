@@ -87,6 +87,13 @@ class Retry:
         """Start the deadline now, not with the first error."""
         self._deadline = asyncio.get_running_loop().time() + self.give_up_after
 
+    @property
+    def remaining(self) -> float:
+        """Seconds until the deadline, at least a millisecond: the timeout of an attempt."""
+        if self._deadline is None:
+            return self.give_up_after
+        return max(0.001, self._deadline - asyncio.get_running_loop().time())
+
     async def pause(self, error: Exception) -> None:
         """Wait before the next attempt, or raise `error` if it is not transient or the deadline has passed."""
         if not self._transient(error):

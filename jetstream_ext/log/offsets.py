@@ -192,7 +192,7 @@ class OffsetStore:
         if writer is None:
             bucket = await Retry(self._patience).call(self._open)
             writer = self._writers[name] = FencedWriter(
-                bucket.js,
+                bucket.context,
                 bucket.stream,
                 bucket.subject(name),
                 name=f"reader {name!r}",
