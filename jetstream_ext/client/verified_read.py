@@ -30,7 +30,10 @@ _FIRST_PAUSE: Final = 0.001  # short, because another responder may answer the n
 # not have.
 _SAME: Final = ("max_msgs_per_subject", "max_age", "allow_msg_ttl")
 _PART: Final = ("filter_subject", "subject_transforms", "opt_start_seq", "opt_start_time")
-_BROKEN: Final = "replies broke off"
+
+
+class _UnverifiedError(Exception):
+    """An answer does not show that its responder holds what is needed; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,22 +110,21 @@ class VerifiedReader:
                 up_to_seq=None if up_to is None else up_to.seq,
                 max_bytes=DEFAULT_MAX_BYTES if limited else _NO_LIMIT,
             )
-            answer = await self._ask(request)
-            if answer is None:
-                doubt = _BROKEN
-            elif up_to is None:
-                doubt = await self._doubt(answer.block.stream, answer.up_to_seq, self._need)
-                if not len(answer.block):
-                    self._witness = None
-            else:
-                # A complete reply ends with the newest message that the responder has up to that point.
-                reached = up_to.seq if answer.pending else max(answer.block.seqs, default=0)
-                doubt = await self._doubt(answer.block.stream, reached, up_to.seq)
-                if reached and reached < up_to.seq and await self._at_leader(Request(seq=up_to.seq)) is None:
-                    raise LookupError
-            if answer is not None and not doubt:
+            try:
+                answer = await self._ask(request)
+                if up_to is None:
+                    if not len(answer.block):
+                        self._witness = None
+                    await self._check(answer.block.stream, answer.up_to_seq, self._need)
+                else:
+                    # A complete reply ends with the newest message that the responder has up to that point.
+                    reached = up_to.seq if answer.pending else max(answer.block.seqs, default=0)
+                    if 0 < reached < up_to.seq and await self._at_leader(Request(seq=up_to.seq)) is None:
+                        raise LookupError
+                    await self._check(answer.block.stream, reached, up_to.seq)
                 return answer
-            await self._pause(retry, doubt)
+            except _UnverifiedError as doubt:
+                await self._pause(retry, doubt)
 
     async def newest_up_to(self, seq: int, first: int) -> StoredMsg | None:
         """Return the newest message up to `seq` that the leader still has, or None; `first` is the lowest sequence."""
@@ -149,17 +151,15 @@ class VerifiedReader:
         retry = self._retry()
         request = Request(seq=1, next_by_subj=subject, batch=1, max_bytes=DEFAULT_MAX_BYTES)
         while True:
-            answer = await self._ask(request)
-            if answer is None:
-                doubt = _BROKEN
-            else:
+            try:
+                answer = await self._ask(request)
                 block = answer.block
                 if not len(block) and await self._at_leader(Request(last_by_subj=subject)) is None:
                     return None
-                doubt = await self._doubt(block.stream, max(block.seqs, default=0), after + 1)
-                if not doubt:
-                    return block.message(0), answer.pending + 1
-            await self._pause(retry, doubt)
+                await self._check(block.stream, max(block.seqs, default=0), after + 1)
+                return block.message(0), answer.pending + 1
+            except _UnverifiedError as doubt:
+                await self._pause(retry, doubt)
 
     async def log(self, first: int, last: int) -> AsyncGenerator[Block, None]:
         """Yield the messages from sequence `first` to `last` in order; the leader proves that they are complete.
@@ -167,21 +167,20 @@ class VerifiedReader:
         Raises:
             RequestTimeoutError: No responder that has them answered in time.
         """
-        position, retry, doubt = first - 1, self._retry(), ""
+        position, retry = first - 1, self._retry()
         while position < last:
             plan = Scan(seq=position + 1, up_to_seq=last, max_bytes=DEFAULT_MAX_BYTES)
-            async with contextlib.aclosing(
-                read_blocks(self._context, self._stream, plan, self._timeout, confirm=True)
-            ) as blocks:
-                async for block in blocks:
-                    if doubt := await self._doubt(block.stream):
-                        break
-                    position = block.seqs[-1]
-                    retry.reset()
-                    yield block
-            if not doubt:
+            reading = read_blocks(self._context, self._stream, plan, self._timeout, confirm=True)
+            try:
+                async with contextlib.aclosing(reading) as blocks:
+                    async for block in blocks:
+                        await self._check(block.stream)
+                        position = block.seqs[-1]
+                        retry.reset()
+                        yield block
                 return
-            await self._pause(retry, doubt)
+            except _UnverifiedError as doubt:
+                await self._pause(retry, doubt)
 
     async def catch_up(self, position: int, take: Callable[[Block], None]) -> StoredMsg | None:
         """Pass the messages after `position` to `take`, up to an end that no reply of this read has passed.
@@ -196,39 +195,39 @@ class VerifiedReader:
         while True:
             # Every responder so far had at most what the leader has now; the next reply must reach that.
             leader = (await stream_state(self._context, self._stream, self._timeout)).last_seq
-            answer = await self._ask(Request(seq=position + 1, batch=_CATCH_UP_BATCH, max_bytes=DEFAULT_MAX_BYTES))
-            doubt = _BROKEN
-            if answer is not None:
+            request = Request(seq=position + 1, batch=_CATCH_UP_BATCH, max_bytes=DEFAULT_MAX_BYTES)
+            try:
+                answer = await self._ask(request)
                 block = answer.block
-                doubt = await self._doubt(block.stream) if len(block) else ""
-                if not doubt:
-                    if len(block):
-                        take(block)
-                        newest, position = block.message(-1), block.seqs[-1]
-                        retry.reset()
-                    if answer.pending:
-                        continue
-                    after = Request(seq=position + 1, next_by_subj=">")
-                    missing = await self._at_leader(after) if position < leader else None
-                    if missing is None or missing.seq > leader:
-                        return newest
-                    doubt = _lags(missing.seq)
-            await self._pause(retry, doubt)
+                if len(block):
+                    await self._check(block.stream)
+                    take(block)
+                    newest, position = block.message(-1), block.seqs[-1]
+                    retry.reset()
+                if answer.pending:
+                    continue
+                after = Request(seq=position + 1, next_by_subj=">")
+                missing = await self._at_leader(after) if position < leader else None
+                if missing is None or missing.seq > leader:
+                    return newest
+                await self._check(self._stream, position, missing.seq)
+            except _UnverifiedError as doubt:
+                await self._pause(retry, doubt)
 
-    async def _doubt(self, responder: str, reached: int = 0, need: int = 0) -> str:
-        """Return why the answer of the stream `responder` is refused, or an empty string.
+    async def _check(self, responder: str, reached: int = 0, need: int = 0) -> None:
+        """Raise `_UnverifiedError` unless the stream `responder` holds the same messages and has reached `need`.
 
-        The answer shows that its responder has the sequence `reached`; it must have the sequence `need`. `responder` is
-        empty for an answer without messages.
+        `responder` is empty for an answer without messages. `reached` is a sequence that the answer shows it to have.
         """
         if not responder:
-            return "no replica has caught up with the leader"
+            raise _UnverifiedError("no replica has caught up with the leader")
         trusted = self._trusted.get(responder)
         if trusted is None:
             trusted = self._trusted[responder] = await self._mirrors_all(responder)
         if not trusted:
-            return f"only stream {responder!r} answered, a mirror that does not hold the same messages"
-        return _lags(need) if reached < need else ""
+            raise _UnverifiedError(f"only stream {responder!r} answered, a mirror that does not hold the same messages")
+        if reached < need:
+            raise _UnverifiedError(f"no replica that answered had sequence {need}")
 
     async def _mirrors_all(self, responder: str) -> bool:
         try:
@@ -241,8 +240,7 @@ class VerifiedReader:
         origin = (await stream_state(self._context, self._stream, self._timeout)).config
         return all(mirror.get(name) == origin.get(name) for name in _SAME)
 
-    async def _ask(self, request: Request) -> Answer | None:
-        """Return the reply to one request, or None if it broke off."""
+    async def _ask(self, request: Request) -> Answer:
         plan, joined = OneReply(request, whole=True), Block()
         try:
             async with contextlib.aclosing(read_blocks(self._context, self._stream, plan, self._timeout)) as blocks:
@@ -250,7 +248,7 @@ class VerifiedReader:
                     joined.stream = block.stream
                     joined.extend(block)
         except MessagesLostError:
-            return None
+            raise _UnverifiedError("replies broke off") from None
         assert plan.end is not None
         return Answer(joined, pending=plan.end.num_pending, up_to_seq=plan.end.up_to_seq or 0)
 
@@ -268,9 +266,5 @@ class VerifiedReader:
     def _retry(self) -> Retry:
         return Retry(self._timeout, first_pause=_FIRST_PAUSE, longest_pause=LAG_PAUSE, factor=1.5)
 
-    async def _pause(self, retry: Retry, doubt: str) -> None:
+    async def _pause(self, retry: Retry, doubt: _UnverifiedError) -> None:
         await retry.pause_or_raise(RequestTimeoutError(f"{self._what}: {doubt}, for {self._timeout:g} s"))
-
-
-def _lags(seq: int) -> str:
-    return f"no replica that answered had sequence {seq}"
