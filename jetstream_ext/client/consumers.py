@@ -43,8 +43,7 @@ _START_OPTIONS: Final = {
 }
 _UNSET: Final[tuple[Any, ...]] = (None, False, 0, "", [])
 _BY_FLOW_CONTROL: Final = "the reading server acknowledges by flow control"
-# The values that these options of a source consumer can have: servers refuse or replace others, or others would break
-# the source.
+# The values that these options of a source consumer can have, and why it cannot have others.
 _ALLOWED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "ack_policy": ((ConsumerConfig().ack_policy, AckPolicy.FLOW_CONTROL), _BY_FLOW_CONTROL),
     "flow_control": ((None, True), _BY_FLOW_CONTROL),
@@ -227,9 +226,8 @@ async def create_source_consumer(
         level = await api.level()
         if feature_table.DURABLE_SOURCE.at(level):
             raise
-        version = context.connection.server_version
         raise feature_table.DURABLE_SOURCE.unsupported(
-            server_version=version, api_level=level, detail="nothing was created"
+            server_version=context.connection.server_version, api_level=level, detail="nothing was created"
         ) from refusal
     if external is None and context.prefix != DEFAULT_PREFIX:
         external = ExternalStream(api=context.prefix)

@@ -82,16 +82,11 @@ class _Inboxes:
 async def read_blocks(
     context: Context, stream: str, plan: Plan, timeout: float, *, confirm: bool = False, min_seq: int | None = None
 ) -> AsyncGenerator[Block, None]:
-    """Yield the messages of a read as they come; `plan` makes its requests, and `DirectGet` has the errors.
+    """Yield the messages of a read as they come; see `RangeRead` for `timeout` and `DirectGet` for errors.
 
-    Args:
-        context: The context.
-        stream: The stream.
-        plan: Makes the requests of the read. `confirm` and `min_seq` need a `Scan`.
-        timeout: Seconds; see `RangeRead`.
-        confirm: Prove at the leader that the whole range was delivered. A range without an end ends at the leader's
-            current last sequence.
-        min_seq: Wait until the leader has this sequence, and prove the range at least up to it.
+    `confirm` and `min_seq` need a `Scan`. With `confirm`, the leader proves that the whole range was delivered; a range
+    without an end ends at the leader's current last sequence. With `min_seq`, the read waits until the leader has this
+    sequence, and the range is proved at least up to it.
     """
     loop, connection = asyncio.get_running_loop(), context.connection
     if min_seq is not None:

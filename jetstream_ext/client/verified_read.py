@@ -26,8 +26,7 @@ from jetstream_ext.protocol.stored_msg import StoredMsg
 _CATCH_UP_BATCH: Final = 16_000
 _NO_LIMIT: Final = 1 << 31
 _FIRST_PAUSE: Final = 0.001  # short, because another responder may answer the next request
-# The options that a mirror must share with its origin to hold the same messages for the same time, and those that it must
-# not have.
+# A mirror with the same options, and without a filter or start, holds the same messages for the same time.
 _SAME: Final = ("max_msgs_per_subject", "max_age", "allow_msg_ttl")
 _PART: Final = ("filter_subject", "subject_transforms", "opt_start_seq", "opt_start_time")
 
@@ -48,13 +47,9 @@ class Answer:
 class VerifiedReader:
     """The verified reads of one call.
 
-    Args:
-        context: The context.
-        stream: The stream.
-        timeout: Seconds to wait for an answer, and for a responder that has caught up.
-        need: The sequence that a responder must have: the leader's last one when the read began, or the reader's own
-            write.
-        what: What is read, for errors; the default is the stream.
+    `timeout` limits, in seconds, the wait for an answer and for a responder that has caught up. A responder must have the
+    sequence `need`: the leader's last one when the read began, or the reader's own write. Errors name what is read:
+    `what`, or else the stream.
     """
 
     def __init__(self, context: Context, stream: str, timeout: float, *, need: int, what: str = "") -> None:
