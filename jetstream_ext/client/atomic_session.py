@@ -11,9 +11,9 @@ import nats.errors
 from nats.nuid import NUID
 
 from jetstream_ext.client import atomic_resolve
+from jetstream_ext.client.api import api_level, lookup_stream, remember_ack
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
 from jetstream_ext.client.context import Context
-from jetstream_ext.client.lookup import api_level, lookup_stream, remember_ack
 from jetstream_ext.protocol.atomic import AtomicBatchMachine, Doubt, Event, MessageRefused, State, Transition
 from jetstream_ext.protocol.atomic_resolve import Commit
 from jetstream_ext.protocol.atomic_wire import Block, Encoded

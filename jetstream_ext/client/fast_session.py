@@ -10,9 +10,9 @@ from typing import Any
 
 import nats.errors
 
+from jetstream_ext.client.api import api_level
 from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription
 from jetstream_ext.client.context import Context
-from jetstream_ext.client.lookup import api_level
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.fast import Ended, Event, FastBatch, Transition
 from jetstream_ext.protocol.fast_wire import Encoded, UnrecognisedReply

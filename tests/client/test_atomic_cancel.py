@@ -11,7 +11,7 @@ from nats.js.api import StorageType
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client.lookup import _memories
+from jetstream_ext.client.api import _caches
 
 pytestmark = pytest.mark.usefixtures("level")
 
@@ -55,7 +55,7 @@ async def emptied(js: JetStreamContext, stream: str) -> None:
     await js.add_stream(
         name=stream, subjects=[f"{stream}.>"], allow_atomic=True, allow_direct=True, storage=StorageType.MEMORY
     )
-    _memories.pop(js._nc, None)  # so that looking the stream up is among what is cancelled
+    _caches.pop(js._nc, None)  # so that looking the stream up is among what is cancelled
 
 
 async def test_add(js: JetStreamContext, stream: str, leak_check: Any) -> None:
