@@ -44,6 +44,8 @@ _WINDOWED_SHARE: Final = 5
 _GROUPS: Final = {"publish": "publish", "read": "read back"}
 _WIDTH_OF_ALL_COLUMNS: Final = 76
 
+_NUMBER: Final[dict[str, Any]] = {"metavar": "N", "show_default": True}
+
 _PLOT_SUFFIXES: Final = (".png", ".svg")
 _INK: Final = "#808080"  # readable on white and on black: the plot has no background
 _OURS: Final = "#2f81f7"
@@ -56,36 +58,26 @@ _THEIRS: Final = "#a0a0a0"
     "--messages",
     type=click.IntRange(1),
     default=100_000,
-    metavar="N",
-    show_default=True,
     help="Messages that the fastest calls move; slower calls move a fraction of them.",
+    **_NUMBER,
 )
-@click.option("--size", type=click.IntRange(0), default=128, metavar="N", show_default=True, help="Bytes per payload.")
+@click.option("--size", type=click.IntRange(0), default=128, help="Bytes per payload.", **_NUMBER)
 @click.option(
-    "--rounds",
-    type=click.IntRange(1),
-    default=3,
-    metavar="N",
-    show_default=True,
-    help="Measured rounds, after one warm-up round.",
+    "--rounds", type=click.IntRange(1), default=3, help="Measured rounds, after one warm-up round.", **_NUMBER
 )
 @click.option(
-    "--plot",
-    "picture",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also draw a plot: *.png or *.svg.",
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Also draw a plot: *.png or *.svg."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress bar.")
 @connection_options(server=False, selected=False)
-def command(where: Target, messages: int, size: int, rounds: int, picture: Path | None, as_json: bool) -> None:
+def command(where: Target, messages: int, size: int, rounds: int, plot: Path | None, as_json: bool) -> None:
     """Compare this library with plain nats-py, on the server at URL or else on a temporary one.
 
     The command works on a scratch stream, which it deletes at the end and after Ctrl-C. It touches no other stream. It
     loads the server as much as it can. A temporary server needs nats-jetstream-ext[server].
     """
-    if picture is not None:
-        _check_plot(picture)
+    if plot is not None:
+        _check_plot(plot)
     job = _Bench(messages, size, rounds)
     # SIGTERM too deletes the scratch stream.
     with on_signal(job.stop, signal.SIGTERM), nullcontext() if where.settings.url else NatsServer() as own:
@@ -107,9 +99,9 @@ def command(where: Target, messages: int, size: int, rounds: int, picture: Path 
         "rounds": rounds,
     }
     spread = "one round" if rounds == 1 else f"medians of {rounds} rounds"
-    if picture is not None:
+    if plot is not None:
         title = f"nats-server {outcome.version}, nats-py {conditions['nats_py']}: messages of {size:,} bytes, {spread}"
-        _draw_plot(picture, title, outcome)
+        _draw_plot(plot, title, outcome)
     if as_json:
         write_json(conditions | _as_json(outcome))
         return
@@ -118,8 +110,8 @@ def command(where: Target, messages: int, size: int, rounds: int, picture: Path 
     screen.print(f"nats-server {outcome.version}, {place}; nats-py {conditions['nats_py']}", markup=False)
     screen.print(f"{messages:,} messages of {size:,} bytes, {spread}")
     _show(outcome)
-    if picture is not None:
-        click.echo(f"plot in {picture}")
+    if plot is not None:
+        click.echo(f"plot in {plot}")
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------

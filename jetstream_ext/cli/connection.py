@@ -11,7 +11,7 @@ import re
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -27,6 +27,8 @@ from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.context import Context
 from jetstream_ext.protocol.stream_state import StreamState
 
+_Command = Callable[..., None]
+
 _DEFAULT_PORT: Final = 4222
 _CLOSE_TIMEOUT: Final = 2.0
 _DEFAULT_URL: Final = "nats://127.0.0.1:4222"
@@ -36,44 +38,38 @@ _DURATION: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|m|h|$)")
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 _SCHEMES: Final = frozenset({"nats", "tls", "ws", "wss"})
 _CREDENTIALS: Final = ("user", "password", "token", "creds", "nkey")
-# Field of `Settings` (or the context), flag, environment variable, metavar, help text.
-_OPTIONS: Final[tuple[tuple[str, str, str | None, str, str], ...]] = (
-    ("url", "--server", "NATS_URL", "URL", f"Servers, comma-separated.  [default: {_DEFAULT_URL}]"),
-    ("creds", "--creds", "NATS_CREDS", "FILE", "Credentials file of the user."),
-    ("nkey", "--nkey", "NATS_NKEY", "FILE", "File with the user's nkey seed."),
-    ("user", "--user", "NATS_USER", "NAME", "User name, or a token if there is no password."),
-    ("password", "--password", "NATS_PASSWORD", "TEXT", "Password."),
-    ("token", "--token", "NATS_TOKEN", "TEXT", "Token."),
-    ("cert", "--tlscert", "NATS_CERT", "FILE", "TLS certificate of this client."),
-    ("key", "--tlskey", "NATS_KEY", "FILE", "Private key of the TLS certificate."),
-    ("ca", "--tlsca", "NATS_CA", "FILE", "TLS certificates to trust."),
-    ("jetstream_domain", "--js-domain", None, "NAME", "JetStream domain."),
-    ("jetstream_api_prefix", "--js-api-prefix", None, "PREFIX", "Prefix of the JetStream API."),
-    ("context", "--context", "NATS_CONTEXT", "NAME", "Context of the nats tool."),
-)
+
+
+def _attributes(variable: str | None, metavar: str, help_text: str) -> dict[str, Any]:
+    return {"envvar": variable, "show_envvar": variable is not None, "metavar": metavar, "help": help_text}
+
+
+def _option(flag: str, variable: str | None, metavar: str, help_text: str) -> str:
+    """Return a field of `Settings` that is also an option of the command line, unset by default."""
+    return field(default="", metadata={"flag": flag, "attributes": _attributes(variable, metavar, help_text)})
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Where and as which user to connect, with the field names of a context's file; an empty text is unset."""
 
-    url: str = ""  # one server or several, separated by commas
-    user: str = ""  # without a password: a token
-    password: str = ""
-    token: str = ""
-    creds: str = ""
-    nkey: str = ""
-    cert: str = ""
-    key: str = ""
-    ca: str = ""
-    jetstream_domain: str = ""
-    jetstream_api_prefix: str = ""
+    url: str = _option("--server", "NATS_URL", "URL", f"Servers, comma-separated.  [default: {_DEFAULT_URL}]")
+    creds: str = _option("--creds", "NATS_CREDS", "FILE", "Credentials file of the user.")
+    nkey: str = _option("--nkey", "NATS_NKEY", "FILE", "File with the user's nkey seed.")
+    user: str = _option("--user", "NATS_USER", "NAME", "User name, or a token if there is no password.")
+    password: str = _option("--password", "NATS_PASSWORD", "TEXT", "Password.")
+    token: str = _option("--token", "NATS_TOKEN", "TEXT", "Token.")
+    cert: str = _option("--tlscert", "NATS_CERT", "FILE", "TLS certificate of this client.")
+    key: str = _option("--tlskey", "NATS_KEY", "FILE", "Private key of the TLS certificate.")
+    ca: str = _option("--tlsca", "NATS_CA", "FILE", "TLS certificates to trust.")
+    jetstream_domain: str = _option("--js-domain", None, "NAME", "JetStream domain.")
+    jetstream_api_prefix: str = _option("--js-api-prefix", None, "PREFIX", "Prefix of the JetStream API.")
     inbox_prefix: str = ""
     tls_first: bool = False
 
     def over(self, other: Settings) -> Settings:
         """Return these settings, with those of `other` where these are unset."""
-        merged = {field.name: getattr(self, field.name) or getattr(other, field.name) for field in fields(self)}
+        merged = {each.name: getattr(self, each.name) or getattr(other, each.name) for each in fields(self)}
         if self.user or self.token or self.creds or self.nkey:  # never mix the credentials of two users
             merged |= {name: getattr(self, name) for name in _CREDENTIALS}
         return Settings(**merged)
@@ -103,17 +99,17 @@ def _load_context(name: str) -> Settings:
     try:
         found = orjson.loads(path.read_bytes())
     except FileNotFoundError:
-        raise click.ClickException(f"there is no context {name!r} ({path})") from None
+        raise click.ClickException(f"context {name!r} does not exist ({path})") from None
     except orjson.JSONDecodeError as error:
         raise click.ClickException(f"context {name!r} is not JSON ({path}): {error}") from None
     if not isinstance(found, dict):
         raise click.ClickException(f"context {name!r} is not a JSON object ({path})")
     values: dict[str, Any] = {}
-    for field in fields(Settings):
-        values[field.name] = found.get(field.name) or field.default
-        if not isinstance(values[field.name], type(field.default)):
-            wanted = "true or false" if isinstance(field.default, bool) else "a text"
-            raise click.ClickException(f"context {name!r}: {field.name!r} is not {wanted} ({path})")
+    for each in fields(Settings):
+        values[each.name] = found.get(each.name) or each.default
+        if not isinstance(values[each.name], type(each.default)):
+            wanted = "true or false" if isinstance(each.default, bool) else "a text"
+            raise click.ClickException(f"context {name!r}: {each.name!r} is not {wanted} ({path})")
     for unsupported in ("nsc", "user_jwt", "socks_proxy"):
         if found.get(unsupported):
             raise click.ClickException(f"context {name!r} uses {unsupported!r}, which this tool does not support")
@@ -142,9 +138,7 @@ class Target:
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, url=url))
 
 
-def connection_options(
-    *, server: bool = True, selected: bool = True
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def connection_options(*, server: bool = True, selected: bool = True) -> Callable[[_Command], _Command]:
     """Return a decorator that adds the connection options to a command, which gets their `Target` as `where`.
 
     Args:
@@ -153,10 +147,10 @@ def connection_options(
             named server, because its credentials are meant for its own server.
     """
 
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+    def decorate(function: _Command) -> _Command:
         @functools.wraps(function)
         def command(*, context: str, timeout: float, **arguments: Any) -> None:
-            names = [field.name for field in fields(Settings) if field.name in arguments]
+            names = [each.name for each in fields(Settings) if each.name in arguments]
             settings = Settings(**{name: arguments.pop(name) for name in names})
             if selected and not settings.url:
                 context = context or _selected_context()
@@ -164,27 +158,20 @@ def connection_options(
                 settings = settings.over(_load_context(context))
             function(where=Target(settings, timeout), **arguments)
 
-        decorated = click.option(
-            "--timeout",
-            envvar="NATS_TIMEOUT",
-            type=_seconds,
-            metavar="DURATION",
-            default="5s",
-            show_default=True,
-            show_envvar=True,
-            help="How long to wait for each answer, such as 5s or 500ms.",
-        )(command)
-        decorated = click.option(
-            "--tlsfirst",
-            "tls_first",
-            is_flag=True,
-            help="Start TLS before the server sends its INFO (handshake_first).",
-        )(decorated)
-        for name, flag, variable, metavar, text in reversed(_OPTIONS if server else _OPTIONS[1:]):
-            decorated = click.option(
-                flag, name, envvar=variable, show_envvar=variable is not None, metavar=metavar, help=text, default=""
-            )(decorated)
-        return decorated
+        options = [
+            click.option(each.metadata["flag"], each.name, default="", **each.metadata["attributes"])
+            for each in fields(Settings)
+            if each.metadata and (server or each.name != "url")
+        ]
+        wait = _attributes("NATS_TIMEOUT", "DURATION", "How long to wait for each answer.")
+        options += [
+            click.option("--tlsfirst", "tls_first", is_flag=True, help="Start TLS before the server sends its INFO."),
+            click.option("--context", default="", **_attributes("NATS_CONTEXT", "NAME", "Context of the nats tool.")),
+            click.option("--timeout", type=_seconds, default="5s", show_default=True, **wait),
+        ]
+        for option in reversed(options):
+            command = option(command)
+        return command
 
     return decorate
 

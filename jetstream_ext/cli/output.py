@@ -161,5 +161,5 @@ def one_line(error: BaseException) -> str:
         return f"{first.removesuffix('. The end of its log:')}: {_LOG_STAMP.sub('', last.strip())}"
     text = " ".join(_NATS_PY.sub("", str(error)).split()) or type(error).__name__
     if isinstance(error, RequestTimeoutError | nats.errors.TimeoutError) and "connection" not in text:
-        text += " (a server also does not answer a client that lacks the permission)"
+        text += " (a client without the permission gets no answer either)"
     return text
