@@ -322,7 +322,7 @@ def _check_seed(path: Path, seed: str) -> None:
 def _tls(settings: Settings) -> ssl.SSLContext:
     authority = str(_file("the certificates to trust", settings.ca)) if settings.ca else None
     if bool(settings.cert) != bool(settings.key):
-        raise click.ClickException("--tlscert and --tlskey need each other")
+        raise click.ClickException("give --tlscert and --tlskey together")
     try:
         context = ssl.create_default_context(cafile=authority)
         if settings.cert:

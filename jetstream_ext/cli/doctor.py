@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import click
@@ -26,20 +25,7 @@ _STREAM_FEATURES: Final = (DIRECT_GET, MSG_TTL, ATOMIC, FAST_INGEST)
 _BUCKET_OPTIONS: Final = {DIRECT_GET: "direct=True", MSG_TTL: "ttl=True", ATOMIC: "atomic=True"}
 
 
-@dataclass(frozen=True, slots=True)
-class StreamReport:
-    """The options of one stream."""
-
-    name: str
-    messages: int
-    has: tuple[str, ...]
-    lacks: tuple[str, ...]
-    never: tuple[str, ...]  # options that the stream cannot have, with the reason
-    fix: str  # the Python call that enables what it lacks
-    sources: tuple[str, ...]  # mirrors and sources that do not work, with the reason
-
-
-async def _examine_all(where: Target, stream: str | None) -> tuple[Features, list[StreamReport]]:
+async def _examine_all(where: Target, stream: str | None) -> tuple[Features, list[dict[str, Any]]]:
     async with connected(where) as js:
         found = await features(js)
         states = [await existing_stream(js, stream)] if stream is not None else await _all_streams(js)
@@ -57,7 +43,8 @@ async def _all_streams(js: JetStreamContext) -> list[StreamState]:
             return states
 
 
-async def _examine(js: JetStreamContext, state: StreamState, api_level: int) -> StreamReport:
+async def _examine(js: JetStreamContext, state: StreamState, api_level: int) -> dict[str, Any]:
+    """Return the report on a stream, as it is in the JSON output."""
     is_bucket = state.name.startswith(_KV)
     has = [feature for feature in _STREAM_FEATURES if state.config.get(feature.option)]
     never = {feature: why for feature, why in _never(state.config).items() if feature.at(api_level)}
@@ -66,15 +53,15 @@ async def _examine(js: JetStreamContext, state: StreamState, api_level: int) -> 
         lacks = [each for each in lacks if each in _BUCKET_OPTIONS]
     sourcing = state.config.get("mirror") or state.config.get("sources")
     rows = [row for row in await source_health(js, state.name) if not row.ok] if sourcing else []
-    return StreamReport(
-        name=state.name,
-        messages=state.messages,
-        has=tuple(feature.option for feature in has),
-        lacks=tuple(feature.option for feature in lacks),
-        never=tuple(f"{feature.option}: {why}" for feature, why in never.items()),
-        fix=_fix(state.name, lacks, is_bucket=is_bucket),
-        sources=tuple(": ".join(filter(None, (row.name, row.state.replace("_", " "), row.detail))) for row in rows),
-    )
+    return {
+        "name": state.name,
+        "messages": state.messages,
+        "has": [feature.option for feature in has],
+        "lacks": [feature.option for feature in lacks],
+        "never": [f"{feature.option}: {why}" for feature, why in never.items()],
+        "fix": _fix(state.name, lacks, is_bucket=is_bucket),
+        "sources": [": ".join(filter(None, (row.name, row.state.replace("_", " "), row.detail))) for row in rows],
+    }
 
 
 def _never(config: Mapping[str, Any]) -> dict[Feature, str]:
@@ -124,14 +111,14 @@ def command(where: Target, stream: str | None, as_json: bool) -> None:
                 "api_level": found.api_level,
                 "works": [feature.title for feature in FEATURES if feature.at(found.api_level)],
                 "missing": {feature.title: feature.since for feature in FEATURES if not feature.at(found.api_level)},
-                "streams": [asdict(report) for report in streams],
+                "streams": streams,
             }
         )
     else:
         _show(found, streams)
 
 
-def _show(found: Features, streams: list[StreamReport]) -> None:
+def _show(found: Features, streams: list[dict[str, Any]]) -> None:
     screen = console()
     screen.print(f"nats-server {found.server_version}, JetStream API level {found.api_level}")
     rows = table("feature", "here", "calls")
@@ -142,14 +129,16 @@ def _show(found: Features, streams: list[StreamReport]) -> None:
     if not streams:
         screen.print("There are no streams.")
     for stream in streams:
-        screen.print(Text.assemble("\n", (printable(stream.name), "bold"), f"  {count(stream.messages, 'message')}"))
-        if stream.has:
-            screen.print(f"  allows {', '.join(stream.has)}", markup=False)
-        for reason in stream.never:
+        screen.print(
+            Text.assemble("\n", (printable(stream["name"]), "bold"), f"  {count(stream['messages'], 'message')}")
+        )
+        if stream["has"]:
+            screen.print(f"  allows {', '.join(stream['has'])}", markup=False)
+        for reason in stream["never"]:
             screen.print(f"  cannot have {reason}", markup=False)
-        if stream.lacks:
-            screen.print(Text(f"  lacks {', '.join(stream.lacks)}", "bold"))
+        if stream["lacks"]:
+            screen.print(Text(f"  lacks {', '.join(stream['lacks'])}", "bold"))
             screen.print("  enable the options with")
-            click.echo(f"    {stream.fix}")  # not wrapped, so that it can be copied
-        for problem in stream.sources:
+            click.echo(f"    {stream['fix']}")  # not wrapped, so that it can be copied
+        for problem in stream["sources"]:
             screen.print(Text(f"  {printable(problem)}", "bold red"))

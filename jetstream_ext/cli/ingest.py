@@ -31,7 +31,6 @@ from jetstream_ext.protocol.subjects import check_name
 from jetstream_ext.types import BatchMessage, IngestProgress, IngestReport
 
 _PLACEHOLDER: Final = re.compile(r"\{([^{}]+)\}")
-_CHUNK: Final = 1 << 20
 _BLOCK: Final = 5_000  # sequences
 _RESUME_HINT: Final = "the same command with --resume continues"
 
@@ -71,9 +70,9 @@ def command(
     """
     check_name(stream, "stream name")  # servers do not answer requests with an invalid one
     if subject is not None and subject_from is not None:
-        raise click.UsageError("--subject and --subject-from exclude each other")
+        raise click.UsageError("give --subject or --subject-from, not both")
     if skip and resume:
-        raise click.UsageError("--skip and --resume exclude each other")
+        raise click.UsageError("give --skip or --resume, not both")
     pattern = subject if subject is not None else f"{{{subject_from or 'subject'}}}"
     job = _Ingest(file, format_of(file, given), stream, pattern, data_from, skip)
     try:
@@ -241,10 +240,8 @@ class _Ingest:
 
 def _fingerprint(path: Path, subject: str, data_from: str | None) -> str:
     """Return a digest of the file's content and of how its rows become messages."""
-    digest = hashlib.sha256(orjson.dumps([subject, data_from]))
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+        digest = hashlib.file_digest(file, lambda: hashlib.sha256(orjson.dumps([subject, data_from])))
     return digest.hexdigest()[:24]
 
 
