@@ -8,10 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from .binary import find_server, server_version
-from .process import ServerProcess
-
-__all__ = ["Lifecycle", "NatsServer"]
+from .process import ServerProcess, find_server, server_version
 
 
 class Lifecycle(abc.ABC):

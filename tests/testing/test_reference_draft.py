@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jetstream_ext.testing.reference import Engine, Profile
-from jetstream_ext.testing.reference.wire import Publish, Subscribe
+from jetstream_ext.testing.reference.wire.protocol import Publish, Subscribe
 
 SECOND = 1_000_000_000
 

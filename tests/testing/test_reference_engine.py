@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jetstream_ext.testing.reference import Engine, Limits, Profile
-from jetstream_ext.testing.reference.wire import Close, Deliver, Line, Parser, Ping, Publish, Subscribe, encode
+from jetstream_ext.testing.reference.wire.protocol import Close, Deliver, Line, Parser, Ping, Publish, Subscribe, encode
 
 SECOND = 1_000_000_000
 

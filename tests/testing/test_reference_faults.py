@@ -27,7 +27,7 @@ from jetstream_ext.testing.reference import (
     Stall,
     Unavailable,
 )
-from jetstream_ext.testing.reference.wire import Close, Deliver, Publish, Subscribe
+from jetstream_ext.testing.reference.wire.protocol import Close, Deliver, Publish, Subscribe
 
 SECOND = 1_000_000_000
 

@@ -18,29 +18,29 @@ From the lowest layer to the highest:
 * `engine`, `server`, `clock`: the state machine, the TCP server, and its sources of time.
 """
 
-from .clock import Clock as Clock
-from .clock import SystemClock as SystemClock
-from .clock import VirtualClock as VirtualClock
 from .context import Limits as Limits
 from .engine import Engine as Engine
-from .faults.rules import ChangeLeader as ChangeLeader
-from .faults.rules import Cut as Cut
-from .faults.rules import Delay as Delay
-from .faults.rules import Drop as Drop
-from .faults.rules import Duplicate as Duplicate
-from .faults.rules import Faults as Faults
-from .faults.rules import Ignore as Ignore
-from .faults.rules import Lose as Lose
-from .faults.rules import Overload as Overload
-from .faults.rules import Reorder as Reorder
-from .faults.rules import Rule as Rule
-from .faults.rules import StaleReplica as StaleReplica
-from .faults.rules import Stall as Stall
-from .faults.rules import Unavailable as Unavailable
+from .faults import ChangeLeader as ChangeLeader
+from .faults import Cut as Cut
+from .faults import Delay as Delay
+from .faults import Drop as Drop
+from .faults import Duplicate as Duplicate
+from .faults import Faults as Faults
+from .faults import Ignore as Ignore
+from .faults import Lose as Lose
+from .faults import Overload as Overload
+from .faults import Reorder as Reorder
+from .faults import Rule as Rule
+from .faults import StaleReplica as StaleReplica
+from .faults import Stall as Stall
+from .faults import Unavailable as Unavailable
 from .releases import Profile as Profile
 from .router import Permissions as Permissions
 from .router import User as User
+from .server import Clock as Clock
 from .server import ReferenceServer as ReferenceServer
+from .server import SystemClock as SystemClock
+from .server import VirtualClock as VirtualClock
 
 __all__ = [
     "ChangeLeader",

@@ -9,8 +9,6 @@ from .releases import Profile
 from .router import Router
 from .wire.times import SECOND
 
-__all__ = ["Limits", "ServerContext", "Timer", "TimerHandle", "Timers"]
-
 _FEW_TIMERS = 64
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _BASE32 = "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567"

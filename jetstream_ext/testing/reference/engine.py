@@ -3,16 +3,14 @@
 import json
 from collections.abc import Iterable
 
-from .api.dispatch import Api
+from .api import Api
 from .context import Limits, ServerContext
-from .faults.injector import Injector
-from .faults.rules import Faults
+from .faults import Faults, Injector
 from .jetstream import JetStream
 from .releases import DIALECTS, Profile
 from .router import Connection, Message, Permissions, Subscription, User
-from .wire import Command, Connect, Output, Ping, Pong, Publish, Refused, Subscribe, Unsubscribe, subjects
-
-__all__ = ["MAX_PAYLOAD", "Engine"]
+from .wire import subjects
+from .wire.protocol import Command, Connect, Output, Ping, Pong, Publish, Refused, Subscribe, Unsubscribe
 
 MAX_PAYLOAD = 1 << 20
 

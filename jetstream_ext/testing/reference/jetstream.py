@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .consumers.registry import Consumers
+from .batches.atomic import AtomicBatches
+from .batches.fast import FastBatches, is_fast
+from .consumers.consumer import Consumers
 from .context import ServerContext
-from .publishing.atomic import AtomicBatches
-from .publishing.fast import FastBatches, is_fast
-from .publishing.publish import publish
 from .router import Message, Subscription
 from .sourcing import Puller, start_pullers
 from .streams.config import StreamConfig
 from .streams.direct_get import DirectGet
+from .streams.publish import publish
 from .streams.store import StoredMessage
 from .streams.stream import Stream
 from .wire import headers, times
-
-__all__ = ["HostedStream", "JetStream"]
 
 
 class HostedStream:

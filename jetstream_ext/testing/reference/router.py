@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from .releases import Profile
-from .wire import Close, Deliver, Line, Output, headers, subjects
-
-__all__ = ["Connection", "Handler", "Message", "Permissions", "Router", "Subscription", "User"]
+from .wire import headers, subjects
+from .wire.protocol import Close, Deliver, Line, Output
 
 
 @dataclass(frozen=True, slots=True)

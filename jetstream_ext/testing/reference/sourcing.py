@@ -7,16 +7,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from .consumers.config import check_consumer
-from .consumers.consumer import Consumer
-from .consumers.registry import Consumers
+from .consumers.consumer import Consumer, Consumers
 from .context import Timer
 from .router import Message, Subscription
 from .streams.store import StoredMessage
 from .streams.stream import Stream
 from .wire import headers, subjects, times
 from .wire.errors import api_error
-
-__all__ = ["Origin", "Puller", "start_pullers"]
 
 _RETRY = 10 * times.SECOND
 

@@ -9,15 +9,6 @@ from ..wire.errors import ApiError, api_error
 from ..wire.gojson import BOOL, DURATION, DURATIONS, INT, STRING, STRING_MAP, STRINGS, TIME, UINT, Enum, Struct
 from ..wire.times import MILLISECOND, SECOND, rfc3339
 
-__all__ = [
-    "ConsumerConfig",
-    "check_consumer",
-    "check_consumer_update",
-    "consumer_json",
-    "consumer_schema",
-    "set_inactive_threshold",
-]
-
 ConsumerConfig = dict[str, Any]
 """The fields by their JSON names, all of them present; times and durations are nanoseconds."""
 

@@ -15,8 +15,6 @@ from ..wire.gojson import BOOL, DURATION, INT, STRING, JsonError, Struct, decode
 from .config import ConsumerConfig
 from .position import Cursor, Pending
 
-__all__ = ["ConsumerView", "DeliveryTarget", "Pull", "Push"]
-
 _NEXT = Struct(
     "JSApiConsumerGetNextRequest",
     {

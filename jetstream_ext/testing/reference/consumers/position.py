@@ -8,8 +8,6 @@ from ..streams.stream import Stream
 from ..wire import subjects, times
 from .config import ConsumerConfig
 
-__all__ = ["Cursor", "Pair", "Pending", "Progress", "moved_floor"]
-
 Pair = tuple[int, int]
 """A consumer sequence and a stream sequence."""
 

@@ -10,19 +10,6 @@ from ..wire.errors import ApiError, api_error
 from ..wire.gojson import BOOL, DURATION, INT, STRING, STRING_MAP, STRINGS, TIME, UINT, Enum, ListOf, Struct
 from ..wire.times import MILLISECOND, MINUTE, SECOND, rfc3339
 
-__all__ = [
-    "Field",
-    "StreamConfig",
-    "check_create",
-    "check_update",
-    "config_json",
-    "invalid_config",
-    "is_asset_name",
-    "known_fields",
-    "metadata_json",
-    "request_schema",
-]
-
 StreamConfig = dict[str, Any]
 """The fields by their JSON names, all of them present; times and durations are nanoseconds."""
 

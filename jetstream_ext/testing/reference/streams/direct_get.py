@@ -10,8 +10,6 @@ from ..wire.gojson import BOOL, INT, STRING, STRINGS, TIME, UINT, JsonError, Kin
 from .store import StoredMessage
 from .stream import Stream
 
-__all__ = ["DirectGet", "get_schema"]
-
 _MAX_SUBJECTS = 1024
 _MAX_BYTES = 64 << 20
 _SELECTORS = ("seq", "last_by_subj", "next_by_subj", "multi_last", "start_time")

@@ -8,8 +8,6 @@ from ..releases import Profile
 from ..wire import headers, times
 from ..wire.errors import ApiError, api_error
 
-__all__ = ["Expiry", "marker_header", "marker_reason", "message_ttl", "valid_ttl"]
-
 
 def message_ttl(profile: Profile, header: bytes) -> int:
     """Return the TTL of a message in whole seconds, 0 for none and -1 for never.

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from ..wire import subjects
 
-__all__ = ["State", "Store", "StoredMessage"]
-
 _FILE_OVERHEAD = 30
 _FILE_HEADER_OVERHEAD = 4
 _MEMORY_OVERHEAD = 16

@@ -13,8 +13,6 @@ from .config import StreamConfig, config_json
 from .expiry import Expiry, marker_header, marker_reason, message_ttl, valid_ttl
 from .store import Store, StoredMessage
 
-__all__ = ["FULL", "Readers", "Stream"]
-
 FULL = {
     "msgs": "maximum messages exceeded",
     "bytes": "maximum bytes exceeded",
@@ -349,6 +347,11 @@ class Stream:
             **fields,
         }
         self.context.send(f"$JS.EVENT.ADVISORY.{subject}", gojson.dumps(advisory))
+
+    def send_batch_abandoned(self, batch_id: str, reason: str) -> None:
+        """Publish the advisory that the server has dropped a batch."""
+        kind = "batch_abandoned" if self.profile.draft else "stream_batch_abandoned"
+        self.send_advisory(f"STREAM.BATCH_ABANDONED.{self.name}", kind, {"batch": batch_id, "reason": reason})
 
     def state_json(self, *, deleted: bool = False) -> dict[str, Any]:
         """Return the `state` of an info reply; `deleted` adds the deleted sequences."""

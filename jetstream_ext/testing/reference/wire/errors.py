@@ -1,7 +1,5 @@
 """The error codes that the reference server answers with, and their texts."""
 
-__all__ = ["ApiError", "api_error"]
-
 _TABLE: dict[int, tuple[int, str]] = {
     10003: (400, "bad request"),
     10012: (500, "{}"),

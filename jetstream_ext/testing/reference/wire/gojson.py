@@ -10,26 +10,6 @@ from typing import Any
 
 from . import times
 
-__all__ = [
-    "BOOL",
-    "DURATION",
-    "DURATIONS",
-    "INT",
-    "STRING",
-    "STRINGS",
-    "STRING_MAP",
-    "TIME",
-    "UINT",
-    "Enum",
-    "JsonError",
-    "Kind",
-    "ListOf",
-    "Struct",
-    "decode",
-    "dumps",
-    "quote",
-]
-
 _QUOTED = {
     **{code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F)},
     **str.maketrans({'"': r"\"", "\\": r"\\"}),

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 
-__all__ = ["add", "block", "get", "names", "parse_number", "parse_signed", "remove", "status", "strip_status"]
-
 _LINE = b"NATS/1.0\r\n"
 _EMPTY = _LINE + b"\r\n"
 

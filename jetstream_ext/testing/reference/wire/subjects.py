@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["Sublist", "collide", "has_wildcard", "is_literal", "is_subset", "is_valid", "matches"]
-
 T = TypeVar("T")
 
 _CACHED_SUBJECTS = 4096

@@ -3,17 +3,6 @@
 import re
 from datetime import UTC, datetime, timedelta, timezone
 
-__all__ = [
-    "MILLISECOND",
-    "MINUTE",
-    "SECOND",
-    "ZERO_TIME",
-    "format_duration",
-    "parse_duration",
-    "parse_rfc3339",
-    "rfc3339",
-]
-
 MILLISECOND = 1_000_000
 SECOND = 1_000_000_000
 MINUTE = 60 * SECOND

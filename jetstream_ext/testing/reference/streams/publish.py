@@ -1,22 +1,14 @@
-"""The checks of a published message: expectations, duplicates, roll-ups, sizes, TTL and the discard policy."""
+"""One published message: its checks, storing it, and the answer to its publisher."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..releases import Profile
-from ..streams.expiry import message_ttl, valid_ttl
-from ..streams.stream import FULL, Stream
-from ..wire import headers
+from ..wire import gojson, headers
 from ..wire.errors import ApiError, api_error
-
-__all__ = [
-    "DuplicateMessageError",
-    "Staged",
-    "UnansweredRefusalError",
-    "check_intake",
-    "check_last_id",
-    "check_single",
-    "check_staged",
-]
+from .expiry import message_ttl, valid_ttl
+from .stream import FULL, Stream
 
 _MAX_HEADER = 65535
 _OTHER_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
@@ -228,3 +220,71 @@ def _check_size(stream: Stream, header: bytes, payload: bytes) -> None:
 def _check_message_size(stream: Stream, header: bytes, payload: bytes) -> None:
     if 0 <= stream.config["max_msg_size"] < len(header) + len(payload):
         raise api_error(10054)
+
+
+Batch = tuple[str, int]
+"""The id of a batch and a batch sequence."""
+
+
+def publish(
+    stream: Stream,
+    subject: str,
+    header: bytes,
+    payload: bytes,
+    *,
+    reply: str = "",
+    batch: Batch | None = None,
+    on_stored: Callable[[int], None] | None = None,
+) -> None:
+    """Store a message and answer its publisher.
+
+    Args:
+        stream: The stream.
+        subject: The subject.
+        header: The header block.
+        payload: The payload.
+        reply: Where the answer goes; empty for none.
+        batch: The batch of the message. Its batch has then made all checks but one.
+        on_stored: Called with the sequence of the stored message, instead of sending a PubAck.
+    """
+    answers = bool(reply) and not stream.config["no_ack"]
+    send, profile = stream.context.send, stream.profile
+    try:
+        if batch is None:
+            check_single(stream, subject, header, payload)
+        elif header:
+            check_last_id(stream, header)
+        seq = stream.append(subject, header, payload)
+    except DuplicateMessageError as duplicate:
+        if answers:
+            send(reply, pub_ack(profile, stream.name, duplicate.seq, duplicate=True))
+        return
+    except ApiError as error:
+        if answers:
+            send(reply, pub_error(stream.name, error))
+        return
+    except UnansweredRefusalError:
+        return
+    if on_stored is not None:
+        on_stored(seq)
+    elif answers:
+        send(reply, pub_ack(profile, stream.name, seq, batch=batch))
+    stream.announce(seq)
+
+
+def pub_ack(profile: Profile, stream: str, seq: int, *, duplicate: bool = False, batch: Batch | None = None) -> bytes:
+    """Return a PubAck. The server does not encode it as JSON but formats it, so its spaces differ."""
+    text = f'{{"stream":{gojson.quote(stream)},{" " if profile.spaced_ack else ""}"seq":{seq}'
+    if duplicate:
+        text += ',"duplicate": true'
+    if batch is not None:
+        text += f',"batch":{gojson.quote(batch[0])},"count":{batch[1]}'
+    return (text + "}").encode("utf-8", "surrogateescape")
+
+
+def pub_error(stream: str, error: ApiError, *, batch: Batch | None = None) -> bytes:
+    """Return a refusal; only the draft dialect names the batch."""
+    value: dict[str, Any] = {"error": error.as_json(), "stream": stream, "seq": 0}
+    if batch is not None:
+        value |= {"batch": batch[0], "count": batch[1]}
+    return gojson.dumps(value)
