@@ -298,7 +298,6 @@ class ServerProcess:
         self.kill()
 
     def pause(self) -> None:
-        """Pause the process, and return when it is paused."""
         child = self._running_child()
         if sys.platform == "win32":
             raise RuntimeError("Windows cannot pause a process")
@@ -309,7 +308,6 @@ class ServerProcess:
             os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """Resume a paused process."""
         child = self._running_child()
         if sys.platform == "win32":
             raise RuntimeError("Windows cannot pause a process")
@@ -458,5 +456,4 @@ class HeldPort:
             self.close()
 
     def close(self) -> None:
-        """Release the port."""
         self._socket.close()

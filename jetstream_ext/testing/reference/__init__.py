@@ -4,18 +4,18 @@
 Neither shares code with the client side of this package: both were written from the ADRs and from observations of real
 servers, independently, so that a mistake of one does not hide a mistake of the other.
 
-From the lowest layer to the highest:
+Where to look, from the highest layer to the lowest:
 
-* `wire`: the client protocol, header blocks, subjects, JSON, times, error codes.
-* `releases`: where the modelled releases of nats-server differ.
-* `router`, `context`: core NATS, and the state that all parts of the server share.
-* `streams`: stored messages, limits, retention, expiry, Direct Get.
-* `publishing`: checks of published messages, single messages, atomic batches, fast batches with their gaps.
+* `server`: the TCP server, and the clocks.
+* `engine`: the state machine: connections, logins and commands.
+* `api`: the JSON API. `faults`: fault plans, and how they are applied.
+* `jetstream`: all streams, each with its consumers, batches and copies. `sourcing`: mirrors and sources.
 * `consumers`: positions, acknowledgements, redelivery, pull and push.
-* `sourcing`, `jetstream`: mirrors and sources; everything that belongs to one stream, and all streams.
-* `api`: the JSON API.
-* `faults`: fault plans.
-* `engine`, `server`, `clock`: the state machine, the TCP server, and its sources of time.
+* `batches`: atomic batches, fast batches, and what a gap does to a fast batch.
+* `streams`: configuration, checks of published messages, storage, limits, retention, expiry, Direct Get.
+* `context`: the state that all parts share. `router`: core NATS.
+* `releases`: where the modelled releases of nats-server differ.
+* `wire`: the client protocol, header blocks, subjects, JSON, times, error codes.
 """
 
 from .context import Limits as Limits

@@ -42,8 +42,6 @@ class _UnansweredError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One kind of request."""
-
     type: str
     """The type of the response, without prefix and suffix."""
     handler: Callable[[Request], dict[str, Any]]
@@ -72,10 +70,6 @@ class Request:
     """Called once the answer is sent."""
 
     @property
-    def payload(self) -> bytes:
-        return self.message.payload
-
-    @property
     def profile(self) -> Profile:
         return self.jetstream.context.profile
 
@@ -96,10 +90,10 @@ class Request:
         Raises:
             ApiError: The payload does not match the schema.
         """
-        if not self.payload and self.profile.empty_request_is_default:
+        if not self.message.payload and self.profile.empty_request_is_default:
             return {}
         try:
-            return gojson.decode(self.payload, schema, strict=self.route.strict and self.profile.strict_json)
+            return gojson.decode(self.message.payload, schema, strict=self.route.strict and self.profile.strict_json)
         except gojson.JsonError as error:
             raise api_error(10025, error) from None
 
@@ -110,14 +104,14 @@ class Request:
             ApiError: The payload does not match the schema.
         """
         if self.profile.empty_request_is_default:
-            given = self.payload.lstrip(b" \t\r\n")[:1] in (b"{", b"[")
+            given = self.message.payload.lstrip(b" \t\r\n")[:1] in (b"{", b"[")
         else:
-            given = not _is_empty(self.payload)
+            given = not _is_empty(self.message.payload)
         return self.decode(schema) if given else {}
 
     def require_empty(self) -> None:
         """Raise an `ApiError` if the request has a payload."""
-        if not _is_empty(self.payload):
+        if not _is_empty(self.message.payload):
             raise api_error(10038)
 
 
@@ -318,7 +312,7 @@ def _list_streams(request: Request) -> dict[str, Any]:
 
 
 def _get_message(request: Request) -> dict[str, Any]:
-    if _is_empty(request.payload):
+    if _is_empty(request.message.payload):
         raise api_error(10003)
     wanted = request.decode(get_schema(request.profile))
     seq, last, following = wanted.get("seq", 0), wanted.get("last_by_subj", ""), wanted.get("next_by_subj", "")
@@ -342,7 +336,7 @@ def _get_message(request: Request) -> dict[str, Any]:
 
 
 def _delete_message(request: Request) -> dict[str, Any]:
-    if _is_empty(request.payload):
+    if _is_empty(request.message.payload):
         raise api_error(10003)
     wanted = request.decode(_MESSAGE_DELETE)
     stream = request.find_stream().stream
@@ -443,7 +437,7 @@ def _reset_consumer(request: Request) -> dict[str, Any]:
     consumer = None if hosted is None else hosted.consumers.by_name.get(request.names[1])
     if consumer is None or not request.message.reply:
         raise _UnansweredError  # the consumer itself answers
-    wanted = request.decode(_CONSUMER_RESET) if request.payload and request.payload != b"null" else {}
+    wanted = request.decode(_CONSUMER_RESET) if request.message.payload and request.message.payload != b"null" else {}
     if request.profile.draft and wanted.get("seq") == 0:
         raise api_error(10204, "sequence must be above zero")
     try:

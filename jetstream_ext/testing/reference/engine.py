@@ -290,7 +290,6 @@ class Engine:
         self._stalled.pop(connection, None)
         client = self._router.connections.pop(connection, None)
         if client is not None:
-            for subscription in client.subscriptions.values():
-                self._router.unsubscribe(subscription)
+            self._router.unsubscribe(*client.subscriptions.values())
             if self.jetstream is not None:
                 self.jetstream.interest_changed()

@@ -300,15 +300,6 @@ class Injector:
         cut: Callable[[int], None],
         stall: Callable[[int, float], None],
     ) -> None:
-        """Apply a plan from now on.
-
-        Args:
-            context: The server.
-            jetstream: Its streams, `None` without JetStream.
-            faults: The plan.
-            cut: Closes a connection.
-            stall: Stalls a connection for some seconds.
-        """
         self.faults = faults
         faults.seen.clear()
         self._context = context

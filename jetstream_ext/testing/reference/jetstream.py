@@ -10,7 +10,7 @@ from .batches.fast import FastBatches, is_fast
 from .consumers.consumer import Consumers
 from .context import ServerContext
 from .router import Message, Subscription
-from .sourcing import Puller, start_pullers
+from .sourcing import Puller
 from .streams.config import StreamConfig
 from .streams.direct_get import DirectGet
 from .streams.publish import publish
@@ -29,14 +29,6 @@ class HostedStream:
         hosted: Mapping[str, HostedStream],
         on_stored: Callable[[Stream, StoredMessage], None],
     ) -> None:
-        """Create a stream.
-
-        Args:
-            context: The server.
-            config: A checked configuration.
-            hosted: All streams of the server.
-            on_stored: Called with each new message.
-        """
         self._context = context
         self._hosted = hosted
         self.consumers: Consumers = Consumers()
@@ -51,7 +43,6 @@ class HostedStream:
         self._subscribe()
 
     def update(self, config: StreamConfig) -> None:
-        """Apply another configuration."""
         for puller in self.pullers:
             puller.close()
         self._unsubscribe()
@@ -60,7 +51,6 @@ class HostedStream:
         self.start_pullers()
 
     def close(self) -> None:
-        """Stop everything that belongs to the stream."""
         for puller in self.pullers:
             puller.close()
         self.consumers.close()
@@ -70,8 +60,9 @@ class HostedStream:
         self.stream.close()
 
     def start_pullers(self) -> None:
-        """Start copying the mirror and the sources of the stream."""
-        self.pullers = start_pullers(self.stream, self._hosted.get)
+        config, find = self.stream.config, self._hosted.get
+        mirrors = [Puller(self.stream, config["mirror"], find, mirror=True)] if config["mirror"] else []
+        self.pullers = [*mirrors, *(Puller(self.stream, source, find, mirror=False) for source in config["sources"])]
 
     def change_leader(self, *, unsaved: int) -> None:
         """Continue under another leader, without the newest `unsaved` messages of fast batches."""
@@ -111,8 +102,7 @@ class HostedStream:
             self._subscriptions.append(respond_to(f"$JS.API.DIRECT.GET.{config['name']}", lambda message: None))
 
     def _unsubscribe(self) -> None:
-        for subscription in self._subscriptions:
-            self._context.router.unsubscribe(subscription)
+        self._context.router.unsubscribe(*self._subscriptions)
         self._subscriptions = []
 
     def _receive(self, message: Message) -> None:
@@ -128,19 +118,15 @@ class HostedStream:
 
 
 class JetStream:
-    """The streams of a server."""
-
     def __init__(self, context: ServerContext) -> None:
         self.context = context
         self.streams: dict[str, HostedStream] = {}
 
     def find_config(self, name: str) -> StreamConfig | None:
-        """Return the configuration of a stream, or `None`."""
         hosted = self.streams.get(name)
         return None if hosted is None else hosted.stream.config
 
     def add(self, config: StreamConfig) -> HostedStream:
-        """Create a stream from a checked configuration."""
         name = config["name"]
         hosted = self.streams[name] = HostedStream(self.context, config, self.streams, self._on_stored)
         hosted.start_pullers()
@@ -150,14 +136,12 @@ class JetStream:
         return hosted
 
     def delete(self, name: str) -> None:
-        """Delete a stream with everything that belongs to it."""
         self.streams[name].close()
         del self.streams[name]
         for puller in self._pullers():
             puller.origin_deleted(name)
 
     def interest_changed(self) -> None:
-        """Tell the push consumers that clients have subscribed or unsubscribed."""
         for hosted in list(self.streams.values()):
             hosted.consumers.interest_changed()
 

@@ -33,8 +33,6 @@ class _Part:
 
 
 class AtomicBatches:
-    """The open atomic batches of one stream."""
-
     def __init__(self, stream: Stream, count_on_server: Callable[[], int]) -> None:
         self._stream = stream
         self._count_on_server = count_on_server

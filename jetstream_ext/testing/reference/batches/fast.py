@@ -89,8 +89,6 @@ def _parse(reply: str) -> _Part | None:
 
 
 class FastBatches:
-    """The open fast batches of one stream."""
-
     def __init__(self, stream: Stream, count_on_server: Callable[[], int]) -> None:
         self._stream = stream
         self._profile = stream.profile

@@ -56,7 +56,6 @@ _SOURCING_HEARTBEAT = SECOND
 
 
 def consumer_schema(profile: Profile) -> Struct:
-    """Return the fields of a create request."""
     fields = {name: each.kind for name, each in known_fields(_FIELDS, profile).items()}
     if profile.durable_sourcing:
         fields["ack_policy"] = Enum((*_ACKS, "flow_control"))
@@ -208,7 +207,6 @@ def _check_start(config: ConsumerConfig) -> None:
 
 
 def set_inactive_threshold(config: ConsumerConfig) -> None:
-    """Give an ephemeral consumer its default inactivity threshold."""
     if not config["durable_name"] and config["inactive_threshold"] <= 0:
         config["inactive_threshold"] = _EPHEMERAL_THRESHOLD
 

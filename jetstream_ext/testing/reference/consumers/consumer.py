@@ -20,14 +20,6 @@ class Consumer:
     """A consumer of one stream; `next_delivery` is the consumer sequence of the next delivery."""
 
     def __init__(self, stream: Stream, name: str, config: ConsumerConfig, forget: Callable[[], object]) -> None:
-        """Start a consumer.
-
-        Args:
-            stream: Its stream.
-            name: Its name.
-            config: A checked configuration.
-            forget: Removes the consumer from the consumers of its stream.
-        """
         self.stream: Stream = stream
         self.name: str = name
         self.config: ConsumerConfig = config
@@ -60,12 +52,10 @@ class Consumer:
     # Life cycle.
 
     def close(self) -> None:
-        """Stop."""
         self._target.close()
         self._ack_timer.cancel()
         self._pause_timer.cancel()
-        for subscription in self._subscriptions:
-            self.stream.context.router.unsubscribe(subscription)
+        self.stream.context.router.unsubscribe(*self._subscriptions)
 
     def delete(self) -> None:
         """Stop, and leave the stream."""
@@ -74,7 +64,6 @@ class Consumer:
         self.stream.drop_unneeded(deleted=True)
 
     def update(self, config: ConsumerConfig) -> None:
-        """Apply another configuration."""
         moved = config["deliver_subject"] != self.config["deliver_subject"]
         self.config = self.cursor.config = config
         if moved:
@@ -84,14 +73,12 @@ class Consumer:
         self._watch_pause()
 
     def pause(self, until: int | None) -> None:
-        """Deliver nothing until a time."""
         self.config["pause_until"] = until
         self._watch_pause()
         self.pump()
 
     @property
     def paused_for(self) -> int:
-        """For how many more nanoseconds the consumer is paused."""
         until = self.config["pause_until"]
         return max(until - self.stream.context.now, 0) if until is not None else 0
 
@@ -211,11 +198,10 @@ class Consumer:
         return True
 
     def send_heartbeat(self, subject: str, *, stalled_on: str = "") -> None:
-        """Send an idle heartbeat, with the last sequences and the flow control request that is open."""
         lines = [("Nats-Last-Consumer", str(self.next_delivery - 1)), ("Nats-Last-Stream", str(self.cursor.next - 1))]
         if stalled_on:
             lines.append(("Nats-Consumer-Stalled", stalled_on))
-        self.stream.context.send(subject, header=headers.status("100 Idle Heartbeat", *lines))
+        self.stream.context.send_status(subject, "100 Idle Heartbeat", *lines)
 
     # Acknowledgements.
 
@@ -348,12 +334,10 @@ class Consumer:
     # Changes of the stream.
 
     def message_stored(self, message: StoredMessage) -> None:
-        """Handle a new message."""
         if self.cursor.wants(message.subject):
             self.pump()
 
     def message_removed(self, message: StoredMessage) -> None:
-        """Handle the removal of a message."""
         entry = self.pending.get(message.seq)
         if entry is not None:
             self._forget(message.seq)
@@ -400,7 +384,6 @@ class Consumer:
         self._floor = (delivery, first - 1)
 
     def interest_changed(self) -> None:
-        """Handle that clients have subscribed or unsubscribed."""
         self._target.interest_changed()
 
     def info_json(self, *, stored: bool = False) -> dict[str, Any]:
@@ -441,8 +424,6 @@ def _parse_delay(argument: bytes) -> int | None:
 
 
 class Consumers:
-    """The consumers of one stream, by name."""
-
     def __init__(self) -> None:
         self.by_name: dict[str, Consumer] = {}
 
@@ -450,11 +431,6 @@ class Consumers:
         return len(self.by_name)
 
     def create(self, stream: Stream, request: dict[str, Any], action: str, *, pedantic: bool) -> Consumer:
-        """Create or update a consumer as a request asks.
-
-        Raises:
-            ApiError: The server refuses the request.
-        """
         config = check_consumer(request, stream.config, stream.profile, pedantic=pedantic)
         name = config["durable_name"] or config["name"]
         existing = self.by_name.get(name) if name else None
@@ -480,42 +456,34 @@ class Consumers:
         return self.add(stream, name, config)
 
     def add(self, stream: Stream, name: str, config: ConsumerConfig) -> Consumer:
-        """Start a consumer with a checked configuration."""
         consumer = Consumer(stream, name, config, lambda: self.by_name.pop(name, None))
         self.by_name[name] = consumer
         return consumer
 
     def close(self) -> None:
-        """Stop all consumers."""
         for consumer in self._all():
             consumer.close()
 
     def want(self, subject: str) -> bool:
-        """Whether the filter of a consumer matches a subject."""
         return any(consumer.cursor.wants(subject) for consumer in self._all())
 
     def need(self, message: StoredMessage) -> bool:
-        """Whether a consumer still has to process a message."""
         return any(consumer.needs(message) for consumer in self._all())
 
     def message_stored(self, message: StoredMessage) -> None:
-        """Handle a new message."""
         for consumer in self._all():
             consumer.message_stored(message)
 
     def messages_removed(self, messages: list[StoredMessage]) -> None:
-        """Handle the removal of messages."""
         for consumer in self._all():
             for message in messages:
                 consumer.message_removed(message)
 
     def stream_purged(self, pattern: str) -> None:
-        """Handle a purge of the messages that match a pattern; an empty one matches all."""
         for consumer in self._all():
             consumer.stream_purged(pattern)
 
     def interest_changed(self) -> None:
-        """Handle that clients have subscribed or unsubscribed."""
         for consumer in self._all():
             consumer.interest_changed()
 

@@ -45,33 +45,22 @@ class ConsumerView(Protocol):
     redeliver: list[int]
     pending: dict[int, Pending]
 
-    def pump(self) -> None:
-        """Deliver messages until the target or `max_ack_pending` stops it, or none is left."""
-        ...
+    def pump(self) -> None: ...
 
-    def delete(self) -> None:
-        """Delete the consumer."""
-        ...
+    def delete(self) -> None: ...
 
-    def at_limit(self) -> bool:
-        """Whether `max_ack_pending` stops the delivery."""
-        ...
+    def at_limit(self) -> bool: ...
 
-    def acknowledge(self, seq: int, delivery: int) -> bool:
-        """Process an acknowledgement."""
-        ...
+    def acknowledge(self, seq: int, delivery: int) -> bool: ...
 
-    def send_heartbeat(self, subject: str, *, stalled_on: str = "") -> None:
-        """Send an idle heartbeat."""
-        ...
+    def send_heartbeat(self, subject: str, *, stalled_on: str = "") -> None: ...
 
 
 class DeliveryTarget(abc.ABC):
-    """The destination of a consumer's messages."""
-
     def __init__(self, consumer: ConsumerView) -> None:
         self._consumer = consumer
         self._context = consumer.stream.context
+        self._send_status = self._context.send_status
 
     @property
     def waiting(self) -> int:
@@ -107,11 +96,7 @@ class DeliveryTarget(abc.ABC):
         """Handle that clients have subscribed or unsubscribed."""
 
     def info_json(self) -> dict[str, Any]:
-        """Return the target's own fields of an info reply."""
         return {}
-
-    def _send_status(self, reply: str, line: str, *lines: tuple[str, str]) -> None:
-        self._context.send(reply, header=headers.status(line, *lines))
 
 
 @dataclass(eq=False, slots=True)
@@ -144,7 +129,6 @@ class Pull(DeliveryTarget):
         self._watch_inactivity()
 
     def close(self) -> None:
-        """Stop, and end the waiting requests."""
         self._timer.cancel()
         self._inactivity.cancel()
         for each in self._queue:
@@ -153,15 +137,12 @@ class Pull(DeliveryTarget):
 
     @property
     def waiting(self) -> int:
-        """The number of waiting pull requests."""
         return len(self._queue)
 
     def ready(self) -> bool:
-        """Whether a request waits."""
         return bool(self._queue)
 
     def request(self, reply: str, payload: bytes) -> None:
-        """Queue a request for messages, or refuse it."""
         config, now = self._consumer.config, self._context.now
         try:
             wanted = _parse(payload)
@@ -184,7 +165,6 @@ class Pull(DeliveryTarget):
             self._consumer.pump()
 
     def take(self, size: int) -> str | None:
-        """Return the reply subject of the request that gets the next message, `None` if none is left."""
         while self._queue:
             each = self._queue.pop(0)
             if each.expires is not None and each.expires <= self._context.now:
@@ -312,25 +292,20 @@ class Push(DeliveryTarget):
             self._watch_inactivity()
 
     def close(self) -> None:
-        """Stop."""
         self._heartbeat.cancel()
         self._inactivity.cancel()
         self._context.router.unsubscribe(self._subscription)
 
     def info_json(self) -> dict[str, Any]:
-        """Return whether the deliver subject has a subscriber."""
         return {"push_bound": True} if self._active else {}
 
     def ready(self) -> bool:
-        """Whether the deliver subject has a subscriber, and flow control has room."""
         return self._active and not (self._window and self._unconfirmed > self._window)
 
     def request(self, reply: str, payload: bytes) -> None:
-        """Refuse a pull request."""
         self._send_status(reply, "409 Consumer is push based")
 
     def take(self, size: int) -> str | None:
-        """Return the deliver subject."""
         return self._subject
 
     def sent(self, size: int) -> None:
@@ -349,7 +324,6 @@ class Push(DeliveryTarget):
         """Do nothing: heartbeats have their own timer."""
 
     def interest_changed(self) -> None:
-        """Start or stop the delivery, depending on whether the deliver subject has a subscriber."""
         active = self._has_interest()
         if active == self._active:
             return

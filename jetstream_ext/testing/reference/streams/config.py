@@ -16,8 +16,6 @@ StreamConfig = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a configuration."""
-
     kind: gojson.Kind
     default: Any
     shown: bool = False
@@ -80,12 +78,10 @@ _FIELDS: dict[str, Field] = {
 
 
 def known_fields(table: dict[str, Field], profile: Profile) -> dict[str, Field]:
-    """Return the fields that a release knows."""
     return {name: each for name, each in table.items() if not each.since or getattr(profile, each.since)}
 
 
 def request_schema(profile: Profile) -> Struct:
-    """Return the fields of a create or update request."""
     fields = {name: each.kind for name, each in known_fields(_FIELDS, profile).items()}
     if profile.durable_sourcing:
         managed: dict[str, gojson.Kind] = {"server_managed": BOOL} if profile.draft else {}
@@ -100,12 +96,10 @@ def request_schema(profile: Profile) -> Struct:
 
 
 def invalid_config(text: str) -> ApiError:
-    """Return the error of an invalid configuration."""
     return api_error(10052, text)
 
 
 def is_asset_name(name: str) -> bool:
-    """Whether a name is valid for a stream or consumer."""
     return bool(name) and not any(char in ". \t\r\n\f*>\\/" for char in name)
 
 

@@ -26,21 +26,15 @@ class Readers(Protocol):
 
     def __len__(self) -> int: ...
 
-    def want(self, subject: str) -> bool:
-        """Whether the filter of a consumer matches a subject."""
-        ...
+    def want(self, subject: str) -> bool: ...
 
     def need(self, message: StoredMessage) -> bool:
         """Whether a consumer still has to process a message."""
         ...
 
-    def message_stored(self, message: StoredMessage) -> None:
-        """Handle a new message."""
-        ...
+    def message_stored(self, message: StoredMessage) -> None: ...
 
-    def messages_removed(self, messages: list[StoredMessage]) -> None:
-        """Handle the removal of messages."""
-        ...
+    def messages_removed(self, messages: list[StoredMessage]) -> None: ...
 
     def stream_purged(self, pattern: str) -> None:
         """Handle a purge of the messages that match a pattern; an empty one matches all."""
@@ -86,14 +80,6 @@ class Stream:
         readers: Readers,
         on_stored: Callable[[Stream, StoredMessage], None],
     ) -> None:
-        """Create an empty stream.
-
-        Args:
-            context: The server.
-            config: A checked configuration.
-            readers: The stream's consumers.
-            on_stored: Called with each new message, after the consumers: other streams may copy it.
-        """
         self.context = context
         self.config: StreamConfig = config
         self.created: int = context.now
@@ -110,12 +96,10 @@ class Stream:
 
     @property
     def name(self) -> str:
-        """The name."""
         return str(self.config["name"])
 
     @property
     def profile(self) -> Profile:
-        """The release of the server."""
         return self.context.profile
 
     @property
@@ -126,7 +110,6 @@ class Stream:
     # Life cycle.
 
     def update(self, config: StreamConfig) -> None:
-        """Apply another configuration."""
         lowered = 0 < config["max_msgs_per_subject"] < self.config["max_msgs_per_subject"]
         self.config = config
         self._expiry.restart((message.seq, self._expires_at(message)) for message in self.store)
@@ -137,7 +120,6 @@ class Stream:
                     self.remove(message.seq)
 
     def close(self) -> None:
-        """Stop expiring messages."""
         self._expiry.stop()
 
     # Adding messages.
@@ -234,7 +216,6 @@ class Stream:
     # Removing messages.
 
     def remove(self, seq: int) -> bool:
-        """Remove a message, and return whether it existed."""
         message = self.store.remove(seq)
         if message is not None:
             self._readers.messages_removed([message])
@@ -355,22 +336,23 @@ class Stream:
 
     def state_json(self, *, deleted: bool = False) -> dict[str, Any]:
         """Return the `state` of an info reply; `deleted` adds the deleted sequences."""
-        state = self.store.state()
+        store = self.store
+        first = store.get(store.first)
         shown: dict[str, Any] = {
-            "messages": state.messages,
-            "bytes": state.bytes,
-            "first_seq": state.first_seq,
-            "first_ts": times.ZERO_TIME if state.first_time is None else times.rfc3339(state.first_time),
-            "last_seq": state.last_seq,
-            "last_ts": times.ZERO_TIME if state.last_time is None else times.rfc3339(state.last_time),
+            "messages": len(store),
+            "bytes": store.bytes,
+            "first_seq": store.first,
+            "first_ts": times.ZERO_TIME if first is None else times.rfc3339(first.time),
+            "last_seq": store.last,
+            "last_ts": times.ZERO_TIME if store.last_time is None else times.rfc3339(store.last_time),
         }
-        if state.subjects:
-            shown["num_subjects"] = state.subjects
-        if state.deleted:
-            shown["num_deleted"] = state.deleted
+        if len(store):
+            shown["num_subjects"] = len(store.totals(">"))
+        if store.num_deleted:
+            shown["num_deleted"] = store.num_deleted
             if deleted:
-                shown["deleted"] = self.store.deleted()
-        if deleted and state.last_seq == state.first_seq == 0 and self.config["storage"] == "file":
+                shown["deleted"] = store.deleted()
+        if deleted and store.last == store.first == 0 and self.config["storage"] == "file":
             shown |= {"num_deleted": 1, "deleted": [0]}  # an empty file store reports sequence 0 as deleted
         shown["consumer_count"] = len(self._readers)
         return shown

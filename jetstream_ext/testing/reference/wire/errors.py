@@ -113,7 +113,6 @@ class ApiError(Exception):
         self.description = description
 
     def as_json(self) -> dict[str, object]:
-        """Return the value of the `error` field."""
         return {"code": self.code, "err_code": self.err_code, "description": self.description}
 
 

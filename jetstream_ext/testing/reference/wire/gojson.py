@@ -97,16 +97,12 @@ class Enum:
 
 @dataclass(frozen=True, slots=True)
 class Struct:
-    """A JSON object with these fields."""
-
     name: str
     fields: Mapping[str, "Kind"]
 
 
 @dataclass(frozen=True, slots=True)
 class ListOf:
-    """A JSON array of objects."""
-
     item: Struct
 
 
