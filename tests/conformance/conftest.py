@@ -140,7 +140,9 @@ class Raw:
 
 
 _TIME = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
-_REPLY = re.compile(r"(?<=\.)\d{19}(?=\.)|(?<=^\$JS\.FC\.S\.C\.).*")
+_NUMBERS = itertools.count(1)
+_REPLY_TIME = re.compile(r"(?<=\.)\d{19}(?=\.)")
+_FLOW_REPLY = re.compile(r"^(\$JS\.FC\.[^.]+\.[^.]+\.).*")
 _SUBSTITUTES = [
     (_TIME, b"<time>"),
     (re.compile(rb"\bN[A-Z2-7]{55}\b"), b"<server>"),
@@ -181,6 +183,7 @@ class Pair:
 
     def __init__(self, version: str, real: Address, reference: Address) -> None:
         self.version = version
+        self._number = next(_NUMBERS)
         self._addresses = (real, reference)
         self._count = itertools.count(1)
         self._barriers: dict[str, str] = {}
@@ -210,10 +213,24 @@ class Pair:
         frames = [frame for frame in frames if frame.subject.startswith("R.")] or frames
         return frames[0].json if frames and frames[0].payload else frames[0] if frames else None
 
-    def stream(self, name: str = "S", **config: Any) -> Any:
-        """Create a stream on `s.>` unless other subjects are given."""
+    @property
+    def name(self) -> str:
+        """The name of the test's main stream."""
+        return self.named("S")
+
+    def named(self, prefix: str) -> str:
+        """Return the name of a stream of this test; no other test uses it.
+
+        A real server removes the folder of a deleted stream some time after its answer. A new stream of the same name
+        would lose its folder, or start with the old messages and consumers.
+        """
+        return f"{prefix}{self._number:04d}"
+
+    def stream(self, name: str = "", **config: Any) -> Any:
+        """Create the stream `name`; by default on `s.>`, or on the prefix of a name from `named`."""
+        name = name or self.name
         if not config.get("mirror") and not config.get("sources"):
-            config.setdefault("subjects", [f"{name.lower()}.>"])
+            config.setdefault("subjects", [f"{name.rstrip('0123456789').lower()}.>"])
         config.setdefault("storage", "memory")
         assert self.try_stream({"name": name, **config})
         return self._created
@@ -306,8 +323,9 @@ class Pair:
         return found[1]
 
     def eventually(self, ask: Callable[[], object]) -> None:
-        """Ask until the servers agree: a real one's consumers hear of a message after it was acknowledged."""
-        for _ in range(20):
+        """Ask until the servers agree: a real server acknowledges a message before its consumers count it."""
+        end = time.monotonic() + TIMEOUT
+        while time.monotonic() < end:
             try:
                 ask()
             except pytest.fail.Exception:
@@ -354,7 +372,12 @@ class Pair:
             payload = json.loads(normalise(frame.payload))  # whose fields have no order that matters
             for name, field in self.hidden:
                 payload.get(name, {}).pop(field, None)
-        return (frame.subject, normalise(frame.header), payload, _REPLY.sub("<x>", frame.reply))
+        return (
+            frame.subject,
+            normalise(frame.header),
+            payload,
+            _FLOW_REPLY.sub(r"\1<id>", _REPLY_TIME.sub("<time>", frame.reply)),
+        )
 
 
 def headers(**lines: object) -> bytes:

@@ -181,7 +181,7 @@ class Player:
     def __init__(self, pair: Any, headers: Any, config: dict[str, Any]) -> None:
         self._pair = pair
         self._headers = headers
-        self._config = {"name": "S", "subjects": ["s.>"], "allow_direct": True, "storage": "memory", **config}
+        self._config = {"name": pair.name, "subjects": ["s.>"], "allow_direct": True, "storage": "memory", **config}
         if pair.since("2.12.0"):
             self._config["allow_atomic"] = True
         if pair.since("2.14.0"):
@@ -208,6 +208,8 @@ class Player:
         if not self._pair.since("2.11.0"):
             # There a header is not found behind a longer name that begins with its own.
             lines = dict(sorted(lines.items()))
+        if lines.get("Nats-Expected-Stream") == "S":
+            lines = lines | {"Nats-Expected-Stream": self._pair.name}
         found: bytes = self._headers(**{key.replace("-", "_"): value for key, value in lines.items()}) if lines else b""
         return found
 
@@ -253,27 +255,27 @@ class Player:
     def _get(self, **request: Any) -> None:
         if "last_by_subj" in request and self._hides_last():
             return
-        self._pair.publish("$JS.API.DIRECT.GET.S", json.dumps(request).encode(), wait=1)
+        self._pair.publish(f"$JS.API.DIRECT.GET.{self._pair.name}", json.dumps(request).encode(), wait=1)
 
     def _get_subject(self, subject: str) -> None:
         if self._hides_last():
             return
-        self._pair.publish(f"$JS.API.DIRECT.GET.S.{subject}", wait=1)
+        self._pair.publish(f"$JS.API.DIRECT.GET.{self._pair.name}.{subject}", wait=1)
 
     def _msg_get(self, **request: Any) -> None:
         if "last_by_subj" in request and self._hides_last():
             return
-        self._pair.api("STREAM.MSG.GET.S", request)
+        self._pair.api(f"STREAM.MSG.GET.{self._pair.name}", request)
 
     def _delete(self, seq: int) -> None:
         self._deleted = True
-        self._pair.api("STREAM.MSG.DELETE.S", {"seq": seq, "no_erase": True})
+        self._pair.api(f"STREAM.MSG.DELETE.{self._pair.name}", {"seq": seq, "no_erase": True})
 
     def _purge(self, **request: Any) -> None:
         if not self._pair.since("2.14.0"):
             # There a consumer hears of it in two ways, and which one wins shows here.
             self._pair.hidden.add(("ack_floor", "last_active"))
-        self._pair.api("STREAM.PURGE.S", request)
+        self._pair.api(f"STREAM.PURGE.{self._pair.name}", request)
 
     def _update(self, **config: Any) -> None:
         wanted = {
@@ -282,17 +284,17 @@ class Player:
             "storage": self._config["storage"],
             "first_seq": self._config.get("first_seq", 0),
         }
-        if "error" not in self._pair.api("STREAM.UPDATE.S", wanted):
+        if "error" not in self._pair.api(f"STREAM.UPDATE.{self._pair.name}", wanted):
             self._config = wanted
 
     def _info(self) -> None:
-        self._pair.api("STREAM.INFO.S", {"subjects_filter": ">", "deleted_details": True})
+        self._pair.api(f"STREAM.INFO.{self._pair.name}", {"subjects_filter": ">", "deleted_details": True})
 
     def _consumer(self, **config: Any) -> None:
         config = {"ack_policy": "explicit", "durable_name": "C", "ack_wait": 60 * SECOND, **config}
         if config.get("filter_subject") != self._filter:
             # A real server counts what is pending wrongly after an update of the filter.
-            self._pair.api("CONSUMER.DELETE.S.C")
+            self._pair.api(f"CONSUMER.DELETE.{self._pair.name}.C")
         self._filter = config.get("filter_subject")
         config = self._before_the_end(config, "opt_start_seq")
         if self._config.keys() & {"max_msgs", "max_bytes", "max_msgs_per_subject"}:
@@ -301,31 +303,31 @@ class Player:
         # 2.14 counts wrongly what is pending after a reset of such a consumer.
         if config.get("deliver_policy") == "last_per_subject" and not self._pair.since("2.15.0"):
             self._miscounts = True
-        self._pair.api("CONSUMER.CREATE.S.C", {"stream_name": "S", "config": config})
+        self._pair.api(f"CONSUMER.CREATE.{self._pair.name}.C", {"stream_name": self._pair.name, "config": config})
 
     def _before_the_end(self, request: dict[str, Any], start: str) -> dict[str, Any]:
         # A real server counts the messages below a start beyond the end as pending when they come.
         if start not in request:
             return request
-        end = self._pair.api("STREAM.INFO.S").get("state", {}).get("last_seq", 0) + 1
+        end = self._pair.api(f"STREAM.INFO.{self._pair.name}").get("state", {}).get("last_seq", 0) + 1
         return request | {start: min(request[start], end)}
 
     def _next(self, batch: int) -> None:
-        self._pair.publish("$JS.API.CONSUMER.MSG.NEXT.S.C", json.dumps({"batch": batch}).encode())
+        self._pair.publish(f"$JS.API.CONSUMER.MSG.NEXT.{self._pair.name}.C", json.dumps({"batch": batch}).encode())
 
     def _ack(self, seq: int, delivery: int, word: bytes) -> None:
-        self._pair.publish(f"$JS.ACK.S.C.1.{seq}.{delivery}.1.0", word)
+        self._pair.publish(f"$JS.ACK.{self._pair.name}.C.1.{seq}.{delivery}.1.0", word)
         # Real servers take acks at their leisure; what comes next may find the one or the other.
         self._consumer_info()
 
     def _consumer_info(self) -> None:
-        self._pair.eventually(lambda: self._pair.api("CONSUMER.INFO.S.C"))
+        self._pair.eventually(lambda: self._pair.api(f"CONSUMER.INFO.{self._pair.name}.C"))
 
     def _reset(self, **request: Any) -> None:
         if self._miscounts or not self._pair.since("2.14.0"):
             return
-        if self._pair.api("CONSUMER.NAMES.S")["consumers"]:
-            self._pair.api("CONSUMER.RESET.S.C", self._before_the_end(request, "seq"))
+        if self._pair.api(f"CONSUMER.NAMES.{self._pair.name}")["consumers"]:
+            self._pair.api(f"CONSUMER.RESET.{self._pair.name}.C", self._before_the_end(request, "seq"))
             # What nobody needs any more goes a moment later.
             self._pair.eventually(self._info)
 
