@@ -17,7 +17,7 @@ def lines(batch: str = "b", seq: object = 1, commit: str | None = None, **more: 
 
 @pytest.fixture
 def batches(pair: Any, headers: Any) -> Any:
-    """Send a batch of header lines and see the stream afterwards."""
+    """Send messages with these header lines, then compare the stream and the advisories."""
 
     def run(*messages: dict[str, object], **config: Any) -> None:
         if pair.since("2.12.0"):
@@ -181,7 +181,7 @@ def test_idle_batch_is_abandoned_after_its_timeout(raw_client: Any, headers: Any
             began = time.monotonic()
             raw.publish("s", header=headers(**lines()), reply="R.1")
             raw.wait(lambda raw=raw: len(raw.frames) == 3)
-            assert 0.8 < time.monotonic() - began < 8  # 10 s is what it would be otherwise
+            assert 0.8 < time.monotonic() - began < 8  # the default timeout is 10 s
             told.append([set(raw.frames[2].json), raw.frames[2].json["reason"], raw.frames[1:2]])
             raw.close()
         assert told[0] == told[1]

@@ -1,4 +1,4 @@
-"""How far a consumer is, where messages go before it comes to them, and acks come before their time."""
+"""The position of a consumer after purges, deletions, and acknowledgements that come too early."""
 
 import sys
 from pathlib import Path
@@ -32,10 +32,10 @@ PURGES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("storage", ["memory", "file"])
 def test_purge_moves_the_consumer(pair: Any, storage: str, pattern: str, taken: int, purge: dict[str, Any]) -> None:
     if not pair.since("2.11.0"):
-        # There it is the last sequence that was looked at.
+        # 2.10 reports the last sequence that it examined.
         pair.hidden |= {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
     if not pair.since("2.14.0"):
-        pair.hidden.add(("ack_floor", "last_active"))  # either of two ways to hear of it may win there
+        pair.hidden.add(("ack_floor", "last_active"))  # older releases notify the consumer in two ways, in either order
     pair.stream(storage=storage, max_msgs=5)
     create(pair, filter_subject=pattern)
     for subject in ("s.a", "s.b", "s.a"):
@@ -57,8 +57,8 @@ def test_last_per_subject_waits_at_a_deleted_message(pair: Any) -> None:
         pair.publish(subject)
     create(pair, deliver_policy="last_per_subject", filter_subject="s.*")
     pair.api(f"STREAM.PURGE.{pair.name}", {"filter": "s.a"})
-    pull(pair, {"batch": 1}, wait=0)  # finds the hole, and waits for something to happen
-    assert len(pair.publish("s.b", wait=2)) == 2  # the ack, and what was pulled
+    pull(pair, {"batch": 1}, wait=0)  # finds the deleted message, and waits for the next event
+    assert len(pair.publish("s.b", wait=2)) == 2  # the ack and the pulled message
     info(pair)
 
 

@@ -200,7 +200,7 @@ def test_last_per_subject_loses_a_message_too_large_for_a_request(newest: Any) -
         newest.publish(subject, b"x")
     create(newest, deliver_policy="last_per_subject", filter_subject="s.*")
     pull(newest, {"batch": 1, "max_bytes": 10})
-    # What is pending is another number on a real server, in the replies too: it goes on counting the lost message.
+    # The numbers of pending messages differ, in the replies as well: a real server still counts the lost message.
     for raw in newest._clients:
         raw.publish(f"$JS.API.CONSUMER.MSG.NEXT.{newest.name}.C", b'{"batch":2,"expires":200000000}', reply="R.last")
         assert raw.wait(lambda raw=raw: bool(raw.frames) and raw.frames[-1].status.startswith("408"))
@@ -243,10 +243,10 @@ def test_naks_and_timeouts_redeliver(stream: Any) -> None:
     ack(stream, 1, b"-NAK")
     pull(stream, {"batch": 1, "no_wait": True})
     ack(stream, 2, b'-NAK {"delay": 100000000}')
-    time.sleep(0.25)  # the delay is over, and what waits for its acknowledgement is still waited for
+    time.sleep(0.25)  # longer than the delay, shorter than ack_wait
     pull(stream, {"batch": 1, "no_wait": True})
     info(stream)
-    time.sleep(0.8)  # no acknowledgement is waited for any more
+    time.sleep(0.8)  # longer than ack_wait
     pull(stream, {"batch": 10, "no_wait": True}, wait=6)
     info(stream)
 
@@ -301,7 +301,7 @@ def test_max_ack_pending_stops_delivery_until_an_ack(stream: Any) -> None:
 )
 def test_push_consumer_delivers_the_same_messages(stream: Any, config: dict[str, Any]) -> None:
     if "filter_subjects" in config and not stream.since("2.11.0"):
-        # There it is the last sequence that was looked at.
+        # 2.10 reports the last sequence that it examined.
         stream.hidden |= {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
     stream.raw(b"SUB Q.out 7\r\n")
     create(stream, deliver_subject="Q.out", **config)

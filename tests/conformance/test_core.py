@@ -1,4 +1,4 @@
-"""Core NATS: greeting, subscriptions, queue groups, errors."""
+"""Core NATS: INFO, subscriptions, queue groups, errors."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 
 def both(pair: Any, data: bytes, *, lines: int = 0, **connect: Any) -> tuple[Any, Any]:
-    """Send to a fresh connection of each, and return them after a PONG, or the end of the connection."""
+    """Send to a new connection of each server; return the connections after a PONG or their end."""
     clients = pair.fresh(**connect)
     for raw in clients:
         raw.send(data + b"PING\r\n")
@@ -16,7 +16,7 @@ def both(pair: Any, data: bytes, *, lines: int = 0, **connect: Any) -> tuple[Any
 
 
 def shown(raw: Any) -> tuple[list[str], list[Any]]:
-    """What a connection got, but for the greeting."""
+    """Return everything that a connection received, except INFO."""
     return [line for line in raw.lines if not line.startswith("INFO")], raw.frames
 
 

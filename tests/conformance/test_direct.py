@@ -1,4 +1,4 @@
-"""Direct Get in every form, frame by frame."""
+"""Every form of Direct Get, frame by frame."""
 
 import itertools
 import json

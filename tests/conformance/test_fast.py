@@ -6,7 +6,7 @@ import pytest
 
 
 class Publisher:
-    """Sends messages of fast batches, from a short notation.
+    """Sends messages of fast batches, written in a short notation.
 
     `"1 2 5 7c"` are sequences; a letter after one is the operation: `c` commit, `e` end, `p` ping, `s` start;
     otherwise 1 is a start and the others are appends. `x:3` is sequence 3 of batch `x`.
@@ -37,7 +37,7 @@ def fast(pair: Any, headers: Any) -> Any:
         if pair.since("2.14.0"):
             config.setdefault("allow_batched", True)
         else:
-            config.pop("allow_batched", None)  # unknown there, and an error in 2.12
+            config.pop("allow_batched", None)  # older releases do not know it, and 2.12 refuses it
         pair.stream(**config)
         return Publisher(pair, headers, flow, gap)
 
@@ -135,7 +135,9 @@ def test_reply_subjects_are_parsed_alike(fast: Any, pair: Any) -> None:
     ],
     ids=str,
 )
-def test_headers_of_messages_are_checked(fast: Any, pair: Any, headers: Any, gap: str, at: str, lines: dict[str, object]) -> None:
+def test_headers_of_messages_are_checked(
+    fast: Any, pair: Any, headers: Any, gap: str, at: str, lines: dict[str, object]
+) -> None:
     publisher = fast(flow=2, gap=gap)
     pair.publish("s.a", header=headers(Nats_Msg_Id="old"))
     if at.startswith("2"):

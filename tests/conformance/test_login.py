@@ -1,4 +1,4 @@
-"""Users, tokens and permissions, with the same rules in a configuration file of the real server."""
+"""Users, tokens and permissions; the real server gets the same rules in its configuration."""
 
 import json
 from collections.abc import Iterator

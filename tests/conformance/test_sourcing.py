@@ -84,7 +84,9 @@ def test_mirror_keeps_sequences(newest: Any, headers: Any) -> None:
 
 @pytest.mark.parametrize("retention", ["workqueue", "interest"])
 @pytest.mark.parametrize("kind", ["mirror", "source"])
-def test_copied_messages_leave_work_queue_and_interest_streams(newest: Any, headers: Any, retention: str, kind: str) -> None:
+def test_copied_messages_leave_work_queue_and_interest_streams(
+    newest: Any, headers: Any, retention: str, kind: str
+) -> None:
     origin, copy = newest.named("O"), newest.named("C")
     newest.stream(origin, retention=retention)
     for raw in newest._clients:
@@ -131,7 +133,9 @@ def test_source_copies_through_a_durable_consumer(newest: Any, headers: Any) -> 
     ids=str,
 )
 @pytest.mark.parametrize("more", [{}, {"opt_start_seq": 5}, {"filter_subject": "a"}], ids=str)
-def test_durable_sourcing_configurations_are_checked_alike(pair: Any, consumer: dict[str, Any], more: dict[str, Any]) -> None:
+def test_durable_sourcing_configurations_are_checked_alike(
+    pair: Any, consumer: dict[str, Any], more: dict[str, Any]
+) -> None:
     source = {"name": pair.named("O"), "consumer": consumer, **more}
     for name, wanted in ((pair.named("C"), {"sources": [source]}), (pair.named("D"), {"mirror": source})):
         pair.api(f"STREAM.CREATE.{name}", {"name": name, "storage": "memory", **wanted})

@@ -257,7 +257,9 @@ def test_denied_operations_are_refused(pair: Any) -> None:
     ],
     ids=str,
 )
-def test_limits_remove_or_refuse_the_same_messages(pair: Any, headers: Any, storage: str, limits: dict[str, Any]) -> None:
+def test_limits_remove_or_refuse_the_same_messages(
+    pair: Any, headers: Any, storage: str, limits: dict[str, Any]
+) -> None:
     pair.stream(storage=storage, **limits)
     for index in range(8):
         pair.publish(f"s.{'abc'[index % 3]}", b"x" * (index * 3), header=headers(A="b") if index % 4 == 3 else b"")

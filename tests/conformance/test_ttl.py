@@ -1,4 +1,4 @@
-"""What is left after TTLs and ages have run out, and the markers that stay. The real clock, so few tests."""
+"""Expiry by TTL and by age, and delete markers. These tests wait for the real clock, so they are few."""
 
 import time
 from typing import Any
@@ -41,7 +41,7 @@ def test_ttl_and_max_age_expire_the_same_messages(pair: Any, headers: Any) -> No
 
 
 def test_max_age_expires_delete_markers(newest: Any) -> None:
-    # The markers live as long as the age of the stream lets them: there is little time to see them.
+    # The markers also expire with the age of the stream, so there is little time to see them.
     newest.stream(newest.named("A"), subject_delete_marker_ttl=60 * SECOND, max_age=2 * SECOND, max_msgs_per_subject=1)
     newest.publish("a.x", b"1")
     newest.publish("a.y", b"2")
@@ -70,5 +70,5 @@ def test_update_changes_the_expiry_of_stored_messages(newest: Any, config: dict[
         f"STREAM.UPDATE.{name}",
         {"name": name, "subjects": ["u.>"], "storage": "memory", "max_age": 3600 * SECOND, **config},
     )
-    time.sleep(1.4)  # one of the two does not expire: there is nothing to wait for
+    time.sleep(1.4)  # one of the two does not expire, so there is no event to wait for
     newest.api(f"STREAM.INFO.{name}")

@@ -103,7 +103,7 @@ def test_failed_installation_shows_the_reason_and_leaves_no_files(cache: Path, m
 
 
 def test_two_processes_may_install_the_same_version_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The other one finishes while ours is at work.
+    # The other process finishes its installation during ours.
     finish_first = f"shutil.copytree(scripts.parent, {str(cache / '0.0.1')!r})"
     set_installer(monkeypatch, FAKE_PIP + finish_first)
     assert process.server_version(process.find_server("0.0.1"))
