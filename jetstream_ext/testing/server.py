@@ -227,7 +227,7 @@ class NatsServer(Lifecycle):
         """Put a file into the folder of the default account's streams, so that it is never empty.
 
         Servers up to 2.15 remove an empty folder some time after the last stream was deleted. A stream that is created
-        meanwhile may then fail with error 10049: one in 160 in a test that does nothing else.
+        meanwhile may then fail with error 10049.
         """
         streams = self.store_dir / "jetstream" / "$G" / "streams"
         streams.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,10 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request of the JSON API; `names` are the tokens of its subject after those of the route."""
+    """A request of the JSON API; `names` are the tokens of its subject after those of the route.
+
+    The methods raise an `ApiError` with the refusal.
+    """
 
     jetstream: JetStream
     route: Route
@@ -74,22 +77,12 @@ class Request:
         return self.jetstream.context.profile
 
     def find_stream(self) -> HostedStream:
-        """Return the stream that the first name refers to.
-
-        Raises:
-            ApiError: The stream does not exist.
-        """
         hosted = self.jetstream.streams.get(self.names[0])
         if hosted is None:
             raise api_error(10059)
         return hosted
 
     def decode(self, schema: Struct) -> dict[str, Any]:
-        """Decode the payload.
-
-        Raises:
-            ApiError: The payload does not match the schema.
-        """
         if not self.message.payload and self.profile.empty_request_is_default:
             return {}
         try:
@@ -98,11 +91,7 @@ class Request:
             raise api_error(10025, error) from None
 
     def decode_optional(self, schema: Struct) -> dict[str, Any]:
-        """Decode the payload of a request that needs none.
-
-        Raises:
-            ApiError: The payload does not match the schema.
-        """
+        """Decode the payload of a request that needs none."""
         if self.profile.empty_request_is_default:
             given = self.message.payload.lstrip(b" \t\r\n")[:1] in (b"{", b"[")
         else:
@@ -110,7 +99,6 @@ class Request:
         return self.decode(schema) if given else {}
 
     def require_empty(self) -> None:
-        """Raise an `ApiError` if the request has a payload."""
         if not _is_empty(self.message.payload):
             raise api_error(10038)
 

@@ -71,13 +71,7 @@ class HostedStream:
         self.fast.leader_changed()
 
     def info_json(self, *, deleted: bool = False, cluster: bool = False, stored: bool = False) -> dict[str, Any]:
-        """Return the fields of an info reply.
-
-        Args:
-            deleted: Whether to list the deleted sequences.
-            cluster: Whether to name the leader.
-            stored: Whether to leave out the fields of the running server; see `config_json`.
-        """
+        """Return the fields of an info reply; see `config_json` for `stored`."""
         info = self.stream.info_json(deleted=deleted, stored=stored)
         if cluster:
             info["cluster"] = {"leader": self._context.server_id}

@@ -13,7 +13,7 @@ from .engine import MAX_PAYLOAD, Engine
 from .faults import Faults
 from .releases import DIALECTS, Profile
 from .router import User
-from .wire.protocol import Close, Command, Output, Parser, encode
+from .wire.protocol import Close, Output, Parser, encode
 from .wire.times import SECOND
 
 
@@ -272,7 +272,8 @@ class ReferenceServer:
             self._send(self.engine.attach(connection, self._clock.now()))
             while data := await reader.read(_READ_SIZE):
                 for command in parser.feed(data):
-                    self._handle(connection, command)
+                    if connection in self._writers:
+                        self._send(self.engine.handle(connection, command, self._clock.now()))
                 await writer.drain()
         except ConnectionError:
             pass  # the client has closed the connection; `detach` follows
@@ -283,10 +284,6 @@ class ReferenceServer:
             if self._writers.pop(connection, None) is not None:
                 self._send(self.engine.detach(connection, self._clock.now()))
             writer.close()
-
-    def _handle(self, connection: int, command: Command) -> None:
-        if connection in self._writers:
-            self._send(self.engine.handle(connection, command, self._clock.now()))
 
     def _send(self, outputs: list[Output]) -> None:
         for output in outputs:

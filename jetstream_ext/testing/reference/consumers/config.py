@@ -73,11 +73,7 @@ def consumer_schema(profile: Profile) -> Struct:
 def check_consumer(
     request: dict[str, Any], stream: StreamConfig, profile: Profile, *, pedantic: bool
 ) -> ConsumerConfig:
-    """Return the configuration of a create request, with the defaults filled in.
-
-    Raises:
-        ApiError: The server refuses the configuration.
-    """
+    """Return the configuration of a create request with the defaults filled in, or raise an `ApiError`."""
     config = {name: each.default for name, each in _FIELDS.items()} | request
     _set_defaults(config, stream, profile, pedantic)
     for name, what in (("name", "consumer name"), ("durable_name", "consumer durable name")):
@@ -212,10 +208,9 @@ def set_inactive_threshold(config: ConsumerConfig) -> None:
 
 
 def check_consumer_update(old: ConsumerConfig, new: ConsumerConfig, *, bound: bool) -> None:
-    """Check that a configuration may replace another; `bound` says whether the old deliver subject has a subscriber.
+    """Raise an `ApiError` if a configuration may not replace another.
 
-    Raises:
-        ApiError: The server refuses the change.
+    `bound` says whether the old deliver subject has a subscriber.
     """
     fixed = (
         ("deliver_policy", "deliver policy"),

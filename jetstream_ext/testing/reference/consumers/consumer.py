@@ -12,7 +12,7 @@ from ..streams.stream import Stream
 from ..wire import gojson, headers, subjects, times
 from ..wire.errors import api_error
 from .config import ConsumerConfig, check_consumer, check_consumer_update, consumer_json, set_inactive_threshold
-from .delivery import DeliveryTarget, Pull, Push
+from .delivery import Pull, Push
 from .position import Cursor, Pair, Pending, Progress, moved_floor
 
 
@@ -38,7 +38,7 @@ class Consumer:
         self._ack_timer = Timer(stream.context, self._expire)
         self._pause_timer = Timer(stream.context, self.pump)
         self._subscriptions = self._respond()
-        self._target: DeliveryTarget = Push(self) if config["deliver_subject"] else Pull(self)
+        self._target: Pull | Push = Push(self) if config["deliver_subject"] else Pull(self)
         self._watch_pause()
 
     def _respond(self) -> list[Subscription]:
@@ -86,10 +86,7 @@ class Consumer:
         self._pause_timer.set(self.config["pause_until"] if self.paused_for else None)
 
     def reset(self, seq: int) -> int:
-        """Restart at a sequence, or after the acknowledgement floor if it is 0.
-
-        Returns:
-            The first sequence to be delivered.
+        """Restart at a sequence, or after the acknowledgement floor if it is 0; return the first sequence to deliver.
 
         Raises:
             ValueError: The deliver policy does not allow this sequence; the text is the server's.
@@ -317,7 +314,7 @@ class Consumer:
         self.pump()
 
     def _give_up(self, seq: int, count: int) -> None:
-        """Deliver a message no more, and publish the advisory the first time."""
+        """Stop delivering a message, and publish the advisory the first time."""
         if count == self.config["max_deliver"]:
             self.stream.send_advisory(
                 f"CONSUMER.MAX_DELIVERIES.{self.stream.name}.{self.name}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import re
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -56,7 +55,13 @@ class ConsumerView(Protocol):
     def send_heartbeat(self, subject: str, *, stalled_on: str = "") -> None: ...
 
 
-class DeliveryTarget(abc.ABC):
+class _Delivery:
+    """What pull and push delivery have in common.
+
+    If `ready`, the consumer calls `take` with the size of its next message, sends the message to the returned subject, and
+    calls `sent`; `None` means that the message cannot be delivered now. It calls `idle` when it has nothing more to deliver.
+    """
+
     def __init__(self, consumer: ConsumerView) -> None:
         self._consumer = consumer
         self._context = consumer.stream.context
@@ -67,33 +72,11 @@ class DeliveryTarget(abc.ABC):
         """The number of waiting pull requests."""
         return 0
 
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Stop."""
-
-    @abc.abstractmethod
-    def request(self, reply: str, payload: bytes) -> None:
-        """Handle a pull request."""
-
-    @abc.abstractmethod
-    def ready(self) -> bool:
-        """Whether a message can be delivered."""
-
-    @abc.abstractmethod
-    def take(self, size: int) -> str | None:
-        """Return the subject for the next message, of this size; `None` if it cannot be delivered."""
-
-    @abc.abstractmethod
-    def sent(self, size: int) -> None:
-        """Handle that the message has been sent."""
-
-    @abc.abstractmethod
     def idle(self, *, end_of_stream: bool) -> None:
-        """Handle that no more messages can be delivered for now."""
+        """Do nothing; push delivery has a timer for its heartbeats."""
 
-    @abc.abstractmethod
     def interest_changed(self) -> None:
-        """Handle that clients have subscribed or unsubscribed."""
+        """Do nothing; pull delivery checks the interest in a reply subject at each delivery."""
 
     def info_json(self) -> dict[str, Any]:
         return {}
@@ -116,7 +99,7 @@ class _Request:
         return (("Nats-Pending-Messages", str(self.left)), ("Nats-Pending-Bytes", str(self.max_bytes)))
 
 
-class Pull(DeliveryTarget):
+class Pull(_Delivery):
     """Deliver to a queue of pull requests."""
 
     def __init__(self, consumer: ConsumerView) -> None:
@@ -199,9 +182,6 @@ class Pull(DeliveryTarget):
         """End the requests that do not wait any longer."""
         self._expire(end_of_stream=end_of_stream)
 
-    def interest_changed(self) -> None:
-        """Do nothing: the interest in a reply subject is checked at each delivery."""
-
     def _has_room(self, reply: str, wanted: dict[str, Any]) -> bool:
         consumer = self._consumer
         if wanted.get("no_wait", False):
@@ -270,7 +250,7 @@ def _parse(payload: bytes) -> dict[str, Any]:
     return wanted
 
 
-class Push(DeliveryTarget):
+class Push(_Delivery):
     """Deliver to a subject, with heartbeats and flow control."""
 
     def __init__(self, consumer: ConsumerView) -> None:
@@ -319,9 +299,6 @@ class Push(DeliveryTarget):
             self._send_flow_request()
         elif self._open_request and self._unconfirmed - self._confirming >= self._window:
             self._confirming += size
-
-    def idle(self, *, end_of_stream: bool) -> None:
-        """Do nothing: heartbeats have their own timer."""
 
     def interest_changed(self) -> None:
         active = self._has_interest()

@@ -138,13 +138,9 @@ class Progress:
 
 
 def moved_floor(pending: dict[int, Pending], floor: Pair, top: Pair, done: Pair) -> Pair:
-    """Return the acknowledgement floor after a message is acknowledged or given up.
+    """Return the acknowledgement floor after the message `done` is acknowledged or no longer delivered.
 
-    Args:
-        pending: The messages that are still unacknowledged, by stream sequence.
-        floor: The floor so far.
-        top: The floor if no message is unacknowledged.
-        done: The sequences of the message.
+    `pending` are the messages that are still unacknowledged, by stream sequence. `top` is the floor if there are none.
     """
     delivery, seq = done
     if not pending:

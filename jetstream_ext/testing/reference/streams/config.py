@@ -104,15 +104,9 @@ def is_asset_name(name: str) -> bool:
 
 
 def check_create(request: dict[str, Any], profile: Profile, find: Callable[[str], StreamConfig | None]) -> StreamConfig:
-    """Return the configuration of a create request, with the defaults filled in.
+    """Return the configuration of a create request with the defaults filled in, or raise an `ApiError`.
 
-    Args:
-        request: The decoded request.
-        profile: The release.
-        find: Looks up the configuration of another stream.
-
-    Raises:
-        ApiError: The server refuses the configuration.
+    `find` looks up the configuration of another stream.
     """
     pedantic = request.get("pedantic", False)
     config = {name: request.get(name, each.default) for name, each in _FIELDS.items()}
@@ -155,7 +149,7 @@ def check_create(request: dict[str, Any], profile: Profile, find: Callable[[str]
     _check_cycle(config, find)
     _check_subjects(config, profile)
     if profile.draft:
-        config["allow_direct"] = config["max_msgs_per_subject"] > 0  # the request has no say in it
+        config["allow_direct"] = config["max_msgs_per_subject"] > 0  # the field of the request has no effect
     return config
 
 
@@ -299,11 +293,7 @@ def _check_subjects(config: StreamConfig, profile: Profile) -> None:
 
 
 def check_update(old: StreamConfig, new: StreamConfig, profile: Profile) -> None:
-    """Check that a configuration may replace another, and complete it.
-
-    Raises:
-        ApiError: The server refuses the change.
-    """
+    """Raise an `ApiError` if a configuration may not replace another; complete the new one."""
     if new["num_replicas"] > 1 and profile.refuses_replicas_on_update:
         raise api_error(10074)
     if new["storage"] != old["storage"]:

@@ -10,11 +10,7 @@ from ..wire.errors import ApiError, api_error
 
 
 def message_ttl(profile: Profile, header: bytes) -> int:
-    """Return the TTL of a message in whole seconds, 0 for none and -1 for never.
-
-    Raises:
-        ApiError: The header has no valid TTL.
-    """
+    """Return the TTL of a message in whole seconds, 0 for none and -1 for never; raise an `ApiError` if it is invalid."""
     if not profile.ttl:
         return 0
     if profile.draft and headers.get(header, "Nats-No-Expire") == "1":

@@ -1,4 +1,7 @@
-"""One published message: its checks, storing it, and the answer to its publisher."""
+"""One published message: its checks, storing it, and the answer to its publisher.
+
+A check raises an `ApiError` with the refusal, a `DuplicateMessageError`, or an `UnansweredRefusalError`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,24 +42,14 @@ class Staged:
 
 
 def check_intake(stream: Stream, header: bytes, payload: bytes) -> None:
-    """Make the checks that precede those of a batch: sealed stream and message size.
-
-    Raises:
-        ApiError: The server refuses the message.
-    """
+    """Make the checks that precede those of a batch: sealed stream and message size."""
     if stream.config["sealed"]:
         raise api_error(10109)
     _check_message_size(stream, header, payload)
 
 
 def check_single(stream: Stream, subject: str, header: bytes, payload: bytes) -> None:
-    """Check a message that is not part of a batch.
-
-    Raises:
-        ApiError: The server refuses the message.
-        DuplicateMessageError: Its id is a duplicate.
-        UnansweredRefusalError: The release drops the message without an answer.
-    """
+    """Check a message that is not part of a batch."""
     profile, config = stream.profile, stream.config
     if config["sealed"]:
         raise api_error(10109)
@@ -85,24 +78,14 @@ def check_single(stream: Stream, subject: str, header: bytes, payload: bytes) ->
 
 
 def check_last_id(stream: Stream, header: bytes) -> None:
-    """Check `Nats-Expected-Last-Msg-Id`, also of a message in a batch.
-
-    Raises:
-        ApiError: Another id was published last.
-    """
+    """Check `Nats-Expected-Last-Msg-Id`, also of a message in a batch."""
     wanted = headers.get(header, "Nats-Expected-Last-Msg-Id")
     if wanted and wanted != stream.last_msg_id:
         raise api_error(10070, stream.last_msg_id)
 
 
 def check_staged(stream: Stream, staged: Staged, subject: str, header: bytes, payload: bytes) -> None:
-    """Check a message of a batch against the stream and the earlier messages, and add it to `staged`.
-
-    Raises:
-        ApiError: The server refuses the message.
-        DuplicateMessageError: Its id is a duplicate.
-        UnansweredRefusalError: The release drops the message without an answer.
-    """
+    """Check a message of a batch against the stream and the earlier messages, and add it to `staged`."""
     profile, config = stream.profile, stream.config
     rollup = ""
     if header:
@@ -236,16 +219,10 @@ def publish(
     batch: Batch | None = None,
     on_stored: Callable[[int], None] | None = None,
 ) -> None:
-    """Store a message and answer its publisher.
+    """Check a message, store it, and answer its publisher if there is a `reply` subject.
 
-    Args:
-        stream: The stream.
-        subject: The subject.
-        header: The header block.
-        payload: The payload.
-        reply: Where the answer goes; empty for none.
-        batch: The batch of the message. Its batch has then made all checks but one.
-        on_stored: Called with the sequence of the stored message, instead of sending a PubAck.
+    The messages of a `batch` were checked when they were staged, except for one header. `on_stored` is called with the
+    sequence of the stored message, instead of sending a PubAck.
     """
     answers = bool(reply) and not stream.config["no_ack"]
     send, profile = stream.context.send, stream.profile

@@ -155,12 +155,7 @@ class Stream:
     def append_copy(self, subject: str, header: bytes, payload: bytes, *, seq: int = 0, time: int = 0) -> None:
         """Store a message of another stream, without the checks of a publisher's message.
 
-        Args:
-            subject: The subject.
-            header: The header block.
-            payload: The payload.
-            seq: The sequence of the message in a mirror; 0 is the next one.
-            time: The time of the message in a mirror; 0 is now.
+        A mirror keeps the sequence and time of the original; 0 means the next sequence and the current time.
         """
         msg_id = (headers.get(header, "Nats-Msg-Id") or "") if not seq else ""
         if msg_id and self.duplicate_of(msg_id):
@@ -238,11 +233,7 @@ class Stream:
                 self.store.compact(1)
 
     def purge(self, pattern: str = "", *, seq: int = 0, keep: int = 0) -> int:
-        """Remove messages: all that match a pattern, only those below `seq`, or all but the last `keep`.
-
-        Returns:
-            How many messages were removed.
-        """
+        """Remove all messages that match a pattern, only those below `seq`, or all but the last `keep`; return how many."""
         removed = self._purge(pattern, seq, keep)
         self._readers.stream_purged(pattern)
         return removed
@@ -313,13 +304,7 @@ class Stream:
     # Replies and advisories.
 
     def send_advisory(self, subject: str, kind: str, fields: dict[str, Any]) -> None:
-        """Publish an advisory about the stream.
-
-        Args:
-            subject: The subject without the prefix `$JS.EVENT.ADVISORY.`.
-            kind: The last part of the advisory's type.
-            fields: Its fields, in addition to type, id, time and stream.
-        """
+        """Publish an advisory; `subject` is without its prefix, and `kind` is the last part of the advisory's type."""
         advisory = {
             "type": f"io.nats.jetstream.advisory.v1.{kind}",
             "id": self.context.make_name(22),

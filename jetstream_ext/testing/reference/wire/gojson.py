@@ -123,12 +123,7 @@ def quote(text: str) -> str:
 
 
 def decode(data: bytes, schema: Struct, *, strict: bool) -> dict[str, Any]:
-    """Decode a request into a dict of the fields it has.
-
-    Args:
-        data: The request.
-        schema: The known fields. As in Go, the case of a name does not matter.
-        strict: Whether to refuse an unknown field.
+    """Decode a request into a dict of the fields it has. As in Go, the case of a name does not matter.
 
     Raises:
         JsonError: The request is not JSON, a value has the wrong type, or a field is unknown and `strict` is set.
