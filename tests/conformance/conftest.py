@@ -256,9 +256,7 @@ class Pair:
                 raw.frames.clear()
                 raw.publish(f"$JS.API.STREAM.CREATE.{name}", payload, reply="R.create")
                 raw.wait(lambda raw=raw: bool(raw.frames))
-                answer = raw.frames[0].json
-                no_store = answer.get("error", {}).get("err_code") == 10049
-                if attempt == 19 or not (no_store or answer.get("state", {}).get("messages")):
+                if attempt == 19 or raw.frames[0].json.get("error", {}).get("err_code") != 10049:
                     break
                 raw.publish(f"$JS.API.STREAM.DELETE.{name}", reply="R.delete")
                 raw.wait(lambda raw=raw: len(raw.frames) > 1)

@@ -1,4 +1,4 @@
-"""Fast batches: each message is stored at once, and frames report progress, gaps and errors now and then (ADR-50).
+"""Fast batches: the server stores each message at once, and sends frames about progress, gaps and errors (ADR-50).
 
 `gaps` decides what happens to a message that is out of order.
 """
