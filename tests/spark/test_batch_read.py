@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 
 # Java starts once for all of them.
-pytestmark = pytest.mark.timeout(300)
 
 DDL = "stream string, seq bigint, subject string, time timestamp, data binary, headers map<string,array<string>>"
 

@@ -35,7 +35,6 @@ JOB = Path(__file__).with_name("fault_job.py")
 TRANSACTION = max(50, min(999, ROWS // 80))
 EXACT = ["dedupe", "transactional"]
 
-pytestmark = pytest.mark.timeout(600)
 as_they_come = pytest.mark.skipif(
     not _HAS_STREAM_ARROW, reason="Spark 4.0 hands a sink all rows of a partition at once"
 )

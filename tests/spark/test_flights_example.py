@@ -28,7 +28,6 @@ def example() -> ModuleType:
     return module
 
 
-@pytest.mark.timeout(300)
 def test_a_few_flights(
     spark: SparkSession, example: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -43,7 +42,6 @@ def test_a_few_flights(
     assert err == ""
 
 
-@pytest.mark.timeout(300)
 def test_as_json(
     spark: SparkSession, example: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

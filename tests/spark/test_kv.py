@@ -218,7 +218,6 @@ def test_more_keys_than_a_listing_has(make: Callable[..., str], read: Read, monk
     assert values(read(bucket)) == TEN
 
 
-@pytest.mark.timeout(180)
 def test_replicas(with_js: Any, read: Read) -> None:
     with NatsCluster() as cluster:
         url = cluster.servers[0].url
@@ -282,7 +281,6 @@ def test_a_key_that_clients_refuse_is_read(with_js: Any, read: Read, make: Calla
     assert values(read(bucket)) == TEN | {"ключ": b"odd"}
 
 
-@pytest.mark.timeout(300)
 def test_through_spark(spark: SparkSession, server: NatsServer, make: Callable[..., str]) -> None:
     bucket = make(ten, history=3)
     reader = spark.read.format("jetstream_kv").option("servers", server.url)

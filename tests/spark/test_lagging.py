@@ -60,7 +60,6 @@ def read_and_write(with_js: Any, url: str, stream: str) -> None:
     with_js(rounds, url)
 
 
-@pytest.mark.timeout(180)
 def test_replicas(with_js: Any, cache: Connections) -> None:
     with NatsCluster() as cluster:
         config = StreamConfig(name="R", subjects=["R.*"], allow_direct=True, num_replicas=3)

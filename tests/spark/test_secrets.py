@@ -115,7 +115,6 @@ def servers(tmp_path: Path) -> Iterator[dict[str, dict[str, str]]]:
         }
 
 
-@pytest.mark.timeout(400)
 def test_no_secret_is_written_down(servers: dict[str, dict[str, str]], with_js: Any, tmp_path: Path) -> None:
     secrets, password, nkey = servers["secrets"], servers["password"], servers["nkey"]
 
@@ -183,7 +182,7 @@ def test_no_secret_is_written_down(servers: dict[str, dict[str, str]], with_js: 
         stderr=subprocess.STDOUT,
         env=environment,
         cwd=tmp_path,
-        timeout=360,
+        timeout=540,
         check=False,
     )
     log = done.stdout

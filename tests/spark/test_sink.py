@@ -18,8 +18,6 @@ from jetstream_ext.testing import NatsServer
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, DataFrameWriter, SparkSession
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture
 def make(with_js: Any, stream_name: Callable[[], str]) -> Callable[..., str]:

@@ -18,8 +18,6 @@ from jetstream_ext.testing import NatsServer
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(300)
-
 
 class Query:
     """A streaming query from a stream into Parquet."""

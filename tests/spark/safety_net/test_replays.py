@@ -245,7 +245,6 @@ def losing_a_row_and_failing(url: str, source: str, out: str) -> Any:
     return work
 
 
-@pytest.mark.timeout(300)
 @row_by_row
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize(
