@@ -11,8 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["MINIMUM_JAVA", "Java", "JavaError", "require_java"]
-
 MINIMUM_JAVA = 17
 """The oldest major version of Java that Spark 4 runs on."""
 

@@ -1,8 +1,8 @@
 """The `jetstream_kv` data source: a bucket as a table, read through `jetstream_ext.kv`.
 
 The driver lists the keys and pins the revision. Each executor reads some of the keys as of that revision with
-`kv.snapshot`, which decides whether an answer of a replica or mirror is complete and current. A key whose value at that
-revision is no longer known is a matter of `consistency`: *latest* reads its present value, *strict* fails.
+`kv.snapshot`, which verifies that replies of replicas and mirrors are complete and current. If the value of a key at
+that revision is no longer stored, ``consistency=latest`` reads its present value and ``strict`` fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jetstream_ext.kv import KeyValueEntry, snapshot
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.spark.connection import ask, connected, run_on_driver
 from jetstream_ext.spark.errors import PlanningError
-from jetstream_ext.spark.options import AtSequence, AtTime, KvOptions
+from jetstream_ext.spark.options import KvOptions
 from jetstream_ext.spark.planning import first_from, state_of
 from jetstream_ext.spark.source import check_schema, schema_of
 
@@ -82,14 +82,6 @@ class JetStreamKvDataSource(DataSource):
         return JetStreamKvReader(options, schema)
 
 
-class KvPartition(InputPartition):
-    """Some keys, as Spark carries them to an executor."""
-
-    def __init__(self, part: KeyRange) -> None:
-        super().__init__(None)
-        self.part = part
-
-
 class JetStreamKvReader(DataSourceReader):
     """Reads a bucket as it was when the query was planned, or before."""
 
@@ -103,15 +95,12 @@ class JetStreamKvReader(DataSourceReader):
         Raises:
             JetStreamExtError: The read cannot work; the text says what to change.
         """
-        return [
-            KvPartition(part) for part in run_on_driver(self._options.connection, lambda js: plan_kv(js, self._options))
-        ]
+        parts = run_on_driver(self._options.connection, lambda context: plan_kv(context, self._options))
+        return [InputPartition(part) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
         """Read some keys (called on an executor)."""
-        if not isinstance(partition, KvPartition):
-            return iter(())  # Spark passes a plain InputPartition for an empty list of partitions
-        return read_keys(self._options, self._schema, partition.part)
+        return read_keys(self._options, self._schema, partition.value)
 
 
 # -- on the driver ------------------------------------------------------------------------------------------------
@@ -158,16 +147,16 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
 
 
 async def _revision(context: JetStreamContext, options: KvOptions, state: StreamState, last: int) -> int:
-    if isinstance(options.as_of, AtSequence):
-        if options.as_of.seq > state.last_seq:
+    as_of = options.as_of
+    if as_of is None:
+        return last
+    if isinstance(as_of, int):
+        if as_of > state.last_seq:
             raise PlanningError(
-                f"option 'asOf': bucket {options.bucket!r} is at revision {state.last_seq}; it has no revision "
-                f"{options.as_of.seq} yet"
+                f"option 'asOf': bucket {options.bucket!r} is at revision {state.last_seq}; it has no revision {as_of} yet"
             )
-        return options.as_of.seq
-    if isinstance(options.as_of, AtTime):
-        return await first_from(context, state, options.as_of) - 1
-    return last
+        return as_of
+    return await first_from(context, state, as_of) - 1
 
 
 async def _list_keys(context: JetStreamContext, options: KvOptions, state: StreamState) -> tuple[list[str], int]:
@@ -215,13 +204,15 @@ async def _list_subjects(context: JetStreamContext, stream: str, pattern: str) -
 # -- on the executors ---------------------------------------------------------------------------------------------
 
 
-def read_keys(options: KvOptions, schema: StructType, part: KeyRange) -> Iterator[RecordBatch]:
-    """Read a partition as record batches.
+def read_keys(options: KvOptions, schema: StructType, part: KeyRange | None) -> Iterator[RecordBatch]:
+    """Read some keys as record batches (None: Spark's partition of a read that has none).
 
     Raises:
         HistoryUnavailableError: Keys changed since, and the read is strict.
         JetStreamExtError: The read failed; Spark tries the task again.
     """
+    if part is None:
+        return
     with connected(options.connection, "executor") as (lease, context):
         for entries in lease.iterate(_read(context, options, part)):
             yield _batch(schema, entries)

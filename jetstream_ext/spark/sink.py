@@ -1,4 +1,4 @@
-"""The `jetstream` sink, batch and streaming: what Spark calls to write, and what the driver checks before any task runs.
+"""The `jetstream` sink, batch and streaming: the writers that Spark calls, and the driver's checks before any task runs.
 
 The driver makes a writer for each write (a new one for every micro-batch of a streaming query). Spark pickles it to the
 tasks and back to the driver; it keeps only what the driver found out. The ids of the query and the micro-batch are in the
@@ -23,7 +23,7 @@ from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import covers
 from jetstream_ext.spark.connection import run_on_driver
 from jetstream_ext.spark.errors import PlanningError, ReplayError, SinkError
-from jetstream_ext.spark.options import Semantics, WriteOptions
+from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.planning import state_of
 from jetstream_ext.spark.rows import Columns, RowReader
 
@@ -48,54 +48,31 @@ else:
     _StreamWriter = datasource.DataSourceStreamArrowWriter
 
 
-class Written(WriterCommitMessage):
-    """The result of a task.
-
-    Attributes:
-        rows: The number of its rows.
-        skipped: The number of them that an earlier attempt had stored.
-        writer: The name of the query, or of the batch write.
-    """
-
-    def __init__(self, rows: int, skipped: int, writer: str) -> None:
-        self.rows = rows
-        self.skipped = skipped
-        self.writer = writer
-
-
 class _Writer:
-    """The common part of both writers."""
-
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         self._options = options
         self._columns = Columns.of(schema, options)
         self._state: StreamState = run_on_driver(options.connection, lambda context: check_sink(context, options))
 
-    def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> Written:
+    def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> WriterCommitMessage:
         from jetstream_ext.spark.write import Task, write_partition
 
         context = _task()
         reader = RowReader(self._columns, self._options, self._state.subjects, context.partitionId())
         chunks = map(reader.from_arrow, rows) if arrow else _chunks(reader, rows)
-        done = write_partition(self._options, self._state, Task(writer, batch, context.partitionId()), chunks)
-        return Written(done.rows, done.skipped, writer)
+        return write_partition(self._options, self._state, Task(writer, batch, context.partitionId()), chunks)
 
-    def _committed(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
-        written = [message for message in messages if isinstance(message, Written)]
-        rows, skipped = sum(one.rows for one in written), sum(one.skipped for one in written)
-        _log.info(
-            "stream %r: micro-batch %d has %d rows; %d of them were already stored",
-            self._options.stream,
-            batch,
-            rows,
-            skipped,
-        )
-        count = self._options.sink_partitions
+    def _committed(self, messages: Sequence[Any], batch: int) -> None:
+        options, state = self._options, self._state
+        rows, skipped = sum(message.rows for message in messages), sum(message.skipped for message in messages)
+        what = "stream %r: micro-batch %d has %d rows; %d of them were already stored"
+        _log.info(what, options.stream, batch, rows, skipped)
+        count = options.sink_partitions
         if count is None or not rows or len(messages) == count:
             return
         from jetstream_ext.spark.transactional import StoredQuery
 
-        options, state, writer = self._options, self._state, written[0].writer
+        writer = messages[0].writer
         run_on_driver(
             options.connection,
             lambda context: StoredQuery(context, options, state, writer, batch).correct_layout(len(messages)),
@@ -105,23 +82,14 @@ class _Writer:
             f"partitions; set it to {len(messages)} and restart (every row is stored once, and none will be repeated)"
         )
 
-    def _aborted(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
+    def _aborted(self, messages: Sequence[Any], batch: int) -> None:
         # Stored rows stay; they are recognized when the micro-batch is replayed.
-        done = sum(isinstance(message, Written) for message in messages)
+        done = sum(message is not None for message in messages)
         _log.warning("stream %r: micro-batch %d failed after %d of its tasks", self._options.stream, batch, done)
 
 
 class JetStreamWriter(_Writer, DataSourceArrowWriter):
-    """Writes a DataFrame.
-
-    Args:
-        options: The write.
-        schema: The rows' columns.
-
-    Raises:
-        OptionError: A column or an option is wrong.
-        PlanningError: The stream cannot be written to with these options.
-    """
+    """Writes a DataFrame. Raises OptionError for its columns, and PlanningError as `check_sink`."""
 
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         super().__init__(options, schema)
@@ -129,15 +97,12 @@ class JetStreamWriter(_Writer, DataSourceArrowWriter):
         self._writer = options.write_id or uuid.uuid4().hex[:16]
 
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
-        """Store the rows of one partition (called on an executor)."""
         return self._write(self._writer, 0, iterator, arrow=True)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Finish the write (called on the driver)."""
         self._committed(messages, 0)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Log that the write failed (called on the driver)."""
         self._aborted(messages, 0)
 
 
@@ -145,7 +110,6 @@ class JetStreamStreamWriter(_Writer, _StreamWriter):
     """Writes the micro-batches of a streaming query; otherwise as `JetStreamWriter`."""
 
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
-        """Store the rows of one partition (called on an executor)."""
         context = _task()
         query, batch = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
         if not query or not batch:
@@ -156,11 +120,9 @@ class JetStreamStreamWriter(_Writer, _StreamWriter):
         return self._write(query, int(batch), iterator, arrow=_HAS_STREAM_ARROW)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
-        """Finish the micro-batch (called on the driver)."""
         self._committed(messages, batchId)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Log that the micro-batch failed (called on the driver)."""
         self._aborted(messages, batchId)
 
 
@@ -186,12 +148,7 @@ def _chunks(reader: RowReader, rows: Iterator[Any]) -> Iterator[list[Message]]:
 
 
 async def check_sink(context: JetStreamContext, options: WriteOptions) -> StreamState:
-    """Return the state of the stream, after checking that it can be written to.
-
-    Raises:
-        PlanningError: It cannot be written to with these options; the text says what to change.
-        TimeoutError: No answer within ``requestTimeout``.
-    """
+    """Return the state of the stream; raise PlanningError if it cannot be written to with these options."""
     name = options.stream
     state = await state_of(context, name)
     if state is None:
@@ -201,7 +158,7 @@ async def check_sink(context: JetStreamContext, options: WriteOptions) -> Stream
     if state.config.get("mirror") or state.config.get("sealed"):
         what = "a mirror" if state.config.get("mirror") else "sealed"
         raise PlanningError(f"stream {name!r} is {what}: no message can be published to it")
-    if options.semantics is Semantics.TRANSACTIONAL:
+    if options.semantics == "transactional":
         _check_transactional(options, state)
     else:
         _check_fast(options, state)
@@ -217,17 +174,17 @@ def _check_fast(options: WriteOptions, state: StreamState) -> None:
     stream = f"stream {state.name!r}"
     if not state.config.get("allow_batched"):
         raise PlanningError(
-            f"{stream}: allow_batched is off, and semantics={options.semantics.value} needs it; enable it with "
+            f"{stream}: allow_batched is off, and semantics={options.semantics} needs it; enable it with "
             f"allow_batched=True (jetstream_ext.ensure_stream) or 'nats stream edit {state.name} --allow-batch-publish' "
             "(nats-server 2.14), or use semantics=transactional with allow_atomic"
         )
     if state.config.get("persist_mode") == "async":
         # Such a stream acknowledges messages before it writes them.
         what = f"{stream} has persist_mode=async, so a server that is killed loses rows it acknowledged"
-        if options.semantics is Semantics.DEDUPE:
+        if options.semantics == "dedupe":
             raise PlanningError(f"{what}; create it without that, or use semantics=none if some rows may be lost")
         _log.warning("%s", what)
-    if options.semantics is Semantics.DEDUPE:
+    if options.semantics == "dedupe":
         window = state.duplicate_window
         if not window:
             raise PlanningError(
@@ -235,11 +192,8 @@ def _check_fast(options: WriteOptions, state: StreamState) -> None:
                 "semantics=transactional"
             )
         if window.total_seconds() < _SHORT_WINDOW:
-            _log.warning(
-                "%s: its duplicate window is %g s; rows of a micro-batch that is retried later than that are stored twice",
-                stream,
-                window.total_seconds(),
-            )
+            what = "%s: its duplicate window is %g s; rows of a micro-batch that is retried later are stored twice"
+            _log.warning(what, stream, window.total_seconds())
 
 
 def _check_transactional(options: WriteOptions, state: StreamState) -> None:

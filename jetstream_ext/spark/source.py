@@ -121,7 +121,7 @@ class JetStreamReader(DataSourceReader):
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
-        self._pushed: PushedFilters | None = None
+        self._pushed = PushedFilters()
 
     def partitions(self) -> list[InputPartition]:
         """Return the ranges to read (called on the driver).
@@ -129,24 +129,22 @@ class JetStreamReader(DataSourceReader):
         Raises:
             JetStreamExtError: The read cannot work; the text says what to change.
         """
-        from jetstream_ext.spark.reading import JetStreamPartition
-
         parts = run_on_driver(self._options.connection, lambda context: plan_read(context, self._options, self._pushed))
-        return [JetStreamPartition(part) for part in parts]
+        return [InputPartition(part) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
         """Read one range (called on an executor)."""
-        from jetstream_ext.spark.reading import read_partition
+        from jetstream_ext.spark.reading import read_range
 
-        return read_partition(self._options, self._schema, partition)
+        return read_range(self._options, self._schema, partition.value)
 
 
 class PushDownReader(JetStreamReader):
     """Uses the query's filters as well.
 
-    A separate class: where Spark's filter push-down is off, Spark refuses a reader that has `pushFilters`. And only by
-    option: Spark 4.1 to 4.3 keep what was planned with filters on the DataFrame and reuse it for other queries of the
-    same DataFrame, which then lack rows.
+    It is a separate class because Spark refuses a reader that has `pushFilters` while filter push-down is off. It is used
+    only by option because Spark 4.1 to 4.3 keep the partitions planned with filters on the DataFrame and reuse them for
+    other queries of the same DataFrame, which then lack rows.
     """
 
     def pushFilters(self, filters: list[Any]) -> Iterator[Any]:  # noqa: N802 - Spark's name
@@ -164,7 +162,6 @@ def _push_down_is_on() -> bool:
 
 
 def schema_of(columns: Mapping[str, DataType]) -> StructType:
-    """Return the schema with all columns."""
     schema = StructType()
     for name, kind in columns.items():
         schema = schema.add(name, kind)
@@ -172,11 +169,7 @@ def schema_of(columns: Mapping[str, DataType]) -> StructType:
 
 
 def check_schema(schema: StructType, columns: Mapping[str, DataType]) -> None:
-    """Refuse a schema with other columns or other types.
-
-    Raises:
-        SchemaError: The schema has a column or a type that the format does not have.
-    """
+    """Raise SchemaError if a schema has a column or a type that the format does not have."""
     declared = ", ".join(f"{name} {kind.simpleString()}" for name, kind in columns.items())
     if not schema.fields or len(set(schema.names)) != len(schema.names):
         raise SchemaError(f"the schema must name some of these columns, each once: {declared}")

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Final, Self
 
 from nats.js import JetStreamContext
+from pyspark.sql.datasource import WriterCommitMessage
 
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.ingest import ingest
@@ -16,7 +17,7 @@ from jetstream_ext.errors import BadHeaderError, IngestError, MaxPayloadError
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.spark.connection import Lease, connected
 from jetstream_ext.spark.errors import ReplayError, SinkError
-from jetstream_ext.spark.options import Semantics, WriteOptions
+from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Message, with_ids, without_ids
 from jetstream_ext.spark.transactional import PATIENCE, StoredQuery, Transactions
 
@@ -33,28 +34,18 @@ _TRANSACTION_BYTES: Final = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Which rows are written.
+    """Which rows are written."""
 
-    Attributes:
-        writer: The name of the query, or of the batch write.
-        batch: The micro-batch; 0 for a batch write.
-        partition: The partition.
-    """
-
-    writer: str
-    batch: int
+    writer: str  # the name of the query, or of the batch write
+    batch: int  # the micro-batch; 0 for a batch write
     partition: int
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The result of a task.
+@dataclass
+class Written(WriterCommitMessage):
+    """The result of a task: how many rows it had, and how many of them an earlier attempt had stored (transactional)."""
 
-    Attributes:
-        rows: The number of rows.
-        skipped: The number of them that an earlier attempt had stored (transactional only).
-    """
-
+    writer: str
     rows: int
     skipped: int = 0
 
@@ -86,14 +77,10 @@ class _Pipeline:
             wait()
 
 
-def write_partition(options: WriteOptions, state: StreamState, task: Task, chunks: Iterable[Sequence[Message]]) -> Done:
-    """Store the rows of one partition.
-
-    Args:
-        options: The write.
-        state: The stream, as the driver found it.
-        task: Which rows they are.
-        chunks: The rows, in order.
+def write_partition(
+    options: WriteOptions, state: StreamState, task: Task, chunks: Iterable[Sequence[Message]]
+) -> Written:
+    """Store the rows of one partition, which come in chunks, in order; `state` is the stream as the driver found it.
 
     Raises:
         ReplayError, FencedError: A transactional write must not continue; see `Transactions`.
@@ -107,7 +94,7 @@ def write_partition(options: WriteOptions, state: StreamState, task: Task, chunk
             f"correct it, or use df.repartition({count})"
         )
     with connected(options.connection, "executor") as (lease, context):
-        if options.semantics is Semantics.TRANSACTIONAL:
+        if options.semantics == "transactional":
             done = _transactional(lease, context, options, state, task, chunks)
         else:
             done = _fast(lease, context, options, task, chunks)
@@ -117,13 +104,13 @@ def write_partition(options: WriteOptions, state: StreamState, task: Task, chunk
 
 def _fast(
     lease: Lease, context: JetStreamContext, options: WriteOptions, task: Task, chunks: Iterable[Sequence[Message]]
-) -> Done:
+) -> Written:
     rows = 0
     with _Pipeline(lease) as pipeline:
         for messages in _joined(chunks, lambda: lease.busy):
             pipeline.store(partial(_publish, lease, context, options, task, messages, rows))
             rows += len(messages)
-    return Done(rows)
+    return Written(task.writer, rows)
 
 
 async def _publish(
@@ -131,7 +118,7 @@ async def _publish(
 ) -> None:
     """Store rows of which the first has the index `first`."""
     try:
-        if options.semantics is Semantics.DEDUPE:
+        if options.semantics == "dedupe":
             entries = with_ids(messages, f"{task.writer}:{task.batch}:{task.partition}", first)
             await ingest(context, entries, flow=_FLOW, timeout=PATIENCE)
             return
@@ -168,7 +155,7 @@ def _transactional(
     state: StreamState,
     task: Task,
     chunks: Iterable[Sequence[Message]],
-) -> Done:
+) -> Written:
     query = StoredQuery(context, options, state, task.writer, task.batch)
     if options.sink_partitions is not None:
         lease.run(query.claim_layout(options.sink_partitions))
@@ -180,7 +167,7 @@ def _transactional(
             transaction = transactions.next(messages, last=last)
             pipeline.store(partial(transactions.store, transaction))
             rows += len(messages)
-    return Done(rows, transactions.skipped)
+    return Written(task.writer, rows, transactions.skipped)
 
 
 def _transactions_of(chunks: Iterable[Sequence[Message]], most: int) -> Iterator[tuple[list[Message], bool]]:

@@ -95,7 +95,7 @@ def test_one_that_did_not_finish_is_dropped(
 def test_a_connection_that_is_gone_is_replaced(options: ConnectionOptions, cache: Connections) -> None:
     with cache.lend(options, "first") as lease:
         first = lease.connection
-        lease.run(first.close())
+        lease.run(first.client.close())
     with cache.lend(options, "second") as lease:
         assert lease.connection is not first
         assert lease.run(rtt(lease.connection.client)) > 0
@@ -157,7 +157,7 @@ def test_a_wrong_password_fails_at_once(
     assert "wrong" not in str(caught.value)
     monkeypatch.setenv("JETSTREAM_EXT_PASSWORD", secret)
     with cache.lend(options, "x") as lease:  # the failure is not remembered
-        assert lease.connection.usable
+        assert lease.connection.client.is_connected
 
 
 def test_no_server(cache: Connections) -> None:

@@ -15,7 +15,7 @@ import jetstream_ext as jsx
 from jetstream_ext.spark import streaming
 from jetstream_ext.spark.errors import DataLossError, PlanningError
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.streaming import Follower, Limit
+from jetstream_ext.spark.streaming import Follower
 
 Offset = dict[str, Any]
 
@@ -62,13 +62,13 @@ async def test_from_the_earliest(js: JetStreamContext, make: Callable[..., Await
     query = follower(name)
     start = await query.initial(js)
     assert seqs(start) == {name: 0}
-    end = await query.latest(js, start, None)
+    end = await query.latest(js, start)
     assert seqs(end) == {name: 10}
     assert spans(await query.plan(js, start, end)) == [(1, 5), (6, 10)]
-    assert await query.latest(js, end, None) == end
+    assert await query.latest(js, end) == end
     assert spans(await query.plan(js, end, end)) == []
     await more(js, name, 1)
-    later = await query.latest(js, end, None)
+    later = await query.latest(js, end)
     # As many partitions, whatever there is: a sink's ids hold their numbers.
     assert spans(await query.plan(js, end, later)) == [(11, 11), (12, 11)]
     assert query.reported() == later
@@ -78,7 +78,7 @@ async def test_partitions_come_from_offsets_alone(js: JetStreamContext, make: Ca
     name = await make(100)
     query = follower(name, minPartitions="4")
     start = await query.initial(js)
-    end = await query.latest(js, start, None)
+    end = await query.latest(js, start)
     before = spans(await query.plan(js, start, end))
     await js.purge_stream(name, seq=60)
     await more(js, name, 50, 10_000)
@@ -96,8 +96,8 @@ async def test_a_start_that_moves_is_pinned(
     start = await query.initial(js)
     await more(js, name, 2)
     assert await query.initial(js) == start
-    assert await query.latest(js, start, None) == start  # batch 0 is empty and puts it into the checkpoint
-    end = await query.latest(js, start, None)
+    assert await query.latest(js, start) == start  # batch 0 is empty and puts it into the checkpoint
+    end = await query.latest(js, start)
     assert (seqs(start), seqs(end)) == ({name: 10}, {name: 12})
     # The query died before batch 0 was committed: the start is resolved again, later, and the batch's end stays.
     again = follower(name, **options)
@@ -105,19 +105,19 @@ async def test_a_start_that_moves_is_pinned(
     moved = await again.initial(js)
     assert seqs(moved) == {name: 15}
     assert await again.plan(js, moved, start) == []
-    assert seqs(await again.latest(js, start, None)) == {name: 15}
+    assert seqs(await again.latest(js, start)) == {name: 15}
 
 
 async def test_spark_before_4_2(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
     name = await make(10)
     query = follower(name, startingOffsets="latest")
-    pinned = await query.latest(js, None, None)
+    pinned = await query.latest(js, None)
     await more(js, name, 2)
     assert seqs(pinned) == seqs(await query.initial(js)) == {name: 10}
-    assert seqs(await query.latest(js, None, None)) == {name: 12}
-    assert seqs(await query.latest(js, None, None)) == {name: 12}
+    assert seqs(await query.latest(js, None)) == {name: 12}
+    assert seqs(await query.latest(js, None)) == {name: 12}
     earliest = follower(name)
-    assert seqs(await earliest.latest(js, None, None)) == {name: 12}
+    assert seqs(await earliest.latest(js, None)) == {name: 12}
     assert seqs(await earliest.initial(js)) == {name: 0}
 
 
@@ -125,13 +125,13 @@ async def test_a_start_by_sequence(js: JetStreamContext, make: Callable[..., Awa
     name = await make(10)
     query = follower(name, startingOffsets=json.dumps({name: 4}))
     start = await query.initial(js)
-    end = await query.latest(js, start, None)
+    end = await query.latest(js, start)
     assert (seqs(start), spans(await query.plan(js, start, end))) == ({name: 3}, [(4, 6), (7, 10)])
     with pytest.raises(DataLossError, match="before the start at 12"):
         await follower(name, startingOffsets=json.dumps({name: 12})).initial(js)
     waiting = follower(name, startingOffsets=json.dumps({name: 11}))
     start = await waiting.initial(js)
-    assert await waiting.latest(js, start, None) == start
+    assert await waiting.latest(js, start) == start
 
 
 async def test_a_start_by_time(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
@@ -141,8 +141,8 @@ async def test_a_start_by_time(js: JetStreamContext, make: Callable[..., Awaitab
     start = await query.initial(js)
     assert 1 <= seqs(start)[name] <= 3
     # Asked again later it is the same: nothing to pin.
-    assert seqs(await query.latest(js, start, None)) == {name: 10}
-    assert seqs(await follower(name, startingTime=when).latest(js, None, None)) == {name: 10}
+    assert seqs(await query.latest(js, start)) == {name: 10}
+    assert seqs(await follower(name, startingTime=when).latest(js, None)) == {name: 10}
     await more(js, name, 5)
     assert await follower(name, startingTime=when).initial(js) == start
 
@@ -153,7 +153,7 @@ async def test_limits(js: JetStreamContext, make: Callable[..., Awaitable[str]])
     offset = await query.initial(js)
     taken = []
     for _ in range(30):
-        last, offset = offset, await query.latest(js, offset, Limit(rows=20))
+        last, offset = offset, await query.latest(js, offset, rows=20)
         if offset == last:
             break
         taken.append(tuple(seqs(offset)[name] for name in (large, small)))
@@ -162,9 +162,9 @@ async def test_limits(js: JetStreamContext, make: Callable[..., Awaitable[str]])
     assert all(sum(after) - sum(before) <= 21 for before, after in itertools.pairwise(taken))
     state = (await js.stream_info(large)).state
     each = state.bytes / state.messages
-    by_size = await follower(large).latest(js, await follower(large).initial(js), Limit(size=int(each * 30.5)))
+    by_size = await follower(large).latest(js, await follower(large).initial(js), size=int(each * 30.5))
     assert seqs(by_size) == {large: 30}
-    least = await follower(large).latest(js, await follower(large).initial(js), Limit(size=1))
+    least = await follower(large).latest(js, await follower(large).initial(js), size=1)
     assert seqs(least) == {large: 1}
 
 
@@ -174,7 +174,7 @@ async def test_a_limit_does_not_count_a_head_that_is_gone(
     name = await make(50)
     await js.purge_stream(name, seq=41)
     query = follower(name)
-    assert seqs(await query.latest(js, await query.initial(js), Limit(rows=5))) == {name: 45}
+    assert seqs(await query.latest(js, await query.initial(js), rows=5)) == {name: 45}
 
 
 async def test_available_now(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
@@ -182,14 +182,14 @@ async def test_available_now(js: JetStreamContext, make: Callable[..., Awaitable
     query = follower(name)
     await query.freeze(js)
     await more(js, name, 5)
-    end = await query.latest(js, await query.initial(js), None)
+    end = await query.latest(js, await query.initial(js))
     assert seqs(end) == {name: 10}
-    assert await query.latest(js, end, None) == end
+    assert await query.latest(js, end) == end
     latest = follower(name, startingOffsets="latest")
     await latest.freeze(js)
     await more(js, name, 5)
     start = await latest.initial(js)
-    assert await latest.latest(js, start, None) == await latest.latest(js, start, None) == start
+    assert await latest.latest(js, start) == await latest.latest(js, start) == start
 
 
 async def test_a_stream_that_comes_and_one_that_goes(
@@ -197,18 +197,18 @@ async def test_a_stream_that_comes_and_one_that_goes(
 ) -> None:
     one, other = await make(10), await make(5)
     first = follower(one)
-    start = await first.latest(js, await first.initial(js), None)
+    start = await first.latest(js, await first.initial(js))
     both = follower(one, other)
-    end = await both.latest(js, start, None)
+    end = await both.latest(js, start)
     assert seqs(end) == {one: 10, other: 5}
     parts = await both.plan(js, start, end)
     assert ({part.stream for part in parts}, spans(parts)) == ({other}, [(1, 2), (3, 5)])
     pinned = follower(one, other, startingOffsets="latest")
-    added = await pinned.latest(js, start, None)
+    added = await pinned.latest(js, start)
     assert seqs(added) == {one: 10, other: 5}
     assert await pinned.plan(js, start, added) == []  # and the next batch goes on from there
     only = follower(other)
-    gone = await only.latest(js, end, None)
+    gone = await only.latest(js, end)
     assert seqs(gone) == {other: 5}
     with pytest.raises(DataLossError, match=f"'{one}' was read by this query and is no longer among its streams"):
         await only.plan(js, end, gone)
@@ -222,7 +222,7 @@ class TestLoss:
         """A stream of 20, and an offset at 10."""
         name = await make(10)
         query = follower(name)
-        offset = await query.latest(js, await query.initial(js), None)
+        offset = await query.latest(js, await query.initial(js))
         await more(js, name, 10)
         return name, offset
 
@@ -232,7 +232,7 @@ class TestLoss:
         name, start = read
         await js.purge_stream(name, seq=15)
         query = follower(name)
-        end = await query.latest(js, start, None)
+        end = await query.latest(js, start)
         with pytest.raises(DataLossError, match=f"sequences 11 to 14 of stream '{name}' are gone .*starts at 15 now"):
             await query.plan(js, start, end)
         with caplog.at_level(logging.WARNING, "jetstream_ext"):
@@ -243,33 +243,33 @@ class TestLoss:
         name, start = read
         await js.purge_stream(name, seq=11)
         query = follower(name)
-        assert spans(await query.plan(js, start, await query.latest(js, start, None))) == [(11, 15), (16, 20)]
+        assert spans(await query.plan(js, start, await query.latest(js, start))) == [(11, 15), (16, 20)]
 
     async def test_everything_purged(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
         name, start = read
         await js.purge_stream(name)
         query = follower(name)
         with pytest.raises(DataLossError, match="sequences 11 to 20"):
-            await query.plan(js, start, await query.latest(js, start, None))
+            await query.plan(js, start, await query.latest(js, start))
 
     async def test_interior_deletes_are_none(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
         name, start = read
         for seq in (12, 15):
             await js.delete_msg(name, seq)
         query = follower(name)
-        assert spans(await query.plan(js, start, await query.latest(js, start, None))) == [(11, 15), (16, 20)]
+        assert spans(await query.plan(js, start, await query.latest(js, start))) == [(11, 15), (16, 20)]
 
     async def test_a_recreated_stream(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]], read: tuple[str, Offset]
     ) -> None:
         name, start = read
-        old_end = await follower(name).latest(js, start, None)
+        old_end = await follower(name).latest(js, start)
         await js.delete_stream(name)
         await make(40, name)  # grown past the offset already
         with pytest.raises(DataLossError, match=f"'{name}' was deleted and re-created"):
-            await follower(name).latest(js, start, None)
+            await follower(name).latest(js, start)
         lax = follower(name, failOnDataLoss="false")
-        end = await lax.latest(js, start, None)
+        end = await lax.latest(js, start)
         assert seqs(end) == {name: 40}
         assert spans(await lax.plan(js, start, end)) == [(1, 20), (21, 40)]
         with pytest.raises(DataLossError, match="was deleted and re-created"):
@@ -283,9 +283,9 @@ class TestLoss:
         name, start = read
         start["streams"][name]["seq"] = 30
         with pytest.raises(DataLossError, match="ends at sequence 20; the query has read up to 30 already"):
-            await follower(name).latest(js, start, None)
+            await follower(name).latest(js, start)
         lax = follower(name, failOnDataLoss="false")
-        end = await lax.latest(js, start, None)
+        end = await lax.latest(js, start)
         assert spans(await lax.plan(js, start, end)) == [(1, 10), (11, 20)]
         with pytest.raises(DataLossError, match=r"ended at sequence 20 .* had read up to 30 already"):
             await follower(name).plan(js, start, end)
@@ -296,7 +296,7 @@ class TestLoss:
         """There the query does not say where it is, and an offset that went back would have rows read again."""
         name, _ = read
         query = follower(name)
-        offset = await query.latest(js, None, None)
+        offset = await query.latest(js, None)
         describe, lagging = streaming.readable_state, [5, 5, 5]
 
         async def elected_a_moment_ago(*arguments: Any) -> Any:
@@ -306,12 +306,12 @@ class TestLoss:
 
         monkeypatch.setattr(streaming, "readable_state", elected_a_moment_ago)
         monkeypatch.setattr(streaming, "_SETTLE", 60)
-        assert await query.latest(js, None, None) == offset
+        assert await query.latest(js, None) == offset
         assert not lagging
         lagging.extend([5] * 1000)
         monkeypatch.setattr(streaming, "_SETTLE", 0.3)
         with pytest.raises(DataLossError, match="ends at sequence 5; the query has read up to 20 already"):
-            await query.latest(js, None, None)
+            await query.latest(js, None)
 
     async def test_a_missing_stream(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]], stream_name: Callable[[], str]
@@ -321,9 +321,9 @@ class TestLoss:
             await follower(missing).initial(js)
         lax = follower(missing, failOnDataLoss="false")
         start = await lax.initial(js)
-        assert await lax.latest(js, start, None) == start
+        assert await lax.latest(js, start) == start
         await make(3, missing)
-        end = await lax.latest(js, start, None)
+        end = await lax.latest(js, start)
         assert spans(await lax.plan(js, start, end)) == [(1, 1), (2, 3)]
 
     @pytest.mark.parametrize("retention", ["workqueue", "interest"])
@@ -343,7 +343,7 @@ async def test_every_decision_is_a_debug_record(
     name = await make(10)
     query = follower(name)
     start = await query.initial(js)
-    end = await query.latest(js, start, None)
+    end = await query.latest(js, start)
     await query.plan(js, start, end)
     await query.freeze(js)
     records = [one.getMessage() for one in caplog.records if one.name == "jetstream_ext.spark"]

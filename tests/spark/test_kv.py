@@ -238,8 +238,8 @@ def test_replicas(with_js: Any, read: Read) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "'bucket': give the name of one bucket"),
-        ({"bucket": "A,B"}, "'bucket': give the name of one"),
+        ({}, "'bucket': it is missing; give the name of one bucket"),
+        ({"bucket": "A,B"}, "'bucket': 'A,B' is not a bucket name"),
         ({"bucket": "a.b"}, "'bucket': 'a.b' is not a bucket name"),
         ({"bucket": "A", "asOf": "yesterday"}, "'asOf': 'yesterday' is not an RFC 3339 time"),
         ({"bucket": "A", "consistency": "exact"}, "'consistency': 'exact' is not one of latest, strict"),

@@ -24,7 +24,7 @@ from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.errors import ReplayError, SinkError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Message
-from jetstream_ext.spark.write import Done, Task, write_partition
+from jetstream_ext.spark.write import Task, Written, write_partition
 from jetstream_ext.testing import NatsServer
 
 QUERY = "q1"
@@ -58,8 +58,8 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
 
 
 @pytest.fixture
-def write(server: NatsServer, stream: str, cache: Connections) -> Callable[..., Done]:
-    def run(rows: Any, batch: int = 0, partition: int = 0, semantics: str = "transactional", **options: str) -> Done:
+def write(server: NatsServer, stream: str, cache: Connections) -> Callable[..., Written]:
+    def run(rows: Any, batch: int = 0, partition: int = 0, semantics: str = "transactional", **options: str) -> Written:
         given = {"servers": server.url, "stream": stream, "semantics": semantics, "requestTimeout": "3"} | options
         if semantics == "transactional":
             given.setdefault("sinkPartitions", "2")
@@ -99,13 +99,13 @@ def last(with_js: Any, stream: str, name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("semantics", ["dedupe", "transactional", "none"])
 def test_rows_in_order(write: Any, stored: Any, semantics: str) -> None:
-    assert write(range(2500), semantics=semantics) == Done(2500)
+    assert write(range(2500), semantics=semantics) == Written(QUERY, 2500)
     assert stored() == list(range(2500))
 
 
 @pytest.mark.parametrize("semantics", ["dedupe", "transactional", "none"])
 def test_no_rows(write: Any, stored: Any, semantics: str) -> None:
-    assert write([], semantics=semantics) == Done(0)
+    assert write([], semantics=semantics) == Written(QUERY, 0)
     assert stored() == []
 
 
@@ -141,10 +141,10 @@ class TestTransactions:
 
     def test_again(self, write: Any, stored: Any) -> None:
         rows = range(2500)
-        assert write(rows) == Done(2500)
-        assert write(rows) == Done(2500, skipped=2500)
+        assert write(rows) == Written(QUERY, 2500)
+        assert write(rows) == Written(QUERY, 2500, skipped=2500)
         assert stored() == list(rows)
-        assert write(rows, batch=1) == Done(2500)
+        assert write(rows, batch=1) == Written(QUERY, 2500)
         assert len(stored()) == 5000
 
     def test_the_rest_of_it(self, write: Any, stored: Any) -> None:
