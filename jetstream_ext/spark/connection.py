@@ -153,11 +153,9 @@ class Connections:
 
     @contextmanager
     def lend(self, options: ConnectionOptions, name: str) -> Iterator[Lease]:
-        """Lend the connection for `options`, connected. A connection whose block raised is not lent again.
+        """Lend the connection for `options`; a new one gets `name` in the server's list of connections.
 
-        Args:
-            options: How to connect.
-            name: The name of a new connection in the server's list.
+        A connection whose block raised is not lent again.
 
         Raises:
             ConnectError: No server could be reached, or it refused the credentials.

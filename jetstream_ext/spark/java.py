@@ -21,8 +21,6 @@ Spark 4 runs on Java {MINIMUM_JAVA} or newer ({MINIMUM_JAVA} and 21 are the ones
     Windows          winget install EclipseAdoptium.Temurin.21.JDK
 then open a new terminal, or set JAVA_HOME to its folder"""
 
-_TIMEOUT = 30.0
-
 
 class JavaError(Exception):
     """Spark cannot run with the installed Java; the text says how to install another."""
@@ -47,7 +45,7 @@ def require_java() -> Java:
     """
     path = _find()
     try:
-        done = subprocess.run([path, "-version"], capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+        done = subprocess.run([path, "-version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise JavaError(f"{path} does not run: {error}.\n{_ADVICE}") from error
     answer = done.stderr + done.stdout

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -53,7 +54,8 @@ class JetStreamKvDataSource(DataSource):
 
     Columns: ``bucket string, key string, value binary, revision long, created timestamp, operation string``.
 
-    The options, and the permissions and servers that they need, are in the documentation (Spark, "Options").
+    The options, and the permissions and servers that they need, are in the documentation (Spark, "Options"). A wrong
+    option or schema is an error on the driver: `OptionError`, `SchemaError`.
     """
 
     @classmethod
@@ -62,21 +64,12 @@ class JetStreamKvDataSource(DataSource):
         return "jetstream_kv"
 
     def schema(self) -> StructType:
-        """Return all columns. An error in the options is raised here, at ``load()``.
-
-        Raises:
-            OptionError: An option is missing, unknown, malformed or in conflict with another.
-        """
+        """Return all columns, after a check of the options, so that ``load()`` raises their errors."""
         KvOptions.parse(self.options)
         return schema_of(_COLUMNS)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return the reader of a batch query.
-
-        Raises:
-            OptionError: An option is missing, unknown, malformed or in conflict with another.
-            SchemaError: The schema names other columns, or other types, than the format has.
-        """
+        """Return the reader of a batch query."""
         options = KvOptions.parse(self.options)
         check_schema(schema, _COLUMNS)
         return JetStreamKvReader(options, schema)
@@ -90,11 +83,7 @@ class JetStreamKvReader(DataSourceReader):
         self._schema = schema
 
     def partitions(self) -> list[InputPartition]:
-        """List the keys and pin the revision (called on the driver).
-
-        Raises:
-            JetStreamExtError: The read cannot work; the text says what to change.
-        """
+        """List the keys and pin the revision (called on the driver); raises as `plan_kv`."""
         parts = run_on_driver(self._options.connection, lambda context: plan_kv(context, self._options))
         return [InputPartition(part) for part in parts]
 
@@ -147,16 +136,16 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
 
 
 async def _revision(context: JetStreamContext, options: KvOptions, state: StreamState, last: int) -> int:
-    as_of = options.as_of
-    if as_of is None:
+    if options.as_of is None:
         return last
-    if isinstance(as_of, int):
-        if as_of > state.last_seq:
-            raise PlanningError(
-                f"option 'asOf': bucket {options.bucket!r} is at revision {state.last_seq}; it has no revision {as_of} yet"
-            )
-        return as_of
-    return await first_from(context, state, as_of) - 1
+    if not isinstance(options.as_of, int):
+        return await first_from(context, state, options.as_of) - 1
+    if options.as_of > state.last_seq:
+        raise PlanningError(
+            f"option 'asOf': bucket {options.bucket!r} is at revision {state.last_seq}; it has no revision "
+            f"{options.as_of} yet"
+        )
+    return options.as_of
 
 
 async def _list_keys(context: JetStreamContext, options: KvOptions, state: StreamState) -> tuple[list[str], int]:
@@ -182,7 +171,7 @@ async def _list_keys(context: JetStreamContext, options: KvOptions, state: Strea
 
 
 async def _list_subjects(context: JetStreamContext, stream: str, pattern: str) -> tuple[list[str], int, bool]:
-    """Return the subjects of a stream, the revision at the first page, and whether no page can lack a subject."""
+    """Return subjects of a stream, the last sequence at the first page, and whether no page can lack a subject."""
     js = Context(context)
     subjects: dict[str, Any] = {}
     offset, last, total, complete = 0, 0, -1, True
@@ -230,8 +219,8 @@ async def _read(
             if options.strict:
                 raise HistoryUnavailableError(
                     f"bucket {options.bucket!r}: {len(unavailable)} keys of {len(part.keys)} changed after revision "
-                    f"{part.revision}, and their values then are no longer stored (such as {unavailable[0]!r}); keep more "
-                    "history, or use consistency=latest",
+                    f"{part.revision}, and their values at that revision are no longer stored (such as {unavailable[0]!r}); "
+                    "keep more history, or use consistency=latest",
                     keys=unavailable,
                 )
             entries |= (await _snapshot(bucket, unavailable, None, options))[0]
@@ -243,16 +232,15 @@ async def _snapshot(
     bucket: KeyValue, keys: Sequence[str], revision: int | None, options: KvOptions
 ) -> tuple[dict[str, KeyValueEntry], tuple[str, ...]]:
     """Return the entries of `keys` at a revision (None is now), and the keys whose entry is no longer known."""
+    read = partial(snapshot, bucket, at=revision, strict=False, include_deletes=options.include_deleted)
+    try:
+        found = await read(keys)
+    except InvalidKeyError:
+        # Clients refuse such a key, but any publisher can store it. It is read with the whole bucket.
+        found = await read(None)
     wanted = frozenset(keys)
-    for filters in (keys, None):
-        try:
-            found = await snapshot(bucket, filters, at=revision, strict=False, include_deletes=options.include_deleted)
-        except InvalidKeyError:
-            # Clients refuse such a key, but any publisher can store it. It is read with the whole bucket.
-            continue
-        entries = {key: entry for key, entry in found.items() if key in wanted}
-        return entries, tuple(key for key in found.unavailable if key in wanted)
-    raise AssertionError("a snapshot of the whole bucket has no filters to refuse")
+    entries = {key: entry for key, entry in found.items() if key in wanted}
+    return entries, tuple(key for key in found.unavailable if key in wanted)
 
 
 def _batch(schema: StructType, entries: Sequence[KeyValueEntry]) -> RecordBatch:

@@ -46,15 +46,10 @@ _Value = TypeVar("_Value")
 
 
 class OptionReader:
-    """Looks up options by name, whatever their case, and parses their values.
+    """Looks up options by name, whatever their case, and parses their values. Each problem raises OptionError.
 
-    Args:
-        options: The options as Spark passes them.
-        known: The options of this use.
-        elsewhere: Options of another use, and what to say about them.
-
-    Raises:
-        OptionError: An option is unknown here. Its value is not repeated: it may be a secret.
+    `known` are the options of this use, `elsewhere` those of another use and what to say about them. The error about any
+    other option does not repeat its value, which may be a secret.
     """
 
     def __init__(self, options: Mapping[str, str], known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
@@ -353,15 +348,7 @@ class ReadOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool | None = False) -> ReadOptions:
-        """Return the options of a read, checked together.
-
-        Args:
-            options: The options as Spark passes them.
-            streaming: Whether they belong to a streaming query; None where that is not known yet.
-
-        Raises:
-            OptionError: An option is missing, unknown, malformed or in conflict with another.
-        """
+        """Return the options of a read, checked together; `streaming` is None where that is not known yet."""
         elsewhere = {None: {}, False: _STREAMING_ONLY, True: _BATCH_ONLY}[streaming] | _FOR_WRITING
         reader = OptionReader(options, (*READ_OPTIONS, *CONNECTION_OPTIONS), elsewhere)
         streams = reader.get_streams()
@@ -403,11 +390,7 @@ class WriteOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> WriteOptions:
-        """Return the options of a write, checked together.
-
-        Raises:
-            OptionError: An option is missing, unknown, malformed or in conflict with another.
-        """
+        """Return the options of a write, checked together."""
         reader = OptionReader(options, (*WRITE_OPTIONS, *CONNECTION_OPTIONS, *_SPARK_SINK_OPTIONS), _FOR_READING)
         stream, *more = reader.get_streams()
         if more:
@@ -447,11 +430,7 @@ class KvOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> KvOptions:
-        """Return the options of a read, checked together.
-
-        Raises:
-            OptionError: An option is missing, unknown, malformed or in conflict with another.
-        """
+        """Return the options of a read, checked together."""
         reader = OptionReader(options, (*KV_OPTIONS, *CONNECTION_OPTIONS), {})
         bucket = reader.get("bucket", _bucket, "") or reader.get("path", _bucket, "")
         if not bucket:

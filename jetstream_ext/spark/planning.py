@@ -225,7 +225,7 @@ def _is_subject(value: Any) -> bool:
     return True
 
 
-# -- what the leader says -----------------------------------------------------------------------------------------
+# -- the state of a stream ----------------------------------------------------------------------------------------
 
 
 def report_data_loss(options: ReadOptions, what: str) -> None:
@@ -233,6 +233,15 @@ def report_data_loss(options: ReadOptions, what: str) -> None:
     if options.fail_on_data_loss:
         raise DataLossError(f"{what} (to read what there is, set failOnDataLoss to false)")
     _log.warning("%s; reading what there is, because failOnDataLoss is false", what)
+
+
+def report_lost_head(options: ReadOptions, state: StreamState, first: int, last: int) -> None:
+    """Report the sequences of ``first … last`` that are before the first one of the stream as lost."""
+    if first < state.first_seq:
+        missing = f"sequences {first} to {min(last, state.first_seq - 1)} of stream {state.name!r}"
+        report_data_loss(
+            options, f"{missing} are gone (expired, purged or deleted); it starts at {state.first_seq} now"
+        )
 
 
 async def state_of(context: JetStreamContext, stream: str) -> StreamState | None:
@@ -354,7 +363,7 @@ async def plan_read(
 
     Raises:
         PlanningError: A stream cannot be read reliably, or no JetStream answers.
-        DataLossError: A stream does not exist, or does not hold what was asked for.
+        DataLossError: A stream does not exist, or lacks messages of the range to read.
         DirectGetDisabledError: A stream lacks ``allow_direct``.
         UnsupportedFeatureError: The server is older than 2.11.
         TimeoutError: No answer within ``requestTimeout``.
@@ -383,11 +392,7 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
     stream, start, end = state.name, options.starting[state.name], options.ending[state.name]
     first = await first_from(context, state, start)
     last = end if isinstance(end, int) else await first_from(context, state, end) - 1
-    if first < state.first_seq:
-        missing = f"sequences {first} to {state.first_seq - 1} of stream {stream!r}"
-        report_data_loss(
-            options, f"{missing} are gone (expired, purged or deleted); it starts at {state.first_seq} now"
-        )
+    report_lost_head(options, state, first, state.last_seq)
     what = f"stream {stream!r} ends at sequence {state.last_seq}"
     if first > state.last_seq + 1:
         report_data_loss(options, f"{what}, before the start at {first}; was it re-created?")

@@ -14,7 +14,7 @@ from pyspark.sql.types import StructType
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct_reader import read_blocks
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block
-from jetstream_ext.protocol.gaps import first_gap
+from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.headers import REPLY_HEADERS, ROW_STORED, ROW_SUBJECT, ROW_TIME, Row
 from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.protocol.subjects import SubjectMatcher
@@ -64,14 +64,14 @@ async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceR
     timeout = options.connection.timeout
     plan = Scan(subject=part.subject, seq=part.first, up_to_seq=part.last, max_bytes=DEFAULT_MAX_BYTES)
     blocks = read_blocks(js, part.stream, plan, timeout, confirm=options.tail_check)
-    expected, gap = part.first, 0
+    gaps = Gaps(part.first, part.last)
     async with aclosing(blocks):
         async for block in blocks:
-            gap = gap or first_gap(block.seqs, expected, block.seqs[-1]) or 0
-            expected = block.seqs[-1] + 1
+            if not gaps.lowest:  # only the first gap matters
+                gaps.add(block.seqs)
             yield block
-    if not gap and expected <= part.last:
-        gap = expected
+    gaps.close()
+    gap = gaps.lowest
     # A new gap shows only at the start of a range, or in one that had none: elsewhere deleted messages leave gaps too.
     suspicious = gap and not part.from_head and (gap == part.first or (part.gapless and part.subject is None))
     if not suspicious and not part.created:

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StringType, StructType
+from pyspark.sql.types import StructType
 
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.headers import MSG_ID
@@ -24,15 +24,15 @@ from jetstream_ext.types import Entry
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
-_HEADERS: Final = (MapType(StringType(), StringType()), MapType(StringType(), ArrayType(StringType())))
-_TYPES: Final[dict[str, tuple[DataType, ...]]] = {
-    "subject": (StringType(),),
-    "data": (BinaryType(), StringType()),
-    "headers": _HEADERS,
-    "msgId": (StringType(),),
+# As text, which leaves out whether values can be null.
+_MULTIPLE: Final = "map<string,array<string>>"
+_TYPES: Final = {
+    "subject": ("string",),
+    "data": ("binary", "string"),
+    "headers": ("map<string,string>", _MULTIPLE),
+    "msgId": ("string",),
 }
 _REMEMBERED: Final = 65_536
-
 
 Message: TypeAlias = tuple[str, bytes, Mapping[str, str] | None, str | None]
 """One row: subject, data, headers, message id. A plain tuple, because there are millions."""
@@ -46,7 +46,6 @@ class _MultiHeaders(dict[str, str]):
         self._pairs = pairs
 
     def items(self) -> Any:
-        """Return every pair."""
         return self._pairs
 
 
@@ -74,12 +73,11 @@ class Columns:
                 )
             if name in where:
                 raise OptionError(f"column {field.name!r}: the schema has it twice")
-            # The text of a type leaves out whether values can be null.
-            kind, kinds = field.dataType.simpleString(), [kind.simpleString() for kind in _TYPES[name]]
-            if kind not in kinds:
+            kind = field.dataType.simpleString()
+            if kind not in _TYPES[name]:
                 raise OptionError(
-                    f"column {field.name!r}: it is {kind}, but must be {' or '.join(kinds)}; cast it, or use to_json() or "
-                    "to_avro() for structures"
+                    f"column {field.name!r}: it is {kind}, but must be {' or '.join(_TYPES[name])}; cast it, or use "
+                    "to_json() or to_avro() for structures"
                 )
             where[name] = index
         if "data" not in where:
@@ -94,7 +92,7 @@ class Columns:
                 + (" (servers refuse a whole transaction that has a known id)" if options.sink_partitions else "")
             )
         headers = where.get("headers")
-        multiple = headers is not None and isinstance(schema.fields[headers].dataType.valueType, ArrayType)  # type: ignore[attr-defined]
+        multiple = headers is not None and schema.fields[headers].dataType.simpleString() == _MULTIPLE
         return cls(where.get("subject"), where["data"], headers, where.get("msgId"), multiple)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,15 +25,10 @@ from jetstream_ext.spark.connection import run_on_driver
 from jetstream_ext.spark.errors import PlanningError, ReplayError, SinkError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.planning import state_of
-from jetstream_ext.spark.rows import Columns, RowReader
-
-if TYPE_CHECKING:
-    from jetstream_ext.spark.rows import Message
+from jetstream_ext.spark.rows import Columns, Message, RowReader
 
 _log = logging.getLogger("jetstream_ext.spark")
 
-_QUERY: Final = "sql.streaming.queryId"
-_BATCH: Final = "streaming.sql.batchId"
 # Where Spark passes rows one by one: the limits of a chunk, and how many rows are taken before the bytes are counted.
 _ROWS_AT_ONCE: Final = 10_000
 _BYTES_AT_ONCE: Final = 8 << 20
@@ -62,30 +57,32 @@ class _Writer:
         chunks = map(reader.from_arrow, rows) if arrow else _chunks(reader, rows)
         return write_partition(self._options, self._state, Task(writer, batch, context.partitionId()), chunks)
 
-    def _committed(self, messages: Sequence[Any], batch: int) -> None:
+    def commit(self, messages: list[Any], batchId: int = 0) -> None:  # noqa: N803 - Spark's name; a batch write has none
+        """Check that the rows had the declared number of partitions (called on the driver)."""
         options, state = self._options, self._state
-        rows, skipped = sum(message.rows for message in messages), sum(message.skipped for message in messages)
+        written = [message for message in messages if message is not None]
+        rows, skipped = sum(task.rows for task in written), sum(task.skipped for task in written)
         what = "stream %r: micro-batch %d has %d rows; %d of them were already stored"
-        _log.info(what, options.stream, batch, rows, skipped)
+        _log.info(what, options.stream, batchId, rows, skipped)
         count = options.sink_partitions
         if count is None or not rows or len(messages) == count:
             return
-        from jetstream_ext.spark.transactional import StoredQuery
+        from jetstream_ext.spark.transactional import MicroBatch
 
-        writer = messages[0].writer
+        writer = written[0].writer
         run_on_driver(
             options.connection,
-            lambda context: StoredQuery(context, options, state, writer, batch).correct_layout(len(messages)),
+            lambda context: MicroBatch(context, options, state, writer, batchId).correct_layout(len(messages)),
         )
         raise ReplayError(
             f"stream {options.stream!r}: the option sinkPartitions is {count}, but the rows had {len(messages)} "
             f"partitions; set it to {len(messages)} and restart (every row is stored once, and none will be repeated)"
         )
 
-    def _aborted(self, messages: Sequence[Any], batch: int) -> None:
+    def abort(self, messages: list[Any], batchId: int = 0) -> None:  # noqa: N803
         # Stored rows stay; they are recognized when the micro-batch is replayed.
         done = sum(message is not None for message in messages)
-        _log.warning("stream %r: micro-batch %d failed after %d of its tasks", self._options.stream, batch, done)
+        _log.warning("stream %r: micro-batch %d failed after %d of its tasks", self._options.stream, batchId, done)
 
 
 class JetStreamWriter(_Writer, DataSourceArrowWriter):
@@ -99,31 +96,20 @@ class JetStreamWriter(_Writer, DataSourceArrowWriter):
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
         return self._write(self._writer, 0, iterator, arrow=True)
 
-    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        self._committed(messages, 0)
-
-    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        self._aborted(messages, 0)
-
 
 class JetStreamStreamWriter(_Writer, _StreamWriter):
     """Writes the micro-batches of a streaming query; otherwise as `JetStreamWriter`."""
 
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
         context = _task()
-        query, batch = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
+        query = context.getLocalProperty("sql.streaming.queryId")
+        batch = context.getLocalProperty("streaming.sql.batchId")
         if not query or not batch:
             raise SinkError(
                 "this version of Spark does not tell its tasks the query and the micro-batch, so replayed rows could not be "
                 "recognized; use foreachBatch, and df.write with a writeId"
             )
         return self._write(query, int(batch), iterator, arrow=_HAS_STREAM_ARROW)
-
-    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
-        self._committed(messages, batchId)
-
-    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        self._aborted(messages, batchId)
 
 
 def _task() -> TaskContext:

@@ -35,6 +35,7 @@ from jetstream_ext.spark.planning import (
     place_filter,
     readable_state,
     report_data_loss,
+    report_lost_head,
 )
 
 try:
@@ -165,11 +166,7 @@ class Follower:
     ) -> dict[str, Any]:
         """Return the offset at the end of the next micro-batch; `start` itself if there is no new message.
 
-        Args:
-            context: The JetStream context.
-            start: Where the micro-batch starts; None: Spark before 4.2 does not pass it.
-            rows: The most sequences of the micro-batch, if it has a limit.
-            size: Its most bytes, approximately, if it has a limit.
+        Spark before 4.2 passes no `start`. The micro-batch has at most `rows` sequences and about `size` bytes.
         """
         if start is None:
             return await self._latest_of_all(context)
@@ -366,17 +363,13 @@ class Follower:
         if state.created != span.created:
             report_data_loss(options, f"{what} are gone: it was deleted and re-created at {state.created}")
             return None
-        if state.last_seq < span.last:
-            state = await self._settled(context, state, span.last)
+        state = await self._settled(context, state, span.last)
         if state.last_seq < span.last:
             report_data_loss(options, f"{what} should be read, but the stream ends at {state.last_seq}")
         first = span.first
-        if state.first_seq > first and not span.from_head:
-            missing = f"sequences {first} to {min(span.last, state.first_seq - 1)} of stream {stream!r}"
-            report_data_loss(
-                options, f"{missing} are gone (expired, purged or deleted); it starts at {state.first_seq} now"
-            )
-            first = state.first_seq
+        if not span.from_head:
+            report_lost_head(options, state, first, span.last)
+            first = max(first, state.first_seq)
         found = replace(span, first=first, last=min(span.last, state.last_seq), gapless=state.has_every_sequence)
         if not len(found):
             return None

@@ -78,10 +78,6 @@ class Layout:
 _Record = TypeVar("_Record", Marker, Layout)
 
 
-def _encode(record: Marker | Layout) -> bytes:
-    return json.dumps({"v": _VERSION, **asdict(record)}, separators=(",", ":")).encode()
-
-
 def _decode(kind: type[_Record], stored: StoredMsg | None) -> _Record:
     """Return the record in a message, the default if there is none; raise ReplayError for any other message."""
     if stored is None:
@@ -104,41 +100,22 @@ def _is_transient(error: Exception) -> bool:
     return is_transient(error) or (isinstance(error, BatchError) and not isinstance(error, ServerError))
 
 
-class StoredQuery:
-    """The records of one micro-batch of a query: its layout, and a marker for each partition.
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A micro-batch of a query (0: a batch write), whose records are its layout and a marker for each partition."""
 
-    `writer` is the name of the query, or of the batch write, whose micro-batch is 0.
-    """
-
-    def __init__(
-        self, context: JetStreamContext, options: WriteOptions, state: StreamState, writer: str, batch: int
-    ) -> None:
-        self.batch = batch
-        self._context = Context(context)
-        self._options = options
-        self._rollup = bool(state.config.get("allow_rollup_hdrs"))
-        self._writer = writer
-
-    def record(self, name: str, kind: type[_Record], what: str) -> StoredRecord[_Record]:
-        """Return the record `name` of this query; `what` names it in errors."""
-        what = f"stream {self._options.stream!r}, {what}micro-batch {self.batch}"
-        fence = FencedWriter(
-            self._context,
-            self._options.stream,
-            f"{self._options.marker_prefix}.{self._writer}.{name}",
-            name=what,
-            patience=PATIENCE,
-            transient=_is_transient,
-            rollup=self._rollup,
-        )
-        return StoredRecord(fence, kind, what, self.batch)
+    context: JetStreamContext
+    options: WriteOptions
+    state: StreamState
+    writer: str  # the name of the query, or of the batch write
+    batch: int
 
     async def claim_layout(self, partitions: int) -> None:
-        """Record the number of partitions of this micro-batch, or find the same number recorded.
+        """Record the number of partitions, or find the same number recorded.
 
         Raises as `StoredRecord.store`; and ReplayError if this micro-batch had another number before.
         """
-        layout = self.record("_layout", Layout, "")
+        layout = StoredRecord(self, "_layout", Layout)
         await layout.read()
         while layout.last.batch != self.batch:
             if await layout.store([], Layout(self.batch, partitions)):
@@ -152,7 +129,7 @@ class StoredQuery:
 
     async def correct_layout(self, partitions: int) -> None:
         """Record how many partitions there really were; raises as `StoredRecord.store`."""
-        layout = self.record("_layout", Layout, "")
+        layout = StoredRecord(self, "_layout", Layout)
         await layout.read()
         while not await layout.store([], Layout(self.batch, partitions)):
             pass
@@ -161,13 +138,21 @@ class StoredQuery:
 class StoredRecord(Generic[_Record]):
     """The newest record on a subject of the sink, and the fence that it is for the next one."""
 
-    def __init__(self, fence: FencedWriter, kind: type[_Record], what: str, batch: int) -> None:
-        self.what = what
-        self.subject: str = fence.subject
+    def __init__(self, of: MicroBatch, name: str, kind: type[_Record], what: str = "") -> None:
+        self.what = f"stream {of.options.stream!r}, {what}micro-batch {of.batch}"
+        self.subject: str = f"{of.options.marker_prefix}.{of.writer}.{name}"
         self.last: _Record = kind()  # the record that was read or stored last
-        self._fence = fence
         self._kind: type[_Record] = kind
-        self._batch = batch
+        self._batch = of.batch
+        self._fence = FencedWriter(
+            Context(of.context),
+            of.options.stream,
+            self.subject,
+            name=self.what,
+            patience=PATIENCE,
+            transient=_is_transient,
+            rollup=bool(of.state.config.get("allow_rollup_hdrs")),
+        )
 
     async def read(self) -> None:
         """Read the record at the stream's leader.
@@ -191,8 +176,9 @@ class StoredRecord(Generic[_Record]):
 
         Raises as `read`; and ServerError if the server refused a message.
         """
+        body = json.dumps({"v": _VERSION, **asdict(record)}, separators=(",", ":"))
         try:
-            await self._fence.store(messages, _encode(record))
+            await self._fence.store(messages, body.encode())
         except RecordMovedError:
             _log.debug("%s: another attempt has stored a record on %r", self.what, self.subject)
             await self.read()
@@ -222,30 +208,23 @@ def _add_rows(digest: blake2b, messages: Iterable[Message]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """Rows that are stored together.
-
-    Attributes:
-        messages: The rows.
-        start: The number of rows before them.
-        before: The digest of the rows before them.
-        after: The digest including them.
-        last: The input ended after them. It ends as well where Spark stops a failing attempt, so the next attempt may
-            have more rows; only fewer rows are a contradiction.
-    """
+    """Rows that are stored together."""
 
     messages: Sequence[Message]
-    start: int
-    before: blake2b
-    after: blake2b
+    start: int  # the number of rows before them
+    before: blake2b  # the digest of the rows before them
+    after: blake2b  # the digest including them
+    # The input ended after them. It also ends where Spark stops a failing attempt, so the next attempt may have more
+    # rows; only fewer rows are a contradiction.
     last: bool
 
 
 class Transactions:
     """The transactions of one attempt at one partition."""
 
-    def __init__(self, query: StoredQuery, partition: int) -> None:
-        self._batch = query.batch
-        self._marker = query.record(str(partition), Marker, f"partition {partition} of ")
+    def __init__(self, of: MicroBatch, partition: int) -> None:
+        self._batch = of.batch
+        self._marker = StoredRecord(of, str(partition), Marker, f"partition {partition} of ")
         self._digest = blake2b(digest_size=16)
         self._taken = 0
         self.skipped: int = 0  # rows that an earlier attempt has stored

@@ -19,7 +19,7 @@ from jetstream_ext.spark.connection import Lease, connected
 from jetstream_ext.spark.errors import ReplayError, SinkError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Message, with_ids, without_ids
-from jetstream_ext.spark.transactional import PATIENCE, StoredQuery, Transactions
+from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, Transactions
 
 _log = logging.getLogger("jetstream_ext.spark")
 
@@ -156,10 +156,10 @@ def _transactional(
     task: Task,
     chunks: Iterable[Sequence[Message]],
 ) -> Written:
-    query = StoredQuery(context, options, state, task.writer, task.batch)
+    batch = MicroBatch(context, options, state, task.writer, task.batch)
     if options.sink_partitions is not None:
-        lease.run(query.claim_layout(options.sink_partitions))
-    transactions = Transactions(query, task.partition)
+        lease.run(batch.claim_layout(options.sink_partitions))
+    transactions = Transactions(batch, task.partition)
     lease.run(transactions.open())
     rows = 0
     with _Pipeline(lease) as pipeline:

@@ -95,7 +95,10 @@ def test_streams_from_load(loaded: dict[str, str]) -> None:
         ({"paths": '["B","C"]'}, "'stream'.*says A, but load.* says B,C"),
         ({"subjects": "a..b"}, "'subjects'.*empty token"),
         ({"subjects": "a.>.b"}, "'subjects'.*'>'"),
-        ({"startingOffsets": "first"}, r"'startingOffsets'.*'earliest', 'latest' or, in JSON such as \{\"ORDERS\": 42\}, a stream seq"),
+        (
+            {"startingOffsets": "first"},
+            r"'startingOffsets'.*'earliest', 'latest' or, in JSON such as \{\"ORDERS\": 42\}, a stream seq",
+        ),
         ({"startingOffsets": "42"}, "'startingOffsets'.*JSON such as"),
         ({"startingOffsets": "{"}, "'startingOffsets'.*not valid JSON"),
         ({"startingOffsets": '{"B": 1}'}, "'startingOffsets'.*'B', which is not among"),
