@@ -121,7 +121,9 @@ def test_every_column_is_right(
     assert {row.seq: epoch + timedelta(microseconds=row.micros) for row in micros} == with_js(stored)
 
 
-def test_partitions(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
+def test_min_partitions_sets_the_number_of_partitions(
+    read: Callable[..., DataFrameReader], make: Callable[..., str]
+) -> None:
     from pyspark.sql.functions import spark_partition_id
 
     name = make(100)
@@ -134,7 +136,7 @@ def test_partitions(read: Callable[..., DataFrameReader], make: Callable[..., st
     assert parts(read(minPartitions="3").load(name)) == [(1, 33), (34, 33), (67, 34)]
 
 
-def test_a_schema_prunes(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
+def test_a_schema_selects_the_columns(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
     name = make(3)
     assert sorted(map(tuple, read().schema("seq long").load(name).collect())) == [(1,), (2,), (3,)]
     rows = read().schema("data binary, stream string, seq long").load(name).collect()
@@ -152,18 +154,20 @@ def test_a_schema_prunes(read: Callable[..., DataFrameReader], make: Callable[..
         ("headers map<string,string>", "column 'headers' is map<string,array<string>>, not map<string,string>"),
     ],
 )
-def test_a_schema_that_cannot_be(
+def test_an_unsupported_schema_is_refused(
     read: Callable[..., DataFrameReader], make: Callable[..., str], schema: str, message: str
 ) -> None:
     assert message in failure(lambda: read().schema(schema).load(make()).collect())
 
 
-def test_an_empty_stream_and_an_empty_range(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
+def test_an_empty_stream_and_an_empty_range_have_no_rows(
+    read: Callable[..., DataFrameReader], make: Callable[..., str]
+) -> None:
     assert read().load(make()).collect() == []
     assert read(startingOffsets="latest").load(make(10)).collect() == []
 
 
-def test_ranges(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
+def test_offsets_and_times_bound_the_read(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
     name = make(50)
 
     def offsets(**ends: int) -> dict[str, str]:
@@ -176,14 +180,14 @@ def test_ranges(read: Callable[..., DataFrameReader], make: Callable[..., str]) 
     assert seqs(read(startingTime="2020-01-01T00:00:00Z").load(name)) == list(range(1, 51))
 
 
-def test_several_streams(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
+def test_several_streams_are_read_together(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
     one, other = make(10), make(5)
     for frame in (read().load(f"{one},{other}"), read(stream=f"{one},{other}").load(), read().load([one, other])):
         counts = {row.stream: row["count"] for row in frame.groupBy("stream").count().collect()}
         assert counts == {one: 10, other: 5}
 
 
-def test_subjects(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
+def test_subjects_filter_the_rows(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
     name = make(50)
     assert seqs(read(subjects=f"{name}.3").load(name)) == [3, 13, 23, 33, 43]
     assert seqs(read(subjects=f"{name}.3,{name}.4").load(name)) == [3, 4, 13, 14, 23, 24, 33, 34, 43, 44]
@@ -198,7 +202,9 @@ def test_limit_stops_early(read: Callable[..., DataFrameReader], make: Callable[
     assert read().load(name).count() == 100_000
 
 
-def test_messages_larger_than_a_request(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
+def test_messages_larger_than_a_request_are_read(
+    read: Callable[..., DataFrameReader], make: Callable[..., str]
+) -> None:
     async def publish(js: JetStreamContext, name: str) -> None:
         for i in range(20):
             await js.publish(f"{name}.a", bytes([i]) * 900_000)
@@ -246,7 +252,7 @@ def test_limits_of_streaming_are_refused_at_planning(read: Callable[..., DataFra
 
 
 @pytest.mark.parametrize("retention", ["workqueue", "interest"])
-def test_streams_whose_rows_others_take_away(
+def test_streams_without_limits_retention_are_refused(
     read: Callable[..., DataFrameReader], make: Callable[..., str], retention: str
 ) -> None:
     name = make(retention=retention)
@@ -254,7 +260,7 @@ def test_streams_whose_rows_others_take_away(
     assert read(allowUnstableRetention="true").load(name).count() == 0
 
 
-def test_sql_and_registering_again(spark: SparkSession, server: NatsServer, make: Callable[..., str]) -> None:
+def test_sql_works_after_registering_twice(spark: SparkSession, server: NatsServer, make: Callable[..., str]) -> None:
     name = make(7)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Spark says that the format is there already, which is the point
@@ -263,7 +269,7 @@ def test_sql_and_registering_again(spark: SparkSession, server: NatsServer, make
     assert spark.sql(f"SELECT sum(CAST(CAST(data AS string) AS int)) AS total FROM {name}").first().total == 28
 
 
-def test_a_file_that_spark_ships(spark: SparkSession, with_js: Any, tmp_path: Path) -> None:
+def test_a_credentials_file_shipped_by_spark_is_found(spark: SparkSession, with_js: Any, tmp_path: Path) -> None:
     seed = tmp_path / "shipped.nk"
     seed.write_bytes(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
     public = nkeys.from_seed(bytearray(seed.read_bytes())).public_key.decode()
@@ -304,7 +310,7 @@ class TestCredentials:
 
         return read
 
-    def test_few_connections_for_many_queries(
+    def test_many_queries_share_few_connections(
         self, secured: str, reader: Callable[..., DataFrameReader], connection_names: Callable[[], list[str]]
     ) -> None:
         def ours() -> list[str]:
@@ -316,7 +322,7 @@ class TestCredentials:
         # replaces a worker now and then, whose connection may be there a little longer.
         assert 2 <= len(ours()) <= 6, ours()
 
-    def test_show_in_no_plan(
+    def test_no_plan_shows_credentials(
         self, secured: str, reader: Callable[..., DataFrameReader], secret: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         frame = reader().load(secured)
@@ -326,7 +332,9 @@ class TestCredentials:
         assert "jetstream" in shown.lower()
         assert secret not in shown
 
-    def test_show_in_no_error(self, secured: str, reader: Callable[..., DataFrameReader], secret: str) -> None:
+    def test_no_error_shows_credentials(
+        self, secured: str, reader: Callable[..., DataFrameReader], secret: str
+    ) -> None:
         wrong_user = failure(lambda: reader(user="nobody").load(secured).count())
         assert "uthorization" in wrong_user
         no_variable = failure(lambda: reader(variable=secret).load(secured).count())

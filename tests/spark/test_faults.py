@@ -218,7 +218,7 @@ def test_a_task_dies_in_every_micro_batch(spark: SparkSession, pipeline: Pipelin
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_a_task_dies_without_protection(spark: SparkSession, pipeline: Pipeline) -> None:
+def test_without_ids_a_task_that_dies_repeats_rows(spark: SparkSession, pipeline: Pipeline) -> None:
     """The fault is one: without ids, rows are there twice."""
     pipeline.make()
     pipeline.run(spark, "none", through=dying(ROWS // 16))
@@ -242,7 +242,9 @@ def test_a_failure_between_the_write_and_the_commit_log(
     pipeline.check(ROWS + 100)
 
 
-def test_the_same_after_the_duplicate_window(spark: SparkSession, pipeline: Pipeline) -> None:
+def test_a_replay_after_the_duplicate_window_is_recognized_by_its_markers(
+    spark: SparkSession, pipeline: Pipeline
+) -> None:
     pipeline.make(duplicate_window=1)
     pipeline.run(spark, "transactional")
     pipeline.forget_commit()
@@ -251,7 +253,7 @@ def test_the_same_after_the_duplicate_window(spark: SparkSession, pipeline: Pipe
     pipeline.check()
 
 
-def test_the_same_after_the_duplicate_window_by_ids(spark: SparkSession, pipeline: Pipeline) -> None:
+def test_a_replay_after_the_duplicate_window_repeats_rows_with_dedupe(spark: SparkSession, pipeline: Pipeline) -> None:
     """Outside the window ids repeat rows, as documented, and lose none."""
     pipeline.make(duplicate_window=1)
     pipeline.run(spark, "dedupe")

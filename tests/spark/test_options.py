@@ -17,7 +17,7 @@ def parse(**options: str) -> ReadOptions:
     return ReadOptions.parse(CaseInsensitiveDict({"servers": URL, "stream": "A"} | options))
 
 
-def test_defaults() -> None:
+def test_options_have_defaults() -> None:
     read = parse()
     assert read == ReadOptions(
         connection=ConnectionOptions((URL,)),
@@ -32,7 +32,7 @@ def test_defaults() -> None:
     assert pickle.loads(pickle.dumps(read)) == read
 
 
-def test_everything() -> None:
+def test_every_option_is_parsed() -> None:
     read = parse(
         servers=" nats://a:4222, tls://b ,c:4333,nats://a:4222",
         stream="A, B",
@@ -70,7 +70,7 @@ def test_everything() -> None:
     assert (read.fail_on_data_loss, read.tail_check) == (False, False)
 
 
-def test_one_time_for_all_streams() -> None:
+def test_one_time_applies_to_all_streams() -> None:
     moment = datetime(2026, 1, 31, tzinfo=UTC)
     assert parse(stream="A,B", startingTime="2026-01-31T00:00:00Z").starting == {"A": moment, "B": moment}
 
@@ -78,7 +78,7 @@ def test_one_time_for_all_streams() -> None:
 @pytest.mark.parametrize(
     "loaded", [{"path": "A"}, {"path": "A,B"}, {"paths": '["A","B"]'}, {"stream": "A,B", "path": "A,B"}]
 )
-def test_streams_from_load(loaded: dict[str, str]) -> None:
+def test_load_names_the_streams(loaded: dict[str, str]) -> None:
     read = ReadOptions.parse(CaseInsensitiveDict({"servers": URL} | loaded))
     assert read.streams == ("A", "B")[: len(read.streams)]
 
@@ -142,13 +142,13 @@ def test_streams_from_load(loaded: dict[str, str]) -> None:
         ({"semantics": "none"}, "belongs to writing"),
     ],
 )
-def test_names_the_option_and_the_fix(options: dict[str, str], message: str) -> None:
+def test_an_error_names_the_option_and_the_fix(options: dict[str, str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         parse(**options)
 
 
 @pytest.mark.parametrize(("missing", "message"), [("servers", "'servers': it is missing"), ("stream", "or as in load")])
-def test_missing(missing: str, message: str) -> None:
+def test_a_missing_option_is_named(missing: str, message: str) -> None:
     options = {"servers": URL, "stream": "A"}
     del options[missing]
     with pytest.raises(OptionError, match=message):
@@ -179,7 +179,7 @@ def test_repr_shows_no_credentials() -> None:
     assert URL in repr(read)
 
 
-def test_an_option_of_the_other_side_is_known_as_such() -> None:
+def test_an_option_of_the_other_direction_is_named_as_such() -> None:
     connect = {"servers": "nats://n", "stream": "S"}
     reading, writing = {*options.READ_OPTIONS}, {*options.WRITE_OPTIONS}
     for name in writing - reading:

@@ -33,7 +33,7 @@ def allowed(row: str) -> list[str]:
     return [*inherited, *named, *(["s.>"] if "rows' subjects" in wanted else [])]
 
 
-def test_the_rows_are_understood() -> None:
+def test_the_table_of_permissions_is_parsed() -> None:
     assert allowed("reading") == ["$JS.API.STREAM.INFO.S", "$JS.API.DIRECT.GET.S", "$JS.API.STREAM.MSG.GET.S"]
     assert allowed("writing, dedupe or none") == ["$JS.API.STREAM.INFO.S", "s.>"]
     assert set(allowed("writing, transactional")) == {
@@ -58,7 +58,7 @@ async def stored(url: str) -> int:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_row_is_enough(spark: SparkSession, row: str) -> None:
+def test_the_permissions_of_a_row_suffice(spark: SparkSession, row: str) -> None:
     publish = ", ".join(f'"{subject}"' for subject in allowed(row))
     user = f'{{ user: some, password: correct-horse-battery, permissions: {{ publish: [{publish}], subscribe: "_INBOX.>" }} }}'
     with NatsServer(config=f"authorization {{ users: [ {{ user: admin, password: x }}, {user} ] }}") as server:

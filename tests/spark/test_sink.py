@@ -66,7 +66,7 @@ def rows(spark: SparkSession, name: str, count: int, parts: int = 2) -> DataFram
 
 
 @pytest.mark.parametrize("semantics", ["dedupe", "transactional", "none"])
-def test_a_frame(spark: SparkSession, make: Any, write: Any, stored: Any, semantics: str) -> None:
+def test_a_frame_is_stored(spark: SparkSession, make: Any, write: Any, stored: Any, semantics: str) -> None:
     name = make()
     write(rows(spark, name, 3000), name, semantics=semantics).save()
     found = stored(name)
@@ -75,7 +75,9 @@ def test_a_frame(spark: SparkSession, make: Any, write: Any, stored: Any, semant
 
 
 @pytest.mark.parametrize("semantics", ["dedupe", "transactional"])
-def test_all_kinds_of_columns(spark: SparkSession, make: Any, write: Any, stored: Any, semantics: str) -> None:
+def test_every_kind_of_column_is_stored(
+    spark: SparkSession, make: Any, write: Any, stored: Any, semantics: str
+) -> None:
     name = make()
     one = "map('A', '1', 'B', 'two words') AS headers"
     frame = spark.range(1).selectExpr("CAST('x' AS binary) AS data", one)
@@ -93,7 +95,7 @@ def test_all_kinds_of_columns(spark: SparkSession, make: Any, write: Any, stored
     assert [message.data for message in stored(name)] == [b"x", b"", "ü".encode()]
 
 
-def test_ids_of_the_user(spark: SparkSession, make: Any, write: Any, stored: Any) -> None:
+def test_ids_of_the_user_deduplicate(spark: SparkSession, make: Any, write: Any, stored: Any) -> None:
     name = make()
     frame = spark.range(10).selectExpr(
         f"'{name}.a' AS subject", "CAST(id AS string) AS data", "CASE WHEN id < 5 THEN concat('id-', id) END AS msgId"
@@ -105,7 +107,9 @@ def test_ids_of_the_user(spark: SparkSession, make: Any, write: Any, stored: Any
 
 
 @pytest.mark.parametrize("semantics", ["dedupe", "transactional"])
-def test_a_write_that_is_run_again(spark: SparkSession, make: Any, write: Any, stored: Any, semantics: str) -> None:
+def test_a_write_with_a_write_id_can_be_repeated(
+    spark: SparkSession, make: Any, write: Any, stored: Any, semantics: str
+) -> None:
     name = make()
     options = {"writeId": "run-7", "semantics": semantics}
     if semantics == "transactional":
@@ -115,7 +119,7 @@ def test_a_write_that_is_run_again(spark: SparkSession, make: Any, write: Any, s
     assert len(stored(name)) == 3000
 
 
-def test_a_copy_of_a_stream(
+def test_a_copy_of_a_stream_is_complete(
     spark: SparkSession, make: Any, write: Any, stored: Any, with_js: Any, server: NatsServer
 ) -> None:
     one, other = make(), make(subjects=["copy.>", "_spark.copy.>"])
@@ -142,14 +146,16 @@ def test_a_copy_of_a_stream(
 
 class TestRefusals:
     @pytest.mark.parametrize("mode", ["overwrite", "ignore", "errorifexists"])
-    def test_modes(self, spark: SparkSession, make: Any, write: Any, stored: Any, mode: str) -> None:
+    def test_only_append_is_accepted(self, spark: SparkSession, make: Any, write: Any, stored: Any, mode: str) -> None:
         name = make()
         text = failure(lambda: write(rows(spark, name, 5), name).mode(mode).save())
         # Spark's own words for the modes that no Python source can have.
         assert "append" in text.lower() or f"{mode} is not supported" in text
         assert stored(name) == []
 
-    def test_a_row_that_cannot_be_a_message(self, spark: SparkSession, make: Any, write: Any, stored: Any) -> None:
+    def test_a_row_that_cannot_be_a_message_fails_the_write(
+        self, spark: SparkSession, make: Any, write: Any, stored: Any
+    ) -> None:
         name = make()
         frame = spark.sql(f"SELECT '{name}.a' AS subject, 'x' AS data, map('nats-rollup', 'all') AS headers")
         text = "row 0 of partition 0 cannot be a message: its header 'nats-rollup' is an instruction to the server"
@@ -157,7 +163,9 @@ class TestRefusals:
         assert stored(name) == []
 
 
-def test_sink_partitions_that_are_not_true(spark: SparkSession, make: Any, write: Any, stored: Any) -> None:
+def test_wrong_sink_partitions_fail_the_first_micro_batch(
+    spark: SparkSession, make: Any, write: Any, stored: Any
+) -> None:
     name = make()
     options = {"semantics": "transactional", "writeId": "w"}
     text = failure(lambda: write(rows(spark, name, 2000, 2), name, sinkPartitions="3", **options).save())
@@ -170,7 +178,7 @@ def test_sink_partitions_that_are_not_true(spark: SparkSession, make: Any, write
 
 
 @pytest.mark.parametrize("semantics", ["dedupe", "transactional", "none"])
-def test_from_stream_to_stream(
+def test_a_query_stores_each_row_once(
     spark: SparkSession, make: Any, stored: Any, with_js: Any, server: NatsServer, tmp_path: Path, semantics: str
 ) -> None:
     source, sink = make(), make()

@@ -97,7 +97,7 @@ def make(with_js: Any, more: Any, stream_name: Callable[[], str]) -> Callable[[i
     return stream
 
 
-def test_offsets_and_restarts(query: Query, make: Any, more: Any) -> None:
+def test_a_restart_continues_at_the_offset(query: Query, make: Any, more: Any) -> None:
     name = make(100)
     query.run(name)
     more(name, 50)
@@ -108,7 +108,7 @@ def test_offsets_and_restarts(query: Query, make: Any, more: Any) -> None:
     assert all(list(offset) == ["v", "streams"] and offset["v"] == 1 for offset in query.offsets())
 
 
-def test_limits_and_lag(query: Query, make: Any) -> None:
+def test_limits_bound_micro_batches_and_lag_counts_the_rest(query: Query, make: Any) -> None:
     if not query.limited:
         pytest.skip("Spark 4.2 has limits")
     name = make(100)
@@ -125,7 +125,7 @@ def test_limits_and_lag(query: Query, make: Any) -> None:
     assert query.seqs() == list(range(1, 101))
 
 
-def test_limits_are_refused_where_there_are_none(query: Query, make: Any) -> None:
+def test_limits_are_refused_before_spark_4_2(query: Query, make: Any) -> None:
     from pyspark.errors import PySparkException
 
     if query.limited:
@@ -135,7 +135,9 @@ def test_limits_are_refused_where_there_are_none(query: Query, make: Any) -> Non
 
 
 @pytest.mark.parametrize("start", ["earliest", "latest"])
-def test_a_restart_in_every_gap_of_a_micro_batch(query: Query, make: Any, more: Any, start: str) -> None:
+def test_a_restart_at_any_point_of_a_micro_batch_reads_every_row_once(
+    query: Query, make: Any, more: Any, start: str
+) -> None:
     name, options = make(20), {"startingOffsets": start}
     query.run(name, **options)
     # A start that moves is pinned by a first micro-batch without rows.
@@ -155,7 +157,7 @@ def test_a_restart_in_every_gap_of_a_micro_batch(query: Query, make: Any, more: 
     assert query.seqs() == list(range(1 if start == "earliest" else 21, 51))
 
 
-def test_a_continuous_query(query: Query, make: Any, more: Any) -> None:
+def test_a_running_query_reads_new_messages(query: Query, make: Any, more: Any) -> None:
     name = make(10)
     running = query.start(name, now=False)
     try:
@@ -168,7 +170,7 @@ def test_a_continuous_query(query: Query, make: Any, more: Any) -> None:
     assert query.seqs() == list(range(1, 41))
 
 
-def test_several_streams(query: Query, spark: SparkSession, make: Any) -> None:
+def test_several_streams_are_read_together(query: Query, spark: SparkSession, make: Any) -> None:
     one, other = make(10), make(20)
     query.run(f"{one},{other}")
     counts = spark.read.schema("stream string").parquet(str(query.out)).groupBy("stream").count().collect()
@@ -183,7 +185,7 @@ def test_several_streams(query: Query, spark: SparkSession, make: Any) -> None:
         ({"startingOfsets": "latest"}, "did you mean 'startingOffsets'"),
     ],
 )
-def test_options(query: Query, make: Any, options: dict[str, str], message: str) -> None:
+def test_invalid_options_fail_the_query(query: Query, make: Any, options: dict[str, str], message: str) -> None:
     from pyspark.errors import PySparkException
 
     with pytest.raises(PySparkException) as caught:
@@ -217,7 +219,7 @@ def test_filters_are_pushed_down_by_option(spark: SparkSession, server: NatsServ
     assert parts == (2 if push_down else 1)  # only the range itself was cut up
 
 
-def test_a_frame_is_right_however_often_it_is_used(
+def test_a_frame_used_several_times_has_all_its_rows(
     spark: SparkSession, server: NatsServer, make: Any, push_down: bool
 ) -> None:
     """Spark keeps what it planned with one filter for other queries of the frame: nothing may be taken from it."""

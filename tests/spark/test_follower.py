@@ -57,7 +57,9 @@ def spans(parts: list[Any]) -> list[tuple[int, int]]:
     return [(part.first, part.last) for part in parts]
 
 
-async def test_from_the_earliest(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+async def test_an_earliest_start_reads_the_whole_stream(
+    js: JetStreamContext, make: Callable[..., Awaitable[str]]
+) -> None:
     name = await make(10)
     query = follower(name)
     start = await query.initial(js)
@@ -74,7 +76,7 @@ async def test_from_the_earliest(js: JetStreamContext, make: Callable[..., Await
     assert query.reported() == later
 
 
-async def test_partitions_come_from_offsets_alone(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+async def test_partitions_depend_on_offsets_only(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
     name = await make(100)
     query = follower(name, minPartitions="4")
     start = await query.initial(js)
@@ -88,7 +90,7 @@ async def test_partitions_come_from_offsets_alone(js: JetStreamContext, make: Ca
 
 
 @pytest.mark.parametrize("options", [{"startingOffsets": "latest"}, {"startingTime": "2100-01-01T00:00:00Z"}])
-async def test_a_start_that_moves_is_pinned(
+async def test_a_start_that_depends_on_the_moment_is_pinned(
     js: JetStreamContext, make: Callable[..., Awaitable[str]], options: dict[str, str]
 ) -> None:
     name = await make(10)
@@ -108,7 +110,7 @@ async def test_a_start_that_moves_is_pinned(
     assert seqs(await again.latest(js, start)) == {name: 15}
 
 
-async def test_spark_before_4_2(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+async def test_spark_before_4_2_passes_no_start(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
     name = await make(10)
     query = follower(name, startingOffsets="latest")
     pinned = await query.latest(js, None)
@@ -121,7 +123,7 @@ async def test_spark_before_4_2(js: JetStreamContext, make: Callable[..., Awaita
     assert seqs(await earliest.initial(js)) == {name: 0}
 
 
-async def test_a_start_by_sequence(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+async def test_a_query_starts_at_a_sequence(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
     name = await make(10)
     query = follower(name, startingOffsets=json.dumps({name: 4}))
     start = await query.initial(js)
@@ -134,7 +136,7 @@ async def test_a_start_by_sequence(js: JetStreamContext, make: Callable[..., Awa
     assert await waiting.latest(js, start) == start
 
 
-async def test_a_start_by_time(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+async def test_a_query_starts_at_a_time(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
     name = await make(10)
     when = (await jsx.DirectGet(js, name).get(4)).time.isoformat()
     query = follower(name, startingTime=when)
@@ -147,7 +149,9 @@ async def test_a_start_by_time(js: JetStreamContext, make: Callable[..., Awaitab
     assert await follower(name, startingTime=when).initial(js) == start
 
 
-async def test_limits(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+async def test_streams_share_a_limit_by_their_backlogs(
+    js: JetStreamContext, make: Callable[..., Awaitable[str]]
+) -> None:
     large, small = await make(90), await make(10)
     query = follower(large, small)
     offset = await query.initial(js)
@@ -168,16 +172,16 @@ async def test_limits(js: JetStreamContext, make: Callable[..., Awaitable[str]])
     assert seqs(least) == {large: 1}
 
 
-async def test_a_limit_does_not_count_a_head_that_is_gone(
-    js: JetStreamContext, make: Callable[..., Awaitable[str]]
-) -> None:
+async def test_a_limit_does_not_count_a_purged_head(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
     name = await make(50)
     await js.purge_stream(name, seq=41)
     query = follower(name)
     assert seqs(await query.latest(js, await query.initial(js), rows=5)) == {name: 45}
 
 
-async def test_available_now(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+async def test_available_now_ends_at_the_messages_stored_before(
+    js: JetStreamContext, make: Callable[..., Awaitable[str]]
+) -> None:
     name = await make(10)
     query = follower(name)
     await query.freeze(js)
@@ -192,7 +196,7 @@ async def test_available_now(js: JetStreamContext, make: Callable[..., Awaitable
     assert await latest.latest(js, start) == await latest.latest(js, start) == start
 
 
-async def test_a_stream_that_comes_and_one_that_goes(
+async def test_a_restart_can_add_and_remove_streams(
     js: JetStreamContext, make: Callable[..., Awaitable[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = await make(10), await make(5)
@@ -226,7 +230,7 @@ class TestLoss:
         await more(js, name, 10)
         return name, offset
 
-    async def test_a_purged_head(
+    async def test_a_purged_head_is_a_loss(
         self, js: JetStreamContext, read: tuple[str, Offset], caplog: pytest.LogCaptureFixture
     ) -> None:
         name, start = read
@@ -239,27 +243,29 @@ class TestLoss:
             assert spans(await follower(name, failOnDataLoss="false").plan(js, start, end)) == [(15, 17), (18, 20)]
         assert "sequences 11 to 14" in caplog.text
 
-    async def test_a_head_purged_up_to_the_offset(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
+    async def test_a_head_purged_up_to_the_offset_is_no_loss(
+        self, js: JetStreamContext, read: tuple[str, Offset]
+    ) -> None:
         name, start = read
         await js.purge_stream(name, seq=11)
         query = follower(name)
         assert spans(await query.plan(js, start, await query.latest(js, start))) == [(11, 15), (16, 20)]
 
-    async def test_everything_purged(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
+    async def test_a_purge_of_everything_is_a_loss(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
         name, start = read
         await js.purge_stream(name)
         query = follower(name)
         with pytest.raises(DataLossError, match="sequences 11 to 20"):
             await query.plan(js, start, await query.latest(js, start))
 
-    async def test_interior_deletes_are_none(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
+    async def test_interior_deletes_are_no_loss(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
         name, start = read
         for seq in (12, 15):
             await js.delete_msg(name, seq)
         query = follower(name)
         assert spans(await query.plan(js, start, await query.latest(js, start))) == [(11, 15), (16, 20)]
 
-    async def test_a_recreated_stream(
+    async def test_a_recreated_stream_is_a_loss(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]], read: tuple[str, Offset]
     ) -> None:
         name, start = read
@@ -279,7 +285,7 @@ class TestLoss:
         with pytest.raises(DataLossError, match=r"sequences 11 to 20 .* are gone: it was deleted and re-created"):
             await follower(name).plan(js, start, old_end)
 
-    async def test_a_stream_that_lost_its_end(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
+    async def test_a_stream_that_lost_its_end_is_a_loss(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
         name, start = read
         start["streams"][name]["seq"] = 30
         with pytest.raises(DataLossError, match="ends at sequence 20; the query has read up to 30 already"):
@@ -290,7 +296,7 @@ class TestLoss:
         with pytest.raises(DataLossError, match=r"ended at sequence 20 .* had read up to 30 already"):
             await follower(name).plan(js, start, end)
 
-    async def test_an_end_that_goes_back_before_spark_4_2(
+    async def test_an_end_that_goes_back_is_a_loss_before_spark_4_2(
         self, js: JetStreamContext, read: tuple[str, Offset], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """There the query does not say where it is, and an offset that went back would have rows read again."""
@@ -313,7 +319,7 @@ class TestLoss:
         with pytest.raises(DataLossError, match="ends at sequence 5; the query has read up to 20 already"):
             await query.latest(js, None)
 
-    async def test_a_missing_stream(
+    async def test_a_missing_stream_is_a_loss(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]], stream_name: Callable[[], str]
     ) -> None:
         missing = stream_name()
@@ -327,7 +333,7 @@ class TestLoss:
         assert spans(await lax.plan(js, start, end)) == [(1, 1), (2, 3)]
 
     @pytest.mark.parametrize("retention", ["workqueue", "interest"])
-    async def test_rows_that_others_take_away(
+    async def test_streams_without_limits_retention_are_refused(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]], retention: str
     ) -> None:
         name = await make(0, retention=retention)

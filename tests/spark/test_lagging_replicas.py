@@ -61,7 +61,7 @@ def read_and_write(with_js: Any, url: str, stream: str) -> None:
 
 
 @pytest.mark.timeout(180)
-def test_replicas(with_js: Any, cache: Connections) -> None:
+def test_replicas_return_acknowledged_rows(with_js: Any, cache: Connections) -> None:
     with NatsCluster() as cluster:
         config = StreamConfig(name="R", subjects=["R.*"], allow_direct=True, num_replicas=3)
         with_js(lambda js: js.add_stream(config), cluster.servers[0].url)
@@ -72,7 +72,9 @@ def test_replicas(with_js: Any, cache: Connections) -> None:
             read_and_write(with_js, server.url, "R")
 
 
-def test_mirrors(with_js: Any, cache: Connections, server: NatsServer, stream_name: Callable[[], str]) -> None:
+def test_mirrors_return_acknowledged_rows(
+    with_js: Any, cache: Connections, server: NatsServer, stream_name: Callable[[], str]
+) -> None:
     name, mirror = stream_name(), stream_name()
 
     async def make(js: JetStreamContext) -> None:

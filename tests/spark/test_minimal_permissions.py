@@ -89,7 +89,9 @@ def given(guarded: NatsServer, with_js: Any) -> Callable[[str], dict[str, str]]:
 
 @pytest.mark.parametrize(("user", "tail_check"), [("reader", "true"), ("trusting", "false")])
 @pytest.mark.parametrize("subjects", ["S.1", "S.*"])
-def test_reading(given: Any, cache: Connections, user: str, tail_check: str, subjects: str) -> None:
+def test_reading_needs_only_the_documented_permissions(
+    given: Any, cache: Connections, user: str, tail_check: str, subjects: str
+) -> None:
     options = given(user) | {"stream": "S", "tailCheck": tail_check, "subjects": subjects, "minPartitions": "3"}
     read, schema = ReadOptions.parse(options), JetStreamDataSource(options).schema()
     with cache.lend(read.connection, "driver") as lease:
@@ -102,7 +104,9 @@ def test_reading(given: Any, cache: Connections, user: str, tail_check: str, sub
 @pytest.mark.parametrize(
     ("user", "semantics"), [("writer", "dedupe"), ("writer", "none"), ("transactional", "transactional")]
 )
-def test_writing(given: Any, cache: Connections, user: str, semantics: str) -> None:
+def test_writing_needs_only_the_documented_permissions(
+    given: Any, cache: Connections, user: str, semantics: str
+) -> None:
     options = given(user) | {"stream": "S", "semantics": semantics}
     if semantics == "transactional":
         options["sinkPartitions"] = "1"
@@ -115,7 +119,7 @@ def test_writing(given: Any, cache: Connections, user: str, semantics: str) -> N
     assert done.rows == 2500
 
 
-def test_buckets(given: Any, cache: Connections) -> None:
+def test_buckets_need_only_the_documented_permissions(given: Any, cache: Connections) -> None:
     options = given("buckets") | {"bucket": "B"}
     read, schema = KvOptions.parse(options), JetStreamKvDataSource(options).schema()
     with cache.lend(read.connection, "driver") as lease:
