@@ -72,7 +72,7 @@ async def ask(timeout: float, request: Callable[[], Awaitable[_Result]]) -> _Res
             return await request()
         except Exception as error:
             await retry.pause(error)
-            _log.debug("asking again after %s: %s", type(error).__name__, error)
+            _log.debug("sending the request again after %s: %s", type(error).__name__, error)
 
 
 class Lease:
@@ -332,7 +332,7 @@ def _tls(options: ConnectionOptions) -> ssl.SSLContext:
     if options.tls_cert and options.tls_key:
         certificate, key = _file("tlsCert", options.tls_cert), _file("tlsKey", options.tls_key)
         try:
-            # Without a password OpenSSL would ask for that of an encrypted key on the terminal, and wait.
+            # Without a password, OpenSSL would prompt for the one of an encrypted key on the terminal.
             context.load_cert_chain(certificate, key, password="")
         except ssl.SSLError as error:
             raise OptionError(
@@ -349,7 +349,7 @@ def _require_nkeys(option: str) -> None:
 def _secret(option: str, variable: str) -> str:
     value = os.environ.get(variable)
     if not value:
-        # The name is not repeated: users put the secret itself where its name belongs.
+        # The name is not repeated, because users may put the secret itself where its name belongs.
         raise OptionError(
             f"option {option!r}: it must name an environment variable that is set on the driver and on every "
             "executor (for executors: spark.executorEnv.<NAME>)"

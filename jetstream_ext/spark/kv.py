@@ -119,7 +119,7 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
     if mirror := state.config.get("mirror"):
         origin = str(mirror.get("name")).removeprefix("KV_")
         raise PlanningError(
-            f"bucket {options.bucket!r} is a mirror of bucket {origin!r}; read that one, for which its mirrors answer"
+            f"bucket {options.bucket!r} is a mirror of bucket {origin!r}; read that bucket instead (its mirrors answer as well)"
         )
     state.check_direct_reads(
         Context(context).connection.server_version,

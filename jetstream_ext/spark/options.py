@@ -323,7 +323,7 @@ class ConnectionOptions:
         return cls(**reader.values(cls))
 
     def __repr__(self) -> str:
-        # Only which references are given: users put the secret itself where its name belongs.
+        # Lists only which references are given, because users may put the secret itself where its name belongs.
         given = [name for name in self.__slots__ if name not in ("servers", "timeout") and getattr(self, name)]
         return f"ConnectionOptions(servers={','.join(self.servers)!r}, with={given})"
 

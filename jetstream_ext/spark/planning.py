@@ -31,7 +31,7 @@ from jetstream_ext.spark.options import Bound, ReadOptions
 _log = logging.getLogger("jetstream_ext.spark")
 
 # Filtering costs the server about as much as sending five times as many messages. Where more than this share of the
-# messages matches, everything is read and filtered in the executor.
+# messages matches, the executor reads all of them and filters.
 _SELECTIVE: Final = 0.2
 # Where more than this share of the sequences has a message, cuts by sequence are even enough.
 _DENSE: Final = 0.9
@@ -231,8 +231,8 @@ def _is_subject(value: Any) -> bool:
 def report_data_loss(options: ReadOptions, what: str) -> None:
     """Raise `DataLossError`, or log a warning where the user chose to continue."""
     if options.fail_on_data_loss:
-        raise DataLossError(f"{what} (to read what there is, set failOnDataLoss to false)")
-    _log.warning("%s; reading what there is, because failOnDataLoss is false", what)
+        raise DataLossError(f"{what} (to read the remaining messages, set failOnDataLoss to false)")
+    _log.warning("%s; reading the remaining messages, because failOnDataLoss is false", what)
 
 
 def report_lost_head(options: ReadOptions, state: StreamState, first: int, last: int) -> None:
@@ -314,7 +314,7 @@ async def place_filter(
 
     The request for the number of messages also proves, before any task runs, that batched direct gets are answered.
     """
-    # A filter equal to the stream's subjects is kept: sources, and earlier configurations, store other subjects.
+    # A filter equal to the stream's subjects is kept: its sources or an earlier configuration may have stored others.
     filters = () if ">" in filters else filters
     subject = filters[0] if len(filters) == 1 else None
     count = await _count(context, state.name, subject, max(1, span.first))
@@ -375,7 +375,7 @@ async def plan_read(
         if state is None:
             continue
         span = await _resolve(context, options, state)
-        # Narrowed only now, so that a loss is reported whatever the query filters out.
+        # Narrowed only now, so that a loss is reported even where the query filters it out.
         span = replace(span, first=max(span.first, pushed.first), last=min(span.last, pushed.last))
         filters = pushed.within(options.subjects)
         if not len(span) or filters is None:
@@ -397,7 +397,7 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
     if first > state.last_seq + 1:
         report_data_loss(options, f"{what}, before the start at {first}; was it re-created?")
     if last > state.last_seq:
-        report_data_loss(options, f"{what}, and not at {last} or later")
+        report_data_loss(options, f"{what}, before the end at {last}")
     return SequenceRange(
         stream,
         max(first, state.first_seq),

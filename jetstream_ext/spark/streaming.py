@@ -206,7 +206,7 @@ class Follower:
                 ranges.append(found)
         parts = partition_evenly(ranges, max(self._options.min_partitions, len(ended)))
         _log.debug("planned %d partitions from %s to %s", len(parts), begun, ended)
-        # A head that was gone at this point is reported here, not by the task whose range covers it.
+        # A head that is missing by now was reported above; the task whose range covers it does not report it again.
         return [replace(part, from_head=part.first < heads[part.stream]) for part in parts]
 
     # -- where it starts and ends -------------------------------------------------------------------------------

@@ -122,9 +122,9 @@ class MicroBatch:
                 return
         if layout.last.partitions != partitions:
             raise ReplayError(
-                f"{layout.what} had {layout.last.partitions} partitions before, and has {partitions} now, where its rows "
-                f"cannot be told from new ones; make them {layout.last.partitions} again (sinkPartitions, and what it "
-                "follows: df.repartition(n), or the source's minPartitions). Nothing was stored"
+                f"{layout.what} had {layout.last.partitions} partitions before, and has {partitions} now, so its stored "
+                f"rows cannot be recognized. Nothing was stored; set sinkPartitions to {layout.last.partitions} again, "
+                "together with df.repartition(n) or the source's minPartitions"
             )
 
     async def correct_layout(self, partitions: int) -> None:
@@ -277,8 +277,8 @@ class Transactions:
             return await self._marker.store(without_ids(messages), marker)
         except AtomicPublishTooLargeError as error:
             raise SinkError(
-                f"{what}: the server accepts fewer than {len(messages) + 1} messages per batch ({error}); set the option "
-                "transactionRows below that"
+                f"{what}: the server accepts fewer than {len(messages) + 1} messages per batch ({error}); set "
+                "transactionRows to less than that"
             ) from error
         except (BadHeaderError, MaxPayloadError) as error:
             first = marker.rows - len(messages)

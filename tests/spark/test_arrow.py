@@ -1,4 +1,4 @@
-"""Columns from the wire to Arrow record batches."""
+"""Arrow record batches from the replies of a server."""
 
 import inspect
 from datetime import UTC, datetime
@@ -16,7 +16,7 @@ ALL = JetStreamDataSource({"servers": "nats://n", "stream": "A"}).schema()
 
 
 def row(subject: bytes, time: bytes = b"2026-11-20T21:23:31Z", headers: bytes = b"") -> bytes:
-    """The header block of a message in a reply; `headers` are the stored ones."""
+    """Return the header block of a message in a reply; `headers` are the stored ones."""
     stored = headers + b"\r\n" if headers else b""
     return (
         b"NATS/1.0\r\n%bNats-Stream: A\r\nNats-Subject: %b\r\nNats-Sequence: 1\r\nNats-Time-Stamp: %b\r\n"
@@ -31,7 +31,7 @@ def build(*rows: bytes, datas: list[bytes] | None = None, schema: StructType = A
 
 
 def wanted(schema: StructType) -> pa.Schema:
-    """Return the Arrow schema that Spark makes of its own (before 4.3, with UTC unless told otherwise)."""
+    """Return the Arrow schema that Spark makes of its own schema, in UTC."""
     zone = {"timezone": "UTC"} if "timezone" in inspect.signature(to_arrow_schema).parameters else {}
     return to_arrow_schema(schema, **zone)
 
@@ -86,7 +86,7 @@ def test_invalid_utf_8_is_replaced() -> None:
 
 
 def test_headers_added_by_the_server_are_left_out() -> None:
-    # A frame that is laid out in another way comes whole.
+    # The header block of an unrecognised frame is passed on whole.
     block = b"NATS/1.0\r\nX: 1\r\nNats-Stream: A\r\nNats-Subject: a\r\nNats-Sequence: 1\r\nnonsense"
     [headers] = build(row(b"a", headers=block[10:])).column("headers").to_pylist()
     assert headers == [("X", ["1"])]

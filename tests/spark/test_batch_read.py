@@ -22,7 +22,7 @@ from jetstream_ext.testing import NatsServer
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 
-# Java starts once for all of them.
+# The JVM starts once for all of them.
 pytestmark = pytest.mark.timeout(300)
 
 DDL = "stream string, seq bigint, subject string, time timestamp, data binary, headers map<string,array<string>>"
@@ -30,7 +30,7 @@ DDL = "stream string, seq bigint, subject string, time timestamp, data binary, h
 
 @pytest.fixture
 def read(spark: SparkSession, server: NatsServer) -> Callable[..., DataFrameReader]:
-    """The reader of a fresh query, with the address of the server."""
+    """Return the reader of a new query, with the address of the server."""
 
     def reader(**options: str) -> DataFrameReader:
         return spark.read.format("jetstream").options(**({"servers": server.url, "requestTimeout": "5"} | options))
@@ -65,7 +65,7 @@ def seqs(frame: DataFrame) -> list[int]:
 
 
 def failure(action: Callable[[], object]) -> str:
-    """The text of what Spark raises."""
+    """Return the text of the error that Spark raises."""
     from pyspark.errors import PySparkException
 
     with pytest.raises(PySparkException) as caught:
@@ -90,7 +90,7 @@ def test_every_column_is_right(
         await js.publish(f"{name}.a", b"\x00\xff")
         await js.publish(f"{name}.b", b"", headers={"X-One": "1", "X-Two": "two words"})
         await js.publish(f"{name}.c", b"gone")
-        # What a reader that believes the first header of a name would fall for.
+        # These headers would mislead a reader that uses the first header of a name.
         await js.publish(
             f"{name}.d",
             b"spoof",
@@ -263,7 +263,7 @@ def test_streams_without_limits_retention_are_refused(
 def test_sql_works_after_registering_twice(spark: SparkSession, server: NatsServer, make: Callable[..., str]) -> None:
     name = make(7)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Spark says that the format is there already, which is the point
+        warnings.simplefilter("ignore")  # Spark warns that the format is registered already
         jetstream_ext.spark.register(spark)
     spark.sql(f"CREATE TEMPORARY VIEW {name} USING jetstream OPTIONS (servers '{server.url}', stream '{name}')")
     assert spark.sql(f"SELECT sum(CAST(CAST(data AS string) AS int)) AS total FROM {name}").first().total == 28
@@ -318,8 +318,8 @@ class TestCredentials:
 
         for _ in range(12):
             assert reader().load(secured).count() == 100
-        # One for the planner and one for each of two workers, and not one for each of 12 plans and 24 tasks; Spark
-        # replaces a worker now and then, whose connection may be there a little longer.
+        # One for the planner and one for each of two workers, not one for each of 12 plans and 24 tasks. Spark sometimes
+        # replaces a worker, whose connection may remain for a moment.
         assert 2 <= len(ours()) <= 6, ours()
 
     def test_no_plan_shows_credentials(

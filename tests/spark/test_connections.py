@@ -1,4 +1,4 @@
-"""One connection per worker process and way to connect."""
+"""The connections of a worker process."""
 
 import asyncio
 import dataclasses
@@ -62,7 +62,7 @@ def test_an_unused_connection_answers_pings(cache: Connections) -> None:
         options = ConnectionOptions((impatient.url,), timeout=5)
         with cache.lend(options, "pinged") as lease:
             client = lease.connection.client
-        time.sleep(3)  # the server cuts whoever misses two pings
+        time.sleep(3)  # the server disconnects clients that miss two pings
         with cache.lend(options, "pinged") as lease:
             assert lease.connection.client is client
             assert client.stats["reconnects"] == 0
@@ -88,7 +88,7 @@ def test_the_connection_of_a_failed_task_is_dropped(
             raise ZeroDivisionError
         with cache.lend(options, "next task") as lease:
             assert lease.connection is not other.connection
-        assert other.run(rtt(other.connection.client)) > 0  # not pulled away from under the other task
+        assert other.run(rtt(other.connection.client)) > 0  # still usable by the other task
     eventually(lambda: "other task" not in connection_names())
 
 

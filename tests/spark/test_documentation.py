@@ -1,4 +1,4 @@
-"""The documentation names every option, and no other."""
+"""The documentation names every option and no others."""
 
 import re
 from pathlib import Path

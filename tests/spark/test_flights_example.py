@@ -1,4 +1,4 @@
-"""The example: a few flights, all the way."""
+"""The flights example."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def example() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # NamedTuple looks its module up
+    sys.modules[spec.name] = module  # NamedTuple looks up its module
     spec.loader.exec_module(module)
     return module
 
@@ -32,7 +32,7 @@ def example() -> ModuleType:
 def test_spark_and_the_bucket_agree_on_a_few_flights(
     spark: SparkSession, example: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # The example ends its session; here it is everybody's.
+    # The example stops its session, which the tests share.
     monkeypatch.setattr(type(spark), "stop", lambda session: None)
     monkeypatch.setattr(sys, "argv", ["flights.py", "--flights", "3000"])
     assert example.main() == 0

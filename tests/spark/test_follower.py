@@ -1,4 +1,4 @@
-"""A streaming query's place in its streams, without Spark around it."""
+"""The position of a streaming query in its streams, without Spark."""
 
 import itertools
 import json
@@ -71,7 +71,7 @@ async def test_an_earliest_start_reads_the_whole_stream(
     assert spans(await query.plan(js, end, end)) == []
     await more(js, name, 1)
     later = await query.latest(js, end)
-    # As many partitions, whatever there is: a sink's ids hold their numbers.
+    # The number of partitions is constant, because the ids of a sink contain the partition.
     assert spans(await query.plan(js, end, later)) == [(11, 11), (12, 11)]
     assert query.reported() == later
 
@@ -101,7 +101,7 @@ async def test_a_start_that_depends_on_the_moment_is_pinned(
     assert await query.latest(js, start) == start  # batch 0 is empty and puts it into the checkpoint
     end = await query.latest(js, start)
     assert (seqs(start), seqs(end)) == ({name: 10}, {name: 12})
-    # The query died before batch 0 was committed: the start is resolved again, later, and the batch's end stays.
+    # The query died before batch 0 was committed: the start is resolved again, later, and the end of the batch stays.
     again = follower(name, **options)
     await more(js, name, 3)
     moved = await again.initial(js)
@@ -142,7 +142,7 @@ async def test_a_query_starts_at_a_time(js: JetStreamContext, make: Callable[...
     query = follower(name, startingTime=when)
     start = await query.initial(js)
     assert 1 <= seqs(start)[name] <= 3
-    # Asked again later it is the same: nothing to pin.
+    # A later request returns the same start, so nothing is pinned.
     assert seqs(await query.latest(js, start)) == {name: 10}
     assert seqs(await follower(name, startingTime=when).latest(js, None)) == {name: 10}
     await more(js, name, 5)
@@ -210,7 +210,7 @@ async def test_a_restart_can_add_and_remove_streams(
     pinned = follower(one, other, startingOffsets="latest")
     added = await pinned.latest(js, start)
     assert seqs(added) == {one: 10, other: 5}
-    assert await pinned.plan(js, start, added) == []  # and the next batch goes on from there
+    assert await pinned.plan(js, start, added) == []  # and the next micro-batch continues there
     only = follower(other)
     gone = await only.latest(js, end)
     assert seqs(gone) == {other: 5}
@@ -280,7 +280,7 @@ class TestLoss:
         assert spans(await lax.plan(js, start, end)) == [(1, 20), (21, 40)]
         with pytest.raises(DataLossError, match="was deleted and re-created"):
             await follower(name).plan(js, start, end)
-        # A batch that was planned of the old stream cannot be replayed from the new one.
+        # A micro-batch of the old stream cannot be replayed from the new one.
         assert await lax.plan(js, start, old_end) == []
         with pytest.raises(DataLossError, match=r"sequences 11 to 20 .* are gone: it was deleted and re-created"):
             await follower(name).plan(js, start, old_end)
@@ -299,7 +299,7 @@ class TestLoss:
     async def test_an_end_that_goes_back_is_a_loss_before_spark_4_2(
         self, js: JetStreamContext, read: tuple[str, Offset], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """There the query does not say where it is, and an offset that went back would have rows read again."""
+        """Before 4.2, Spark does not pass the start of a micro-batch, so an offset that went back would repeat rows."""
         name, _ = read
         query = follower(name)
         offset = await query.latest(js, None)

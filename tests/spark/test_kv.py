@@ -1,4 +1,4 @@
-"""Buckets as tables: which keys, as of which revision, and what is done about lost history."""
+"""Buckets as tables: keys, revisions, and history that is no longer stored."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def make(with_js: Any, stream_name: Callable[[], str]) -> Callable[..., str]:
 
 async def ten(kv: KeyValue) -> None:
     for i in range(10):
-        await patiently(partial(kv.put, f"k.{i}", b"%d" % i))
+        await retried(partial(kv.put, f"k.{i}", b"%d" % i))
 
 
 def values(rows: list[dict[str, Any]]) -> dict[str, bytes]:
@@ -84,8 +84,8 @@ def values(rows: list[dict[str, Any]]) -> dict[str, bytes]:
 TEN = {f"k.{i}": b"%d" % i for i in range(10)}
 
 
-async def patiently(write: Callable[[], Awaitable[Any]]) -> None:
-    """Write; again where nobody took it, as in an election."""
+async def retried(write: Callable[[], Awaitable[Any]]) -> None:
+    """Write, and retry while the stream has no leader."""
     deadline = asyncio.get_running_loop().time() + 30
     while True:
         try:
@@ -102,7 +102,7 @@ def put(bucket: str, **changes: bytes | None) -> Any:
         kv = await js.key_value(bucket)
         for key, value in changes.items():
             key = key.replace("_", ".")
-            await patiently(partial(kv.delete, key) if value is None else partial(kv.put, key, value))
+            await retried(partial(kv.delete, key) if value is None else partial(kv.put, key, value))
 
     return change
 
@@ -276,7 +276,7 @@ def test_a_mirror_bucket_names_the_bucket_to_read(with_js: Any, read: Read, make
     mirror = f"{origin}M"
     config = StreamConfig(name=f"KV_{mirror}", mirror=StreamSource(name=f"KV_{origin}"), allow_direct=True)
     with_js(lambda js: js.add_stream(config))
-    with pytest.raises(PlanningError, match=f"'{mirror}' is a mirror of bucket '{origin}'; read that one"):
+    with pytest.raises(PlanningError, match=f"'{mirror}' is a mirror of bucket '{origin}'; read that bucket instead"):
         read(mirror)
 
 

@@ -1,4 +1,4 @@
-"""Rows that were acknowledged a moment ago are read, whoever answers."""
+"""Rows that were acknowledged just before are read, whichever replica or mirror answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
 
 
 async def publish(js: JetStreamContext, subject: str) -> PubAck:
-    """Publish; again where nobody took it, as in an election."""
+    """Publish, and retry while the stream has no leader."""
     deadline = asyncio.get_running_loop().time() + 30
     while True:
         try:

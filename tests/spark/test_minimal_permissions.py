@@ -1,6 +1,6 @@
-"""The connector asks for nothing that it has no permission for: with those of docs/spark.md no server refuses anything.
+"""The connector sends no request that needs other permissions than docs/spark.md lists.
 
-What is refused goes unanswered, so it would cost its whole timeout even where there is a way round.
+A server does not reply to a request that it refuses, so each would cost its whole timeout even where a fallback exists.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Offsets as Spark keeps them, and what a query's progress says with them."""
+"""Offsets in Spark's checkpoint, and the lag computed from the progress of a query."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The options of a batch read."""
+"""The options of reads and writes."""
 
 import pickle
 from datetime import UTC, datetime, timedelta, timezone

@@ -1,4 +1,4 @@
-"""Partitions of filtered and gappy ranges have about as many messages each."""
+"""Partitions of filtered and gappy ranges have about the same number of messages."""
 
 import itertools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The page's table of permissions: a user with just those of a row can read or write."""
+"""The table of permissions in docs/spark.md: a user with only the permissions of a row can read or write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIONS = {"allow_direct": True, "allow_atomic": True, "allow_batched": True}
 
 
 def allowed(row: str) -> list[str]:
-    """Return what a row allows, on stream S with the subjects s.> and on bucket B."""
+    """Return the subjects that a row allows, for stream S with the subjects s.> and for bucket B."""
     table = PAGE.read_text(encoding="utf-8").partition("## Permissions")[2]
     cells = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", table.replace("`", ""), re.MULTILINE))
     stream = "KV_B" if row == "buckets" else STREAM

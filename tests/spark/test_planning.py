@@ -1,4 +1,4 @@
-"""What the driver checks and decides before any task runs."""
+"""The plan of a batch read, made on the driver before any task runs."""
 
 import asyncio
 import logging
@@ -117,9 +117,9 @@ async def test_times_bound_the_read(js: JetStreamContext, stream_name: Callable[
     assert await between(times[1], times[1]) == []
     assert await between(before, times[0]) == []
     assert await between(after, after) == []
-    # The moment of a message itself: a start takes it, an end does not.
+    # The time of a message itself: a start includes it, an end does not.
     second = (await jsx.DirectGet(js, stream).get(2)).time.isoformat()
-    assert await between(second, after) in ([(2, 3)], [(3, 3)])  # stored in nanoseconds, said in microseconds
+    assert await between(second, after) in ([(2, 3)], [(3, 3)])  # stored in nanoseconds, returned in microseconds
     assert await between(before, second) == [(1, 1)]
 
 
@@ -153,7 +153,7 @@ async def test_an_unanswered_api_prefix_is_named(server: NatsServer, js: JetStre
     [
         ("2", "8", "sequences 2 to 4 of stream .* are gone .*; it starts at 5 now", [(5, 8)]),
         ("30", "40", "ends at sequence 10, before the start at 30; was it re-created", []),
-        ("6", "12", "ends at sequence 10, and not at 12 or later", [(6, 10)]),
+        ("6", "12", "ends at sequence 10, before the end at 12", [(6, 10)]),
     ],
 )
 async def test_missing_sequences_are_a_loss(
@@ -173,7 +173,7 @@ async def test_missing_sequences_are_a_loss(
     parts = await plan(js, stream, failOnDataLoss="false", minPartitions="1", **ends)
     assert spans(parts) == instead
     assert "failOnDataLoss is false" in caplog.text
-    assert spans(await plan(js, stream, minPartitions="1")) == [(5, 10)]  # earliest is what there is
+    assert spans(await plan(js, stream, minPartitions="1")) == [(5, 10)]  # earliest is the first stored message
 
 
 async def test_interior_deletes_are_no_loss(js: JetStreamContext, stream_name: Callable[[], str]) -> None:

@@ -1,4 +1,4 @@
-"""What is made of a query's filters."""
+"""Filters that Spark pushes down."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +82,7 @@ def test_filters_narrow_the_read(filters: list[Any], left: PushedFilters) -> Non
         (("a.>",), ("a.b", "c"), ("a.b",)),
         (("a.b",), ("c.>",), None),
         ((), (), None),
-        (("a.b.>",), ("a.*.c",), ("a.*.c",)),  # no filter says exactly both: more is read, and filtered by Spark
+        (("a.b.>",), ("a.*.c",), ("a.*.c",)),  # no single filter expresses both: more is read, and Spark filters it
         (("a.b",), ("a.b.>",), None),
     ],
 )

@@ -1,4 +1,4 @@
-"""Sequence ranges into partitions."""
+"""Sequence ranges, cut into partitions."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""One partition, read as an executor does, without Spark around it."""
+"""One partition, read as an executor reads it, without Spark."""
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -97,7 +97,7 @@ def test_filters_select_the_rows(stream: str, seqs: Any) -> None:
 def test_record_batches_are_bounded(
     stream: str, batches: Callable[..., Iterator[pa.RecordBatch]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Bounds count what arrives together, so a batch can be larger by that.
+    # Messages that arrive together stay together, so a record batch can exceed its bounds by them.
     monkeypatch.setattr(reading, "_BYTES", 10)
     parts = [batch.num_rows for part in SequenceRange(stream, 1, 50).split(5) for batch in batches(part)]
     assert sum(parts) == 50
@@ -167,7 +167,7 @@ def test_rows_that_expire_during_the_read_are_a_loss(
     if gapless:
         with pytest.raises(DataLossError, match="sequences 3 to 25"):
             seqs(part)
-    else:  # a stream that had gaps before cannot tell which of them are new
+    else:  # in a stream that had gaps before, the new ones cannot be recognized
         assert seqs(part) == [2, 26, 27, 28, 29, 30]
 
 

@@ -1,4 +1,4 @@
-"""Rows as messages, without Spark around them."""
+"""Rows as messages, without Spark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ARROW = {
 
 @pytest.fixture(params=["arrow", "rows"])
 def read(request: pytest.FixtureRequest) -> Reads:
-    """Make messages of rows of subject, data, headers and (with dedupe) id, by either road."""
+    """Make messages of rows of subject, data, headers and (with dedupe) id, from Arrow or from single rows."""
 
     def run(*rows: tuple[Any, ...], several: bool = False, **options: str) -> list[Message]:
         given = {"servers": "nats://unused", "stream": "S"} | options

@@ -102,7 +102,7 @@ def test_ids_of_the_user_deduplicate(spark: SparkSession, make: Any, write: Any,
     )
     for _ in range(2):
         write(frame, name).save()
-    # Those without an id have one of this write.
+    # Rows without an id get one of this write.
     assert Counter(int(message.data) for message in stored(name)) == {row: 1 if row < 5 else 2 for row in range(10)}
 
 
@@ -138,7 +138,7 @@ def test_a_copy_of_a_stream_is_complete(
     for _ in range(2):
         write(copy, other, natsHeaders="strip").save()
     found = with_js(lambda js: jsx.DirectGet(js, other).scan().to_list())
-    # Each partition keeps its order; which of the two is stored first is Spark's affair.
+    # Each partition keeps its order; either of the two may be stored first.
     assert sorted(((m.headers["K"], m.headers) for m in found), key=lambda pair: pair[0]) == [
         (f"{i}", {"Nats-Msg-Id": f"{one}:{i + 1}", "K": f"{i}"}) for i in range(10)
     ]
@@ -149,7 +149,7 @@ class TestRefusals:
     def test_only_append_is_accepted(self, spark: SparkSession, make: Any, write: Any, stored: Any, mode: str) -> None:
         name = make()
         text = failure(lambda: write(rows(spark, name, 5), name).mode(mode).save())
-        # Spark's own words for the modes that no Python source can have.
+        # Spark itself refuses the modes that no Python source can have.
         assert "append" in text.lower() or f"{mode} is not supported" in text
         assert stored(name) == []
 

@@ -1,4 +1,4 @@
-"""What is refused on the driver before any task runs: the sink's writers are made there."""
+"""Errors of the sink on the driver, before any task runs: Spark makes the writers there."""
 
 from __future__ import annotations
 

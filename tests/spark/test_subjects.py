@@ -1,4 +1,4 @@
-"""Subject filters."""
+"""Subject filters match the same subjects as on the server."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""One partition, written as an executor does, without Spark around it."""
+"""One partition, written as an executor writes it, without Spark."""
 
 import asyncio
 import json
@@ -71,7 +71,7 @@ def write(server: NatsServer, stream: str, cache: Connections) -> Callable[..., 
 
 
 def chunks(stream: str, rows: Any) -> Iterator[list[Message]]:
-    """Rows as numbers, ten at a time; an exception among them is raised."""
+    """Yield numbered rows, ten at a time; raise an exception among them."""
     chunk: list[Message] = []
     for row in rows:
         if isinstance(row, Exception):
@@ -172,7 +172,7 @@ class TestTransactions:
         assert stored() == list(range(2500))
 
     def test_an_attempt_that_ended_early_is_continued(self, write: Any, stored: Any) -> None:
-        # Spark ends the input of an attempt whose upstream fails as if that were all.
+        # Spark ends the input of an attempt whose upstream fails as if it were complete.
         write(range(1234))
         assert write(range(2500)).skipped == 999
         assert stored() == list(range(2500))
@@ -202,13 +202,13 @@ class TestTransactions:
     def test_two_attempts_at_once_store_each_row_once(
         self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """While the first is between reading the marker and storing, the second stores everything."""
+        """After the first has read the marker and before it stores, the second stores everything."""
         publish, others = fenced_write.publish_atomic, [True]
 
         async def late(js: JetStreamContext, messages: Any, **options: Any) -> Any:
             if others:
                 others.clear()
-                cache = Connections()  # another process's
+                cache = Connections()  # as of another process
                 monkeypatch.setattr(connection, "connections", lambda: cache)
                 await asyncio.to_thread(write, range(2500))
                 cache.close()
