@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import repeat
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pyspark.sql.types import StructType
@@ -33,6 +33,10 @@ _TYPES: Final = {
     "msgId": ("string",),
 }
 _REMEMBERED: Final = 65_536
+# Where Spark passes rows one by one: the limits of a chunk, and how many rows are taken before the bytes are counted.
+_ROWS_AT_ONCE: Final = 10_000
+_BYTES_AT_ONCE: Final = 8 << 20
+_ROWS_A_TIME: Final = 100
 
 Message: TypeAlias = tuple[str, bytes, Mapping[str, str] | None, str | None]
 """One row: subject, data, headers, message id. A plain tuple, because there are millions."""
@@ -144,6 +148,18 @@ class RowReader:
                 )
 
         return list(self._messages(values()))
+
+    def chunks_from_rows(self, rows: Iterator[Any]) -> Iterator[list[Message]]:
+        """Yield the messages of Spark's rows, some at a time."""
+        collected: list[Message] = []
+        size = 0
+        while some := self.from_rows(islice(rows, _ROWS_A_TIME)):
+            collected += some
+            size += sum(len(message[1]) for message in some)
+            if len(collected) >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE:
+                yield collected
+                collected, size = [], 0
+        yield collected
 
     def _messages(self, rows: Iterable[tuple[Any, Any, Any, Any]]) -> Iterator[Message]:
         known = self._known

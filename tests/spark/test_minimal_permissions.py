@@ -19,9 +19,8 @@ from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.kv import JetStreamKvDataSource, plan_kv
 from jetstream_ext.spark.options import KvOptions, ReadOptions, WriteOptions
 from jetstream_ext.spark.planning import plan_read
-from jetstream_ext.spark.sink import check_sink
+from jetstream_ext.spark.sink import Task, check_sink, write_partition
 from jetstream_ext.spark.source import JetStreamDataSource
-from jetstream_ext.spark.write import Task, write_partition
 from jetstream_ext.testing import NatsServer
 
 SECRET = "pass"

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StringType, StructType
 
-from jetstream_ext.spark import sink
 from jetstream_ext.spark.errors import RowError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Columns, Message, RowReader
@@ -109,7 +108,7 @@ def test_single_rows_are_collected_into_chunks() -> None:
 
     def sizes(count: int, size: int) -> list[int]:
         reader = RowReader(columns, options, ("s.>",), 0)
-        return [len(chunk) for chunk in sink._chunks(reader, iter([(bytes(size),)] * count)) if chunk]
+        return [len(chunk) for chunk in reader.chunks_from_rows(iter([(bytes(size),)] * count)) if chunk]
 
     assert sizes(25_000, 1) == [10_000, 10_000, 5_000]
     assert sizes(250, 1 << 20) == [100, 100, 50]

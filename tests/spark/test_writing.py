@@ -24,7 +24,7 @@ from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.errors import ReplayError, SinkError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Message
-from jetstream_ext.spark.write import Task, Written, write_partition
+from jetstream_ext.spark.sink import Task, Written, write_partition
 from jetstream_ext.testing import NatsServer
 
 QUERY = "q1"
