@@ -243,7 +243,7 @@ def _wait(future: Future[_Result]) -> _Result:
 
 
 class WorkerConnection:
-    """A connection, its users, and the last permission that the server refused on it. Used on the loop only.
+    """A connection, its users (counted on the loop only), and the last permission that the server refused on it.
 
     The server does not reply to a request without permission: it sends an error about it, and the request times out.
     """
