@@ -283,7 +283,7 @@ class TestMessageIds:
             await asyncio.Event().wait()
 
         with monkeypatch.context() as patch:
-            patch.setattr("jetstream_ext.client.atomic_resolve.get_at_leader", never)
+            patch.setattr("jetstream_ext.client.atomic_session.get_at_leader", never)
             async with asyncio.timeout(10):
                 with pytest.raises(errors.RequestTimeoutError, match=r"within 0\.2 s"):
                     await batch.resolve(timeout=0.2)

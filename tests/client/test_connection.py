@@ -13,7 +13,7 @@ from nats.protocol.parser import Parser
 
 from jetstream_ext.client import context
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
-from jetstream_ext.client.connection import Connection, connection_of
+from jetstream_ext.client.connection import _CLOSED_SIDS_KEPT, Connection, connection_of
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.direct import ReplyDecoder
 from jetstream_ext.protocol.frames import Frame, parts
@@ -313,7 +313,7 @@ async def test_a_bounded_number_of_closed_inboxes_is_remembered() -> None:
     for _ in range(1000):
         inbox = await connection.inbox(listener(nc, "short"), timeout=5)
         inbox.close()
-    assert len(connection._handlers) <= connection._CLOSED_SIDS_KEPT + 2
+    assert len(connection._handlers) <= _CLOSED_SIDS_KEPT + 2
     assert set(nc._subs) == {1, 12}
     await nc._ps.parse(msg(13, b"very late") + msg(12, b"ours"))
     assert nc.heard[-1] == ("two", b"a.b", b"", b"ours")

@@ -17,8 +17,7 @@ from nats.js.errors import NotFoundError
 import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.client.context import Context
-from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError, store_once
-from jetstream_ext.client.retry import Retry
+from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.testing import Faults, NatsServer, ReferenceServer
 from jetstream_ext.testing.reference import Cut, Drop, Lose
 
@@ -271,33 +270,38 @@ async def test_competing_writers_over_a_bad_link(seed: int) -> None:
     assert (number, outputs) == (6 * writers, [])
 
 
-# -- the loop
+# -- retries
 
 
-async def test_store_once_returns_what_was_found() -> None:
-    attempts = 0
+async def test_a_store_whose_outcome_is_unknown_is_retried_until_its_record_is_found(
+    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = writer(js, stream)
+    publish, attempts = one._publish, 0
 
-    async def attempt() -> str:
+    async def lose(messages: Any, record: bytes) -> Any:
         nonlocal attempts
         attempts += 1
-        raise errors.BatchOutcomeUnknownError(str(attempts))
-
-    async def find_out(error: Exception) -> str:
-        if attempts < 3:
-            raise error
-        return "found"
-
-    assert await store_once(attempt, find_out, Retry(5, first_pause=0.001)) == "found"
-    assert attempts == 3
-
-
-async def test_store_once_raises_what_is_not_transient() -> None:
-    async def attempt() -> str:
+        if attempts == 3:
+            await publish(messages, record)
         raise errors.BatchOutcomeUnknownError
 
-    async def find_out(error: Exception) -> str:
-        raise ZeroDivisionError from error
+    monkeypatch.setattr(one, "_publish", lose)
+    assert (await one.store([(f"{stream}.a", b"x")], b"1")).seq == 2
+    assert attempts == 3
+    assert await payloads(js, stream) == [b"x", b"1"]
 
-    with pytest.raises(ZeroDivisionError) as caught:
-        await store_once(attempt, find_out, Retry(5))
+
+async def test_an_error_that_is_not_transient_is_raised_from_the_failure(
+    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = writer(js, stream)
+
+    async def lose(*_: Any) -> Any:
+        await writer(js, stream).store([], b"other")
+        raise errors.BatchOutcomeUnknownError
+
+    monkeypatch.setattr(one, "_publish", lose)
+    with pytest.raises(RecordMovedError) as caught:
+        await one.store([], b"1")
     assert isinstance(caught.value.__cause__, errors.BatchOutcomeUnknownError)
