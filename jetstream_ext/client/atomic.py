@@ -158,17 +158,12 @@ class AtomicBatch:
         payload: bytes = b"",
         **options: Unpack[PublishOptions],
     ) -> BatchAck:
-        """Add a last message, commit, and return the server's ack.
-
-        Args:
-            subject: The message's subject.
-            payload: Its bytes.
-            options: As for `add`.
+        """Add a last message (arguments as for `add`), commit, and return the server's ack.
 
         Raises:
             BatchOutcomeUnknownError: The answer was lost: either all messages are stored, or none. See `resolve`.
             BatchError: The server refused, or the batch had ended; nothing is stored.
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
+            UnsupportedFeatureError, BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: As for `add`.
 
         Cancellation: `state` is ``"unknown"`` if the commit was sent, and ``"open"`` if it was not.
         """

@@ -198,18 +198,18 @@ class AtomicSession:
 
     async def _open(self, message: BatchMessage, ack: bool | None = None) -> Encoded:
         """Check and encode a message, and open the batch for it if it is the first."""
-        machine, connection = self.machine, self._context.connection
-        machine.limit_messages(connection.max_payload)
+        machine = self.machine
+        machine.limit_messages(self._context.connection.max_payload)
         encoded = machine.prepare(message, ack)
         if machine.state is State.NEW:
             async with self._opening:
                 if machine.state is State.NEW:
-                    connection.check_usable()
                     await self._open_for(encoded, message)
         return encoded
 
     async def _open_for(self, first: Encoded, message: BatchMessage) -> None:
         connection = self._context.connection
+        connection.check_usable()
         # A server before 2.12 stores the messages of a batch as ordinary ones. The connected server's INFO says nothing
         # about the stream's leader, which may be an older server; the stream's answer does.
         owner = await lookup_stream(self._context, message.subject, message.stream, self._timeout)
@@ -265,7 +265,7 @@ class AtomicSession:
         try:
             await self._context.connection.write(block.data, block.messages, block.size, timeout=self._timeout)
         except (nats.errors.Error, OSError) as error:
-            self.machine.lost(f"the connection failed while it was written to ({error!r})")
+            self.machine.lost(f"a write to the connection failed ({error!r})")
             self._settle()
 
     def _abandon_commit(self) -> None:
@@ -349,7 +349,7 @@ async def _find_commit(
     except (NeverKnown, nats.errors.Error, nats.js.errors.APIError) as error:
         why = str(error)
     raise BatchOutcomeUnknownError(
-        f"batch {commit.batch_id}: whether it is stored cannot be known: {why}",
+        f"batch {commit.batch_id}: could not find out whether it is stored: {why}",
         batch_id=commit.batch_id,
         sent=commit.size,
         acked=commit.staged,

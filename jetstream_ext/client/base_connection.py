@@ -20,8 +20,6 @@ from nats.aio.subscription import Subscription
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.frames import Frame
 
-# Handlers never suspend: a CancelledError out of one is not the cancellation of the task that calls it.
-_HANDLER_FAILURES = (Exception, asyncio.CancelledError)
 # Seconds; nats-py has no event for a connection that is closed or connected again.
 STATE_POLL: Final = 0.05
 
@@ -84,7 +82,7 @@ def call_handler(handler: Callable[..., None], *arguments: object) -> None:
     """Call a handler and report its exception to the loop: raised, it would end nats-py's read loop silently."""
     try:
         handler(*arguments)
-    except _HANDLER_FAILURES as error:
+    except (Exception, asyncio.CancelledError) as error:  # no suspension here: the handler itself raised it
         asyncio.get_running_loop().call_exception_handler(
             {"message": "jetstream_ext could not process a message of the server", "exception": error}
         )

@@ -19,6 +19,8 @@ import asyncio
 import inspect
 import warnings
 from collections import deque
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import nats.errors
@@ -265,7 +267,7 @@ def _server_info(nc: Client) -> dict[str, Any]:
     return getattr(nc, "_server_info", None) or {}
 
 
-_CLIENT_INTERNALS = {
+_INTERNALS: dict[str, Any] = {
     "_status": int,
     "_pending": list,
     "_pending_data_size": int,
@@ -273,21 +275,23 @@ _CLIENT_INTERNALS = {
     "_subs": dict,
     "_sid": int,
     "stats": dict,
+    "_reading_task": asyncio.Task | None,
+    "_flush_queue": asyncio.Queue | None,
+    "_remove_sub": Callable,
+    "_ps.buf": bytearray,
+    "_ps.state": int,
+    "_ps.needed": int,
 }
-_PARSER_INTERNALS = {"buf": bytearray, "state": int, "needed": int}
+_COROUTINES = ("_flush_pending", "_ps.parse")
 
 
 def _internals_known(nc: Client) -> bool:
-    parser = getattr(nc, "_ps", None)
-    return (
-        all(isinstance(getattr(parser, name, None), kind) for name, kind in _PARSER_INTERNALS.items())
-        and all(isinstance(getattr(nc, name, None), kind) for name, kind in _CLIENT_INTERNALS.items())
-        and inspect.iscoroutinefunction(getattr(parser, "parse", None))
-        and isinstance(getattr(nc, "_reading_task", ""), asyncio.Task | None)
-        and inspect.iscoroutinefunction(getattr(nc, "_flush_pending", None))
-        and (getattr(nc, "_flush_queue", "") is None or hasattr(nc._flush_queue, "empty"))
-        and callable(getattr(nc, "_remove_sub", None))
-    )
+    try:
+        return all(isinstance(attrgetter(path)(nc), kind) for path, kind in _INTERNALS.items()) and all(
+            inspect.iscoroutinefunction(attrgetter(path)(nc)) for path in _COROUTINES
+        )
+    except AttributeError:
+        return False
 
 
 def jetstream_parts(js: JetStreamManager) -> tuple[Client, str, float]:

@@ -305,17 +305,7 @@ class FastPublisher:
     ) -> BatchAck:
         """Publish a last message, end the batch and return the server's final ack.
 
-        Args:
-            subject: The message's subject.
-            payload: Its bytes.
-            options: As for `BatchMessage`.
-
-        Raises:
-            BatchOutcomeUnknownError: The ack did not come; the messages may be stored.
-            BatchError: The batch had ended.
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
-
-        Cancellation: As for `commit_eob`, once the message is sent.
+        Arguments, errors and cancellation are those of `add` and then, once the message is sent, of `commit_eob`.
         """
         await self.add(subject, payload, **options)
         return await self.commit_eob()
@@ -325,7 +315,7 @@ class FastPublisher:
 
         Raises:
             EmptyBatchError: Nothing was sent.
-            BatchOutcomeUnknownError: The ack did not come; the messages may be stored.
+            BatchOutcomeUnknownError: The ack did not arrive; the messages may be stored.
             BatchError: The batch had ended.
 
         Cancellation: The batch is discarded; a commit that was sent still ends it on the server.

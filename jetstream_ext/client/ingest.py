@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
@@ -178,18 +179,18 @@ class _Progress:
     def __init__(self, handler: ProgressHandler | None, every: float) -> None:
         self._handler = handler
         self._every = every
-        self._last: tuple[float, int] | None = None
+        self._reported_at = -math.inf
+        self._reported = 0
 
     def report(self, stored: int, window: int, *, final: bool = False) -> None:
         if self._handler is None:
             return
         loop = asyncio.get_running_loop()
-        now = loop.time()
-        then, before = self._last or (now, 0)
-        if self._last is not None and not final and now - then < self._every:
+        seconds = loop.time() - self._reported_at
+        if seconds < self._every and not final:
             return
-        self._last = now, stored
-        rate = (stored - before) / (now - then) if now > then else 0.0
+        rate = (stored - self._reported) / seconds if seconds else 0.0
+        self._reported_at, self._reported = loop.time(), stored
         try:
             self._handler(IngestProgress(stored, rate, window))
         except Exception as error:

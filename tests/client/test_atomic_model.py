@@ -1,6 +1,6 @@
 """Random batches against a model of the stream: the real server agrees on every outcome and every error code.
 
-The model is a second reading of the rules, of the server's checks and of ours, and shares no code with the package.
+The model implements the server's checks and this library's a second time, and shares no code with the package.
 """
 
 import random
@@ -25,7 +25,7 @@ CLASSES = {
 
 @dataclass
 class Stream:
-    """What is stored, and which ids were seen."""
+    """The messages that are stored, and the ids that the server has seen."""
 
     name: str
     ttl: bool
@@ -68,7 +68,7 @@ class Stream:
 
 @dataclass
 class Batch:
-    """What the server has staged."""
+    """The messages that the server has staged."""
 
     version: str
     staged: list[jsx.BatchMessage] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Batch:
 
 
 class Run:
-    """One seed: a stream, and batches into it."""
+    """The random batches of one seed."""
 
     def __init__(self, seed: int, js: JetStreamContext, version: str) -> None:
         self.random = random.Random(seed)
@@ -200,7 +200,7 @@ class Run:
 
 async def read(js: JetStreamContext, stream: str, version: str) -> list[tuple[str, bytes]]:
     if version == "2.12.0":
-        # Now and then a direct get right after a commit locks up this server for good.
+        # A direct get right after a commit can lock up this server.
         last = (await js.stream_info(stream)).state.last_seq
         found = [await js.get_msg(stream, seq) for seq in range(1, last + 1)]
         return [(message.subject or "", message.data or b"") for message in found]

@@ -1,4 +1,4 @@
-"""The fenced writer: what it stores is stored once, by one writer at a time, whatever becomes of the answers."""
+"""`FencedWriter` stores once, one writer at a time, even if answers are lost."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ async def test_a_record_alone_needs_no_atomic_batches(
 
 
 @pytest.mark.parametrize("messages", [True, False])
-async def test_of_two_writers_the_one_that_stores_first_goes_on(
+async def test_of_two_writers_only_the_first_to_store_succeeds(
     js: JetStreamContext, stream: str, messages: bool
 ) -> None:
     one, other = writer(js, stream), writer(js, stream)
@@ -90,7 +90,7 @@ async def test_a_writer_that_never_read_expects_no_record(js: JetStreamContext, 
         await writer(js, stream).store([], b"new")
 
 
-async def test_a_record_that_was_removed(js: JetStreamContext, stream: str) -> None:
+async def test_a_removed_record_is_an_error_until_the_next_read(js: JetStreamContext, stream: str) -> None:
     one = writer(js, stream)
     await one.store([], b"1")
     await js.purge_stream(stream)
@@ -101,7 +101,7 @@ async def test_a_record_that_was_removed(js: JetStreamContext, stream: str) -> N
     await one.store([], b"2")
 
 
-async def test_rollup_and_time_to_live(js: JetStreamContext, make_stream: MakeStream) -> None:
+async def test_records_have_rollup_and_ttl_headers(js: JetStreamContext, make_stream: MakeStream) -> None:
     stream = await make_stream(allow_rollup_hdrs=True, max_age=3600)
     one = writer(js, stream, rollup=True, msg_ttl=jsx.NEVER)
     await one.store([], b"1")
@@ -111,7 +111,7 @@ async def test_rollup_and_time_to_live(js: JetStreamContext, make_stream: MakeSt
     assert (record.headers["Nats-TTL"], record.headers["Nats-Rollup"]) == ("never", "sub")
 
 
-async def test_a_refused_message_is_no_other_writer(js: JetStreamContext, stream: str) -> None:
+async def test_a_refused_message_is_not_taken_for_another_writer(js: JetStreamContext, stream: str) -> None:
     one = writer(js, stream)
     for bad, error in (
         (jsx.BatchMessage(f"{stream}.a", expected_last_subject_seq=7), errors.WrongLastSequenceError),
@@ -125,14 +125,14 @@ async def test_a_refused_message_is_no_other_writer(js: JetStreamContext, stream
     assert (await one.store([(f"{stream}.a", b"")], b"1")).seq == 2
 
 
-async def test_the_stream_is_gone(js: JetStreamContext, stream: str) -> None:
+async def test_a_deleted_stream_is_an_error(js: JetStreamContext, stream: str) -> None:
     one = writer(js, stream)
     await js.delete_stream(stream)
     with pytest.raises(NotFoundError):
         await one.read()
 
 
-async def test_2_12_0_takes_records_alone_only() -> None:
+async def test_2_12_0_takes_only_records_without_messages() -> None:
     async with NatsServer(version="2.12.0") as server:
         nc = await nats.connect(server.url)
         js = nc.jetstream()
@@ -170,7 +170,7 @@ async def faulty(faults: Faults) -> AsyncIterator[JetStreamContext]:
 @pytest.mark.parametrize(
     "fault", [Drop(kind="pub_ack"), Lose("S.>"), Lose("S.record"), Drop(kind="pub_ack", times=3)], ids=repr
 )
-async def test_an_answer_that_is_lost(fault: Any, messages: list[Any]) -> None:
+async def test_a_store_whose_answer_is_lost_succeeds_once(fault: Any, messages: list[Any]) -> None:
     faults = Faults()
     async with faulty(faults) as js:
         one = writer(js, "S", timeout=0.2)
@@ -203,7 +203,7 @@ async def test_a_cancelled_store_is_found_by_the_next(messages: list[Any]) -> No
         assert (await payloads(js, "S"))[-1] == b"2"
 
 
-async def test_errors_that_last_are_raised_in_time() -> None:
+async def test_lasting_errors_are_raised_when_the_patience_ends() -> None:
     faults = Faults()
     async with faulty(faults) as js:
         one = writer(js, "S", timeout=0.1, patience=0.4)
@@ -215,7 +215,7 @@ async def test_errors_that_last_are_raised_in_time() -> None:
                 await one.store([("S.a", b"")], b"1")
 
 
-async def test_an_error_that_is_not_transient_here() -> None:
+async def test_an_error_that_is_not_transient_is_raised_at_once() -> None:
     faults = Faults()
     async with faulty(faults) as js:
         one = writer(js, "S", timeout=0.1, transient=lambda error: False)
@@ -225,8 +225,8 @@ async def test_an_error_that_is_not_transient_here() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_competing_writers_over_a_bad_link(seed: int) -> None:
-    """Every writer stores numbered records, and re-reads when it is fenced: no gap, no repetition, no mixture."""
+async def test_competing_writers_leave_no_gap_and_no_repetition(seed: int) -> None:
+    """Every writer stores numbered records and their messages, and reads again when it is fenced."""
     rng = random.Random(seed)
     chance = rng.choice([0.05, 0.15, 0.3])
     faults = Faults(
@@ -292,7 +292,7 @@ async def test_a_store_whose_outcome_is_unknown_is_retried_until_its_record_is_f
     assert await payloads(js, stream) == [b"x", b"1"]
 
 
-async def test_an_error_that_is_not_transient_is_raised_from_the_failure(
+async def test_a_moved_record_is_raised_from_the_lost_answer(
     js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = writer(js, stream)

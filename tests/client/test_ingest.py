@@ -1,4 +1,4 @@
-"""`ingest` on a server that behaves: sources, ids, numbers, poison messages, progress, cancellation."""
+"""`ingest` on a healthy server: sources, ids, refused messages, progress, cancellation."""
 
 import asyncio
 import pickle
@@ -47,7 +47,7 @@ class TestSources:
         assert report.seconds > 0
         await leak_check.assert_clean()
 
-    async def test_every_kind_of_message(self, js: JetStreamContext, stream: str) -> None:
+    async def test_every_form_of_message_is_stored(self, js: JetStreamContext, stream: str) -> None:
         headers = {"K": "v"}
         await jsx.ingest(js, [
             (f"{stream}.1", b"plain"), (f"{stream}.2", b"headers", headers), (f"{stream}.3",),
@@ -112,7 +112,7 @@ class TestIds:
         assert [each.headers["Nats-Msg-Id"][-2:] for each in await messages(js, stream)] == ["-1", "-2"]
 
 
-POISON: list[tuple[str, Any, type[BaseException]]] = [
+REFUSED: list[tuple[str, Any, type[BaseException]]] = [
     ("subject", ("a b", b"x"), errors.BadSubjectError),
     ("header", ("{}.a", b"x", {"K": "a\r\nb"}), errors.BadHeaderError),
     ("no message", 7, TypeError),
@@ -126,8 +126,8 @@ POISON: list[tuple[str, Any, type[BaseException]]] = [
 ]
 
 
-class TestPoison:
-    @pytest.mark.parametrize(("bad", "cause"), [each[1:] for each in POISON], ids=[each[0] for each in POISON])
+class TestRefusedMessages:
+    @pytest.mark.parametrize(("bad", "cause"), [each[1:] for each in REFUSED], ids=[each[0] for each in REFUSED])
     @pytest.mark.parametrize("place", [0, 1, 333])
     async def test_refused_message_is_named_and_everything_before_it_is_stored(
         self,
@@ -158,7 +158,9 @@ class TestPoison:
 
 
 class TestRefusals:
-    async def test_a_stream_without_allow_batched(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+    async def test_a_stream_without_allow_batched_is_an_error(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
         stream = await make_stream(allow_batched=False)
         with pytest.raises(errors.IngestError, match="allow_batched") as caught:
             await jsx.ingest(js, [(f"{stream}.a", b"x")] * 3)
@@ -166,7 +168,7 @@ class TestRefusals:
         assert await messages(js, stream) == []
 
     @pytest.mark.parametrize("version", ["2.11.11", "2.12.8"])
-    async def test_a_server_without_fast_ingest(self, version: str) -> None:
+    async def test_a_server_without_fast_ingest_is_an_error(self, version: str) -> None:
         async with NatsServer(version=version) as server:
             nc = await nats.connect(server.url)
             js = nc.jetstream()
@@ -181,7 +183,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="timeout"):
             await jsx.ingest(js, [], **options)
 
-    async def test_a_closed_connection(self, own_nc: Any, own_js: JetStreamContext) -> None:
+    async def test_a_closed_connection_is_an_error(self, own_nc: Any, own_js: JetStreamContext) -> None:
         await own_nc.close()
         with pytest.raises(errors.IngestError, match="connection is closed"):
             await jsx.ingest(own_js, [("s.1", b"x")])
@@ -198,7 +200,7 @@ class TestProgress:
         assert max(each.window for each in heard) <= 101
         assert all(each.rate >= 0 for each in heard)
 
-    async def test_error_in_on_progress_does_not_stop_it(
+    async def test_an_error_in_on_progress_does_not_stop_the_ingest(
         self, js: JetStreamContext, stream: str, loop_is_quiet: list[dict[str, Any]]
     ) -> None:
         def broken(progress: jsx.IngestProgress) -> None:
