@@ -243,23 +243,21 @@ _FALLBACK_WARNING = (
     "this version of nats-py has other internals than jetstream_ext supports (2.16 to 2.x); jetstream_ext uses nats-py's "
     "public interface instead, which is several times slower"
 )
-_FALLBACK_ATTRIBUTE = "_jetstream_ext_connection"
-"""The attribute of a client that holds its `FallbackConnection`, which lives exactly as long as the client."""
+_CONNECTION_ATTRIBUTE = "_jetstream_ext_connection"
+"""The attribute of a client that holds its connection, which lives exactly as long as the client."""
 
 
 def connection_of(nc: Client) -> Connection | FallbackConnection:
     """Return the one `BaseConnection` of `nc`."""
-    parser = getattr(nc, "_ps", None)
-    for known in (getattr(getattr(parser, "parse", None), "__self__", None), getattr(nc, _FALLBACK_ATTRIBUTE, None)):
-        if isinstance(known, Connection | FallbackConnection):
-            return known
-    if not _internals_known(nc):
-        fallback = FallbackConnection(nc, lambda: _server_info(nc))
-        setattr(nc, _FALLBACK_ATTRIBUTE, fallback)
-        warnings.warn(_FALLBACK_WARNING, RuntimeWarning, stacklevel=3)
-        return fallback
-    connection = Connection(nc)
-    nc._ps.parse = connection.parse  # type: ignore[method-assign]
+    connection: Connection | FallbackConnection | None = getattr(nc, _CONNECTION_ATTRIBUTE, None)
+    if connection is None:
+        if _internals_known(nc):
+            connection = Connection(nc)
+            nc._ps.parse = connection.parse  # type: ignore[method-assign]
+        else:
+            connection = FallbackConnection(nc, lambda: _server_info(nc))
+            warnings.warn(_FALLBACK_WARNING, RuntimeWarning, stacklevel=3)
+        setattr(nc, _CONNECTION_ATTRIBUTE, connection)
     return connection
 
 

@@ -63,7 +63,7 @@ class FastPublisher:
         keepalive: Seconds without traffic after which a ping keeps an idle batch alive (the server drops it after 10 s);
             0 or None sends no pings.
         on_gap: Called with every `BatchFlowGap`.
-        on_error: Called with every `BatchFlowError`: a message that was refused while the batch goes on.
+        on_error: Called with every `BatchFlowError`: a message was refused, and the batch continues.
         on_flow: Called with every `BatchFlowAck`.
 
     The handlers may be plain or coroutine functions. They run on the loop after the batch's state is updated. Their

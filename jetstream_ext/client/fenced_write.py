@@ -10,7 +10,7 @@ If a store fails or its answer is lost, the writer reads the record that followe
     it has this store's payload                     the store succeeded; only its answer was lost
     it has the payload of an earlier store whose    the fence moves there, and the store is retried
     answer was lost
-    there is none                                   nothing is stored; the store is retried
+    no record follows the fence                     nothing is stored; the store is retried
     anything else                                   RecordMovedError
 
 A store that is still on its way during that read does no harm: its retry names the same fence, so only one of the two is
@@ -90,7 +90,7 @@ class FencedWriter:
         self.stream = stream
         self.subject = subject
         self.fence: int = 0
-        """The sequence of the record that the next one follows (0: there is none)."""
+        """The sequence of the record that the next one follows (0: no record exists)."""
         self._context = context
         self._js: JetStreamContext = context.js
         self._name = name

@@ -97,8 +97,7 @@ async def ingest(
     )
     source = _Source(messages, msg_id)
     try:
-        progress = _Progress(on_progress, progress_every)
-        return await _Ingest(js, source, new_publisher, timeout, ack_timeout, progress).run()
+        return await _Ingest(js, source, new_publisher, timeout, ack_timeout, on_progress, progress_every).run()
     finally:
         await source.aclose()
 
@@ -173,30 +172,6 @@ class _Source:
         return name
 
 
-class _Progress:
-    """Calls `on_progress` at most every `every` seconds."""
-
-    def __init__(self, handler: ProgressHandler | None, every: float) -> None:
-        self._handler = handler
-        self._every = every
-        self._reported_at = -math.inf
-        self._reported = 0
-
-    def report(self, stored: int, window: int, *, final: bool = False) -> None:
-        if self._handler is None:
-            return
-        loop = asyncio.get_running_loop()
-        seconds = loop.time() - self._reported_at
-        if seconds < self._every and not final:
-            return
-        rate = (stored - self._reported) / seconds if seconds else 0.0
-        self._reported_at, self._reported = loop.time(), stored
-        try:
-            self._handler(IngestProgress(stored, rate, window))
-        except Exception as error:
-            loop.call_exception_handler({"message": "on_progress of an ingest failed", "exception": error})
-
-
 class _Ingest:
     """One run: fast-ingest batches, and single publishes of what a broken batch leaves in the window."""
 
@@ -207,7 +182,8 @@ class _Ingest:
         new_publisher: Callable[..., FastPublisher],
         timeout: float,
         ack_timeout: float,
-        progress: _Progress,
+        on_progress: ProgressHandler | None,
+        progress_every: float,
     ) -> None:
         self._js = js
         self._context = Context(js)
@@ -215,20 +191,22 @@ class _Ingest:
         self._window = source.window
         self._new_publisher = new_publisher
         self._ack_timeout = ack_timeout
-        self._progress = progress
+        self._on_progress = on_progress
+        self._progress_every = progress_every
+        self._progress_at, self._progress_stored = -math.inf, 0  # of the newest report
         self._retry = Retry(timeout, transient=lambda error: not isinstance(error, _CONNECTION_GONE))
         self._stored = self._duplicates = self._resent = self._batches = 0
         self._refused: tuple[Entry, Exception] | None = None
         self._began = asyncio.get_running_loop().time()
 
     async def run(self) -> IngestReport:
-        self._progress.report(0, 0)
+        self._report_progress()
         while not self._source.ended or self._window:
             if self._window:
                 await self._resend()
             else:
                 await self._send_batch()
-        self._progress.report(self._stored, 0, final=True)
+        self._report_progress(final=True)
         if self._refused is not None:
             entry, error = self._refused
             raise self._failure(f"was refused: {error}", entry) from error
@@ -260,7 +238,22 @@ class _Ingest:
         self._stored += count
         if count:
             self._retry.reset()
-        self._progress.report(self._stored, len(self._window))
+        self._report_progress()
+
+    def _report_progress(self, *, final: bool = False) -> None:
+        if self._on_progress is None:
+            return
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        seconds = now - self._progress_at
+        if seconds < self._progress_every and not final:
+            return
+        rate = (self._stored - self._progress_stored) / seconds if seconds else 0.0
+        self._progress_at, self._progress_stored = now, self._stored
+        try:
+            self._on_progress(IngestProgress(self._stored, rate, len(self._window)))
+        except Exception as error:
+            loop.call_exception_handler({"message": "on_progress of an ingest failed", "exception": error})
 
     async def _pause(self, error: Exception) -> None:
         """Wait before the next attempt, or give up."""
@@ -343,22 +336,20 @@ class _Ingest:
         once = self._publish_alone if _EXPECTATIONS.isdisjoint(headers) else self._publish_in_a_batch
         while True:
             await self._connected()
-            trouble: Exception
             try:
                 return await once(message, headers)
             except nats.js.errors.NoStreamResponseError as error:
                 if await self._has_no_stream(message.subject):
                     raise self._failure("has a subject that no stream listens on") from error
-                trouble = error
+                await self._pause(error)
             except nats.js.errors.APIError as error:
                 if error.code not in _RETRIED_STATUSES and error.err_code != ErrorCode.DUPLICATE_IN_PROCESS:
                     raise self._failure(f"was refused: {error.description}") from error
-                trouble = error
+                await self._pause(error)
             except nats.errors.MaxPayloadError as error:  # after a reconnect the limit may be lower
                 raise self._failure(f"was refused: {error}") from error
             except nats.errors.Error as error:
-                trouble = error
-            await self._pause(trouble)
+                await self._pause(error)
 
     async def _publish_alone(self, message: BatchMessage, headers: dict[str, str]) -> bool:
         publishing = self._js.publish(

@@ -206,7 +206,7 @@ async def test_a_cancelled_store_is_found_by_the_next(messages: list[Any]) -> No
 async def test_lasting_errors_are_raised_when_the_patience_ends() -> None:
     faults = Faults()
     async with faulty(faults) as js:
-        one = writer(js, "S", timeout=0.1, patience=0.4)
+        one = writer(js, "S", timeout=0.3, patience=1.0)
         faults.add(Lose("S.>", times=None))
         async with asyncio.timeout(30):
             with pytest.raises(nats.errors.TimeoutError):

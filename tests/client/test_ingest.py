@@ -222,3 +222,17 @@ async def test_cancelling_leaves_nothing_behind(js: JetStreamContext, stream: st
         with pytest.raises(asyncio.CancelledError):
             await running
         await leak_check.assert_clean()
+
+
+async def test_a_failed_ingest_leaves_no_task_of_an_async_source(
+    js: JetStreamContext, stream: str, leak_check: Any
+) -> None:
+    async def source() -> AsyncIterator[Any]:
+        for entry in ((f"{stream}.a", b"x"), ("a b", b"refused"), (f"{stream}.a", b"y")):
+            yield entry
+
+    messages = source()
+    with pytest.raises(errors.IngestError, match="message 1"):
+        await jsx.ingest(js, messages)
+    await leak_check.assert_clean()
+    assert [each async for each in messages] == [(f"{stream}.a", b"y")], "the source is the caller's to close"
