@@ -31,21 +31,12 @@ _REPEAT_AFTER: Final = 1.0
 _T = TypeVar("_T")
 
 
-def check_timeout(timeout: float | None, default: float) -> float:
-    """Return `timeout` in seconds, or `default` for None; raise ValueError unless it is a number over 0."""
-    if timeout is None:
-        return default
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-        raise ValueError(f"timeout must be a number of seconds over 0, not {timeout!r}")
-    return float(timeout)
-
-
 class Api:
     """The JetStream API for one call of this library; all its requests share the deadline of `timeout` seconds."""
 
     def __init__(self, context: Context, timeout: float | None = None) -> None:
         self.context = context
-        self.timeout: float = check_timeout(timeout, context.timeout)
+        self.timeout: float = context.resolve_timeout(timeout)
         self._deadline = asyncio.get_running_loop().time() + self.timeout
 
     @property

@@ -17,7 +17,7 @@ from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.context import Context
 from jetstream_ext.errors import AtomicPublishDuplicateMessageIDError
 from jetstream_ext.protocol.atomic import State
-from jetstream_ext.protocol.options import check_int, check_message, check_seconds
+from jetstream_ext.protocol.options import check_int, check_message
 from jetstream_ext.types import BatchAck, BatchMessage, Entry, PublishOptions
 
 Messages = Iterable[Entry] | AsyncIterable[Entry]
@@ -352,16 +352,14 @@ def publish_atomic_many(
     """
     check_int(in_flight, "in_flight")
     context = Context(js)
-    if timeout is not None:
-        check_seconds(timeout, "timeout")
-    return AtomicBatches(_publish(context, batches, in_flight, timeout))
+    return AtomicBatches(_publish(context, batches, in_flight, context.resolve_timeout(timeout)))
 
 
 async def _publish(
     context: Context,
     batches: Iterable[Messages] | AsyncIterable[Messages],
     in_flight: int,
-    timeout: float | None,
+    timeout: float,
 ) -> AsyncGenerator[BatchAck, None]:
     commits: deque[AtomicSession] = deque()
     try:
@@ -385,7 +383,7 @@ async def _publish(
             commit.discard()
 
 
-async def _send(context: Context, messages: Messages, timeout: float | None) -> AtomicSession:
+async def _send(context: Context, messages: Messages, timeout: float) -> AtomicSession:
     session = AtomicSession(context, timeout=timeout, in_one_go=True)
     try:
         await session.fill(messages)

@@ -86,7 +86,7 @@ class AtomicSession:
             on_transition=_log_transition,
         )
         self._context = context
-        self._timeout = context.timeout if timeout is None else check_seconds(timeout, "timeout")
+        self._timeout = context.resolve_timeout(timeout)
         self._opening = asyncio.Lock()
         self._inbox: InboxSubscription | None = None
         self._waiters: dict[int, _Waiter] = {}

@@ -8,6 +8,7 @@ from nats.js.manager import JetStreamManager
 
 from jetstream_ext.client.base_connection import BaseConnection
 from jetstream_ext.client.connection import connection_of, jetstream_parts
+from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.protocol.subjects import check_subject
 
 
@@ -23,6 +24,10 @@ class Context:
         self.timeout: float
         self.nc, self.prefix, self.timeout = jetstream_parts(js)
         check_subject(self.prefix)  # nats-py does not; a space in it makes the server close the connection
+
+    def resolve_timeout(self, timeout: float | None, name: str = "timeout") -> float:
+        """Return the context's own timeout for None; raises as `check_seconds` does."""
+        return self.timeout if timeout is None else check_seconds(timeout, name)
 
     @property
     def connection(self) -> BaseConnection:

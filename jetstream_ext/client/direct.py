@@ -7,7 +7,6 @@ from datetime import datetime
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.api import check_timeout
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct_reader import MessageBatch, read_blocks, read_one
 from jetstream_ext.client.verified_read import VerifiedReader
@@ -48,14 +47,14 @@ class DirectGet:
     Raises:
         BadSubjectError: The name cannot be a stream's, or the context's prefix or domain cannot be in a subject.
         ValueError: `timeout` is not over 0.
-        TypeError: `js` is not a JetStream context of nats-py, or the name is not a string.
+        TypeError: `js` is not a JetStream context of nats-py, the name is not a string, or `timeout` is not a number.
     """
 
     def __init__(self, js: JetStreamContext, stream: str, *, timeout: float | None = None) -> None:
         check_name(stream, "stream name")
         self._js = Context(js)
         self._stream = stream
-        self._timeout = check_timeout(timeout, self._js.timeout)
+        self._timeout = self._js.resolve_timeout(timeout)
 
     def __repr__(self) -> str:
         return f"<DirectGet stream={self._stream!r}>"

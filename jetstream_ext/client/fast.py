@@ -95,9 +95,9 @@ class FastPublisher:
             flow=flow,
             max_outstanding_acks=max_outstanding_acks,
             gap=gap,
-            ack_timeout=context.timeout if ack_timeout is None else float(ack_timeout),
-            stall_ping=float(stall_ping),
-            keepalive=float(keepalive or 0.0),
+            ack_timeout=context.resolve_timeout(ack_timeout, "ack_timeout"),
+            stall_ping=stall_ping,
+            keepalive=keepalive or 0.0,
         )
         self._batch = self._session.batch
 

@@ -94,7 +94,7 @@ class FencedWriter:
         self._context = context
         self._js: JetStreamContext = context.js
         self._name = name
-        self._timeout = context.timeout if timeout is None else timeout
+        self._timeout = context.resolve_timeout(timeout)
         self._patience = patience
         self._transient = transient
         self._rollup = rollup
@@ -190,11 +190,7 @@ class FencedWriter:
         ) from error
 
     async def _find(self, retry: Retry, request: Mapping[str, object]) -> StoredMsg | None:
-        while True:
-            try:
-                return await get_at_leader(self._context, self.stream, request, self._timeout)
-            except Exception as error:
-                await retry.pause(error)
+        return await retry.call(lambda: get_at_leader(self._context, self.stream, request, self._timeout))
 
     def _retry(self) -> Retry:
         return Retry(self._patience, transient=self._transient)

@@ -29,7 +29,7 @@ from jetstream_ext.errors import (
     UnsupportedFeatureError,
 )
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.options import message_headers, payload_bytes
+from jetstream_ext.protocol.options import check_seconds, message_headers, payload_bytes
 from jetstream_ext.types import BatchFlowAck, BatchMessage, Entry, IngestProgress, IngestReport
 
 MsgId = Callable[[Entry], str]
@@ -89,9 +89,9 @@ async def ingest(
 
     Requires: nats-server 2.14 and ``allow_batched`` on the stream.
     """
-    if not (timeout > 0 and progress_every >= 0):
-        raise ValueError("timeout must be over 0 seconds, progress_every 0 or more")
-    ack_timeout = Context(js).timeout if ack_timeout is None else ack_timeout
+    timeout = check_seconds(timeout, "timeout")
+    progress_every = check_seconds(progress_every, "progress_every", zero=True)
+    ack_timeout = Context(js).resolve_timeout(ack_timeout, "ack_timeout")
     new_publisher = partial(
         FastPublisher, js, flow=flow, max_outstanding_acks=max_outstanding_acks, ack_timeout=ack_timeout
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
 
 import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
@@ -21,6 +21,8 @@ from jetstream_ext.errors import (
     RequestTimeoutError,
     ServerError,
 )
+
+_T = TypeVar("_T")
 
 _TRANSIENT: Final = (
     RequestTimeoutError,
@@ -85,6 +87,13 @@ class Retry:
         """Start the deadline now, not with the first error."""
         self._deadline = asyncio.get_running_loop().time() + self.give_up_after
 
+    @property
+    def remaining(self) -> float:
+        """Seconds until the deadline, at least a millisecond: the timeout of an attempt."""
+        if self._deadline is None:
+            return self.give_up_after
+        return max(0.001, self._deadline - asyncio.get_running_loop().time())
+
     async def pause(self, error: Exception) -> None:
         """Wait before the next attempt, or raise `error` if it is not transient or the deadline has passed."""
         if not self._transient(error):
@@ -101,3 +110,11 @@ class Retry:
         pause = self._pause * random.random() if self._jitter else self._pause  # noqa: S311 - spreads load
         self._pause = min(self._pause * self._factor, self._longest_pause)
         await asyncio.sleep(pause)
+
+    async def call(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """Return what `attempt` returns; call it again after each transient error, until the deadline."""
+        while True:
+            try:
+                return await attempt()
+            except Exception as error:
+                await self.pause(error)

@@ -241,9 +241,12 @@ class TestRefusals:
         with pytest.raises(errors.BadSubjectError):
             jsx.DirectGet(js, name)
 
-    @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "5", True])
-    def test_bad_timeouts(self, js: JetStreamContext, timeout: Any) -> None:
-        with pytest.raises(ValueError, match="timeout"):
+    @pytest.mark.parametrize(
+        ("timeout", "error"),
+        [(0, ValueError), (-1, ValueError), (float("nan"), ValueError), ("5", TypeError), (True, TypeError)],
+    )
+    def test_bad_timeouts(self, js: JetStreamContext, timeout: Any, error: type[Exception]) -> None:
+        with pytest.raises(error, match="timeout"):
             jsx.DirectGet(js, "S", timeout=timeout)
 
     def test_the_context_s_timeout_is_the_default(self, nc: Client) -> None:
