@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Final, Literal, Self, Unpack
+from typing import Any, Literal, Self, Unpack, cast
 
 import nats.errors
 import nats.js.errors
@@ -16,22 +16,11 @@ from nats.js import JetStreamContext
 from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.context import Context
 from jetstream_ext.errors import AtomicPublishDuplicateMessageIDError
-from jetstream_ext.protocol.atomic import State
 from jetstream_ext.protocol.options import check_int, check_message
 from jetstream_ext.types import BatchAck, BatchMessage, Entry, PublishOptions
 
 Messages = Iterable[Entry] | AsyncIterable[Entry]
 BatchState = Literal["open", "committed", "discarded", "failed", "unknown"]
-
-_PUBLIC_STATES: Final[dict[State, BatchState]] = {
-    State.NEW: "open",
-    State.OPEN: "open",
-    State.COMMITTING: "open",
-    State.COMMITTED: "committed",
-    State.DISCARDED: "discarded",
-    State.FAILED: "failed",
-    State.UNKNOWN: "unknown",
-}
 
 
 class AtomicBatch:
@@ -88,7 +77,8 @@ class AtomicBatch:
     @property
     def state(self) -> BatchState:
         """``"open"``, ``"committed"``, ``"discarded"``, ``"failed"`` (nothing stored) or ``"unknown"``."""
-        return _PUBLIC_STATES[self._session.machine.state]
+        machine = self._session.machine
+        return cast("BatchState", machine.state.value) if machine.ended else "open"
 
     @property
     def ack(self) -> BatchAck | None:

@@ -83,6 +83,7 @@ async def ingest(
         IngestError: A message was refused (the error names it; everything before it is stored and nothing after it), the
             stream does not take fast ingest, or no message was stored for `timeout` seconds.
         UnsupportedFeatureError: The server is older than 2.14.
+        ValueError, TypeError: An argument is out of its range or of another type.
         Exception: What `messages` or `msg_id` raises, once everything before it is stored.
 
     Cancellation: The messages of the last window may be stored or not.

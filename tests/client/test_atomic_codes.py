@@ -204,7 +204,7 @@ async def test_too_many_open_batches_are_refused(old_server: NatsServer, old_js:
     batches = [jsx.AtomicBatch(old_js) for _ in range(51)]
     for batch in batches[:50]:
         await batch.add("S.a")
-        await batch.add("S.a")  # before 2.14 the first waits for it
+        await batch.add("S.a")  # before 2.14 this sends the first message: the newest is held back
     with pytest.raises(errors.BatchServerError) as caught:
         await batches[50].commit("S.a")
     assert caught.value.err_code == (10210 if old_server.version >= "2.14" else 10176)

@@ -354,7 +354,7 @@ class TestGapsAndRefusals:
     async def test_ok_mode_reports_a_subject_of_no_stream(self, js: JetStreamContext, stream: str) -> None:
         async with jsx.FastPublisher(js, gap=jsx.GapMode.OK) as pub:
             await pub.add(f"{stream}.a", b"1")
-            await pub.add("nobody.listens", b"2")
+            await pub.add("no.such.stream", b"2")
             await pub.add(f"{stream}.a", b"3")
             await pub.flush()
         (report,) = pub.errors

@@ -237,7 +237,7 @@ async def test_competing_writers_leave_no_gap_and_no_repetition(seed: int) -> No
     )
     async with faulty(faults) as js:
 
-        async def work(who: int) -> None:
+        async def work(index: int) -> None:
             one = writer(js, "S", timeout=0.15, patience=30)
             stores = 0
             while stores < 6:
@@ -248,13 +248,13 @@ async def test_competing_writers_leave_no_gap_and_no_repetition(seed: int) -> No
                         number += 1
                         count = rng.randrange(3)
                         outputs = [("S.out", b"%d.%d" % (number, i)) for i in range(count)]
-                        await one.store(outputs, json.dumps({"n": number, "who": who, "count": count}).encode())
+                        await one.store(outputs, json.dumps({"n": number, "writer": index, "count": count}).encode())
                         stores += 1
                 except errors.FencedError:
                     await asyncio.sleep(rng.random() * 0.02)
 
         writers = rng.randint(1, 3)
-        await asyncio.gather(*(work(who) for who in range(writers)))
+        await asyncio.gather(*(work(index) for index in range(writers)))
         faults.rules.clear()
         stored = await jsx.DirectGet(js, "S", timeout=5).scan().to_list()
     number, outputs = 0, []

@@ -52,11 +52,11 @@ class TestSources:
         await jsx.ingest(js, [
             (f"{stream}.1", b"plain"), (f"{stream}.2", b"headers", headers), (f"{stream}.3",),
             jsx.BatchMessage(f"{stream}.4", b"full", headers={"K": "w"}, msg_ttl=60),
-            (f"{stream}.5", b"own", {"Nats-Msg-Id": "mine"}), jsx.BatchMessage(f"{stream}.6", b"too", msg_id="my own"),
+            (f"{stream}.5", b"own", {"Nats-Msg-Id": "mine"}), jsx.BatchMessage(f"{stream}.6", b"own id", msg_id="my own"),
             (f"{stream}.7", memoryview(b"view")),
         ])  # type: ignore[list-item]  # fmt: skip
         stored = await messages(js, stream)
-        assert [each.data for each in stored] == [b"plain", b"headers", b"", b"full", b"own", b"too", b"view"]
+        assert [each.data for each in stored] == [b"plain", b"headers", b"", b"full", b"own", b"own id", b"view"]
         assert (stored[1].headers["K"], stored[3].headers["K"], stored[3].headers["Nats-TTL"]) == ("v", "w", "60")
         assert (stored[4].headers["Nats-Msg-Id"], stored[5].headers["Nats-Msg-Id"]) == ("mine", "my own")
         assert headers == {"K": "v"}
@@ -122,7 +122,7 @@ REFUSED: list[tuple[str, Any, type[BaseException]]] = [
     ("size", ("{}.a", bytes(2_000_000)), errors.MaxPayloadError),
     ("size of the stream", ("{}.a", bytes(5000)), nats.js.errors.APIError),
     ("expectation", jsx.BatchMessage("{}.a", b"x", expected_last_seq=10**9), nats.js.errors.APIError),
-    ("no stream", ("nobody.listens", b"x"), nats.js.errors.NoStreamResponseError),
+    ("no stream", ("no.such.stream", b"x"), nats.js.errors.NoStreamResponseError),
 ]
 
 
