@@ -14,9 +14,9 @@ from rich.text import Text
 from jetstream_ext.cli.connection import Target, check_stream, connected, connection_options, target
 from jetstream_ext.cli.output import console, count, printable, table, write_json
 from jetstream_ext.client.api import Api, stream_state
+from jetstream_ext.client.consumers import source_health
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.features import Features, features
-from jetstream_ext.client.sourcing import source_health
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.feature_table import FEATURES, Feature
 from jetstream_ext.protocol.stream_state import StreamState, parse_stream_state

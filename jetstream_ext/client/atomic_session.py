@@ -16,11 +16,10 @@ import nats.js.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import LAG_PAUSE, get_at_leader, stream_state
+from jetstream_ext.client.api import LAG_PAUSE, api_level, get_at_leader, lookup_stream, remember_ack, stream_state
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.client.lookup import api_level, lookup_stream, remember_ack
 from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import atomic_resolve, frames
 from jetstream_ext.protocol.atomic import AtomicBatchMachine, Doubt, Event, MessageRefused, State, Transition

@@ -13,7 +13,7 @@ from jetstream_ext.protocol.subjects import check_subject
 
 
 class Context:
-    """The connection, the API prefix and the default timeout of a JetStream context; raises if `js` is not valid."""
+    """The connection, the API prefix and the default timeout of nats-py's JetStream context `js`."""
 
     def __init__(self, js: JetStreamContext | JetStreamManager) -> None:
         if not isinstance(js, JetStreamManager):
@@ -31,5 +31,4 @@ class Context:
 
     @property
     def connection(self) -> BaseConnection:
-        """The one `BaseConnection` of the client."""
         return connection_of(self.nc)

@@ -15,9 +15,9 @@ import nats.js.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
+from jetstream_ext.client.api import stream_name
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.fast import FastPublisher
-from jetstream_ext.client.lookup import stream_name
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import (
     BatchError,

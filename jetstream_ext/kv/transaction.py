@@ -11,8 +11,8 @@ from typing import Final, Literal, Self, TypeVar
 from nats.js.kv import KeyValue
 from nats.nuid import NUID
 
+from jetstream_ext.client.api import lookup_stream
 from jetstream_ext.client.atomic import AtomicBatch, BatchState, publish_atomic
-from jetstream_ext.client.lookup import lookup_stream
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
     AtomicPublishDisabledError,

@@ -11,7 +11,7 @@ from nats.js.api import StorageType
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client.lookup import _memories
+from jetstream_ext.client.api import _caches
 
 pytestmark = pytest.mark.usefixtures("level")
 
@@ -55,7 +55,7 @@ async def emptied(js: JetStreamContext, stream: str) -> None:
     await js.add_stream(
         name=stream, subjects=[f"{stream}.>"], allow_atomic=True, allow_direct=True, storage=StorageType.MEMORY
     )
-    _memories.pop(js._nc, None)  # so that the lookup of the stream is cancelled too
+    _caches.pop(js._nc, None)  # so that the lookup of the stream is cancelled too
 
 
 async def test_a_cancelled_add_keeps_the_batch_open(js: JetStreamContext, stream: str, leak_check: Any) -> None:
