@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
@@ -54,14 +53,6 @@ class InboxSubscription:
         subscription, self.subscription = self.subscription, None
         if subscription is not None:
             self._drop(subscription)
-
-
-async def unsubscribe(subscription: Subscription) -> None:
-    """Unsubscribe with nats-py's public method; a subscription of a closed connection has already ended."""
-    with contextlib.suppress(
-        nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError, nats.errors.BadSubscriptionError
-    ):
-        await subscription.unsubscribe()
 
 
 def notify_disconnected(handlers: Iterable[InboxHandler | None]) -> None:
