@@ -196,7 +196,9 @@ async def cluster_nc(cluster: NatsCluster) -> AsyncIterator[Client]:
     async def quiet(error: Exception) -> None:
         pass
 
-    nc = await nats.connect(cluster.urls, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=quiet)
+    nc = await nats.connect(
+        cluster.urls, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=quiet, connect_timeout=10
+    )
     yield nc
     await nc.close()
 

@@ -170,7 +170,7 @@ NEEDS["log.OffsetStore"].remove("$JS.API.STREAM.CREATE.KV_B")
 
 
 async def prepare(url: str, row: str) -> None:
-    async with await nats.connect(url, user="admin", password="x") as nc:
+    async with await nats.connect(url, user="admin", password="x", connect_timeout=10) as nc:
         js = nc.jetstream()
         options: dict[str, Any] = {"allow_direct": True, "allow_atomic": True, "allow_batched": True}
         if row == "source_health":
@@ -201,7 +201,7 @@ async def attempt(url: str, name: str, call: Call, timeout: float, refused: list
     async def on_error(error: Exception) -> None:
         refused.append(str(error))
 
-    nc = await nats.connect(url, user=name, password="x", error_cb=on_error)
+    nc = await nats.connect(url, user=name, password="x", error_cb=on_error, connect_timeout=10)
     try:
         await call(nc.jetstream(timeout=timeout))
     finally:
@@ -247,8 +247,8 @@ async def test_watching_needs_a_subscription() -> None:
     config = f"authorization {{ users: [ {{ user: admin, password: x }}, {watcher} ] }}\n{batches}"
     async with (
         NatsServer(config=config) as server,
-        await nats.connect(server.url, user="admin", password="x") as admin,
-        await nats.connect(server.url, user="some", password="x") as nc,
+        await nats.connect(server.url, user="admin", password="x", connect_timeout=10) as admin,
+        await nats.connect(server.url, user="some", password="x", connect_timeout=10) as nc,
     ):
         js = admin.jetstream()
         await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True)

@@ -27,7 +27,7 @@ NAMES = ("Ann", 'Bo "B" Box', "Cä\nCé")
 
 def fill(server: NatsServer, stream: str, count: int, data: bytes = b"x") -> None:
     async def publish() -> None:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         try:
             js = nc.jetstream()
             await js.add_stream(name=stream, subjects=[f"{stream}.>"], allow_direct=True, allow_batched=True)

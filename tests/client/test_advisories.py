@@ -21,7 +21,7 @@ SHORT = 'jetstream { limits { batch { timeout: "200ms", max_msgs: 5 } }, %s }'
 @pytest.mark.parametrize("domain", [None, "hub"])
 async def test_every_reason_is_reported(version: str, domain: str | None) -> None:
     async with NatsServer(version=version, config=SHORT % (f"domain: {domain}" if domain else "")) as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream(domain=domain) if domain else nc.jetstream()
         for name in ("S", "OTHER"):
             await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)

@@ -312,7 +312,7 @@ class TestNothingStored:
     async def test_a_batch_that_the_server_dropped_is_refused_at_commit(self, stream_name: Callable[[], str]) -> None:
         config = 'jetstream { limits { batch { timeout: "100ms" } } }'
         async with NatsServer(config=config) as server:
-            nc = await nats.connect(server.url)
+            nc = await nats.connect(server.url, connect_timeout=10)
             js = nc.jetstream()
             name = stream_name()
             await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)

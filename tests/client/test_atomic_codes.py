@@ -72,7 +72,7 @@ def name() -> str:
 
 @pytest.fixture
 async def old_js(old_server: NatsServer, name: str) -> AsyncIterator[JetStreamContext]:
-    nc = await nats.connect(old_server.url)
+    nc = await nats.connect(old_server.url, connect_timeout=10)
     js = nc.jetstream()
     yield js
     with contextlib.suppress(nats.js.errors.NotFoundError):
@@ -226,7 +226,7 @@ async def test_an_open_batch_fails_once_allow_atomic_is_off(old_js: JetStreamCon
 async def test_an_overloaded_server_stores_only_whole_batches() -> None:
     # The refusal has a status and a JSON body. The server has dropped the message and keeps the batch without it.
     async with NatsServer(config="jetstream { max_buffered_msgs: 1 }") as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream()
         await js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
         refused = 0

@@ -155,7 +155,7 @@ class TestConnections:
     async def test_discard_while_the_batch_opens_stores_nothing(self, stream_name: Callable[[], str]) -> None:
         # Behind a domain the batch requests the API level before it opens.
         async with NatsServer(config="jetstream { domain: hub }") as server:
-            nc = await nats.connect(server.url)
+            nc = await nats.connect(server.url, connect_timeout=10)
             js = nc.jetstream(domain="hub")
             name = stream_name()
             await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)

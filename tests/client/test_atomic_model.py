@@ -211,7 +211,7 @@ async def read(js: JetStreamContext, stream: str, version: str) -> list[tuple[st
 async def test_the_server_agrees_with_the_model(version: str) -> None:
     outcomes: set[str] = set()
     with NatsServer(version=version) as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream(timeout=30)
         for seed in range(25):
             run = Run(seed, js, version)

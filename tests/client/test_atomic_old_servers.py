@@ -28,10 +28,10 @@ async def behind(version: str) -> AsyncIterator[JetStreamContext]:
         hub = NatsServer(jetstream=False, config=HUB % port.port)
         port.make_way()
         async with hub, NatsServer(version=version, config=LEAF % port.port) as leaf:
-            direct = await nats.connect(leaf.url)
+            direct = await nats.connect(leaf.url, connect_timeout=10)
             await direct.jetstream().add_stream(name="S", subjects=["s.>"], allow_atomic=True)
             await direct.close()
-            nc = await nats.connect(hub.url)
+            nc = await nats.connect(hub.url, connect_timeout=10)
             js = nc.jetstream()
             async with asyncio.timeout(5):
                 while True:
@@ -61,7 +61,7 @@ async def assert_refused(js: JetStreamContext, version: str) -> None:
 @pytest.mark.parametrize("version", ["2.10.26", "2.11.11"])
 async def test_nothing_is_sent_to_an_old_server(version: str) -> None:
     async with NatsServer(version=version) as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         await nc.jetstream().add_stream(name="S", subjects=["s.>"], allow_atomic=True)
         await assert_refused(nc.jetstream(), "older" if version.startswith("2.10") else version)
         await nc.close()
@@ -86,7 +86,7 @@ async def test_a_batch_commits_on_a_server_without_the_marker_behind_one_with_it
 async def test_subject_expectations_are_refused_on_2_12_0() -> None:
     # 2.12.0 compares them with another subject: it would store a batch whose expectation does not hold.
     async with NatsServer(version="2.12.0") as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream()
         await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True)
         await js.publish("s.a", b"")
@@ -120,7 +120,7 @@ authorization { users = [ { user: u, password: p, permissions: {
 
 async def test_a_client_without_permission_to_look_up_streams_can_publish(caplog: pytest.LogCaptureFixture) -> None:
     async with NatsServer(config=NO_LOOKUPS) as server:
-        nc = await nats.connect(server.url, user="u", password="p")
+        nc = await nats.connect(server.url, user="u", password="p", connect_timeout=10)
         js = nc.jetstream()
         await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True)
         for _ in range(2):

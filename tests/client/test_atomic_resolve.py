@@ -314,7 +314,7 @@ async def test_resolve_works_on_older_servers(
     version: str, monkeypatch: pytest.MonkeyPatch, stream_name: Callable[[], str]
 ) -> None:
     with NatsServer(version=version) as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream()
         name = stream_name()
         await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True, allow_direct=True)

@@ -77,7 +77,7 @@ async def connect(server: NatsServer, user: str, **options: Any) -> Client:
     async def quiet(error: Exception) -> None:
         pass
 
-    return await nats.connect(server.url, user=user, password="p", error_cb=quiet, **options)
+    return await nats.connect(server.url, user=user, password="p", error_cb=quiet, connect_timeout=10, **options)
 
 
 @pytest.fixture

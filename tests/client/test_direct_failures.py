@@ -252,7 +252,9 @@ async def quiet(error: Exception) -> None:
 async def test_a_connection_cut_for_slow_reading_skips_no_message(max_bytes: int) -> None:
     """A server may cut the connection if a reply is larger than its ``max_pending`` for a client."""
     with NatsServer(config="max_pending: 262144\nmax_payload: 65536\nwrite_deadline: 200ms") as server:
-        nc = await nats.connect(server.url, reconnect_time_wait=0.02, max_reconnect_attempts=-1, error_cb=quiet)
+        nc = await nats.connect(
+            server.url, reconnect_time_wait=0.02, max_reconnect_attempts=-1, error_cb=quiet, connect_timeout=10
+        )
         js = nc.jetstream()
         await js.add_stream(name="S", subjects=["s"], allow_direct=True)
         for _ in range(1000):
@@ -274,7 +276,7 @@ async def test_a_connection_cut_for_slow_reading_skips_no_message(max_bytes: int
 
 async def test_a_connection_closed_in_mid_read_ends_it(fake: Responder, server: NatsServer) -> None:
     fake.answers = [lambda _: from_(1, 3, 5)]
-    nc = await nats.connect(server.url)
+    nc = await nats.connect(server.url, connect_timeout=10)
     scan = jsx.DirectGet(nc.jetstream(), fake.stream, timeout=30).scan(batch=5)
     assert [(await anext(scan)).seq for _ in range(3)] == [1, 2, 3]
     waiting = asyncio.ensure_future(anext(scan))

@@ -177,7 +177,7 @@ def test_every_call_agrees_with_the_model(server: NatsServer, seed: int) -> None
     rng = random.Random(seed)
 
     async def run() -> None:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         try:
             world = World(nc.jetstream(), rng, f"M{uuid.uuid4().hex}")
             await world.fill()

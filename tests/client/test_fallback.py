@@ -56,7 +56,7 @@ async def settled(leak_check: Any) -> None:
 
 async def test_it_warns_once_per_connection(server: NatsServer) -> None:
     for _ in range(2):
-        nc = with_unknown_internals(await nats.connect(server.url))
+        nc = with_unknown_internals(await nats.connect(server.url, connect_timeout=10))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             js = nc.jetstream()

@@ -174,13 +174,13 @@ async def _cancel_after(ticks: int, work: Awaitable[object]) -> None:
 async def test_discard_while_the_batch_opens_sends_nothing(stream_name: Callable[[], str]) -> None:
     # Behind a domain the batch requests the API level before it opens.
     async with NatsServer(config="jetstream { domain: hub }") as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream(domain="hub")
         name = stream_name()
         await js.add_stream(name=name, subjects=[f"{name}.>"], allow_batched=True)
         assert (await jsx.FastPublisher(js).commit(f"{name}.a", b"1")).domain == "hub"
         await nc.close()  # the API level is cached
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream(domain="hub")
         await js.stream_info(name)
         held = set(nc._subs)
@@ -320,7 +320,7 @@ async def test_client_without_permission_for_the_level_waits_once() -> None:
         authorization { users = [ { user: u, password: p, permissions: { publish: { deny: "$JS.API.INFO" } } } ] }
     """
     async with NatsServer(config=config) as server:
-        nc = await nats.connect(server.url, user="u", password="p")
+        nc = await nats.connect(server.url, user="u", password="p", connect_timeout=10)
         js = nc.jetstream(domain="hub", timeout=1.5)
         await js.add_stream(name="S", subjects=["s.>"], allow_batched=True)
         loop = asyncio.get_running_loop()

@@ -41,7 +41,7 @@ def version(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def there(servers: Callable[[str], NatsServer], version: str) -> AsyncIterator[Client]:
-    nc = await nats.connect(servers(version).url)
+    nc = await nats.connect(servers(version).url, connect_timeout=10)
     yield nc
     await nc.close()
 
@@ -168,7 +168,7 @@ async def test_a_full_account_refuses_messages(version: str) -> None:
         no_auth_user: a
     """
     async with NatsServer(version=version, config=config) as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream()
         await js.add_stream(name="S", subjects=["s.>"], allow_batched=True, allow_direct=True)
         async with jsx.FastPublisher(js, gap=OK) as pub:

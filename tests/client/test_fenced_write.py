@@ -134,7 +134,7 @@ async def test_a_deleted_stream_is_an_error(js: JetStreamContext, stream: str) -
 
 async def test_2_12_0_takes_only_records_without_messages() -> None:
     async with NatsServer(version="2.12.0") as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream()
         await js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
         one = writer(js, "S")
@@ -154,7 +154,9 @@ async def faulty(faults: Faults) -> AsyncIterator[JetStreamContext]:
         pass
 
     async with ReferenceServer(faults=faults) as server:
-        nc = await nats.connect(server.url, reconnect_time_wait=0.01, max_reconnect_attempts=-1, error_cb=quiet)
+        nc = await nats.connect(
+            server.url, reconnect_time_wait=0.01, max_reconnect_attempts=-1, error_cb=quiet, connect_timeout=10
+        )
         js = nc.jetstream(timeout=0.3)
         while True:
             try:

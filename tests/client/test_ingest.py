@@ -170,7 +170,7 @@ class TestRefusals:
     @pytest.mark.parametrize("version", ["2.11.11", "2.12.8"])
     async def test_a_server_without_fast_ingest_is_an_error(self, version: str) -> None:
         async with NatsServer(version=version) as server:
-            nc = await nats.connect(server.url)
+            nc = await nats.connect(server.url, connect_timeout=10)
             js = nc.jetstream()
             await js.add_stream(name="S", subjects=["s.>"])
             with pytest.raises(errors.UnsupportedFeatureError, match=f"{version}.*nothing was sent"):

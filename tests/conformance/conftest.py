@@ -24,7 +24,7 @@ from jetstream_ext.testing import NatsServer
 from jetstream_ext.testing.reference import ReferenceServer
 
 VERSIONS = ("2.10.26", "2.11.11", "2.12.8", "2.14.6", "2.15.1")
-TIMEOUT = 10.0
+TIMEOUT = 30.0
 QUIET = 0.15
 IN_A_CONTAINER = "container"  # instead of a version
 Address = tuple[str, int]
@@ -156,6 +156,11 @@ def normalise(data: bytes) -> bytes:
     for pattern, substitute in _SUBSTITUTES:
         data = pattern.sub(substitute, data)
     return data
+
+
+def replies(frames: list[Frame]) -> list[Frame]:
+    """Return the frames that are neither advisories nor replies to a barrier."""
+    return [frame for frame in frames if not frame.subject.startswith(("$JS.EVENT", "R.barrier"))]
 
 
 def difference(real: list[Any], reference: list[Any]) -> str:
@@ -299,16 +304,13 @@ class Pair:
             raw.flush()
             expected = max(wait, len(found[0]) if found else 0)
             if expected:
-                raw.wait(
-                    lambda raw=raw, expected=expected: len(raw.frames) >= expected,
-                    min(timeout, 1 if found else timeout),
-                )
+                raw.wait(lambda raw=raw, expected=expected: len(replies(raw.frames)) >= expected, timeout)
             for subject in self._barriers.values():
                 barrier = f"R.barrier.{next(self._count)}"
                 raw.publish(subject, header=b"NATS/1.0\r\nNats-Expected-Stream: <none>\r\n\r\n", reply=barrier)
                 raw.wait(lambda raw=raw, barrier=barrier: any(frame.subject == barrier for frame in raw.frames))
             raw.advisories += [frame for frame in raw.frames if frame.subject.startswith("$JS.EVENT")]
-            found.insert(0, [frame for frame in raw.frames if not frame.subject.startswith(("$JS.EVENT", "R.barrier"))])
+            found.insert(0, replies(raw.frames))
             raw.frames.clear()
         real, reference = (
             [self._shown(frame) for frame in sorted(frames, key=lambda f: f.subject)] for frames in found

@@ -10,7 +10,7 @@ def create(pair: Any, name: str = "C", **config: Any) -> Any:
     return pair.api(f"CONSUMER.CREATE.{pair.name}.{name}", {"stream_name": pair.name, "config": config})
 
 
-def pull(pair: Any, payload: object = b"", *, wait: int = 1, name: str = "C", timeout: float = 10.0) -> list[Any]:
+def pull(pair: Any, payload: object = b"", *, wait: int = 1, name: str = "C", timeout: float = 30.0) -> list[Any]:
     data = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
     return pair.publish(f"$JS.API.CONSUMER.MSG.NEXT.{pair.name}.{name}", data, wait=wait, timeout=timeout)
 

@@ -82,7 +82,7 @@ async def test_enable_refuses_invalid_ttls_and_missing_buckets(make_bucket) -> N
 @pytest.mark.parametrize(("version", "options"), [("2.11.11", {}), ("2.10.26", {"atomic": False, "ttl": 60})])
 async def test_enable_changes_nothing_on_a_server_without_the_option(version: str, options: dict[str, Any]) -> None:
     with NatsServer(version=version) as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         try:
             kv = await nc.jetstream().create_key_value(bucket="B")
             with pytest.raises(jsx.errors.UnsupportedFeatureError, match="nothing was changed"):

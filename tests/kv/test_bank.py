@@ -35,7 +35,9 @@ async def ignore(_: Exception) -> None:
 
 @asynccontextmanager
 async def connected(urls: list[str]) -> AsyncIterator[Client]:
-    nc = await nats.connect(urls, max_reconnect_attempts=-1, reconnect_time_wait=0.1, error_cb=ignore)
+    nc = await nats.connect(
+        urls, max_reconnect_attempts=-1, reconnect_time_wait=0.1, error_cb=ignore, connect_timeout=10
+    )
     try:
         yield nc
     finally:

@@ -61,7 +61,7 @@ class Log:
 @pytest.fixture
 async def logged(server: NatsServer, js: JetStreamContext, stream_name) -> AsyncIterator[MakeLogged]:
     """Create a bucket with a log of every message that it ever stores."""
-    listener = await nats.connect(server.url)
+    listener = await nats.connect(server.url, connect_timeout=10)
 
     async def make(history: int) -> tuple[KeyValue, Log]:
         name = stream_name()
@@ -110,7 +110,7 @@ async def test_snapshots_equal_the_bucket_at_their_revision(server: NatsServer, 
         await publisher.add_many((f"{kv._pre}{key}", b"first") for key in KEYS)
     stop = asyncio.Event()
     writers = []
-    connections = [await nats.connect(server.url) for _ in range(2)]
+    connections = [await nats.connect(server.url, connect_timeout=10) for _ in range(2)]
     try:
         for n, nc in enumerate(connections):
             writers.append(asyncio.create_task(flood(nc.jetstream(), kv, random.Random(n), stop)))

@@ -64,7 +64,7 @@ async def test_keys_longer_than_one_request(make_bucket, load, monkeypatch: pyte
 
 async def test_requests_fit_a_small_max_payload() -> None:
     with NatsServer(config="max_payload: 16384") as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         try:
             kv = await kvx.enable(await nc.jetstream().create_key_value(bucket="B"), atomic=False)
             keys = [f"{'x' * 100}.{n}" for n in range(400)]
@@ -167,7 +167,7 @@ async def test_invalid_arguments_are_refused(make_bucket) -> None:
 
 async def test_server_without_batched_gets_is_unsupported() -> None:
     with NatsServer(version="2.10.26") as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         try:
             kv = await nc.jetstream().create_key_value(bucket="B", direct=True)
             await kv.put("a", b"1")

@@ -112,7 +112,7 @@ async def test_bucket_that_is_a_mirror_is_refused(make_bucket) -> None:
 
 async def test_reads_wait_for_lagging_replicas(wait_for_interest: Any) -> None:
     async with NatsCluster() as cluster:
-        nc = await nats.connect(cluster.urls)
+        nc = await nats.connect(cluster.urls, connect_timeout=10)
         try:
             js = nc.jetstream()
             kv = await kvx.enable(await js.create_key_value(bucket="B", replicas=3, history=2))

@@ -30,7 +30,9 @@ async def quiet(error: Exception) -> None:
 @pytest.mark.parametrize("some", [True, False], ids=["get_many", "snapshot"])
 async def test_read_during_a_restart_is_complete_or_an_error(some: bool) -> None:
     with NatsServer() as server:
-        nc = await nats.connect(server.url, reconnect_time_wait=0.02, max_reconnect_attempts=-1, error_cb=quiet)
+        nc = await nats.connect(
+            server.url, reconnect_time_wait=0.02, max_reconnect_attempts=-1, error_cb=quiet, connect_timeout=10
+        )
         js = nc.jetstream(timeout=2)
         kv = await kvx.enable(await js.create_key_value(bucket="B"))
         await js.update_stream((await js.stream_info("KV_B")).config.evolve(allow_batched=True))
@@ -57,7 +59,7 @@ async def test_read_during_a_restart_is_complete_or_an_error(some: bool) -> None
 
 
 async def test_touch_without_an_answer_raises_request_timeout() -> None:
-    async with ReferenceServer() as server, await nats.connect(server.url) as nc:
+    async with ReferenceServer() as server, await nats.connect(server.url, connect_timeout=10) as nc:
         kv = await kvx.enable(await nc.jetstream().create_key_value(bucket="B"), ttl=True)
         revision = await kv.put("a", b"1")
         server.faults.add(Drop(kind="pub_ack"))

@@ -21,7 +21,7 @@ WRITING = ["2.12.1", "2.12.8", "2.14.6"]
 async def kv(request: pytest.FixtureRequest) -> AsyncIterator[KeyValue]:
     """A bucket with history 2 on a server of the version that the test is parametrized with."""
     with NatsServer(version=request.param) as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         try:
             kv = await nc.jetstream().create_key_value(bucket="B", history=2)
             yield await kvx.enable(kv, atomic=not request.param.startswith("2.11"))
@@ -92,7 +92,7 @@ async def test_unsafe_server_writes_nothing(kv: KeyValue) -> None:
 
 async def test_ttl_that_the_server_would_ignore_is_refused() -> None:
     with NatsServer(version="2.10.26") as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         try:
             kv = await nc.jetstream().create_key_value(bucket="B")
             revision = await kv.put("a", b"1")

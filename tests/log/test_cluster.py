@@ -72,7 +72,9 @@ async def leader_of(cluster: NatsCluster, js: JetStreamContext, name: str) -> Na
 
 async def wait_for_new_leader(cluster: NatsCluster, victim: NatsServer, name: str) -> None:
     """Wait until the other servers report another leader of a stream."""
-    nc = await nats.connect([server.url for server in cluster.servers if server is not victim], error_cb=quiet)
+    nc = await nats.connect(
+        [server.url for server in cluster.servers if server is not victim], error_cb=quiet, connect_timeout=10
+    )
     try:
         async with asyncio.timeout(60):
             while (await until_answered(lambda: nc.jetstream().stream_info(name))).cluster.leader in (

@@ -244,7 +244,7 @@ async def test_a_stream_without_direct_get_or_that_does_not_exist_is_refused(
 
 async def test_a_server_before_2_11_is_refused() -> None:
     async with NatsServer(version="2.10.26") as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         try:
             js = nc.jetstream()
             await js.add_stream(StreamConfig(name="S", subjects=["s"], allow_direct=True, discard=DiscardPolicy.OLD))

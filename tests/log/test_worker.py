@@ -350,7 +350,7 @@ async def test_arguments_are_checked(js: JetStreamContext, bad: dict[str, Any]) 
 @pytest.mark.parametrize(("version", "words"), [("2.11.11", "2.12"), ("2.12.0", r"2\.12\.1")])
 async def test_a_server_before_2_12_1_is_refused(version: str, words: str) -> None:
     async with NatsServer(version=version) as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         try:
             js = nc.jetstream()
             await js.add_stream(name="S", subjects=["s"], allow_direct=True)

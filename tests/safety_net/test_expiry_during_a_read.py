@@ -41,7 +41,7 @@ async def test_snapshot_never_has_a_key_without_one_that_outlived_it(
             await asyncio.sleep(0.02)
 
     async with FrameProxy(server.port, before_request(2, r"\.DIRECT\.GET\.", wait_for_expiry)) as proxy:
-        nc = await nats.connect(proxy.url)
+        nc = await nats.connect(proxy.url, connect_timeout=10)
         try:
             snapshot = await kvx.snapshot(await nc.jetstream().key_value(name))
         except JetStreamExtError:

@@ -39,7 +39,7 @@ async def stream(js: JetStreamContext, stream_name: Callable[[], str]) -> str:
 async def proxied(server: NatsServer) -> AsyncIterator[tuple[JetStreamContext, FrameProxy]]:
     """A context behind a proxy."""
     async with FrameProxy(server.port) as proxy:
-        nc = await nats.connect(proxy.url)
+        nc = await nats.connect(proxy.url, connect_timeout=10)
         yield nc.jetstream(timeout=1), proxy
         await nc.close()
 

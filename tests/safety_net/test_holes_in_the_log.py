@@ -48,7 +48,7 @@ async def test_reader_from_the_first_message_reports_a_purge_during_its_first_gr
     server: NatsServer, js: JetStreamContext, numbers: str
 ) -> None:
     async with FrameProxy(server.port, purge_between_requests(js, numbers)) as proxy:
-        nc = await nats.connect(proxy.url)
+        nc = await nats.connect(proxy.url, connect_timeout=10)
         read: list[int] = []
         expected: int | None = MESSAGES + 1
         try:
@@ -73,7 +73,7 @@ async def test_worker_does_not_end_as_a_success_when_inputs_are_purged_unhandled
     handled: list[int] = []
     expected: int | None = MESSAGES + 1
     async with FrameProxy(server.port, purge_between_requests(js, numbers)) as proxy:
-        nc = await nats.connect(proxy.url)
+        nc = await nats.connect(proxy.url, connect_timeout=10)
         try:
             reader = LogReader(nc.jetstream(), numbers)
             await exactly_once(

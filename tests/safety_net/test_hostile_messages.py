@@ -205,7 +205,7 @@ async def test_refused_reply_is_reported_with_its_stream_and_sequence(
 ) -> None:
     stream = f"KV_{await store(EMPTY)}"
     async with FrameProxy(server.port, on_delivery=spoil_the_second_message) as proxy:
-        nc = await nats.connect(proxy.url)
+        nc = await nats.connect(proxy.url, connect_timeout=10)
         try:
             with pytest.raises(ResponseError) as caught:
                 await path(nc.jetstream(), stream)
@@ -219,7 +219,7 @@ async def test_refused_reply_is_reported_with_its_stream_and_sequence(
 async def test_scan_passes_over_a_refused_reply_on_request(server: NatsServer, store: Store) -> None:
     stream = f"KV_{await store(EMPTY)}"
     async with FrameProxy(server.port, on_delivery=spoil_the_second_message) as proxy:
-        nc = await nats.connect(proxy.url)
+        nc = await nats.connect(proxy.url, connect_timeout=10)
         try:
             options: dict[str, Any] = {"on_bad": "skip"}
             read = [message.seq async for message in jsx.DirectGet(nc.jetstream(), stream).scan(**options)]

@@ -65,7 +65,7 @@ async def test_snapshot_ends_when_a_writer_is_faster(
 
     await put_all_again()
     async with FrameProxy(server.port, write_first) as proxy:
-        nc = await nats.connect(proxy.url)
+        nc = await nats.connect(proxy.url, connect_timeout=10)
         try:
             await kvx.snapshot(await nc.jetstream().key_value(name), timeout=1)
         except RequestTimeoutError:

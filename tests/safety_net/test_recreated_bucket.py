@@ -46,7 +46,7 @@ async def test_snapshot_never_mixes_a_bucket_with_the_one_created_after_it(
         await create_bucket(js, name, NEW)
 
     async with FrameProxy(server.port, before_request(2, r"\.DIRECT\.GET\.", recreate)) as proxy:
-        nc = await nats.connect(proxy.url)
+        nc = await nats.connect(proxy.url, connect_timeout=10)
         try:
             kv = await nc.jetstream().key_value(name)
             snapshot = await kvx.snapshot(kv)

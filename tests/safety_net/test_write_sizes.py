@@ -26,7 +26,7 @@ async def fragile(server: NatsServer) -> AsyncIterator[Client]:
     async def quiet(error: Exception) -> None:
         pass
 
-    nc = await nats.connect(server.url, allow_reconnect=False, error_cb=quiet)
+    nc = await nats.connect(server.url, allow_reconnect=False, error_cb=quiet, connect_timeout=10)
     try:
         yield nc
     finally:

@@ -96,7 +96,7 @@ def spark() -> Iterator[SparkSession]:
 
 @asynccontextmanager
 async def _connected(url: str, **credentials: str) -> AsyncIterator[JetStreamContext]:
-    nc = await nats.connect(url, **credentials)  # type: ignore[arg-type]
+    nc = await nats.connect(url, connect_timeout=10, **credentials)  # type: ignore[arg-type]
     try:
         yield nc.jetstream()
     finally:

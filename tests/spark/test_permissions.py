@@ -43,7 +43,7 @@ def test_the_table_of_permissions_is_parsed() -> None:
 
 
 async def prepare(url: str) -> None:
-    async with await nats.connect(url, user="admin", password="x") as nc:
+    async with await nats.connect(url, user="admin", password="x", connect_timeout=10) as nc:
         js = nc.jetstream()
         await js.add_stream(name=STREAM, subjects=["s.>", "_spark.S.>"], **OPTIONS)
         await js.publish("s.a", b"1")
@@ -52,7 +52,7 @@ async def prepare(url: str) -> None:
 
 
 async def stored(url: str) -> int:
-    async with await nats.connect(url, user="admin", password="x") as nc:
+    async with await nats.connect(url, user="admin", password="x", connect_timeout=10) as nc:
         info = await nc.jetstream().stream_info(STREAM, subjects_filter="s.>")
         return sum((info.state.subjects or {}).values())
 

@@ -223,7 +223,7 @@ async def test_a_filter_equal_to_the_subjects_still_filters(
 
 async def test_a_server_before_2_11_is_refused(stream_name: Callable[[], str]) -> None:
     with NatsServer(version="2.10.26") as old:
-        nc = await nats.connect(old.url)
+        nc = await nats.connect(old.url, connect_timeout=10)
         try:
             js = nc.jetstream()
             stream = stream_name()

@@ -29,7 +29,7 @@ async def draft(clock: VirtualClock) -> AsyncIterator[ReferenceServer]:
 
 @pytest.fixture
 async def js(draft: ReferenceServer) -> AsyncIterator[Any]:
-    nc: Client = await nats.connect(draft.url)
+    nc: Client = await nats.connect(draft.url, connect_timeout=10)
     yield nc.jetstream()
     await nc.close()
 

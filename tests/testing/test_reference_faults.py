@@ -261,7 +261,7 @@ def test_rules_can_be_added_and_removed() -> None:
 async def test_lost_ack_is_a_timeout_in_nats_py() -> None:
     plan = Faults(Unavailable("s.>"), Drop(kind="pub_ack"))
     async with ReferenceServer(faults=plan) as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream(timeout=0.3)
         await js.add_stream(name="S", subjects=["s.>"])
         with pytest.raises(NoRespondersError):
@@ -279,7 +279,7 @@ async def test_client_reconnects_after_a_cut() -> None:
         async def reconnected() -> None:
             back.set()
 
-        nc = await nats.connect(server.url, reconnect_time_wait=0.01, reconnected_cb=reconnected)
+        nc = await nats.connect(server.url, reconnect_time_wait=0.01, reconnected_cb=reconnected, connect_timeout=10)
         js = nc.jetstream()
         await js.add_stream(name="S", subjects=["s.>"])
         server.disconnect_all()
@@ -291,7 +291,7 @@ async def test_client_reconnects_after_a_cut() -> None:
 async def test_virtual_clock_fires_the_timers_of_the_server() -> None:
     clock = VirtualClock()
     async with ReferenceServer(clock=clock) as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream()
         await js.add_stream(name="S", subjects=["s.>"], max_age=3600)
         await js.publish("s.a", b"x")
@@ -309,7 +309,7 @@ def test_plain_with_runs_the_server_in_a_thread() -> None:
     with ReferenceServer(clock=clock) as server:
 
         async def work() -> int:
-            nc = await nats.connect(server.url)
+            nc = await nats.connect(server.url, connect_timeout=10)
             js = nc.jetstream()
             await js.add_stream(name="S", subjects=["s.>"], max_age=10)
             seq = (await js.publish("s.a", b"x")).seq

@@ -19,7 +19,7 @@ from jetstream_ext.testing.reference import Drop, Faults
 @pytest.fixture
 async def nc() -> AsyncIterator[Client]:
     async with ReferenceServer() as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         yield nc
         await nc.close()
 
@@ -120,7 +120,7 @@ async def test_ordered_consumer_recovers_missed_messages() -> None:
     """nats-py creates another consumer, and that one delivers the missed messages."""
     faults = Faults(Drop("_INBOX.>", when=lambda reply: reply.shown == "s", nth=20, times=3))
     async with ReferenceServer(faults=faults) as server:
-        nc = await nats.connect(server.url)
+        nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream(timeout=5)
         await js.add_stream(name="S", subjects=["s"])
         for index in range(60):

@@ -287,7 +287,7 @@ def requests_seen(server: NatsServer) -> Callable[[str], Any]:
                 if stream in msg.subject.split("."):
                     subjects.append(msg.subject)
 
-            nc = await nats.connect(server.url)
+            nc = await nats.connect(server.url, connect_timeout=10)
             await nc.subscribe("$JS.API.>", cb=take)
             await nc.flush()
             ready.set()

@@ -28,7 +28,7 @@ REQUESTS = [
 
 async def _fill(url: str, replicas: int = 1) -> str:
     """Return the name of the leader of stream S."""
-    nc = await nats.connect(url)
+    nc = await nats.connect(url, connect_timeout=10)
     js = nc.jetstream(timeout=10)
     config = StreamConfig(name="S", subjects=["S.>"], allow_direct=True, allow_batched=True, num_replicas=replicas)
     await js.add_stream(config)

@@ -219,7 +219,7 @@ def losing_a_row_and_failing(url: str, source: str, out: str) -> Any:
     """Fail the first attempt at partition 0 when some of its rows are stored and its first row is gone from the source."""
 
     async def lose() -> None:
-        nc = await nats.connect(url)
+        nc = await nats.connect(url, connect_timeout=10)
         js = nc.jetstream()
         async with asyncio.timeout(60):
             rows = f"{out}.rows.0"

@@ -37,7 +37,7 @@ def rare(measured: Any) -> str:
     """A stream of many messages, three of which are on rare subjects."""
 
     async def fill() -> None:
-        nc = await nats.connect(measured.url)
+        nc = await nats.connect(measured.url, connect_timeout=10)
         js = nc.jetstream()
         await js.add_stream(StreamConfig(name="RARE", subjects=["RARE.>"], allow_direct=True, allow_batched=True))
         subjects = {100: "RARE.first", 10_000: "RARE.second", 19_000: "RARE.first"}

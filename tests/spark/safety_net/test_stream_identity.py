@@ -44,7 +44,7 @@ async def _publish_ten(js: JetStreamContext) -> None:
 
 
 async def _with_js(url: str | list[str], question: Callable[[JetStreamContext], Any]) -> Any:
-    nc = await nats.connect(url)
+    nc = await nats.connect(url, connect_timeout=10)
     try:
         return await question(nc.jetstream(timeout=10))
     finally:
