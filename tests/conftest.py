@@ -138,8 +138,8 @@ async def nc(server: NatsServer) -> AsyncIterator[Client]:
 
 @pytest.fixture
 def js(nc: Client) -> JetStreamContext:
-    """A JetStream context on this test's connection."""
-    return nc.jetstream()
+    """A JetStream context on this test's connection, with a timeout that a busy machine does not reach."""
+    return nc.jetstream(timeout=30)
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ class LeakCheck:
         """Fail unless nothing is left: subscriptions and timers at once, tasks within some seconds."""
         subscriptions, _, timers = self.leaked()
         assert (subscriptions, timers) == (set(), set())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while self.leaked()[1]:
                 await asyncio.sleep(0.001)
 
@@ -215,7 +215,7 @@ def wait_for_interest() -> WaitForInterest:
     """
 
     async def wait_for_interest(js: JetStreamContext, subject: str) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     await js.publish(subject, stream="none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import re
 import uuid
@@ -171,7 +172,7 @@ NEEDS["log.OffsetStore"].remove("$JS.API.STREAM.CREATE.KV_B")
 
 async def prepare(url: str, row: str) -> None:
     async with await nats.connect(url, user="admin", password="x", connect_timeout=10) as nc:
-        js = nc.jetstream()
+        js = nc.jetstream(timeout=30)
         options: dict[str, Any] = {"allow_direct": True, "allow_atomic": True, "allow_batched": True}
         if row == "source_health":
             await js.add_stream(name="O", subjects=["o.>"])
@@ -225,6 +226,10 @@ async def test_the_permissions_of_a_row_are_sufficient_and_each_is_needed(row: s
                 await attempt(server.url, name, CALLS[row], 2, refused)
             except (nats.errors.Error, AssertionError):
                 subject = name.partition(" ")[2].rstrip(">").lower()
+                if not any(subject in error for error in refused):
+                    # On a busy machine the time may be over before the request that is refused.
+                    with contextlib.suppress(nats.errors.Error, AssertionError):
+                        await attempt(server.url, name, CALLS[row], 20, refused)
                 assert any(subject in error for error in refused), f"{name}: {refused}"
             else:
                 assert row in WORKS_WITHOUT, f"{row} did not need what it was {name}"
@@ -234,7 +239,7 @@ async def test_the_permissions_of_a_row_are_sufficient_and_each_is_needed(row: s
                 group.create_task(fails(name))
         refused: list[str] = []
         try:
-            await attempt(server.url, "some", CALLS[row], 10, refused)
+            await attempt(server.url, "some", CALLS[row], 30, refused)
         except nats.errors.Error as error:
             pytest.fail(f"{error!r}; refused: {refused}")
 

@@ -20,7 +20,7 @@ def with_js(url: str, function: Callable[[JetStreamContext], Any]) -> Any:
     async def connected() -> Any:
         nc = await nats.connect(url, connect_timeout=10)
         try:
-            return await function(nc.jetstream())
+            return await function(nc.jetstream(timeout=30))
         finally:
             await nc.close()
 

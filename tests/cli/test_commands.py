@@ -86,7 +86,7 @@ def test_serve_runs_until_sigint() -> None:
         url = json.loads(serving.stdout.readline())["url"]
         assert with_js(url, lambda js: js.account_info()).streams == 0
         serving.send_signal(signal.SIGINT)
-        _, said = serving.communicate(timeout=20)
+        _, said = serving.communicate(timeout=60)
     assert (serving.returncode, said) == (0, "stopping\n")
 
 
@@ -147,7 +147,7 @@ def test_a_missing_package_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, t
 def test_the_entry_point_names_the_extra_to_install() -> None:
     hide = "import sys, importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *r: None if n == 'click' else f(n, *r)"
     code = f"{hide}; from jetstream_ext.cli.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (1, "jetstream-ext: needs click: pip install 'nats-jetstream-ext[cli]'\n")
 
 

@@ -111,7 +111,7 @@ def test_an_export_that_cannot_start_leaves_no_files(
         await js.publish(stream, b"x")
 
     with_js(server.url, closed)
-    done = run("export", stream, tmp_path / "out.csv", "--timeout", "2s")
+    done = run("export", stream, tmp_path / "out.csv", "--timeout", "20s")
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
     assert "direct" in done.stderr
     assert "--resume" not in done.stderr
@@ -125,9 +125,8 @@ def test_an_export_stopped_while_it_writes_parquet_can_be_resumed(
     fill(server.url, stream, [b"%d" % n for n in range(100_000)])
     with process("export", stream, out) as exporting:
         end = time.monotonic() + 60
-        while not (tmp_path / "out.parquet.new").exists():
+        while exporting.poll() is None and not (tmp_path / "out.parquet.new").exists():
             assert time.monotonic() < end, "export did not reach the Parquet file"
-            assert exporting.poll() is None, exporting.communicate()
             time.sleep(0.001)
         exporting.send_signal(signal.SIGINT)
         shown, said = exporting.communicate(timeout=60)
@@ -148,9 +147,9 @@ def test_an_export_of_a_killed_server_can_be_resumed(
     part = tmp_path / "out.jsonl.part"
     with NatsServer() as doomed:
         fill(doomed.url, stream, [b"%d" % n for n in range(100_000)])
-        with process("export", stream, out, "--timeout", "2s", url=doomed.url) as exporting:
+        with process("export", stream, out, "--timeout", "5s", url=doomed.url) as exporting:
             end = time.monotonic() + 60
-            while not (part.exists() and part.stat().st_size > 100_000):
+            while exporting.poll() is None and not (part.exists() and part.stat().st_size > 100_000):
                 assert time.monotonic() < end, "export did not start to write"
                 time.sleep(0.001)
             doomed.kill()
@@ -175,7 +174,7 @@ def test_ingest_stores_each_row_once_after_kills_of_client_and_server(
 
     def stored(url: str, at_least: int, running: subprocess.Popen[str]) -> None:
         async def wait(js: JetStreamContext) -> None:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while running.poll() is None:
                     try:
                         if (await js.stream_info(stream)).state.messages >= at_least:

@@ -90,7 +90,7 @@ async def own_nc(own_server: NatsServer) -> AsyncIterator[Client]:
 @pytest.fixture
 def own_js(own_nc: Client) -> JetStreamContext:
     """A JetStream context on `own_server`."""
-    return own_nc.jetstream()
+    return own_nc.jetstream(timeout=30)
 
 
 @pytest.fixture

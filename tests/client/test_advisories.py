@@ -26,17 +26,18 @@ async def test_every_reason_is_reported(version: str, domain: str | None) -> Non
         for name in ("S", "OTHER"):
             await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)
         heard: list[jsx.AbandonedBatch] = []
-        async with jsx.watch_abandoned(js, "S") as watch, asyncio.timeout(5):
+        async with jsx.watch_abandoned(js, "S") as watch, asyncio.timeout(60):
             # The watch does not report another stream's batch.
             for name, batch_id in (("OTHER", "other"), ("S", "idle")):
-                batch = jsx.AtomicBatch(js, batch_id=batch_id)
+                batch = jsx.AtomicBatch(js, batch_id=batch_id, ack_first=False)
                 await batch.add(f"{name}.a")
                 await batch.add(f"{name}.b")  # before 2.14 the first message waits for the second
             heard.append(await anext(watch))
             with pytest.raises(errors.AtomicPublishTooLargeError):
                 await jsx.publish_atomic(js, [jsx.BatchMessage("S.a")] * 6, batch_id="many")
             heard.append(await anext(watch))
-            batch = jsx.AtomicBatch(js, batch_id="holey")
+            # Without waiting for an ack, so that the batch does not time out before its commit.
+            batch = jsx.AtomicBatch(js, batch_id="holey", ack_first=False)
             await batch.add("S.a")
             await batch.add("S.b")
             batch._session.machine.sent += 1
@@ -97,7 +98,7 @@ async def test_closing_a_watch_ends_its_waiting_iterations(js: JetStreamContext,
     waiting = [asyncio.ensure_future(anext(watch)) for _ in range(2)]
     await asyncio.sleep(0)
     await watch.aclose()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         for each in waiting:
             with pytest.raises(StopAsyncIteration):
                 await each

@@ -319,7 +319,7 @@ class TestNothingStored:
             abandoned = await nc.subscribe(f"$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED.{name}")
             batch = jsx.AtomicBatch(js)
             await batch.add(f"{name}.a", b"1")
-            assert b'"timeout"' in (await abandoned.next_msg(timeout=5)).data
+            assert b'"timeout"' in (await abandoned.next_msg(timeout=30)).data
             with pytest.raises(errors.AtomicPublishIncompleteError):
                 await batch.commit_eob()
             assert await count(js, name) == 0
@@ -353,7 +353,7 @@ class TestRefusedAtOnce:
             "add": lambda: batch.add(subject, b"x"), "commit": lambda: batch.commit(subject, b"x"), "block": block,
             "publish_atomic": lambda: jsx.publish_atomic(js, [jsx.BatchMessage(subject)] * 3),
         }[how]  # fmt: skip
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):  # less than the timeout of a request
             with pytest.raises(error) as caught:
                 await call()
         assert isinstance(caught.value, errors.BatchError)
@@ -448,7 +448,7 @@ class TestPublishAtomic:
                 yield message
 
         for given in (messages, iter(messages), source()):
-            ack = await jsx.publish_atomic(js, given, timeout=5)
+            ack = await jsx.publish_atomic(js, given, timeout=30)
             assert ack.batch_size == 3
         assert await payloads(js, stream) == [b"0", b"1", b"2"] * 3
         assert (await jsx.publish_atomic(js, messages, batch_id="chosen")).batch_id == "chosen"

@@ -73,7 +73,7 @@ def name() -> str:
 @pytest.fixture
 async def old_js(old_server: NatsServer, name: str) -> AsyncIterator[JetStreamContext]:
     nc = await nats.connect(old_server.url, connect_timeout=10)
-    js = nc.jetstream()
+    js = nc.jetstream(timeout=30)
     yield js
     with contextlib.suppress(nats.js.errors.NotFoundError):
         await js.delete_stream(name)
@@ -106,7 +106,7 @@ async def test_each_refusal_has_its_error_class(
                 await publish()
         assert (await old_js.stream_info(name)).state.messages == (len(messages) if instead is None else 0)
         return
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         with pytest.raises(errors.BatchError) as caught:
             await publish()
     error = caught.value
@@ -202,9 +202,12 @@ async def test_a_mirror_with_allow_atomic_is_refused(old_js: JetStreamContext, n
 async def test_too_many_open_batches_are_refused(old_server: NatsServer, old_js: JetStreamContext, name: str) -> None:
     await old_js.add_stream(name=name, subjects=["S.>"], allow_atomic=True)
     batches = [jsx.AtomicBatch(old_js) for _ in range(51)]
-    for batch in batches[:50]:
+
+    async def open_(batch: jsx.AtomicBatch) -> None:
         await batch.add("S.a")
         await batch.add("S.a")  # before 2.14 this sends the first message: the newest is held back
+
+    await asyncio.gather(*map(open_, batches[:50]))  # all at once: the server drops a batch after 10 s
     with pytest.raises(errors.BatchServerError) as caught:
         await batches[50].commit("S.a")
     assert caught.value.err_code == (10210 if old_server.version >= "2.14" else 10176)
@@ -227,7 +230,7 @@ async def test_an_overloaded_server_stores_only_whole_batches() -> None:
     # The refusal has a status and a JSON body. The server has dropped the message and keeps the batch without it.
     async with NatsServer(config="jetstream { max_buffered_msgs: 1 }") as server:
         nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream()
+        js = nc.jetstream(timeout=30)
         await js.add_stream(name="S", subjects=["S.>"], allow_atomic=True)
         refused = 0
         for _ in range(50):

@@ -44,7 +44,7 @@ class TestUnexpectedReplies:
         assert batch._session._inbox is not None
         ack = b'{"stream":"%b","seq":1,"batch":"%b","count":1}' % (stream.encode(), batch.batch_id.encode())
         await nc.publish(f"{batch._session._inbox.subject}.1", ack)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while batch.state == "open":
                 await asyncio.sleep(0.001)
         with pytest.raises(errors.BatchOutcomeUnknownError, match="no commit was sent"):
@@ -56,7 +56,7 @@ class TestUnexpectedReplies:
         self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, leak_check: Any
     ) -> None:
         stream = await make_stream(max_msg_size=300)
-        batch = jsx.AtomicBatch(js, timeout=5)
+        batch = jsx.AtomicBatch(js)
         await batch.add(f"{stream}.a", b"1")
         machine = batch._session.machine
         receive, others = machine.receive, []
@@ -81,11 +81,12 @@ class TestConnections:
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
         stream = await own_stream()
-        batch = jsx.AtomicBatch(own_js, timeout=0.2)
+        batch = jsx.AtomicBatch(own_js)
         await batch.add(f"{stream}.a", b"1")
         held = set(own_nc._subs)
         own_server.pause()
-        async with asyncio.timeout(3):
+        batch._session._timeout = 0.2
+        async with asyncio.timeout(20):
             with pytest.raises(errors.BatchOutcomeUnknownError) as caught:
                 await batch.commit_eob()
         assert (caught.value.outcome, batch.state) == ("unknown", "unknown")
@@ -100,7 +101,7 @@ class TestConnections:
         stream = await own_stream()
         own_server.pause()
         batch = jsx.AtomicBatch(own_js, timeout=0.2)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(20):
             with pytest.raises(errors.BatchAbandonedError, match="nothing of the batch is stored"):
                 await batch.add(f"{stream}.a", b"1")
         assert batch.state == "failed"
@@ -116,7 +117,7 @@ class TestConnections:
         committing = asyncio.ensure_future(batch.commit_eob())
         await asyncio.sleep(0)
         own_server.kill()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             with pytest.raises(errors.BatchOutcomeUnknownError, match="connection was lost"):
                 await committing
 
@@ -127,7 +128,7 @@ class TestConnections:
         batch = jsx.AtomicBatch(own_js, timeout=60)
         await batch.add(f"{stream}.a", b"1")
         await own_nc.force_reconnect()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not (own_nc.is_connected and own_nc.stats["reconnects"]):
                 await asyncio.sleep(0.005)
         await batch.add(f"{stream}.a", b"2", ack=True)
@@ -135,7 +136,7 @@ class TestConnections:
         committing = asyncio.ensure_future(batch.commit_eob())
         await asyncio.sleep(0)
         own_server.kill()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             with pytest.raises(errors.BatchOutcomeUnknownError, match="connection was lost"):
                 await committing
 

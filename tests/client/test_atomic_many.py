@@ -123,7 +123,7 @@ async def test_unanswered_commits_are_named_in_the_error(
     await jsx.publish_atomic(own_js, batch(name, 0))
     held = set(own_nc._subs)
     own_server.pause()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         with pytest.raises(errors.BatchOutcomeUnknownError, match="no answer") as caught:
             await jsx.publish_atomic_many(own_js, [batch(name, n) for n in range(9)], in_flight=4, timeout=0.3)
     (note,) = caught.value.__notes__

@@ -16,7 +16,7 @@ from jetstream_ext.testing import NatsServer
 
 
 async def connected(nc: Client, reconnects: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not (nc.is_connected and nc.stats["reconnects"] > reconnects):
             await asyncio.sleep(0.005)
 
@@ -64,7 +64,7 @@ async def test_a_batch_fails_at_once_after_a_server_restart(
         async with batch:
             pass
 
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(20):
         with pytest.raises(errors.BatchAbandonedError, match="no longer has the whole batch") as caught:
             await {
                 "add": lambda: batch.add(f"{stream}.a", b"y", ack=False),
@@ -84,10 +84,12 @@ async def test_a_connection_lost_while_a_reply_is_awaited_fails_the_batch(
     batch = jsx.AtomicBatch(own_js, timeout=60)
     await batch.add(f"{stream}.a", b"x")
     own_server.pause()
+    sent = own_nc.stats["out_msgs"]
     adding = asyncio.ensure_future(batch.add(f"{stream}.a", b"x", ack=True))
-    await asyncio.sleep(0.01)
+    while own_nc.stats["out_msgs"] == sent:
+        await asyncio.sleep(0)
     own_server.kill()
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(20):
         with pytest.raises(errors.BatchAbandonedError, match="connection was lost"):
             await adding
     assert batch.state == "failed"
@@ -108,7 +110,7 @@ async def test_a_connection_lost_during_publish_atomic_fails_the_batch(
         if not last:
             yield jsx.BatchMessage(f"{stream}.a")
 
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(20):
         with pytest.raises(errors.BatchAbandonedError, match="while the batch was being sent") as caught:
             await (jsx.publish_atomic_many(own_js, [source()]) if many else jsx.publish_atomic(own_js, source()))
     assert caught.value.outcome == "not_stored"

@@ -32,6 +32,15 @@ async def commit_and_miss_the_answer(batch: jsx.AtomicBatch) -> None:
     assert batch.state == "unknown"
 
 
+async def commit_unanswered(batch: jsx.AtomicBatch) -> None:
+    """Commit with a short timeout; the answers to the batch's other requests may take their time."""
+    batch._session._timeout, patient = 0.3, batch._session._timeout
+    try:
+        await batch.commit_eob()
+    finally:
+        batch._session._timeout = patient
+
+
 def lose_commits(monkeypatch: pytest.MonkeyPatch, nc: Client) -> list[bytes]:
     """Drop every write that contains a commit; return the list that collects them."""
     connection = connection_of(nc)
@@ -77,11 +86,11 @@ async def test_a_commit_that_never_arrived_is_not_stored(
     js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes], leak_check: Any, count: int, direct: bool
 ) -> None:
     name = await make_stream(allow_direct=direct)
-    batch = jsx.AtomicBatch(js, timeout=0.5)
+    batch = jsx.AtomicBatch(js)
     await batch.add_many(messages(name, count))
     await js.publish(f"{name}.0", b"another publisher's")
     with pytest.raises(errors.BatchOutcomeUnknownError, match="all stored or none"):
-        await batch.commit_eob()
+        await commit_unanswered(batch)
     assert await batch.resolve() == "not_stored"
     assert batch.state == "failed"
     with pytest.raises(errors.BatchAbandonedError) as caught:
@@ -96,10 +105,10 @@ async def test_a_commit_that_arrives_after_the_answer_stores_nothing(
     js: JetStreamContext, nc: Client, make_stream: MakeStream, lost_commits: list[bytes]
 ) -> None:
     name = await make_stream()
-    batch = jsx.AtomicBatch(js, timeout=0.3)
+    batch = jsx.AtomicBatch(js)
     await batch.add_many(messages(name, 3))
     with pytest.raises(errors.BatchOutcomeUnknownError):
-        await batch.commit_eob()
+        await commit_unanswered(batch)
     assert await batch.resolve() == "not_stored"
     connection_of(nc)._append(lost_commits[0])
     await nc.flush()
@@ -110,12 +119,12 @@ async def test_overwritten_messages_leave_the_outcome_unknown(
     js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes]
 ) -> None:
     name = await make_stream(max_msgs_per_subject=1)
-    batch = jsx.AtomicBatch(js, timeout=0.3)
+    batch = jsx.AtomicBatch(js)
     await batch.add(f"{name}.0")
     for _ in range(3):
         await js.publish(f"{name}.0", b"newer")
     with pytest.raises(errors.BatchOutcomeUnknownError):
-        await batch.commit_eob()
+        await commit_unanswered(batch)
     with pytest.raises(errors.BatchOutcomeUnknownError, match="removed") as caught:
         await batch.resolve()
     assert (caught.value.outcome, caught.value.batch_id) == ("unknown", batch.batch_id)
@@ -126,12 +135,12 @@ async def test_holes_too_small_for_the_batch_prove_that_it_is_not_stored(
     js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes]
 ) -> None:
     name = await make_stream(max_msgs_per_subject=1)
-    batch = jsx.AtomicBatch(js, timeout=0.3)
+    batch = jsx.AtomicBatch(js)
     await batch.add_many(messages(name, 3))
     for subject in ("0", "1", "0", "1"):
         await js.publish(f"{name}.{subject}", b"newer")
     with pytest.raises(errors.BatchOutcomeUnknownError):
-        await batch.commit_eob()
+        await commit_unanswered(batch)
     assert await batch.resolve() == "not_stored"
 
 
@@ -150,10 +159,10 @@ async def test_a_recreated_stream_leaves_the_outcome_unknown(
     js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes]
 ) -> None:
     name = await make_stream()
-    batch = jsx.AtomicBatch(js, timeout=0.3)
+    batch = jsx.AtomicBatch(js)
     await batch.add_many(messages(name, 3))
     with pytest.raises(errors.BatchOutcomeUnknownError):
-        await batch.commit_eob()
+        await commit_unanswered(batch)
     await js.delete_stream(name)
     with pytest.raises(errors.BatchOutcomeUnknownError, match="no longer exists"):
         await batch.resolve()
@@ -166,10 +175,10 @@ async def test_a_subject_moved_to_another_stream_leaves_the_outcome_unknown(
     js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes]
 ) -> None:
     name = await make_stream()
-    batch = jsx.AtomicBatch(js, timeout=0.3)
+    batch = jsx.AtomicBatch(js)
     await batch.add_many(messages(name, 3))
     with pytest.raises(errors.BatchOutcomeUnknownError):
-        await batch.commit_eob()
+        await commit_unanswered(batch)
     await js.update_stream(name=name, subjects=[f"{name}none"], allow_atomic=True, allow_msg_ttl=True)
     await js.add_stream(name=f"{name}2", subjects=[f"{name}.*"], allow_atomic=True)
     with pytest.raises(errors.BatchOutcomeUnknownError, match="belongs to stream"):
@@ -180,16 +189,16 @@ async def test_resolve_times_out_while_the_server_does_not_answer(
     own_server: Any, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream
 ) -> None:
     name = await own_stream()
-    batch = jsx.AtomicBatch(own_js, timeout=0.3)
+    batch = jsx.AtomicBatch(own_js)
     await batch.add_many(messages(name, 3))
     own_server.pause()
     with pytest.raises(errors.BatchOutcomeUnknownError):
-        await batch.commit_eob()
+        await commit_unanswered(batch)
     loop = asyncio.get_running_loop()
     start = loop.time()
     with pytest.raises(errors.BatchOutcomeUnknownError, match=r"tried for 0\.5 s"):
         await batch.resolve(timeout=0.5)
-    assert loop.time() - start < 5
+    assert loop.time() - start < 20  # without it, four times the timeout of a reply
     own_server.resume()
     assert await batch.resolve() == "stored"
 
@@ -199,13 +208,14 @@ async def test_after_a_restart_only_an_acknowledged_batch_can_be_resolved(
     own_server: Any, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream, acked: bool
 ) -> None:
     name = await own_stream()
-    batch = jsx.AtomicBatch(own_js, timeout=1, ack_first=acked)
+    batch = jsx.AtomicBatch(own_js, timeout=60, ack_first=acked)
     await batch.add(f"{name}.0")
     await batch.add(f"{name}.1")
     await own_nc.flush()
     own_server.pause()
     task = asyncio.create_task(batch.commit_eob())
-    await asyncio.sleep(0.05)
+    while batch._session.machine.state.value != "committing" or own_nc.pending_data_size:
+        await asyncio.sleep(0)
     await asyncio.to_thread(own_server.kill)
     with pytest.raises(errors.BatchOutcomeUnknownError):
         await task
@@ -315,7 +325,7 @@ async def test_resolve_works_on_older_servers(
 ) -> None:
     with NatsServer(version=version) as server:
         nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream()
+        js = nc.jetstream(timeout=30)
         name = stream_name()
         await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True, allow_direct=True)
         batch = jsx.AtomicBatch(js)
@@ -323,11 +333,11 @@ async def test_resolve_works_on_older_servers(
         await commit_and_miss_the_answer(batch)
         assert await batch.resolve() == "stored"
         for count in (1, 3):
-            batch = jsx.AtomicBatch(js, timeout=0.2)
+            batch = jsx.AtomicBatch(js)
             await batch.add_many(messages(name, count))
             with monkeypatch.context() as patch:
                 lose_commits(patch, nc)
                 with pytest.raises(errors.BatchOutcomeUnknownError):
-                    await batch.commit_eob()
+                    await commit_unanswered(batch)
             assert await batch.resolve() == "not_stored"
         await nc.close()

@@ -1,6 +1,7 @@
 """Direct Get on a cluster: lagging and dying replicas, and partial mirrors."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -42,7 +43,7 @@ def portions(seqs: range) -> list[range]:
 
 
 async def caught_up(js: JetStreamContext, mirror: str, messages: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await js.stream_info(mirror)).state.messages < messages:
             await asyncio.sleep(0.02)
 
@@ -108,7 +109,7 @@ async def test_a_scan_survives_a_hanging_server(cluster: NatsCluster, js: JetStr
     other = next(server for server in cluster.servers if connected not in server.url)
     read: list[int] = []
     try:
-        async with jsx.DirectGet(js, name, timeout=2).scan(batch=50, prefetch=2) as messages:
+        async with jsx.DirectGet(js, name, timeout=5).scan(batch=50, prefetch=2) as messages:
             async for message in messages:
                 read.append(message.seq)
                 if len(read) == 200:
@@ -208,9 +209,12 @@ async def test_if_only_a_mirror_answers_the_read_ends_in_time(js: JetStreamConte
     config = (await js.stream_info(name)).config
     config.allow_direct = False  # the mirror still answers for the stream
     await js.update_stream(config)
-    direct = jsx.DirectGet(js, name, timeout=3)
-    assert await seqs(direct.scan(confirm=True)) == [*range(1, 400, 2), 400]
+    assert await seqs(jsx.DirectGet(js, name, timeout=30).scan(confirm=True)) == [*range(1, 400, 2), 400]
     await js.delete_msg(mirror, 201)
-    async with asyncio.timeout(30):
-        with pytest.raises(errors.RequestTimeoutError, match=rf"the leader has sequence 201.*{mirror}"):
-            await direct.scan(confirm=True).to_list()
+    timeout, said = 1.5, ""
+    while not re.search(rf"the leader has sequence 201.*{mirror}", said):  # which it may say late on a busy machine
+        timeout *= 2
+        with pytest.raises(errors.RequestTimeoutError) as late:
+            await jsx.DirectGet(js, name, timeout=timeout).scan(confirm=True).to_list()
+        said = str(late.value)
+        assert timeout < 30, said

@@ -73,7 +73,7 @@ async def fake(server: NatsServer, stream_name: Callable[[], str], leak_check: A
     responder = Responder(stream_name())
     responder.ready = asyncio.Event()
     task = asyncio.create_task(responder.serve(server))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await responder.ready.wait()
     yield responder
     task.cancel()

@@ -163,7 +163,7 @@ class TestPublishing:
             return ([], b"") if lost <= 3 else receive(frames, now)
 
         machine.receive = lossy  # type: ignore[method-assign]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await pub.add_many((f"{stream}.a", b"x") for _ in range(100))
         machine.receive = receive  # type: ignore[method-assign]
         await pub.commit_eob()
@@ -247,7 +247,7 @@ class TestEnding:
         await js.update_stream(
             name=stream, subjects=[f"{stream}.>"], allow_direct=True, allow_atomic=True, allow_msg_ttl=True
         )
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert await pub.wait_closed() is jsx.EndReason.ERROR
         with pytest.raises(errors.ServerError) as caught:
             await pub.add(f"{stream}.a", b"2")
@@ -267,7 +267,7 @@ class TestEnding:
         await pub.add(f"{stream}.a", b"1")
         for _ in range(3):
             pongs.clear()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await pongs.wait()
         assert pub.end_reason is None
         await pub.discard()
@@ -298,7 +298,7 @@ class TestGapsAndRefusals:
         await pub.add(f"{stream}.a", b"x" * 20)
 
         async def go_on() -> None:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while True:
                     await pub.add(f"{stream}.a", b"3")
                     await asyncio.sleep(0)
@@ -362,10 +362,11 @@ class TestGapsAndRefusals:
         assert pub.gaps == [jsx.BatchFlowGap(2, 3)]
 
     async def test_a_deleted_stream_ends_a_wait(self, js: JetStreamContext, stream: str) -> None:
-        pub = jsx.FastPublisher(js, ack_timeout=0.5, stall_ping=0.1)
+        pub = jsx.FastPublisher(js, stall_ping=0.1)
         await pub.add(f"{stream}.a", b"1")
         await js.delete_stream(stream)
-        async with asyncio.timeout(3):
+        pub._batch.ack_timeout = 0.5
+        async with asyncio.timeout(20):
             with pytest.raises(errors.BatchOutcomeUnknownError):
                 await pub.flush()
         assert pub.end_reason is jsx.EndReason.TIMEOUT
@@ -399,7 +400,7 @@ class TestRefusedAtOnce:
             "add": lambda: pub.add(subject, b"x"), "add_many": lambda: pub.add_many([(subject, b"x")] * 9),
             "commit": lambda: pub.commit(subject, b"x"), "block": block,
         }[how]  # fmt: skip
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):  # less than the timeout of a reply
             with pytest.raises(error) as caught:
                 await call()
         assert isinstance(caught.value, errors.BatchError)
@@ -499,7 +500,7 @@ class TestHandlers:
             pub._batch.sent += 1
             for _ in range(5):
                 await pub.add(f"{stream}.a", b"x")
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await done.wait()
         assert seen
         assert all(known >= ack.seq for ack, known in seen)

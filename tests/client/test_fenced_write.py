@@ -16,6 +16,8 @@ from nats.js.errors import NotFoundError
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
+from jetstream_ext.client import fenced_write
+from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.testing import Faults, NatsServer, ReferenceServer
@@ -25,7 +27,7 @@ MakeStream = Callable[..., Awaitable[str]]
 
 
 def writer(js: JetStreamContext, stream: str, **options: Any) -> FencedWriter:
-    defaults: dict[str, Any] = {"name": "writer 'w'", "patience": 5.0, "timeout": 5.0}
+    defaults: dict[str, Any] = {"name": "writer 'w'", "patience": 60.0, "timeout": 30.0}
     return FencedWriter(Context(js), stream, f"{stream}.record", **{**defaults, **options})
 
 
@@ -157,14 +159,12 @@ async def faulty(faults: Faults) -> AsyncIterator[JetStreamContext]:
         nc = await nats.connect(
             server.url, reconnect_time_wait=0.01, max_reconnect_attempts=-1, error_cb=quiet, connect_timeout=10
         )
-        js = nc.jetstream(timeout=0.3)
-        while True:
-            try:
-                await js.add_stream(name="S", subjects=["S.>"], allow_atomic=True, allow_direct=True)
-                break
-            except (nats.errors.Error, TimeoutError):
-                await asyncio.sleep(0.01)
-        yield js
+        js = nc.jetstream(timeout=30)
+        await js.add_stream(name="S", subjects=["S.>"], allow_atomic=True, allow_direct=True)
+        with pytest.MonkeyPatch.context() as patch:
+            # The timeout of a writer is for the answers that are lost. The leader's answers to its reads are not.
+            patch.setattr(fenced_write, "get_at_leader", lambda *where: get_at_leader(*where[:3], 30))
+            yield js
         await nc.close()
 
 
@@ -190,11 +190,11 @@ async def test_a_store_whose_answer_is_lost_succeeds_once(fault: Any, messages: 
 async def test_a_cancelled_store_is_found_by_the_next(messages: list[Any]) -> None:
     faults = Faults()
     async with faulty(faults) as js:
-        one = writer(js, "S", timeout=5)
+        one = writer(js, "S")
         await one.store([], b"0")
         faults.add(Drop(kind="pub_ack"))
         task = asyncio.ensure_future(one.store(messages, b"1"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (await js.stream_info("S")).state.messages < 2 + len(messages):
                 await asyncio.sleep(0.01)
         task.cancel()
@@ -240,7 +240,7 @@ async def test_competing_writers_leave_no_gap_and_no_repetition(seed: int) -> No
     async with faulty(faults) as js:
 
         async def work(index: int) -> None:
-            one = writer(js, "S", timeout=0.15, patience=30)
+            one = writer(js, "S", timeout=0.15, patience=300)
             stores = 0
             while stores < 6:
                 record = await one.read()
@@ -258,7 +258,7 @@ async def test_competing_writers_leave_no_gap_and_no_repetition(seed: int) -> No
         writers = rng.randint(1, 3)
         await asyncio.gather(*(work(index) for index in range(writers)))
         faults.rules.clear()
-        stored = await jsx.DirectGet(js, "S", timeout=5).scan().to_list()
+        stored = await jsx.DirectGet(js, "S", timeout=30).scan().to_list()
     number, outputs = 0, []
     for message in stored:
         if message.subject == "S.out":

@@ -252,4 +252,4 @@ class TestCatchUp:
         start = loop.time()
         with pytest.raises(RequestTimeoutError, match="had sequence 12"):
             await Scripted(Log(s12="a"), 9, answer()).catch_up(9, lambda _: None)
-        assert loop.time() - start < 2
+        assert loop.time() - start < 20

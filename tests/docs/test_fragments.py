@@ -20,8 +20,8 @@ import asyncio, datetime, nats, jetstream_ext as jsx
 from nats.js.api import KeyValueConfig, StreamConfig
 from jetstream_ext.testing import NatsServer, ReferenceServer, VirtualClock
 
-nc = await nats.connect(url)
-js = nc.jetstream()
+nc = await nats.connect(url, connect_timeout=10)
+js = nc.jetstream(timeout=30)
 options = {"allow_direct": True, "allow_batched": True, "allow_atomic": True, "allow_msg_ttl": True}
 for name in ("ORDERS", "SCHEMAS"):
     await jsx.ensure_stream(js, name=name, subjects=[f"{name.lower()}.>"], **options)

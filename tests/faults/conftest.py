@@ -48,7 +48,7 @@ async def connect() -> AsyncIterator[Connect]:
 
     async def connect(url: str | list[str]) -> Client:
         nc = await nats.connect(
-            url, connect_timeout=5, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=quiet
+            url, connect_timeout=10, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=quiet
         )
         made.append(nc)
         return nc

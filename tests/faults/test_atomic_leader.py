@@ -54,7 +54,7 @@ async def leader(js: JetStreamContext, stream: str) -> str | None:
 
 async def healthy(js: JetStreamContext, stream: str) -> None:
     """Wait until all replicas of a stream are up to date."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while True:
             try:
                 cluster = (await js.stream_info(stream)).cluster
@@ -96,7 +96,7 @@ class Round:
         rng.shuffle(others)
         # Most often the client keeps its connection; else it loses that, too.
         nc = await connect([self.victim, *others] if rng.random() < 0.3 else others)
-        js = nc.jetstream(timeout=2)
+        js = nc.jetstream(timeout=60)
         told = Told(stream, f"b{seed}", rng.randint(1, 12), rng.choice(["add", "commit", "answer"]))
         batch = jsx.AtomicBatch(js, batch_id=told.batch_id, ack_first=rng.random() < 0.7)
         entries = [jsx.BatchMessage(f"{stream}.{i}", b"x" * rng.randint(0, 200)) for i in range(told.size)]
@@ -107,6 +107,7 @@ class Round:
                 await batch.add_message(message)
             self.ready += 1
             await self.begin.wait()
+            batch._session._timeout = 2.0  # not before, so that every batch is under way when the leader dies
             if told.stage == "add":
                 await asyncio.sleep(rng.uniform(0, 0.05))
                 for message in entries:
@@ -139,7 +140,7 @@ class Round:
 
     async def run(self, first_seed: int) -> list[Told]:
         tasks = [asyncio.ensure_future(self.batch(name, first_seed + i)) for i, name in enumerate(self.streams)]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while self.ready < len(tasks):
                 await asyncio.sleep(0.01)
         freeze = self.random.random() < 0.3

@@ -24,8 +24,9 @@ Stored = Callable[[Any, str], Awaitable[list[int]]]
 
 # nats-py leaves the sockets of connections that failed while they were made to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
-ACK_TIMEOUT = 2.0
-BOUND = 2 * ACK_TIMEOUT + 2.0
+ACK_TIMEOUT = 2.0  # from the fault on; before it, a busy machine may take its time
+PATIENT = 120.0
+BOUND = 60.0  # less than PATIENT
 
 
 async def make_stream(js: JetStreamContext, **config: Any) -> str:
@@ -66,10 +67,11 @@ class TestAcknowledgedIsStored:
         nc = await connect(proxy.url)
         js = nc.jetstream()
         stream = await make_stream(js)
-        pub = jsx.FastPublisher(js, flow=flow, ack_timeout=ACK_TIMEOUT, stall_ping=0.3)
+        pub = jsx.FastPublisher(js, flow=flow, ack_timeout=PATIENT, stall_ping=0.3)
         running = asyncio.create_task(publish_until_the_end(pub))
         while pub.ack_seq < 2000:
             await asyncio.sleep(0.001)
+        pub._batch.ack_timeout = ACK_TIMEOUT
         if fault == "kill":
             victim.kill()
         elif fault == "pause":
@@ -99,7 +101,7 @@ class TestAcknowledgedIsStored:
         js = (await connect(proxy.url)).jetstream()
         await make_stream(js)
         proxy.delay = 0.05
-        async with jsx.FastPublisher(js, ack_timeout=ACK_TIMEOUT) as pub:
+        async with jsx.FastPublisher(js, ack_timeout=10.0) as pub:
             await pub.add_many(numbers(2000))
         assert pub.ack is not None
         assert pub.ack.batch_size == 2000
@@ -112,7 +114,7 @@ class TestGoingOn:
         nc = await connect(proxy.url)
         js = nc.jetstream()
         stream = await make_stream(js)
-        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, flow=50, ack_timeout=5.0, stall_ping=0.3)
+        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, flow=50, ack_timeout=30.0, stall_ping=0.3)
         done = asyncio.Event()
 
         async def cutting() -> None:
@@ -136,7 +138,7 @@ class TestGoingOn:
                 yield entry
 
         cutter = asyncio.create_task(cutting())
-        async with asyncio.timeout(60), pub:
+        async with asyncio.timeout(300), pub:
             await pub.add_many(source())
         await cutter
         assert pub.end_reason is jsx.EndReason.COMMITTED
@@ -156,12 +158,13 @@ class TestGoingOn:
     ) -> None:
         js = (await connect(victim.url)).jetstream()
         stream = await make_stream(js)
-        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, flow=10, ack_timeout=ACK_TIMEOUT, stall_ping=0.3)
+        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, flow=10, ack_timeout=PATIENT, stall_ping=0.3)
         await pub.add_many(numbers(25))
         if how == "restart":
             await asyncio.to_thread(victim.restart)
         else:
             victim.kill()
+            pub._batch.ack_timeout = ACK_TIMEOUT
         async with asyncio.timeout(BOUND):
             assert await pub.wait_closed() is jsx.EndReason.DISCONNECTED
             with pytest.raises(errors.BatchAbandonedError) as caught:
@@ -177,7 +180,7 @@ class TestGoingOn:
         nc = await connect(proxy.url)
         js = nc.jetstream()
         await make_stream(js)
-        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, ack_timeout=5.0)
+        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, ack_timeout=60.0)
         await pub.add("s.1", b"0")
         proxy.cut(refuse=True)
         while nc.is_connected:
@@ -191,7 +194,7 @@ class TestGoingOn:
         await asyncio.sleep(0)
         cancelled.cancel()
         proxy.accept()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await adding
             await flushing
             ack = await pub.commit_eob()
@@ -221,7 +224,7 @@ class TestLeaders:
         leader = next(server for server in cluster.servers if server.name == name)
         before = pub.ack_seq
         await asyncio.to_thread(leader.kill)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while pub.end_reason is None and pub.ack_seq < before + 2000:
                 await asyncio.sleep(0.01)
             enough = 0

@@ -80,7 +80,7 @@ async def test_through_a_bad_connection(victim: NatsServer, connect: Connect, st
     async with Proxy(victim.port) as proxy:
         nc = await connect(proxy.url)
         js = nc.jetstream(timeout=PATIENCE)
-        await make_stream(js)
+        await make_stream(nc.jetstream(timeout=30))
         done = Milestones(count)
 
         async def break_it() -> None:
@@ -209,7 +209,7 @@ async def test_through_leader_kills(cluster: NatsCluster, connect: Connect, stor
 
 
 async def test_a_server_that_stays_away(victim: NatsServer, connect: Connect) -> None:
-    js = (await connect(victim.url)).jetstream(timeout=0.5)
+    js = (await connect(victim.url)).jetstream(timeout=30)
     await make_stream(js)
     done = Milestones(10**9)
 
@@ -223,9 +223,9 @@ async def test_a_server_that_stays_away(victim: NatsServer, connect: Connect) ->
         victim.kill()
 
     killing = asyncio.create_task(kill())
-    async with asyncio.timeout(6):
+    async with asyncio.timeout(60):
         with pytest.raises(jsx.errors.IngestError) as caught:
-            await jsx.ingest(js, endless(), timeout=1.0, on_progress=done, progress_every=0.0)
+            await jsx.ingest(js, endless(), timeout=4.0, ack_timeout=4.0, on_progress=done, progress_every=0.0)
     await killing
     assert caught.value.index == done.stored >= 1000
     assert caught.value.report is not None

@@ -5,6 +5,7 @@ transfers that it was told of. A lost answer must neither lose a transfer nor le
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import time
@@ -16,6 +17,7 @@ import nats
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
+from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
@@ -44,6 +46,14 @@ async def connected(urls: list[str]) -> AsyncIterator[Client]:
         await nc.close()
 
 
+async def bucket_of(nc: Client) -> KeyValue:
+    """Return the bucket once it answers: `TIMEOUT` is short, for the answers that are lost with a leader."""
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(nats.errors.TimeoutError, nats.js.errors.ServiceUnavailableError):
+                return await nc.jetstream(timeout=TIMEOUT).key_value("BANK")
+
+
 async def transfer(tx: kvx.Transaction, worker: int, rng: random.Random) -> None:
     a, b = rng.sample(NAMES, 2)
     balances = await tx.get_many([a, b])
@@ -61,10 +71,12 @@ async def bank(
     doubtful: set[int] = set()
     snapshots = 0
     async with connected(urls) as nc:
-        js = nc.jetstream(timeout=TIMEOUT)
-        kv = await kvx.enable(await js.create_key_value(bucket="BANK", replicas=replicas, storage=storage))
-        await wait_for_interest(js, f"$KV.BANK.{NAMES[0]}")
-        async with kvx.transaction(kv) as tx:
+        js, patient = nc.jetstream(timeout=TIMEOUT), nc.jetstream(timeout=30)
+        made_kv = await patient.create_key_value(bucket="BANK", replicas=replicas, storage=storage)
+        patient_kv = await kvx.enable(made_kv)
+        await wait_for_interest(patient, f"$KV.BANK.{NAMES[0]}")
+        kv = await bucket_of(nc)
+        async with kvx.transaction(patient_kv) as tx:
             for name in NAMES:
                 tx.create(name, b"%d" % EACH)
         end = time.monotonic() + seconds
@@ -77,10 +89,10 @@ async def bank(
         async def work(worker: int) -> None:
             rng = random.Random(worker)
             async with connected(urls) as own:
-                mine = await own.jetstream(timeout=TIMEOUT).key_value("BANK")
+                mine = await bucket_of(own)
                 while not over():  # `trouble` waits for messages written meanwhile
                     try:
-                        await kvx.retry_transaction(mine, lambda tx: transfer(tx, worker, rng), give_up_after=60)
+                        await kvx.retry_transaction(mine, lambda tx: transfer(tx, worker, rng), give_up_after=300)
                     except jsx.errors.BatchOutcomeUnknownError:
                         doubtful.add(worker)
                     else:
@@ -105,8 +117,10 @@ async def bank(
             group.create_task(audit())
             troubles = await trouble(js, end) if trouble else 0
             calm.set()
-        counts = {int(key[6:]): int(entry.value) for key, entry in (await kvx.snapshot(kv, ["count.*"])).items()}
-        final = await kvx.snapshot(kv, NAMES)
+        counts = {
+            int(key[6:]): int(entry.value) for key, entry in (await kvx.snapshot(patient_kv, ["count.*"])).items()
+        }
+        final = await kvx.snapshot(patient_kv, NAMES)
     print(f"{sum(made.values())} transfers, {snapshots} snapshots, {troubles} leaders killed, {len(doubtful)} in doubt")
     assert sum(int(entry.value) for entry in final.values()) == ACCOUNTS * EACH
     for worker, count in made.items():
@@ -142,15 +156,18 @@ async def test_transfers_keep_the_total_while_leaders_are_killed(wait_for_intere
 
 async def more(js: JetStreamContext, messages: int) -> None:
     """Wait until the bucket has stored so many more messages, so that the next step happens under load."""
-    begin = (await js.stream_info("KV_BANK")).state.last_seq
-    async with asyncio.timeout(60):
-        while (await js.stream_info("KV_BANK")).state.last_seq < begin + messages:
+    begin = last = -1
+    async with asyncio.timeout(120):
+        while begin < 0 or last < begin + messages:
+            with contextlib.suppress(nats.errors.TimeoutError, nats.js.errors.ServiceUnavailableError):
+                last = (await js.stream_info("KV_BANK")).state.last_seq
+                begin = last if begin < 0 else begin
             await asyncio.sleep(0.05)
 
 
 async def settled(js: JetStreamContext) -> nats.js.api.ClusterInfo:
     """Wait until the bucket has a leader that all others follow."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while True:
             try:
                 cluster = (await js.stream_info("KV_BANK")).cluster

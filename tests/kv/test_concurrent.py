@@ -42,7 +42,7 @@ class Log:
 
     async def states(self, last: int, revisions: set[int]) -> dict[int, dict[str, tuple[int, bytes]]]:
         """Return the content of the bucket at each of `revisions`."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(200):
             while len(self.events) < last:
                 await asyncio.sleep(0.01)
         state: dict[str, tuple[int, bytes]] = {}
@@ -113,9 +113,9 @@ async def test_snapshots_equal_the_bucket_at_their_revision(server: NatsServer, 
     connections = [await nats.connect(server.url, connect_timeout=10) for _ in range(2)]
     try:
         for n, nc in enumerate(connections):
-            writers.append(asyncio.create_task(flood(nc.jetstream(), kv, random.Random(n), stop)))
+            writers.append(asyncio.create_task(flood(nc.jetstream(timeout=30), kv, random.Random(n), stop)))
         taken = []
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             for _ in range(4):
                 for what, filters, wanted in READS:
                     before = (await kv._js.stream_info(kv._stream)).state.last_seq

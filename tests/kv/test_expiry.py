@@ -14,7 +14,7 @@ from jetstream_ext.kv import admin
 
 async def expired(kv, key: str) -> None:
     """Wait until a key has expired."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             entry = (await kvx.snapshot(kv, [key], include_deletes=True)).get(key)
             if entry is None or entry.operation != "PUT":
@@ -46,7 +46,7 @@ async def test_markers_show_which_keys_expired(make_bucket, history: int) -> Non
 
 async def test_key_expired_without_a_marker_is_unavailable(make_bucket) -> None:
     kv = await make_bucket()
-    await kv.create("session", b"1", msg_ttl=1)
+    await kv.create("session", b"1", msg_ttl=4)  # long enough for a read before it expires
     await kv.put("a", b"2")
     await kv.create("b", b"3")
     assert set(await kvx.snapshot(kv, at=2)) == {"session", "a"}
@@ -76,7 +76,7 @@ async def test_past_is_incomplete_if_messages_show_that_keys_expire(make_bucket)
 
 
 async def test_past_is_unavailable_after_the_bucket_ttl_removed_keys(make_bucket) -> None:
-    kv = await make_bucket(ttl=1, history=3)
+    kv = await make_bucket(ttl=4, history=3)  # long enough for the reads before anything expires
     await kv.put("old", b"1")
     first = (await kvx.snapshot(kv)).time
     assert set(await kvx.snapshot(kv, at=first)) == {"old"}
@@ -113,8 +113,8 @@ async def test_snapshot_omits_keys_that_had_expired_at_its_revision(make_bucket,
 class TestTouch:
     async def test_touched_key_expires_by_its_new_ttl(self, make_bucket) -> None:
         kv = await make_bucket(history=3)
-        await kv.create("s", b"value", msg_ttl=3)
-        await kv.create("untouched", b"value", msg_ttl=3)
+        await kv.create("s", b"value", msg_ttl=5)
+        await kv.create("untouched", b"value", msg_ttl=5)
         assert await kvx.touch(kv, "s", ttl=60) == 3
         await expired(kv, "untouched")
         assert (await kv.get("s")).value == b"value"
@@ -132,7 +132,7 @@ class TestTouch:
         assert len(await kvx.snapshot(kv, include_deletes=True)) == 0
 
     async def test_never_overrides_the_bucket_ttl(self, make_bucket) -> None:
-        kv = await make_bucket(history=2, ttl=1)
+        kv = await make_bucket(history=2, ttl=4)  # long enough for `touch`
         await kv.put("s", b"1")
         await kvx.touch(kv, "s", ttl=jsx.NEVER)
         await kv.put("other", b"2")

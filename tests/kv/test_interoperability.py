@@ -21,9 +21,9 @@ async def test_nats_py_reads_what_a_transaction_wrote(make_bucket) -> None:
         tx.create("c", b"2", ttl=3600)
         tx.delete("gone")
         tx.purge("never")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(seen) < 5:
-            update = await watcher.updates()
+            update = await watcher.updates(timeout=60)
             if update is not None:
                 seen.append((update.key, update.value, update.revision, update.operation))
     await watcher.stop()

@@ -206,13 +206,13 @@ async def test_reads_of_expired_keys_are_right_or_refused(
     sessions = [f"session.{n}" for n in range(8)]
     await kv.create("long", b"0", msg_ttl=3600)
     model.events.append(Event(1, "long", "PUT", b"0", created=True))
+    messages = []
     for n, key in enumerate(rng.sample([*sessions, *KEYS * 3], 30), 2):
-        if key in sessions:
-            await kv.create(key, b"%d" % n, msg_ttl=1)
-        else:
-            await kv.put(key, b"%d" % n)
+        once = {"msg_ttl": 1, "expected_last_subject_seq": 0} if key in sessions else {}
+        messages.append(jsx.BatchMessage(f"{kv._pre}{key}", b"%d" % n, **once))
         model.events.append(Event(n, key, "PUT", b"%d" % n))
-    async with asyncio.timeout(15):
+    await jsx.publish_atomic(kv._js, messages)  # all at once: no marker of an expired key comes in between
+    async with asyncio.timeout(60):
         while set(await kvx.snapshot(kv)) & set(sessions):
             await asyncio.sleep(0.1)
     last = len(model.events)

@@ -33,13 +33,14 @@ async def test_read_during_a_restart_is_complete_or_an_error(some: bool) -> None
         nc = await nats.connect(
             server.url, reconnect_time_wait=0.02, max_reconnect_attempts=-1, error_cb=quiet, connect_timeout=10
         )
-        js = nc.jetstream(timeout=2)
+        js = nc.jetstream(timeout=30)
         kv = await kvx.enable(await js.create_key_value(bucket="B"))
         await js.update_stream((await js.stream_info("KV_B")).config.evolve(allow_batched=True))
         async with jsx.FastPublisher(js, flow=500) as publisher:
             await publisher.add_many((f"$KV.B.{key}", value) for key, value in KEYS.items())
+        impatient = await nc.jetstream(timeout=2).key_value("B")
         for turns in (0, 10, 60):
-            reading = asyncio.ensure_future(kvx.get_many(kv, KEYS) if some else kvx.snapshot(kv))
+            reading = asyncio.ensure_future(kvx.get_many(impatient, KEYS) if some else kvx.snapshot(impatient))
             for _ in range(turns):
                 await asyncio.sleep(0)
             server.kill()
@@ -64,6 +65,6 @@ async def test_touch_without_an_answer_raises_request_timeout() -> None:
         revision = await kv.put("a", b"1")
         server.faults.add(Drop(kind="pub_ack"))
         with pytest.raises(RequestTimeoutError, match="may have been written"):
-            await kvx.touch(kv, "a", 60, timeout=1)
+            await kvx.touch(kv, "a", 60, timeout=5)
         entry = await kv.get("a")
         assert (entry.value, entry.revision) == (b"1", revision + 1)

@@ -114,7 +114,7 @@ async def test_a_partial_mirror_does_not_hide_messages(js: JetStreamContext, mak
         mirror=StreamSource(name=name, filter_subject=f"{name}.1"),
         mirror_direct=True,
     )
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while (await js.stream_info(mirror)).state.messages < 100:
             await asyncio.sleep(0.02)
     short = 0

@@ -289,7 +289,7 @@ async def test_committing_commits_while_the_reader_waits(
 
     task = asyncio.create_task(follow())
     watcher = await make_store(bucket)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while getattr(await watcher.fetch("r"), "seq", 0) < 4:
             await asyncio.sleep(0.02)
     task.cancel()

@@ -152,10 +152,10 @@ async def test_tail_waits_for_more(js: JetStreamContext, make_stream: Make, more
                 all_of_them.set()
 
     task = asyncio.create_task(follow())
-    await asyncio.wait_for(both.wait(), 20)
+    await asyncio.wait_for(both.wait(), 60)
     await more(name, 3, 4)
     await more(name, 5, 6)
-    await asyncio.wait_for(all_of_them.wait(), 20)
+    await asyncio.wait_for(all_of_them.wait(), 60)
     with pytest.raises(RuntimeError, match="another task is reading"):
         await reader.read()
     with pytest.raises(RuntimeError, match="another task is reading"):

@@ -206,7 +206,7 @@ async def test_a_worker_survives_restarts_of_its_server(
     own_server: NatsServer, reconnecting_nc: Client, seed: int
 ) -> None:
     rng = random.Random(seed)
-    js = reconnecting_nc.jetstream(timeout=2)
+    js = reconnecting_nc.jetstream(timeout=30)
     for name in ("S", "T"):
         await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
     await jsx.publish_atomic(js, [jsx.BatchMessage("S.0", b"%d" % n) for n in range(1, 801)])
@@ -225,7 +225,7 @@ async def test_a_worker_survives_restarts_of_its_server(
 
 
 async def test_a_tailing_worker_survives_lost_connections(own_server: NatsServer, reconnecting_nc: Client) -> None:
-    js = reconnecting_nc.jetstream(timeout=2)
+    js = reconnecting_nc.jetstream(timeout=30)
     for name in ("S", "T"):
         await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
     reader = LogReader(js, "S", tail=True, timeout=2)

@@ -67,7 +67,7 @@ async def connect() -> AsyncIterator[Connect]:
 
     async def connect(url: str | list[str], **options: Any) -> Client:
         options = {"reconnect_time_wait": 0.05, "max_reconnect_attempts": -1, "error_cb": _ignore, **options}
-        nc = await nats.connect(url, connect_timeout=5, **options)
+        nc = await nats.connect(url, connect_timeout=10, **options)
         made.append(nc)
         return nc
 

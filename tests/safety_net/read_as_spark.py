@@ -37,6 +37,6 @@ def read_as_spark(servers: str, **options: str) -> Read:
     """Read stream ``S``, or the one in `options`."""
     given = {"servers": servers, "stream": "S", "requestTimeout": "10", **options}
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, json.dumps(given)], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", _PROGRAM, json.dumps(given)], capture_output=True, text=True, check=True, timeout=180
     )
     return Read(**json.loads(done.stdout.splitlines()[-1]))

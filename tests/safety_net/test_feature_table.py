@@ -32,7 +32,7 @@ async def answers(nc: Client) -> list[tuple[str | None, str | None]]:
     await nc.publish("$JS.API.DIRECT.GET.S", body, reply=inbox)
     found = []
     while not found or found[-1][0] is None:
-        headers = (await replies.next_msg(timeout=2)).headers or {}
+        headers = (await replies.next_msg(timeout=30)).headers or {}
         found.append((headers.get("Status"), headers.get("Nats-Sequence")))
     return found
 

@@ -40,7 +40,7 @@ async def proxied(server: NatsServer) -> AsyncIterator[tuple[JetStreamContext, F
     """A context behind a proxy."""
     async with FrameProxy(server.port) as proxy:
         nc = await nats.connect(proxy.url, connect_timeout=10)
-        yield nc.jetstream(timeout=1), proxy
+        yield nc.jetstream(timeout=30), proxy
         await nc.close()
 
 

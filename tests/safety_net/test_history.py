@@ -18,7 +18,7 @@ NOT_RAISED: Any = pytest.fail.Exception
 
 async def expired(js: JetStreamContext, stream: str) -> None:
     """Wait until the message with sequence 1 is gone."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await js.stream_info(stream)).state.first_seq == 1:
             await asyncio.sleep(0.05)
 

@@ -52,7 +52,7 @@ async def test_reader_from_the_first_message_reports_a_purge_during_its_first_gr
         read: list[int] = []
         expected: int | None = MESSAGES + 1
         try:
-            async for message in LogReader(nc.jetstream(), numbers):
+            async for message in LogReader(nc.jetstream(timeout=30), numbers):
                 read.append(message.seq)  # noqa: PERF401 - what was returned before an error counts, too
         except PositionLostError as error:
             expected = error.expected
@@ -75,7 +75,7 @@ async def test_worker_does_not_end_as_a_success_when_inputs_are_purged_unhandled
     async with FrameProxy(server.port, purge_between_requests(js, numbers)) as proxy:
         nc = await nats.connect(proxy.url, connect_timeout=10)
         try:
-            reader = LogReader(nc.jetstream(), numbers)
+            reader = LogReader(nc.jetstream(timeout=30), numbers)
             await exactly_once(
                 reader, output, lambda message: handled.append(message.seq), name="w", prefix=f"{output}.at"
             )

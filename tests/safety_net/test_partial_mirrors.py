@@ -37,7 +37,7 @@ def mirrored(js: JetStreamContext, stream_name: Callable[[], str]) -> Mirrored:
             mirror_direct=True,
         )
         await js.add_stream(mirror.evolve(**options))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 state = (await js.stream_info(f"{name}_MIRROR")).state
                 if state.messages >= ready and state.last_seq == len(KEYS):

@@ -48,7 +48,7 @@ async def test_snapshot_never_mixes_a_bucket_with_the_one_created_after_it(
     async with FrameProxy(server.port, before_request(2, r"\.DIRECT\.GET\.", recreate)) as proxy:
         nc = await nats.connect(proxy.url, connect_timeout=10)
         try:
-            kv = await nc.jetstream().key_value(name)
+            kv = await nc.jetstream(timeout=60).key_value(name)
             snapshot = await kvx.snapshot(kv)
         except JetStreamExtError:
             return  # the documented error

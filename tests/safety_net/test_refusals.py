@@ -31,7 +31,7 @@ Publish = Callable[[JetStreamContext, BatchMessage], Awaitable[Any]]
 
 
 async def add_atomic(js: JetStreamContext, message: BatchMessage) -> None:
-    async with jsx.AtomicBatch(js, timeout=1) as batch:
+    async with jsx.AtomicBatch(js, timeout=30) as batch:
         await batch.add_message(message, ack=False)
         await batch.discard()  # it was not refused
 
@@ -113,15 +113,15 @@ async def test_the_limit_of_the_server_that_is_connected_now_counts(
 
     async with Link(server.port) as link:
         nc = await connect(link.url, reconnected_cb=back)
-        js = nc.jetstream(timeout=1)
+        js = nc.jetstream(timeout=30)
         batch = jsx.AtomicBatch(js) if kind == "atomic" else jsx.FastPublisher(js, gap=jsx.GapMode.OK)
         await batch.add(f"{stream}.a", b"1")
         link.greeting = lambda line: re.sub(rb'"max_payload":[0-9]+', b'"max_payload":1000', line)
         link.cut()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await reconnected.wait()
         assert nc.max_payload == 1000
-        outcome = await within(3, batch.add(f"{stream}.a", bytes(2000)))
+        outcome = await within(20, batch.add(f"{stream}.a", bytes(2000)))
         await batch.discard()
     assert isinstance(outcome, nats.errors.MaxPayloadError)
 

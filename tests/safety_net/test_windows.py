@@ -47,7 +47,7 @@ async def test_a_lost_ack_is_recovered_within_a_short_timeout(
 ) -> None:
     async with ReferenceServer(faults=Faults(Drop(kind="flow_ack", nth=2))) as server:
         js = (await connect(server.url)).jetstream(timeout=0.6 if context_timeout else 5)
-        await js.add_stream(name="S", subjects=["s.>"], allow_batched=True)
+        await js._nc.jetstream(timeout=30).add_stream(name="S", subjects=["s.>"], allow_batched=True)
         publisher = jsx.FastPublisher(js, flow=5, max_outstanding_acks=1, ack_timeout=None if context_timeout else 0.6)
         outcome = await within(3, publisher.add_many(("s.a", b"%d" % n) for n in range(20)))
         await publisher.discard()
@@ -63,7 +63,9 @@ async def test_a_scan_over_a_slow_link_leaves_room_for_other_calls(own_server: N
     async with Link(own_server.port, rate=3_000_000) as link:
         js = (await connect(link.url)).jetstream(timeout=10)
         scanning = asyncio.ensure_future(jsx.DirectGet(js, "S").scan().to_list())
-        await asyncio.sleep(1)
+        async with asyncio.timeout(60):
+            while js._nc.stats["in_bytes"] < 1_000_000:  # from here on, many seconds of replies are on their way
+                await asyncio.sleep(0.01)
         unanswered = 0
         other = js._nc.jetstream(timeout=1)
         for _ in range(2):

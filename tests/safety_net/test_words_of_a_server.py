@@ -52,7 +52,7 @@ EVIL = "\x1b]0;owned\x07\x1b[31mred\x9b2J"
 def test_no_escape_sequence_of_a_refused_connection_reaches_the_terminal(tmp_path: Path) -> None:
     words = f"-ERR 'Authorization Violation {EVIL}'\r\n".encode()
     with FakeNatsServer(on_connect=lambda: words) as server:
-        done = run_cli("doctor", server.url, "--timeout", "1s", home=tmp_path)
+        done = run_cli("doctor", server.url, "--timeout", "20s", home=tmp_path)
     assert done.status == 1
     assert done.output.replace("\n", "").isprintable()
 
@@ -63,7 +63,7 @@ def test_no_escape_sequence_of_a_refused_connection_reaches_the_terminal(tmp_pat
 @pytest.mark.parametrize("command", [["doctor"], ["export", "S", "-", "--format", "jsonl"], ["snapshot", "B"]])
 def test_no_escape_sequence_of_a_refused_request_reaches_the_terminal(tmp_path: Path, command: list[str]) -> None:
     with FakeNatsServer(on_publish=refuse_api(EVIL)) as server:
-        done = run_cli(*command, "--timeout", "1s", home=tmp_path, environment={"NATS_URL": server.url})
+        done = run_cli(*command, "--timeout", "20s", home=tmp_path, environment={"NATS_URL": server.url})
     assert done.output
     assert done.output.replace("\n", "").isprintable()
 
@@ -82,7 +82,7 @@ def answer_as_an_empty_account(subject: str) -> bytes | None:
 )
 def test_no_escape_sequence_of_a_servers_version_reaches_the_terminal(tmp_path: Path) -> None:
     with FakeNatsServer(info=lambda n: {"version": f"2.15.1{EVIL}"}, on_publish=answer_as_an_empty_account) as server:
-        done = run_cli("doctor", server.url, "--timeout", "1s", home=tmp_path)
+        done = run_cli("doctor", server.url, "--timeout", "20s", home=tmp_path)
     assert done.output
     assert done.output.replace("\n", "").isprintable()
 
@@ -110,7 +110,7 @@ async def test_no_escape_sequence_of_a_malformed_advisory_reaches_the_log(
         await js._nc.publish(advisory, json.dumps(event).encode())
         await js._nc.publish(advisory, EVIL.encode())
         await js._nc.publish(advisory, json.dumps(event | {"timestamp": "2026-01-01T00:00:00Z"}).encode())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert (await anext(batches)).batch_id == "b"
     assert len(caplog.messages) == 2
     assert all(message.isprintable() for message in caplog.messages)

@@ -40,7 +40,7 @@ async def bucket(nc: Client, name: str) -> KeyValue:
 async def touch(nc: Client, name: str, size: int) -> None:
     kv = await bucket(nc, name)
     await kv.put("k", bytes(size))
-    await kvx.touch(kv, "k", 60, timeout=1)
+    await kvx.touch(kv, "k", 60, timeout=5)
 
 
 async def put_in_a_transaction(nc: Client, name: str, size: int) -> None:
@@ -82,7 +82,7 @@ async def work_exactly_once(nc: Client, name: str, size: int) -> None:
     await nc.jetstream().publish(f"{name}.in", b"1")
     reader = LogReader(nc.jetstream(), name, subject=f"{name}.in")
     await exactly_once(
-        reader, name, lambda _: jsx.BatchMessage(f"{name}.out", bytes(size)), name="w", prefix=f"{name}.at", patience=1
+        reader, name, lambda _: jsx.BatchMessage(f"{name}.out", bytes(size)), name="w", prefix=f"{name}.at", patience=10
     )
 
 

@@ -98,7 +98,7 @@ def spark() -> Iterator[SparkSession]:
 async def _connected(url: str, **credentials: str) -> AsyncIterator[JetStreamContext]:
     nc = await nats.connect(url, connect_timeout=10, **credentials)  # type: ignore[arg-type]
     try:
-        yield nc.jetstream()
+        yield nc.jetstream(timeout=30)
     finally:
         await nc.close()
 

@@ -35,7 +35,7 @@ def options(guarded: NatsServer, secret: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -58,11 +58,11 @@ def test_a_connection_is_kept_between_tasks(
 
 
 def test_an_unused_connection_answers_pings(cache: Connections) -> None:
-    with NatsServer(config='ping_interval: "500ms"\nping_max: 2') as impatient:
+    with NatsServer(config='ping_interval: "2s"\nping_max: 2') as impatient:
         options = ConnectionOptions((impatient.url,), timeout=5)
         with cache.lend(options, "pinged") as lease:
             client = lease.connection.client
-        time.sleep(3)  # the server disconnects clients that miss two pings
+        time.sleep(7)  # the server disconnects clients that miss two pings
         with cache.lend(options, "pinged") as lease:
             assert lease.connection.client is client
             assert client.stats["reconnects"] == 0
@@ -150,10 +150,11 @@ def test_a_wrong_password_fails_at_once(
     cache: Connections, options: ConnectionOptions, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JETSTREAM_EXT_PASSWORD", "wrong")
+    patient = dataclasses.replace(options, timeout=60)
     start = time.monotonic()
-    with pytest.raises(ConnectError, match=r"(?i)authorization") as caught, cache.lend(options, "x"):
+    with pytest.raises(ConnectError, match=r"(?i)authorization") as caught, cache.lend(patient, "x"):
         pass
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 30
     assert "wrong" not in str(caught.value)
     monkeypatch.setenv("JETSTREAM_EXT_PASSWORD", secret)
     with cache.lend(options, "x") as lease:  # the failure is not remembered
@@ -161,16 +162,16 @@ def test_a_wrong_password_fails_at_once(
 
 
 def test_an_unreachable_server_is_a_connect_error(cache: Connections) -> None:
-    options = ConnectionOptions(("nats://127.0.0.1:1",), timeout=0.5)
+    options = ConnectionOptions(("nats://127.0.0.1:1",), timeout=2)
     with (
-        pytest.raises(ConnectError, match=r"127\.0\.0\.1:1 within 0\.5 s: .*Connect call failed"),
+        pytest.raises(ConnectError, match=r"127\.0\.0\.1:1 within 2 s: .*Connect call failed"),
         cache.lend(options, "x"),
     ):
         pass
 
 
 def test_a_timeout_names_the_missing_permission(cache: Connections, options: ConnectionOptions) -> None:
-    less = ConnectionOptions(options.servers, user="less", password_env="JETSTREAM_EXT_PASSWORD", timeout=0.5)
+    less = ConnectionOptions(options.servers, user="less", password_env="JETSTREAM_EXT_PASSWORD", timeout=5)
     with (
         pytest.raises(RefusedError, match=r"(?i)permissions Violation for Publish to .*\$JS.API.STREAM.INFO.A"),
         cache.lend(less, "less") as lease,
@@ -234,7 +235,7 @@ def test_tls_authenticates_server_and_client(cache: Connections, tmp_path: Path)
         locked = dataclasses.replace(trusted, tls_key=str(tmp_path / "locked.key"))
         with pytest.raises(OptionError, match="unencrypted"), cache.lend(locked, "x"):
             pass
-        stranger = ConnectionOptions((server.url,), tls_ca=pem["client.pem"], timeout=0.5)
+        stranger = ConnectionOptions((server.url,), tls_ca=pem["client.pem"], timeout=3)
         with pytest.raises(ConnectError, match="CERTIFICATE_VERIFY_FAILED"), cache.lend(stranger, "x"):
             pass
 

@@ -82,7 +82,7 @@ def given(guarded: NatsServer, with_js: Any) -> Callable[[str], dict[str, str]]:
         "servers": guarded.url,
         "user": user,
         "passwordEnv": "JETSTREAM_EXT_PERMISSIONS",
-        "requestTimeout": "3",
+        "requestTimeout": "20",
     }
 
 

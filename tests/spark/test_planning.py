@@ -143,7 +143,7 @@ async def test_a_stream_without_allow_direct_is_refused(js: JetStreamContext, st
 
 
 async def test_an_unanswered_api_prefix_is_named(server: NatsServer, js: JetStreamContext) -> None:
-    elsewhere = js._nc.jetstream(domain="nowhere", timeout=0.5)
+    elsewhere = js._nc.jetstream(domain="nowhere", timeout=3)
     with pytest.raises(PlanningError, match=r"no server answers on \$JS.nowhere.API.STREAM.INFO.A: .*'domain'"):
         await plan(elsewhere, "A")
 

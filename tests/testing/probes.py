@@ -28,7 +28,7 @@ async def connected(url: str | list[str], **options: Any) -> AsyncIterator[Clien
 def dialled(url: str) -> Iterator[socket.socket]:
     """A bare connection, past the server's greeting."""
     address = urlsplit(url)
-    with socket.create_connection((address.hostname, address.port), timeout=10) as sock:
+    with socket.create_connection((address.hostname, address.port), timeout=60) as sock:
         assert sock.recv(4096).startswith(b"INFO ")
         yield sock
 

@@ -21,7 +21,7 @@ REFERENCE_SERVER_AND_CLUSTER = """
 import asyncio, nats, pytest
 
 async def work(url, replicas):
-    nc = await nats.connect(url)
+    nc = await nats.connect(url, connect_timeout=10)
     js = nc.jetstream()
     with pytest.raises(nats.js.errors.NotFoundError):
         await js.stream_info("S")
@@ -55,7 +55,7 @@ def run_tests(folder: Path, tests: str) -> str:
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", folder / "pytest.ini", folder],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
         check=False,
     )
     return done.stdout + done.stderr

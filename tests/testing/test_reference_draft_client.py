@@ -93,7 +93,7 @@ async def test_refused_message_in_ok_mode_is_reported(js: Any, refused: int) -> 
 async def test_client_pings_after_a_lost_acknowledgement(js: Any, draft: ReferenceServer) -> None:
     await js.add_stream(**CONFIG, allow_batched=True)
     draft.faults.add(Drop(kind="flow_ack", nth=2, times=2))
-    async with jsx.FastPublisher(js, flow=5, ack_timeout=2.0) as pub:
+    async with jsx.FastPublisher(js, flow=5, ack_timeout=30.0) as pub:
         await pub.add_many(("s.a", b"x") for _ in range(30))
     assert pub.ack.batch_size == 30
 

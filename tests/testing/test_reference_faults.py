@@ -262,12 +262,12 @@ async def test_lost_ack_is_a_timeout_in_nats_py() -> None:
     plan = Faults(Unavailable("s.>"), Drop(kind="pub_ack"))
     async with ReferenceServer(faults=plan) as server:
         nc = await nats.connect(server.url, connect_timeout=10)
-        js = nc.jetstream(timeout=0.3)
+        js = nc.jetstream(timeout=30)
         await js.add_stream(name="S", subjects=["s.>"])
         with pytest.raises(NoRespondersError):
-            await nc.request("s.a", b"x", timeout=1)
+            await nc.request("s.a", b"x", timeout=30)
         with pytest.raises(NatsTimeoutError):
-            await js.publish("s.a", b"x")
+            await js.publish("s.a", b"x", timeout=0.3)
         assert (await js.publish("s.a", b"x")).seq == 2
         await nc.close()
 
@@ -283,7 +283,7 @@ async def test_client_reconnects_after_a_cut() -> None:
         js = nc.jetstream()
         await js.add_stream(name="S", subjects=["s.>"])
         server.disconnect_all()
-        await asyncio.wait_for(back.wait(), 5)
+        await asyncio.wait_for(back.wait(), 60)
         assert (await js.publish("s.a", b"x")).seq == 1
         await nc.close()
 

@@ -17,7 +17,7 @@ from probes import answers, closed_by_peer, dialled, on_linux, on_posix, refused
 
 def run_script(script: str, *, code: int) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=180, check=False
     )
     assert (done.returncode, done.stderr) == (code, "")
     return done.stdout
@@ -59,7 +59,7 @@ def test_the_server_survives_the_thread_that_started_it() -> None:
     task = Path(f"/proc/self/task/{thread.native_id}")
     thread.join()
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while task.exists():  # join() returns a little before the system's thread ends
             assert time.monotonic() < deadline
         with dialled(server.url) as sock:
@@ -120,7 +120,7 @@ def test_ctrl_c_interrupts_the_test_but_not_the_server() -> None:
         [sys.executable, "-c", textwrap.dedent(script)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=True,
         start_new_session=True,
     )

@@ -288,17 +288,17 @@ def requests_seen(server: NatsServer) -> Callable[[str], Any]:
                     subjects.append(msg.subject)
 
             nc = await nats.connect(server.url, connect_timeout=10)
-            await nc.subscribe("$JS.API.>", cb=take)
+            requests = await nc.subscribe("$JS.API.>", cb=take)
             await nc.flush()
             ready.set()
             await asyncio.to_thread(done.wait)
             await nc.flush()
-            await asyncio.sleep(0.05)  # the callback runs after the flush
+            await requests.drain()  # the callback runs after the flush
             await nc.close()
 
         thread = threading.Thread(target=lambda: asyncio.run(listen()))
         thread.start()
-        ready.wait(10)
+        assert ready.wait(60)
         try:
             yield subjects
         finally:

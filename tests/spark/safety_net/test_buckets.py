@@ -35,9 +35,9 @@ def test_a_partial_mirror_that_answers_hides_no_key(
         only_others = StreamSource(name=f"KV_{bucket}", filter_subject=f"$KV.{bucket}.other.>")
         await js.add_stream(StreamConfig(name=mirror, mirror=only_others, mirror_direct=True, allow_direct=True))
         # The server chooses the responder: wait until the mirror is chosen sometimes.
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
-                answer = await js._nc.request(f"$JS.API.DIRECT.GET.KV_{bucket}", b'{"seq":1}')
+                answer = await js._nc.request(f"$JS.API.DIRECT.GET.KV_{bucket}", b'{"seq":1}', timeout=30)
                 if answer.headers["Nats-Stream"] == mirror:
                     return
                 await asyncio.sleep(0.01)

@@ -29,7 +29,7 @@ REQUESTS = [
 async def _fill(url: str, replicas: int = 1) -> str:
     """Return the name of the leader of stream S."""
     nc = await nats.connect(url, connect_timeout=10)
-    js = nc.jetstream(timeout=10)
+    js = nc.jetstream(timeout=30)
     config = StreamConfig(name="S", subjects=["S.>"], allow_direct=True, allow_batched=True, num_replicas=replicas)
     await js.add_stream(config)
     await js.add_stream(StreamConfig(name="KV_B", subjects=["$KV.B.>"], allow_direct=True, max_msgs_per_subject=1))
@@ -47,7 +47,7 @@ def requests(
 ) -> Callable[..., dict[str, Callable[[], Any]]]:
     """Prepare every request up to the point of sending it."""
 
-    def prepare(url: str, timeout: int = 5) -> dict[str, Callable[[], Any]]:
+    def prepare(url: str, timeout: int = 30) -> dict[str, Callable[[], Any]]:
         options = {"servers": url, "requestTimeout": f"{timeout}"}
         query = stream_query("S", **options)
         start = query.initial()
@@ -89,7 +89,7 @@ def sent_in_election(requests: Any) -> Iterator[dict[str, Future[Any]]]:
     with NatsCluster(3) as cluster:
         leader = asyncio.run(_fill(cluster.url, replicas=3))
         [gone] = [server for server in cluster.servers if server.name == leader]
-        prepared = requests(",".join(url for url in cluster.urls if url != gone.url), timeout=12)
+        prepared = requests(",".join(url for url in cluster.urls if url != gone.url), timeout=60)
         del prepared["bucket plan"]
         gone.kill()
         with ThreadPoolExecutor(len(prepared)) as pool:

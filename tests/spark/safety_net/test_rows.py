@@ -40,7 +40,7 @@ def test_a_republished_message_keeps_the_headers_that_name_its_origin(
         to_copy = RePublish(src=f"{origin}.>", dest=f"{copy}.>")
         await js.add_stream(StreamConfig(name=origin, subjects=[f"{origin}.>"], republish=to_copy))
         await js.publish(f"{origin}.a", b"data", headers={"Own": "header"})
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not (await js.stream_info(copy)).state.messages:
                 await asyncio.sleep(0.01)
         return dict((await js.get_msg(copy, 1)).headers or {})

@@ -90,7 +90,7 @@ def test_a_stream_of_a_2_12_8_cluster_that_was_created_again_keeps_its_identity(
 
 
 async def _created_when_it_is_back(js: JetStreamContext) -> Any:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             try:
                 return (await js.stream_info("S")).created
@@ -99,7 +99,7 @@ async def _created_when_it_is_back(js: JetStreamContext) -> Any:
 
 
 async def _caught_up(js: JetStreamContext, name: str, messages: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (await js.stream_info(name)).state.messages < messages:
             await asyncio.sleep(0.02)
 
@@ -184,7 +184,7 @@ def test_an_offset_of_version_1_is_continued(make_stream: Any, stream_query: Any
 
 
 async def _stream_info(js: JetStreamContext, name: str) -> dict[str, Any]:
-    return dict(json.loads((await js._nc.request(f"$JS.API.STREAM.INFO.{name}")).data))
+    return dict(json.loads((await js._nc.request(f"$JS.API.STREAM.INFO.{name}", timeout=30)).data))
 
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{EPIC}: offsets of version 2")
