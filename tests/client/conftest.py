@@ -68,6 +68,20 @@ async def loop_is_quiet() -> AsyncIterator[list[dict[str, Any]]]:
 
 
 @pytest.fixture
+async def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Put the clock of the event loop forward, so that a test with a long timeout need not wait for its end."""
+    loop = asyncio.get_running_loop()
+    clock, passed = loop.time, 0.0
+
+    def pass_time(seconds: float) -> None:
+        nonlocal passed
+        passed += seconds
+
+    monkeypatch.setattr(loop, "time", lambda: clock() + passed)
+    return pass_time
+
+
+@pytest.fixture
 async def own_nc(own_server: NatsServer) -> AsyncIterator[Client]:
     """A connection to `own_server` that comes back quickly."""
 

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from datetime import UTC, datetime
 from typing import Any
 
 import nats
 import nats.errors
 import pytest
+from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -18,6 +19,7 @@ from jetstream_ext.testing import NatsServer
 
 Frame = tuple[bytes, bytes]
 Answer = Callable[[dict[str, Any]], list[Frame]]
+TIMEOUT = 20
 
 
 def row(seq: int, last: int, pending: int, stream: str = "FAKE") -> Frame:
@@ -37,10 +39,18 @@ def status(text: str) -> Frame:
 
 
 class Responder:
-    """Answers direct gets for a stream that does not exist with the given frames."""
+    """Answers direct gets for a stream that does not exist with the given frames.
 
-    def __init__(self, stream: str) -> None:
+    The timeout passes at once behind the answers to the requests with the numbers in `silent`, from 1 on: when the client
+    has received them.
+    """
+
+    def __init__(self, nc: Client, stream: str, pass_time: Callable[[float], None]) -> None:
         self.stream = stream
+        self.silent: Container[int] = ()
+        self._nc = nc
+        self._pass_time = pass_time
+        self._silences: set[asyncio.Task[None]] = set()
         self.requests: list[dict[str, Any]] = []
         self.answers: list[Answer] = []
 
@@ -53,6 +63,8 @@ class Responder:
                 words = line.split()
                 if words[:1] == [b"PING"]:
                     writer.write(b"PONG\r\n")
+                elif words[:1] == [b"PONG"] and self.ready.is_set():
+                    self._silences.add(asyncio.create_task(self._silence()))
                 elif words[:1] == [b"PONG"]:
                     self.ready.set()
                 elif words[:1] == [b"MSG"]:
@@ -62,15 +74,29 @@ class Responder:
                     for header, payload in answer(request):
                         sizes = b"%d %d" % (len(header), len(header) + len(payload))
                         writer.write(b"HPUB %b %b\r\n%b%b\r\n" % (words[3], sizes, header, payload))
+                    if len(self.requests) in self.silent:
+                        writer.write(b"PING\r\n")
         finally:
             writer.close()
+            await asyncio.gather(*self._silences)
+
+    async def _silence(self) -> None:
+        """Let the timeout pass; the server has the answer, and what it has comes before its answer to a ping."""
+        await self._nc.flush(timeout=60)
+        self._pass_time(TIMEOUT + 1)
 
     ready: asyncio.Event
 
 
 @pytest.fixture
-async def fake(server: NatsServer, stream_name: Callable[[], str], leak_check: Any) -> AsyncIterator[Responder]:
-    responder = Responder(stream_name())
+async def fake(
+    server: NatsServer,
+    nc: Client,
+    stream_name: Callable[[], str],
+    leak_check: Any,
+    pass_time: Callable[[float], None],
+) -> AsyncIterator[Responder]:
+    responder = Responder(nc, stream_name(), pass_time)
     responder.ready = asyncio.Event()
     task = asyncio.create_task(responder.serve(server))
     async with asyncio.timeout(30):
@@ -83,13 +109,7 @@ async def fake(server: NatsServer, stream_name: Callable[[], str], leak_check: A
 
 @pytest.fixture
 def direct(js: JetStreamContext, fake: Responder) -> jsx.DirectGet:
-    return jsx.DirectGet(js, fake.stream, timeout=20)
-
-
-@pytest.fixture
-def brief(js: JetStreamContext, fake: Responder) -> jsx.DirectGet:
-    """A short timeout that is long enough for an answer on a busy machine."""
-    return jsx.DirectGet(js, fake.stream, timeout=1.5)
+    return jsx.DirectGet(js, fake.stream, timeout=TIMEOUT)
 
 
 async def seqs(batch: jsx.MessageBatch) -> list[int]:
@@ -107,17 +127,18 @@ def from_(first: int, last: int, total: int) -> list[Frame]:
 
 
 class TestSilence:
-    async def test_after_a_row_the_rest_is_requested(self, fake: Responder, brief: jsx.DirectGet) -> None:
+    async def test_after_a_row_the_rest_is_requested(self, fake: Responder, direct: jsx.DirectGet) -> None:
         fake.answers = [lambda _: from_(1, 3, 5), lambda _: [*from_(4, 5, 5), end(5, 0)]]
-        assert await seqs(brief.scan(batch=5, prefetch=1)) == [1, 2, 3, 4, 5]
+        fake.silent = (1,)
+        assert await seqs(direct.scan(batch=5, prefetch=1)) == [1, 2, 3, 4, 5]
         assert [request["seq"] for request in fake.requests] == [1, 4]
 
-    async def test_twice_at_one_place_is_a_timeout(self, fake: Responder, brief: jsx.DirectGet) -> None:
+    async def test_twice_at_one_place_is_a_timeout(self, fake: Responder, direct: jsx.DirectGet) -> None:
         fake.answers = [lambda request: from_(request["seq"], request["seq"], 9)]
+        fake.silent = range(1, 100)
         read: list[int] = []
-        async with asyncio.timeout(20):
-            with pytest.raises(errors.RequestTimeoutError, match=r"stopped after 1 messages.*1\.5 s"):
-                await read_until_error(brief.scan(batch=5), read)
+        with pytest.raises(errors.RequestTimeoutError, match=r"stopped after 1 messages.*20 s"):
+            await read_until_error(direct.scan(batch=5), read)
         assert read == [1, 2]
 
     @pytest.mark.parametrize(
@@ -135,9 +156,10 @@ class TestSilence:
             with pytest.raises(errors.RequestTimeoutError, match=f"{fake.stream}.*no answer"):
                 await read(jsx.DirectGet(js, fake.stream, timeout=0.2))
 
-    async def test_a_lost_end_of_a_batch_loses_no_message(self, fake: Responder, brief: jsx.DirectGet) -> None:
+    async def test_a_lost_end_of_a_batch_loses_no_message(self, fake: Responder, direct: jsx.DirectGet) -> None:
         fake.answers = [lambda _: from_(1, 3, 5)]
-        batch = brief.batch(3)
+        fake.silent = (1,)
+        batch = direct.batch(3)
         assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([1, 2, 3], 2, 3)
         assert len(fake.requests) == 1
 
@@ -147,13 +169,15 @@ class TestSilence:
             assert (await direct.get_at(datetime.now(UTC))).seq == 3
 
     async def test_multi_last_without_its_sequence_cannot_be_continued(
-        self, fake: Responder, brief: jsx.DirectGet
+        self, fake: Responder, direct: jsx.DirectGet
     ) -> None:
         fake.answers = [lambda _: [row(4, 0, 2)]]
+        fake.silent = (1, 2)
         with pytest.raises(errors.RequestTimeoutError, match="stopped after 1"):
-            await brief.multi_last(["a"]).to_list()
+            await direct.multi_last(["a"]).to_list()
+        assert len(fake.requests) == 1
         fake.answers = [lambda _: [row(4, 0, 1)], lambda _: [row(6, 0, 0), end(6, 0)]]
-        assert await seqs(brief.multi_last(["a"], up_to_seq=8)) == [4, 6]
+        assert await seqs(direct.multi_last(["a"], up_to_seq=8)) == [4, 6]
         assert (fake.requests[-1]["seq"], fake.requests[-1]["up_to_seq"]) == (5, 8)
 
 
@@ -229,9 +253,7 @@ class TestMalformedReplies:
             with pytest.raises(error):
                 await direct.scan().to_list()
 
-    async def test_missing_responders_in_mid_read_are_waited_for(
-        self, fake: Responder, direct: jsx.DirectGet, brief: jsx.DirectGet
-    ) -> None:
+    async def test_missing_responders_in_mid_read_are_waited_for(self, fake: Responder, direct: jsx.DirectGet) -> None:
         """A 503 after the first row is a leader election; before it, the stream lacks direct gets."""
         fake.answers = [
             lambda _: [*from_(1, 2, 4), end(2, 2)], lambda _: [status("503")], lambda _: [status("503")],
@@ -239,9 +261,9 @@ class TestMalformedReplies:
         ]  # fmt: skip
         assert await seqs(direct.scan(batch=2, prefetch=1)) == [1, 2, 3, 4]
         fake.answers = [lambda _: [*from_(1, 2, 4), end(2, 2)], lambda _: [status("503")]]
-        async with asyncio.timeout(20):
-            with pytest.raises(errors.DirectGetDisabledError):
-                await brief.scan(batch=2, prefetch=1).to_list()
+        fake.silent = (len(fake.requests) + 3,)
+        with pytest.raises(errors.DirectGetDisabledError):
+            await direct.scan(batch=2, prefetch=1).to_list()
 
 
 async def quiet(error: Exception) -> None:
@@ -261,7 +283,7 @@ async def test_a_connection_cut_for_slow_reading_skips_no_message(max_bytes: int
             await js.publish("s", bytes(10_000))
         read: list[int] = []
         try:
-            async with asyncio.timeout(30), jsx.DirectGet(js, "S", timeout=2).scan(max_bytes=max_bytes) as messages:
+            async with asyncio.timeout(120), jsx.DirectGet(js, "S", timeout=20).scan(max_bytes=max_bytes) as messages:
                 async for message in messages:
                     read.append(message.seq)
                     if len(read) % 300 == 0:
@@ -282,7 +304,7 @@ async def test_a_connection_closed_in_mid_read_ends_it(fake: Responder, server: 
     waiting = asyncio.ensure_future(anext(scan))
     await asyncio.sleep(0.05)
     await nc.close()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(29):  # less than the timeout of the read
         with pytest.raises(nats.errors.ConnectionClosedError):
             await waiting
     await scan.aclose()
