@@ -10,6 +10,7 @@ import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
+from jetstream_ext.client import api
 from jetstream_ext.protocol.atomic import AtomicBatchMachine
 from jetstream_ext.protocol.atomic_wire import Encoded
 from jetstream_ext.testing import NatsServer
@@ -53,6 +54,12 @@ def make(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStream:
         return name
 
     return make
+
+
+@pytest.fixture(autouse=True)
+def lookups_are_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the lookup of a stream or an API level take its time: a batch goes on without an answer that is late."""
+    monkeypatch.setattr(api, "_LOOKUP_TIMEOUT", 20.0)
 
 
 @pytest.fixture(autouse=True)

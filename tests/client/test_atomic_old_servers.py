@@ -11,6 +11,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
+from jetstream_ext.client import api
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.testing.process import HeldPort
 
@@ -118,7 +119,8 @@ authorization { users = [ { user: u, password: p, permissions: {
 """
 
 
-async def test_a_client_without_permission_to_look_up_streams_can_publish(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_without_permission_to_look_up_streams_can_publish(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_LOOKUP_TIMEOUT", 1.0)
     refused: list[Exception] = []
 
     async def note(error: Exception) -> None:

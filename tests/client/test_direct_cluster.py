@@ -104,12 +104,12 @@ async def test_a_proof_waits_for_the_election_of_a_leader(
 async def test_a_scan_survives_a_hanging_server(cluster: NatsCluster, js: JetStreamContext, make: Make) -> None:
     """A paused server keeps its subscription and answers nothing: each request is sent once more."""
     name = await make()
-    await fill(js, name, 1, 1000)
+    await fill(js, name, 1, 600)
     connected = js._nc.connected_url.netloc  # type: ignore[union-attr]
     other = next(server for server in cluster.servers if connected not in server.url)
     read: list[int] = []
     try:
-        async with jsx.DirectGet(js, name, timeout=5).scan(batch=50, prefetch=2) as messages:
+        async with jsx.DirectGet(js, name, timeout=4).scan(batch=50, prefetch=2) as messages:
             async for message in messages:
                 read.append(message.seq)
                 if len(read) == 200:

@@ -70,7 +70,7 @@ async def test_persistent_conflict_is_raised_after_give_up_after(make_bucket) ->
     start = loop.time()
     with pytest.raises(KeyConflictError):
         await kvx.retry_transaction(kv, never, give_up_after=0.5)
-    assert loop.time() - start < 5
+    assert loop.time() - start < 20  # without it, 30 s
     assert runs > 3
 
 

@@ -58,7 +58,7 @@ class Calls:
         await js.create_key_value(bucket="offsets")
         self.reader = log.LogReader(js, "S", patience=TIMEOUT)
         await self.reader.open()
-        self.reader._source.timeout = TIMEOUT
+        self.reader._source.timeout = self.reader._source._direct._timeout = TIMEOUT
         self.publishers = [jsx.FastPublisher(js, flow=10) for _ in range(4)]
         for publisher in self.publishers[:3]:
             await publisher.add("s.a", b"1")
