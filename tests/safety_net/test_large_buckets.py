@@ -60,14 +60,14 @@ async def test_snapshot_ends_when_a_writer_is_faster(
         if ".DIRECT.GET." in frame.subject and rounds < most:
             rounds += 1
             # More than one reply holds, so that there is always more to read; a tenth of the reader's time at least.
-            await asyncio.gather(put_all_again(), asyncio.sleep(0.4))
+            await asyncio.gather(put_all_again(), asyncio.sleep(0.3))
         return frame
 
     await put_all_again()
     async with FrameProxy(server.port, write_first) as proxy:
         nc = await nats.connect(proxy.url, connect_timeout=10)
         try:
-            await kvx.snapshot(await nc.jetstream().key_value(name), timeout=4)
+            await kvx.snapshot(await nc.jetstream().key_value(name), timeout=3)
         except RequestTimeoutError:
             pass  # giving up in time is right, too
         finally:

@@ -66,7 +66,7 @@ def test_spark_sends_no_password_to_a_server_without_tls(tmp_path: Path, how: st
         asked = {"tlsCa": str(certificate(tmp_path)), "servers": server.url}
         if how == "scheme":
             asked = {"servers": f"tls://{server.place}"}
-        read_as_spark(requestTimeout="2", user="u", passwordEnv="SAFETY_NET_PASSWORD", **asked)
+        read_as_spark(requestTimeout="20", user="u", passwordEnv="SAFETY_NET_PASSWORD", **asked)
         assert not sent_in_the_clear(server)
 
 
@@ -95,7 +95,7 @@ def test_spark_sends_no_password_to_a_server_that_has_lost_its_tls(tmp_path: Pat
     with FakeNatsServer(
         info=script.info, on_connect=script.on_connect, on_publish=script.on_publish, chain=chain
     ) as server:
-        read_as_spark(server.url, requestTimeout="3", tlsCa=str(chain), user="u", passwordEnv="SAFETY_NET_PASSWORD")
+        read_as_spark(server.url, requestTimeout="8", tlsCa=str(chain), user="u", passwordEnv="SAFETY_NET_PASSWORD")
         assert script.met
         assert not sent_in_the_clear(server)
 
@@ -107,7 +107,7 @@ def test_spark_sends_no_password_to_a_server_that_has_lost_its_tls(tmp_path: Pat
 )
 def test_command_line_sends_no_password_when_only_its_first_connection_is_offered_tls(tmp_path: Path) -> None:
     with FakeNatsServer(info=lambda n: {"tls_required": n == 0}, on_connect=refuse) as server:
-        run_cli("doctor", f"tls://u:{PASSWORD}@{server.place}", "--timeout", "2s", home=tmp_path)
+        run_cli("doctor", f"tls://u:{PASSWORD}@{server.place}", "--timeout", "20s", home=tmp_path)
         assert not sent_in_the_clear(server)
 
 
@@ -130,7 +130,7 @@ def test_command_line_sends_no_password_to_a_server_that_has_lost_its_tls(tmp_pa
             "--tlsca",
             chain,
             "--timeout",
-            "3s",
+            "8s",
             home=tmp_path,
         )
         assert script.met

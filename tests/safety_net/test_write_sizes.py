@@ -40,7 +40,7 @@ async def bucket(nc: Client, name: str) -> KeyValue:
 async def touch(nc: Client, name: str, size: int) -> None:
     kv = await bucket(nc, name)
     await kv.put("k", bytes(size))
-    await kvx.touch(kv, "k", 60, timeout=5)
+    await kvx.touch(kv, "k", 60, timeout=1)
 
 
 async def put_in_a_transaction(nc: Client, name: str, size: int) -> None:
