@@ -230,7 +230,7 @@ class Canned:
 
     def __init__(self, nc: Client, prefix: str, **answers: list[dict[str, Any] | None]) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.js = nc.jetstream(prefix=prefix, timeout=5)
+        self.js = nc.jetstream(prefix=prefix, timeout=30)
         self._nc = nc
         self._prefix = prefix
         self._answers = answers
