@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterable, Iterable, Iterator
 from typing import Final
 
@@ -14,7 +13,8 @@ from jetstream_ext.client import atomic_resolve
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.lookup import api_level, lookup_stream, remember_ack
-from jetstream_ext.protocol.atomic import AtomicBatchMachine, Doubt, Event, MessageRefused, State, Transition
+from jetstream_ext.errors import JetStreamExtError
+from jetstream_ext.protocol.atomic import AtomicBatchMachine, Doubt, State
 from jetstream_ext.protocol.atomic_resolve import Commit
 from jetstream_ext.protocol.atomic_wire import Block, Encoded
 from jetstream_ext.protocol.frames import Frame, parts
@@ -27,24 +27,8 @@ _BLOCK: Final = 1 << 15
 # An election takes longer than a reply: so many times the timeout of a reply is what resolving may take.
 _RESOLVE_TIMEOUTS: Final = 4
 
-_log: Final = logging.getLogger("jetstream_ext.atomic")
-
-_Waiter = asyncio.Future[Event | None]
-"""Done when the reply has come, with what it means, or when the batch is over."""
-
-
-def _log_transition(change: Transition) -> None:
-    if _log.isEnabledFor(logging.DEBUG):
-        _log.debug(
-            "batch %s: %s -> %s (%s); %d messages, %d sent, %d acknowledged",
-            change.batch_id,
-            change.before.name,
-            change.after.name,
-            type(change.event).__name__,
-            change.size,
-            change.sent,
-            change.staged,
-        )
+_Waiter = asyncio.Future[JetStreamExtError | None]
+"""Done when the reply has come, with the refusal if only this message was refused, or when the batch is over."""
 
 
 class AtomicSession:
@@ -77,7 +61,6 @@ class AtomicSession:
             ack_first=ack_first,
             ack_every=ack_every,
             in_one_go=in_one_go,
-            on_transition=_log_transition,
         )
         self._context = context
         self._timeout = context.timeout if timeout is None else check_seconds(timeout, "timeout")
@@ -275,17 +258,17 @@ class AtomicSession:
 
     async def _reply(self, seq: int, waiter: _Waiter) -> None:
         """Wait for a reply, and raise if it was the refusal of this one message."""
-        event: Event | None = None
+        refusal: JetStreamExtError | None = None
         try:
             async with asyncio.timeout(self._timeout):
-                event = await waiter
+                refusal = await waiter
         except TimeoutError:
             self.machine.lost(f"no answer within {self._timeout:g} s")
         finally:
             self._forget(seq, waiter)
             self._settle()
-        if isinstance(event, MessageRefused):
-            raise event.error
+        if refusal is not None:
+            raise refusal
 
     def _frames(self, frames: list[Frame]) -> None:
         """Take replies (called by the connection)."""
@@ -294,12 +277,12 @@ class AtomicSession:
             token = subject.rpartition(b".")[2]
             if not token.isdigit():
                 continue  # not a reply subject of this batch
-            event = self.machine.receive(int(token), header, payload)
+            refusal = self.machine.receive(int(token), header, payload)
             waiter = self._waiters.pop(int(token), None)
             if waiter is not None and not waiter.done():
-                waiter.set_result(event)
-            elif isinstance(event, MessageRefused):
-                self.machine.refused_unheard(event)
+                waiter.set_result(refusal)
+            elif refusal is not None:
+                self.machine.refused_unheard(refusal)
         self._settle()
 
     def _disconnected(self) -> None:

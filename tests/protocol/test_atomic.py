@@ -1,90 +1,30 @@
-"""The atomic batch: every cell of the table in its docstring, what it sends, and what it refuses to."""
+"""The atomic batch: every cell of its table, and what it sends."""
 
+import logging
 import pickle
+import re
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any
 
 import orjson
 import pytest
+from atomic_batches import Command, add, batch, commit, message, refusal, visible
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jetstream_ext import errors
-from jetstream_ext.protocol import frames
-from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.atomic import (
-    TRANSITIONS,
-    Acknowledged,
-    AnswerLost,
-    AtomicBatchMachine,
-    BatchRefused,
-    CommitSent,
-    Discarded,
-    Disconnected,
-    Doubt,
-    Event,
-    FoundNothing,
-    FoundStored,
-    MessageRefused,
-    Opened,
-    ReplyMalformed,
-    Staged,
-    State,
-    StoredSeparately,
-    Transition,
-)
-from jetstream_ext.protocol.atomic_wire import Block
+from jetstream_ext.protocol.atomic import TABLE, AtomicBatchMachine, Doubt, Input, State
 from jetstream_ext.types import NEVER, BatchAck, BatchMessage
 
 NEW, OPEN, COMMITTING, COMMITTED = State.NEW, State.OPEN, State.COMMITTING, State.COMMITTED
 DISCARDED, FAILED, UNKNOWN = State.DISCARDED, State.FAILED, State.UNKNOWN
 LEVELS = pytest.mark.parametrize("level", [2, 3, 4, 5])
-Command = tuple[str, str, dict[str, str], bytes]
 STAGED = (b"", b"")
 NO_RESPONDERS = (b"NATS/1.0 503\r\nNats-Subject: a.1\r\n\r\n", b"")
 
 
-def batch(level: int = 4, *, version: str = "", **options: Any) -> AtomicBatchMachine:
-    machine = AtomicBatchMachine("b1", **options)
-    machine.open(machine.prepare(BatchMessage("a.1")), api_level=level, server_version=version, reply="_INBOX.r")
-    return machine
-
-
-def commands(block: Block) -> list[Command]:
-    """Subject, reply subject, headers and payload of everything in a block."""
-    sent = [(c.subject, c.reply, dict(h.parse_lines(c.header)), c.payload) for c in frames.parse_pubs(block.data)]
-    assert (len(sent), sum(len(payload) for *_, payload in sent)) == (block.messages, block.size)
-    return sent
-
-
-def add(machine: AtomicBatchMachine, message: BatchMessage, ack: bool | None = None) -> Command | None:
-    sent = commands(machine.add(machine.prepare(message, ack)))
-    assert len(sent) <= 1
-    return sent[0] if sent else None
-
-
-def commit(machine: AtomicBatchMachine, message: BatchMessage | None = None) -> list[Command]:
-    return commands(machine.commit(None if message is None else machine.prepare(message)))
-
-
-def message(subject: str = "a.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
-    return BatchMessage(subject, payload, **options)
-
-
-def refusal(err_code: int, code: int = 400) -> tuple[bytes, bytes]:
-    header = b"NATS/1.0 429 Too Many Requests\r\n\r\n" if err_code == 10167 else b""
-    body = {"error": {"code": code, "err_code": err_code, "description": "no"}, "stream": "A", "seq": 0}
-    return header, orjson.dumps(body)
-
-
 def ack(count: int, batch_id: str = "b1") -> tuple[bytes, bytes]:
     return b"", orjson.dumps({"stream": "A", "seq": 10 + count, "batch": batch_id, "count": count})
-
-
-def receive(machine: AtomicBatchMachine, seq: int, header: bytes, payload: bytes) -> errors.JetStreamExtError | None:
-    """Return the refusal after which the batch goes on."""
-    event = machine.receive(seq, header, payload)
-    return event.error if isinstance(event, MessageRefused) else None
 
 
 def plain(command: Command | None) -> Command:
@@ -106,62 +46,49 @@ def at(state: State, level: int = 4, **options: Any) -> AtomicBatchMachine:
     if state in (COMMITTING, COMMITTED, UNKNOWN):
         commit(machine)
     if state is COMMITTED:
-        receive(machine, machine.sent, *ack(2))
+        machine.receive(machine.sent, *ack(2))
     elif state is UNKNOWN:
         machine.lost("no answer within 5 s")
     elif state is DISCARDED:
         machine.discard()
     elif state is FAILED:
-        receive(machine, 1, *refusal(10174))
+        machine.receive(1, *refusal(10174))
     assert machine.state is state
     return machine
 
 
-def visible(machine: AtomicBatchMachine) -> tuple[Any, ...]:
-    return machine.state, machine.size, machine.sent, machine.staged, machine.ack, machine.error, machine.last_subject
-
-
 # -- the table
 
-SAMPLES: list[Event] = [
-    Opened(),
-    CommitSent(),
-    Discarded(),
-    Staged(1),
-    Acknowledged(BatchAck("A", 12, "b1", 2)),
-    StoredSeparately(),
-    MessageRefused(errors.MessageTooLargeError("no")),
-    BatchRefused(errors.WrongLastSequenceError("no")),
-    ReplyMalformed(errors.ResponseError("no")),
-    AnswerLost("silence"),
-    Disconnected(),
-    FoundStored(BatchAck("A", 12, "b1", 2)),
-    FoundNothing(),
-]
+
+def changes(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the records of changes of state, without their counts."""
+    return [record.getMessage().partition("; ")[0] for record in caplog.records]
 
 
-def test_every_event_is_in_the_table() -> None:
-    assert {type(event) for event in SAMPLES} == set(get_args(Event))
-    assert TRANSITIONS.keys() == set(State)
-    assert {event for row in TRANSITIONS.values() for event in row} == set(get_args(Event))
+def test_the_table_has_a_cell_for_every_input_in_every_state() -> None:
+    assert TABLE.keys() == set(Input)
+    assert {len(row) for row in TABLE.values()} == {len(State)}
 
 
-@pytest.mark.parametrize("event", SAMPLES, ids=lambda event: type(event).__name__)
+@pytest.mark.parametrize("event", list(Input), ids=lambda event: event.name)
 @pytest.mark.parametrize("state", list(State))
-def test_every_change_of_state_is_reported_once(state: State, event: Event) -> None:
-    reported: list[Transition] = []
-    machine = at(state, on_transition=reported.append)
-    for before, after in pairwise(reported):
-        assert before.after is after.before
-    reported.clear()
+def test_every_change_of_state_is_one_debug_record(
+    state: State, event: Input, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="jetstream_ext.atomic")
+    machine = at(state)
+    states = [re.findall(r"[A-Z]{3,}", change)[:2] for change in changes(caplog)]
+    assert all(former[1] == later[0] for former, later in pairwise(states))
+    caplog.clear()
     before = visible(machine)
-    machine._apply(event)
-    expected = TRANSITIONS[state].get(type(event), state)
-    assert machine.state is expected
-    assert [(each.before, each.event, each.after) for each in reported] == (
-        [(state, event, expected)] if expected is not state else []
-    )
-    if type(event) not in TRANSITIONS[state]:
+    machine._apply(event, "no", seq=1, ack=BatchAck("A", 12, "b1", 2))
+    cell = TABLE[event][list(State).index(state)]
+    assert machine.state is (cell or state)
+    if cell in (None, state):
+        assert changes(caplog) == []
+    else:
+        assert changes(caplog) == [f"batch b1: {state.name} -> {cell.name} ({event.value})"]
+    if cell is None:
         assert visible(machine) == before
 
 
@@ -244,10 +171,10 @@ def test_what_cannot_be_found_out() -> None:
         with pytest.raises(errors.BatchError, match="has not ended"):
             at(state).doubt()
     duplicate = at(COMMITTING)
-    receive(duplicate, duplicate.sent, *refusal(10201))
+    duplicate.receive(duplicate.sent, *refusal(10201))
     assert duplicate.doubt() is Doubt.EARLIER
     separate = at(OPEN)
-    receive(separate, 2, *REPLIES["ordinary ack"])
+    separate.receive(2, *REPLIES["ordinary ack"])
     with pytest.raises(errors.UnsupportedFeatureError):
         separate.doubt()
 
@@ -344,14 +271,14 @@ REFUSED = {
 def test_a_late_reply_changes_nothing(state: State, reply: str, level: int) -> None:
     machine = at(state, level)
     before = visible(machine)
-    assert receive(machine, machine.sent, *REPLIES[reply]) is None
+    assert machine.receive(machine.sent, *REPLIES[reply]) is None
     assert visible(machine) == before
 
 
 @pytest.mark.parametrize("reply", REPLIES)
 def test_replies_to_the_newest_message_while_open(reply: str) -> None:
     machine = at(OPEN)
-    returned = receive(machine, 2, *REPLIES[reply])
+    returned = machine.receive(2, *REPLIES[reply])
     if reply == "staged":
         assert (returned, machine.state, machine.staged, machine.size) == (None, OPEN, 2, 2)
     elif reply in STILL_OPEN:
@@ -372,7 +299,7 @@ def test_replies_to_the_newest_message_while_open(reply: str) -> None:
 def test_a_refusal_of_an_older_message_ends_the_batch(reply: str, seq: int) -> None:
     machine = at(OPEN)
     add(machine, message("a.3"))
-    assert receive(machine, seq, *REPLIES[reply]) is None
+    assert machine.receive(seq, *REPLIES[reply]) is None
     assert machine.state is FAILED
     assert type(machine.error) is REFUSED[reply]
     assert machine.error.outcome == "not_stored"  # type: ignore[attr-defined]
@@ -383,7 +310,7 @@ def test_a_refusal_of_an_older_message_ends_the_batch(reply: str, seq: int) -> N
 def test_a_refusal_of_the_first_message_ends_the_batch(reply: str) -> None:
     machine = batch()
     add(machine, message())
-    assert receive(machine, 1, *REPLIES[reply]) is None
+    assert machine.receive(1, *REPLIES[reply]) is None
     assert machine.state is FAILED
     assert pickle.loads(pickle.dumps(machine.error)).outcome == "not_stored"
 
@@ -396,7 +323,7 @@ def test_replies_to_the_commit(reply: str, last: BatchMessage | None, level: int
     steps = commit(machine, last)
     size = machine.size
     answer = ack(size) if reply == "ack" else REPLIES[reply]
-    returned = receive(machine, machine.sent, *answer)
+    returned = machine.receive(machine.sent, *answer)
     if reply == "ack":
         assert (returned, machine.state) == (None, COMMITTED)
         assert machine.ack == BatchAck("A", 10 + size, "b1", size)
@@ -408,7 +335,7 @@ def test_replies_to_the_commit(reply: str, last: BatchMessage | None, level: int
         # The same commit can be tried again, and is the same on the wire.
         again = commit(machine, last)
         assert again[-1] == steps[-1]
-        assert receive(machine, machine.sent, *ack(size)) is None
+        assert machine.receive(machine.sent, *ack(size)) is None
         assert machine.state is COMMITTED
     elif reply in REFUSED:
         assert (returned, machine.state) == (None, FAILED)
@@ -426,7 +353,7 @@ def test_replies_to_the_commit(reply: str, last: BatchMessage | None, level: int
 
 def test_a_message_is_staged_while_the_commit_is_under_way() -> None:
     machine = at(COMMITTING)
-    assert receive(machine, 2, *STAGED) is None
+    assert machine.receive(2, *STAGED) is None
     assert (machine.state, machine.staged) == (COMMITTING, 2)
 
 
@@ -436,7 +363,7 @@ def test_a_reply_to_what_was_never_sent_changes_nothing(state: State, reply: str
     machine = at(state)
     before = visible(machine)
     for seq in (0, machine.sent + 1, 1 << 70):
-        assert receive(machine, seq, *REPLIES[reply]) is None
+        assert machine.receive(seq, *REPLIES[reply]) is None
         assert visible(machine) == before
 
 
@@ -444,7 +371,7 @@ def test_refusals_of_the_two_newest_messages() -> None:
     machine = at(OPEN)
     add(machine, message("a.3"))
     for seq in (3, 2):
-        assert isinstance(receive(machine, seq, *NO_RESPONDERS), errors.NoStreamError)
+        assert isinstance(machine.receive(seq, *NO_RESPONDERS), errors.NoStreamError)
     assert (machine.state, machine.size, machine.sent, machine.last_subject) == (OPEN, 1, 1, "a.1")
     add(machine, message("a.2", expected_last_subject_seq=0))
     with pytest.raises(ValueError, match="an earlier message"):
@@ -453,20 +380,20 @@ def test_refusals_of_the_two_newest_messages() -> None:
 
 def test_a_refusal_of_an_earlier_message_during_the_commit_ends_the_batch() -> None:
     machine = at(COMMITTING)
-    assert receive(machine, 2, *refusal(10054)) is None
+    assert machine.receive(2, *refusal(10054)) is None
     assert machine.state is FAILED
 
 
 def test_staged_goes_up_only() -> None:
     machine = at(OPEN)
     for seq, staged in ((2, 2), (1, 2)):
-        receive(machine, seq, *STAGED)
+        machine.receive(seq, *STAGED)
         assert machine.staged == staged
 
 
 def test_a_batch_on_a_server_that_stored_it_as_ordinary_messages() -> None:
     machine = at(OPEN)
-    receive(machine, 1, b"", b'{"stream":"A", "seq":1}')
+    machine.receive(1, b"", b'{"stream":"A", "seq":1}')
     with pytest.raises(errors.UnsupportedFeatureError, match="2 messages of batch b1 may be stored"):
         add(machine, message())
 
@@ -475,7 +402,7 @@ def test_a_refusal_that_nobody_heard_ends_the_batch() -> None:
     # Its caller was cancelled: it was told that the message is part of the batch.
     machine = at(OPEN)
     refused = machine.receive(2, *refusal(10054))
-    assert isinstance(refused, MessageRefused)
+    assert isinstance(refused, errors.MessageTooLargeError)
     machine.refused_unheard(refused)
     assert machine.state is FAILED
     with pytest.raises(errors.MessageTooLargeError):
@@ -486,14 +413,14 @@ def test_a_refusal_that_nobody_heard_ends_the_batch() -> None:
 def test_an_unheard_refusal_changes_nothing_later(state: State) -> None:
     machine = at(state)
     before = visible(machine)
-    machine.refused_unheard(MessageRefused(errors.MessageTooLargeError("no")))
+    machine.refused_unheard(errors.MessageTooLargeError("no"))
     assert visible(machine) == before
 
 
 @given(st.integers(1, 3), st.binary(max_size=30), st.binary(max_size=40), st.sampled_from([OPEN, COMMITTING]))
 def test_any_bytes_leave_a_batch_in_a_state_of_the_table(seq: int, header: bytes, payload: bytes, state: State) -> None:
     machine = at(state)
-    receive(machine, seq, header, payload)
+    machine.receive(seq, header, payload)
     assert machine.state in ({OPEN, FAILED} if state is OPEN else {OPEN, COMMITTING, FAILED, UNKNOWN})
 
 
@@ -560,7 +487,7 @@ class TestHeldBack:
         # 2.12.0 would store it; 2.12.1 drops the batch.
         machine = at(OPEN, level)
         steps = commit(machine, message("a.3"))
-        receive(machine, machine.sent, *NO_RESPONDERS)
+        machine.receive(machine.sent, *NO_RESPONDERS)
         assert machine.state is OPEN
         with pytest.raises(errors.EmptyBatchError, match="only commit on a message"):
             commit(machine)
@@ -583,7 +510,7 @@ class TestHeldBack:
         machine = batch(level, ack_every=1)
         for name in ("a.1", "a.2", "a.3"):
             add(machine, message(name))
-        assert receive(machine, 2, *refusal(10054)) is None
+        assert machine.receive(2, *refusal(10054)) is None
         assert machine.state is FAILED
 
     def test_the_wish_for_a_reply_stays_with_its_message(self, level: int) -> None:
@@ -642,7 +569,7 @@ def test_sequences_on_the_wire_are_1_to_n_whatever_is_refused(level: int, data: 
         send(add(machine, message(subject, payload)))
         accepted.append((subject, payload))
         if level >= 4 and before and data.draw(st.booleans()):
-            assert receive(machine, machine.sent, *refusal(10054)) is not None
+            assert machine.receive(machine.sent, *refusal(10054)) is not None
             del staged[before + 1]
             accepted.pop()
     assert machine.size == len(accepted)
@@ -651,5 +578,5 @@ def test_sequences_on_the_wire_are_1_to_n_whatever_is_refused(level: int, data: 
             send(step)
     assert list(staged.values()) == accepted
     assert list(staged) == list(range(1, len(accepted) + 1))
-    receive(machine, machine.sent, *ack(len(accepted)))
+    machine.receive(machine.sent, *ack(len(accepted)))
     assert machine.state is COMMITTED

@@ -1,50 +1,17 @@
-"""The bulk road of the atomic batch sends what the other one sends; a lost connection and a found truth."""
+"""The atomic batch in bulk, after a lost connection, and after its outcome was found out."""
 
 from typing import Any
 
-import orjson
 import pytest
+from atomic_batches import Command, add, batch, commands, commit, message, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jetstream_ext import errors
-from jetstream_ext.protocol import frames
-from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.atomic import AtomicBatchMachine, MessageRefused, State
-from jetstream_ext.protocol.atomic_wire import Block
+from jetstream_ext.protocol.atomic import State
 from jetstream_ext.types import BatchAck, BatchMessage
 
-Command = tuple[str, str, dict[str, str], bytes]
 LEVELS = pytest.mark.parametrize("level", [2, 5])
-INCOMPLETE = orjson.dumps({"error": {"code": 400, "err_code": 10176, "description": "no"}, "stream": "A", "seq": 0})
-TOO_LARGE = orjson.dumps({"error": {"code": 400, "err_code": 10054, "description": "no"}, "stream": "A", "seq": 0})
-
-
-def batch(level: int = 4, *, version: str = "", **options: Any) -> AtomicBatchMachine:
-    machine = AtomicBatchMachine("b1", **options)
-    machine.open(machine.prepare(BatchMessage("a.1")), api_level=level, server_version=version, reply="_INBOX.r")
-    return machine
-
-
-def commands(block: Block) -> list[Command]:
-    """Subject, reply subject, headers and payload of everything in a block."""
-    sent = [(c.subject, c.reply, dict(h.parse_lines(c.header)), c.payload) for c in frames.parse_pubs(block.data)]
-    assert (len(sent), sum(len(payload) for *_, payload in sent)) == (block.messages, block.size)
-    return sent
-
-
-def add(machine: AtomicBatchMachine, message: BatchMessage, ack: bool | None = None) -> Command | None:
-    sent = commands(machine.add(machine.prepare(message, ack)))
-    assert len(sent) <= 1
-    return sent[0] if sent else None
-
-
-def commit(machine: AtomicBatchMachine, message: BatchMessage | None = None) -> list[Command]:
-    return commands(machine.commit(None if message is None else machine.prepare(message)))
-
-
-def message(subject: str = "a.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
-    return BatchMessage(subject, payload, **options)
 
 
 def reply_of(command: Command | None) -> str:
@@ -201,7 +168,7 @@ class TestDisconnection:
             commit(machine)
         else:
             add(machine, message())
-        machine.receive(machine.sent, b"", INCOMPLETE)
+        machine.receive(machine.sent, *refusal(10176))
         assert machine.state is State.FAILED
         with pytest.raises(errors.BatchAbandonedError, match="connection was lost") as caught:
             add(machine, message())
@@ -211,7 +178,7 @@ class TestDisconnection:
     def test_without_one_it_is_the_server_s_refusal(self) -> None:
         machine = batch()
         add(machine, message())
-        machine.receive(1, b"", INCOMPLETE)
+        machine.receive(1, *refusal(10176))
         assert isinstance(machine.error, errors.AtomicPublishIncompleteError)
 
     def test_a_message_that_is_given_back_is_asked_for_again(self) -> None:
@@ -219,7 +186,7 @@ class TestDisconnection:
         add(machine, message())
         machine.disconnected(reply_awaited=False)
         add(machine, message())
-        assert isinstance(machine.receive(2, b"", TOO_LARGE), MessageRefused)
+        assert isinstance(machine.receive(2, *refusal(10054)), errors.MessageTooLargeError)
         assert reply_of(add(machine, message())) == "_INBOX.r.2"
 
     @pytest.mark.parametrize("state", [State.COMMITTING, State.DISCARDED])

@@ -1,52 +1,15 @@
-"""What an atomic batch refuses before it takes a sequence: all that the server would refuse only at commit."""
+"""The atomic batch refuses a message before it takes a sequence if the server would refuse it only at commit."""
 
 from typing import Any
 
-import orjson
 import pytest
+from atomic_batches import add, batch, commit, message, refusal, visible
 
 from jetstream_ext import errors
-from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.atomic import AtomicBatchMachine
-from jetstream_ext.protocol.atomic_wire import Block
-from jetstream_ext.types import BatchMessage
 
 LEVELS = pytest.mark.parametrize("level", [2, 3, 4, 5])
-Command = tuple[str, str, dict[str, str], bytes]
-TOO_LARGE = orjson.dumps({"error": {"code": 400, "err_code": 10054, "description": "no"}, "stream": "A", "seq": 0})
-
-
-def batch(level: int = 4, *, version: str = "", **options: Any) -> AtomicBatchMachine:
-    machine = AtomicBatchMachine("b1", **options)
-    machine.open(machine.prepare(BatchMessage("a.1")), api_level=level, server_version=version, reply="_INBOX.r")
-    return machine
-
-
-def commands(block: Block) -> list[Command]:
-    """Subject, reply subject, headers and payload of everything in a block."""
-    sent = [(c.subject, c.reply, dict(h.parse_lines(c.header)), c.payload) for c in frames.parse_pubs(block.data)]
-    assert (len(sent), sum(len(payload) for *_, payload in sent)) == (block.messages, block.size)
-    return sent
-
-
-def add(machine: AtomicBatchMachine, message: BatchMessage, ack: bool | None = None) -> Command | None:
-    sent = commands(machine.add(machine.prepare(message, ack)))
-    assert len(sent) <= 1
-    return sent[0] if sent else None
-
-
-def commit(machine: AtomicBatchMachine, message: BatchMessage | None = None) -> list[Command]:
-    return commands(machine.commit(None if message is None else machine.prepare(message)))
-
-
-def message(subject: str = "a.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
-    return BatchMessage(subject, payload, **options)
-
-
-def visible(machine: AtomicBatchMachine) -> tuple[Any, ...]:
-    return machine.state, machine.size, machine.sent, machine.staged, machine.ack, machine.error, machine.last_subject
-
 
 BAD: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"subject": "a b"}, errors.BadSubjectError),
@@ -168,13 +131,13 @@ def test_a_given_back_message_does_not_count_as_a_write() -> None:
     machine = batch()
     add(machine, message("a.1"))
     add(machine, message("a.2"))
-    machine.receive(2, b"", TOO_LARGE)
+    machine.receive(2, *refusal(10054))
     add(machine, message("a.2", expected_last_subject_seq=0))
     with pytest.raises(ValueError, match="earlier message"):
         add(machine, message("a.1", expected_last_subject_seq=0))
-    machine.receive(2, b"", TOO_LARGE)
+    machine.receive(2, *refusal(10054))
     add(machine, message("a.1"))
-    machine.receive(2, b"", TOO_LARGE)
+    machine.receive(2, *refusal(10054))
     with pytest.raises(ValueError, match="earlier message"):
         add(machine, message("a.1", expected_last_subject_seq=0))
 
