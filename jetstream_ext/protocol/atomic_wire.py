@@ -1,7 +1,7 @@
-"""The messages of an atomic batch on the wire: what is refused before it is sent, what goes out, what comes back.
+"""The messages of an atomic batch on the wire: the checks before they are sent, their encoding, and the replies.
 
-Everything of a message but its batch sequence is encoded when it is checked. The sequence and a commit are added when it
-is sent, so a message that is held back, or sent again after a refusal, is encoded once.
+A message is encoded when it is checked. Only its batch sequence and a commit are added when it is sent, so a message that
+is held back, or sent again after a refusal, is encoded once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from jetstream_ext.errors import (
     BatchAbandonedError,
     ErrorCode,
     JetStreamExtError,
-    MaxPayloadError,
     NoStreamError,
     ResponseError,
     ServerError,
@@ -30,6 +29,7 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import parse_batch_ack, parse_refusal
+from jetstream_ext.protocol.frames import check_size
 from jetstream_ext.protocol.options import given_headers, message_headers, payload_bytes
 from jetstream_ext.protocol.subjects import SubjectCache
 from jetstream_ext.types import BatchAck, BatchMessage
@@ -57,15 +57,10 @@ _OF_ONE_MESSAGE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Expectations:
-    """What a message expects, as far as its place in the batch decides whether it can.
+    """The expectations of a message that are only allowed at some places of a batch."""
 
-    Attributes:
-        last_seq: It expects a last sequence of the stream.
-        subject: The subject of which it expects a last sequence, or None.
-    """
-
-    last_seq: bool
-    subject: str | None
+    last_seq: bool  # it expects a last sequence of the stream
+    subject: str | None  # the subject of which it expects a last sequence
 
 
 Encoded = tuple[str, bytes, bytes, bytes, bool | None, Expectations | None]
@@ -79,23 +74,14 @@ class Block(NamedTuple):
 
     data: bytes
     messages: int
-    size: int
-    """The bytes of their payloads."""
-    awaited: int
-    """The sequence whose reply must be awaited before anything else is sent, or 0."""
-    last_asked: int
-    """The highest sequence that asks for a reply, or 0."""
-    stopped: BaseException | None = None
-    """For messages from a source: what it raised (``StopIteration`` at its end), or the refusal of one of them."""
+    size: int  # bytes of their payloads
+    awaited: int  # the sequence whose reply must be awaited before anything else is sent, or 0
+    last_asked: int  # the highest sequence that asks for a reply, or 0
+    stopped: BaseException | None = None  # what the source raised (StopIteration at its end), or a message's refusal
 
 
 class Encoder:
-    """Checks and encodes the messages of one batch.
-
-    Args:
-        batch_id: The batch's id.
-        max_payload: The server's limit for headers and payload together, in bytes.
-    """
+    """Checks and encodes the messages of one batch; `max_payload` bounds headers and payload together, in bytes."""
 
     def __init__(self, batch_id: str, max_payload: int) -> None:
         own = h.encode([(h.BATCH_ID, batch_id)])[: -len(h.CRLF)]
@@ -111,29 +97,18 @@ class Encoder:
         return self.max_payload - len(self.plain) - _LONGEST
 
     def encode(self, message: BatchMessage, ack: bool | None) -> Encoded:
-        """Return a message that is ready for its sequence.
-
-        Raises:
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message is refused.
-        """
+        """Return a message that is ready for its sequence; raise what `AtomicBatchMachine.prepare` raises."""
         name, payload = message.subject, message.payload
         if options_of(message) == NO_OPTIONS and type(payload) is bytes:
             # Nearly every message of a bulk.
-            self._check_size(self.plain, payload)
+            check_size(len(self.plain) + _LONGEST + len(payload), self.max_payload)
             return name, self.subjects.encode(name), self.plain, payload, ack, None
         expectations = _check_headers(message)
         subject = self.subjects.encode(name)
         payload = payload_bytes(payload)
         head = h.encode(message_headers(message))[: -len(END)] + self._tail
-        self._check_size(head, payload)
+        check_size(len(head) + _LONGEST + len(payload), self.max_payload)
         return name, subject, head, payload, ack, expectations
-
-    def _check_size(self, head: bytes, payload: bytes) -> None:
-        size = len(head) + _LONGEST + len(payload)
-        if size > self.max_payload:
-            raise MaxPayloadError(
-                f"a message of {size} bytes (headers included) is over the server's limit of {self.max_payload}"
-            )
 
 
 def _check_headers(message: BatchMessage) -> Expectations | None:
@@ -159,18 +134,12 @@ def _check_headers(message: BatchMessage) -> Expectations | None:
 
 
 class Reply(enum.Enum):
-    """A reply without content."""
-
     STAGED = "the server has the message"
     ORDINARY = "the server stored the message as an ordinary one: it does not know batches"
 
 
 def read_reply(header: bytes, payload: bytes) -> Reply | BatchAck | ServerError:
-    """Return what a reply says; a refusal is returned, not raised.
-
-    Raises:
-        ResponseError: The reply is malformed.
-    """
+    """Return what a reply says; a refusal is returned, and ResponseError is raised for a malformed reply."""
     if not payload:
         status = h.parse_status(header) if header else None
         if status is None:
@@ -205,15 +174,7 @@ def refuses_one_message(refusal: ServerError) -> bool:
 def refusal_error(
     refusal: ServerError, batch_id: str, what: str, *, in_doubt: bool, facts: dict[str, Any]
 ) -> JetStreamExtError:
-    """Return the error that a refusal becomes.
-
-    Args:
-        refusal: What the server said.
-        batch_id: The batch.
-        what: What it refused, in words.
-        in_doubt: The connection was lost, and this is the first answer since.
-        facts: The fields of the batch error.
-    """
+    """Return the error for a refusal of `what`; `in_doubt`: it is the first answer since the connection was lost."""
     if _reached_no_stream(refusal):
         return NoStreamError(
             f"batch {batch_id}: no stream listens on the subject of {what}: it does not exist, or its leader is away",

@@ -1,4 +1,4 @@
-"""Checks of arguments, and the publish options as headers: one rule of each kind, for every caller."""
+"""Checks of arguments, and the publish options as headers."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class StoredMsg:
 
     @classmethod
     def from_wire(cls, stream: str, seq: int, body: bytes, header_size: int) -> StoredMsg:
-        """Return the message of a batched direct-get reply; `body` is its header block and its payload."""
+        """Return a message of a batched direct-get reply; `body` is its header block and its payload."""
         self = _new(cls)
         self._stream = stream
         self._seq = seq

@@ -25,10 +25,8 @@ from jetstream_ext.protocol.atomic_resolve import (
     Plan,
     Question,
     Search,
-    fence,
     find_commit,
     find_earlier,
-    reached,
 )
 from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState
@@ -243,16 +241,26 @@ def test_ids_that_only_look_right() -> None:
     assert (search.last_seq, search.room) == (None, False)
 
 
-def test_the_fence() -> None:
-    kill, mark = fence("b1", "S")
-    assert dict(h.parse_lines(kill)) == {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "0"}
-    assert dict(h.parse_lines(mark)) == {
+def test_the_fence_is_two_messages_that_are_never_stored() -> None:
+    world = World(without())
+    world.follow(find_commit(commit()))
+    (fence,) = (each for each in world.asked if isinstance(each, AskFence))
+    assert dict(h.parse_lines(fence.kill)) == {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "0"}
+    assert dict(h.parse_lines(fence.mark)) == {
         "Nats-Expected-Stream": "S", "Nats-Expected-Last-Sequence": "9223372036854775807",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("text", "seq"), [("wrong last sequence: 2022", 2022), ("wrong last sequence", None), ("", None), ("x: 7", None)]
+    ("text", "why"),
+    [
+        ("wrong last sequence: 2022", "has not applied everything"),
+        ("wrong last sequence", "does not say how far"),
+        ("", "does not say how far"),
+        ("x: 7", "does not say how far"),
+    ],
 )
-def test_how_far_the_leader_is(text: str, seq: int | None) -> None:
-    assert reached(text) == seq
+def test_the_second_refusal_may_name_the_sequence_that_the_leader_will_reach(text: str, why: str) -> None:
+    world = World(without(), state=replace(STATE, replicated=True), mark=refused(10071, text))
+    with pytest.raises(NotYetKnown, match=why):
+        world.follow(find_commit(commit()))
