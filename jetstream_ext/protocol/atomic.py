@@ -13,32 +13,10 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Final
 
-from jetstream_ext.errors import (
-    AtomicPublishDuplicateMessageIDError,
-    BatchAbandonedError,
-    BatchClosedError,
-    BatchError,
-    BatchOutcomeUnknownError,
-    EmptyBatchError,
-    JetStreamExtError,
-    Outcome,
-    ResponseError,
-    ServerError,
-)
-from jetstream_ext.protocol.atomic_wire import (
-    COMMIT,
-    END,
-    MARKER,
-    NO_OPTIONS,
-    Block,
-    Encoded,
-    Encoder,
-    Reply,
-    options_of,
-    read_reply,
-    refusal_error,
-    refuses_one_message,
-)
+from jetstream_ext import errors
+from jetstream_ext.errors import BatchError, JetStreamExtError, Outcome, ResponseError, ServerError
+from jetstream_ext.protocol import atomic_wire as wire
+from jetstream_ext.protocol.atomic_wire import NO_OPTIONS, Block, Encoded, Encoder, options_of
 from jetstream_ext.protocol.feature_table import ATOMIC, ATOMIC_EOB, FENCED_BATCHES
 from jetstream_ext.protocol.frames import pub
 from jetstream_ext.protocol.options import as_message, check_batch_id
@@ -115,17 +93,11 @@ class Doubt(enum.Enum):
 
 
 class AtomicBatchMachine:
-    """One atomic batch.
+    """One atomic batch; `open` comes before the first `add`.
 
-    Messages are checked and encoded by `prepare`, in any state. `open` comes before the first `add`.
-
-    Args:
-        batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``.
-        max_payload: The server's limit for headers and payload together, in bytes; see `limit_messages`.
-        ack_first: Ask for a reply to the first message.
-        ack_every: Ask for a reply to every n-th message; None is every 1000th.
-        in_one_go: The whole batch is sent without returning to the caller. It is committed by its newest message, which
-            is held back for that, and a disconnection in between ends it.
+    The arguments are those of `AtomicBatch`, and `max_payload` as in `limit_messages`. With `in_one_go` the whole batch is
+    sent without returning to the caller: its newest message is held back to commit it, and a disconnection in between
+    ends it.
     """
 
     def __init__(
@@ -139,10 +111,8 @@ class AtomicBatchMachine:
     ) -> None:
         self.batch_id: str = check_batch_id(batch_id)
         self.state: State = NEW
-        self.sent: int = 0
-        """The highest batch sequence that was sent."""
-        self.staged: int = 0
-        """The highest batch sequence that the server said it has."""
+        self.sent: int = 0  # the highest batch sequence that was sent
+        self.staged: int = 0  # the highest batch sequence that the server said it has
         self.ack: BatchAck | None = None
         self.error: JetStreamExtError | None = None
         self._encoder = Encoder(self.batch_id, max_payload)
@@ -182,7 +152,7 @@ class AtomicBatchMachine:
     # -- messages -----------------------------------------------------------------------------------------------
 
     def limit_messages(self, max_payload: int) -> None:
-        """Set the server's limit for headers and payload of the messages to come."""
+        """Set the server's limit for headers and payload together, in bytes, of the messages to come."""
         self._encoder.max_payload = max_payload
 
     def prepare(self, message: BatchMessage, ack: bool | None = None) -> Encoded:
@@ -196,14 +166,10 @@ class AtomicBatchMachine:
         return self._encoder.encode(message, ack)
 
     def open(self, first: Encoded, *, api_level: int, server_version: str, reply: str) -> None:
-        """Open the batch for messages.
+        """Open the batch for messages, of which `first` is going to be the first.
 
-        Args:
-            first: The message that is going to be added.
-            api_level: The API level of the server that takes the batch. Below 4 the newest message is held back,
-                because there the only way to commit is on a message.
-            server_version: Its version.
-            reply: The inbox; the reply subject of a message is ``<reply>.<batch sequence>``.
+        Below API level 4 the newest message is held back, because there the only way to commit is on a message. The reply
+        subject of a message is ``<reply>.<batch sequence>``.
 
         Raises:
             BatchError: The batch has ended; nothing changed.
@@ -328,7 +294,7 @@ class AtomicBatchMachine:
             outgoing = []
         else:
             why = "a server before 2.14 can only commit on a message, and all are sent: commit with a last message"
-            raise EmptyBatchError(
+            raise errors.EmptyBatchError(
                 f"batch {self.batch_id}: {why if self.sent else 'there is nothing to commit'}",
                 **self._facts("not_stored"),
             )
@@ -352,7 +318,9 @@ class AtomicBatchMachine:
             raise copy.copy(self.error) from self.error.__cause__
         what = "is being committed" if self.state is COMMITTING else f"has ended ({self.state.value})"
         outcomes: dict[State, Outcome] = {COMMITTED: "stored", DISCARDED: "not_stored"}
-        raise BatchClosedError(f"batch {self.batch_id} {what}", **self._facts(outcomes.get(self.state, "unknown")))
+        raise errors.BatchClosedError(
+            f"batch {self.batch_id} {what}", **self._facts(outcomes.get(self.state, "unknown"))
+        )
 
     def check_added(self) -> None:
         """Raise what ended the batch, unless it was committed: a commit stores what was added before it."""
@@ -391,7 +359,7 @@ class AtomicBatchMachine:
         if self.state is UNKNOWN:
             return Doubt.COMMIT
         if self.state is FAILED:
-            if isinstance(self.error, AtomicPublishDuplicateMessageIDError):
+            if isinstance(self.error, errors.AtomicPublishDuplicateMessageIDError):
                 return Doubt.EARLIER
             if not isinstance(self.error, BatchError) or self.error.outcome != "not_stored":
                 self.check_open()
@@ -487,7 +455,7 @@ class AtomicBatchMachine:
         if commit and not messages:
             # The marker has a sequence of its own and is not stored.
             asked = self.sent = self.sent + 1
-            head = b"%b%d%b" % (self._encoder.plain, asked, MARKER)
+            head = b"%b%d%b" % (self._encoder.plain, asked, wire.MARKER)
             out.append(pub(self._first_subject, b"%b%d" % (self._reply, asked), head, b""))
         return Block(b"".join(out), len(out), sum(len(message[3]) for message in messages), asked, asked)
 
@@ -501,19 +469,19 @@ class AtomicBatchMachine:
             ack = (seq == 1 and self._ack_first) or seq % self._ack_every == 0
         wants_reply = ack or commit or bool(self._doubt_from)
         reply = b"%b%d" % (self._reply, seq) if wants_reply else b""
-        return pub(subject, reply, b"%b%d%b" % (head, seq, COMMIT if commit else END), payload), wants_reply
+        return pub(subject, reply, b"%b%d%b" % (head, seq, wire.COMMIT if commit else wire.END), payload), wants_reply
 
     def _take(self, seq: int, header: bytes, payload: bytes) -> JetStreamExtError | None:
         """Do what `receive` says; raise ResponseError for a malformed reply, before anything has changed."""
-        reply = read_reply(header, payload)
+        reply = wire.read_reply(header, payload)
         answers_commit = self.state is COMMITTING and seq == self.sent
         if isinstance(reply, ServerError):
             what = "the commit" if answers_commit else f"message {seq}"
-            error = refusal_error(
+            error = wire.refusal_error(
                 reply, self.batch_id, what, in_doubt=bool(self._doubt_from), facts=self._facts("not_stored")
             )
             # With a message held back the refusal would reach the caller that adds the next one.
-            if seq == self.sent and seq > 1 and self._held is None and refuses_one_message(reply):
+            if seq == self.sent and seq > 1 and self._held is None and wire.refuses_one_message(reply):
                 self._apply(Input.MESSAGE_REFUSED)
                 return error
             self._apply(Input.BATCH_REFUSED, error=error)
@@ -527,7 +495,7 @@ class AtomicBatchMachine:
             self._apply(
                 Input.ACKNOWLEDGED, "the server says that it committed the batch, but no commit was sent", ack=reply
             )
-        elif reply is Reply.ORDINARY:
+        elif reply is wire.Reply.ORDINARY:
             detail = f"{self.sent} messages of batch {self.batch_id} may be stored as ordinary ones"
             self._apply(Input.STORED_SEPARATELY, error=ATOMIC.unsupported(detail=detail))
         elif answers_commit:
@@ -586,10 +554,10 @@ class AtomicBatchMachine:
         error: JetStreamExtError
         if self.state is UNKNOWN:
             what = f"its {self.size} messages are either all stored or none"
-            error = BatchOutcomeUnknownError(f"batch {self.batch_id}: {why}; {what}", **self._facts("unknown"))
+            error = errors.BatchOutcomeUnknownError(f"batch {self.batch_id}: {why}; {what}", **self._facts("unknown"))
         else:
             what = "nothing of the batch is stored"
-            error = BatchAbandonedError(f"batch {self.batch_id}: {why}; {what}", **self._facts("not_stored"))
+            error = errors.BatchAbandonedError(f"batch {self.batch_id}: {why}; {what}", **self._facts("not_stored"))
         error.__cause__ = cause
         return error
 

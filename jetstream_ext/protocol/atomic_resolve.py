@@ -60,9 +60,6 @@ class NotYetKnown(Exception):  # noqa: N818
     """The outcome cannot be known now; another attempt may find it out."""
 
 
-# -- questions ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class AskState:
     """What is the state of the stream? The answer is a `StreamState`, or None if there is no such stream."""
@@ -106,9 +103,6 @@ FenceReplies = tuple[int, tuple[bytes, bytes], tuple[bytes, bytes]]
 Plan = Generator[Question, Any, BatchAck | None]
 
 
-# -- verdicts -----------------------------------------------------------------------------------------------------
-
-
 def find_commit(commit: Commit) -> Plan:
     """Find out what became of a commit; raise NotYetKnown or NeverKnown, with the reason, if it cannot be known."""
     opened, after = commit.opened, commit.after
@@ -116,7 +110,7 @@ def find_commit(commit: Commit) -> Plan:
         raise NeverKnown("the stream could not be looked up when the batch was opened")
     state = yield from _state(opened)
     if state.last_seq < after:
-        raise NotYetKnown("its leader does not have the messages that it had")
+        raise NotYetKnown("the stream's leader lacks messages that the stream had when the batch was opened")
 
     # The last message on the batch's last subject may be the batch's, which proves everything.
     last: StoredMsg | None = yield AskMessage(state.name, {"last_by_subj": commit.last_subject})
@@ -142,7 +136,7 @@ def find_commit(commit: Commit) -> Plan:
         # The leader may have refused messages when it applied them. A new fence names the sequence without them.
         raise NotYetKnown("the leader has not applied everything that is on its way")
     if until is None and state.replicated:
-        raise NotYetKnown("the leader does not say how far it is")
+        raise NotYetKnown("the leader does not say which sequence it will reach")
 
     search = Search(commit.batch_id, commit.size, after, contiguous=state.contiguous)
     yield from _read(state, search)
@@ -153,7 +147,9 @@ def find_commit(commit: Commit) -> Plan:
         # The reads may have come from a server that had been replaced without knowing it.
         raise NotYetKnown("the stream's leader does not hear from a majority")
     if search.room:
-        raise NeverKnown("messages were removed from the stream since, and its own may have been among them")
+        raise NeverKnown(
+            "messages were removed from the stream since then, and the batch's own may have been among them"
+        )
     if session != commit.session and not commit.staged:
         # With an acknowledged message the fence is proof all the same: it makes the server forget that message, and a
         # batch cannot begin in the middle.
@@ -162,7 +158,7 @@ def find_commit(commit: Commit) -> Plan:
 
 
 def find_earlier(commit: Commit, now: datetime) -> Plan:
-    """Find an earlier batch with the same id and size, if its last message is still stored; None: there is none."""
+    """Find an earlier batch with the same id and size; the verdict is None unless its last message is still stored."""
     if commit.opened is None:
         return None
     stream, subject = commit.opened.name, commit.last_subject
@@ -170,7 +166,7 @@ def find_earlier(commit: Commit, now: datetime) -> Plan:
     last: StoredMsg | None = yield AskMessage(stream, {"last_by_subj": subject})
     if state is None:
         return None
-    ending = _Ending(commit.batch_id, commit.size)
+    ending = _Ending(commit.batch_id, commit.size, 0)
     if last is not None:
         ending.see(last.seq, last.headers)
     if ending.last_seq is None and state.allows_direct:
@@ -205,9 +201,6 @@ def _ack(commit: Commit, state: StreamState, last_seq: int) -> BatchAck:
     return BatchAck(state.name, last_seq, commit.batch_id, commit.size)
 
 
-# -- the messages of a stream -------------------------------------------------------------------------------------
-
-
 class Search:
     """Looks for a batch among the messages of a stream behind the sequence `after`; it sees them in order.
 
@@ -215,8 +208,7 @@ class Search:
     """
 
     def __init__(self, batch_id: str, size: int, after: int, *, contiguous: bool = True) -> None:
-        self.last_seq: int | None = None
-        """The sequence of the batch's last message, once one of its messages was seen."""
+        self.last_seq: int | None = None  # of the batch's last message, once one of its messages was seen
         self.next_seq: int = after + 1
         self._batch_id = batch_id
         self._size = size
@@ -246,16 +238,10 @@ class Search:
 class _Ending(Search):
     """Looks for the last message of a batch: servers leave the commit on it, or put it there for a marker."""
 
-    def __init__(self, batch_id: str, size: int) -> None:
-        super().__init__(batch_id, size, 0)
-
     def see(self, seq: int, headers: Mapping[str, str]) -> None:
         ends = h.BATCH_COMMIT in headers and headers.get(h.BATCH_SEQUENCE) == str(self._size)
         if ends and self.last_seq is None:
             super().see(seq, headers)
-
-
-# -- the fence ----------------------------------------------------------------------------------------------------
 
 
 def _fence(batch_id: str, stream: str) -> tuple[bytes, bytes]:
@@ -288,5 +274,5 @@ def _refusal(header: bytes, payload: bytes, stream: str) -> ServerError:
         raise NotYetKnown("the server did not refuse a message that cannot be stored")
     answering = orjson.loads(payload).get("stream", stream) if payload else stream
     if answering != stream:
-        raise NeverKnown(f"the batch's last subject belongs to stream {answering!r} by now")
+        raise NeverKnown(f"the batch's last subject now belongs to stream {answering!r}")
     return reply

@@ -12,23 +12,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-import orjson
-
-from jetstream_ext.errors import (
-    AtomicPublishDisabledError,
-    AtomicPublishIncompleteError,
-    BadHeaderError,
-    BatchAbandonedError,
-    ErrorCode,
-    JetStreamExtError,
-    NoStreamError,
-    ResponseError,
-    ServerError,
-    batch_refusal,
-    server_error,
-)
+from jetstream_ext import errors
+from jetstream_ext.errors import BadHeaderError, ErrorCode, JetStreamExtError, ServerError
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.api import parse_batch_ack, parse_refusal
+from jetstream_ext.protocol.api import parse_batch_ack, parse_object, parse_refusal
 from jetstream_ext.protocol.frames import check_size
 from jetstream_ext.protocol.options import given_headers, message_headers, payload_bytes
 from jetstream_ext.protocol.subjects import SubjectCache
@@ -51,8 +38,6 @@ _LONGEST: Final = len(b"%d" % (1 << 32)) + len(COMMIT)
 _OF_ONE_MESSAGE: Final = frozenset(
     {ErrorCode.MESSAGE_TOO_LARGE, ErrorCode.TOO_MANY_REQUESTS, ErrorCode.ATOMIC_MISSING_SEQUENCE}
 )
-
-# -- out ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +71,7 @@ class Encoder:
     def __init__(self, batch_id: str, max_payload: int) -> None:
         own = h.encode([(h.BATCH_ID, batch_id)])[: -len(h.CRLF)]
         self._tail = own[len(h.VERSION) :] + f"{h.BATCH_SEQUENCE}: ".encode()
-        self.plain: bytes = h.VERSION + self._tail
-        """The header block of a message without headers, up to the sequence."""
+        self.plain: bytes = h.VERSION + self._tail  # the header block of a message without headers, up to the sequence
         self.max_payload: int = max_payload
         self.subjects: SubjectCache = SubjectCache()
 
@@ -130,9 +114,6 @@ def _check_headers(message: BatchMessage) -> Expectations | None:
     return Expectations(last_seq, subject) if last_seq or subject is not None else None
 
 
-# -- in -----------------------------------------------------------------------------------------------------------
-
-
 class Reply(enum.Enum):
     STAGED = "the server has the message"
     ORDINARY = "the server stored the message as an ordinary one: it does not know batches"
@@ -145,21 +126,13 @@ def read_reply(header: bytes, payload: bytes) -> Reply | BatchAck | ServerError:
         if status is None:
             return Reply.STAGED
         code, text = status
-        return server_error(code=code, description=text or "no responders")
-    try:
-        reply = orjson.loads(payload)
-    except orjson.JSONDecodeError:
-        raise ResponseError("the reply to a batch message is not JSON", frame=payload) from None
-    if not isinstance(reply, dict):
-        raise ResponseError("the reply to a batch message is not a JSON object", frame=payload)
+        return errors.server_error(code=code, description=text or "no responders")
+    reply = parse_object("the reply to a batch message", payload)
     if reply.get("error") is not None:
         return parse_refusal(reply["error"], payload)
     if "batch" not in reply:
         return Reply.ORDINARY
-    try:
-        return parse_batch_ack(reply)
-    except (TypeError, ValueError):
-        raise ResponseError("the ack of a batch is malformed", frame=payload) from None
+    return parse_batch_ack(reply, payload)
 
 
 def _reached_no_stream(refusal: ServerError) -> bool:
@@ -176,20 +149,20 @@ def refusal_error(
 ) -> JetStreamExtError:
     """Return the error for a refusal of `what`; `in_doubt`: it is the first answer since the connection was lost."""
     if _reached_no_stream(refusal):
-        return NoStreamError(
+        return errors.NoStreamError(
             f"batch {batch_id}: no stream listens on the subject of {what}: it does not exist, or its leader is away",
             **facts,
         )
-    if in_doubt and isinstance(refusal, AtomicPublishIncompleteError):
-        lost = BatchAbandonedError(
+    if in_doubt and isinstance(refusal, errors.AtomicPublishIncompleteError):
+        lost = errors.BatchAbandonedError(
             f"batch {batch_id}: the connection was lost, and the server no longer has the whole batch; "
             "nothing of it is stored",
             **facts,
         )
         lost.__cause__ = refusal
         return lost
-    if isinstance(refusal, AtomicPublishDisabledError):
+    if isinstance(refusal, errors.AtomicPublishDisabledError):
         text = "the stream does not take atomic batches; turn on allow_atomic"
     else:
         text = f"{what} was refused: {refusal.description}; nothing of the batch is stored"
-    return batch_refusal(refusal, f"batch {batch_id}: {text}", **facts)
+    return errors.batch_refusal(refusal, f"batch {batch_id}: {text}", **facts)

@@ -21,17 +21,8 @@ from typing import Any, Final
 
 import orjson
 
-from jetstream_ext.errors import (
-    BadRequestError,
-    DirectGetDisabledError,
-    JetStreamExtError,
-    MessageNotFoundError,
-    MessagesLostError,
-    RequiredApiLevelError,
-    ResponseError,
-    ServerError,
-    TooManySubjectsError,
-)
+from jetstream_ext import errors
+from jetstream_ext.errors import JetStreamExtError, MessageNotFoundError, MessagesLostError, ResponseError
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame, parts
@@ -118,7 +109,7 @@ class Block:
 
     def each_row(self) -> Iterator[h.Row]:
         """Yield `rows` one by one: thousands of lists at once keep the garbage collector busy."""
-        prefix = _prefix(self.stream.encode())
+        prefix = b"NATS/1.0\r\nNats-Stream: %b\r\nNats-Subject: " % self.stream.encode()
         skip = len(prefix)
         for body, size in zip(self.bodies, self.header_sizes, strict=True):
             # Without stored headers one split gives the same places, the last of them empty.
@@ -154,10 +145,6 @@ class EndOfBatch:
     last_seq: int  # the last sequence in this reply (0: none)
     up_to_seq: int | None = None  # `multi_last` only: the sequence at which the answer is consistent
     found: bool = True  # False: the server answered 404 instead
-
-
-def _prefix(stream: bytes) -> bytes:
-    return b"NATS/1.0\r\nNats-Stream: %b\r\nNats-Subject: " % stream
 
 
 class ReplyDecoder:
@@ -249,7 +236,7 @@ class ReplyDecoder:
         """Return a message's header block in the layout that `headers.reply_row` takes; nothing ends the reply."""
         row = h.reply_row(header)
         if not row:
-            values = h.last_values(header)
+            values = dict(h.parse_lines(header))
             if h.SEQUENCE not in values:
                 self._finish(header, values)
                 return b""
@@ -326,11 +313,11 @@ def status_error(stream: str, header: bytes, server_version: str = "") -> JetStr
             detail=f"the server of stream {stream!r} knows none of the request's fields",
         )
     if code == 408:
-        return BadRequestError(
+        return errors.BadRequestError(
             f"stream {stream!r}: the server refused the direct get: {text}", description=text, stream=stream
         )
     if code == 412:
-        return RequiredApiLevelError(
+        return errors.RequiredApiLevelError(
             f"stream {stream!r}: the server is older than the API level the request needs",
             code=412,
             err_code=10185,
@@ -338,18 +325,18 @@ def status_error(stream: str, header: bytes, server_version: str = "") -> JetStr
             outcome="not_stored",
         )
     if code == 413:
-        return TooManySubjectsError(
+        return errors.TooManySubjectsError(
             f"stream {stream!r}: the filters match more subjects than the server answers at once ({text}); "
             "ask for fewer at a time"
         )
     if code == 503:
-        return DirectGetDisabledError(
+        return errors.DirectGetDisabledError(
             f"stream {stream!r}: no server answers direct gets. The stream does not exist, lacks allow_direct, or all "
             "its replicas are away",
             stream=stream,
         )
     if code == 500:
-        return ServerError(f"stream {stream!r}: the server failed: {text}", code=500, description=text)
+        return errors.ServerError(f"stream {stream!r}: the server failed: {text}", code=500, description=text)
     return ResponseError(f"stream {stream!r}: unexpected status {code} {text}", frame=header)
 
 
@@ -358,7 +345,7 @@ def decode_single(stream: str, frame: Frame, server_version: str = "") -> Stored
     _, header, payload = parts(frame)
     if not header:
         raise ResponseError("a direct-get reply has no headers", frame=payload)
-    values = h.last_values(header)
+    values = dict(h.parse_lines(header))
     if h.SEQUENCE not in values:
         raise status_error(stream, header, server_version)
     try:

@@ -225,16 +225,12 @@ class FastBatch:
         self.window: Window = Window(flow, max_outstanding_acks)
         self.ack_timeout: float = ack_timeout
         self.state: State = NEW
-        self.sent: int = 0
-        """The highest batch sequence handed out for a message."""
-        self.pongs: int = 0
-        """How many pings were answered."""
+        self.sent: int = 0  # the highest batch sequence of a message
+        self.pongs: int = 0  # how many pings were answered
         self.end_reason: EndReason | None = None
         self.ack: BatchAck | None = None
-        self.error: JetStreamExtError | None = None
-        """What an operation on the ended batch raises; None after a commit or a discard."""
-        self.cause: BatchError | None = None
-        """Why the batch is DRAINING."""
+        self.error: JetStreamExtError | None = None  # of the ended batch; None after a commit or a discard
+        self.cause: BatchError | None = None  # why the batch is DRAINING
         self.gaps: deque[BatchFlowGap] = deque(maxlen=KEPT_REPORTS)
         self.gap_count: int = 0
         self.errors: deque[BatchFlowError] = deque(maxlen=KEPT_REPORTS)
@@ -279,7 +275,6 @@ class FastBatch:
         return self.state is OPEN
 
     def can_send(self) -> bool:
-        """Whether a message can be sent now."""
         return (self.state is NEW or self.can_ask()) and self.room > 0
 
     def started(self) -> bool:

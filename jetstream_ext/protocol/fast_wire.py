@@ -14,11 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-import orjson
-
 from jetstream_ext.errors import ResponseError, ServerError, server_error
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.api import parse_batch_ack, parse_refusal
+from jetstream_ext.protocol.api import parse_batch_ack, parse_object, parse_refusal
 from jetstream_ext.protocol.frames import Frame, check_size, pub
 from jetstream_ext.protocol.options import message_headers, payload_bytes
 from jetstream_ext.protocol.subjects import SubjectCache
@@ -32,9 +30,6 @@ PING: Final = b"4"
 _OPERATIONS: Final = frozenset({START, APPEND, COMMIT_EOB, PING})
 _MAX_DIGITS: Final = 20  # 2**64
 _BLOCK_BYTES: Final = 1 << 20  # a window of large messages must not be held in memory twice
-
-
-# -- commands -----------------------------------------------------------------------------------------------------
 
 
 class Encoded(NamedTuple):
@@ -139,9 +134,6 @@ class FastWire:
         return b"%b%d.%b.$FI" % (self._reply, seq, op)
 
 
-# -- replies ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class BatchFlowError:
     """The server refused the message with batch sequence ``seq``."""
@@ -198,12 +190,7 @@ def _said(header: bytes, payload: bytes) -> Said:
             code, text = status
             description = "no stream listens on the subject" if code == 503 else text
             return Refusal(server_error(code=code, description=description))
-    try:
-        reply = orjson.loads(payload)
-    except orjson.JSONDecodeError:
-        raise ResponseError("a fast-ingest reply is not JSON", frame=payload) from None
-    if not isinstance(reply, dict):
-        raise ResponseError("a fast-ingest reply is not a JSON object", frame=payload)
+    reply = parse_object("a fast-ingest reply", payload)
     kind = reply.get("type")
     if kind == "ack":
         return BatchFlowAck(_number(reply, "seq", payload), _number(reply, "msgs", payload))
@@ -218,10 +205,7 @@ def _said(header: bytes, payload: bytes) -> Said:
     if reply.get("error") is not None:
         return Refusal(parse_refusal(reply["error"], payload))
     if "batch" in reply:
-        try:
-            return parse_batch_ack(reply)
-        except (TypeError, ValueError):
-            raise ResponseError("the final ack of a batch is malformed", frame=payload) from None
+        return parse_batch_ack(reply, payload)
     if "stream" in reply and "seq" in reply:
         return OrdinaryAck()
     raise ResponseError("a fast-ingest reply is of no known kind", frame=payload)

@@ -84,16 +84,13 @@ def lay_out(block: bytes, values: Mapping[str, str]) -> bytes:
 
     `values` are the last values of its names. Raises ResponseError if a line that servers append is missing.
     """
-    stored = [line for line in block.split(CRLF)[1:] if _name(line) not in _REPLY_NAMES and line]
+    lines = block.split(CRLF)[1:]
+    stored = [line for line in lines if line and line.partition(b":")[0].strip() not in _REPLY_NAMES]
     try:
         appended = [f"{name}: {values[name]}".encode() for name in _APPENDED]
     except KeyError as missing:
         raise ResponseError(f"a direct-get reply lacks the header {missing}", frame=block) from None
     return CRLF.join([VERSION, *stored, *appended, b"", b""])
-
-
-def _name(line: bytes) -> bytes:
-    return line.partition(b":")[0].strip()
 
 
 def check_header(name: str, value: str) -> None:
@@ -164,11 +161,6 @@ def parse_lines(block: bytes) -> list[tuple[str, str]]:
         if colon:
             pairs.append((name.strip().decode("utf-8", "replace"), value.strip().decode("utf-8", "replace")))
     return pairs
-
-
-def last_values(block: bytes) -> dict[str, str]:
-    """Return the headers of a block; of two with the same name, the last."""
-    return dict(parse_lines(block))
 
 
 def line_value(line: bytes) -> bytes:

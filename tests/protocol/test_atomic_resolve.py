@@ -161,13 +161,13 @@ def lose_the_majority(look: int, world: World) -> None:
         ({}, {"opened": None}, NeverKnown, "could not be looked up"),
         ({"state": None}, {}, NeverKnown, "no longer exists"),
         ({"moved": recreate}, {}, NeverKnown, "created again"),
-        ({"state": replace(STATE, last_seq=6)}, {}, NotYetKnown, "does not have the messages"),
+        ({"state": replace(STATE, last_seq=6)}, {}, NotYetKnown, "lacks messages"),
         ({"moved": replace_leader}, {}, NotYetKnown, "changed its leader"),
         ({"moved": replace_leader_at_the_end}, {}, NotYetKnown, "majority"),
         ({"moved": lose_the_majority}, {}, NotYetKnown, "majority"),
         ({"mark": refused(10071, "wrong last sequence: 11")}, {}, NotYetKnown, "has not applied everything"),
         (
-            {"mark": refused(10164), "state": replace(STATE, replicated=True)}, {}, NotYetKnown, "does not say how far",
+            {"mark": refused(10164), "state": replace(STATE, replicated=True)}, {}, NotYetKnown, "does not say which sequence",
         ),
         ({"kill": (b"NATS/1.0 503\r\n\r\n", b"")}, {}, NotYetKnown, "does not answer for the batch"),
         ({"mark": (b"NATS/1.0 503\r\n\r\n", b"")}, {}, NotYetKnown, "does not answer for the batch"),
@@ -255,9 +255,9 @@ def test_the_fence_is_two_messages_that_are_never_stored() -> None:
     ("text", "why"),
     [
         ("wrong last sequence: 2022", "has not applied everything"),
-        ("wrong last sequence", "does not say how far"),
-        ("", "does not say how far"),
-        ("x: 7", "does not say how far"),
+        ("wrong last sequence", "does not say which sequence"),
+        ("", "does not say which sequence"),
+        ("x: 7", "does not say which sequence"),
     ],
 )
 def test_the_second_refusal_may_name_the_sequence_that_the_leader_will_reach(text: str, why: str) -> None:
