@@ -27,7 +27,7 @@ def parse_object(what: str, payload: bytes) -> dict[str, Any]:
 
 
 def parse_answer(subject: str, payload: bytes) -> dict[str, Any]:
-    """Parse the answer to a JetStream API request; raise ServerError for a refusal, ResponseError if it is malformed."""
+    """Parse the answer to a JetStream API request; raise ServerError for a refusal, ResponseError if malformed."""
     answer = parse_object(f"the answer on {subject}", payload)
     if "error" in answer:
         raise parse_refusal(answer["error"], payload)
@@ -59,7 +59,7 @@ def parse_refusal(error: object, payload: bytes = b"") -> ServerError:
 
 
 def _text(value: object) -> str | None:
-    # Not str() of anything: a list nested a thousand deep raises RecursionError.
+    # Not str() of every value: it raises RecursionError for a list that is nested a thousand deep.
     return str(value) if isinstance(value, str | int | float) else None
 
 

@@ -85,7 +85,7 @@ _NEXT: Final = {(state, event): after for event, row in TABLE.items() for state,
 
 
 class Doubt(enum.Enum):
-    """What `resolve` has to find out about a batch that has ended."""
+    """What `resolve` must find out about a batch that has ended."""
 
     NONE = "its outcome is known"
     COMMIT = "whether its commit was applied"
@@ -95,9 +95,9 @@ class Doubt(enum.Enum):
 class AtomicBatchMachine:
     """One atomic batch; `open` comes before the first `add`.
 
-    The arguments are those of `AtomicBatch`, and `max_payload` as in `limit_messages`. With `in_one_go` the whole batch is
-    sent without returning to the caller: its newest message is held back to commit it, and a disconnection in between
-    ends it.
+    The arguments are those of `AtomicBatch`, and `max_payload` as in `limit_messages`. With `in_one_go` the whole batch
+    is sent without returning to the caller: its newest message is held back to commit it, and a disconnection in
+    between ends it.
     """
 
     def __init__(
@@ -168,8 +168,8 @@ class AtomicBatchMachine:
     def open(self, first: Encoded, *, api_level: int, server_version: str, reply: str) -> None:
         """Open the batch for messages, of which `first` is going to be the first.
 
-        Below API level 4 the newest message is held back, because there the only way to commit is on a message. The reply
-        subject of a message is ``<reply>.<batch sequence>``.
+        Below API level 4 the newest message is held back, because there the only way to commit is on a message. The
+        reply subject of a message is ``<reply>.<batch sequence>``.
 
         Raises:
             BatchError: The batch has ended; nothing changed.
@@ -335,7 +335,7 @@ class AtomicBatchMachine:
         return self.ack
 
     def leave(self) -> bool:
-        """Return whether a clean exit of the block has to commit; a batch without messages is discarded.
+        """Return whether a clean exit of the block must commit; a batch without messages is discarded.
 
         Raises:
             BatchError: What ended the batch inside the block, unless the caller has discarded it since.
@@ -349,7 +349,7 @@ class AtomicBatchMachine:
         return False
 
     def doubt(self) -> Doubt:
-        """Return what `resolve` has to find out.
+        """Return what `resolve` must find out.
 
         Raises:
             BatchError: The batch has not ended, or it failed in a way that cannot be looked into.
@@ -403,7 +403,7 @@ class AtomicBatchMachine:
             self._apply(Input.DISCONNECTED)
 
     def cannot_send(self) -> None:
-        """Take a lost connection at the moment of sending: it ends a batch that is sent in one go."""
+        """Note that the connection is lost before a block is sent: this ends a batch that is sent in one go."""
         if self._in_one_go and self.sent:
             self.lost("the connection was lost while the batch was being sent")
 
@@ -417,7 +417,8 @@ class AtomicBatchMachine:
         if ack is not None:
             self._apply(Input.FOUND_STORED, ack=ack)
         else:
-            self._apply(Input.FOUND_NOTHING, "the stream has nothing of it: it was not committed", cause=self.error)
+            why = "the stream has none of its messages: it was not committed"
+            self._apply(Input.FOUND_NOTHING, why, cause=self.error)
 
     # -- how ------------------------------------------------------------------------------------------------------
 
@@ -445,7 +446,7 @@ class AtomicBatchMachine:
         self._written.update(names)
 
     def _block(self, messages: list[Encoded], *, commit: bool = False) -> Block:
-        """Return the commands of `messages`, the last of them with the commit; without messages the commit is a marker."""
+        """Return the commands of `messages`, the last one with the commit; without messages the commit is a marker."""
         out: list[bytes] = []
         asked = 0
         for message in messages:
@@ -472,7 +473,7 @@ class AtomicBatchMachine:
         return pub(subject, reply, b"%b%d%b" % (head, seq, wire.COMMIT if commit else wire.END), payload), wants_reply
 
     def _take(self, seq: int, header: bytes, payload: bytes) -> JetStreamExtError | None:
-        """Do what `receive` says; raise ResponseError for a malformed reply, before anything has changed."""
+        """As `receive`; raise ResponseError for a malformed reply, before anything has changed."""
         reply = wire.read_reply(header, payload)
         answers_commit = self.state is COMMITTING and seq == self.sent
         if isinstance(reply, ServerError):
@@ -521,7 +522,7 @@ class AtomicBatchMachine:
         if event is Input.STAGED:
             self.staged = max(self.staged, seq)
             if seq >= self._doubt_from:
-                self._doubt_from = 0  # the server counts without gaps: all that came before is there
+                self._doubt_from = 0  # the server counts without gaps, so it has everything before this message
         elif event is Input.MESSAGE_REFUSED:
             self._take_back()
         elif event is Input.DISCONNECTED:
@@ -553,7 +554,7 @@ class AtomicBatchMachine:
     def _ending(self, why: str, cause: BaseException | None) -> JetStreamExtError:
         error: JetStreamExtError
         if self.state is UNKNOWN:
-            what = f"its {self.size} messages are either all stored or none"
+            what = f"either all or none of its {self.size} messages are stored"
             error = errors.BatchOutcomeUnknownError(f"batch {self.batch_id}: {why}; {what}", **self._facts("unknown"))
         else:
             what = "nothing of the batch is stored"

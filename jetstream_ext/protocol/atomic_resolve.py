@@ -1,11 +1,11 @@
 """Whether a stream stored an atomic batch whose commit was not answered: what to ask next, and what the answers prove.
 
-A `Plan` yields a question, is sent its answer, and returns the verdict: the ack that the commit should have had, or None,
-which proves that nothing of the batch is stored or will be. `client.atomic_resolve` asks.
+A `Plan` yields a question, is sent its answer, and returns the verdict: the ack that the commit should have had, or
+None, which proves that nothing of the batch is stored or will be. `client.atomic_resolve` asks.
 
-A stored batch is a run of sequences, and each of its messages has the batch's id in a header. So one message with the id
-proves that all were stored, and a stream in which nothing is missing proves that none was. Messages that were removed
-since then leave holes. If the whole batch fits into a hole, nothing can be known.
+A stored batch is a run of sequences, and each of its messages has the batch's id in a header. So one message with the
+id proves that all were stored, and a stream in which nothing is missing proves that none was. Messages that were
+removed since then leave holes. If the whole batch fits into a hole, nothing can be known.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The messages of an atomic batch on the wire: the checks before they are sent, their encoding, and the replies.
 
-A message is encoded when it is checked. Only its batch sequence and a commit are added when it is sent, so a message that
-is held back, or sent again after a refusal, is encoded once.
+A message is encoded when it is checked. Only its batch sequence and a commit are added when it is sent, so a message
+that is held back, or sent again after a refusal, is encoded once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NO_OPTIONS: Final = (None,) * 7
 END: Final = b"\r\n\r\n"
 COMMIT: Final = b"\r\nNats-Batch-Commit: 1" + END
 MARKER: Final = b"\r\nNats-Batch-Commit: eob" + END
-# A message is measured with the longest sequence that it can get and a commit. What passes then fits when it is sent.
+# A message is measured with a commit and the longest sequence that it can get, so that it still fits when it is sent.
 _LONGEST: Final = len(b"%d" % (1 << 32)) + len(COMMIT)
 
 # The refusals of a single message: the server drops it and keeps the batch.
@@ -42,16 +42,16 @@ _OF_ONE_MESSAGE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Expectations:
-    """The expectations of a message that are only allowed at some places of a batch."""
+    """The expectations of a message that are allowed only at some places of a batch."""
 
     last_seq: bool  # it expects a last sequence of the stream
     subject: str | None  # the subject of which it expects a last sequence
 
 
 Encoded = tuple[str, bytes, bytes, bytes, bool | None, Expectations | None]
-"""A checked message without its batch sequence: its subject, the same in bytes, its header block up to the sequence, its
-payload, whether its sender wants a reply (None leaves it to the batch), and its expectations. A plain tuple: there is
-one for each message."""
+"""A checked message without its batch sequence: its subject, the subject in bytes, its header block up to the sequence,
+its payload, whether its sender wants a reply (None: the batch decides), and its expectations. It is a plain tuple
+because there is one for each message."""
 
 
 class Block(NamedTuple):
@@ -103,7 +103,7 @@ def _check_headers(message: BatchMessage) -> Expectations | None:
         if not isinstance(name, str):
             raise TypeError(f"a header's name must be str, not {type(name).__name__}")
         if name.lower() in _MANAGED:
-            raise BadHeaderError(f"header {name!r} belongs to the batch itself")
+            raise BadHeaderError(f"header {name!r} is set by the batch itself")
         if name.lower() == h.EXPECTED_LAST_MSG_ID.lower():
             raise BadHeaderError(f"header {name!r} cannot be used in an atomic batch")
         lowered[name.lower()] = value
@@ -150,7 +150,7 @@ def refusal_error(
     """Return the error for a refusal of `what`; `in_doubt`: it is the first answer since the connection was lost."""
     if _reached_no_stream(refusal):
         return errors.NoStreamError(
-            f"batch {batch_id}: no stream listens on the subject of {what}: it does not exist, or its leader is away",
+            f"batch {batch_id}: no stream listens on the subject of {what}: it does not exist, or it has no leader",
             **facts,
         )
     if in_doubt and isinstance(refusal, errors.AtomicPublishIncompleteError):

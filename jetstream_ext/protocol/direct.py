@@ -5,9 +5,9 @@ the message before it in the same reply (``Nats-Last-Sequence``, 0 on the first)
 together they prove that nothing was dropped on the way. Servers send the reply without flow control and cut off a slow
 consumer, which only this chain shows.
 
-On every server from 2.10 on, a message has ``Nats-Sequence``; of the headers with that name the last one is the server's.
-The EOB has status 204 and no ``Nats-Sequence``, and a refusal has status 404, 408, 412, 413, 500 or 503. A status line
-alone proves nothing: a stored message can carry one, and servers before 2.12.8 return it.
+On every server from 2.10 on, a message has ``Nats-Sequence``; of the headers with that name the last one is the
+server's. The EOB has status 204 and no ``Nats-Sequence``, and a refusal has status 404, 408, 412, 413, 500 or 503. A
+status line alone proves nothing: a stored message can carry one, and servers before 2.12.8 return it.
 """
 
 from __future__ import annotations
@@ -133,7 +133,6 @@ class Block:
         return StoredMsg.from_wire(self.stream, self.seqs[index], self.bodies[index], self.header_sizes[index])
 
     def messages(self) -> Iterator[StoredMsg]:
-        """Yield the rows as messages."""
         return map(StoredMsg.from_wire, repeat(self.stream), self.seqs, self.bodies, self.header_sizes)
 
 
@@ -161,7 +160,7 @@ class ReplyDecoder:
         self.broken: MessagesLostError | None = None
         self.last_seq: int = 0
         self.count: int = 0
-        self.size: int = 0  # bytes of subjects, stored headers and payloads so far, nearly: what `max_bytes` counts
+        self.size: int = 0  # about the bytes of all subjects, stored headers and payloads: what `max_bytes` counts
         self._asked = stream
         self._server_version = server_version
         self._floor = start - 1
@@ -183,8 +182,8 @@ class ReplyDecoder:
         raws: list[bytes] = []
         prev, stream_line = self._prev, self._stream_line
         for place, (_, body, size) in enumerate(frames):
-            # Nearly every message: the server's six lines are at the end of its header block, as in the first message of
-            # the reply, whose names were checked.
+            # Nearly every message: the server's six lines end its header block as in the first message of the reply,
+            # whose names were checked.
             row = body[:size].rsplit(b"\r\n", 8)
             if len(row) == 9 and row[1] == stream_line and row[6][20:] == prev:
                 raws.append(prev := row[3][15:])
@@ -212,7 +211,7 @@ class ReplyDecoder:
         except ValueError:
             raise ResponseError("a direct-get reply has a sequence that is not a number", frame=raws[0]) from None
         if seqs[0] <= self._floor or seqs[-1] >> 64 or any(map(ge, seqs, seqs[1:])):
-            raise ResponseError(f"a direct-get reply does not go upwards from sequence {self._floor}")
+            raise ResponseError(f"the sequences of a direct-get reply do not ascend from {self._floor}")
         self.last_seq = self._floor = seqs[-1]
         self.count += len(seqs)
         bodies = [body for _, body, _ in frames]
@@ -226,14 +225,14 @@ class ReplyDecoder:
         got = h.count(last) if last else None
         expected = max(h.count(prev), self._floor)
         return MessagesLostError(
-            f"stream {self._asked!r}: messages after sequence {expected} were lost on the way "
-            f"(the reply goes on after {got}): a slow consumer or a dropped connection",
+            f"stream {self._asked!r}: messages after sequence {expected} did not arrive "
+            f"(the reply continues after {got}): the consumer is too slow, or a connection was dropped",
             expected=expected,
             got=got,
         )
 
     def _general(self, header: bytes) -> bytes:
-        """Return a message's header block in the layout that `headers.reply_row` takes; nothing ends the reply."""
+        """Return a message's header block as `headers.reply_row` takes it, or nothing for the end of the reply."""
         row = h.reply_row(header)
         if not row:
             values = dict(h.parse_lines(header))
@@ -331,8 +330,8 @@ def status_error(stream: str, header: bytes, server_version: str = "") -> JetStr
         )
     if code == 503:
         return errors.DirectGetDisabledError(
-            f"stream {stream!r}: no server answers direct gets. The stream does not exist, lacks allow_direct, or all "
-            "its replicas are away",
+            f"stream {stream!r}: no server answers direct gets. The stream does not exist, lacks allow_direct, or none "
+            "of its replicas is available",
             stream=stream,
         )
     if code == 500:

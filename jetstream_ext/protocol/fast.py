@@ -3,8 +3,8 @@
 `TABLE` says what every input does in every state, and nothing else changes the state. docs/design/fast-batch.md shows
 each reply in each state.
 
-A deadline belongs to a wait. It starts when a caller begins to wait, when a ping goes out, or when a state is entered in
-which the server owes an answer; every sign of the server's life moves it.
+A deadline belongs to a wait. It starts when a caller begins to wait, when a ping goes out, or when a state is entered
+in which the server owes an answer; every sign of the server's life moves it.
 
 Any client may publish to an inbox. A reply that cannot be about this batch (malformed, of another batch, about messages
 that were never sent) changes nothing: a real reply that is missing is asked for again, or a deadline ends the wait.
@@ -44,17 +44,17 @@ class State(enum.Enum):
     # The reply to the first message decides whether anything may follow it: a server without fast ingest stores every
     # message, pings too, as an ordinary one.
     STARTING = "starting"
-    # Messages go out as the window allows. While a caller waits, the server is pinged every `stall_ping` seconds, because
-    # the answer recovers a lost ack. An idle batch is kept alive by a ping every `keepalive` seconds, because servers drop
-    # a batch after 10 s without a message.
+    # Messages go out as the window allows. While a caller waits, the server is pinged every `stall_ping` seconds,
+    # because the answer recovers a lost ack. An idle batch is kept alive by a ping every `keepalive` seconds, because
+    # servers drop a batch after 10 s without a message.
     OPEN = "open"
     # Only in ok mode: nothing is sent until the server has answered a ping on the new connection. That ping makes it
     # report what was lost with the old one. Reports that were lost with it leave their messages in doubt.
     SUSPENDED = "suspended"
     # No ping is sent: the server forgets a batch that it has committed, and would answer with "unknown batch", with a
-    # false gap, or by opening a new batch. The last message is stored by an ordinary append, and the batch ends with the
-    # end-of-batch marker: servers 2.14.0 to 2.14.2 never answer a committing message that is a duplicate or fails a check.
-    # A marker that the server is known not to have taken (503, 429) is sent again.
+    # false gap, or by opening a new batch. The last message is stored by an ordinary append, and the batch ends with
+    # the end-of-batch marker: servers 2.14.0 to 2.14.2 never answer a committing message that is a duplicate or fails a
+    # check. A marker that the server is known not to have taken (503, 429) is sent again.
     COMMITTING = "committing"
     # The server has ended the batch, but its final ack, the only record of what is stored, is still to come.
     DRAINING = "draining"
@@ -70,9 +70,9 @@ class Input(enum.Enum):
     DISCARD = "the caller ends the batch without a commit"
     CONNECTION_LOST = "nats-py reconnects"
     CONNECTION_CLOSED = "the connection is lost for good"
-    DEADLINE = "no sign of the server while one is due"
+    DEADLINE = "no sign of the server before the deadline"
     ACK = "an ack frame"
-    ALL_ARRIVED = "the answer to a ping that follows every message, on the present connection"
+    ALL_ARRIVED = "the answer to a ping that follows every message, on the current connection"
     GAP = "messages did not reach the server"
     WENT_BACK = "the server received a sequence that it had before"
     MESSAGE_REFUSED = "an err frame: a check failed"
@@ -201,10 +201,10 @@ Event = BatchFlowAck | BatchFlowGap | BatchFlowError | InDoubt | UnrecognisedRep
 class FastBatch:
     """One fast-ingest batch. Times are seconds of one monotonic clock; bytes go to the connection as they are.
 
-    The shell calls `open` once it has an inbox, listens on ``<inbox>.<batch_id>.>``, and passes everything on: replies to
-    `receive`, the connection's state to `disconnected` and `reconnected`, and the time to `handle_timer`. What sends
-    (`add`, `ping`, `commit`, …) raises BatchError and changes nothing where `TABLE` has ``ERR``. The arguments are those
-    of `FastPublisher`.
+    The shell calls `open` once it has an inbox, listens on ``<inbox>.<batch_id>.>``, and passes everything on: replies
+    to `receive`, the connection's state to `disconnected` and `reconnected`, and the time to `handle_timer`. Calls that
+    send (`add`, `ping`, `commit`, …) raise BatchError and change nothing where `TABLE` has ``ERR``. The arguments are
+    those of `FastPublisher`.
     """
 
     def __init__(
@@ -306,7 +306,7 @@ class FastBatch:
     # -- sending --------------------------------------------------------------------------------------------------
 
     def open(self, inbox: str) -> None:
-        """Set the prefix of the reply subjects, before the first message; raise if the batch was discarded meanwhile."""
+        """Set the prefix of the reply subjects before the first message; raise if the batch was discarded."""
         self._check(Input.MESSAGE)
         self._wire.open(inbox)
 
@@ -338,8 +338,8 @@ class FastBatch:
         """Take as many messages from `entries` as the window has room for, up to a block of about 1 MiB.
 
         A new batch takes only one. Returns the bytes, count and payload bytes of the messages, and the exception that
-        ended them: what `entries` raises (``StopIteration`` at its end), or the refusal of a message. The messages before
-        it have their sequences, the refused one has none.
+        ended them: what `entries` raises (``StopIteration`` at its end), or the refusal of a message. The messages
+        before it have their sequences, the refused one has none.
         """
         self._check(Input.MESSAGE)
         out, size, stopped = self._wire.many(entries, 1 if self.state is NEW else self.room, self.sent)
@@ -403,7 +403,6 @@ class FastBatch:
             self._waiting_since = self._asked_at = now
 
     def not_waiting(self) -> None:
-        """Note that no caller waits any more."""
         if self.state is OPEN:
             self._waiting_since = math.inf
 
@@ -606,7 +605,7 @@ class FastBatch:
         return events
 
     def _doubts(self, new: State) -> list[Event]:
-        """Return the messages without a known fate after SUSPENDED; those that the ping proved lost are not in doubt."""
+        """Return the messages in doubt after SUSPENDED; those that the ping proved lost are not in doubt."""
         last = self.gaps[-1] if self.gaps and new is OPEN else None
         tail = self.sent + 1
         if last is not None and last.seq > self.sent and last.first_lost >= self._doubtful:
@@ -630,7 +629,7 @@ class FastBatch:
         if failure is not None:
             raise copy.copy(failure) from failure.__cause__  # one object raised twice would chain its tracebacks
         if self.state is NEW:
-            raise self._error(errors.EmptyBatchError, "nothing was sent: there is nothing to ask for or to commit")
+            raise self._error(errors.EmptyBatchError, "nothing was sent, so there is nothing to ping or to commit")
         if self.state is SUSPENDED:
             text = "the connection is lost; nothing is sent until the server has answered on a new one"
             raise self._error(errors.BatchClosedError, text, "unknown")
@@ -704,7 +703,7 @@ class FastBatch:
             error = errors.server_error(code=400, err_code=ErrorCode.FAST_UNKNOWN_BATCH)
         if first and error.code == 503 and error.err_code is None:
             subject = self._wire.subject.decode()
-            text = f"no stream listens on subject {subject!r}, or its leader is away; nothing is stored"
+            text = f"no stream listens on subject {subject!r}, or it has no leader; nothing is stored"
             return self._error(errors.NoStreamError, text, "not_stored")
         return self._refused_message(error, reply.seq, "not_stored" if first else "unknown")
 

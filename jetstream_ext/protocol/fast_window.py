@@ -11,8 +11,8 @@ from jetstream_ext.types import BatchFlowAck
 class Window:
     """Counts acknowledgements and refusals, and says up to which batch sequence messages may be sent.
 
-    At most `flow` times `max_outstanding_acks` messages are unacknowledged; the server may set another flow with each ack.
-    Acks are cumulative, and one that is older than the newest changes nothing. Gap reports do not move the window.
+    At most `flow` times `max_outstanding_acks` messages are unacknowledged; the server may set another flow with each
+    ack. Acks are cumulative, and one that is older than the newest changes nothing. Gap reports do not move the window.
     """
 
     def __init__(self, flow: int, max_outstanding_acks: int) -> None:

@@ -208,7 +208,7 @@ def _said(header: bytes, payload: bytes) -> Said:
         return parse_batch_ack(reply, payload)
     if "stream" in reply and "seq" in reply:
         return OrdinaryAck()
-    raise ResponseError("a fast-ingest reply is of no known kind", frame=payload)
+    raise ResponseError("a fast-ingest reply is of an unknown kind", frame=payload)
 
 
 def _draft(reply: dict[str, Any], payload: bytes) -> Said:

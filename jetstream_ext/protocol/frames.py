@@ -8,10 +8,8 @@ from typing import NamedTuple
 from jetstream_ext.errors import MaxPayloadError
 
 Frame = tuple[bytes, bytes, int]
-"""One delivered message: its subject, its header block and payload in one piece, and the size of the block.
-
-A plain tuple, which `parts` cuts up: a bulk read has a million of them.
-"""
+"""One delivered message: its subject, its header block and payload in one piece, and the size of the block. It
+is a plain tuple, because a bulk read has a million of them; `parts` cuts it up."""
 
 
 def parts(frame: Frame) -> tuple[bytes, bytes, bytes]:

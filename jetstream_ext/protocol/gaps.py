@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 def find_gaps(previous: int, seqs: Sequence[int], last: int) -> Iterator[range]:
     """Yield the sequences after `previous`, up to `last`, that are missing before and between `seqs`, as ranges.
 
-    `seqs` are ascending and over `previous`. The sequences after the end of `seqs` are not missing yet, because more may
-    follow. Append ``last + 1`` to include them.
+    `seqs` are ascending and over `previous`. The sequences after the end of `seqs` are not missing yet, because more
+    may follow. Append ``last + 1`` to include them.
     """
     if not seqs or seqs[-1] - previous == len(seqs):
         return
@@ -45,6 +45,5 @@ class Gaps:
             self._previous = seqs[-1]
 
     def close(self) -> None:
-        """Note that no more sequences follow."""
         if self._previous < self._last:
             self.add([self._last + 1])

@@ -1,7 +1,7 @@
 """Message headers on the wire: a status line, then ``Name: value`` lines, then an empty line.
 
-A direct-get reply has the stored headers first and the server's own after them. So of two lines with one name the *last*
-is the server's: a publisher that stores ``Nats-Sequence: 77`` must not mislead a reader.
+A direct-get reply has the stored headers first and the server's own after them. So of two lines with one name the
+*last* is the server's: a publisher that stores ``Nats-Sequence: 77`` must not mislead a reader.
 """
 
 from __future__ import annotations
@@ -195,9 +195,10 @@ def to_utc(text: str) -> bytes:
 
 
 def parse_time_ns(value: bytes) -> int:
-    """Return nanoseconds since the epoch of an RFC 3339 time in UTC with 0 to 9 fraction digits, or raise ResponseError.
+    """Return the nanoseconds since the epoch of an RFC 3339 time in UTC, or raise ResponseError.
 
-    The form of ADR-31's examples, ``2022-08-06 00:29:27.5 +0000 UTC``, is accepted too; no released server writes it.
+    The time has 0 to 9 fraction digits. The form of ADR-31's examples, ``2022-08-06 00:29:27.5 +0000 UTC``, is accepted
+    too; no released server writes it.
     """
     text = value.decode("ascii", "replace")
     if text.endswith(_OLD_UTC):

@@ -6,16 +6,16 @@ The caller loops over `RangeRead.next_action` and does what it says. It hands in
 =============  ==========================================================  ===================================
 state          what happens                                                next state
 =============  ==========================================================  ===================================
-READING        rows come                                                   READING (they are delivered)
+READING        rows arrive                                                 READING (they are delivered)
 READING        the plan is done, and everything is proved                  ENDED (`Done`)
 READING        the plan is done before the sequence to prove               PROVING
 READING        messages are lost, the connection is lost, or nothing       RECONNECTING; ENDED (`Fail`) the second
-               comes for `timeout` seconds                                 time at the same place
+               arrives for `timeout` seconds                               time at the same place
 READING        503: no responder                                           PAUSED; ENDED (`Fail`) if none answered
                                                                            before, or none for `timeout` seconds
 READING        the leader has a message that a mirror left out             PAUSED; ENDED (`Fail`) after `timeout`
                                                                            seconds without a new row
-READING        a mirror leaves out more than 64 runs of messages           RECONNECTING (the answer is thrown away)
+READING        a mirror leaves out more than 64 runs of messages           RECONNECTING (the answer is dropped)
 PROVING        the leader has no message in the rest of the range          ENDED (`Done`)
 PROVING        the leader has one                                          PAUSED or ENDED, as above
 PAUSED         the pause is over                                           RECONNECTING
@@ -23,9 +23,9 @@ RECONNECTING   the connection is usable                                    READI
 =============  ==========================================================  ===================================
 
 A replica of the stream has its messages in order and without gaps of its own, but it may lag. So only the end of the
-range needs a proof. A mirror that answers under the stream's name (``mirror_direct``) can lack any message: it has limits
-of its own, perhaps a filter, perhaps a start in the middle. So every gap in a mirror's answer also needs a proof, with one
-question to the leader for each.
+range needs a proof. A mirror that answers under the stream's name (``mirror_direct``) can lack any message: it has
+limits of its own, perhaps a filter, perhaps a start in the middle. So every gap in a mirror's answer also needs a
+proof, with one question to the leader for each.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _log = logging.getLogger("jetstream_ext.direct")
 
 MAX_QUESTIONS: Final = 64
 """Questions to the leader at once. To prove more gaps than these takes longer than to request the rows again."""
-# Answers in a row that are thrown away: if only a mirror is near, the stream itself never answers.
-_MAX_THROWN_AWAY: Final = 8
+# Answers in a row that are dropped at most: if only a mirror is near, the stream itself never answers.
+_MAX_ANSWERS_DROPPED: Final = 8
 
 
 class State(enum.Enum):
@@ -121,8 +121,8 @@ class RangeRead:
     Args:
         stream: The stream's name.
         plan: Which requests answer the read.
-        timeout: Seconds that may pass without an answer, or without a new row while responders are away or lag.
-        pause: Seconds between two requests to responders that are away or lag.
+        timeout: Seconds that may pass without an answer, or without a new row while responders lag or do not answer.
+        pause: Seconds between two requests while responders lag or do not answer.
         prove_to: Prove a `Scan` up to this sequence; None believes the responders.
         server_version: The connected server's version, for errors.
     """
@@ -158,7 +158,7 @@ class RangeRead:
         self._timer: float | None = None
         self._give_up_at: float | None = None
         self._answered = self._retried = self._silent = False
-        self._thrown_away = 0
+        self._answers_dropped = 0
         self._mirror = ""
 
     # -- what to do -----------------------------------------------------------------------------------------------
@@ -233,7 +233,6 @@ class RangeRead:
             self._enter(State.RECONNECTING, f"retry after {error}")
 
     def connected(self) -> None:
-        """Note that the connection is usable."""
         self._enter(State.READING, "the connection is usable")
 
     def handle_timer(self, now: float) -> None:
@@ -305,7 +304,7 @@ class RangeRead:
                 if self._scan is not None:
                     self._check_responder(rows)
         if sent not in self._plan.in_flight:
-            return  # thrown away
+            return  # the answer was dropped
         if decoder.broken is not None:
             self.interrupted(decoder.broken, now)
         elif decoder.end is not None:
@@ -314,15 +313,15 @@ class RangeRead:
             self._drop_replies()
 
     def _check_responder(self, rows: Block) -> None:
-        """Note the gaps of a mirror's answer to prove them, or throw it away if there are too many."""
+        """Note the gaps of a mirror's answer to prove them, or drop the answer if there are too many."""
         if rows.stream == self._stream:
-            self._thrown_away = 0
+            self._answers_dropped = 0
             return
         gaps = list(find_gaps(self._before, rows.seqs, self._prove_to))
-        if len(gaps) > MAX_QUESTIONS and self._thrown_away < _MAX_THROWN_AWAY:
-            self._thrown_away += 1
+        if len(gaps) > MAX_QUESTIONS and self._answers_dropped < _MAX_ANSWERS_DROPPED:
+            self._answers_dropped += 1
             self._go_back(gaps[0].stop)
-            self._enter(State.RECONNECTING, f"{len(gaps)} gaps in an answer of mirror {rows.stream!r}: thrown away")
+            self._enter(State.RECONNECTING, f"dropped an answer of mirror {rows.stream!r} with {len(gaps)} gaps")
         elif gaps:
             _log.debug("stream %r: %d gaps in an answer of mirror %r to prove", self._stream, len(gaps), rows.stream)
             self._gaps, self._mirror = gaps, rows.stream
@@ -340,7 +339,7 @@ class RangeRead:
                 )
             )
         else:
-            self._start_pause(now, f"the leader has sequence {seq}, which did not come{mirror}")
+            self._start_pause(now, f"the leader has sequence {seq}, which no responder delivered{mirror}")
 
     def _go_back(self, seq: int) -> None:
         """Keep only the rows before `seq`, and forget what is in flight."""

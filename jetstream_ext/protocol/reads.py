@@ -1,7 +1,7 @@
 """Which requests answer a read, and which rows of their replies count.
 
-`range_read.RangeRead` drives a `Plan`: `Scan` reads a whole range, `OneReply` is one request, `MultiLast` reads the last
-message of many subjects at one point in time::
+`range_read.RangeRead` drives a `Plan`: `Scan` reads a whole range, `OneReply` is one request, `MultiLast` reads the
+last message of many subjects at one point in time::
 
     next_request() ──► request on the wire ──► accept(request, block)  ─► the rows to deliver
                                                finish(request, end)    ─► done, or more requests
@@ -75,8 +75,8 @@ class Plan(ABC):
 class OneReply(Plan):
     """The plan of one request, which one reply answers.
 
-    With `whole`, the reply counts only as a whole, because it shows one moment of one server: if it breaks off after rows
-    came, the read fails. Otherwise another request brings the rest of the batch.
+    With `whole`, the reply counts only as a whole, because it shows one moment of one server: if it breaks off after
+    rows came, the read fails. Otherwise another request brings the rest of the batch.
     """
 
     def __init__(self, request: Request, *, whole: bool = False) -> None:
@@ -120,9 +120,9 @@ class MultiLast(Plan):
     """The plan of a `multi_last` read: pages at one pinned point in time, with both cursors (ADR-31, revision 6).
 
     On 2.11 the EOB of a cut page counts one message too few, so the count on the page's last message decides whether
-    more follows. A 404 does not prove that no message matches: servers with file storage also send it when they have not
-    reached `up_to_seq`. After a 404 on the first page the plan asks which sequence the server has reached, and uses
-    that as the point in time; after a 404 on a later page it asks once again, because another server had the point.
+    more follows. A 404 does not prove that no message matches: servers with file storage also send it when they have
+    not reached `up_to_seq`. After a 404 on the first page the plan asks which sequence the server has reached, and uses
+    that as the point in time. After a 404 on a later page it asks once more, because another server had the point.
 
     `request` is the first page; its `batch` is the caller's limit for all pages together.
     """
@@ -198,8 +198,8 @@ class Scan(Plan):
 
     `max_bytes` bounds the bytes of a reply. Without `batch`, a request asks for about as many messages as fit. Servers
     count the pending messages again for each request. On a stream with many deleted sequences that costs more than the
-    messages, so there requests grow beyond the guess by bytes. Without `up_to_seq`, the range ends where the responder's
-    stream does.
+    messages, so there requests grow beyond the guess by bytes. Without `up_to_seq`, the range ends where the
+    responder's stream does.
     """
 
     def __init__(
@@ -244,11 +244,11 @@ class Scan(Plan):
         count = self._batch
         if self.up_to_seq is not None:
             count = max(1, min(count, self.up_to_seq - start + 1))
-        by_time = self.start_time  # only until the first row has shown where that is
+        by_time = self.start_time  # None once the first row has arrived
         request = Request(
             seq=None if by_time else start,
             start_time=by_time,
-            # Without a subject 2.11.0 answers 404 where `start` itself was deleted.
+            # Without a subject, 2.11.0 answers 404 if the message at `start` was deleted.
             next_by_subj=self.subject or ">",
             batch=count,
             max_bytes=self._max_bytes,
@@ -267,7 +267,7 @@ class Scan(Plan):
         stop = len(seqs)
         if self.up_to_seq is not None and seqs[-1] >= self.up_to_seq:
             stop = bisect_right(seqs, self.up_to_seq)
-            # Only the end of the reply says what is pending: on 2.11 a message counts itself.
+            # Only the end of the reply has the right count of pending messages: on 2.11 a message counts itself.
             self._reached = True
             self._beyond += len(seqs) - stop
         if stop > start:
@@ -281,7 +281,7 @@ class Scan(Plan):
         """As `Plan.finish`; guesses that the reply makes wrong leave `in_flight`."""
         self.in_flight.popleft()
         self.end = replace(end, num_pending=end.num_pending + self._beyond, last_seq=self._last_seq)
-        # A lagging replica may answer "nothing" where another one just counted more; the plan asks once again.
+        # A lagging replica may find nothing after another one has counted more, so the plan asks once more.
         doubtful = not end.found and self._pending > 0
         self._pending = end.num_pending
         self.done = self._reached or (end.num_pending == 0 and not doubtful)

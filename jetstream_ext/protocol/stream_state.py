@@ -147,7 +147,7 @@ def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamSta
 
 
 def answering_server(config: Mapping[str, Any]) -> tuple[str | None, int]:
-    """Return the version and API level of a stream's or consumer's leader, which it writes into the metadata from 2.11."""
+    """Return the version and API level of a stream's or consumer's leader; from 2.11 on they are in the metadata."""
     metadata = config.get("metadata") or {}
     version, level = metadata.get("_nats.ver"), str(metadata.get("_nats.level", ""))
     return str(version) if version else None, int(level) if level.isascii() and level.isdecimal() else 0

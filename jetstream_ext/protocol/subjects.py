@@ -29,7 +29,7 @@ def check_subject(subject: str) -> None:
 
 
 def check_filter(subject: str) -> None:
-    """Raise BadSubjectError unless `subject` is a valid filter, with or without wildcards, and TypeError for no str."""
+    """Raise BadSubjectError unless `subject` is a valid filter, wildcards or not, and TypeError if it is not a str."""
     _check_text(subject, "subject filter")
     tokens = subject.split(".")
     if not all(tokens) or ">" in tokens[:-1]:
@@ -37,7 +37,7 @@ def check_filter(subject: str) -> None:
 
 
 def check_name(name: str, what: str) -> None:
-    """Raise BadSubjectError unless `name` can be the name of a stream, consumer or bucket, TypeError for no str."""
+    """Raise BadSubjectError unless `name` can name a stream, consumer or bucket, and TypeError if it is not a str."""
     _check_text(name, what)
     if not set(".*>/\\").isdisjoint(name):
         raise BadSubjectError(f"{what} {name!r} has one of . * > / \\, which are not allowed in a name")

@@ -37,7 +37,7 @@ def plain(command: Command | None) -> Command:
 
 
 def at(state: State, level: int = 4, **options: Any) -> AtomicBatchMachine:
-    """A batch with 2 messages that got into `state` as batches do."""
+    """Return a batch of two messages that entered `state` by public calls."""
     if state is NEW:
         return AtomicBatchMachine("b1", **options)
     machine = batch(level, **options)
@@ -95,7 +95,7 @@ def test_every_change_of_state_is_one_debug_record(
 # -- operations in every state
 
 
-def test_a_batch_that_is_not_open_yet() -> None:
+def test_a_new_batch_can_only_be_opened_or_discarded() -> None:
     machine = at(NEW)
     with pytest.raises(errors.EmptyBatchError, match="nothing to commit"):
         machine.commit(None)
@@ -116,7 +116,7 @@ def test_a_batch_that_is_not_open_yet() -> None:
 
 
 @pytest.mark.parametrize("max_payload", [100, 10_000])
-def test_the_newest_limit_of_the_server_counts(max_payload: int) -> None:
+def test_messages_are_checked_against_the_newest_limit_of_the_server(max_payload: int) -> None:
     machine = at(OPEN)
     machine.limit_messages(max_payload)
     large = message(payload=bytes(1000))
@@ -128,7 +128,7 @@ def test_the_newest_limit_of_the_server_counts(max_payload: int) -> None:
         assert add(machine, large)
 
 
-def test_a_clean_exit() -> None:
+def test_a_clean_exit_commits_an_open_batch_with_messages() -> None:
     for state, commits in ((NEW, False), (OPEN, True), (COMMITTED, False), (DISCARDED, False)):
         machine = at(state)
         assert machine.leave() is commits
@@ -145,14 +145,14 @@ def test_a_clean_exit() -> None:
 
 @pytest.mark.parametrize("sent", [True, False])
 @pytest.mark.parametrize("in_one_go", [True, False])
-def test_a_lost_connection_before_a_message_is_sent(in_one_go: bool, sent: bool) -> None:
+def test_a_lost_connection_ends_a_batch_that_is_sent_in_one_go(in_one_go: bool, sent: bool) -> None:
     machine = at(OPEN, in_one_go=in_one_go) if sent else batch(in_one_go=in_one_go)
     machine.cannot_send()
     assert machine.state is (FAILED if in_one_go and sent else OPEN)
 
 
 @pytest.mark.parametrize("state", list(State))
-def test_an_answer_that_is_no_longer_awaited(state: State) -> None:
+def test_a_cancelled_commit_leaves_the_outcome_unknown(state: State) -> None:
     machine = at(state)
     machine.commit_unheard()
     assert machine.state is (UNKNOWN if state is COMMITTING else state)
@@ -162,11 +162,11 @@ def test_an_answer_that_is_no_longer_awaited(state: State) -> None:
     ("state", "doubt"),
     [(COMMITTED, Doubt.NONE), (DISCARDED, Doubt.NONE), (FAILED, Doubt.NONE), (UNKNOWN, Doubt.COMMIT)],
 )
-def test_what_is_to_be_found_out(state: State, doubt: Doubt) -> None:
+def test_resolve_only_looks_into_an_unknown_outcome(state: State, doubt: Doubt) -> None:
     assert at(state).doubt() is doubt
 
 
-def test_what_cannot_be_found_out() -> None:
+def test_resolve_of_open_duplicate_and_separately_stored_batches() -> None:
     for state in (NEW, OPEN, COMMITTING):
         with pytest.raises(errors.BatchError, match="has not ended"):
             at(state).doubt()
@@ -207,7 +207,7 @@ def test_a_batch_that_is_not_open_takes_nothing(
 
 @LEVELS
 @pytest.mark.parametrize("state", list(State))
-def test_discard(state: State, level: int) -> None:
+def test_discard_ends_an_open_batch_and_makes_a_sent_commit_unknown(state: State, level: int) -> None:
     machine = at(state, level)
     machine.discard()
     machine.discard()
@@ -218,7 +218,7 @@ def test_discard(state: State, level: int) -> None:
 
 @LEVELS
 @pytest.mark.parametrize("state", list(State))
-def test_silence_and_disconnection(state: State, level: int) -> None:
+def test_a_lost_answer_fails_an_open_batch_and_makes_a_sent_commit_unknown(state: State, level: int) -> None:
     machine = at(state, level)
     machine.lost("no answer within 5 s")
     assert machine.state is {OPEN: FAILED, COMMITTING: UNKNOWN}.get(state, state)
@@ -285,7 +285,7 @@ def test_replies_to_the_newest_message_while_open(reply: str) -> None:
         assert type(returned) is REFUSED[reply]
         assert visible(machine) == (OPEN, 1, 1, 0, None, None, "a.1")
     elif reply in ("ack", "ack of another size"):
-        # Nobody sent a commit. It is not for us to say that nothing is stored.
+        # No commit was sent, but the client cannot claim that nothing is stored.
         assert (returned, machine.state) == (None, UNKNOWN)
         assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
     else:
@@ -384,7 +384,7 @@ def test_a_refusal_of_an_earlier_message_during_the_commit_ends_the_batch() -> N
     assert machine.state is FAILED
 
 
-def test_staged_goes_up_only() -> None:
+def test_staged_never_decreases() -> None:
     machine = at(OPEN)
     for seq, staged in ((2, 2), (1, 2)):
         machine.receive(seq, *STAGED)
@@ -398,8 +398,8 @@ def test_a_batch_on_a_server_that_stored_it_as_ordinary_messages() -> None:
         add(machine, message())
 
 
-def test_a_refusal_that_nobody_heard_ends_the_batch() -> None:
-    # Its caller was cancelled: it was told that the message is part of the batch.
+def test_a_refusal_that_no_caller_awaits_ends_the_batch() -> None:
+    # Its caller was cancelled after the message had become part of the batch.
     machine = at(OPEN)
     refused = machine.receive(2, *refusal(10054))
     assert isinstance(refused, errors.MessageTooLargeError)
@@ -410,7 +410,7 @@ def test_a_refusal_that_nobody_heard_ends_the_batch() -> None:
 
 
 @pytest.mark.parametrize("state", [COMMITTING, COMMITTED, DISCARDED, UNKNOWN])
-def test_an_unheard_refusal_changes_nothing_later(state: State) -> None:
+def test_a_refusal_that_no_caller_awaits_changes_nothing_after_the_commit(state: State) -> None:
     machine = at(state)
     before = visible(machine)
     machine.refused_unheard(errors.MessageTooLargeError("no"))
@@ -458,7 +458,7 @@ def test_with_the_marker_a_last_message_commits_itself() -> None:
 
 @pytest.mark.parametrize("level", [2, 3])
 class TestHeldBack:
-    """Servers before 2.14 have no marker: the newest message waits, to carry the commit."""
+    """Servers before 2.14 have no marker, so the newest message is held back to carry the commit."""
 
     def test_the_newest_message_carries_the_commit(self, level: int) -> None:
         machine = batch(level)
@@ -470,20 +470,20 @@ class TestHeldBack:
             "a.2", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "2", "Nats-Batch-Commit": "1"}, b"x",
         )  # fmt: skip
 
-    def test_a_batch_of_one(self, level: int) -> None:
+    def test_a_single_message_carries_the_commit(self, level: int) -> None:
         machine = batch(level)
         add(machine, message())
         (step,) = commit(machine)
         assert step[2] == {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1", "Nats-Batch-Commit": "1"}
 
-    def test_a_last_message_lets_the_held_one_go_first(self, level: int) -> None:
+    def test_a_last_message_follows_the_held_one(self, level: int) -> None:
         machine = batch(level)
         add(machine, message())
         first, last = commit(machine, message("a.2"))
         assert plain(first)[:3] == ("a.1", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"})
         assert last[2]["Nats-Batch-Commit"] == "1"
 
-    def test_no_marker_is_ever_sent(self, level: int) -> None:
+    def test_the_marker_is_never_sent(self, level: int) -> None:
         # 2.12.0 would store it; 2.12.1 drops the batch.
         machine = at(OPEN, level)
         steps = commit(machine, message("a.3"))
@@ -495,7 +495,7 @@ class TestHeldBack:
         (step,) = commit(machine, message("a.3"))
         assert step == steps[-1]
 
-    def test_what_the_caller_does_with_its_headers_and_payload_later_is_its_own(self, level: int) -> None:
+    def test_later_changes_to_headers_and_payload_have_no_effect(self, level: int) -> None:
         machine = batch(level)
         headers, payload = {"K": "v"}, bytearray(b"one")
         add(machine, message(payload=payload, headers=headers))  # type: ignore[arg-type]
@@ -513,7 +513,7 @@ class TestHeldBack:
         assert machine.receive(2, *refusal(10054)) is None
         assert machine.state is FAILED
 
-    def test_the_wish_for_a_reply_stays_with_its_message(self, level: int) -> None:
+    def test_a_requested_reply_stays_with_its_message(self, level: int) -> None:
         machine = batch(level, ack_first=False)
         add(machine, message(), ack=True)
         assert plain(add(machine, message("a.2"), ack=False))[1]
@@ -539,7 +539,7 @@ def test_an_empty_batch_cannot_be_committed(level: int) -> None:
         ({}, {1: False, 3: True}, [False, False, True, False]),
     ],
 )
-def test_which_messages_want_a_reply(options: dict[str, Any], asks: dict[int, bool], replies: list[bool]) -> None:
+def test_which_messages_ask_for_a_reply(options: dict[str, Any], asks: dict[int, bool], replies: list[bool]) -> None:
     machine = batch(**options)
     steps = [add(machine, message(), asks.get(seq)) for seq in range(1, 5)]
     assert [bool(step[1]) for step in steps if step] == replies

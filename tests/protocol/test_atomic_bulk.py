@@ -42,7 +42,9 @@ bad = st.sampled_from(
 
 @LEVELS
 @given(st.lists(messages | bad, max_size=25), st.integers(1, 200), st.data())
-def test_the_two_roads_are_one(level: int, given: list[BatchMessage], limit: int, data: st.DataObject) -> None:
+def test_bulk_and_single_messages_are_the_same_bytes(
+    level: int, given: list[BatchMessage], limit: int, data: st.DataObject
+) -> None:
     options = {
         "ack_first": data.draw(st.booleans()),
         "ack_every": data.draw(st.sampled_from([None, 1, 3])),
@@ -75,7 +77,7 @@ def test_the_two_roads_are_one(level: int, given: list[BatchMessage], limit: int
         assert commit(one) == commit(many)
 
 
-def test_a_source_that_fails_leaves_what_it_gave() -> None:
+def test_messages_before_a_failure_of_the_source_are_sent() -> None:
     machine = batch()
 
     def source() -> Any:
@@ -90,7 +92,7 @@ def test_a_source_that_fails_leaves_what_it_gave() -> None:
 
 @LEVELS
 @pytest.mark.parametrize(("ack_every", "waits"), [(None, [1000, 2000, 3000]), (300, [1200, 2400]), (7000, [])])
-def test_a_server_that_is_far_behind_is_waited_for(level: int, ack_every: int | None, waits: list[int]) -> None:
+def test_a_bulk_waits_for_a_server_that_is_far_behind(level: int, ack_every: int | None, waits: list[int]) -> None:
     machine = batch(level, ack_every=ack_every)
     source, asked = iter([message()] * 3500), []
     while True:
@@ -104,7 +106,7 @@ def test_a_server_that_is_far_behind_is_waited_for(level: int, ack_every: int | 
     assert machine.size == 3500
 
 
-def test_a_server_that_keeps_up_is_not_waited_for() -> None:
+def test_a_bulk_does_not_wait_for_a_server_that_keeps_up() -> None:
     machine = batch()
 
     def source() -> Any:
@@ -127,7 +129,7 @@ def test_a_closed_batch_takes_nothing_from_the_source() -> None:
 
 
 class TestDisconnection:
-    """The server keeps the batch by its id; whether it has all of it, the next reply tells."""
+    """The server keeps the batch by its id. The next reply tells whether the server has all of it."""
 
     def test_the_next_message_must_be_acknowledged(self) -> None:
         machine = batch(ack_first=False)
@@ -139,7 +141,7 @@ class TestDisconnection:
         machine.receive(4, b"", b"")
         assert reply_of(add(machine, message())) == ""
 
-    def test_in_bulk(self) -> None:
+    def test_a_bulk_waits_for_the_reply_to_its_next_message(self) -> None:
         machine = batch()
         add(machine, message())
         machine.disconnected(reply_awaited=False)
@@ -159,7 +161,7 @@ class TestDisconnection:
 
     @LEVELS
     @pytest.mark.parametrize("at_commit", [True, False])
-    def test_the_server_no_longer_has_it(self, level: int, at_commit: bool) -> None:
+    def test_a_batch_that_the_server_lost_is_abandoned(self, level: int, at_commit: bool) -> None:
         machine = batch(level)
         add(machine, message())
         add(machine, message())
@@ -175,13 +177,13 @@ class TestDisconnection:
         assert caught.value.outcome == "not_stored"
         assert isinstance(caught.value.__cause__, errors.AtomicPublishIncompleteError)
 
-    def test_without_one_it_is_the_server_s_refusal(self) -> None:
+    def test_10176_without_a_disconnection_is_the_servers_refusal(self) -> None:
         machine = batch()
         add(machine, message())
         machine.receive(1, *refusal(10176))
         assert isinstance(machine.error, errors.AtomicPublishIncompleteError)
 
-    def test_a_message_that_is_given_back_is_asked_for_again(self) -> None:
+    def test_the_message_after_a_refused_one_asks_for_a_reply(self) -> None:
         machine = batch()
         add(machine, message())
         machine.disconnected(reply_awaited=False)
@@ -190,7 +192,7 @@ class TestDisconnection:
         assert reply_of(add(machine, message())) == "_INBOX.r.2"
 
     @pytest.mark.parametrize("state", [State.COMMITTING, State.DISCARDED])
-    def test_in_other_states_it_says_nothing(self, state: State) -> None:
+    def test_in_other_states_it_changes_nothing(self, state: State) -> None:
         machine = batch()
         add(machine, message())
         commit(machine) if state is State.COMMITTING else machine.discard()
@@ -199,7 +201,7 @@ class TestDisconnection:
 
 
 class TestResolved:
-    def test_stored(self) -> None:
+    def test_a_found_batch_is_committed(self) -> None:
         machine, ack = batch(), BatchAck("S", 7, "b1", 1)
         add(machine, message())
         commit(machine)
@@ -210,7 +212,7 @@ class TestResolved:
             add(machine, message())
         assert caught.value.outcome == "stored"
 
-    def test_not_stored(self) -> None:
+    def test_a_batch_that_was_not_found_has_failed(self) -> None:
         machine = batch()
         add(machine, message())
         commit(machine)
@@ -222,7 +224,7 @@ class TestResolved:
         assert isinstance(caught.value.__cause__, errors.BatchOutcomeUnknownError)
 
     @pytest.mark.parametrize("end", ["open", "discard", "commit"])
-    def test_of_a_batch_whose_end_is_known(self, end: str) -> None:
+    def test_a_batch_with_a_known_outcome_does_not_change(self, end: str) -> None:
         machine = batch()
         add(machine, message())
         if end == "discard":

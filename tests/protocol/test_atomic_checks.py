@@ -74,7 +74,7 @@ def test_a_message_that_just_fits_is_sent_whatever_its_sequence(level: int) -> N
 
 @LEVELS
 class TestExpectations:
-    def test_the_last_sequence_of_the_stream_on_the_first_message_only(self, level: int) -> None:
+    def test_expected_last_seq_is_allowed_on_the_first_message_only(self, level: int) -> None:
         machine = batch(level)
         add(machine, message(expected_last_seq=0))
         for bad in ({"expected_last_seq": 1}, {"headers": {"nats-expected-last-sequence": "1"}}):
@@ -84,7 +84,7 @@ class TestExpectations:
                 commit(machine, message("a.2", **bad))
         assert machine.size == 1
 
-    def test_the_last_sequence_of_a_subject_not_after_writing_to_it(self, level: int) -> None:
+    def test_expected_last_subject_seq_is_refused_after_a_write_to_the_subject(self, level: int) -> None:
         machine = batch(level)
         add(machine, message("a.1", expected_last_subject_seq=0))
         add(machine, message("a.2", expected_last_subject_seq=7))
@@ -101,7 +101,7 @@ class TestExpectations:
         assert machine.size == 4
 
     @pytest.mark.parametrize("version", ["2.12.0", "2.12.0-RC.6", "2.12.1", "2.12.8", "2.14.6", "2.15.1", "older", ""])
-    def test_2_12_0_gets_the_subject_wrong(self, level: int, version: str) -> None:
+    def test_expectations_on_subjects_are_refused_for_2_12_0(self, level: int, version: str) -> None:
         refused = version.startswith("2.12.0")
         for expecting in (
             message("a.2", expected_last_subject_seq=0),
@@ -127,7 +127,7 @@ class TestExpectations:
         add(machine, message("a.2", expected_last_subject_seq=0))
 
 
-def test_a_given_back_message_does_not_count_as_a_write() -> None:
+def test_a_message_that_the_server_refused_does_not_count_as_a_write() -> None:
     machine = batch()
     add(machine, message("a.1"))
     add(machine, message("a.2"))
@@ -143,7 +143,7 @@ def test_a_given_back_message_does_not_count_as_a_write() -> None:
 
 
 @LEVELS
-def test_the_caller_s_headers_are_not_changed(level: int) -> None:
+def test_headers_of_the_caller_are_not_changed(level: int) -> None:
     headers = {"K": "v"}
     machine = batch(level)
     add(machine, message(headers=headers, msg_id="m"))

@@ -1,4 +1,4 @@
-"""What has to be asked about a commit without an answer, and what the answers prove."""
+"""Which questions a commit without an answer needs, and what the answers prove."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_stream_without_holes_proves_that_nothing_is_stored(direct: bool) -> N
     assert World(without(8, 9), state=state).follow(find_commit(commit(opened=state))) is None
 
 
-def test_the_leader_is_waited_for() -> None:
+def test_the_read_waits_until_the_leader_has_applied_everything() -> None:
     def moved(look: int, world: World) -> None:
         world.state = replace(STATE, last_seq=min(10, 6 + look))
 
@@ -209,7 +209,7 @@ def header(batch: str, number: object) -> dict[str, str]:
 
 
 @given(st.data())
-def test_it_never_says_what_is_not_so(data: st.DataObject) -> None:
+def test_a_search_never_proves_what_is_false(data: st.DataObject) -> None:
     before, size, later = (data.draw(st.integers(low, 6)) for low in (0, 1, 0))
     stored, interleaved = data.draw(st.booleans()), data.draw(st.booleans())
     stream: list[dict[str, str]] = [{} for _ in range(before)]
@@ -234,7 +234,7 @@ def test_it_never_says_what_is_not_so(data: st.DataObject) -> None:
         assert not stored
 
 
-def test_ids_that_only_look_right() -> None:
+def test_similar_ids_and_sequences_are_not_the_batch() -> None:
     search = Search("b", 3, 0)
     for seq, headers in enumerate([header("b", "x"), header("b", 0), header("b", 4), header("B", 1), {}], 1):
         search.see(seq, headers)

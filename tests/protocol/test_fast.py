@@ -65,7 +65,7 @@ def commands(data: bytes) -> list[Command]:
 
 
 def in_state(state: State, mode: GapMode | None = None) -> FastBatch:
-    """A batch that got there as batches do; 5 messages are sent from OPEN on."""
+    """Return a batch that entered `state` by public calls; 5 messages are sent from OPEN on."""
     machine = batch(mode or (OK if state is State.SUSPENDED else FAIL))
     if state is State.NEW:
         return machine
@@ -366,7 +366,7 @@ def test_a_gap_report_never_moves_the_window(mode: GapMode) -> None:
 def test_reports_are_bounded_and_counted() -> None:
     machine = in_state(O, OK)
     machine.receive([gap(i, i + 1) for i in range(1, KEPT_REPORTS + 11)], 0.0)
-    machine.receive([gap(1010, 1011)], 0.0)  # one that comes twice is one
+    machine.receive([gap(1010, 1011)], 0.0)  # a repeated report counts once
     machine.receive([err(2)] * (KEPT_REPORTS + 5), 0.0)
     assert (machine.gap_count, len(machine.gaps), machine.gaps[-1].first_lost) == (1010, 1000, 1010)
     assert (machine.error_count, len(machine.errors)) == (1005, 1000)
