@@ -3,15 +3,19 @@
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from jetstream_ext.client.advisories import AbandonedBatches, watch_abandoned
-from jetstream_ext.client.atomic import AtomicBatch, publish_atomic
-from jetstream_ext.client.atomic_many import AtomicBatches, publish_atomic_many
-from jetstream_ext.client.consumers import reset_consumer
+from jetstream_ext.client.atomic import AtomicBatch, AtomicBatches, publish_atomic, publish_atomic_many
+from jetstream_ext.client.consumers import (
+    SourceHealth,
+    SourceState,
+    create_source_consumer,
+    reset_consumer,
+    source_health,
+)
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.direct_reader import MessageBatch
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.features import Features, features
 from jetstream_ext.client.ingest import ingest
-from jetstream_ext.client.sourcing import SourceHealth, SourceState, create_source_consumer, source_health
 from jetstream_ext.client.streams import ensure_stream
 from jetstream_ext.protocol.fast_wire import BatchFlowError
 from jetstream_ext.protocol.stored_msg import StoredMsg

@@ -36,6 +36,7 @@ executors to the driver), hashed, and constructed without arguments.
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
 
 import nats.errors
@@ -45,27 +46,23 @@ from typing_extensions import override
 from jetstream_ext.types import BatchAck, IngestReport
 
 
+# The constructor of each `dataclass` below also takes the fields of its bases.
+@dataclass(kw_only=True, eq=False, repr=False)
 class JetStreamExtError(nats.errors.Error):
     """Root of every error that this library defines."""
 
-    def __init__(self, message: str = "") -> None:
-        super().__init__(message)
-        # nats-py's constructors drop the text, which would leave the repr empty.
-        self.args: tuple[Any, ...] = (message,) if message else ()
-        self.message = message
+    message: str = field(default="", kw_only=False)
+
+    def __post_init__(self) -> None:
+        self.args: tuple[Any, ...] = (self.message,) if self.message else ()  # repr and pickling use them
 
     @override
     def __str__(self) -> str:
         return self.message or type(self).__name__
 
     # By identity: nats-py's API errors compare fields and have no hash.
-    @override
-    def __eq__(self, other: object) -> bool:
-        return object.__eq__(self, other)
-
-    @override
-    def __hash__(self) -> int:
-        return BaseException.__hash__(self)
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -76,6 +73,7 @@ class JetStreamExtError(nats.errors.Error):
         return type(self), self.args, state
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class UnsupportedFeatureError(JetStreamExtError):
     """The server is too old for the feature.
 
@@ -85,18 +83,9 @@ class UnsupportedFeatureError(JetStreamExtError):
         server_version: The server's version, if known.
     """
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        feature: str = "",
-        required_api_level: int | None = None,
-        server_version: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.feature = feature
-        self.required_api_level = required_api_level
-        self.server_version = server_version
+    feature: str = ""
+    required_api_level: int | None = None
+    server_version: str | None = None
 
 
 class RequestTimeoutError(JetStreamExtError, nats.errors.TimeoutError):
@@ -111,44 +100,44 @@ class StreamConfigMismatchError(JetStreamExtError):
         self.diff: dict[str, tuple[Any, Any]] = dict(diff or {})
 
 
-def _fill_api_error(
-    error: nats.js.errors.APIError,
-    *,
-    code: int | None,
-    err_code: int | None,
-    description: str,
-    stream: str | None,
-) -> None:
-    """Set the fields of nats-py's API errors; its constructor would replace the exception's args."""
-    error.code = code
-    error.err_code = err_code
-    error.description = description
-    error.stream = stream
-    error.seq = None
-
-
+@dataclass(kw_only=True, eq=False, repr=False)
 class DirectGetDisabledError(JetStreamExtError):
     """No server answers direct gets for the stream: it lacks ``allow_direct``, or it does not exist."""
 
-    def __init__(self, message: str = "", *, stream: str = "") -> None:
-        super().__init__(message)
-        self.stream = stream
+    stream: str = ""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MessageNotFoundError(JetStreamExtError, nats.js.errors.NotFoundError):
     """A single get found no message. The replica that answered may lag: pass ``min_seq`` to exclude that."""
 
-    def __init__(self, message: str = "", *, stream: str = "", code: int = 404) -> None:
-        JetStreamExtError.__init__(self, message)
-        _fill_api_error(self, code=code, err_code=None, description=message, stream=stream)
+    stream: str = ""
+    code: int | None = 404
+    err_code: int | None = field(default=None, init=False)
+    description: str = field(default="", init=False)
+    seq: int | None = field(default=None, init=False)
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.description = self.message
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class BadRequestError(JetStreamExtError, nats.js.errors.BadRequestError):
     """The server refused a direct-get request (status 408); ``description`` is the server's reason."""
 
-    def __init__(self, message: str = "", *, description: str = "", stream: str = "", code: int = 408) -> None:
-        JetStreamExtError.__init__(self, message or description)
-        _fill_api_error(self, code=code, err_code=None, description=description or message, stream=stream)
+    description: str = ""
+    stream: str = ""
+    code: int | None = 408
+    err_code: int | None = field(default=None, init=False)
+    seq: int | None = field(default=None, init=False)
+
+    @override
+    def __post_init__(self) -> None:
+        self.message = self.message or self.description
+        self.description = self.description or self.message
+        super().__post_init__()
 
 
 class TooManySubjectsError(JetStreamExtError):
@@ -163,6 +152,7 @@ class ResponseError(JetStreamExtError):
         self.frame: bytes = frame[:1024]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class MessagesLostError(JetStreamExtError):
     """A direct-get reply has a gap: messages were lost between the server and this client.
 
@@ -171,12 +161,11 @@ class MessagesLostError(JetStreamExtError):
         got: The stream sequence that it named instead.
     """
 
-    def __init__(self, message: str = "", *, expected: int | None = None, got: int | None = None) -> None:
-        super().__init__(message)
-        self.expected = expected
-        self.got = got
+    expected: int | None = None
+    got: int | None = None
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PositionLostError(MessagesLostError):
     """The next message of a log reader is no longer stored: it was purged, expired, or lost with the end of the stream.
 
@@ -187,13 +176,10 @@ class PositionLostError(MessagesLostError):
         stream: The stream.
     """
 
-    def __init__(
-        self, message: str = "", *, stream: str = "", expected: int | None = None, got: int | None = None
-    ) -> None:
-        super().__init__(message, expected=expected, got=got)
-        self.stream = stream
+    stream: str = ""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class StreamRecreatedError(JetStreamExtError):
     """The stream was deleted and created again, so that a position in the earlier stream is void.
 
@@ -203,13 +189,12 @@ class StreamRecreatedError(JetStreamExtError):
         found: The creation time of the stream that exists now.
     """
 
-    def __init__(self, message: str = "", *, stream: str = "", expected: str = "", found: str = "") -> None:
-        super().__init__(message)
-        self.stream = stream
-        self.expected = expected
-        self.found = found
+    stream: str = ""
+    expected: str = ""
+    found: str = ""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class FencedError(JetStreamExtError):
     """Another reader, worker or Spark query of the same name has stored a newer position; this one must stop.
 
@@ -218,10 +203,8 @@ class FencedError(JetStreamExtError):
         seq: The position that the other one has stored, if known.
     """
 
-    def __init__(self, message: str = "", *, name: str = "", seq: int | None = None) -> None:
-        super().__init__(message)
-        self.name = name
-        self.seq = seq
+    name: str = ""
+    seq: int | None = None
 
 
 class HistoryUnavailableError(JetStreamExtError):
@@ -232,9 +215,6 @@ class HistoryUnavailableError(JetStreamExtError):
         self.keys: tuple[str, ...] = tuple(keys)
 
 
-Outcome = Literal["not_stored", "partial", "stored", "unknown"]
-
-
 class BadSubjectError(JetStreamExtError, nats.errors.BadSubjectError, ValueError):
     """A subject or name is invalid; nothing was sent."""
 
@@ -242,11 +222,17 @@ class BadSubjectError(JetStreamExtError, nats.errors.BadSubjectError, ValueError
 class BadHeaderError(JetStreamExtError, nats.errors.BadHeaderError, ValueError):
     """A header is invalid, or one that only the library may set; nothing was sent."""
 
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.key = self.message  # nats-py's field
+
 
 class MaxPayloadError(JetStreamExtError, nats.errors.MaxPayloadError, ValueError):
     """A message (with its headers) is larger than the server's ``max_payload``; nothing was sent."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class IngestError(JetStreamExtError):
     """An `ingest` stopped. Every message before ``index`` is stored; the error's cause says why it stopped.
 
@@ -257,15 +243,15 @@ class IngestError(JetStreamExtError):
         report: The report up to then.
     """
 
-    def __init__(
-        self, message: str = "", *, index: int = 0, subject: str | None = None, report: IngestReport | None = None
-    ) -> None:
-        super().__init__(message)
-        self.index = index
-        self.subject = subject
-        self.report = report
+    index: int = 0
+    subject: str | None = None
+    report: IngestReport | None = None
 
 
+Outcome = Literal["not_stored", "partial", "stored", "unknown"]
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class BatchError(JetStreamExtError):
     """A batch has failed.
 
@@ -277,22 +263,11 @@ class BatchError(JetStreamExtError):
         ack: The server's final ack of the batch, if there was one.
     """
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        batch_id: str = "",
-        sent: int = 0,
-        acked: int = 0,
-        outcome: Outcome = "unknown",
-        ack: BatchAck | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.batch_id = batch_id
-        self.sent = sent
-        self.acked = acked
-        self.outcome: Outcome = outcome
-        self.ack = ack
+    batch_id: str = ""
+    sent: int = 0
+    acked: int = 0
+    outcome: Outcome = "unknown"
+    ack: BatchAck | None = None
 
 
 class BatchClosedError(BatchError):
@@ -307,6 +282,7 @@ class BatchAbandonedError(BatchError):
     """The batch was dropped: the connection was lost, or the server no longer knows the batch."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class BatchGapError(BatchError):
     """Messages of a fast batch never reached the stream.
 
@@ -315,10 +291,8 @@ class BatchGapError(BatchError):
         last_lost: The last lost batch sequence.
     """
 
-    def __init__(self, message: str = "", *, first_lost: int = 0, last_lost: int = 0, **batch: Any) -> None:
-        super().__init__(message, **batch)
-        self.first_lost = first_lost
-        self.last_lost = last_lost
+    first_lost: int = 0
+    last_lost: int = 0
 
 
 class BatchOutcomeUnknownError(BatchError):
@@ -327,6 +301,11 @@ class BatchOutcomeUnknownError(BatchError):
 
 class NoStreamError(BatchError, nats.js.errors.NoStreamResponseError):
     """No stream stores the subject, or its leader is away (status 503)."""
+
+    @override
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.description = self.message  # nats-py's field
 
 
 class ErrorCode(enum.IntEnum):
@@ -382,6 +361,7 @@ SERVER_ERRORS: Final[dict[int, type[ServerError]]] = {}
 """The class of each error code that has one."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ServerError(JetStreamExtError, nats.js.errors.APIError):
     """The server refused a request or message.
 
@@ -392,6 +372,11 @@ class ServerError(JetStreamExtError, nats.js.errors.APIError):
         retryable: Whether the same call may succeed later, unchanged.
     """
 
+    code: int | None = None
+    err_code: int | None = None
+    description: str = ""
+    stream: str | None = field(default=None, init=False)
+    seq: int | None = field(default=None, init=False)
     retryable: ClassVar[bool] = False
 
     @override
@@ -399,18 +384,11 @@ class ServerError(JetStreamExtError, nats.js.errors.APIError):
         super().__init_subclass__()
         SERVER_ERRORS.update(dict.fromkeys(codes, cls))
 
-    def __init__(
-        self,
-        message: str = "",
-        *,
-        code: int | None = None,
-        err_code: int | None = None,
-        description: str = "",
-        **batch: Any,
-    ) -> None:
-        # A subclass that is also a BatchError passes the batch's fields to its constructor.
-        super().__init__(message or description, **batch)
-        _fill_api_error(self, code=code, err_code=err_code, description=description or message, stream=None)
+    @override
+    def __post_init__(self) -> None:
+        self.message = self.message or self.description
+        self.description = self.description or self.message
+        super().__post_init__()
 
     @override
     def __str__(self) -> str:
@@ -418,6 +396,7 @@ class ServerError(JetStreamExtError, nats.js.errors.APIError):
         return f"{text} (error {self.err_code})" if self.err_code else text
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class BatchServerError(ServerError, BatchError):
     """The server refused a batch with an error code that has no class of its own."""
 
@@ -428,6 +407,7 @@ class WrongLastSequenceError(
     """10071, 10164: the stream or the subject has a newer message than the expected sequence."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class KeyConflictError(WrongLastSequenceError, nats.js.errors.KeyWrongLastSequenceError):
     """A key is not at the revision that an operation expected; nothing was written.
 
@@ -436,16 +416,9 @@ class KeyConflictError(WrongLastSequenceError, nats.js.errors.KeyWrongLastSequen
         stale_read: Whether a transaction had read one of the keys before it changed, so that it can be run again.
     """
 
-    def __init__(
-        self, message: str = "", *, keys: tuple[str, ...] = (), stale_read: bool = False, **refusal: Any
-    ) -> None:
-        super().__init__(message, **refusal)
-        self.keys: tuple[str, ...] = tuple(keys)
-        self.stale_read = stale_read
-
-    @override
-    def __str__(self) -> str:
-        return JetStreamExtError.__str__(self)
+    keys: tuple[str, ...] = ()
+    stale_read: bool = False
+    __str__ = JetStreamExtError.__str__
 
 
 class StreamMismatchError(BatchServerError, codes=(ErrorCode.STREAM_MISMATCH,)):
@@ -560,65 +533,3 @@ def batch_refusal(error: ServerError, message: str, **batch: Any) -> BatchServer
     """Return `error` as a `BatchServerError` with the batch's fields (the keywords of `BatchError`)."""
     cls = type(error) if isinstance(error, BatchServerError) else BatchServerError
     return cls(message, code=error.code, err_code=error.err_code, description=error.description or "", **batch)
-
-
-# In the order of the tree, which is also the order of the reference documentation.
-__all__ = [  # noqa: RUF022
-    "Outcome",
-    "JetStreamExtError",
-    "UnsupportedFeatureError",
-    "DirectGetDisabledError",
-    "MessageNotFoundError",
-    "BadRequestError",
-    "TooManySubjectsError",
-    "ResponseError",
-    "MessagesLostError",
-    "PositionLostError",
-    "StreamRecreatedError",
-    "FencedError",
-    "RequestTimeoutError",
-    "StreamConfigMismatchError",
-    "HistoryUnavailableError",
-    "BadSubjectError",
-    "BadHeaderError",
-    "MaxPayloadError",
-    "IngestError",
-    "BatchError",
-    "BatchClosedError",
-    "EmptyBatchError",
-    "BatchAbandonedError",
-    "BatchGapError",
-    "BatchOutcomeUnknownError",
-    "NoStreamError",
-    "ServerError",
-    "BatchServerError",
-    "WrongLastSequenceError",
-    "KeyConflictError",
-    "StreamMismatchError",
-    "MessageTooLargeError",
-    "MessageTTLInvalidError",
-    "MessageTTLDisabledError",
-    "TooManyRequestsError",
-    "AtomicPublishDisabledError",
-    "AtomicPublishMissingSequenceError",
-    "AtomicPublishIncompleteError",
-    "AtomicPublishUnsupportedHeaderError",
-    "AtomicPublishInvalidBatchIDError",
-    "RequiredApiLevelError",
-    "AtomicPublishMirrorError",
-    "AtomicPublishTooLargeError",
-    "AtomicPublishInvalidCommitError",
-    "AtomicPublishDuplicateMessageIDError",
-    "ConsumerInvalidResetError",
-    "FastPublishDisabledError",
-    "FastPublishInvalidPatternError",
-    "FastPublishInvalidBatchIDError",
-    "FastPublishUnknownBatchError",
-    "FastPublishMirrorError",
-    "AtomicPublishTooManyInflightError",
-    "FastPublishTooManyInflightError",
-    "ErrorCode",
-    "SERVER_ERRORS",
-    "server_error",
-    "batch_refusal",
-]

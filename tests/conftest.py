@@ -51,6 +51,7 @@ os.environ.setdefault(
 # What `pytest -n` starts first, the longest first, so that no worker is left alone with it at the end.
 LONGEST = (
     "spark session",
+    "spark faults",
     "spark processes",
     "tests/faults/test_ingest.py",
     "tests/kv/test_model.py",
@@ -72,7 +73,6 @@ LONGEST = (
 # Each of these tests starts JVMs of its own.
 SPARK_PROCESSES = (
     "tests/bench/test_figures.py",
-    "tests/spark/test_faults.py",
     "tests/spark/test_secrets.py",
     "tests/docs/test_pages.py::test_a_page_does_what_it_says[tutorial]",
     "tests/docs/test_pages.py::test_a_page_does_what_it_says[spark-pipeline]",
@@ -85,6 +85,8 @@ def scope_of(nodeid: str) -> str:
     """Return the name of the tests that one worker runs one after the other: a file, or those that share a JVM."""
     if nodeid.startswith(SPARK_PROCESSES):
         return "spark processes"
+    if nodeid.startswith(("tests/spark/test_faults.py", "tests/spark/safety_net/test_replays.py")):
+        return "spark faults"
     if nodeid.startswith("tests/spark/"):
         return "spark session"
     return nodeid.split("::", 1)[0]
@@ -92,7 +94,7 @@ def scope_of(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `pytest -n`, run each scope on one worker, where its tests share servers, and at most two JVMs at once."""
+    """With `pytest -n`, run each scope on one worker, where its tests share servers, and at most three JVMs at once."""
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class Scopes(LoadScopeScheduling):

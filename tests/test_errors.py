@@ -1,4 +1,4 @@
-"""The error tree of the contract: what each is, what it carries, and that it survives pickling."""
+"""The error tree of the contract: the bases and fields of every class, and pickling."""
 
 import copy
 import inspect
@@ -15,7 +15,7 @@ from jetstream_ext.types import BatchAck
 
 CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, JetStreamExtError)]
 
-# Every name of the contract, with all that a handler may catch it by.
+# Every name of the contract, with the classes that an ``except`` may name to catch it.
 TREE: dict[str, tuple[type[BaseException], ...]] = {
     "JetStreamExtError": (nats.errors.Error,),
     "UnsupportedFeatureError": (JetStreamExtError,),
@@ -87,7 +87,7 @@ SERVER = {"code": 400, "err_code": 10071, "description": "wrong last sequence: 9
 
 
 def arguments(cls: type[JetStreamExtError]) -> dict[str, Any]:
-    """A telling value for every argument of a class."""
+    """A distinct value for every argument of a class."""
     known: dict[str, Any] = {
         "feature": "atomic batch",
         "required_api_level": 2,
@@ -147,10 +147,10 @@ def test_each_server_code_has_its_class(name: str) -> None:
 
 @pytest.mark.parametrize("code", [None, 0, 10003, 10203, 99999])
 def test_an_unknown_code_is_a_plain_server_error(code: int | None) -> None:
-    error = errors.server_error(code=500, err_code=code, description="who knows")
+    error = errors.server_error(code=500, err_code=code, description="a new reason")
     assert type(error) is ServerError
     assert not error.retryable
-    assert "who knows" in str(error)
+    assert "a new reason" in str(error)
 
 
 def test_the_codes_of_the_drafts_are_not_fast_ingest_errors() -> None:
@@ -171,12 +171,12 @@ class TestEveryClass:
         for name, value in given.items():
             assert getattr(error, name) == value
 
-    def test_survives_pickling_with_its_fields(self, cls: type[JetStreamExtError]) -> None:
+    def test_pickling_keeps_its_fields(self, cls: type[JetStreamExtError]) -> None:
         error = cls(**arguments(cls))
         for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
             assert state(pickle.loads(pickle.dumps(error, protocol))) == state(error)
 
-    def test_survives_pickling_with_its_cause(self, cls: type[JetStreamExtError]) -> None:
+    def test_pickling_keeps_its_cause(self, cls: type[JetStreamExtError]) -> None:
         with pytest.raises(cls) as caught:
             raise cls(**arguments(cls)) from errors.ResponseError("below", frame=b"x")
         again = pickle.loads(pickle.dumps(caught.value))
@@ -190,37 +190,37 @@ class TestEveryClass:
         assert again.__cause__ is None
         assert not again.__suppress_context__
 
-    def test_is_hashable_and_equal_to_itself_alone(self, cls: type[JetStreamExtError]) -> None:
+    def test_is_hashable_and_equal_only_to_itself(self, cls: type[JetStreamExtError]) -> None:
         one, other = cls("same"), cls("same")
         assert len({one, other}) == 2
         assert one == one
         assert one != other
 
-    def test_can_be_copied_to_be_raised_twice(self, cls: type[JetStreamExtError]) -> None:
+    def test_can_be_copied(self, cls: type[JetStreamExtError]) -> None:
         error = cls(**arguments(cls))
         again = copy.copy(error)
         assert again is not error
         assert state(again) == state(error)
 
-    def test_says_what_happened(self, cls: type[JetStreamExtError]) -> None:
+    def test_its_text_and_its_repr_have_the_message(self, cls: type[JetStreamExtError]) -> None:
         error = cls(**arguments(cls))
         assert "it broke" in str(error)
         assert "it broke" in repr(error)
         assert cls.__name__ in repr(error)
         assert cls.__doc__
 
-    def test_is_caught_as_nats_py_s(self, cls: type[JetStreamExtError]) -> None:
+    def test_is_a_nats_py_error(self, cls: type[JetStreamExtError]) -> None:
         with pytest.raises(nats.errors.Error):
             raise cls
 
 
-def test_the_text_of_a_server_error_names_its_code() -> None:
+def test_the_text_of_a_server_error_has_its_code() -> None:
     assert str(ServerError(description="wrong", err_code=10071)) == "wrong (error 10071)"
     assert "wrong" in repr(ServerError(description="wrong", err_code=10071))
 
 
 @pytest.mark.parametrize("code", sorted(errors.SERVER_ERRORS))
-def test_a_refused_batch_is_the_server_s_class_and_a_batch_error(code: int) -> None:
+def test_the_refusal_of_a_batch_has_the_class_of_its_code_and_is_a_batch_error(code: int) -> None:
     error = errors.server_error(code=429, err_code=code, description="no")
     refusal = errors.batch_refusal(error, "batch b1: no", **BATCH)
     assert isinstance(refusal, BatchError)
@@ -234,19 +234,32 @@ def test_a_refused_batch_is_the_server_s_class_and_a_batch_error(code: int) -> N
     assert state(pickle.loads(pickle.dumps(refusal))) == state(refusal)
 
 
-def test_a_refused_batch_with_an_unknown_code_is_a_batch_server_error() -> None:
+def test_the_refusal_of_a_batch_with_an_unknown_code_is_a_batch_server_error() -> None:
     refusal = errors.batch_refusal(errors.server_error(code=500, err_code=10052, description="?"), "no", **BATCH)
     assert type(refusal) is BatchServerError
     assert refusal.outcome == "partial"
 
 
-def test_a_frame_is_truncated() -> None:
+def test_a_response_error_keeps_1024_bytes_of_the_frame() -> None:
     assert len(errors.ResponseError("x", frame=bytes(5000)).frame) == 1024
 
 
-def test_values_are_copied() -> None:
+def test_collections_are_copied() -> None:
     diff: dict[str, tuple[Any, Any]] = {"a": (1, 2)}
     error = errors.StreamConfigMismatchError("x", diff=diff)
     diff.clear()
     assert error.diff == {"a": (1, 2)}
     assert errors.HistoryUnavailableError(keys=["a"]).keys == ("a",)  # type: ignore[arg-type]
+
+
+def test_the_fields_of_nats_py_s_errors_are_set() -> None:
+    assert errors.BadHeaderError("header 'a b' is invalid").key == "header 'a b' is invalid"
+    assert errors.NoStreamError("no stream stores 'a'").description == "no stream stores 'a'"
+    for error in (errors.MessageNotFoundError("none"), errors.BadRequestError("none"), ServerError("none")):
+        assert (error.err_code, error.seq, error.description) == (None, None, "none")
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_an_unknown_argument_is_refused(cls: type[JetStreamExtError]) -> None:
+    with pytest.raises(TypeError):
+        cls("it broke", unknown=1)

@@ -6,8 +6,9 @@
     app.py          the group of commands and their exit statuses
     connection.py   a connection from options, environment variables and contexts of the ``nats`` tool
     output.py       progress bars, tables, JSON, and errors in one line
-    doctor.py, serve.py, demo.py, snapshot.py, ingest.py, export.py   one command each (formats.py: the files of export)
-    bench.py        this library compared with plain nats-py (measuring.py: the cases)
+    formats.py      CSV, JSON lines and Parquet files, read by ingest and written by export
+    doctor.py, snapshot.py, ingest.py, export.py, bench.py   one command each
+    local.py        serve and demo: the commands that only use a server of their own
 
 The library imports nothing from here.
 """

@@ -6,8 +6,6 @@ import importlib.util
 import io
 import sys
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Run the command line; the exit status is 0, 1 (failed), 2 (wrong usage) or 130 (stopped with Ctrl-C)."""
@@ -22,7 +20,7 @@ def main() -> None:
         from jetstream_ext.cli.app import cli  # it imports click and rich
 
         cli(prog_name="jetstream-ext")
-    except KeyboardInterrupt:  # before a command handles it
+    except KeyboardInterrupt:  # before the group of commands handles it
         sys.exit(130)
 
 

@@ -1,45 +1,388 @@
-"""``jetstream-ext bench``: compare this library with plain nats-py, as a table and a plot."""
+"""``jetstream-ext bench``: this library and plain nats-py in turn on a scratch stream, as a table and a plot."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
 import click
+import nats.errors
+import nats.js.errors
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig
+from nats.nuid import NUID
 from rich.text import Text
 
-from jetstream_ext.cli.connection import Target, connected, connection_options, target
-from jetstream_ext.cli.measuring import Case, Outcome, measure, scratch
-from jetstream_ext.cli.output import STOPPED, console, progress, table, write_json
-from jetstream_ext.client.features import features
+from jetstream_ext.cli.connection import Target, connected, connection_options
+from jetstream_ext.cli.output import Stopped, console, on_signal, progress, table, write_json
+from jetstream_ext.client.atomic import publish_atomic
+from jetstream_ext.client.base_connection import mark_retrieved
+from jetstream_ext.client.context import Context
+from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.client.fast import FastPublisher
+from jetstream_ext.client.features import Features, features
+from jetstream_ext.protocol.feature_table import ATOMIC, DIRECT_BATCH, DIRECT_GET, FAST_INGEST, Feature
 from jetstream_ext.testing import NatsServer
+from jetstream_ext.types import BatchMessage
 
-_SUFFIXES: Final = (".png", ".svg")
+_ATOMIC_BATCH: Final = 500  # servers accept 1,000 by default
+_FETCH: Final = 500
+_CLOSE_TIMEOUT: Final = 5.0
+_POLL: Final = 0.5
+_SUBJECTS: Final = 10
+_SYNCHRONOUS_SHARE: Final = 50  # calls that wait for each answer move this fraction of the messages
+_WINDOWED_SHARE: Final = 5
+_GROUPS: Final = {"publish": "publish", "read": "read back"}
+_WIDTH_OF_ALL_COLUMNS: Final = 76
+
+_NUMBER: Final[dict[str, Any]] = {"metavar": "N", "show_default": True}
+
+_PLOT_SUFFIXES: Final = (".png", ".svg")
 _INK: Final = "#808080"  # readable on white and on black: the plot has no background
 _OURS: Final = "#2f81f7"
 _THEIRS: Final = "#a0a0a0"
-_PROGRESS_STEPS: Final = 1_000
-_WIDTH_OF_ALL_COLUMNS: Final = 76
-_GROUPS: Final = {"publish": "publish", "read": "read back"}
+
+
+@click.command("bench", short_help="Compare this library with plain nats-py.")
+@click.argument("url", envvar="NATS_URL", default="")
+@click.option(
+    "--messages",
+    type=click.IntRange(1),
+    default=100_000,
+    help="Messages that the fastest calls move; slower calls move a fraction of them.",
+    **_NUMBER,
+)
+@click.option("--size", type=click.IntRange(0), default=128, help="Bytes per payload.", **_NUMBER)
+@click.option(
+    "--rounds", type=click.IntRange(1), default=3, help="Measured rounds, after one warm-up round.", **_NUMBER
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Also draw a plot: *.png or *.svg."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress bar.")
+@connection_options(server=False, selected=False)
+def command(where: Target, messages: int, size: int, rounds: int, plot: Path | None, as_json: bool) -> None:
+    """Compare this library with plain nats-py, on the server at URL or else on a temporary one.
+
+    The command works on a scratch stream, which it deletes at the end and after Ctrl-C. It touches no other stream. It
+    loads the server as much as it can. A temporary server needs nats-jetstream-ext[server].
+    """
+    if plot is not None:
+        _check_plot(plot)
+    job = _Bench(messages, size, rounds)
+    # SIGTERM too deletes the scratch stream.
+    with on_signal(job.stop, signal.SIGTERM), nullcontext() if where.settings.url else NatsServer() as own:
+        try:
+            outcome = asyncio.run(job.run(where if own is None else where.at(own.url), show=not as_json))
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            deleted = job.created and not job.left
+            raise Stopped("stopped; the scratch stream is deleted" if deleted else "stopped") from None
+        finally:
+            if job.left and own is None:
+                click.echo(f"the scratch stream {job.left} could not be deleted; delete it if it exists", err=True)
+    conditions = {
+        "server": where.shown if own is None else "embedded",
+        "server_version": outcome.version,
+        "nats_py": version("nats-py"),
+        "jetstream_ext": version("nats-jetstream-ext"),
+        "messages": messages,
+        "size": size,
+        "rounds": rounds,
+    }
+    spread = "one round" if rounds == 1 else f"medians of {rounds} rounds"
+    if plot is not None:
+        title = f"nats-server {outcome.version}, nats-py {conditions['nats_py']}: messages of {size:,} bytes, {spread}"
+        _draw_plot(plot, title, outcome)
+    if as_json:
+        write_json(conditions | _as_json(outcome))
+        return
+    place = f"at {where.shown}" if own is None else "temporary server"
+    screen = console()
+    screen.print(f"nats-server {outcome.version}, {place}; nats-py {conditions['nats_py']}", markup=False)
+    screen.print(f"{messages:,} messages of {size:,} bytes, {spread}")
+    _show(outcome)
+    if plot is not None:
+        click.echo(f"plot in {plot}")
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Case:
+    """One row of the table: a call, and the messages per second of each round."""
+
+    name: str
+    group: str
+    ours: bool
+    needs: Feature | None
+    run: Callable[[], Coroutine[object, object, int]]
+    """Moves messages and returns their number."""
+    rates: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rates)
+
+    @property
+    def least(self) -> float:
+        return min(self.rates)
+
+    @property
+    def most(self) -> float:
+        return max(self.rates)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """The measured cases, and those that the server of this version lacks."""
+
+    version: str
+    cases: tuple[_Case, ...]
+    left_out: dict[str, str]  # the name of a case, and the release that it needs
+
+    def base(self, group: str) -> _Case:
+        """Return the fastest of nats-py's calls in a group."""
+        return max((case for case in self.cases if case.group == group and not case.ours), key=lambda case: case.median)
+
+
+class _Bench:
+    """One run; `left` is its scratch stream if that could not be deleted."""
+
+    def __init__(self, messages: int, size: int, rounds: int) -> None:
+        self.created = False
+        self.left = ""
+        self._messages = messages
+        self._size = size
+        self._rounds = rounds
+        self._task: asyncio.Task[Any] | None = None
+
+    def stop(self) -> None:
+        """End as after Ctrl-C; SIGINT itself is ignored by processes that a shell starts with `&`."""
+        if self._task is None:
+            raise KeyboardInterrupt
+        self._task.get_loop().call_soon_threadsafe(self._task.cancel)
+
+    async def run(self, where: Target, *, show: bool) -> _Outcome:
+        """Run every case once per round, in turn, so that a machine that slows down slows all of them.
+
+        One more round warms up.
+        """
+        self._task = asyncio.current_task()
+        try:
+            async with connected(where) as js:
+                found = await features(js)
+                async with self._scratch_stream(js, found) as stream:
+                    return await self._measure(js, found, _Cases(js, stream, self._messages, self._size), show=show)
+        finally:
+            self._task = None
+
+    @asynccontextmanager
+    async def _scratch_stream(self, js: JetStreamContext, found: Features) -> AsyncIterator[str]:
+        name = f"JSX_BENCH_{NUID().next().decode()}"
+        # Servers may refuse options that they do not know.
+        able = [feature for feature in (DIRECT_GET, ATOMIC, FAST_INGEST) if feature.at(found.api_level)]
+        options: dict[str, Any] = {feature.option: True for feature in able}
+        try:
+            description = "Temporary stream of `jetstream-ext bench`; safe to delete."
+            await js.add_stream(name=name, subjects=[f"{name}.*"], description=description, **options)
+            self.created = True
+            yield name
+        finally:
+            # Even if the creation was not answered: it may have happened, and the name is unique.
+            try:
+                async with asyncio.timeout(_CLOSE_TIMEOUT):
+                    await js.delete_stream(name)
+            except nats.js.errors.NotFoundError:
+                pass
+            except (nats.errors.Error, OSError):
+                self.left = name
+
+    async def _measure(self, js: JetStreamContext, found: Features, cases: _Cases, *, show: bool) -> _Outcome:
+        able: list[_Case] = []
+        left_out: dict[str, str] = {}
+        for case in cases.all():
+            if case.needs is None or case.needs.at(found.api_level):
+                able.append(case)
+            else:
+                left_out[case.name] = case.needs.since
+        done = moved = 0
+        with progress("measuring", len(able) * (self._rounds + 1), show=show) as report:
+            for number in range(self._rounds + 1):
+                await cases.empty_stream()
+                for case in able:
+                    start = time.perf_counter()
+                    count = await _while_connected(js, case)
+                    elapsed = time.perf_counter() - start
+                    if number:
+                        case.rates.append(count / elapsed)
+                    done, moved = done + 1, moved + count
+                    report(done, moved)
+        return _Outcome(found.server_version, tuple(able), left_out)
+
+
+async def _while_connected(js: JetStreamContext, case: _Case) -> int:
+    """Run a case until it ends or the connection is lost: some of nats-py's calls then never return."""
+    client = Context(js).nc
+    this = asyncio.current_task()
+    if this is not None and this.cancelling():
+        # nats-py swallowed the cancellation; see `_cancel`.
+        raise asyncio.CancelledError
+    task = asyncio.ensure_future(case.run())
+    try:
+        while not (await asyncio.wait({task}, timeout=_POLL))[0]:
+            if not client.is_connected:
+                raise nats.errors.ConnectionClosedError
+        return task.result()
+    finally:
+        await _cancel(task)
+
+
+async def _cancel(task: asyncio.Task[Any]) -> None:
+    """Cancel a task until it ends: before Python 3.12, a call swallows a cancellation that arrives with its answer."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + _CLOSE_TIMEOUT
+    while not task.done() and loop.time() < end:
+        task.cancel()
+        await asyncio.wait({task}, timeout=_POLL)
+    if task.done():
+        mark_retrieved(task)  # publish_async raises another error when it is cancelled
+
+
+class _Cases:
+    """The cases. Those that read come last: they read what the others published."""
+
+    def __init__(self, js: JetStreamContext, stream: str, messages: int, size: int) -> None:
+        self._js = js
+        self._stream = stream
+        self._subjects = [f"{stream}.{n}" for n in range(_SUBJECTS)]
+        self._messages = messages
+        self._payload = b"x" * size
+        self._first = 1
+
+    def all(self) -> list[_Case]:
+        return [
+            _Case("js.publish", "publish", False, None, self._publish),
+            _Case("js.publish_async", "publish", False, None, self._publish_async),
+            _Case("publish_atomic", "publish", True, ATOMIC, self._publish_atomic),
+            _Case("FastPublisher.add_many", "publish", True, FAST_INGEST, self._add_many),
+            _Case("js.get_msg(direct=True)", "read", False, None, self._get_msg),
+            _Case("pull_subscribe, fetch", "read", False, None, self._fetch),
+            _Case("DirectGet.scan", "read", True, DIRECT_BATCH, self._scan),
+        ]
+
+    async def empty_stream(self) -> None:
+        await self._js.purge_stream(self._stream)
+        self._first = (await self._js.stream_info(self._stream)).state.last_seq + 1
+
+    def _some(self, count: int) -> Iterator[tuple[str, bytes]]:
+        return ((self._subjects[n % _SUBJECTS], self._payload) for n in range(count))
+
+    async def _publish(self) -> int:
+        count = max(1, self._messages // _SYNCHRONOUS_SHARE)
+        for subject, payload in self._some(count):
+            await self._js.publish(subject, payload)
+        return count
+
+    async def _publish_async(self) -> int:
+        count = max(1, self._messages // _WINDOWED_SHARE)
+        acks = [await self._js.publish_async(subject, payload) for subject, payload in self._some(count)]
+        await self._js.publish_async_completed()
+        return len(await asyncio.gather(*acks))
+
+    async def _publish_atomic(self) -> int:
+        batches = max(1, self._messages // _WINDOWED_SHARE // _ATOMIC_BATCH)
+        batch = [BatchMessage(subject, payload) for subject, payload in self._some(_ATOMIC_BATCH)]
+        for _ in range(batches):
+            await publish_atomic(self._js, batch)
+        return batches * _ATOMIC_BATCH
+
+    async def _add_many(self) -> int:
+        async with FastPublisher(self._js) as publisher:
+            await publisher.add_many(self._some(self._messages))
+        return self._messages
+
+    async def _get_msg(self) -> int:
+        count = max(1, self._messages // _SYNCHRONOUS_SHARE)
+        for seq in range(self._first, self._first + count):
+            await self._js.get_msg(self._stream, seq, direct=True)
+        return count
+
+    async def _fetch(self) -> int:
+        """Measure nats-py's usual way to read in bulk; it is fastest without acknowledgements."""
+        count, read = max(1, self._messages // _WINDOWED_SHARE), 0
+        config = ConsumerConfig(ack_policy=AckPolicy.NONE, mem_storage=True)
+        subscription = await self._js.pull_subscribe(f"{self._stream}.*", stream=self._stream, config=config)
+        try:
+            while read < count:
+                read += len(await subscription.fetch(min(_FETCH, count - read)))
+        finally:
+            await subscription.unsubscribe()
+        return read
+
+    async def _scan(self) -> int:
+        count = 0
+        async with DirectGet(self._js, self._stream).scan() as messages:
+            async for _ in messages:
+                count += 1
+        return count
+
+
+# -- showing -------------------------------------------------------------------------------------------------------
+
+
+def _as_json(outcome: _Outcome) -> dict[str, Any]:
+    rows = [
+        {
+            "call": case.name,
+            "group": case.group,
+            "by": "jetstream_ext" if case.ours else "nats-py",
+            "messages_per_second": {"min": case.least, "median": case.median, "max": case.most},
+            "times_nats_py": case.median / outcome.base(case.group).median,
+        }
+        for case in outcome.cases
+    ]
+    return {"cases": rows, "left_out": outcome.left_out}
+
+
+def _show(outcome: _Outcome) -> None:
+    screen = console()
+    wide = screen.width >= _WIDTH_OF_ALL_COLUMNS
+    for group, title in _GROUPS.items():
+        base = outcome.base(group)
+        rates = table(title, "messages/s", *(["min", "max"] if wide else []), "times nats-py")
+        for column in rates.columns[1:]:
+            column.justify = "right"
+        for case in outcome.cases:
+            if case.group == group:
+                figures = [case.median, case.least, case.most] if wide else [case.median]
+                call = Text(case.name, "bold" if case.ours else "")
+                rates.add_row(call, *(f"{rate:,.0f}" for rate in figures), f"{case.median / base.median:.1f}")
+        screen.print(rates)
+    screen.print("Times nats-py: relative to its fastest call.", style="dim")
+    for name, release in outcome.left_out.items():
+        screen.print(f"left out: {name} needs nats-server {release}", markup=False)
 
 
 def _check_plot(path: Path) -> None:
-    """Raise an error for a plot that cannot be written, before anything is measured."""
-    if path.suffix.lower() not in _SUFFIXES:
-        raise click.ClickException(f"{path}: a plot must be {' or '.join('*' + each for each in _SUFFIXES)}")
+    if path.suffix.lower() not in _PLOT_SUFFIXES:
+        raise click.ClickException(f"{path}: a plot must be {' or '.join('*' + each for each in _PLOT_SUFFIXES)}")
     if not path.parent.is_dir():
         raise click.ClickException(f"{path}: folder {str(path.parent)!r} does not exist")
     if importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException("a plot needs matplotlib: pip install 'nats-jetstream-ext[plot]'")
 
 
-def _draw_plot(path: Path, title: str, outcome: Outcome) -> None:
+def _draw_plot(path: Path, title: str, outcome: _Outcome) -> None:
     from matplotlib import rc_context  # an extra, and slow to import
     from matplotlib.figure import Figure
 
@@ -56,7 +399,7 @@ def _draw_plot(path: Path, title: str, outcome: Outcome) -> None:
         figure.savefig(path, transparent=True)
 
 
-def _draw_group(axes: Any, label: str, cases: list[Case]) -> None:
+def _draw_group(axes: Any, label: str, cases: list[_Case]) -> None:
     places = range(len(cases))
     axes.barh(
         places,
@@ -77,174 +420,3 @@ def _draw_group(axes: Any, label: str, cases: list[Case]) -> None:
     axes.tick_params(axis="x", labelsize=8)
     axes.set_title(f"{label}, messages/s", loc="left", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-@click.command("bench", short_help="Compare this library with plain nats-py.")
-@click.argument("url", envvar="NATS_URL", default="")
-@click.option(
-    "--messages",
-    type=click.IntRange(1),
-    default=100_000,
-    metavar="N",
-    show_default=True,
-    help="Messages of the fastest calls; slower calls move a fraction of them.",
-)
-@click.option("--size", type=click.IntRange(0), default=128, metavar="N", show_default=True, help="Bytes per payload.")
-@click.option(
-    "--rounds",
-    type=click.IntRange(1),
-    default=3,
-    metavar="N",
-    show_default=True,
-    help="Measured rounds, after one round of warm-up.",
-)
-@click.option(
-    "--plot",
-    "picture",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also draw a plot: *.png or *.svg.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress bar.")
-@connection_options(server=False)
-@click.pass_context
-def command(
-    ctx: click.Context,
-    url: str,
-    messages: int,
-    size: int,
-    rounds: int,
-    picture: Path | None,
-    as_json: bool,
-    timeout: float,
-) -> None:
-    """Compare this library with plain nats-py, on the server at URL or else on a temporary one.
-
-    The command works on a scratch stream, which it deletes at the end and after Ctrl-C. It touches no other stream. It
-    puts as much load on the server as it can. A temporary server needs nats-jetstream-ext[server].
-    """
-    if picture is not None:
-        _check_plot(picture)
-    where = target(ctx, timeout, url, selected=False)
-    job = _Bench(messages, size, rounds)
-    with _sigterm_as_ctrl_c(job), nullcontext() if where.settings.url else NatsServer() as own:
-        if own is not None:
-            where = target(ctx, timeout, own.url, selected=False)
-        try:
-            outcome = asyncio.run(job.run(where, show=not as_json))
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            deleted = job.created and not job.left
-            click.echo("stopped; the scratch stream is deleted" if deleted else "stopped", err=True)
-            ctx.exit(STOPPED)
-        finally:
-            if job.left and own is None:
-                click.echo(f"the scratch stream {job.left} could not be deleted; delete it if it exists", err=True)
-    conditions = {
-        "server": where.shown if own is None else "embedded",
-        "server_version": outcome.version,
-        "nats_py": version("nats-py"),
-        "jetstream_ext": version("nats-jetstream-ext"),
-        "messages": messages,
-        "size": size,
-        "rounds": rounds,
-    }
-    spread = "one round" if rounds == 1 else f"medians of {rounds} rounds"
-    if picture is not None:
-        title = f"nats-server {outcome.version}, nats-py {conditions['nats_py']}: messages of {size:,} bytes, {spread}"
-        _draw_plot(picture, title, outcome)
-    if as_json:
-        write_json(conditions | _as_json(outcome))
-        return
-    place = "temporary server" if own is not None else f"at {where.shown}"
-    screen = console()
-    screen.print(f"nats-server {outcome.version}, {place}; nats-py {conditions['nats_py']}", markup=False)
-    screen.print(f"{messages:,} messages of {size:,} bytes, {spread}")
-    _show(outcome)
-    if picture is not None:
-        click.echo(f"plot in {picture}")
-
-
-class _Bench:
-    """One run; `left` is its scratch stream if that could not be deleted."""
-
-    def __init__(self, messages: int, size: int, rounds: int) -> None:
-        self.created = False
-        self.left = ""
-        self._messages = messages
-        self._size = size
-        self._rounds = rounds
-        self._task: asyncio.Task[Outcome] | None = None
-
-    def stop(self) -> None:
-        """End as after Ctrl-C; SIGINT itself is ignored by processes that a shell starts with `&`."""
-        if self._task is None:
-            raise KeyboardInterrupt
-        self._task.get_loop().call_soon_threadsafe(self._task.cancel)
-
-    async def run(self, where: Target, *, show: bool) -> Outcome:
-        self._task = asyncio.ensure_future(self._run(where, show=show))
-        try:
-            return await self._task
-        finally:
-            self._task = None
-
-    async def _run(self, where: Target, *, show: bool) -> Outcome:
-        async with connected(where) as js:
-            found = await features(js)
-            with progress("measuring", _PROGRESS_STEPS, show=show) as report:
-                async with scratch(js, found, self._on_left) as stream:
-                    self.created = True
-
-                    def on_progress(share: float, moved: int) -> None:
-                        report(int(share * _PROGRESS_STEPS), moved)
-
-                    return await measure(js, found, stream, self._messages, self._size, self._rounds, on_progress)
-
-    def _on_left(self, stream: str) -> None:
-        self.left = stream
-
-
-@contextmanager
-def _sigterm_as_ctrl_c(job: _Bench) -> Iterator[None]:
-    """Delete the scratch stream after SIGTERM too."""
-    before = signal.signal(signal.SIGTERM, lambda *_: job.stop())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _as_json(outcome: Outcome) -> dict[str, Any]:
-    def row(case: Case) -> dict[str, Any]:
-        return {
-            "call": case.name,
-            "group": case.group,
-            "by": "jetstream_ext" if case.ours else "nats-py",
-            "messages_per_second": {"min": case.least, "median": case.median, "max": case.most},
-            "times_nats_py": case.median / outcome.base(case.group).median,
-        }
-
-    return {
-        "cases": [row(case) for case in outcome.cases],
-        "left_out": {case.name: case.needs.since for case in outcome.left_out if case.needs},
-    }
-
-
-def _show(outcome: Outcome) -> None:
-    screen = console()
-    wide = screen.width >= _WIDTH_OF_ALL_COLUMNS
-    for group, title in _GROUPS.items():
-        base = outcome.base(group)
-        rates = table(title, "messages/s", *(["min", "max"] if wide else []), "times nats-py")
-        for column in rates.columns[1:]:
-            column.justify = "right"
-        for case in outcome.cases:
-            if case.group == group:
-                figures = [case.median, case.least, case.most] if wide else [case.median]
-                name = Text(case.name, "bold" if case.ours else "")
-                rates.add_row(name, *(f"{rate:,.0f}" for rate in figures), f"{case.median / base.median:.1f}")
-        screen.print(rates)
-    screen.print("Times nats-py: relative to its fastest call.", style="dim")
-    for case in outcome.left_out:
-        assert case.needs is not None
-        screen.print(f"left out: {case.name} needs nats-server {case.needs.since}", markup=False)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import importlib.util
 import os
 import re
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import click
@@ -19,11 +21,13 @@ import nats.errors
 import orjson
 from nats.aio.client import Client
 from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
 
-from jetstream_ext.errors import BadSubjectError
-from jetstream_ext.protocol.subjects import check_name
+from jetstream_ext.client.api import stream_state
+from jetstream_ext.client.context import Context
+from jetstream_ext.protocol.stream_state import StreamState
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_Command = Callable[..., None]
 
 _DEFAULT_PORT: Final = 4222
 _CLOSE_TIMEOUT: Final = 2.0
@@ -36,27 +40,36 @@ _SCHEMES: Final = frozenset({"nats", "tls", "ws", "wss"})
 _CREDENTIALS: Final = ("user", "password", "token", "creds", "nkey")
 
 
+def _attributes(variable: str | None, metavar: str, help_text: str) -> dict[str, Any]:
+    return {"envvar": variable, "show_envvar": variable is not None, "metavar": metavar, "help": help_text}
+
+
+def _option(flag: str, variable: str | None, metavar: str, help_text: str) -> str:
+    """Return a field of `Settings` that is also an option of the command line, unset by default."""
+    return field(default="", metadata={"flag": flag, "attributes": _attributes(variable, metavar, help_text)})
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Where and as which user to connect, with the field names of a context's file; an empty text is unset."""
 
-    url: str = ""  # one server or several, separated by commas
-    user: str = ""  # without a password: a token
-    password: str = ""
-    token: str = ""
-    creds: str = ""
-    nkey: str = ""
-    cert: str = ""
-    key: str = ""
-    ca: str = ""
-    jetstream_domain: str = ""
-    jetstream_api_prefix: str = ""
+    url: str = _option("--server", "NATS_URL", "URL", f"Servers, comma-separated.  [default: {_DEFAULT_URL}]")
+    creds: str = _option("--creds", "NATS_CREDS", "FILE", "Credentials file of the user.")
+    nkey: str = _option("--nkey", "NATS_NKEY", "FILE", "File with the user's nkey seed.")
+    user: str = _option("--user", "NATS_USER", "NAME", "User name, or a token if there is no password.")
+    password: str = _option("--password", "NATS_PASSWORD", "TEXT", "Password.")
+    token: str = _option("--token", "NATS_TOKEN", "TEXT", "Token.")
+    cert: str = _option("--tlscert", "NATS_CERT", "FILE", "TLS certificate of this client.")
+    key: str = _option("--tlskey", "NATS_KEY", "FILE", "Private key of the TLS certificate.")
+    ca: str = _option("--tlsca", "NATS_CA", "FILE", "TLS certificates to trust.")
+    jetstream_domain: str = _option("--js-domain", None, "NAME", "JetStream domain.")
+    jetstream_api_prefix: str = _option("--js-api-prefix", None, "PREFIX", "Prefix of the JetStream API.")
     inbox_prefix: str = ""
     tls_first: bool = False
 
     def over(self, other: Settings) -> Settings:
         """Return these settings, with those of `other` where these are unset."""
-        merged = {field.name: getattr(self, field.name) or getattr(other, field.name) for field in fields(self)}
+        merged = {each.name: getattr(self, each.name) or getattr(other, each.name) for each in fields(self)}
         if self.user or self.token or self.creds or self.nkey:  # never mix the credentials of two users
             merged |= {name: getattr(self, name) for name in _CREDENTIALS}
         return Settings(**merged)
@@ -68,35 +81,35 @@ def context_folder() -> Path:
     return (Path(base) if base else Path.home() / ".config") / "nats"
 
 
-def selected_context() -> str | None:
-    """Return the name of the context that ``nats context select`` selected."""
+def _selected_context() -> str:
+    """Return the name of the context that ``nats context select`` selected, or an empty text."""
     try:
-        return (context_folder() / "context.txt").read_text(encoding="utf-8", errors="replace").strip() or None
+        return (context_folder() / "context.txt").read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
-        return None
+        return ""
 
 
-def load_context(name: str) -> Settings:
-    """Read a context by its name or the absolute path of its file."""
-    if Path(name).is_absolute():
-        path = Path(name)
-    else:
-        if not name or Path(name).name != name:
+def _load_context(name: str) -> Settings:
+    """Read a context, given by its name or by the absolute path of its file."""
+    path = Path(name)
+    if not path.is_absolute():
+        if path.name != name:
             raise click.ClickException(f"{name!r} is not a valid context name")
         path = context_folder() / "context" / f"{name}.json"
     try:
         found = orjson.loads(path.read_bytes())
     except FileNotFoundError:
-        raise click.ClickException(f"there is no context {name!r} ({path})") from None
+        raise click.ClickException(f"context {name!r} does not exist ({path})") from None
     except orjson.JSONDecodeError as error:
         raise click.ClickException(f"context {name!r} is not JSON ({path}): {error}") from None
     if not isinstance(found, dict):
         raise click.ClickException(f"context {name!r} is not a JSON object ({path})")
-    values: dict[str, Any] = {field.name: found.get(field.name) or field.default for field in fields(Settings)}
-    for field in fields(Settings):
-        if not isinstance(values[field.name], type(field.default)):
-            wanted = "true or false" if isinstance(field.default, bool) else "a text"
-            raise click.ClickException(f"context {name!r}: {field.name!r} is not {wanted} ({path})")
+    values: dict[str, Any] = {}
+    for each in fields(Settings):
+        values[each.name] = found.get(each.name) or each.default
+        if not isinstance(values[each.name], type(each.default)):
+            wanted = "true or false" if isinstance(each.default, bool) else "a text"
+            raise click.ClickException(f"context {name!r}: {each.name!r} is not {wanted} ({path})")
     for unsupported in ("nsc", "user_jwt", "socks_proxy"):
         if found.get(unsupported):
             raise click.ClickException(f"context {name!r} uses {unsupported!r}, which this tool does not support")
@@ -111,87 +124,61 @@ class Target:
     timeout: float
 
     @property
-    def shown(self) -> str:
-        """The servers without passwords and tokens."""
-        return ", ".join(map(without_secrets, self.servers))
-
-    @property
     def servers(self) -> list[str]:
-        """The servers' URLs."""
         urls = [url.strip() for url in (self.settings.url or _DEFAULT_URL).split(",") if url.strip()]
         return [_full_url(url) for url in urls]
 
+    @property
+    def shown(self) -> str:
+        """The servers without passwords and tokens."""
+        return ", ".join(map(_without_secrets, self.servers))
 
-def connection_options(*, server: bool = True) -> Callable[[_F], _F]:
-    """Return a decorator that adds the connection options; `server`: whether the server is one of them."""
-    flags: list[tuple[str, str, str | None, str, str]] = [
-        ("creds", "--creds", "NATS_CREDS", "FILE", "User credentials."),
-        ("nkey", "--nkey", "NATS_NKEY", "FILE", "User nkey seed."),
-        ("user", "--user", "NATS_USER", "NAME", "User name; without a password, a token."),
-        ("password", "--password", "NATS_PASSWORD", "TEXT", "Password."),
-        ("token", "--token", "NATS_TOKEN", "TEXT", "Token."),
-        ("cert", "--tlscert", "NATS_CERT", "FILE", "TLS certificate of this client."),
-        ("key", "--tlskey", "NATS_KEY", "FILE", "Private key of the TLS certificate."),
-        ("ca", "--tlsca", "NATS_CA", "FILE", "TLS certificates to trust."),
-        ("jetstream_domain", "--js-domain", None, "NAME", "JetStream domain."),
-        ("jetstream_api_prefix", "--js-api-prefix", None, "PREFIX", "Prefix of the JetStream API."),
-        ("context", "--context", "NATS_CONTEXT", "NAME", "Context of the nats tool."),
-    ]
-    if server:
-        help_text = f"Servers, comma-separated.  [default: {_DEFAULT_URL}]"
-        flags.insert(0, ("url", "--server", "NATS_URL", "URL", help_text))
+    def at(self, url: str) -> Target:
+        """Return the same settings for another server."""
+        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, url=url))
 
-    def decorate(function: _F) -> _F:
-        for name, flag, variable, metavar, text in reversed(flags):
-            function = click.option(
-                flag,
-                name,
-                envvar=variable,
-                show_envvar=variable is not None,
-                metavar=metavar,
-                help=text,
-                default="",
-                expose_value=False,
-                callback=_keep,
-            )(function)
-        function = click.option(
-            "--tlsfirst",
-            "tls_first",
-            is_flag=True,
-            expose_value=False,
-            callback=_keep,
-            help="TLS handshake before the server's INFO (handshake_first).",
-        )(function)
-        return click.option(
-            "--timeout",
-            envvar="NATS_TIMEOUT",
-            type=_seconds,
-            metavar="DURATION",
-            default="5s",
-            show_default=True,
-            show_envvar=True,
-            help="How long to wait for each answer.",
-        )(function)
+
+def connection_options(*, server: bool = True, selected: bool = True) -> Callable[[_Command], _Command]:
+    """Return a decorator that adds the connection options to a command, which gets their `Target` as `where`.
+
+    Args:
+        server: Whether ``--server`` is one of the options; a command without it has an argument ``url``.
+        selected: Whether to use the selected context if no server and no context is named. It is never used for a
+            named server, because its credentials are meant for its own server.
+    """
+
+    def decorate(function: _Command) -> _Command:
+        @functools.wraps(function)
+        def command(*, context: str, timeout: float, **arguments: Any) -> None:
+            names = [each.name for each in fields(Settings) if each.name in arguments]
+            settings = Settings(**{name: arguments.pop(name) for name in names})
+            if selected and not settings.url:
+                context = context or _selected_context()
+            if context:
+                settings = settings.over(_load_context(context))
+            function(where=Target(settings, timeout), **arguments)
+
+        options = [
+            click.option(each.metadata["flag"], each.name, default="", **each.metadata["attributes"])
+            for each in fields(Settings)
+            if each.metadata and (server or each.name != "url")
+        ]
+        wait = _attributes("NATS_TIMEOUT", "DURATION", "How long to wait for each answer.")
+        options += [
+            click.option("--tlsfirst", "tls_first", is_flag=True, help="Start TLS before the server sends its INFO."),
+            click.option("--context", default="", **_attributes("NATS_CONTEXT", "NAME", "Context of the nats tool.")),
+            click.option("--timeout", type=_seconds, default="5s", show_default=True, **wait),
+        ]
+        for option in reversed(options):
+            command = option(command)
+        return command
 
     return decorate
 
 
-def target(ctx: click.Context, timeout: float, url: str | None = None, *, selected: bool = True) -> Target:
-    """Return the target of a command's connection options; `url` overrides the server, if that is an argument.
-
-    A named context is always used. The selected context is used only if no server is named (and `selected`): its
-    credentials are meant for its own server.
-    """
-    given: dict[str, Any] = dict(ctx.meta.get(__name__, {}))
-    name = given.pop("context", "")
-    settings = Settings(**(given | {"url": url or given.get("url", "")}))
-    name = name or (None if settings.url or not selected else selected_context())
-    return Target(settings.over(load_context(name)) if name else settings, timeout)
-
-
 @asynccontextmanager
 async def connected(target: Target) -> AsyncIterator[JetStreamContext]:
-    """Connect for the duration of a block; every server is tried once."""
+    """Connect for the duration of a block; the first attempt tries every server once."""
     settings, servers = target.settings, target.servers
     arguments = _arguments(settings)
     if any(url.startswith("ws") for url in servers) and importlib.util.find_spec("aiohttp") is None:
@@ -226,12 +213,10 @@ async def connected(target: Target) -> AsyncIterator[JetStreamContext]:
             reason = str(error) or type(error).__name__
             raise click.ClickException(f"no connection to {target.shown}: {reason}") from error
         connecting = False
-        where = (
-            {"prefix": settings.jetstream_api_prefix}
-            if settings.jetstream_api_prefix
-            else {"domain": settings.jetstream_domain or None}
-        )
-        yield client.jetstream(timeout=target.timeout, **where)
+        if settings.jetstream_api_prefix:
+            yield client.jetstream(timeout=target.timeout, prefix=settings.jetstream_api_prefix)
+        else:
+            yield client.jetstream(timeout=target.timeout, domain=settings.jetstream_domain or None)
     finally:
         # Closing fails after a refusal, and hangs after half a TLS handshake. asyncio raises TypeError or AttributeError
         # in the first releases of Python 3.12 and 3.13 if much is still to be written.
@@ -256,17 +241,16 @@ async def _check_tls(urls: list[str], timeout: float) -> None:
         except (OSError, ValueError):
             continue  # nats-py will report the error
         if not (isinstance(info, dict) and info.get("tls_required")):
-            raise click.ClickException(
-                f"{without_secrets(url)} does not offer TLS, but TLS is required; nothing was sent"
-            )
+            shown = _without_secrets(url)
+            raise click.ClickException(f"{shown} does not offer TLS, but TLS is required; nothing was sent")
 
 
-def check_stream(name: str) -> None:
-    """Raise an error for an invalid stream name: servers do not answer requests with one."""
+async def existing_stream(js: JetStreamContext, name: str, advice: str = "") -> StreamState:
+    """Return a stream's state, or raise an error with `advice` if the stream does not exist."""
     try:
-        check_name(name, "stream name")
-    except BadSubjectError as error:
-        raise click.ClickException(str(error)) from None
+        return await stream_state(Context(js), name)
+    except NotFoundError as error:
+        raise click.ClickException(f"stream {name!r} does not exist{advice}") from error
 
 
 def _seconds(text: str) -> float:
@@ -277,10 +261,6 @@ def _seconds(text: str) -> float:
     raise click.BadParameter(f"{text!r} is not a duration, such as 5s or 500ms")
 
 
-def _keep(ctx: click.Context, param: click.Parameter, value: str | bool) -> None:
-    ctx.meta.setdefault(__name__, {})[str(param.name)] = value
-
-
 def _full_url(url: str) -> str:
     """Return a server's URL with its scheme, or raise an error if it is invalid."""
     full = url if "://" in url else f"nats://{url}"
@@ -288,19 +268,19 @@ def _full_url(url: str) -> str:
         parts = urlsplit(full)
         port = parts.port
     except ValueError as error:
-        raise click.ClickException(f"{without_secrets(url)!r} is not the URL of a server: {error}") from None
+        raise click.ClickException(f"{_without_secrets(url)!r} is not the URL of a server: {error}") from None
     if parts.scheme not in _SCHEMES or not parts.hostname or port == 0:
-        raise click.ClickException(f"{without_secrets(url)!r} is not the URL of a server, such as {_DEFAULT_URL}")
+        raise click.ClickException(f"{_without_secrets(url)!r} is not the URL of a server, such as {_DEFAULT_URL}")
     return full
 
 
-def without_secrets(url: str) -> str:
+def _without_secrets(url: str) -> str:
     """Return a valid or invalid URL without user, password and token."""
     return _USER_INFO.sub("", url)
 
 
 def _arguments(settings: Settings) -> dict[str, Any]:
-    """Return the arguments of `Client.connect` for credentials and TLS."""
+    """Return the arguments of `Client.connect` for credentials, TLS and the inbox prefix."""
     arguments: dict[str, Any] = {}
     if (settings.creds or settings.nkey) and importlib.util.find_spec("nkeys") is None:
         raise click.ClickException("credentials and nkeys need the package nkeys: pip install 'nats-py[nkeys]'")
@@ -342,7 +322,7 @@ def _check_seed(path: Path, seed: str) -> None:
 def _tls(settings: Settings) -> ssl.SSLContext:
     authority = str(_file("the certificates to trust", settings.ca)) if settings.ca else None
     if bool(settings.cert) != bool(settings.key):
-        raise click.ClickException("--tlscert and --tlskey need each other")
+        raise click.ClickException("give --tlscert and --tlskey together")
     try:
         context = ssl.create_default_context(cafile=authority)
         if settings.cert:

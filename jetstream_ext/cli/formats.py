@@ -1,4 +1,4 @@
-"""The file formats of ``export``: CSV, JSON lines and Parquet."""
+"""Files of rows: CSV, JSON lines and Parquet, as ``ingest`` reads them and ``export`` writes them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import csv
 import importlib.util
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from datetime import datetime
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import click
 import orjson
@@ -20,7 +23,10 @@ from jetstream_ext.protocol.stored_msg import StoredMsg
 FORMATS: Final = ("csv", "jsonl", "parquet")
 _SUFFIXES: Final = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
 _COLUMNS: Final = ("seq", "time", "subject", "headers", "data", "data_base64")
-_ROWS: Final = 10_000
+_PARQUET_ROWS: Final = 10_000  # converted at a time
+_LARGEST_FIELD: Final = 1 << 30  # the csv module's own limit is lower than a server's max_payload
+
+Row = Mapping[str, Any]
 
 
 def format_of(path: Path, given: str | None) -> str:
@@ -31,6 +37,101 @@ def format_of(path: Path, given: str | None) -> str:
     if chosen == "parquet" and importlib.util.find_spec("pyarrow") is None:
         raise click.ClickException("Parquet needs pyarrow: pip install pyarrow")
     return chosen
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+class RowError(click.ClickException):
+    """A row that cannot be read or sent."""
+
+
+class JsonRow(dict[str, Any]):
+    """A row of a JSON file, with its text: encoding it again could change its numbers."""
+
+    text: bytes = b""
+
+
+class Rows:
+    """The rows of a file; `position` and `total` are bytes, or rows of a Parquet file."""
+
+    def __init__(self, path: Path, form: str) -> None:
+        if not path.is_file():
+            raise RowError(f"{path} is not a regular file; ingest reads a file twice")
+        self._path = path
+        self._form = form
+        self.position: int = 0
+        self.total: int = path.stat().st_size
+        if form == "parquet":
+            with _parquet_file(path) as file:
+                self.total = file.metadata.num_rows
+
+    def read(self) -> Generator[Row, None, None]:
+        """Yield the rows; the caller must close the generator."""
+        return {"csv": self._csv, "jsonl": self._jsonl, "parquet": self._parquet}[self._form]()
+
+    def _csv(self) -> Generator[Row, None, None]:
+        csv.field_size_limit(_LARGEST_FIELD)
+        number = 0
+        with closing(self._lines()) as lines:
+            reader = csv.DictReader(lines, strict=True)
+            try:
+                names = reader.fieldnames or ()
+                for name in names:
+                    if names.count(name) > 1:
+                        raise RowError(f"{self._path}: there are two columns {name!r}")
+                for number, row in enumerate(reader, 1):
+                    if None in row or None in row.values():
+                        raise RowError(f"{self._path}, row {number}: the number of fields differs from the header")
+                    yield row
+            except csv.Error as error:
+                raise RowError(f"{self._path}, after row {number}: {error}") from error
+
+    def _jsonl(self) -> Generator[Row, None, None]:
+        with closing(self._lines()) as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    found = orjson.loads(line)
+                except orjson.JSONDecodeError as error:
+                    raise RowError(f"{self._path}, line {number}: {error}") from error
+                if not isinstance(found, dict):
+                    raise RowError(f"{self._path}, line {number}: the line is not a JSON object")
+                row = JsonRow(found)
+                row.text = line.strip().encode()
+                yield row
+
+    def _lines(self) -> Generator[str, None, None]:
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                self.position += len(line)
+                try:
+                    yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    raise RowError(f"{self._path}, line {number}: the line is not UTF-8") from error
+
+    def _parquet(self) -> Generator[Row, None, None]:
+        with _parquet_file(self._path) as file:
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    self.position += 1
+                    yield row
+
+
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    import pyarrow as pa  # an extra, and slow to import
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except pa.ArrowInvalid as error:
+        raise RowError(f"{path} is not a valid Parquet file: {error}") from error
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
 
 
 class JsonLines:
@@ -75,19 +176,19 @@ class Parquet(JsonLines):
         import pyarrow as pa  # an extra, and slow to import
         import pyarrow.parquet as pq
 
-        columns: list[Any] = [
+        types: list[Any] = [
             ("seq", pa.uint64()),
             ("time", pa.timestamp("us", tz="UTC")),
             ("subject", pa.string()),
             ("headers", pa.string()),
             ("data", pa.binary()),
         ]
-        schema = pa.schema(columns)
+        schema = pa.schema(types)
         fresh = file.with_name(f"{file.name}.new")
         try:
             with part.open("rb") as lines, pq.ParquetWriter(fresh, schema, compression="zstd") as writer:
-                while rows := _take(lines, _ROWS):
-                    writer.write_table(_table(pa, schema, rows))
+                while rows := [_parquet_row(orjson.loads(line)) for line in islice(lines, _PARQUET_ROWS)]:
+                    writer.write_table(pa.Table.from_pylist(rows, schema))
             with fresh.open("rb+") as written:
                 os.fsync(written.fileno())  # before the unfinished file is deleted
             fresh.replace(file)
@@ -110,18 +211,9 @@ def _row(message: StoredMsg) -> dict[str, Any]:
     }
 
 
-def _take(lines: IO[bytes], count: int) -> list[dict[str, Any]]:
-    return [orjson.loads(line) for _, line in zip(range(count), lines, strict=False)]
-
-
-def _table(pa: Any, schema: Any, rows: list[dict[str, Any]]) -> Any:
-    from datetime import datetime
-
-    columns = {
-        "seq": [row["seq"] for row in rows],
-        "time": [datetime.fromisoformat(row["time"]) for row in rows],
-        "subject": [row["subject"] for row in rows],
-        "headers": [orjson.dumps(row["headers"]).decode() if row["headers"] else None for row in rows],
-        "data": [row["data"].encode() if "data" in row else base64.b64decode(row["data_base64"]) for row in rows],
+def _parquet_row(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {
+        "time": datetime.fromisoformat(row["time"]),
+        "headers": orjson.dumps(row["headers"]).decode() if row["headers"] else None,
+        "data": row["data"].encode() if "data" in row else base64.b64decode(row["data_base64"]),
     }
-    return pa.table(columns, schema=schema)

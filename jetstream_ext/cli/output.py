@@ -1,13 +1,14 @@
-"""The output of commands: progress and errors on stderr, results on stdout."""
+"""The output of commands: results on stdout, progress and errors on stderr."""
 
 from __future__ import annotations
 
 import base64
 import os
 import re
-from collections.abc import Iterator, Mapping
+import signal
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import IO, Any, Final
 
 import click
 import nats.errors
@@ -22,9 +23,6 @@ from rich.theme import Theme
 from jetstream_ext.errors import ErrorCode, IngestError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.testing import NatsServerStartError
 
-STOPPED: Final = 130
-"""The exit status after Ctrl-C."""
-
 _FILE_WIDTH: Final = 200
 _WIDTH_OF_A_BAR: Final = 70
 _UNBROKEN: Final = Column(no_wrap=True)
@@ -38,11 +36,17 @@ _THEME: Final = Theme(
 )
 
 
-class ReportProgress(Protocol):
-    """Show the progress of a command."""
+ReportProgress = Callable[[int, int], None]
+"""Shows the position in the whole, and the number of messages up to it."""
 
-    def __call__(self, position: int, messages: int) -> None:
-        """Show the position in the whole, and the number of messages up to it."""
+
+class Stopped(click.ClickException):
+    """The end of a command after Ctrl-C; its text says what is stored."""
+
+    exit_code = 130
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(self.message, file=file, err=True)
 
 
 class _Rate(ProgressColumn):
@@ -58,6 +62,17 @@ class _Rate(ProgressColumn):
         seconds = task.elapsed or 0.0
         rate = f" ({max(0, messages - self._before) / seconds:,.0f}/s)" if seconds > 0 else ""
         return Text(f"{messages:,}{'' if self._short else ' messages'}{rate}")
+
+
+@contextmanager
+def on_signal(handler: Callable[[], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Call `handler` for the signals `numbers` that arrive during a block."""
+    before = {number: signal.signal(number, lambda *_: handler()) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -95,7 +110,7 @@ def write_json(value: Mapping[str, Any]) -> None:
 
 
 def table(*headings: str) -> Table:
-    """Return a table that wraps cells and never cuts them."""
+    """Return a table that wraps its cells and never cuts them."""
     return Table(*(Column(heading, overflow="fold") for heading in headings))
 
 
@@ -107,6 +122,11 @@ def printable(text: str) -> str:
 def count(number: int, what: str) -> str:
     """Return a number with its noun: ``1 row``, ``2 rows``."""
     return f"{number:,} {what if number == 1 else f'{what}s'}"
+
+
+def is_are(number: int) -> str:
+    """Return the verb for a number of things."""
+    return "is" if number == 1 else "are"
 
 
 def text_or_base64(name: str, data: bytes) -> dict[str, str]:
@@ -141,5 +161,5 @@ def one_line(error: BaseException) -> str:
         return f"{first.removesuffix('. The end of its log:')}: {_LOG_STAMP.sub('', last.strip())}"
     text = " ".join(_NATS_PY.sub("", str(error)).split()) or type(error).__name__
     if isinstance(error, RequestTimeoutError | nats.errors.TimeoutError) and "connection" not in text:
-        text += " (servers do not answer clients that lack the permission)"
+        text += " (a client without the permission gets no answer either)"
     return text

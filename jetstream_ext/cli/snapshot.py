@@ -10,56 +10,44 @@ import click
 from nats.js.errors import InvalidBucketNameError, NotFoundError
 from rich.text import Text
 
-from jetstream_ext.cli.connection import Target, connected, connection_options, target
+from jetstream_ext.cli.connection import Target, connected, connection_options
 from jetstream_ext.cli.output import console, count, printable, table, text_or_base64, write_json
 from jetstream_ext.kv import KeyValueSnapshot
 from jetstream_ext.kv import snapshot as take_snapshot
 
 
 def _moment(text: str) -> int | datetime:
-    """Return the revision or the aware time that `text` means."""
     if text.isascii() and text.isdecimal():
         return int(text)
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        wanted = "a revision or a time such as 2026-03-01T12:00:00Z"
-        raise click.BadParameter(f"{text!r} is not {wanted}") from None
+        raise click.BadParameter(f"{text!r} is not a revision or a time such as 2026-03-01T12:00:00Z") from None
     if moment.tzinfo is None:
-        raise click.BadParameter(f"{text!r} has no time zone: add Z, or an offset such as +01:00")
+        raise click.BadParameter(f"{text!r} has no time zone; add Z, or an offset such as +01:00")
     return moment
 
 
 @click.command("snapshot", short_help="Show a bucket now, or at a revision or time.")
 @click.argument("bucket")
-@click.option("--at", type=_moment, metavar="REVISION|TIME", help="Show the bucket as of then; the default is now.")
-@click.option(
-    "--key", "filters", multiple=True, metavar="PATTERN", help="Show only these keys; * and > as in subjects."
-)
+@click.option("--at", type=_moment, metavar="REVISION|TIME", help="Show the bucket as it was then, instead of now.")
+@click.option("--key", "keys", multiple=True, metavar="PATTERN", help="Show only matching keys (* and >); repeatable.")
 @click.option("--partial", is_flag=True, help="Leave out keys whose history is no longer stored, instead of failing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @connection_options()
-@click.pass_context
 def command(
-    ctx: click.Context,
-    bucket: str,
-    at: int | datetime | None,
-    filters: tuple[str, ...],
-    partial: bool,
-    as_json: bool,
-    timeout: float,
+    where: Target, bucket: str, at: int | datetime | None, keys: tuple[str, ...], partial: bool, as_json: bool
 ) -> None:
     """Show BUCKET exactly as it is now, or as it was at a revision or a time.
 
     If the bucket no longer stores the history that this needs, the command fails.
     """
-    found = asyncio.run(_take(target(ctx, timeout), bucket, at, filters, partial=partial))
+    found = asyncio.run(_take(where, bucket, at, keys, partial=partial))
     if as_json:
         write_json(_as_json(bucket, found))
         return
     entries = table("key", "value", "revision", "created")
-    for key in sorted(found):
-        entry = found[key]
+    for key, entry in sorted(found.items()):
         entries.add_row(
             Text(printable(key)),
             Text(_shown(entry.value)),
@@ -71,29 +59,29 @@ def command(
     screen.print(entries)
     screen.print(count(len(found), "key"))
     if found.unavailable:
-        screen.print(f"left out, history not stored: {', '.join(map(printable, found.unavailable))}", markup=False)
+        screen.print(
+            f"left out, because their history is no longer stored: {', '.join(map(printable, found.unavailable))}",
+            markup=False,
+        )
     if not found.complete:
-        screen.print("Further keys may be missing: the stream has removed messages since.")
+        screen.print("Further keys may be missing: the stream has removed messages.")
 
 
 def _shown(value: bytes) -> str:
-    """Return a value without escape sequences; base64 is marked as such."""
     [(name, text)] = text_or_base64("value", value).items()
-    if name != "value":
-        return f"base64 {text}"
-    return printable(text)
+    return printable(text) if name == "value" else f"base64 {text}"
 
 
 async def _take(
-    where: Target, bucket: str, at: int | datetime | None, filters: tuple[str, ...], *, partial: bool
+    where: Target, bucket: str, at: int | datetime | None, keys: tuple[str, ...], *, partial: bool
 ) -> KeyValueSnapshot:
     async with connected(where) as js:
         try:
             kv = await js.key_value(bucket)
         except (NotFoundError, InvalidBucketNameError) as error:
-            raise click.ClickException(f"there is no bucket {bucket!r}") from error
+            raise click.ClickException(f"bucket {bucket!r} does not exist") from error
         try:
-            return await take_snapshot(kv, list(filters) or None, at=at, strict=not partial)
+            return await take_snapshot(kv, list(keys) or None, at=at, strict=not partial)
         except ValueError as error:
             raise click.ClickException(str(error)) from error
 

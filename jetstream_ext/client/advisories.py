@@ -7,7 +7,6 @@ import logging
 import math
 import re
 from collections import deque
-from types import TracebackType
 from typing import Final, Self
 
 from nats.js import JetStreamContext
@@ -26,7 +25,7 @@ _PENDING_LIMIT: Final = 65_536
 
 
 class AbandonedBatches:
-    """The batches of a stream that the server drops, as they are announced; created by `watch_abandoned`.
+    """The batches of a stream that the server drops, as it announces them; created by `watch_abandoned`.
 
     Use it as an async context manager and iterate over it inside. The iteration ends with nats-py's
     ``ConnectionClosedError`` when the connection is closed or drained. It continues after a reconnect, without the
@@ -49,7 +48,7 @@ class AbandonedBatches:
             raise RuntimeError(f"the watch on {self._subject} is already in use; call watch_abandoned again")
         connection, timeout = self._js.connection, self._js.timeout
         connection.check_usable()
-        handler = InboxHandler(self._receive, lambda: None)
+        handler = InboxHandler(self._receive, disconnected=lambda: None)
         self._inbox = await connection.inbox(handler, subject=self._subject, timeout=timeout)
         try:
             # nats-py's ping overtakes what is still in its buffer; the second ping follows the subscription.
@@ -60,9 +59,7 @@ class AbandonedBatches:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

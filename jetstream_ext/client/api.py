@@ -1,4 +1,4 @@
-"""Requests to the JetStream API, and the state and messages of a stream as its leader knows them."""
+"""Requests to the JetStream API: the state and messages of a stream at its leader, and a cache of streams and levels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import base64
 import binascii
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
+from weakref import WeakKeyDictionary
 
 import nats.errors
 import orjson
+from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.js.errors import NotFoundError, ServiceUnavailableError
+from nats.js.api import DEFAULT_PREFIX
+from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client.base_connection import mark_retrieved
 from jetstream_ext.client.context import Context
@@ -21,23 +25,21 @@ from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import parse_answer
 from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState, parse_stream_state
+from jetstream_ext.types import BatchAck
 
 LAG_PAUSE: Final = 0.05
 """Seconds between two checks whether a leader, a replica or a mirror has caught up."""
 
-# Seconds before an unanswered request is repeated: the next leader does not know the requests of one that died.
+# Seconds before an unanswered request is repeated: a new leader does not know the requests to a leader that died.
 _REPEAT_AFTER: Final = 1.0
+# How long a cached answer is used, in seconds. It bounds how much `AtomicBatch.resolve` may have to read.
+_CACHE_TTL: Final = 30.0
+# A client without the permission to ask gets no answer, as during an election. A lookup waits at most this long; after
+# that, lookups pause, twice as long each time.
+_LOOKUP_TIMEOUT: Final = 2.0
+_LONGEST_PAUSE: Final = 3600.0
 
 _T = TypeVar("_T")
-
-
-def check_timeout(timeout: float | None, default: float) -> float:
-    """Return `timeout` in seconds, or `default` for None; raise ValueError unless it is a number over 0."""
-    if timeout is None:
-        return default
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-        raise ValueError(f"timeout must be a number of seconds over 0, not {timeout!r}")
-    return float(timeout)
 
 
 class Api:
@@ -45,24 +47,19 @@ class Api:
 
     def __init__(self, context: Context, timeout: float | None = None) -> None:
         self.context = context
-        self.timeout: float = check_timeout(timeout, context.timeout)
+        self.timeout: float = context.resolve_timeout(timeout)
         self._deadline = asyncio.get_running_loop().time() + self.timeout
 
     @property
     def remaining(self) -> float:
-        """Seconds until the deadline."""
         return self._deadline - asyncio.get_running_loop().time()
 
     async def ask(
         self, what: str, body: Mapping[str, Any] | None = None, *, prefix: str | None = None, repeat: bool = False
     ) -> dict[str, Any]:
-        """Send a request and return the answer.
+        """Send a request to the subject `what` below `prefix` (default: the context's) and return the answer.
 
-        Args:
-            what: The subject without its prefix, such as ``STREAM.INFO.ORDERS``.
-            body: The request; None is an empty payload.
-            prefix: The API prefix, if not the context's.
-            repeat: Repeat the request while there is no answer; only for requests that change nothing.
+        `repeat` repeats the request while there is no answer; only for requests that change nothing.
 
         Raises:
             NotFoundError, ServiceUnavailableError: nats-py's: no such thing; no server answers on the subject.
@@ -89,7 +86,7 @@ class Api:
             raise NotFoundError(code=404, err_code=refusal.err_code, description=refusal.description) from refusal
 
     async def level(self) -> int:
-        """Return the API level of the JetStream that answers (0: before 2.11); raises as `ask` does."""
+        """Return the API level of the JetStream that answers (0: before 2.11); raise as `ask` does."""
         account = (await self.ask("INFO")).get("api")
         level = account.get("level") if isinstance(account, dict) else None
         return level if isinstance(level, int) else 0
@@ -111,7 +108,7 @@ async def _first_answer(send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
 
 
 async def stream_state(context: Context, stream: str, timeout: float | None = None) -> StreamState:
-    """Return the state of `stream` as its leader reports it; raises as `Api.ask` does."""
+    """Return the state of `stream` as its leader reports it; raise as `Api.ask` does."""
     return parse_stream_state(await Api(context, timeout).ask(f"STREAM.INFO.{stream}", repeat=True), stream)
 
 
@@ -128,7 +125,7 @@ async def wait_for_sequence(context: Context, stream: str, seq: int, timeout: fl
 async def get_at_leader(
     context: Context, stream: str, request: Mapping[str, Any], timeout: float | None = None
 ) -> StoredMsg | None:
-    """Return the message that a ``STREAM.MSG.GET`` request finds at the leader, or None; raises as `Api.ask` does."""
+    """Return the message that a ``STREAM.MSG.GET`` request finds at the leader, or None; raise as `Api.ask` does."""
     try:
         answer = await Api(context, timeout).ask(f"STREAM.MSG.GET.{stream}", request, repeat=True)
     except NotFoundError as error:
@@ -155,3 +152,95 @@ def reading(what: str) -> Iterator[None]:
         yield
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, binascii.Error) as error:
         raise ResponseError(f"the server's answer about {what} is malformed: {error!r}") from error
+
+
+@dataclass(slots=True)
+class _Cache:
+    """The cached answers of the JetStream behind one prefix, for one session of one connection."""
+
+    session: int
+    # By name: when the leader was asked, what it answered, and the last sequence that is known.
+    streams: dict[str, tuple[float, StreamState, int]] = field(default_factory=dict)
+    paused_until: float = 0.0
+    pause: float = _CACHE_TTL
+    level: tuple[float, int] | None = None
+
+
+_caches: WeakKeyDictionary[Client, dict[str, _Cache]] = WeakKeyDictionary()
+
+
+def _cache(context: Context) -> _Cache:
+    by_prefix, session = _caches.setdefault(context.nc, {}), context.connection.session
+    cache = by_prefix.get(context.prefix)
+    if cache is None or cache.session != session:
+        cache = by_prefix[context.prefix] = _Cache(session)
+    return cache
+
+
+async def lookup_stream(
+    context: Context, subject: str, stream: str | None, timeout: float
+) -> tuple[StreamState, int] | None:
+    """Return the stream that stores `subject` (its name may be given), and a sequence that it has already reached.
+
+    None: there is no such stream, or no server answered.
+    """
+    cache, now = _cache(context), asyncio.get_running_loop().time()
+    for asked_at, state, last_seq in cache.streams.values():
+        if now - asked_at < _CACHE_TTL and (state.name == stream if stream else state.stores(subject)):
+            return state, last_seq
+    if now < cache.paused_until:
+        return None
+    try:
+        async with asyncio.timeout(min(timeout, _LOOKUP_TIMEOUT)):
+            name = stream or await stream_name(context, subject, timeout)
+            if name is None:
+                return None
+            state = await stream_state(context, name, timeout)
+    except NotFoundError:
+        return None
+    except (TimeoutError, RequestTimeoutError):
+        cache.paused_until = now + cache.pause
+        cache.pause = min(cache.pause * 2, _LONGEST_PAUSE)
+        return None
+    except (APIError, ResponseError):
+        return None  # the server's refusal of the batch will say more
+    cache.pause = _CACHE_TTL
+    cache.streams = {name: known for name, known in cache.streams.items() if now - known[0] < _CACHE_TTL}
+    cache.streams[state.name] = now, state, state.last_seq
+    return state, state.last_seq
+
+
+async def stream_name(context: Context, subject: str, timeout: float) -> str | None:
+    """Return the name of the stream that stores messages on `subject`, or None; raise as `Api.ask` does."""
+    names = (await Api(context, timeout).ask("STREAM.NAMES", {"subject": subject})).get("streams")
+    return str(names[0]) if isinstance(names, list) and names else None
+
+
+def remember_ack(context: Context, ack: BatchAck) -> None:
+    """Note that a stream has reached the sequence of `ack`."""
+    streams = _cache(context).streams
+    if ack.stream in streams:
+        asked_at, state, last_seq = streams[ack.stream]
+        streams[ack.stream] = asked_at, state, max(last_seq, ack.seq)
+
+
+async def api_level(context: Context) -> int:
+    """Return the API level of the JetStream behind `context` (0: a server before 2.11; ADR-44).
+
+    A server's ``INFO`` has it from 2.12. Behind a domain or another prefix, the JetStream of another server is asked; if
+    that does not answer, the ``INFO`` is used.
+    """
+    info_level = context.connection.api_level or 0
+    if context.prefix == DEFAULT_PREFIX:
+        return info_level
+    cache, now = _cache(context), asyncio.get_running_loop().time()
+    if cache.level is not None and now - cache.level[0] < _CACHE_TTL:
+        return cache.level[1]
+    try:
+        level = await Api(context, min(context.timeout, _LOOKUP_TIMEOUT)).level()
+    except RequestTimeoutError:
+        level = info_level  # cached: without the permission to ask, the next request gets no answer either
+    except (nats.errors.Error, APIError):
+        return info_level
+    cache.level = now, level
+    return level

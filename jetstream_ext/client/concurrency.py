@@ -15,7 +15,7 @@ async def gather_bounded(
 ) -> list[_Result]:
     """Await ``work(item)`` for every item, at most `limit` at a time; return the results in the order of the items.
 
-    The first failure or a cancellation cancels all of them, and they have ended when this returns.
+    The first failure or a cancellation cancels all others. When this returns or raises, all have ended.
     """
     todo = list(items)
     results: list[_Result | None] = [None] * len(todo)

@@ -1,31 +1,33 @@
-"""Direct Get for nats-py users: single messages, batches, last-by-subject and whole ranges (ADR-31)."""
+"""`DirectGet`: single messages, batches, the last message per subject, and whole ranges (ADR-31)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Final
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.api import check_timeout
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct_reader import MessageBatch, read_blocks, read_one
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request
-from jetstream_ext.protocol.options import rfc3339
+from jetstream_ext.protocol.options import check_int, check_sequence, rfc3339
 from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan
 from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.subjects import check_filter, check_name
+
+_INT64_MAX: Final = (1 << 63) - 1
 
 
 class DirectGet:
     """Read stored messages from any replica of a stream, without a consumer (ADR-31, Direct Get API).
 
-    Whichever replica or mirror is free answers, so an answer can lag behind a publish that was just acknowledged.
-    Needs ``allow_direct`` on the stream. Batches, times and `multi_last` need nats-server 2.11; `get`, `get_last` and
-    `get_next` work on 2.10.
+    Any replica or mirror may answer, so an answer can lag behind a publish that was just acknowledged. The stream needs
+    ``allow_direct``. Batches, times and `multi_last` need nats-server 2.11; `get`, `get_last` and `get_next` work on
+    2.10.
 
-    If a lost connection interrupts an answer, the library asks for the rest once more. Every call can raise:
+    If a lost connection interrupts an answer, the library requests the rest once more. Every call can raise:
 
     * `nats.errors.ConnectionClosedError`, `nats.errors.ConnectionDrainingError`: the user closed or drains the
       connection; at once;
@@ -33,43 +35,40 @@ class DirectGet:
     * `RequestTimeoutError`: see `timeout`;
     * `BadRequestError`, `RequiredApiLevelError`, `ServerError`: the server refused the request;
     * `ResponseError`: an answer breaks the protocol;
-    * `MaxPayloadError`: the request is over the server's limit. Nothing was sent.
+    * `MaxPayloadError`: nothing was sent; the request is over the server's limit.
 
     The logger ``jetstream_ext.direct`` has a DEBUG record of each request, retry, pause and failure.
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         stream: The stream's name.
-        timeout: Seconds, over 0; None is the context's own. A single get ends within them in total. In a read of many
-            messages they limit each wait: for a request's first message, for its next message, for a reconnect. If
-            nothing comes for so long, the library sends the request once more, because only its responder may have
-            died; if that reply stops as well, the read fails. Without any responder it takes twice the time.
+        timeout: Seconds, over 0; None is the context's own. They limit a single get in total. In a read of many
+            messages they limit each wait: for a request's first message, for its next message, for a reconnect. After
+            that time the library sends the request once more, because only its responder may have died; if that reply
+            stops as well, the read fails. Without any responder it takes twice the time.
 
     Raises:
-        BadSubjectError: The name cannot be a stream's, or the context's prefix or domain cannot be in a subject.
+        BadSubjectError: `stream` is not a valid stream name, or the context's prefix is not a valid subject.
         ValueError: `timeout` is not over 0.
-        TypeError: `js` is not a JetStream context of nats-py, or the name is not a string.
+        TypeError: `js` is not nats-py's JetStream context, `stream` is not a string, or `timeout` is not a number.
     """
 
     def __init__(self, js: JetStreamContext, stream: str, *, timeout: float | None = None) -> None:
         check_name(stream, "stream name")
         self._js = Context(js)
         self._stream = stream
-        self._timeout = check_timeout(timeout, self._js.timeout)
+        self._timeout = self._js.resolve_timeout(timeout)
 
     def __repr__(self) -> str:
         return f"<DirectGet stream={self._stream!r}>"
-
-    # -- single messages ----------------------------------------------------------------------------------------
 
     async def get(self, seq: int, *, min_seq: int | None = None) -> StoredMsg:
         """Return the message with stream sequence `seq`.
 
         Args:
             seq: The stream sequence, from 1.
-            min_seq: Read your own writes: the answer is that of a stream which has this sequence. Where a replica's
-                answer does not prove that, the leader is asked. Needs permission for ``STREAM.INFO`` and
-                ``STREAM.MSG.GET``.
+            min_seq: Read your own writes: the answer is that of a stream with this sequence. If a replica's answer does
+                not prove that, the leader is asked. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
 
         Returns:
             The message; `StoredMsg.num_pending` and `StoredMsg.last_seq` are None.
@@ -85,7 +84,7 @@ class DirectGet:
 
         Requires: nats-server 2.10 (ADR-31, Direct Get API).
         """
-        return await self._single(Request(seq=_sequence("seq", seq)), min_seq=min_seq)
+        return await self._single(Request(seq=check_sequence(seq, "seq")), min_seq=min_seq)
 
     async def get_last(self, subject: str, *, min_seq: int | None = None) -> StoredMsg:
         """Return the last message on `subject` (a filter may have wildcards).
@@ -96,9 +95,6 @@ class DirectGet:
         Args:
             subject: The subject or filter.
             min_seq: As for `get`.
-
-        Returns:
-            The message.
 
         Raises:
             BadSubjectError: `subject` is not a valid subject or filter.
@@ -119,9 +115,6 @@ class DirectGet:
             seq: The first stream sequence to look at.
             min_seq: As for `get`.
 
-        Returns:
-            The message.
-
         Raises:
             BadSubjectError: `subject` is not a valid subject or filter.
             ValueError, MessageNotFoundError, DirectGetDisabledError, RequestTimeoutError: As for `get`.
@@ -131,7 +124,7 @@ class DirectGet:
         Requires: nats-server 2.10 (ADR-31, Direct Get API).
         """
         check_filter(subject)
-        return await self._single(Request(seq=_sequence("seq", seq), next_by_subj=subject), min_seq=min_seq)
+        return await self._single(Request(seq=check_sequence(seq, "seq"), next_by_subj=subject), min_seq=min_seq)
 
     async def get_at(self, when: datetime, *, subject: str | None = None, min_seq: int | None = None) -> StoredMsg:
         """Return the first message stored at or after `when`, an aware datetime.
@@ -140,9 +133,6 @@ class DirectGet:
             when: The time, to the microsecond.
             subject: A subject or filter; None is every subject.
             min_seq: As for `get`.
-
-        Returns:
-            The message.
 
         Raises:
             ValueError: `when` is not timezone-aware, or `min_seq` is out of range.
@@ -164,10 +154,8 @@ class DirectGet:
     async def _single(self, request: Request, *, min_seq: int | None) -> StoredMsg:
         if min_seq is None:
             return await read_one(self._js, self._stream, request, self._timeout)
-        need = _sequence("min_seq", min_seq)
+        need = check_sequence(min_seq, "min_seq")
         return await VerifiedReader(self._js, self._stream, self._timeout, need=need).get(request)
-
-    # -- many messages ------------------------------------------------------------------------------------------
 
     def batch(
         self,
@@ -178,17 +166,17 @@ class DirectGet:
         start_time: datetime | None = None,
         max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> MessageBatch:
-        """Read up to `batch` messages with one request (or the rest with another, where a reply broke off).
+        """Read up to `batch` messages with one request; if the reply breaks off, another request reads the rest.
 
         Args:
-            batch: How many messages at most, 1 to 2**63-1.
+            batch: The maximum number of messages, 1 to 2**63-1.
             subject: Filter, wildcards allowed; None is every subject.
             seq: The first stream sequence to look at (default 1).
             start_time: Start at the first message stored at or after this aware datetime instead.
             max_bytes: Stop after the message that brings subjects, headers and payloads to this many bytes.
 
         Returns:
-            The messages, in the order of their sequences; the request goes out when they are first asked for.
+            The messages, in the order of their sequences; the request goes out on first use.
 
         Raises:
             ValueError: A number is out of range, `start_time` is not timezone-aware, or both starts are given.
@@ -196,7 +184,7 @@ class DirectGet:
             BadSubjectError: `subject` is not a valid subject or filter.
             JetStreamExtError, nats.errors.Error: While iterating: as for `scan`.
 
-        Cancellation: Makes a read and sends nothing; see `MessageBatch` for the read.
+        Cancellation: The call itself sends nothing; see `MessageBatch` for the read.
 
         Requires: nats-server 2.11 (ADR-31, Batched requests).
         """
@@ -206,9 +194,9 @@ class DirectGet:
         request = Request(
             seq=start,
             start_time=start_time,
-            next_by_subj=subject or ">",  # without one, 2.11.0 answers 404 where `seq` itself was deleted
-            batch=_count("batch", batch),
-            max_bytes=_count("max_bytes", max_bytes),
+            next_by_subj=subject or ">",  # without a filter, 2.11.0 answers 404 if `seq` itself was deleted
+            batch=check_int(batch, "batch", high=_INT64_MAX),
+            max_bytes=check_int(max_bytes, "max_bytes", high=_INT64_MAX),
         )
         return self._read(OneReply(request))
 
@@ -223,30 +211,30 @@ class DirectGet:
     ) -> MessageBatch:
         """Read the last message of every subject that matches one of `subjects`, all as of one sequence.
 
-        Without `batch` it pages to the end at that one sequence. Between pages a subject that is overwritten and
-        whose old message the stream does not keep (``max_msgs_per_subject`` 1) drops out of the answer: ADR-31 makes
-        the point in time exact only where history still holds it.
+        Without `batch`, the read pages to the end at that sequence. A subject that is overwritten between two pages is
+        missing from the answer if the stream does not keep the old message (``max_msgs_per_subject`` 1): by ADR-31, an
+        answer is exact only as far as the stream's history reaches.
 
         Args:
             subjects: Subjects and filters; together they may match 1024 subjects (a server's default).
             up_to_seq: The point in time as a stream sequence; None is now.
             up_to_time: The point in time as an aware datetime (exclusive) instead.
-            batch: Return at most this many, 1 to 2**63-1.
+            batch: The maximum number of messages, 1 to 2**63-1.
             max_bytes: Bytes per page, 1 to 2**63-1; as for `batch`.
 
         Returns:
-            The messages, in the order of their sequences; nothing is asked before they are.
+            As for `batch`.
 
         Raises:
             ValueError: No subjects, a number out of range, a datetime that is not timezone-aware, or both points in time.
             TypeError: `up_to_time` is not a datetime.
             BadSubjectError: One of `subjects` is not a valid subject or filter.
             TooManySubjectsError: While iterating: the filters match too many subjects.
-            MessagesLostError, RequestTimeoutError: While iterating: as for `scan`, and at once where the first page
-                broke off and neither `up_to_seq` nor an end said what moment it was of.
+            MessagesLostError, RequestTimeoutError: While iterating: as for `scan`, and at once if the first page breaks
+                off without `up_to_seq`: the sequence that it was read at is then unknown.
             JetStreamExtError, nats.errors.Error: While iterating: as for `scan`.
 
-        Cancellation: Makes a read and sends nothing; see `MessageBatch` for the read.
+        Cancellation: As for `batch`.
 
         Requires: nats-server 2.11 (ADR-31, Multi-subject requests).
         """
@@ -261,10 +249,10 @@ class DirectGet:
             rfc3339(up_to_time, "up_to_time")
         request = Request(
             multi_last=filters,
-            up_to_seq=None if up_to_seq is None else _sequence("up_to_seq", up_to_seq),
+            up_to_seq=None if up_to_seq is None else check_sequence(up_to_seq, "up_to_seq"),
             up_to_time=up_to_time,
-            batch=None if batch is None else _count("batch", batch),
-            max_bytes=_count("max_bytes", max_bytes),
+            batch=None if batch is None else check_int(batch, "batch", high=_INT64_MAX),
+            max_bytes=check_int(max_bytes, "max_bytes", high=_INT64_MAX),
         )
         return self._read(MultiLast(request))
 
@@ -283,8 +271,8 @@ class DirectGet:
     ) -> MessageBatch:
         """Read a whole range of the stream, with as many requests as it takes.
 
-        Without `up_to_seq` it ends where the answering replica has no more. Whatever the stream's size, at most
-        `prefetch` replies are on their way and one is being read, each of `max_bytes` and the message that reaches them.
+        Without `up_to_seq`, the read ends where the answering replica has no more messages. Memory is bounded: at most
+        `prefetch` replies are on their way and one is being read, each of `max_bytes` plus one message.
 
         Args:
             subject: Filter, wildcards allowed; None is every subject.
@@ -294,49 +282,47 @@ class DirectGet:
             batch: Messages per request, 1 to 2**63-1; None lets requests follow the size of the messages.
             max_bytes: Bytes per request, 1 to 2**63-1.
             prefetch: Requests in flight at most, 1 to 4.
-            confirm: Prove at the stream's leader that the range is complete. Replicas and mirrors may lag, and a
-                short answer from one looks like the end of the stream. Without `up_to_seq` the end is then what the
-                leader holds when the read starts. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+            confirm: Prove at the stream's leader that the range is complete: a replica or mirror may lag, and its
+                shorter answer looks like the end of the stream. Without `up_to_seq`, the range ends at the leader's
+                last sequence when the read starts. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
             min_seq: Read your own writes: wait (within the timeout) until the leader has this sequence, and prove the
                 range up to it.
 
         Returns:
-            The messages, in the order of their sequences; nothing is asked before they are.
+            As for `batch`.
 
         Raises:
             ValueError: A number is out of range, `start_time` is not timezone-aware, or both starts are given.
             TypeError: `start_time` is not a datetime.
             BadSubjectError: `subject` is not a valid subject or filter.
             DirectGetDisabledError: While iterating: no ``allow_direct``, or no such stream, at once; after the first
-                message no responder for `timeout` seconds.
+                message, no responder for `timeout` seconds.
             UnsupportedFeatureError: While iterating: the server is older than 2.11.
             MessagesLostError: While iterating: messages were lost on their way, twice at the same place.
-            RequestTimeoutError: While iterating: nothing came for `timeout` seconds, twice at the same place; or the
-                leader did not reach `min_seq`, or no responder delivered what the leader has, for as long.
+            RequestTimeoutError: While iterating: no message came for `timeout` seconds, twice at the same place; or for
+                that time the leader did not reach `min_seq`, or no responder delivered all that the leader has.
             nats.js.errors.NotFoundError, nats.js.errors.APIError: While iterating, with `confirm` or `min_seq`: the
                 leader refused, or there is no such stream.
             JetStreamExtError, nats.errors.Error: While iterating: see the class.
 
-        Cancellation: Makes a read and sends nothing; see `MessageBatch` for the read.
+        Cancellation: As for `batch`.
 
         Requires: nats-server 2.11 (ADR-31, Batched requests).
         """
         start = _start(seq, start_time)
         if subject is not None:
             check_filter(subject)
-        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or not 1 <= prefetch <= 4:
-            raise ValueError(f"prefetch must be 1 to 4, not {prefetch!r}")
         plan = Scan(
             subject=subject,
             seq=start or 1,
             start_time=start_time,
-            up_to_seq=None if up_to_seq is None else _sequence("up_to_seq", up_to_seq),
-            batch=None if batch is None else _count("batch", batch),
-            max_bytes=_count("max_bytes", max_bytes),
-            prefetch=prefetch,
+            up_to_seq=None if up_to_seq is None else check_sequence(up_to_seq, "up_to_seq"),
+            batch=None if batch is None else check_int(batch, "batch", high=_INT64_MAX),
+            max_bytes=check_int(max_bytes, "max_bytes", high=_INT64_MAX),
+            prefetch=check_int(prefetch, "prefetch", high=4),
         )
         if min_seq is not None:
-            _sequence("min_seq", min_seq)
+            check_sequence(min_seq, "min_seq")
         return self._read(plan, confirm=confirm, min_seq=min_seq)
 
     def _read(self, plan: Plan, *, confirm: bool = False, min_seq: int | None = None) -> MessageBatch:
@@ -344,21 +330,9 @@ class DirectGet:
         return MessageBatch(plan, blocks)
 
 
-def _count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 63:
-        raise ValueError(f"{name} must be an integer from 1 to 2**63-1, not {value!r}")
-    return value
-
-
-def _sequence(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 64:
-        raise ValueError(f"{name} must be a stream sequence from 1 to 2**64-1, not {value!r}")
-    return value
-
-
 def _start(seq: int | None, start_time: datetime | None) -> int | None:
     if start_time is None:
-        return 1 if seq is None else _sequence("seq", seq)
+        return 1 if seq is None else check_sequence(seq, "seq")
     if seq is not None:
         raise ValueError("give seq or start_time, not both")
     rfc3339(start_time, "start_time")

@@ -1,4 +1,4 @@
-"""Direct gets on the wire: `RangeRead` decides, this module sends, waits and delivers."""
+"""Direct gets over a connection: `RangeRead` decides; this module sends, waits and delivers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import nats.errors
@@ -26,12 +25,7 @@ from jetstream_ext.protocol.stored_msg import StoredMsg
 
 
 class _Inboxes:
-    """The reply inboxes of one read, and one wait for whatever comes to any of them.
-
-    Args:
-        context: The context.
-        disconnected: Called when the connection is lost.
-    """
+    """The reply inboxes of one read, and one wait for a message to any of them or for the loss of the connection."""
 
     def __init__(self, context: Context, disconnected: Callable[[], None]) -> None:
         self._connection = context.connection
@@ -47,7 +41,7 @@ class _Inboxes:
         timeout: float,
         key: SentRequest | None = None,
     ) -> None:
-        """Send a request; `received` is called with what comes to its reply inbox, until `close`.
+        """Send a request; `received` is called with the messages to its reply inbox, until `close`.
 
         Raises:
             MaxPayloadError: The request is over the server's limit. Nothing was sent.
@@ -67,7 +61,7 @@ class _Inboxes:
         self._woken.set()
 
     async def wait(self, until: float) -> bool:
-        """Wait until something comes or the connection is lost; False: the loop's clock reached `until` before."""
+        """Wait for a message or the loss of the connection; return False if the loop's clock reaches `until` first."""
         try:
             async with asyncio.timeout_at(until):
                 await self._woken.wait()
@@ -77,12 +71,10 @@ class _Inboxes:
         return True
 
     def close(self, key: SentRequest) -> None:
-        """Close the reply inbox of one request."""
         if (inbox := self._open.pop(key, None)) is not None:
             inbox.close()
 
     def close_all(self) -> None:
-        """Close all of them."""
         for inbox in self._open.values():
             inbox.close()
 
@@ -90,21 +82,11 @@ class _Inboxes:
 async def read_blocks(
     context: Context, stream: str, plan: Plan, timeout: float, *, confirm: bool = False, min_seq: int | None = None
 ) -> AsyncGenerator[Block, None]:
-    """Drive a plan: yield its rows as they come.
+    """Yield the messages of a read as they come; see `RangeRead` for `timeout` and `DirectGet` for errors.
 
-    Args:
-        context: The context.
-        stream: The stream.
-        plan: Which requests answer the read. `confirm` and `min_seq` need a `Scan`.
-        timeout: Seconds; see `RangeRead`.
-        confirm: Prove at the leader that the whole range was delivered. A range without an end gets the one that the
-            leader has now.
-        min_seq: Wait until the leader has this sequence, and prove the range up to it, at least.
-
-    Raises:
-        RequestTimeoutError: No answer for `timeout` seconds; the leader does not reach `min_seq`, or no responder has
-            what the leader has, for as long.
-        JetStreamExtError, nats.errors.Error, nats.js.errors.APIError: See `DirectGet`.
+    `confirm` and `min_seq` need a `Scan`. With `confirm`, the leader proves that the whole range was delivered; a range
+    without an end ends at the leader's current last sequence. With `min_seq`, the read waits until the leader has this
+    sequence, and the range is proved at least up to it.
     """
     loop, connection = asyncio.get_running_loop(), context.connection
     if min_seq is not None:
@@ -156,23 +138,15 @@ async def read_blocks(
 
 
 async def read_one(context: Context, stream: str, request: Request, timeout: float) -> StoredMsg:
-    """Return the message that a direct get without a batch finds; a request that the connection lost is sent once more.
+    """Return the message that a direct get without a batch finds, within `timeout` seconds; see `DirectGet` for errors.
 
-    Args:
-        context: The context.
-        stream: The stream.
-        request: The request.
-        timeout: Seconds for all of it.
-
-    Raises:
-        MessageNotFoundError: The responder has no such message.
-        JetStreamExtError, nats.errors.Error: See `DirectGet`.
+    A request that was lost with the connection is sent once more.
     """
     loop, connection = asyncio.get_running_loop(), context.connection
     deadline = loop.time() + timeout
     silence = f"stream {stream!r}: no answer to a direct get within {timeout:.4g} s"
     if request.start_time is not None:
-        # As a batch of one: a server that does not know start_time would answer a single get with another message.
+        # A batch of one message: an older server would ignore start_time in a single get and answer another message.
         plan = OneReply(replace(request, batch=1))
         try:
             async with asyncio.timeout_at(deadline), aclosing(read_blocks(context, stream, plan, timeout)) as blocks:
@@ -185,7 +159,7 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
     retried = False
 
     def remaining() -> float:
-        return max(0.001, deadline - loop.time())  # a wait that has none left fails at its first suspension
+        return max(0.001, deadline - loop.time())  # without time left, a wait fails at its first suspension
 
     while True:
         received: list[Frame] = []
@@ -210,18 +184,19 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
 
 
 class MessageBatch:
-    """The messages of one read: iterate it, use it as an async context manager, or take `to_list`.
+    """The messages of one read: iterate over it, use it as an async context manager, or call `to_list`.
 
-    The first request goes out on first use. Leave early with ``break`` and then `aclose` (or the end of the
-    ``async with`` block): nothing stays behind. One task at a time may read.
+    The first request goes out on first use. To leave early, use ``break`` and then `aclose` (or the end of the
+    ``async with`` block): nothing is left behind. Only one task at a time may read.
 
-    A read that raised is over; the messages that came before are good, and another read can start behind the last one.
+    An error ends the read. The messages before it are valid, and another read can start after the last of them.
 
     Raises:
-        JetStreamExtError, nats.errors.Error: While iterating: see `DirectGet`; after an error or a cancellation always.
+        JetStreamExtError, nats.errors.Error: While iterating: see `DirectGet`. After an error or a cancellation, every
+            further use of the read.
         RuntimeError: Another task is waiting for messages of the same read.
 
-    Cancellation: A cancelled read is over and has cleaned up; it cannot be continued.
+    Cancellation: A cancelled read is over and nothing is left behind; it cannot be continued.
 
     Requires: nats-server 2.11 (ADR-31, Batched requests and Multi-subject requests).
     """
@@ -230,14 +205,14 @@ class MessageBatch:
         self._plan = plan
         self._blocks = blocks
         self._ready: Iterator[StoredMsg] = iter(())
+        self._end: EndOfBatch | None = None
         self._failure: BaseException | None = None
-        self._over = False
         self._closed = False
         self._reading = False
 
     @property
     def num_pending(self) -> int | None:
-        """How many matching messages follow what was read, as the last answer counted them; None before the end."""
+        """The number of matching messages after those that were read, as the last answer says; None before the end."""
         return self._end.num_pending if self._end else None
 
     @property
@@ -249,10 +224,6 @@ class MessageBatch:
     def up_to_seq(self) -> int | None:
         """The sequence at which a `multi_last` is consistent; None before the end and for other reads."""
         return self._end.up_to_seq if self._end else None
-
-    @property
-    def _end(self) -> EndOfBatch | None:
-        return self._plan.end if self._over else None
 
     def __aiter__(self) -> Self:
         return self
@@ -272,7 +243,7 @@ class MessageBatch:
         """Return all remaining messages, in the order of their sequences.
 
         Raises:
-            JetStreamExtError, nats.errors.Error, RuntimeError: As for iterating.
+            JetStreamExtError, nats.errors.Error, RuntimeError: As while iterating.
 
         Cancellation: The read is over; nothing is left behind.
         """
@@ -291,7 +262,7 @@ class MessageBatch:
         try:
             return await anext(self._blocks)
         except StopAsyncIteration:
-            self._over = self._plan.done
+            self._end = self._plan.end if self._plan.done else None
             return None
         except BaseException as failure:
             self._failure = failure
@@ -307,9 +278,9 @@ class MessageBatch:
         """End the read; safe to call more than once.
 
         Raises:
-            RuntimeError: Another task is waiting for messages of it; that one has to be cancelled.
+            RuntimeError: Another task is waiting for messages of the read; cancel that task first.
 
-        Cancellation: The read is over all the same; nothing is left behind.
+        Cancellation: The read is over; nothing is left behind.
         """
         self._check_alone()
         self._closed = True
@@ -319,7 +290,5 @@ class MessageBatch:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()

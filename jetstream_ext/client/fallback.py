@@ -1,11 +1,13 @@
-"""A connection for versions of nats-py whose internals `connection` does not support; slower."""
+"""The slower connection for versions of nats-py with internals that `connection` does not support."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
+import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -18,7 +20,6 @@ from jetstream_ext.client.base_connection import (
     mark_retrieved,
     notify_disconnected,
     notify_reconnected,
-    unsubscribe,
 )
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
@@ -27,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class FallbackConnection(BaseConnection):
-    """Reads and writes through nats-py's public methods only."""
+    """Reads and writes only through nats-py's public methods; writing and `drop` go on in background tasks."""
 
     def __init__(self, nc: Client, server_info: Callable[[], Mapping[str, Any]]) -> None:
         super().__init__(nc, server_info)
@@ -41,7 +42,6 @@ class FallbackConnection(BaseConnection):
     async def inbox(
         self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
     ) -> InboxSubscription:
-        """As `BaseConnection.inbox`."""
         inbox = InboxSubscription(self.drop, subject or self.nc.new_inbox())
 
         async def deliver(msg: Msg) -> None:
@@ -54,7 +54,7 @@ class FallbackConnection(BaseConnection):
         except BaseException:
             subscribing.add_done_callback(self._drop_late_subscription)
             raise
-        self._check_state()  # the new handler must not hear of an earlier loss
+        self._check_state()  # an earlier loss does not concern the new handler
         self._handlers[subscription] = handler
         if self._poller is None or self._poller.done():
             self._poller = self._spawn(self._poll_state())
@@ -80,26 +80,23 @@ class FallbackConnection(BaseConnection):
             notify_reconnected(self._handlers.values())
 
     def drop(self, subscription: Subscription) -> None:
-        """As `BaseConnection.drop`, in the background."""
         self._handlers.pop(subscription, None)
         if not self._handlers and self._poller is not None:
             self._poller.cancel()
             self._poller = None
-        self._spawn(unsubscribe(subscription))
+        self._spawn(_unsubscribe(subscription))
 
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
-        """As `BaseConnection.write_nowait`, in the background."""
         self.check_usable()
         self._publish_soon(data)
 
     async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
-        """As `BaseConnection.write`."""
         self.check_usable()
         await self.bounded(_shielded(self._publish_soon(data)), timeout, "room in the write buffer of the connection")
 
     def _publish_soon(self, data: bytes) -> asyncio.Task[None]:
         task = self._spawn(self._publish(data))
-        task.add_done_callback(mark_retrieved)  # a failed write is a lost connection, which the handlers learn
+        task.add_done_callback(mark_retrieved)  # a write fails when the connection is lost, which the handlers are told
         return task
 
     async def _publish(self, data: bytes) -> None:
@@ -113,6 +110,13 @@ class FallbackConnection(BaseConnection):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _unsubscribe(subscription: Subscription) -> None:
+    with contextlib.suppress(  # the subscription of a closed connection has already ended
+        nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError, nats.errors.BadSubscriptionError
+    ):
+        await subscription.unsubscribe()
 
 
 async def _shielded(task: asyncio.Task[_T]) -> _T:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
 
 import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
@@ -22,10 +22,12 @@ from jetstream_ext.errors import (
     ServerError,
 )
 
+_T = TypeVar("_T")
+
 _TRANSIENT: Final = (
     RequestTimeoutError,
     MessagesLostError,
-    DirectGetDisabledError,  # the caller has already checked allow_direct at the leader: the responders are away
+    DirectGetDisabledError,  # the caller has checked allow_direct at the leader, so only the responders are away
     BatchAbandonedError,
     BatchOutcomeUnknownError,
     AtomicPublishIncompleteError,
@@ -41,7 +43,7 @@ _ELECTING: Final = frozenset({ErrorCode.CLUSTER_UNAVAILABLE, ErrorCode.NOT_LEADE
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same call may succeed later: no leader, no connection, no answer, or an overloaded server."""
+    """Return whether the same call may succeed later: no leader, connection or answer, or an overloaded server."""
     if isinstance(error, PositionLostError):
         return False
     if isinstance(error, APIError) and error.err_code in _ELECTING:
@@ -54,9 +56,9 @@ def is_transient(error: BaseException) -> bool:
 class Retry:
     """The pauses between the attempts of one operation, and their end.
 
-    The next error is raised after `give_up_after` seconds without progress. Each pause is `factor` times as long as the
-    one before, up to `longest_pause`. `jitter` shortens each by a random part, so that competing writers do not retry
-    in step. `transient` decides whether another attempt may succeed after an error.
+    After `give_up_after` seconds without progress the next error is raised. Each pause is `factor` times as long as the
+    one before, up to `longest_pause`. `jitter` shortens each pause by a random part, so that competing writers do not
+    retry in step. `transient` decides whether another attempt may succeed after an error.
     """
 
     def __init__(
@@ -78,12 +80,19 @@ class Retry:
         self._deadline: float | None = None
 
     def reset(self) -> None:
-        """Note progress: the deadline and the pauses start again with the next error."""
+        """Record progress: the deadline and the pauses start again with the next error."""
         self._pause, self._deadline = self._first_pause, None
 
     def start(self) -> None:
         """Start the deadline now, not with the first error."""
         self._deadline = asyncio.get_running_loop().time() + self.give_up_after
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until the deadline, at least a millisecond: the timeout of an attempt."""
+        if self._deadline is None:
+            return self.give_up_after
+        return max(0.001, self._deadline - asyncio.get_running_loop().time())
 
     async def pause(self, error: Exception) -> None:
         """Wait before the next attempt, or raise `error` if it is not transient or the deadline has passed."""
@@ -101,3 +110,11 @@ class Retry:
         pause = self._pause * random.random() if self._jitter else self._pause  # noqa: S311 - spreads load
         self._pause = min(self._pause * self._factor, self._longest_pause)
         await asyncio.sleep(pause)
+
+    async def call(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
+        """Return what `attempt` returns; call it again after each transient error, until the deadline."""
+        while True:
+            try:
+                return await attempt()
+            except Exception as error:
+                await self.pause(error)

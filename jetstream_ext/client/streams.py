@@ -86,18 +86,17 @@ async def ensure_stream(
 
 
 def _without_external(config: StreamConfig, prefix: str) -> StreamConfig:
-    """Return `config` with its entries that name `prefix` made local."""
+    """Return `config` without the ``external`` of sources and mirrors whose API prefix is `prefix`."""
 
-    def local(entry: StreamSource | None) -> StreamSource | None:
-        own = entry is not None and entry.external is not None and entry.external.api == prefix
-        return entry.evolve(external=None) if entry is not None and own else entry
+    def local(entry: StreamSource) -> StreamSource:
+        own = entry.external is not None and entry.external.api == prefix
+        return entry.evolve(external=None) if own else entry
 
     sources = [local(entry) for entry in config.sources] if config.sources else config.sources
-    return config.evolve(mirror=local(config.mirror), sources=sources)
+    return config.evolve(mirror=config.mirror and local(config.mirror), sources=sources)
 
 
 async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
-    """Enable the options that the existing stream lacks."""
     with reading(f"stream {wanted.name!r}"):
         found = _stream_info(info)
     if diff := _diff(wanted, found.config):
@@ -163,7 +162,7 @@ def _missing(wanted: StreamConfig, found: StreamConfig) -> list[str]:
 
 
 def _diff(wanted: StreamConfig, found: StreamConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the fields, other than ``allow_*``, that differ, with (wanted, found)."""
+    """Return the fields other than ``allow_*`` that differ, with (wanted, found)."""
     # Both sides go through `_read`, so that units, enums and defaults are the same.
     asked = _read(wanted.as_dict())
     diff = {}
@@ -197,7 +196,7 @@ def _read(config: Mapping[str, Any]) -> StreamConfig:
 
 
 def _pruned(value: Any) -> Any:
-    """Remove empty nested fields: servers return only some of them."""
+    """Return `value` without empty nested fields, of which servers return only some."""
     if isinstance(value, dict):
         return {name: kept for name, inner in value.items() if (kept := _pruned(inner))}
     if isinstance(value, list):

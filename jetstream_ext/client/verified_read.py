@@ -1,9 +1,8 @@
 """Reads that are complete and current, whichever replica or mirror answers.
 
-A replica may lag. A mirror may hold a part of the stream only, or what the stream has removed, and answers all the same
-under the stream's name. `VerifiedReader` accepts an answer only if it shows that its responder holds what the stream
-holds and has the sequence that the leader had when the read began; otherwise it asks again. Ranges are proved by
-`range_read.RangeRead`.
+A replica may lag, and a mirror may hold other messages than its origin. `VerifiedReader` accepts an answer only if it
+shows that its responder holds the same messages as the stream and has reached the needed sequence; otherwise it asks
+again. `range_read.RangeRead` proves ranges.
 """
 
 from __future__ import annotations
@@ -27,37 +26,30 @@ from jetstream_ext.protocol.stored_msg import StoredMsg
 _CATCH_UP_BATCH: Final = 16_000
 _NO_LIMIT: Final = 1 << 31
 _FIRST_PAUSE: Final = 0.001  # short, because another responder may answer the next request
-# What a mirror must have in common with its origin to hold the same messages for the same time.
+# A mirror with the same options, and without a filter or start, holds the same messages for the same time.
 _SAME: Final = ("max_msgs_per_subject", "max_age", "allow_msg_ttl")
 _PART: Final = ("filter_subject", "subject_transforms", "opt_start_seq", "opt_start_time")
-_BROKEN: Final = "replies broke off"
+
+
+class _UnverifiedError(Exception):
+    """An answer does not show that its responder holds what is needed; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One whole reply: the messages of one moment.
+    """One complete reply: the messages of one moment."""
 
-    Attributes:
-        block: The messages; `Block.stream` is the responder's name, or nothing if there are no messages.
-        pending: How many more messages there are, which did not fit.
-        up_to_seq: The newest sequence that the responder had (`multi_last` only).
-    """
-
-    block: Block
-    pending: int
-    up_to_seq: int
+    block: Block  # its `stream` is the responder's name, or empty if there are no messages
+    pending: int  # how many more messages match
+    up_to_seq: int  # the newest sequence of the responder (`multi_last` only)
 
 
 class VerifiedReader:
-    """The verified reads of one call: of last messages, of a subject's oldest one, of ranges and of single messages.
+    """The verified reads of one call.
 
-    Args:
-        context: The context.
-        stream: The stream.
-        timeout: Seconds to wait for an answer, and for a responder that has caught up.
-        need: The sequence that a responder must have: the leader's last one when the read began, or the reader's own
-            write.
-        what: What is read, for errors; the default is the stream.
+    `timeout` limits, in seconds, the wait for an answer and for a responder that has caught up. A responder must have the
+    sequence `need`: the leader's last one when the read began, or the reader's own write. Errors name what is read:
+    `what`, or else the stream.
     """
 
     def __init__(self, context: Context, stream: str, timeout: float, *, need: int, what: str = "") -> None:
@@ -69,10 +61,8 @@ class VerifiedReader:
         self._trusted = {stream: True}
         self._witness: str | None = None
 
-    # -- reads ----------------------------------------------------------------------------------------------------
-
     async def get(self, request: Request) -> StoredMsg:
-        """Return the message that a single get finds; the leader's where the answer proves too little.
+        """Return the message that a single get finds; ask the leader if the answer proves too little.
 
         Raises:
             MessageNotFoundError: The leader has no such message.
@@ -83,10 +73,9 @@ class VerifiedReader:
             found = await read_one(self._context, self._stream, request, self._timeout)
             if found.seq == request.seq:
                 return found  # no other message can be the answer
-            # What a mirror answers as the last message is one at least as new as needed; but as the next message it can
-            # answer a later one, because it lacks the first.
-            responder = self._stream if request.last_by_subj is not None else found.stream
-            if responder == self._stream and not await self._doubt(responder, found.seq, self._need):
+            # A mirror's last message is the stream's if it is as new as needed. Its next message may be a later one than
+            # the stream's, which the mirror lacks.
+            if found.seq >= self._need and (request.last_by_subj is not None or found.stream == self._stream):
                 return found
         await wait_for_sequence(self._context, self._stream, self._need, max(0.001, clock.remaining))
         at_leader = await get_at_leader(self._context, self._stream, request.body(), max(0.001, clock.remaining))
@@ -97,21 +86,17 @@ class VerifiedReader:
     async def last_of(self, subjects: Sequence[str], *, up_to: StoredMsg | None = None, limited: bool = True) -> Answer:
         """Return the last message of every subject that matches one of `subjects`, all of one moment.
 
-        The answer may include the last message of one more subject.
-
-        Args:
-            subjects: The subjects and patterns.
-            up_to: Look no further than this message, which must still be stored; see `newest_up_to`.
-            limited: Cut the answer where it would need much memory; `Answer.pending` tells.
+        The answer may include the last message of one more subject. With `up_to` (see `newest_up_to`), it is of the
+        moment when that message was stored. `limited` limits the size of the answer; `Answer.pending` has the rest.
 
         Raises:
-            TooManySubjectsError: They match too many.
+            TooManySubjectsError: The subjects match too many.
             RequestTimeoutError: No responder that has caught up answered in time.
-            LookupError: `up_to` is not stored any more.
+            LookupError: `up_to` is no longer stored.
         """
         retry = self._retry()
         while True:
-            # A reply without messages shows neither its responder nor what that has, so one known message is asked for.
+            # A reply without messages does not show its responder, so the request includes one subject that has messages.
             witness = up_to.subject if up_to is not None else self._witness or await self._find_witness()
             if witness is None:
                 return Answer(Block(), pending=0, up_to_seq=self._need)
@@ -120,35 +105,28 @@ class VerifiedReader:
                 up_to_seq=None if up_to is None else up_to.seq,
                 max_bytes=DEFAULT_MAX_BYTES if limited else _NO_LIMIT,
             )
-            answer = await self._ask(request)
-            if answer is None:
-                doubt = _BROKEN
-            elif up_to is None:
-                doubt = await self._doubt(answer.block.stream, answer.up_to_seq, self._need)
-                if not len(answer.block):
-                    self._witness = None
-            else:
-                # In ascending order: where nothing was cut off, the last message is the newest one up to that point.
-                reached = up_to.seq if answer.pending else max(answer.block.seqs, default=0)
-                doubt = await self._doubt(answer.block.stream, reached, up_to.seq)
-                if reached and reached < up_to.seq and await self._at_leader(Request(seq=up_to.seq)) is None:
-                    raise LookupError
-            if answer is not None and not doubt:
+            try:
+                answer = await self._ask(request)
+                if up_to is None:
+                    if not len(answer.block):
+                        self._witness = None
+                    await self._check(answer.block.stream, answer.up_to_seq, self._need)
+                else:
+                    # A complete reply ends with the newest message that the responder has up to that point.
+                    reached = up_to.seq if answer.pending else max(answer.block.seqs, default=0)
+                    if 0 < reached < up_to.seq and await self._at_leader(Request(seq=up_to.seq)) is None:
+                        raise LookupError
+                    await self._check(answer.block.stream, reached, up_to.seq)
                 return answer
-            await self._pause(retry, doubt)
+            except _UnverifiedError as doubt:
+                await self._pause(retry, doubt)
 
     async def newest_up_to(self, seq: int, first: int) -> StoredMsg | None:
-        """Return the newest message up to `seq` that the leader still has, or None.
-
-        Args:
-            seq: The sequence.
-            first: The lowest sequence that there can be.
-        """
-        newest = await self._at_leader(Request(seq=seq))
+        """Return the newest message up to `seq` that the leader still has, or None; `first` is the lowest sequence."""
+        if (newest := await self._at_leader(Request(seq=seq))) is not None:
+            return newest
         low, high = first, seq - 1
-        while newest is None or newest.seq < seq:
-            if low > high:
-                break
+        while low <= high:
             middle = (low + high + 1) // 2
             found = await self._at_leader(Request(seq=middle, next_by_subj=">"))
             if found is None or found.seq > seq:
@@ -158,11 +136,9 @@ class VerifiedReader:
         return newest
 
     async def oldest_of(self, subject: str, after: int) -> tuple[StoredMsg, int] | None:
-        """Return the oldest message of a subject, and how many it has; None: it has none.
+        """Return the oldest message of a subject and the number of its messages, or None if it has none.
 
-        Args:
-            subject: The subject.
-            after: A sequence up to which it is known to have none.
+        The subject is known to have no messages up to the sequence `after`.
 
         Raises:
             RequestTimeoutError: No responder that has caught up answered in time.
@@ -170,45 +146,41 @@ class VerifiedReader:
         retry = self._retry()
         request = Request(seq=1, next_by_subj=subject, batch=1, max_bytes=DEFAULT_MAX_BYTES)
         while True:
-            answer = await self._ask(request)
-            if answer is None:
-                doubt = _BROKEN
-            else:
+            try:
+                answer = await self._ask(request)
                 block = answer.block
                 if not len(block) and await self._at_leader(Request(last_by_subj=subject)) is None:
                     return None
-                doubt = await self._doubt(block.stream, max(block.seqs, default=0), after + 1)
-                if not doubt:
-                    return block.message(0), answer.pending + 1
-            await self._pause(retry, doubt)
+                await self._check(block.stream, max(block.seqs, default=0), after + 1)
+                return block.message(0), answer.pending + 1
+            except _UnverifiedError as doubt:
+                await self._pause(retry, doubt)
 
     async def log(self, first: int, last: int) -> AsyncGenerator[Block, None]:
-        """Yield every message of ``first … last`` that there is, in order, proved at the leader.
+        """Yield the messages from sequence `first` to `last` in order; the leader proves that they are complete.
 
         Raises:
             RequestTimeoutError: No responder that has them answered in time.
         """
-        position, retry, doubt = first - 1, self._retry(), ""
+        position, retry = first - 1, self._retry()
         while position < last:
             plan = Scan(seq=position + 1, up_to_seq=last, max_bytes=DEFAULT_MAX_BYTES)
-            async with contextlib.aclosing(
-                read_blocks(self._context, self._stream, plan, self._timeout, confirm=True)
-            ) as blocks:
-                async for block in blocks:
-                    if doubt := await self._doubt(block.stream):
-                        break
-                    position = block.seqs[-1]
-                    retry.reset()
-                    yield block
-            if not doubt:
+            reading = read_blocks(self._context, self._stream, plan, self._timeout, confirm=True)
+            try:
+                async with contextlib.aclosing(reading) as blocks:
+                    async for block in blocks:
+                        await self._check(block.stream)
+                        position = block.seqs[-1]
+                        retry.reset()
+                        yield block
                 return
-            await self._pause(retry, doubt)
+            except _UnverifiedError as doubt:
+                await self._pause(retry, doubt)
 
     async def catch_up(self, position: int, take: Callable[[Block], None]) -> StoredMsg | None:
-        """Hand over the messages behind `position`, up to an end that no reply of this read has passed.
+        """Pass the messages after `position` to `take`, up to an end that no reply of this read has passed.
 
-        Returns:
-            The last one, or None.
+        Return the last message, or None.
 
         Raises:
             RequestTimeoutError: No responder that has them answered in time.
@@ -216,61 +188,54 @@ class VerifiedReader:
         retry = self._retry()
         newest: StoredMsg | None = None
         while True:
-            # No responder so far can have had more than the leader has now, and the next reply must reach that.
+            # Every responder so far had at most what the leader has now; the next reply must reach that.
             leader = (await stream_state(self._context, self._stream, self._timeout)).last_seq
-            answer = await self._ask(Request(seq=position + 1, batch=_CATCH_UP_BATCH, max_bytes=DEFAULT_MAX_BYTES))
-            doubt = _BROKEN
-            if answer is not None:
+            request = Request(seq=position + 1, batch=_CATCH_UP_BATCH, max_bytes=DEFAULT_MAX_BYTES)
+            try:
+                answer = await self._ask(request)
                 block = answer.block
-                doubt = await self._doubt(block.stream) if len(block) else ""
-                if not doubt:
-                    if len(block):
-                        take(block)
-                        newest, position = block.message(-1), block.seqs[-1]
-                        retry.reset()
-                    if answer.pending:
-                        continue
-                    after = Request(seq=position + 1, next_by_subj=">")
-                    missing = await self._at_leader(after) if position < leader else None
-                    if missing is None or missing.seq > leader:
-                        return newest
-                    doubt = _lags(missing.seq)
-            await self._pause(retry, doubt)
+                if len(block):
+                    await self._check(block.stream)
+                    take(block)
+                    newest, position = block.message(-1), block.seqs[-1]
+                    retry.reset()
+                if answer.pending:
+                    continue
+                after = Request(seq=position + 1, next_by_subj=">")
+                missing = await self._at_leader(after) if position < leader else None
+                if missing is None or missing.seq > leader:
+                    return newest
+                await self._check(self._stream, position, missing.seq)
+            except _UnverifiedError as doubt:
+                await self._pause(retry, doubt)
 
-    # -- whom to trust --------------------------------------------------------------------------------------------
+    async def _check(self, responder: str, reached: int = 0, need: int = 0) -> None:
+        """Raise `_UnverifiedError` unless the stream `responder` holds the same messages and has reached `need`.
 
-    async def _doubt(self, responder: str, reached: int = 0, need: int = 0) -> str:
-        """Return why an answer must not be taken, or nothing: its responder holds what is needed.
-
-        Args:
-            responder: The stream that answered; nothing where the answer has no message.
-            reached: A sequence that the answer shows its responder to have.
-            need: The sequence that it must have.
+        `responder` is empty for an answer without messages. `reached` is a sequence that the answer shows it to have.
         """
         if not responder:
-            return "no replica has caught up with the leader"
+            raise _UnverifiedError("no replica has caught up with the leader")
         trusted = self._trusted.get(responder)
         if trusted is None:
             trusted = self._trusted[responder] = await self._mirrors_all(responder)
         if not trusted:
-            return f"only stream {responder!r} answered, a mirror that does not hold the same messages"
-        return _lags(need) if reached < need else ""
+            raise _UnverifiedError(f"only stream {responder!r} answered, a mirror that does not hold the same messages")
+        if reached < need:
+            raise _UnverifiedError(f"no replica that answered had sequence {need}")
 
     async def _mirrors_all(self, responder: str) -> bool:
         try:
             mirror = (await Api(self._context, self._timeout).ask(f"STREAM.INFO.{responder}"))["config"]
         except (NotFoundError, ServerError):
-            return False  # of another account or domain: nothing is known of it
+            return False  # it is in another account or domain, so that its configuration is unknown
         source = mirror.get("mirror") or {}
         if source.get("name") != self._stream or any(source.get(name) for name in _PART):
             return False
         origin = (await stream_state(self._context, self._stream, self._timeout)).config
         return all(mirror.get(name) == origin.get(name) for name in _SAME)
 
-    # -- asking ---------------------------------------------------------------------------------------------------
-
-    async def _ask(self, request: Request) -> Answer | None:
-        """Return the reply to one request, or None: it broke off."""
+    async def _ask(self, request: Request) -> Answer:
         plan, joined = OneReply(request, whole=True), Block()
         try:
             async with contextlib.aclosing(read_blocks(self._context, self._stream, plan, self._timeout)) as blocks:
@@ -278,7 +243,7 @@ class VerifiedReader:
                     joined.stream = block.stream
                     joined.extend(block)
         except MessagesLostError:
-            return None
+            raise _UnverifiedError("replies broke off") from None
         assert plan.end is not None
         return Answer(joined, pending=plan.end.num_pending, up_to_seq=plan.end.up_to_seq or 0)
 
@@ -286,9 +251,9 @@ class VerifiedReader:
         return await get_at_leader(self._context, self._stream, request.body(), self._timeout)
 
     async def _find_witness(self) -> str | None:
-        """Return a subject that has a message now, or None: the stream is empty."""
-        # The first message, not the last: it is found at once in a stream of any size, it seldom goes away, and servers
-        # may say that there is no last one where its sequence was deleted.
+        """Return a subject that has a message now, or None if the stream is empty."""
+        # The first message: servers find it at once in a stream of any size, it is seldom removed, and servers may find
+        # no last message if its sequence was deleted.
         oldest = await self._at_leader(Request(seq=1, next_by_subj=">"))
         self._witness = None if oldest is None else oldest.subject
         return self._witness
@@ -296,9 +261,5 @@ class VerifiedReader:
     def _retry(self) -> Retry:
         return Retry(self._timeout, first_pause=_FIRST_PAUSE, longest_pause=LAG_PAUSE, factor=1.5)
 
-    async def _pause(self, retry: Retry, doubt: str) -> None:
+    async def _pause(self, retry: Retry, doubt: _UnverifiedError) -> None:
         await retry.pause_or_raise(RequestTimeoutError(f"{self._what}: {doubt}, for {self._timeout:g} s"))
-
-
-def _lags(seq: int) -> str:
-    return f"no replica that answered had sequence {seq}"

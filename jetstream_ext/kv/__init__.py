@@ -3,8 +3,7 @@
 from jetstream_ext.kv.admin import enable, touch
 from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot
 from jetstream_ext.kv.reads import get_many, snapshot
-from jetstream_ext.kv.retry import retry_transaction
-from jetstream_ext.kv.transaction import Transaction, transaction
+from jetstream_ext.kv.transaction import Transaction, retry_transaction, transaction
 
 __all__ = [
     "KeyValueEntry",

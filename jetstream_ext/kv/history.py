@@ -1,38 +1,96 @@
-"""What a bucket held at a revision, from the messages that are left. No I/O.
+"""What a bucket holds now (`Latest`) or held at a revision (`Past`), from messages that were read. No I/O.
 
-A key at revision R is its newest message up to R. Servers remove the oldest messages of a key first, whatever the
-reason (history, purge, maximum age), so where such a message is left it is the answer, and a delete marker says that
-the key did not exist. Where none is left, either the key came later or its history is gone:
+**Now.** A bucket of any size cannot be read in one atomic request, and keys are overwritten during the read. So a
+snapshot consists of some messages, each stored when it was read, and then of the log from before the first of them up
+to an end S that no earlier reply had passed. Of each key the newest revision counts. The result is the bucket at S:
+assume that y, the newest message of a key up to S, was not read. y was stored until a newer message of the key replaced
+it. That one has a revision above S, because y is the newest up to S, so it was stored after the last reply. Then y was
+stored during the whole read, and was read.
 
-=====================================================================  ====================
-the key's oldest message, which is newer than R                        the key at R
-=====================================================================  ====================
-none of the sequences up to R was ever removed                         did not exist
-has the header that says it replaced revision N > 0                    unavailable
-is a purge or a marker of the server: it removed all before it         unavailable
-was created: its header says that there was nothing before it          did not exist
-is one of as many as the bucket keeps of a key: some may be gone       unavailable
-is one of fewer: its history has removed nothing                       did not exist
-there is no message at all, and the key was asked for by name          unavailable
-=====================================================================  ====================
+Some removals have no revision: a message expires and leaves no marker. Those are decided by time: a message that had
+expired when revision S was stored is not in the snapshot.
 
-What left nothing behind has no name: a key that expired in a bucket without markers, or that was purged from the
-stream, as every client does with deleted keys (`purge_deletes`). It may have been written anew since. When there is
-reason to think so (`Verdict.lost`) the read must not be taken for the whole truth, and that a key did not exist is not
-known any more.
+**The past.** A key at revision R is its newest message up to R. Servers always remove the oldest messages of a key
+first (history, purge, maximum age), so if such a message is stored, it is the answer, and a delete marker says that the
+key did not exist. If none is stored, the key's oldest message decides: `Past.verdict` is the table of docs/key-value.md,
+"Reads of the past". A key can also vanish without a trace and be written again. If that is possible (`Verdict.lost`),
+the answer may be incomplete, and no key is known not to have existed.
 """
 
 from __future__ import annotations
 
-import asyncio
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
+from typing import Final
 
-from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.entries import KeyValueEntry, Record, Row, Subjects, entry_of, follows, replaced_all, shows_expiry
-from jetstream_ext.protocol.options import rfc3339
-from jetstream_ext.protocol.stream_state import StreamState
+from nats.js.kv import KV_OP
+
+from jetstream_ext.kv.entries import ROLLUP, KeyValueEntry, Record, Row, Subjects, entry_of, operation
+from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT, EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
+from jetstream_ext.ttl import marker_reason
+
+_GO_DURATION: Final = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|h|m|s)")
+_SECONDS: Final = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+
+
+class Latest:
+    """A bucket as of the newest message that it was fed; `max_age` is the bucket's own TTL."""
+
+    def __init__(self, subjects: Subjects, *, max_age: timedelta | None = None) -> None:
+        self._subjects = subjects
+        self._max_age = max_age
+        self._entries: dict[str, KeyValueEntry] = {}
+        self._deleted: set[str] = set()  # the keys whose entry is a marker
+        # For each key with a TTL: the revision that has it, and the TTL (None: the message never expires).
+        self._ttls: dict[str, tuple[int, timedelta | None]] = {}
+
+    def feed(self, rows: Iterable[Row]) -> None:
+        """Take messages, in any order."""
+        entries, deleted = self._entries, self._deleted
+        bucket, wanted = self._subjects.bucket, self._subjects.wanted
+        prefix, cut = self._subjects.prefix, len(self._subjects.prefix)
+        for seq, subject, data, headers, time in rows:
+            key = subject[cut:]
+            if not wanted(key) or not subject.startswith(prefix):
+                continue
+            known = entries.get(key)
+            if known is not None:
+                if known.revision >= seq:
+                    continue
+                deleted.discard(key)
+            if not headers:
+                entries[key] = KeyValueEntry(bucket, key, data, seq, time)
+                continue
+            op, reason = operation(headers)
+            entries[key] = KeyValueEntry(bucket, key, data, seq, time, op, reason)
+            if op != "PUT":
+                deleted.add(key)
+            if MSG_TTL in headers:
+                ttl = ttl_of(headers)
+                if ttl is not None or never_expires(headers):
+                    self._ttls[key] = seq, ttl
+
+    def entries(self, time: datetime | None = None, *, include_deletes: bool = False) -> dict[str, KeyValueEntry]:
+        """Return the entries without those that had expired at `time` (None: keep them); call it once, at the end."""
+        entries = self._entries
+        gone = set() if time is None else self._expired(time)
+        if not include_deletes:
+            gone |= self._deleted
+        for key in gone:
+            del entries[key]
+        return entries
+
+    def _expired(self, time: datetime) -> set[str]:
+        entries = self._entries
+        own = {key: ttl for key, (seq, ttl) in self._ttls.items() if entries[key].revision == seq}
+        gone = {key for key, ttl in own.items() if ttl is not None and entries[key].created + ttl <= time}
+        if self._max_age is not None:
+            exempt = {key for key, ttl in own.items() if ttl is None}
+            oldest = time - self._max_age
+            gone.update(key for key, entry in entries.items() if entry.created <= oldest and key not in exempt)
+        return gone
 
 
 @dataclass(slots=True)
@@ -42,62 +100,48 @@ class _Key:
     oldest: int
     newest: int
     count: int
-    entry: KeyValueEntry | None
-    """The newest up to the revision."""
-    replaced: bool
-    """The oldest message says that there was one before it."""
-    before: int | None
-    """The revision that the oldest message says it replaced (0: there was none); None: it does not say."""
+    entry: KeyValueEntry | None  # the newest up to the revision
+    replaced: bool  # the oldest message says that it replaced one
+    before: int | None  # the revision that the oldest message says it replaced (0: there was none)
 
 
 def _first(seq: int, subject: str, headers: Mapping[str, str]) -> _Key:
     if not headers:
         return _Key(seq, 0, 0, None, replaced=False, before=None)
-    before = follows(headers, subject)
+    before = replaced_revision(headers, subject)
     return _Key(seq, 0, 0, None, replaced=bool(before) or replaced_all(headers), before=before)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is known of a revision."""
+    """What is known about a revision."""
 
     entries: dict[str, KeyValueEntry]
-    unavailable: tuple[str, ...]
-    """Keys whose state is not known, sorted."""
-    complete: bool
-    """Whether there can be no other key."""
-    lost: bool
-    """Whether there is reason to think that there was another key."""
+    unavailable: tuple[str, ...]  # keys whose state is not known, sorted
+    complete: bool  # there can be no other key
+    lost: bool  # there may well have been another key; then `complete` is False
 
 
 class Past:
-    """A bucket as of one revision.
-
-    Args:
-        subjects: Which keys are wanted.
-        revision: The revision.
-        history: How many messages the bucket keeps of a key (0: all).
-    """
+    """A bucket as of one revision; `history` is how many messages it keeps of a key (0: all)."""
 
     def __init__(self, subjects: Subjects, *, revision: int, history: int) -> None:
-        self.revision = revision
         self._subjects = subjects
+        self.revision = revision
         self._history = history
         self._keys: dict[str, _Key] = {}
         self._accounted = 0
         self.expires: bool = False
-        """Whether a message showed that values of the bucket have times to live of their own."""
+        """Whether a message showed that values of the bucket have TTLs of their own."""
 
-    def feed(self, records: Iterable[Row], *, log: bool = False) -> None:
-        """Take messages, ascending for each key.
+    def feed(self, rows: Iterable[Row], *, log: bool = False) -> None:
+        """Take messages, ascending for each key: all that a key has, or its newest one up to the revision.
 
-        Args:
-            records: The messages: all that a key has, or its newest one up to the revision.
-            log: They are part of the whole log: those of other keys may explain what is missing in it.
+        With `log`, they are part of the whole log: messages of other keys may then explain what is missing in it.
         """
         bucket, wanted, revision = self._subjects.bucket, self._subjects.wanted, self.revision
         keys, prefix, cut = self._keys, self._subjects.prefix, len(self._subjects.prefix)
-        for seq, subject, data, headers, time in records:
+        for seq, subject, data, headers, time in rows:
             name = subject[cut:]
             asked = wanted(name) and subject.startswith(prefix)
             if not (asked or log):
@@ -115,15 +159,12 @@ class Past:
                 key.entry = entry_of(bucket, name, Record(seq, subject, data, headers, time))
 
     def feed_oldest(self, record: Record, count: int) -> None:
-        """Take the oldest message of a key that has none up to the revision, and how many it has."""
-        key = self._keys[record.subject[len(self._subjects.prefix) :]] = _first(
-            record.seq, record.subject, record.headers
-        )
-        key.count = count
-        self._note(record.headers, record.seq)
+        """Take the oldest of the `count` messages of a key that has none up to the revision."""
+        self.feed((record,))
+        self._keys[record.subject[len(self._subjects.prefix) :]].count = count
 
     def knows(self, name: str) -> bool:
-        """Return whether a message of the key up to the revision was fed."""
+        """Whether a message of the key up to the revision was fed."""
         key = self._keys.get(name)
         return key is not None and key.entry is not None
 
@@ -133,104 +174,93 @@ class Past:
         self.expires = self.expires or shows_expiry(headers)
 
     def uncertain(self, named: Iterable[str]) -> bool:
-        """Return whether it matters if sequences up to the revision are missing."""
+        """Whether the answer depends on sequences up to the revision being missing."""
         absent = any(key.entry is None or key.entry.operation != "PUT" for key in self._keys.values())
         return absent or any(name not in self._keys for name in named)
-
-    def _gone(self, key: _Key) -> bool:
-        return key.replaced or (key.before is None and self._full(key))
 
     def _full(self, key: _Key) -> bool:
         return 0 < self._history <= key.count
 
     def accounts_for(self) -> int:
-        """Return the sequence below which the history of a key that is there may explain what is missing."""
-        # What a history removed of a key was no newer than what its oldest message says it replaced.
+        """Return the sequence up to which the histories of stored keys may explain missing sequences."""
+        # What a history removed of a key was no newer than the revision that its oldest message says it replaced.
         full = (key.oldest if key.before is None else key.before for key in self._keys.values() if self._full(key))
         return max(self._accounted, max(full, default=0))
 
     def verdict(
         self, *, named: Iterable[str], listed: Iterable[str] = (), wild: bool, missing: bool, lost: bool
     ) -> Verdict:
-        """Return what is known now that everything was fed.
+        """Return what is known after everything was fed.
 
         Args:
-            named: Keys that were asked for by name.
-            listed: Keys that match, and were there when the read began.
-            wild: Whether keys were asked for by pattern, so that some may be meant that nobody can name.
-            missing: Whether messages up to the revision were, or may have been, removed.
-            lost: Whether there is reason to think that they were not those of the keys that are there.
+            named: The keys that the caller named.
+            listed: Keys that match, and existed when the read began.
+            wild: The caller gave patterns as well, so that keys may match that nothing names.
+            missing: Messages up to the revision were, or may have been, removed.
+            lost: They may have been messages of keys that are no longer stored.
         """
         wanted = self._subjects.wanted
         entries = {name: key.entry for name, key in self._keys.items() if key.entry is not None}
         if not missing:
             return Verdict(entries, (), complete=True, lost=False)
-        gone = {name for name, key in self._keys.items() if key.entry is None and wanted(name) and self._gone(key)}
+        gone = {
+            name
+            for name, key in self._keys.items()
+            if key.entry is None and wanted(name) and (key.replaced or (key.before is None and self._full(key)))
+        }
         gone.update(name for name in (*named, *listed) if name not in self._keys)
         if lost:
-            # They may have been written, have vanished, and whatever is left of them be older or newer than that.
+            # Such a key may have existed and vanished. What is stored of it now may be older or newer than that.
             doubtful = {name for name in named if name not in entries or entries[name].operation != "PUT"}
             entries = {name: entry for name, entry in entries.items() if name not in doubtful}
             gone |= doubtful
         return Verdict(entries, tuple(sorted(gone)), complete=not wild, lost=wild and lost)
 
 
-_MICROSECOND = timedelta(microseconds=1)
+# -- what the headers of a message say about the history of its key -------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Instant:
-    """A point of a bucket's history."""
+def ttl_of(headers: Mapping[str, str]) -> timedelta | None:
+    """Return the TTL in a message's headers as servers read it, in whole seconds; None if it has no finite one."""
+    text = headers.get(MSG_TTL, "").strip()
+    if text.isdigit():
+        seconds = float(text)
+    else:
+        parts = _GO_DURATION.findall(text)
+        if not parts or "".join(number + unit for number, unit in parts) != text:
+            return None
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    try:
+        return timedelta(seconds=int(seconds))
+    except OverflowError:
+        return None
 
-    revision: int
-    time: datetime
-    since: datetime
-    """A time that is certainly not later."""
-    present: bool
-    """Nothing had been written since when the leader was asked."""
+
+def never_expires(headers: Mapping[str, str]) -> bool:
+    """Whether the TTL of a message overrides the bucket's maximum age."""
+    return headers.get(MSG_TTL, "").strip().lower() == "never"
 
 
-async def find_instant(bucket: Bucket, state: StreamState, at: int | datetime) -> Instant:
-    """Return the point in time that a caller's `at` means.
+def replaced_revision(headers: Mapping[str, str], subject: str) -> int | None:
+    """Return the revision of the key that a message replaced (0: there was none), or None if it does not say.
 
-    Raises:
-        ValueError: It lies in the future, or is no revision, or a naive datetime.
-        TypeError: It is neither a revision nor a datetime.
+    Servers store a message with an expectation only if the expectation held.
     """
-    if isinstance(at, datetime):
-        rfc3339(at, "at")
-        when = at.astimezone(UTC)
-        return Instant(await _revision_at(bucket, state, when), when, since=when, present=False)
-    if isinstance(at, bool) or not isinstance(at, int):
-        raise TypeError(f"at must be a revision or a datetime, not {type(at).__name__}")
-    if at < 1:
-        raise ValueError(f"a revision is an integer from 1 up, not {at}")
-    if at > state.last_seq:
-        raise ValueError(f"bucket {bucket.name!r} has no revision {at} yet; its last is {state.last_seq}")
-    if at == state.last_seq:
-        return Instant(at, state.last_time, since=state.last_time, present=True)
-    message = await bucket.at_leader(seq=at, next_by_subj=">")
-    time = state.last_time if message is None else message.time
-    exact = message is not None and message.seq == at
-    return Instant(at, time, since=time if exact else state.created_at, present=False)
+    if ROLLUP in headers:
+        return None
+    expected = headers.get(EXPECTED_LAST_SUBJECT_SEQ, "")
+    if not expected.isdigit() or headers.get(EXPECTED_LAST_SUBJECT, subject) != subject:
+        return None
+    return int(expected)
 
 
-async def _revision_at(bucket: Bucket, state: StreamState, when: datetime) -> int:
-    """Return the last revision stored up to `when`, that microsecond included."""
-    ahead = (when - state.now).total_seconds()
-    if ahead > bucket.timeout:
-        raise ValueError(f"at lies in the future: the server's clock is {state.now.isoformat()}")
-    if ahead >= 0:
-        # Clocks differ a little. What is stored up to then is known only once the server is past it.
-        await asyncio.sleep(ahead + 0.001)
-        state = await bucket.state()
-        if state.now <= when:
-            raise ValueError(f"at lies in the future: the server's clock is {state.now.isoformat()}")
-    after = when + _MICROSECOND
-    if state.last_time < after:
-        return state.last_seq
-    found = await bucket.at_leader(start_time=after.isoformat())
-    # A time beyond the last message makes some servers answer with an earlier one.
-    if found is None or found.time < after:
-        return state.last_seq
-    return found.seq - 1
+def replaced_all(headers: Mapping[str, str]) -> bool:
+    """Whether storing a message removed every older one of its key."""
+    return ROLLUP in headers or marker_reason(headers) is not None
+
+
+def shows_expiry(headers: Mapping[str, str]) -> bool:
+    """Whether a message shows that values of its bucket have TTLs of their own."""
+    if marker_reason(headers) is not None:
+        return True
+    return MSG_TTL in headers and KV_OP not in headers and not never_expires(headers)

@@ -1,9 +1,11 @@
-"""Many keys at once, and a bucket at one point in time, in as few requests as it takes."""
+"""Reads of many keys, and of a bucket at one revision, in as few requests as possible."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime, timedelta
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from nats.js.kv import KeyValue
@@ -12,17 +14,27 @@ from jetstream_ext.client.concurrency import gather_bounded
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import HistoryUnavailableError, TooManySubjectsError
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot, Record, Records, Subjects, record, records_of
-from jetstream_ext.kv.history import Instant, Past, Verdict, find_instant
+from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot, Record, Row, Subjects, record_of, rows_of
+from jetstream_ext.kv.history import Latest, Past, Verdict
 from jetstream_ext.kv.keys import EVERYTHING, check_filters, check_keys, is_literal, matcher
-from jetstream_ext.kv.latest import Latest
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.gaps import Gaps
+from jetstream_ext.protocol.options import check_sequence, rfc3339
 from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState
 
+# With so many messages per key or more, asking for the keys by name costs less than reading the whole log.
 _DEEP: Final = 3
-"""From so many messages per key on, asking for the keys by name is cheaper than reading the whole log."""
+# A log of so many messages is read completely: that costs less than an answer with unavailable keys.
+_SMALL_LOG: Final = 16_000
+# So many messages of the log cost as much as looking up the last message of one key up to some revision.
+_ROWS_PER_LOOKUP: Final = 40
+_LOOKUPS_IN_FLIGHT: Final = 64
+# Keys per request. Servers answer for 1024 subjects; if one answers for fewer, the chunk is halved.
+_CHUNK: Final = 1_000
+_CHUNK_BYTES: Final = 128 * 1024
+_CHUNKS_IN_FLIGHT: Final = 3
+_MICROSECOND: Final = timedelta(microseconds=1)
 
 
 async def get_many(
@@ -32,28 +44,32 @@ async def get_many(
     at: int | datetime | None = None,
     timeout: float | None = None,
 ) -> dict[str, KeyValueEntry]:
-    """Return the entries of many keys; those that do not exist are left out.
+    """Return the entries of many keys, without those that do not exist.
 
-    Without `at`, every entry is at least as new as what the bucket's leader had when the call began, so what this
-    program wrote before is there; but two entries may be of two moments. With `at`, all are of that one. For a
+    Without `at`, every entry is at least as new as the leader's when the call began, so you can read what your program
+    wrote before; but two entries may be from different points in time. With `at`, all are from that one. For a
     consistent read of now, take a `snapshot`.
 
     Args:
         kv: nats-py's bucket.
         keys: Any number of keys.
-        at: A revision, or an aware datetime; None is now.
+        at: A revision, or a timezone-aware datetime (that microsecond included); None is now.
         timeout: Seconds to wait for each answer; None is the context's own.
 
     Returns:
         Key to entry, in the order of `keys`.
 
     Raises:
-        nats.js.errors.InvalidKeyError: A key that no client would take; nothing was asked.
+        nats.js.errors.InvalidKeyError: No client accepts one of the keys; nothing was sent.
+        nats.js.errors.BucketNotFoundError: There is no such bucket.
+        nats.js.errors.BadBucketError: The bucket is a mirror of another bucket; read that one.
         DirectGetDisabledError: The bucket does not allow direct gets; `enable` turns them on.
-        nats.js.errors.BadBucketError: The bucket is a mirror of another; read that one.
-        HistoryUnavailableError: With `at`: what some keys were then is no longer stored. It names them.
-        ValueError: `at` lies in the future, or is naive.
-        RequestTimeoutError: No answer, or no responder that is up to date, within `timeout`.
+        UnsupportedFeatureError: The server is older than 2.11.
+        HistoryUnavailableError: With `at`: the value of some keys is no longer stored. The error names those keys that
+            can be named.
+        ValueError, TypeError: `at` is not a revision of the bucket, or lies in the future, or is not timezone-aware; or
+            `timeout` is not over 0.
+        RequestTimeoutError: No answer, or no replica that has caught up with the leader, within `timeout`.
 
     Cancellation: Safe; nothing is left behind.
 
@@ -65,12 +81,10 @@ async def get_many(
     state = await bucket.state()
     if at is None:
         latest = Latest(subjects)
-        await by_name(bucket, bucket.reader(state.last_seq), list(wanted), latest.feed)
+        await _read_by_name(bucket, bucket.reader(state.last_seq), list(wanted), latest.feed)
         found = latest.entries()
     else:
-        instant = await find_instant(bucket, state, at)
-        verdict = await _past(bucket, subjects, list(wanted), state, instant)
-        _insist(bucket, verdict, instant)
+        verdict, _ = await _read_past(bucket, subjects, list(wanted), state, at, strict=True)
         found = _without_deleted(verdict.entries)
     return {key: entry for key in wanted if (entry := found.get(key)) is not None}
 
@@ -84,159 +98,87 @@ async def snapshot(
     include_deletes: bool = False,
     timeout: float | None = None,
 ) -> KeyValueSnapshot:
-    """Return a bucket, or the part of it that matches `filters`, as it was at one point in time.
+    """Return a bucket, or the part of it that matches `filters`, as it was at one revision.
 
-    A snapshot of now is exact at its `revision`, however many keys there are and whoever writes meanwhile, and that
-    revision is at least the one that the leader had when the call began. No consumer is created.
+    A snapshot of now is exact at its `revision`, for any number of keys and under concurrent writes, and that revision
+    is at least the leader's newest when the call began. The read creates no consumer.
 
-    A snapshot of the past is exact, or there is an error: see "Reads of the past" in the documentation for what is
+    A snapshot of the past is exact, or the call raises an error. "Reads of the past" in the documentation says what is
     still known of a key whose history is short, was purged, or expired.
 
     Args:
         kv: nats-py's bucket.
         filters: Keys and patterns of keys (``*`` for a token, ``>`` for the rest); None is the whole bucket.
-        at: A revision, or an aware datetime (that microsecond included); None is now.
-        strict: Raise when the past cannot be told; False leaves those keys out and lists them in `unavailable`.
-        include_deletes: Include the markers of deleted, purged and expired keys, where they are still stored.
+        at: As for `get_many`.
+        strict: Raise an error if the value of a key is no longer stored; False leaves those keys out and lists them in
+            `unavailable`.
+        include_deletes: Include the markers of deleted, purged and expired keys that are still stored.
         timeout: Seconds to wait for each answer; None is the context's own.
 
     Raises:
-        nats.js.errors.InvalidKeyError: A filter that is no pattern of keys; nothing was asked.
-        DirectGetDisabledError: The bucket does not allow direct gets; `enable` turns them on.
-        nats.js.errors.BadBucketError: The bucket is a mirror of another; read that one.
-        HistoryUnavailableError: With `at`: what some keys were then is no longer stored. It names those that can be
-            named.
-        ValueError: `at` lies in the future, or is naive; or there are no filters.
-        RequestTimeoutError: No answer, or no responder that is up to date, within `timeout`.
+        nats.js.errors.InvalidKeyError: A filter is not a pattern of keys; nothing was sent.
+        ValueError, TypeError: There are no filters; or as for `get_many`.
+        Exception: As for `get_many`.
 
     Cancellation: Safe; nothing is left behind.
 
-    Requires: nats-server 2.11, ``allow_direct``, permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+    Requires: As for `get_many`.
     """
     patterns = check_filters(filters)
     bucket = Bucket(kv, timeout)
     subjects = Subjects(bucket.name, bucket.prefix, matcher(patterns))
     state = await bucket.state()
     if at is None:
-        return await _now(bucket, subjects, patterns, state, include_deletes=include_deletes)
-    instant = await find_instant(bucket, state, at)
-    verdict = await _past(bucket, subjects, patterns, state, instant)
-    if strict:
-        _insist(bucket, verdict, instant)
+        return await _read_now(bucket, subjects, patterns, state, include_deletes=include_deletes)
+    verdict, point = await _read_past(bucket, subjects, patterns, state, at, strict=strict)
     return KeyValueSnapshot(
         verdict.entries if include_deletes else _without_deleted(verdict.entries),
-        revision=instant.revision,
-        time=instant.time,
+        revision=point.revision,
+        time=point.time,
         unavailable=verdict.unavailable,
-        complete=verdict.complete and not verdict.lost,
+        complete=verdict.complete,
     )
-
-
-async def _now(
-    bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, *, include_deletes: bool
-) -> KeyValueSnapshot:
-    source = bucket.reader(state.last_seq)
-    latest = Latest(subjects, max_age=state.max_age)
-    answer = await at_once(bucket, source, patterns, state)
-    if answer is not None:
-        latest.feed(records_of(answer))
-        newest = answer.message(-1) if len(answer) else None
-    else:
-        names = None
-        if patterns != [EVERYTHING] or state.messages >= _DEEP * state.num_subjects:
-            names = await names_of(bucket, patterns)
-        if names is None:
-            async for block in source.log(state.lowest_seq, state.last_seq):
-                latest.feed(records_of(block))
-        else:
-            await by_name(bucket, source, names, latest.feed)
-        newest = await source.catch_up(state.last_seq, lambda block: latest.feed(records_of(block)))
-    revision, time = state.last_seq, state.last_time
-    if newest is not None and newest.seq > revision:
-        revision, time = newest.seq, newest.time
-    # In one answer the server has judged by itself what had expired.
-    entries = latest.entries(None if answer is not None else time, include_deletes=include_deletes)
-    return KeyValueSnapshot(entries, revision=revision, time=time)
-
-
-async def _past(
-    bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, instant: Instant
-) -> Verdict:
-    past = Past(subjects, revision=instant.revision, history=state.max_msgs_per_subject)
-    if instant.revision < state.lowest_seq:
-        return past.verdict(named=(), wild=False, missing=False, lost=False)
-    if instant.revision > state.last_seq:
-        state = await bucket.state()  # that moment was waited for
-    source = bucket.reader(state.last_seq)
-    named = [pattern for pattern in patterns if is_literal(pattern)]
-    wild = len(named) < len(patterns)
-    small = state.messages <= SMALL_LOG
-    names: list[str] | None = named
-    if wild:
-        log = small or (patterns == [EVERYTHING] and state.messages < _DEEP * state.num_subjects)
-        names = None if log else await names_of(bucket, patterns)
-    missing = lost = False
-    if names is not None:
-        known = await past_by_name(bucket, source, names, state, past)
-        if known is not False and (wild or past.uncertain(names)):
-            missing = known or await any_missing(bucket, source, state, instant.revision)
-        if missing and small:
-            past = Past(subjects, revision=instant.revision, history=state.max_msgs_per_subject)
-            names = None  # only the whole log tells whether the other keys' histories account for what is missing
-        else:
-            lost = _expiring(state, past, instant)
-    if names is None:
-        gaps = await whole_log(source, state, past)
-        missing = 0 < gaps.lowest <= instant.revision
-        # One that is newer than the revision may be the delete marker of a key that was there (`purge_deletes`).
-        lost = gaps.highest > past.accounts_for() or _expiring(state, past, instant)
-    if instant.present:
-        # While a revision is the newest one, what expires in silence has been in its time and has not.
-        return past.verdict(named=(), wild=wild, missing=missing, lost=False)
-    return past.verdict(named=named, listed=names or (), wild=wild, missing=missing, lost=lost)
 
 
 def _without_deleted(entries: dict[str, KeyValueEntry]) -> dict[str, KeyValueEntry]:
     return {key: entry for key, entry in entries.items() if entry.operation == "PUT"}
 
 
-def _insist(bucket: Bucket, verdict: Verdict, instant: Instant) -> None:
-    keys = verdict.unavailable
-    what = f"bucket {bucket.name!r} at revision {instant.revision}"
-    if keys:
-        shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
-        raise HistoryUnavailableError(f"{what}: what is stored no longer tells the value of {shown}", keys=keys)
-    if verdict.lost:
-        raise HistoryUnavailableError(
-            f"{what}: messages up to it were removed since (expired, or purged from the stream), "
-            "and a key of which nothing is left could be missing"
-        )
+# -- now --------------------------------------------------------------------------------------------------------------
 
 
-def _expiring(state: StreamState, past: Past, instant: Instant) -> bool:
-    """Return whether keys may have expired since and left nothing behind."""
-    markers_stay = min(state.marker_ttl or timedelta(0), state.max_age or timedelta.max)
-    if state.now - instant.since < markers_stay:
-        return False  # those of all that expired since are still there
-    return past.expires or (state.max_age is not None and state.created_at + state.max_age < state.now)
+async def _read_now(
+    bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, *, include_deletes: bool
+) -> KeyValueSnapshot:
+    source = bucket.reader(state.last_seq)
+    latest = Latest(subjects, max_age=state.max_age)
+    answer = await _read_at_once(bucket, source, patterns, state)
+    if answer is not None:
+        latest.feed(rows_of(answer))
+        newest = answer.message(-1) if len(answer) else None
+    else:
+        names = None
+        if patterns != [EVERYTHING] or state.messages >= _DEEP * state.num_subjects:
+            names = await _list_keys(bucket, patterns)
+        if names is None:
+            async for block in source.log(state.lowest_seq, state.last_seq):
+                latest.feed(rows_of(block))
+        else:
+            await _read_by_name(bucket, source, names, latest.feed)
+        newest = await source.catch_up(state.last_seq, lambda block: latest.feed(rows_of(block)))
+    revision, time = state.last_seq, state.last_time
+    if newest is not None and newest.seq > revision:
+        revision, time = newest.seq, newest.time
+    # For a single answer, the server has decided what had expired.
+    entries = latest.entries(None if answer is not None else time, include_deletes=include_deletes)
+    return KeyValueSnapshot(entries, revision=revision, time=time)
 
 
-_CHUNK: Final = 1_000
-"""Keys per request. Servers answer for 1024 subjects; where one answers for fewer, a chunk is halved."""
-_CHUNK_BYTES: Final = 128 * 1024
-_CHUNKS_IN_FLIGHT: Final = 3
-_LOOKS_IN_FLIGHT: Final = 64
-_ROWS_PER_LOOK: Final = 40
-"""So many rows of the log cost as much as looking for the last message of one key up to some revision."""
-SMALL_LOG: Final = 16_000
-"""So many messages are read at once: knowing is cheaper than working around not knowing."""
-
-Take = Callable[[Records], None]
-
-
-async def at_once(bucket: Bucket, source: VerifiedReader, patterns: list[str], state: StreamState) -> Block | None:
-    """Return the one answer that has everything, or None: it would not fit."""
-    if len(_cut_up(bucket, patterns)) > 1 or (patterns == [EVERYTHING] and state.num_subjects > _CHUNK):
+async def _read_at_once(
+    bucket: Bucket, source: VerifiedReader, patterns: list[str], state: StreamState
+) -> Block | None:
+    """Return the answer to one request for everything, or None if one answer does not have room for it."""
+    if len(_chunks(bucket, patterns)) > 1 or (patterns == [EVERYTHING] and state.num_subjects > _CHUNK):
         return None
     try:
         answer = await source.last_of([bucket.subject(pattern) for pattern in patterns])
@@ -245,8 +187,8 @@ async def at_once(bucket: Bucket, source: VerifiedReader, patterns: list[str], s
     return None if answer.pending else answer.block
 
 
-async def names_of(bucket: Bucket, patterns: list[str]) -> list[str] | None:
-    """Return the keys that match `patterns` now, and those that are keys; None: there are too many to list."""
+async def _list_keys(bucket: Bucket, patterns: list[str]) -> list[str] | None:
+    """Return the given keys, and those that match a pattern now; None if they cannot be listed."""
     names = {pattern: None for pattern in patterns if is_literal(pattern)}
     cut = len(bucket.prefix)
     for pattern in patterns:
@@ -256,25 +198,22 @@ async def names_of(bucket: Bucket, patterns: list[str]) -> list[str] | None:
             if int(info.get("total") or 0) > len(listed):
                 return None
             if not all(map(is_literal, listed)):
-                return None  # servers store a subject with a wildcard in it, but asking for it asks for what it matches
+                return None  # servers store a subject with a wildcard, but a request for it is one for all its matches
             names.update((subject[cut:], None) for subject in listed)
     return list(names)
 
 
-async def by_name(
-    bucket: Bucket, source: VerifiedReader, keys: Sequence[str], take: Take, *, up_to: StoredMsg | None = None
+async def _read_by_name(
+    bucket: Bucket,
+    source: VerifiedReader,
+    keys: Sequence[str],
+    take: Callable[[Iterable[Row]], None],
+    *,
+    up_to: StoredMsg | None = None,
 ) -> None:
-    """Hand over the last message of each of `keys`, in chunks of one moment each.
+    """Read the last message of each of `keys` (up to the message `up_to`), in chunks that are each of one moment.
 
-    Args:
-        bucket: The bucket.
-        source: The verified reader to ask.
-        keys: The keys.
-        take: Takes the messages, among which may be one of another key.
-        up_to: Look no further than this message; see `VerifiedReader.last_of`.
-
-    Raises:
-        LookupError: `up_to` is not stored any more.
+    Messages of other keys may be among them. Raises LookupError if `up_to` is no longer stored.
     """
 
     async def read(chunk: Sequence[str]) -> None:
@@ -286,18 +225,18 @@ async def by_name(
                 raise
         else:
             if not answer.pending:
-                take(records_of(answer.block))
+                take(rows_of(answer.block))
                 return
         half = len(chunk) // 2
         await read(chunk[:half])
         await read(chunk[half:])
 
-    await gather_bounded(read, _cut_up(bucket, keys), limit=_CHUNKS_IN_FLIGHT)
+    await gather_bounded(read, _chunks(bucket, keys), limit=_CHUNKS_IN_FLIGHT)
 
 
-def _cut_up(bucket: Bucket, keys: Sequence[str]) -> list[Sequence[str]]:
-    """Return `keys` in chunks that one request has room for."""
-    room = min(_CHUNK_BYTES, bucket.js.connection.max_payload // 4)
+def _chunks(bucket: Bucket, keys: Sequence[str]) -> list[Sequence[str]]:
+    """Split `keys` into chunks that each fit into one request."""
+    room = min(_CHUNK_BYTES, bucket.context.connection.max_payload // 4)
     each = len(bucket.prefix) + 3  # with its quotes and comma
     chunks: list[Sequence[str]] = []
     start = size = 0
@@ -311,90 +250,188 @@ def _cut_up(bucket: Bucket, keys: Sequence[str]) -> list[Sequence[str]]:
     return chunks
 
 
-async def past_by_name(
+# -- the past ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _ResolvedRevision:
+    """What the `at` of a caller means."""
+
+    revision: int
+    time: datetime
+    since: datetime  # not later than the revision was stored
+    is_newest: bool  # nothing had been written after it when the leader was asked
+
+
+async def _resolve_revision(bucket: Bucket, state: StreamState, at: int | datetime) -> _ResolvedRevision:
+    if isinstance(at, datetime):
+        rfc3339(at, "at")
+        when = at.astimezone(UTC)
+        return _ResolvedRevision(await _revision_at(bucket, state, when), when, since=when, is_newest=False)
+    if isinstance(at, bool) or not isinstance(at, int):
+        raise TypeError(f"at must be a revision or a datetime, not {type(at).__name__}")
+    if check_sequence(at, "at") > state.last_seq:
+        raise ValueError(f"bucket {bucket.name!r} has no revision {at} yet; its last is {state.last_seq}")
+    if at == state.last_seq:
+        return _ResolvedRevision(at, state.last_time, since=state.last_time, is_newest=True)
+    message = await bucket.get_at_leader(seq=at, next_by_subj=">")
+    time = state.last_time if message is None else message.time
+    exact = message is not None and message.seq == at
+    return _ResolvedRevision(at, time, since=time if exact else state.created_at, is_newest=False)
+
+
+async def _revision_at(bucket: Bucket, state: StreamState, when: datetime) -> int:
+    """Return the last revision stored up to `when`, that microsecond included."""
+    ahead = (when - state.now).total_seconds()
+    if 0 <= ahead <= bucket.timeout:
+        # Clocks differ a little. What is stored up to then is known only after the server's clock has passed it.
+        await asyncio.sleep(ahead + 0.001)
+        state = await bucket.state()
+    if state.now <= when:
+        raise ValueError(f"at lies in the future: the server's clock is {state.now.isoformat()}")
+    after = when + _MICROSECOND
+    if state.last_time < after:
+        return state.last_seq
+    found = await bucket.get_at_leader(start_time=after.isoformat())
+    # For a time after the last message, some servers answer with an earlier one.
+    if found is None or found.time < after:
+        return state.last_seq
+    return found.seq - 1
+
+
+async def _read_past(
+    bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, at: int | datetime, *, strict: bool
+) -> tuple[Verdict, _ResolvedRevision]:
+    """Return what is known of `at`; with `strict`, raise HistoryUnavailableError unless that is everything."""
+    point = await _resolve_revision(bucket, state, at)
+    if point.revision > state.last_seq:
+        state = await bucket.state()  # `_revision_at` has waited for that time
+    verdict = await _judge_past(bucket, subjects, patterns, state, point)
+    what, keys = f"bucket {bucket.name!r} at revision {point.revision}", verdict.unavailable
+    if strict and keys:
+        shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+        raise HistoryUnavailableError(f"{what}: the stored history no longer has the value of {shown}", keys=keys)
+    if strict and verdict.lost:
+        raise HistoryUnavailableError(
+            f"{what}: messages up to it have expired or were purged from the stream since, so keys that left no message "
+            "may be missing"
+        )
+    return verdict, point
+
+
+async def _judge_past(
+    bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, point: _ResolvedRevision
+) -> Verdict:
+    past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
+    if point.revision < state.lowest_seq:
+        return past.verdict(named=(), wild=False, missing=False, lost=False)
+    source = bucket.reader(state.last_seq)
+    named = [pattern for pattern in patterns if is_literal(pattern)]
+    wild = len(named) < len(patterns)
+    small = state.messages <= _SMALL_LOG
+    names: list[str] | None = named
+    if wild:
+        log = small or (patterns == [EVERYTHING] and state.messages < _DEEP * state.num_subjects)
+        names = None if log else await _list_keys(bucket, patterns)
+    missing = lost = False
+    if names is not None:
+        known = await _feed_by_name(bucket, source, names, state, past)
+        if known is not False and (wild or past.uncertain(names)):
+            missing = known or await _any_removed(bucket, source, state, point.revision)
+        if missing and small:
+            # Only the whole log shows whether the histories of other keys account for what is missing.
+            past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
+            names = None
+        else:
+            lost = _may_have_expired(state, past, point)
+    if names is None:
+        gaps = await _feed_whole_log(source, state, past)
+        missing = 0 < gaps.lowest <= point.revision
+        # A gap above the revision may be the delete marker of a key that existed (`purge_deletes`).
+        lost = gaps.highest > past.accounts_for() or _may_have_expired(state, past, point)
+    if point.is_newest:
+        # A key that expires without a marker while the revision is the newest one both existed at it and did not.
+        return past.verdict(named=(), wild=wild, missing=missing, lost=False)
+    return past.verdict(named=named, listed=names or (), wild=wild, missing=missing, lost=lost)
+
+
+def _may_have_expired(state: StreamState, past: Past, point: _ResolvedRevision) -> bool:
+    """Whether keys may have expired since and left no message."""
+    markers_stay = min(state.marker_ttl or timedelta(0), state.max_age or timedelta.max)
+    if state.now - point.since < markers_stay:
+        return False  # the markers of everything that expired since are still stored
+    return past.expires or (state.max_age is not None and state.created_at + state.max_age < state.now)
+
+
+async def _feed_by_name(
     bucket: Bucket, source: VerifiedReader, names: Sequence[str], state: StreamState, past: Past
 ) -> bool | None:
-    """Feed what decides about each of `names` at the revision of `past`.
+    """Feed what decides about each of `names`; return whether messages up to the revision are missing, if known.
 
-    Its last message, where that is old enough; else the last one up to the revision; else its oldest.
-
-    Returns:
-        Whether messages up to the revision are missing; None: it did not turn out.
+    That is the key's last message if it is old enough, else its last one up to the revision, else its oldest.
     """
     revision, cut = past.revision, len(bucket.prefix)
     last: dict[str, Record] = {}
 
-    def take(records: Records) -> None:
-        for row in records:
+    def take(rows: Iterable[Row]) -> None:
+        for row in rows:
             found = Record(*row)
             if found.seq <= revision:
                 past.feed((found,))
             else:
                 last[found.subject[cut:]] = found
 
-    await by_name(bucket, source, names, take)
+    await _read_by_name(bucket, source, names, take)
     moved = [key for key in names if key in last]
     missing: bool | None = None
-    if min(revision - state.lowest_seq, state.messages) <= _ROWS_PER_LOOK * len(moved):
-        missing = await _read_log(source, state, past)
+    if min(revision - state.lowest_seq, state.messages) <= _ROWS_PER_LOOKUP * len(moved):
+        gaps = await _read_log(source, state.lowest_seq, revision, lambda block: past.feed(rows_of(block)))
+        missing = gaps.highest > 0
     else:
-        await _look_back(bucket, source, moved, state, past)
+        while moved and (newest := await source.newest_up_to(revision, state.lowest_seq)) is not None:
+            try:
+                await _read_by_name(bucket, source, moved, past.feed, up_to=newest)
+                break
+            except LookupError:
+                pass  # `newest` was removed meanwhile. The loop ends: nothing is ever added up to the revision.
 
-    async def look(key: str) -> None:
+    async def feed_oldest(key: str) -> None:
         if state.max_msgs_per_subject == 1:
-            past.feed((last[key],))  # it is the only one
+            past.feed((last[key],))  # the key has no other message
         elif (oldest := await source.oldest_of(bucket.subject(key), revision)) is not None:
-            past.feed_oldest(record(oldest[0]), oldest[1])
+            past.feed_oldest(record_of(oldest[0]), oldest[1])
 
-    await gather_bounded(look, [key for key in moved if not past.knows(key)], limit=_LOOKS_IN_FLIGHT)
+    await gather_bounded(feed_oldest, [key for key in moved if not past.knows(key)], limit=_LOOKUPS_IN_FLIGHT)
     return missing
 
 
-async def _read_log(source: VerifiedReader, state: StreamState, past: Past) -> bool:
-    """Feed the whole log up to the revision; return whether messages of it are missing."""
-    gaps = Gaps(state.lowest_seq, past.revision)
-    async for block in source.log(state.lowest_seq, past.revision):
-        gaps.add(block.seqs)
-        past.feed(records_of(block))
-    gaps.close()
-    return gaps.highest > 0
-
-
-async def _look_back(
-    bucket: Bucket, source: VerifiedReader, keys: Sequence[str], state: StreamState, past: Past
-) -> None:
-    """Feed the last message up to the revision of each of `keys`."""
-    while keys and (newest := await source.newest_up_to(past.revision, state.lowest_seq)) is not None:
-        try:
-            await by_name(bucket, source, keys, past.feed, up_to=newest)
-            return
-        except LookupError:
-            pass  # removed just now; as nothing is ever added there, this comes to an end
-
-
-async def whole_log(source: VerifiedReader, state: StreamState, past: Past) -> Gaps:
-    """Feed every message that there is; return what is missing of those that there were when the read began."""
-    gaps = Gaps(state.lowest_seq, state.last_seq)
+async def _feed_whole_log(source: VerifiedReader, state: StreamState, past: Past) -> Gaps:
+    """Feed every stored message; return the gaps in the log as it was when the read began."""
 
     def take(block: Block) -> None:
-        gaps.add(block.seqs)
-        past.feed(records_of(block), log=True)
+        past.feed(rows_of(block), log=True)
 
-    async for block in source.log(state.lowest_seq, state.last_seq):
-        take(block)
+    gaps = await _read_log(source, state.lowest_seq, state.last_seq, take)
     await source.catch_up(state.last_seq, take)
-    gaps.close()
     return gaps
 
 
-async def any_missing(bucket: Bucket, source: VerifiedReader, state: StreamState, revision: int) -> bool:
-    """Return whether messages up to `revision` were removed, or may have been."""
+async def _any_removed(bucket: Bucket, source: VerifiedReader, state: StreamState, revision: int) -> bool:
+    """Whether messages up to `revision` were, or may have been, removed."""
     if (await bucket.state()).never_removed:
         return False
-    if revision - state.lowest_seq >= SMALL_LOG:
+    if revision - state.lowest_seq >= _SMALL_LOG:
         return True
-    gaps = Gaps(state.lowest_seq, revision)
-    async for block in source.log(state.lowest_seq, revision):
+    return (await _read_log(source, state.lowest_seq, revision)).highest > 0
+
+
+async def _read_log(
+    source: VerifiedReader, first: int, last: int, take: Callable[[Block], None] = lambda _: None
+) -> Gaps:
+    """Hand over every stored message of ``first … last``; return the gaps between them."""
+    gaps = Gaps(first, last)
+    async for block in source.log(first, last):
         gaps.add(block.seqs)
+        take(block)
     gaps.close()
-    return gaps.highest > 0
+    return gaps

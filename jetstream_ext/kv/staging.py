@@ -1,12 +1,11 @@
-"""What a transaction is going to do, and the messages that do it. No I/O.
+"""The reads and writes of a transaction, and the messages that commit them. No I/O.
 
-One message per key: the server takes a batch at once or not at all, so nobody could see what came before the last
-operation on a key, and of two roll-ups of one subject in a batch it refuses the second.
+A transaction stores one message per key: the server stores a batch completely or not at all, so no reader could see
+what came before the last operation on a key, and it refuses the second of two rollups of a subject in a batch.
 
-What a transaction has read it depends on. A key that it also writes is guarded by its own message, which expects the
-revision that was read. A key that it only reads is guarded by a message of another key, which may carry one such
-expectation on behalf of another subject, if it has none of its own. Where there are not enough messages without one,
-the first message expects that the whole bucket has not moved on (the *fence*).
+The commit depends on every key that the transaction read. The message of a key expects the revision that was read. A
+key that is only read has no message; a message of another key that expects nothing itself can carry that expectation.
+If there are too few such messages, the first message expects that the whole bucket has not changed (the *fence*).
 """
 
 from __future__ import annotations
@@ -14,129 +13,100 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from jetstream_ext.errors import KeyConflictError, MaxPayloadError
+from jetstream_ext.errors import ErrorCode, KeyConflictError, MaxPayloadError
 from jetstream_ext.kv.entries import DELETE_HEADERS, PURGE_HEADERS, ROLLUP_HEADERS, KeyValueEntry, Operation
 from jetstream_ext.kv.keys import check_key
-from jetstream_ext.protocol.options import payload_bytes, ttl_value
+from jetstream_ext.protocol.options import check_sequence, payload_bytes, ttl_value
 from jetstream_ext.types import NEVER, TTL, BatchMessage
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """What will become of a key."""
+    """The operation on a key that will be committed."""
 
     operation: Operation
     value: bytes = b""
     ttl: TTL | None = None
-    expected: int | None = None
-    """The revision that the key must be at (0: it has never been there); None: any."""
-    unless_there: bool = False
-    """`expected` is a guess: a deletion that has left a marker will do as well."""
+    expected: int | None = None  # the revision that the key must be at (0: the key never existed); None: any
+    creates: bool = False  # if the key is not at `expected`, it may instead be at a delete marker
 
 
 class Staging:
-    """The reads and writes of one transaction.
-
-    Args:
-        prefix: What comes before the key in a subject.
-        max_payload: The server's limit for a message in bytes.
-    """
+    """The reads and writes of one transaction; `prefix` comes before the key in a subject."""
 
     def __init__(self, prefix: str, *, max_payload: int) -> None:
         self._prefix = prefix
         self._max_payload = max_payload
         self.reads: dict[str, KeyValueEntry | None] = {}
-        """What was read, markers included; None: there was nothing."""
+        """What was read, delete markers included; None: the key had no message."""
         self.writes: dict[str, Staged] = {}
 
-    # -- what the caller does -----------------------------------------------------------------------------------
+    # -- operations -----------------------------------------------------------------------------------------------
 
     def read(self, key: str, entry: KeyValueEntry | None) -> None:
-        """Take what was read from the bucket; the first time counts."""
+        """Take what was read from the bucket; only the first read of a key counts."""
         self.reads.setdefault(key, entry)
 
-    def put(self, key: str, value: bytes, ttl: TTL | None) -> None:
-        """Stage a value."""
-        self._write(key, "PUT", value, ttl)
-
-    def create(self, key: str, value: bytes, ttl: TTL | None) -> None:
-        """Stage a value of a key that must not exist.
-
-        Raises:
-            KeyConflictError: It does, as the transaction knows already.
-        """
-        staged = self.writes.get(key)
-        if staged is not None:
-            exists = staged.operation == "PUT"
-        else:
-            entry = self.reads.get(key)
-            exists = entry is not None and entry.operation == "PUT"
-        if exists:
+    def create(self, key: str, value: bytes, ttl: TTL | None = None) -> None:
+        """Stage a value for a key that must not exist; raise KeyConflictError if the transaction knows that it does."""
+        known = self.writes.get(key) or self.reads.get(key)
+        if known is not None and known.operation == "PUT":
             raise _conflict(f"key {key!r} cannot be created: it exists", (key,))
-        self._write(key, "PUT", value, ttl, expected=0, unless_there=True)
+        self.write("PUT", key, value, ttl, creates=True)
 
-    def update(self, key: str, value: bytes, last: int, ttl: TTL | None) -> None:
-        """Stage a value of a key that must be at revision `last`.
+    def write(
+        self,
+        operation: Operation,
+        key: str,
+        value: bytes = b"",
+        ttl: TTL | None = None,
+        *,
+        last: int | None = None,
+        creates: bool = False,
+    ) -> None:
+        """Stage an operation on a key that must be at revision `last` (None: any).
 
         Raises:
-            KeyConflictError: It is not, as the transaction knows already.
-            ValueError: The transaction itself has written it before, so it is at no revision yet.
+            KeyConflictError: The transaction has read another revision.
+            ValueError: The transaction itself has written the key, so the key has no revision yet.
         """
-        self._write(key, "PUT", value, ttl, expected=_revision(last))
-
-    def delete(self, key: str, last: int | None) -> None:
-        """Stage a delete marker, which leaves the key's history."""
-        self._write(key, "DEL", b"", None, expected=None if last is None else _revision(last))
-
-    def purge(self, key: str, last: int | None, ttl: TTL | None) -> None:
-        """Stage a purge marker, which removes the key's history."""
-        self._write(key, "PURGE", b"", ttl, expected=None if last is None else _revision(last))
-
-    def _write(
-        self,
-        key: str,
-        operation: Operation,
-        value: bytes,
-        ttl: TTL | None,
-        *,
-        expected: int | None = None,
-        unless_there: bool = False,
-    ) -> None:
         check_key(key)
         value = payload_bytes(value)
         if len(value) > self._max_payload:
             raise MaxPayloadError(f"key {key!r}: {len(value)} bytes are over the server's limit of {self._max_payload}")
         if ttl is not None:
             ttl_value(ttl)
-        staged = self.writes.get(key)
-        if staged is not None:
-            if expected is not None and not unless_there:
-                raise ValueError(f"key {key!r} was written in this transaction: it is at no revision yet")
-            expected, unless_there = staged.expected, staged.unless_there
+        if last is not None:
+            check_sequence(last, "last", low=0)
+        expected = 0 if creates else last
+        earlier = self.writes.get(key)
+        if earlier is not None:
+            if last is not None:
+                raise ValueError(f"key {key!r} was written in this transaction: it has no revision yet")
+            expected, creates = earlier.expected, earlier.creates
         elif key in self.reads:
-            known = revision_of(self.reads[key])
-            if expected is not None and not unless_there and expected != known:
-                raise _conflict(f"key {key!r} is at revision {known}, not {expected}", (key,))
-            expected, unless_there = known, False
-        self.writes[key] = Staged(operation, value, ttl, expected, unless_there)
+            expected, creates = _revision_of(self.reads[key]), False
+            if last is not None and last != expected:
+                raise _conflict(_moved(key, expected, last), (key,))
+        self.writes[key] = Staged(operation, value, ttl, expected, creates)
 
-    # -- what is to be sent -------------------------------------------------------------------------------------
+    # -- the commit -----------------------------------------------------------------------------------------------
 
     @property
     def only_read(self) -> list[str]:
-        """Keys that were read and are not written."""
+        """The keys that were read and are not written."""
         return [key for key in self.reads if key not in self.writes]
 
     @property
     def needs_fence(self) -> bool:
-        """Whether there are more of them than messages that could guard them."""
+        """Whether there are more such keys than messages that could carry their expectations."""
         return len(self.only_read) > sum(staged.expected is None for staged in self.writes.values())
 
     @property
     def expectations(self) -> dict[str, int]:
         """The revision that each key must be at."""
         own = {key: staged.expected for key, staged in self.writes.items() if staged.expected is not None}
-        return own | {key: revision_of(self.reads[key]) for key in self.only_read}
+        return own | {key: _revision_of(self.reads[key]) for key in self.only_read}
 
     def messages(self, *, fence: int | None = None, msg_id: str | None = None) -> list[BatchMessage]:
         """Return the messages, one per key, in the order of the keys' first writes.
@@ -145,18 +115,17 @@ class Staging:
             fence: The bucket's revision at which all reads were valid, if `needs_fence`.
             msg_id: An id for the duplicate window.
         """
-        guards = [] if self.needs_fence else self.only_read
+        only_read = [] if self.needs_fence else self.only_read
         assert (fence is not None) == self.needs_fence
         messages: list[BatchMessage] = []
         for key, staged in self.writes.items():
-            subject = self._prefix + key
             expected, of = staged.expected, None
-            if expected is None and guards:
-                guarded = guards.pop()
-                expected, of = revision_of(self.reads[guarded]), self._prefix + guarded
+            if expected is None and only_read:
+                other = only_read.pop()
+                expected, of = _revision_of(self.reads[other]), self._prefix + other
             messages.append(
                 BatchMessage(
-                    subject,
+                    self._prefix + key,
                     staged.value,
                     headers=_headers(staged),
                     msg_ttl=staged.ttl,
@@ -168,72 +137,60 @@ class Staging:
             messages[0] = replace(messages[0], expected_last_seq=fence, msg_id=msg_id)
         return messages
 
-    # -- what came of it ----------------------------------------------------------------------------------------
+    # -- conflicts ------------------------------------------------------------------------------------------------
 
     def refused(self, now: Mapping[str, KeyValueEntry | None]) -> KeyConflictError | None:
-        """Take what the keys with expectations are now, after the server said that one of them did not hold.
+        """Return the conflict, after the server refused an expectation; `now` has the keys with expectations.
 
-        Returns:
-            The conflict; None: there was none but a marker of a deleted key that was to be created, which is expected
-            from now on.
+        None: the only conflicts were delete markers of keys to be created. They are expected from now on.
         """
-        wrong: list[str] = []
-        words: list[str] = []
-        mended = False
+        wrong: dict[str, str] = {}
+        found_markers = False
         for key, expected in self.expectations.items():
-            revision = revision_of(now[key])
+            staged, entry = self.writes.get(key), now[key]
+            revision = _revision_of(entry)
             if revision == expected:
                 continue
-            staged, entry = self.writes.get(key), now[key]
-            if staged is not None and staged.unless_there and (entry is None or entry.operation != "PUT"):
-                self.writes[key] = replace(staged, expected=revision)
-                mended = True
-                continue
-            wrong.append(key)
-            if staged is not None and staged.unless_there:
-                words.append(f"key {key!r} cannot be created: it exists, at revision {revision}")
+            if staged is None or not staged.creates:
+                wrong[key] = _moved(key, revision, expected)
+            elif entry is not None and entry.operation == "PUT":
+                wrong[key] = f"key {key!r} cannot be created: it exists, at revision {revision}"
             else:
-                words.append(f"key {key!r} is at revision {revision}, not {expected}")
-        if mended and not wrong:
-            return None
-        stale = not wrong or not self.reads.keys().isdisjoint(wrong)
-        if not wrong:
-            words.append(
-                "the bucket was written to by others" if self.needs_fence else "a key was in conflict, and is not now"
+                self.writes[key] = replace(staged, expected=revision)
+                found_markers = True
+        if wrong:
+            return _conflict(
+                "; ".join([*wrong.values()][:5]), wrong, stale_read=not self.reads.keys().isdisjoint(wrong)
             )
-        return _conflict("; ".join(words[:5]), wrong, stale_read=stale)
+        if found_markers:
+            return None
+        why = "another client wrote to the bucket" if self.needs_fence else "an expectation did not hold, and holds now"
+        return _conflict(why, (), stale_read=True)
 
     def moved(self, now: Mapping[str, KeyValueEntry | None]) -> KeyConflictError | None:
-        """Return the conflict, if a key that was read is now something else."""
-        wrong = [key for key, entry in self.reads.items() if revision_of(now[key]) != revision_of(entry)]
-        words = [
-            f"key {key!r} is at revision {revision_of(now[key])}, not {revision_of(self.reads[key])}" for key in wrong
-        ]
-        return _conflict("; ".join(words[:5]), wrong, stale_read=True) if wrong else None
+        """Return the conflict if a key that was read has changed."""
+        wrong = {
+            key: _moved(key, revision, _revision_of(entry))
+            for key, entry in self.reads.items()
+            if (revision := _revision_of(now[key])) != _revision_of(entry)
+        }
+        return _conflict("; ".join([*wrong.values()][:5]), wrong, stale_read=True) if wrong else None
 
 
-def revision_of(entry: KeyValueEntry | None) -> int:
-    """Return the revision that a server compares an expectation with."""
+def _revision_of(entry: KeyValueEntry | None) -> int:
     return 0 if entry is None else entry.revision
 
 
 def _headers(staged: Staged) -> dict[str, str] | None:
-    if staged.operation == "DEL":
-        return dict(DELETE_HEADERS)
-    if staged.operation == "PURGE":
-        return dict(PURGE_HEADERS)
+    if staged.operation != "PUT":
+        return DELETE_HEADERS if staged.operation == "DEL" else PURGE_HEADERS
     if staged.ttl is None or staged.ttl is NEVER or staged.expected == 0:
         return None
-    # When a value expires, the server brings the revision before it back; so there must be none.
-    return dict(ROLLUP_HEADERS)
+    return ROLLUP_HEADERS  # when a value expires, the server exposes the revision before it, so there must be none
 
 
-def _revision(last: int) -> int:
-    if isinstance(last, bool) or not isinstance(last, int):
-        raise TypeError(f"last must be a revision, not {type(last).__name__}")
-    if not 0 <= last < 1 << 64:
-        raise ValueError(f"last must be a revision from 0 up, not {last}")
-    return last
+def _moved(key: str, revision: int, expected: int) -> str:
+    return f"key {key!r} is at revision {revision}, not {expected}"
 
 
 def _conflict(message: str, keys: Iterable[str], *, stale_read: bool = False) -> KeyConflictError:
@@ -242,7 +199,7 @@ def _conflict(message: str, keys: Iterable[str], *, stale_read: bool = False) ->
         keys=tuple(keys),
         stale_read=stale_read,
         code=400,
-        err_code=10071,
+        err_code=ErrorCode.WRONG_LAST_SEQUENCE,
         description="wrong last sequence",
         outcome="not_stored",
     )

@@ -1,67 +1,80 @@
-"""Transactions: many operations on a bucket, committed at once, on condition of what was read."""
+"""Transactions: operations on a bucket that are committed together if nothing that was read has changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from datetime import UTC, datetime, timedelta
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Literal, Self, TypeVar
 
 from nats.js.kv import KeyValue
 from nats.nuid import NUID
 
-from jetstream_ext.client.atomic import AtomicBatch, publish_atomic
-from jetstream_ext.client.lookup import lookup_stream
+from jetstream_ext.client.api import lookup_stream
+from jetstream_ext.client.atomic import AtomicBatch, BatchState, publish_atomic
+from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
     AtomicPublishDisabledError,
     AtomicPublishDuplicateMessageIDError,
     AtomicPublishIncompleteError,
     AtomicPublishTooLargeError,
+    BatchAbandonedError,
     BatchClosedError,
+    BatchOutcomeUnknownError,
     BatchServerError,
+    DirectGetDisabledError,
+    ErrorCode,
+    KeyConflictError,
     MessageTooLargeError,
     MessageTTLDisabledError,
+    Outcome,
     WrongLastSequenceError,
+    batch_refusal,
 )
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import KeyValueEntry
 from jetstream_ext.kv.keys import check_key, check_keys
-from jetstream_ext.kv.staging import Staged, Staging
+from jetstream_ext.kv.staging import Staging
 from jetstream_ext.protocol.feature_table import FENCED_BATCHES
+from jetstream_ext.protocol.options import check_seconds, check_sequence
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
-State = Literal["open", "committed", "failed", "discarded", "unknown"]
+_Result = TypeVar("_Result")
 
-_MENDS: Final = 3
-"""How often a commit is tried again because a key that was to be created had left a marker meanwhile."""
+_OUTCOMES: Final[dict[BatchState, Outcome]] = {"committed": "stored", "unknown": "unknown"}
+# How often a commit is sent again because a key to be created turned out to have a delete marker.
+_MAX_COMMIT_RETRIES: Final = 3
+# Seconds. Conflicts are short, so the first pauses between two runs of a transaction are, too.
+_FIRST_PAUSE: Final = 0.004
 
 
 class Transaction:
     """Operations on one bucket that are committed all at once or not at all; made by `transaction`.
 
-    `put`, `create`, `update`, `delete` and `purge` only take note. `get` and `get_many` read the newest state at the
-    bucket's leader, together with the transaction's own operations, and make the commit conditional: it succeeds only
-    if every key that was read, or found missing, is still at the revision that was read. What is committed is as if
-    the whole transaction had happened at that one moment (serialisable).
+    `put`, `create`, `update`, `delete` and `purge` send nothing before the commit. `get` and `get_many` read the newest
+    state at the bucket's leader, with the transaction's own operations applied, and make the commit conditional: it
+    succeeds only if every key that was read, or found missing, is still at the revision that was read. The effect is as
+    if the whole transaction had happened at the moment of the commit (serialisable).
 
-    One message is written per key, whatever the operations on it; its headers are those that nats-py writes.
+    The commit stores one message per key, for any number of operations on it, with the headers that nats-py writes.
     """
 
     def __init__(self, bucket: Bucket, *, with_id: bool = False) -> None:
         self._bucket = bucket
-        self._staging = Staging(bucket.prefix, max_payload=bucket.js.connection.max_payload)
+        self._staging = Staging(bucket.prefix, max_payload=bucket.context.connection.max_payload)
         self._batch_id = NUID().next().decode()
         self._with_id = with_id
         self._batch: AtomicBatch | None = None
         self._messages: list[BatchMessage] = []
-        self._state: State = "open"
+        self._state: BatchState = "open"
         self._revisions: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return f"<Transaction on {self._bucket.name!r} of {len(self._staging.writes)} keys, {self._state}>"
 
     @property
-    def state(self) -> State:
+    def state(self) -> BatchState:
         """``"open"``, ``"committed"``, ``"failed"`` (nothing written), ``"discarded"`` or ``"unknown"``."""
         return self._state
 
@@ -70,91 +83,91 @@ class Transaction:
         """The new revision of every key that was written; empty before the commit."""
         return self._revisions.copy()
 
-    # -- writing ------------------------------------------------------------------------------------------------
+    # -- writing --------------------------------------------------------------------------------------------------
 
     def put(self, key: str, value: bytes, *, ttl: TTL | None = None) -> None:
-        """Write a value, whatever the key was.
+        """Write a value, whatever the key's revision.
 
         Args:
             key: The key.
             value: Its value.
-            ttl: How long it lives; whole seconds from 1, a timedelta, or `NEVER`. A value that expires replaces the
-                key's history, because the server would bring back what came before it.
+            ttl: Whole seconds from 1, a timedelta of whole seconds, or `NEVER`. A value that expires replaces the key's
+                history, because the server would expose the previous value again.
 
         Raises:
-            nats.js.errors.InvalidKeyError, MaxPayloadError, ValueError, TypeError: Refused; nothing changed.
+            BatchClosedError: The transaction has ended.
+            nats.js.errors.InvalidKeyError, MaxPayloadError, ValueError, TypeError: Invalid argument; nothing changed.
         """
-        self._open()
-        self._staging.put(key, value, ttl)
+        self._check_open()
+        self._staging.write("PUT", key, value, ttl)
 
     def create(self, key: str, value: bytes, *, ttl: TTL | None = None) -> None:
         """Write a value if the key does not exist; otherwise the commit fails.
 
         Raises:
-            KeyConflictError: The transaction knows already that it exists.
-            nats.js.errors.InvalidKeyError, MaxPayloadError, ValueError, TypeError: As for `put`.
+            KeyConflictError: The transaction has read or written the key, and it exists.
+            BatchClosedError, nats.js.errors.InvalidKeyError, MaxPayloadError, ValueError, TypeError: As for `put`.
         """
-        self._open()
+        self._check_open()
         self._staging.create(key, value, ttl)
 
     def update(self, key: str, value: bytes, *, last: int, ttl: TTL | None = None) -> None:
         """Write a value if the key is at revision `last` (0: it has never existed); otherwise the commit fails.
 
         Raises:
-            KeyConflictError: The transaction knows already that it is not.
+            KeyConflictError: The transaction has read another revision of the key.
             ValueError: The transaction has written the key before; or as for `put`.
-            nats.js.errors.InvalidKeyError, MaxPayloadError, TypeError: As for `put`.
+            BatchClosedError, nats.js.errors.InvalidKeyError, MaxPayloadError, TypeError: As for `put`.
         """
-        self._open()
-        self._staging.update(key, value, last, ttl)
+        self._check_open()
+        self._staging.write("PUT", key, value, ttl, last=check_sequence(last, "last", low=0))
 
     def delete(self, key: str, *, last: int | None = None) -> None:
-        """Leave a delete marker, on condition of revision `last` if that is given; the key's history stays.
+        """Write a delete marker, if the key is at revision `last` (None: any); the key's history stays.
 
         Raises:
-            KeyConflictError, ValueError, nats.js.errors.InvalidKeyError, TypeError: As for `update`.
+            KeyConflictError, BatchClosedError, ValueError, nats.js.errors.InvalidKeyError, TypeError: As for `update`.
         """
-        self._open()
-        self._staging.delete(key, last)
+        self._check_open()
+        self._staging.write("DEL", key, last=last)
 
     def purge(self, key: str, *, last: int | None = None, ttl: TTL | None = None) -> None:
-        """Leave a purge marker in place of the key's history, on condition of revision `last` if that is given.
+        """Replace the key's history by a purge marker, if the key is at revision `last` (None: any).
 
         Args:
             key: The key.
             last: The revision that it must be at.
-            ttl: How long the marker stays; None is for ever.
+            ttl: How long the marker stays, as for `put`; None is indefinitely.
 
         Raises:
-            KeyConflictError, ValueError, nats.js.errors.InvalidKeyError, TypeError: As for `update`.
+            KeyConflictError, BatchClosedError, ValueError, nats.js.errors.InvalidKeyError, TypeError: As for `update`.
         """
-        self._open()
-        self._staging.purge(key, last, ttl)
+        self._check_open()
+        self._staging.write("PURGE", key, ttl=ttl, last=last)
 
-    # -- reading ------------------------------------------------------------------------------------------------
+    # -- reading --------------------------------------------------------------------------------------------------
 
     async def get(self, key: str) -> KeyValueEntry | None:
-        """Return the entry of a key, or None where it does not exist, and make the commit conditional on it.
+        """Return the entry of a key, or None if it does not exist, and make the commit conditional on it.
 
-        A key that was read before is not read again. A value that this transaction has written comes back with
-        revision 0, and adds no condition.
+        The transaction reads a key once. A value that the transaction itself has written comes back with revision 0,
+        and adds no condition.
 
         Raises:
-            nats.js.errors.InvalidKeyError: No client would take such a key.
+            BatchClosedError: The transaction has ended.
+            nats.js.errors.InvalidKeyError: No client accepts such a key.
             RequestTimeoutError, nats.js.errors.ServiceUnavailableError: The bucket's leader does not answer.
 
         Cancellation: Safe; the transaction stays usable.
         """
-        self._open()
+        self._check_open()
         check_key(key)
         return (await self._get((key,))).get(key)
 
     async def get_many(self, keys: Iterable[str]) -> dict[str, KeyValueEntry]:
         """Return the entries of several keys, without those that do not exist; errors and cancellation as for `get`."""
-        self._open()
-        wanted = check_keys(keys)
-        found = await self._get(wanted)
-        return {key: found[key] for key in wanted if key in found}
+        self._check_open()
+        return await self._get(check_keys(keys))
 
     async def _get(self, keys: Iterable[str]) -> dict[str, KeyValueEntry]:
         staging = self._staging
@@ -172,27 +185,27 @@ class Transaction:
                 found[key] = entry
         return found
 
-    # -- the end ------------------------------------------------------------------------------------------------
+    # -- the end --------------------------------------------------------------------------------------------------
 
     async def commit(self) -> dict[str, int]:
-        """Commit, and return the new revisions; leaving the ``async with`` block does that.
+        """Commit and return the new revisions; a clean exit of ``async with`` does the same.
 
-        A transaction that writes nothing has nothing to commit, but makes sure that all it has read was there at one
-        moment.
+        A transaction without writes checks that everything that it read existed at one moment.
 
         Raises:
-            KeyConflictError: A key is not as it was read, or as an operation expects it; nothing is written. Its
-                `keys` says which.
-            BatchOutcomeUnknownError: The answer was lost. Either all is written or nothing; `resolve` may find out.
+            KeyConflictError: A key is not as it was read, or not as an operation expects it; nothing is written. Its
+                `keys` names the keys.
+            BatchOutcomeUnknownError: The answer was lost. Either everything is written or nothing; `resolve` may find
+                out which.
             AtomicPublishDisabledError: The bucket does not allow atomic batches; `enable` turns them on.
-            MessageTTLDisabledError: The bucket does not allow times to live; `enable` turns them on.
+            MessageTTLDisabledError: The bucket does not allow TTLs; `enable` turns them on.
             MessageTooLargeError: A value is larger than the bucket allows; the error names its key.
             BatchError: Any other refusal; nothing is written.
-            UnsupportedFeatureError: The server is older than 2.12.1.
+            UnsupportedFeatureError: The server is older than 2.12.1; nothing is written.
 
-        Cancellation: Nothing is written, unless the commit was on its way already (`state` is ``"unknown"`` then).
+        Cancellation: Nothing is written, unless the commit was sent already (then `state` is ``"unknown"``).
         """
-        self._open()
+        self._check_open()
         self._state = "failed"
         try:
             if self._staging.writes:
@@ -206,46 +219,86 @@ class Transaction:
         return self.revisions
 
     async def _commit(self) -> None:
-        staging = self._staging
+        staging, bucket = self._staging, self._bucket
         await self._check_server()
-        for mended in range(_MENDS + 1):
-            fence = await self._find_fence() if staging.needs_fence else None
+        for retries in range(_MAX_COMMIT_RETRIES + 1):
+            fence: int | None = None
+            if staging.needs_fence:
+                fence = (await bucket.state(direct=False)).last_seq
+                await self._check_reads()  # raises unless everything was as it was read at the fence
             self._messages = staging.messages(fence=fence, msg_id=self._batch_id if self._with_id else None)
             self._batch = batch = AtomicBatch(
-                self._bucket.context,
-                batch_id=self._batch_id,
-                ack_first=not self._with_id,
-                timeout=self._bucket.timeout,
+                bucket.js, batch_id=self._batch_id, ack_first=not self._with_id, timeout=bucket.timeout
             )
             try:
                 await batch.add_many(self._messages)
                 self._accept(await batch.commit_eob())
                 return
             except WrongLastSequenceError as refusal:
-                conflict = staging.refused(await self._bucket.look_up(staging.expectations))
-                if conflict is not None or mended == _MENDS:
+                conflict = await self._find_conflict()
+                if conflict is not None or retries == _MAX_COMMIT_RETRIES:
                     raise conflict or refusal from refusal
             except BatchServerError as refusal:
-                limit = -1
-                if isinstance(refusal, AtomicPublishIncompleteError):
-                    limit = int((await self._bucket.state(direct=False)).config.get("max_msg_size", -1))
-                raise explained(refusal, self._bucket.name, staging.writes, limit) from refusal.__cause__
+                raise await self._explain(refusal) from refusal.__cause__
             finally:
                 await batch.discard()
             self._batch_id = NUID().next().decode()
 
+    async def _check_reads(self) -> None:
+        """Raise KeyConflictError unless everything was as it was read at a moment between the last read and now."""
+        staging = self._staging
+        if staging.reads and not staging.writes and not any(staging.reads.values()):
+            await self._bucket.state(direct=False)  # raises for a mirror, where keys have another prefix
+        if len(staging.reads) < 2 and not staging.writes:
+            return  # a single read was of one moment
+        conflict = staging.moved(await self._bucket.look_up(staging.reads))
+        if conflict is not None:
+            raise conflict
+
     async def _check_server(self) -> None:
-        """Refuse a server that checks the expectations of a batch against the wrong messages."""
+        """Raise UnsupportedFeatureError if the server compares expectations of a batch with the wrong messages."""
         bucket = self._bucket
-        owner = await lookup_stream(
-            bucket.js, bucket.subject(next(iter(self._staging.writes))), bucket.stream, bucket.timeout
-        )
-        version = (owner[0].server_version if owner else None) or bucket.js.connection.server_version
+        subject = bucket.subject(next(iter(self._staging.writes)))
+        leader = await lookup_stream(bucket.context, subject, bucket.stream, bucket.timeout)
+        version = (leader[0].server_version if leader else None) or bucket.context.connection.server_version
         FENCED_BATCHES.check(version, "nothing was written")
 
     def _accept(self, ack: BatchAck) -> None:
         first = ack.seq - len(self._messages) + 1
         self._revisions = {key: first + i for i, key in enumerate(self._staging.writes)}
+
+    async def _find_conflict(self) -> KeyConflictError | None:
+        return self._staging.refused(await self._bucket.look_up(self._staging.expectations))
+
+    async def _explain(self, refusal: BatchServerError) -> BatchServerError:
+        """Return a refusal with the key that it is about and what the caller can do."""
+        bucket, writes, error = f"bucket {self._bucket.name!r}", self._staging.writes, refusal
+        if isinstance(refusal, AtomicPublishDisabledError):
+            message = (
+                f"{bucket} does not allow atomic batches, which transactions need; turn them on once, "
+                "with `await jetstream_ext.kv.enable(kv, atomic=True)`"
+            )
+        elif isinstance(refusal, MessageTTLDisabledError):
+            keys = ", ".join(repr(key) for key, staged in writes.items() if staged.ttl is not None)
+            message = (
+                f"{bucket} does not allow TTLs (key {keys}); turn them on once, "
+                "with `await jetstream_ext.kv.enable(kv, ttl=True)`"
+            )
+        elif isinstance(refusal, AtomicPublishTooLargeError):
+            message = f"{bucket}: {len(writes)} keys are more than the server accepts in one batch: {refusal}"
+        elif isinstance(refusal, AtomicPublishIncompleteError):
+            # No caller awaits the refusal of a message that is too large for the bucket, so the batch is incomplete.
+            limit = int((await self._bucket.state(direct=False)).config.get("max_msg_size", -1))
+            key = next((key for key in writes if 0 <= limit < len(writes[key].value)), None)
+            if key is None:
+                return refusal
+            message = f"key {key!r}: {len(writes[key].value)} bytes are over the {limit} that {bucket} allows"
+            error = MessageTooLargeError(
+                code=400, err_code=ErrorCode.MESSAGE_TOO_LARGE, description="message size exceeds maximum allowed"
+            )
+        else:
+            return refusal
+        return batch_refusal(error, message, batch_id=refusal.batch_id, outcome="not_stored")
 
     async def resolve(self, *, timeout: float | None = None) -> Literal["stored", "not_stored"]:
         """Find out, after a `BatchOutcomeUnknownError`, whether the transaction is written; see `AtomicBatch.resolve`.
@@ -254,7 +307,7 @@ class Transaction:
             BatchOutcomeUnknownError: It cannot be known, or not yet.
             BatchClosedError: The outcome is known already.
 
-        Cancellation: Safe; the outcome stays unknown, and can be asked for again.
+        Cancellation: Safe; the outcome stays unknown, and `resolve` can be called again.
         """
         if self._state != "unknown" or self._batch is None:
             raise BatchClosedError(f"the outcome of this transaction is known: {self._state}", batch_id=self._batch_id)
@@ -267,36 +320,34 @@ class Transaction:
 
     @property
     def can_repeat(self) -> bool:
-        """Whether the same commit can be sent once more and count once."""
+        """Whether the same commit can be sent once more and takes effect once."""
         return self._with_id and self._state == "unknown"
 
     async def repeat(self) -> None:
-        """Send the same commit once more; the message id in it keeps it from counting twice.
+        """Send the same commit once more; because of its message id it takes effect once.
 
         Raises:
             BatchOutcomeUnknownError: The answer was lost again.
-            KeyConflictError: It had not been written, and cannot be any more.
-            BatchError: It had not been written, and the server refused it now.
+            KeyConflictError: It was not written, and no longer can be.
+            BatchError: It was not written, and the server refused it now.
 
         Cancellation: The outcome stays unknown; `resolve` finds it out.
         """
         assert self.can_repeat
+        bucket = self._bucket
         try:
-            ack = await publish_atomic(
-                self._bucket.context, self._messages, batch_id=self._batch_id, timeout=self._bucket.timeout
-            )
+            ack = await publish_atomic(bucket.js, self._messages, batch_id=self._batch_id, timeout=bucket.timeout)
         except AtomicPublishDuplicateMessageIDError:
-            pass  # it was written, and others have written to its keys since
+            pass  # it was written, and other clients have written to its keys since
         except WrongLastSequenceError as refusal:
             self._state = "failed"
-            conflict = self._staging.refused(await self._bucket.look_up(self._staging.expectations))
-            raise conflict or refusal from refusal
+            raise await self._find_conflict() or refusal from refusal
         else:
             self._accept(ack)
         self._state = "committed"
 
     async def discard(self) -> None:
-        """Give it up; nothing is written.
+        """End the transaction without a commit; nothing is written.
 
         Cancellation: Sends nothing and waits for nothing.
         """
@@ -314,33 +365,12 @@ class Transaction:
         elif self._state == "open":
             await self.commit()
 
-    def _open(self) -> None:
+    def _check_open(self) -> None:
         if self._state != "open":
-            outcome: Literal["stored", "not_stored", "unknown"] = (
-                "stored" if self._state == "committed" else "unknown" if self._state == "unknown" else "not_stored"
-            )
+            outcome = _OUTCOMES.get(self._state, "not_stored")
             raise BatchClosedError(
                 f"the transaction has ended ({self._state})", batch_id=self._batch_id, outcome=outcome
             )
-
-    # -- conditions that no message can carry -------------------------------------------------------------------
-
-    async def _find_fence(self) -> int:
-        """Return a revision of the bucket at which all that was read was so."""
-        state = await self._bucket.state(direct=False)
-        await self._check_reads()
-        return state.last_seq
-
-    async def _check_reads(self) -> None:
-        """Make sure that all that was read was so between the last read and now."""
-        staging = self._staging
-        if staging.reads and not staging.writes and not any(staging.reads.values()):
-            await self._bucket.state(direct=False)  # or nothing is there because the keys have another prefix
-        if len(staging.reads) < 2 and not staging.writes:
-            return  # one key is as it was when it was read
-        conflict = staging.moved(await self._bucket.look_up(staging.reads))
-        if conflict is not None:
-            raise conflict
 
 
 def transaction(kv: KeyValue, *, timeout: float | None = None) -> Transaction:
@@ -364,63 +394,111 @@ def transaction(kv: KeyValue, *, timeout: float | None = None) -> Transaction:
         KeyConflictError: At the exit: a key has changed since; see `retry_transaction`.
         BatchError: At the exit: as for `Transaction.commit`.
 
-    Cancellation: Nothing is written, unless the commit was on its way already.
+    Cancellation: Nothing is written, unless the commit was sent already.
 
-    Requires: nats-server 2.12.1, ``allow_atomic``, permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``. A server takes
-        1000 keys at a time.
+    Requires: nats-server 2.12.1, ``allow_atomic``, permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``. By default a
+        server accepts 1000 keys in one batch.
     """
     return Transaction(Bucket(kv, timeout))
 
 
-def explained(
-    refusal: BatchServerError, bucket: str, writes: Mapping[str, Staged], max_value_size: int
-) -> BatchServerError:
-    """Return a refusal of a transaction, with the key it is about and what the caller can do.
+async def retry_transaction(
+    kv: KeyValue,
+    fn: Callable[[Transaction], Awaitable[_Result]],
+    *,
+    give_up_after: float = 30.0,
+    timeout: float | None = None,
+) -> _Result:
+    """Run `fn` in a transaction and commit it; run it again, in a new one, if a key that it read has changed.
+
+    Between two runs there is a random pause, at first of up to 4 ms, then of up to twice as long each time, at most half
+    a second. `fn` also runs again after a transient error: the bucket's leader is away, the connection is lost, or the
+    server is busy. If the answer to a commit is lost, the call first finds out whether the transaction was written, so
+    that `fn` takes effect once (see "Transactions" in the documentation for what that needs). Any other exception of
+    `fn` ends the call, and nothing is written.
+
+    ::
+
+        async def withdraw(tx):
+            account = await tx.get("account.7")
+            tx.put("account.7", b"%d" % (int(account.value) - 10))
+
+        await kvx.retry_transaction(kv, withdraw)
 
     Args:
-        refusal: What the server said.
-        bucket: The bucket's name.
-        writes: What was to be written.
-        max_value_size: The bucket's limit in bytes, where it matters; -1: none.
+        kv: nats-py's bucket.
+        fn: Called with the `Transaction` in every run. Its other side effects may happen more than once.
+        give_up_after: Seconds, over 0, after which the next conflict or transient error is raised.
+        timeout: Seconds to wait for each answer; None is the context's own.
+
+    Returns:
+        The result of `fn` in the run that was committed.
+
+    Raises:
+        KeyConflictError: There was still a conflict after `give_up_after`; or a condition of `fn`'s own (`create`,
+            `last=`) did not hold, which another run would not change.
+        BatchOutcomeUnknownError: Whether the last run was written could not be found out in time.
+        BatchError, RequestTimeoutError: The bucket could not be written to in time, or the server refused.
+        ValueError, TypeError: `give_up_after` or `timeout` is not over 0, or not a number.
+        Exception: Whatever `fn` raises.
+
+    Cancellation: Nothing is written, unless a commit was sent already.
+
+    Requires: As for `transaction`.
     """
-    if isinstance(refusal, AtomicPublishDisabledError):
-        return _again(
-            refusal,
-            f"bucket {bucket!r} does not allow atomic batches, which transactions are made of; turn them on once, "
-            "with `await jetstream_ext.kv.enable(kv, atomic=True)`",
-        )
-    if isinstance(refusal, MessageTTLDisabledError):
-        keys = ", ".join(repr(key) for key, staged in writes.items() if staged.ttl is not None)
-        return _again(
-            refusal,
-            f"bucket {bucket!r} does not allow times to live (key {keys}); turn them on once, "
-            "with `await jetstream_ext.kv.enable(kv, ttl=True)`",
-        )
-    if isinstance(refusal, AtomicPublishTooLargeError):
-        return _again(
-            refusal, f"bucket {bucket!r}: {len(writes)} keys are more than the server takes at once: {refusal}"
-        )
-    if isinstance(refusal, AtomicPublishIncompleteError):
-        # No caller is awaiting the refusal of a message that is too large, so the batch is then incomplete.
-        for key, staged in writes.items():
-            if 0 <= max_value_size < len(staged.value):
-                return MessageTooLargeError(
-                    f"key {key!r}: {len(staged.value)} bytes are over the {max_value_size} that bucket {bucket!r} allows",
-                    code=400,
-                    err_code=10054,
-                    description="message size exceeds maximum allowed",
-                    batch_id=refusal.batch_id,
-                    outcome="not_stored",
-                )
-    return refusal
+    give_up_after = check_seconds(give_up_after, "give_up_after")
+    bucket = Bucket(kv, timeout)
+    retry = Retry(give_up_after, first_pause=_FIRST_PAUSE, jitter=True, transient=_may_run_again)
+    retry.start()
+    while True:
+        tx = Transaction(bucket, with_id=True)
+        try:
+            result = await fn(tx)
+            if tx.state == "open":
+                await _commit(bucket, tx, retry)
+            return result
+        except Exception as error:
+            if tx.state in ("committed", "unknown"):
+                raise
+            failure = error
+        finally:
+            await tx.discard()
+        await retry.pause(failure)
 
 
-def _again(refusal: BatchServerError, message: str) -> BatchServerError:
-    return type(refusal)(
-        message,
-        code=refusal.code,
-        err_code=refusal.err_code,
-        description=refusal.description or "",
-        batch_id=refusal.batch_id,
-        outcome="not_stored",
-    )
+def _may_run_again(error: Exception) -> bool:
+    if isinstance(error, KeyConflictError):
+        return error.stale_read
+    # No transaction raises these two while nothing of it is written: they are of other calls of `fn`.
+    return is_transient(error) and not isinstance(error, BatchOutcomeUnknownError | DirectGetDisabledError)
+
+
+async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
+    """Commit, and find out what the commit did if its answer is lost."""
+    loop = asyncio.get_running_loop()
+    sent = loop.time()
+    try:
+        await tx.commit()
+        return
+    except BatchOutcomeUnknownError as error:
+        unknown = error
+    while tx.state == "unknown":
+        await retry.pause_or_raise(unknown)
+        try:
+            window = (await bucket.state(direct=False)).duplicate_window or timedelta(0)
+            if tx.can_repeat and loop.time() + bucket.timeout - sent < window.total_seconds():
+                await tx.repeat()
+            else:
+                await tx.resolve(timeout=retry.remaining)
+        except BatchOutcomeUnknownError as error:
+            unknown = error
+        except Exception as error:
+            # A transient error says nothing about the commit that was sent first.
+            if tx.state != "unknown" or not is_transient(error):
+                raise
+    if tx.state == "failed":
+        raise BatchAbandonedError(
+            f"bucket {bucket.name!r}: nothing is written; the commit of the transaction was lost",
+            batch_id=unknown.batch_id,
+            outcome="not_stored",
+        ) from unknown

@@ -1,16 +1,14 @@
-"""Positions of readers, kept in a key-value bucket: one key per reader, fenced by its revision."""
+"""Positions of readers in a key-value bucket: one key per reader, fenced by its revision."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Protocol, Self
 
 from nats.js import JetStreamContext
 from nats.js.errors import BucketNotFoundError
-from nats.js.kv import KeyValue
 from nats.nuid import NUID
 
 from jetstream_ext.client.context import Context
@@ -20,27 +18,46 @@ from jetstream_ext.errors import FencedError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import operation
 from jetstream_ext.kv.keys import check_key
-from jetstream_ext.log.positions import PositionedReader, StoredOffset
+from jetstream_ext.log.positions import StoredOffset
+from jetstream_ext.protocol.options import check_int, check_seconds, check_sequence
 from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.subjects import check_name
 
 
+class PositionedReader(Protocol):
+    """What an `OffsetStore` uses of a `LogReader`."""
+
+    name: str | None
+    stream: str
+    tail: bool
+
+    @property
+    def created(self) -> str | None: ...
+    @property
+    def position(self) -> int | None: ...
+    async def open(self) -> int: ...
+    async def read(self, max_messages: int = ..., timeout: float | None = ...) -> list[StoredMsg]: ...
+
+
 class OffsetStore:
-    """Positions of readers in a key-value bucket: one key per reader, with stream, its `created`, and next sequence.
+    """Positions of readers in a key-value bucket: one key per reader, with the stream and the next sequence.
 
     A commit succeeds only if no other reader has committed under the name since this object last fetched or committed
-    it. So of two readers of one name the one that fetched last goes on, and the next commit of the other one raises
-    `FencedError`: it has lost its name and should stop.
+    it. Of two readers with one name, the one that fetched last therefore continues. The next commit of the other one
+    raises `FencedError`; that reader should stop.
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
-        bucket: The bucket's name. It must exist (`create` makes it), and have no time to live.
+        bucket: The bucket's name. The bucket must exist (`create` makes it) and must not have a TTL.
         timeout: Seconds to wait for an answer; None is the context's own.
         patience: Seconds that transient errors (an election, a lost connection) may last.
 
+    Attributes:
+        bucket: The bucket's name.
+
     Raises:
-        BadSubjectError: The bucket's name cannot be one.
-        ValueError: A number is not over 0.
+        BadSubjectError: `bucket` is not a valid name.
+        ValueError, TypeError: `timeout` or `patience` is not a number over 0.
 
     Requires: nats-server 2.10, permission for ``STREAM.INFO``, ``STREAM.MSG.GET`` and the keys' subjects.
     """
@@ -49,31 +66,23 @@ class OffsetStore:
         self, js: JetStreamContext, bucket: str = "offsets", *, timeout: float | None = None, patience: float = 30.0
     ) -> None:
         check_name(bucket, "bucket name")
-        for name, value in (("timeout", timeout), ("patience", patience)):
-            if value is not None and (isinstance(value, bool) or not value > 0):
-                raise ValueError(f"{name} must be a number of seconds over 0, not {value!r}")
-        Context(js)
-        self._context = js
-        self._name = bucket
-        self._timeout = timeout
-        self._patience = float(patience)
-        self._bucket: Bucket | None = None
+        self.bucket: str = bucket
+        self._js = js
+        self._context = Context(js)
+        self._timeout = self._context.resolve_timeout(timeout)
+        self._patience = check_seconds(patience, "patience")
+        self._opened: Bucket | None = None
         self._writers: dict[str, FencedWriter] = {}
         self._id = NUID().next().decode()
 
     def __repr__(self) -> str:
-        return f"<OffsetStore bucket={self._name!r}>"
-
-    @property
-    def bucket(self) -> str:
-        """The bucket's name."""
-        return self._name
+        return f"<OffsetStore bucket={self.bucket!r}>"
 
     async def create(self, *, replicas: int = 1) -> OffsetStore:
-        """Create the bucket if there is none, and return this object.
+        """Create the bucket if it does not exist, and return this object.
 
         Args:
-            replicas: How many servers hold it.
+            replicas: How many servers hold the bucket.
 
         Raises:
             nats.js.errors.APIError: The server refused.
@@ -83,22 +92,23 @@ class OffsetStore:
         try:
             await self._open()
         except BucketNotFoundError:
-            creating = self._context.create_key_value(bucket=self._name, history=1, replicas=replicas)
-            await self._bounded(creating, f"the answer to the creation of bucket {self._name!r}")
+            creating = self._js.create_key_value(bucket=self.bucket, history=1, replicas=replicas)
+            what = f"the answer to the creation of bucket {self.bucket!r}"
+            await self._context.connection.bounded(creating, self._timeout, what)
         return self
 
     async def fetch(self, name: str) -> StoredOffset | None:
-        """Return the position that is stored under a name, or None; commits may follow.
+        """Return the newest position that is stored under a name, or None, and take the name over.
 
-        It is the newest one: the bucket's leader is asked.
+        The bucket's leader answers. The next commit follows the position that this call returned.
 
         Args:
             name: The reader's name.
 
         Raises:
-            nats.js.errors.InvalidKeyError: The name is no key.
-            nats.js.errors.BucketNotFoundError: There is no bucket; `create` makes it.
-            ValueError: What is stored there is not a position.
+            nats.js.errors.InvalidKeyError: The name is not a key.
+            nats.js.errors.BucketNotFoundError: The bucket does not exist; `create` makes it.
+            ValueError: The stored value is not a position.
             RequestTimeoutError, nats.js.errors.ServiceUnavailableError: No answer for longer than `patience`.
 
         Cancellation: Safe; nothing is left behind.
@@ -111,7 +121,7 @@ class OffsetStore:
     ) -> StoredOffset:
         """Store a reader's position.
 
-        Everything below it is taken to be dealt with: commit after the messages were handled, not before.
+        A restarted reader does not return the messages below it again: commit after they are handled, not before.
 
         Args:
             reader: The reader.
@@ -122,9 +132,9 @@ class OffsetStore:
             What is stored now.
 
         Raises:
-            FencedError: Another reader has committed under the name since it was fetched, or the name was never fetched
-                here and there is a position. `fetch` takes the name over.
-            ValueError: There is no name, or the position is out of range.
+            FencedError: Another reader has committed under the name since this object fetched it, or a position exists
+                that this object has not fetched. Nothing is stored. `fetch` takes the name over.
+            ValueError: The reader has no name, or the position is out of range.
             nats.js.errors.InvalidKeyError, nats.js.errors.BucketNotFoundError: As for `fetch`.
             RequestTimeoutError, nats.js.errors.ServiceUnavailableError: No answer for longer than `patience`; the next
                 commit or `fetch` finds out whether the position was stored.
@@ -133,18 +143,22 @@ class OffsetStore:
         """
         name = _name_of(reader, name)
         here = await reader.open()
-        if position is None:
-            position = here
-        if isinstance(position, bool) or not isinstance(position, int) or not 1 <= position < 1 << 64:
-            raise ValueError(f"position must be a stream sequence from 1 up, not {position!r}")
         assert reader.created is not None
-        offset = StoredOffset(name, reader.stream, reader.created, position, 0, self._id)
+        seq = check_sequence(here if position is None else position, "position")
+        offset = StoredOffset(name, reader.stream, reader.created, seq, writer=self._id)
         writer = await self._writer(name)
-        known = writer.fence
+        fetched = writer.fence != 0
         try:
             ack = await writer.store([], offset.encode())
         except RecordMovedError as moved:
-            raise _fenced(self._name, name, _decode(name, moved.record), known) from moved
+            stored = _decode(name, moved.record)
+            what = f"reader {name!r}: nothing was stored; its position in bucket {self.bucket!r}"
+            if stored is None:
+                raise FencedError(f"{what} was deleted; fetch it to continue", name=name) from moved
+            why = "another reader of this name has committed it" if fetched else "this OffsetStore has not fetched it"
+            raise FencedError(
+                f"{what} is {stored.seq} (revision {stored.revision}), and {why}", name=name, seq=stored.seq
+            ) from moved
         return replace(offset, revision=ack.seq)
 
     def committing(
@@ -158,85 +172,68 @@ class OffsetStore:
                 async for msg in messages:
                     await handle(msg)
 
-        A message counts as handled when the next one is asked for, or the block ends without an exception. So after a
-        crash, up to `every` messages (or those of `seconds`) are read again, and none is lost: at least once.
+        A message counts as handled when the loop asks for the next one, or when the block ends without an exception.
+        After a crash, the reader repeats up to `every` messages (or those of `seconds`) and loses none: at least once.
 
         Args:
-            reader: The reader; `tail` decides whether iteration ends.
+            reader: The reader; its `tail` decides whether the iteration ends.
             name: As for `commit`.
-            every: Commit after so many handled messages, from 1.
-            seconds: Commit when the oldest handled message that is not committed is so old. A handler that takes longer
-                is not interrupted: the commit follows when it asks for the next message.
+            every: Commit after this many handled messages, from 1.
+            seconds: Commit when the oldest handled message that is not committed is this old. A handler that takes
+                longer is not interrupted: the commit follows when it asks for the next message.
 
         Raises:
-            ValueError: A number is out of range, or there is no name.
+            ValueError, TypeError: `every` or `seconds` is out of range, or the reader has no name.
         """
         return Committing(self, reader, _name_of(reader, name), every, seconds)
 
     async def _writer(self, name: str) -> FencedWriter:
-        """Return what stores the positions of one reader."""
         writer = self._writers.get(name)
         if writer is None:
-            retry = Retry(self._patience)
-            while True:
-                try:
-                    bucket = await self._open()
-                    break
-                except Exception as error:
-                    await retry.pause(error)
+            bucket = await Retry(self._patience).call(self._open)
             writer = self._writers[name] = FencedWriter(
-                bucket.js,
+                bucket.context,
                 bucket.stream,
                 bucket.subject(name),
                 name=f"reader {name!r}",
-                timeout=bucket.timeout,
+                timeout=self._timeout,
                 patience=self._patience,
             )
         return writer
 
     async def _open(self) -> Bucket:
-        if self._bucket is None:
-            opening = self._context.key_value(self._name)
-            self._bucket = Bucket(await self._bounded(opening, f"the state of bucket {self._name!r}"), self._timeout)
-        return self._bucket
-
-    async def _bounded(self, operation: Coroutine[Any, Any, KeyValue], what: str) -> KeyValue:
-        context = Context(self._context)
-        timeout = context.timeout if self._timeout is None else self._timeout
-        return await context.connection.bounded(operation, timeout, what)
+        if self._opened is None:
+            opening = self._js.key_value(self.bucket)
+            what = f"the state of bucket {self.bucket!r}"
+            self._opened = Bucket(await self._context.connection.bounded(opening, self._timeout, what), self._timeout)
+        return self._opened
 
 
 class Committing:
     """The messages of a reader, whose position is committed as they are handled; see `OffsetStore.committing`.
 
-    Nothing runs in the background: commits are made while the next message is asked for.
+    Nothing runs in the background: a commit is made when the next message is asked for.
+
+    Attributes:
+        committed: The position that was committed last; None before the block was entered.
     """
 
     def __init__(self, store: OffsetStore, reader: PositionedReader, name: str, every: int, seconds: float) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be an integer from 1 up, not {every!r}")
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-            raise ValueError(f"seconds must be a number over 0, not {seconds!r}")
+        self._every = check_int(every, "every")
+        self._seconds = check_seconds(seconds, "seconds")
         self._store = store
         self._reader = reader
         self._name = name
-        self._every = every
-        self._seconds = float(seconds)
-        self._committed: int | None = None
+        self.committed: int | None = None
         self._handled: int | None = None
-        self._count = 0
-        self._since: float | None = None
-
-    @property
-    def committed(self) -> int | None:
-        """The position that was committed last, or None."""
-        return self._committed
+        self._count = 0  # messages returned since the last commit
+        self._since: float | None = None  # when the oldest of them was handled
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> StoredMsg:
-        """Return the next message; the one before it is handled now.
+        """Return the next message; the one before it counts as handled.
 
         Raises:
             FencedError: Another reader of this name has committed.
@@ -245,24 +242,24 @@ class Committing:
         Cancellation: The position may have been committed; nothing is left behind.
         """
         loop = asyncio.get_running_loop()
-        self._note(loop.time())
+        self._note_handled(loop.time())
         while True:
-            wait = self._due(loop.time())
-            if wait is not None and wait <= 0:
+            wait = self._seconds
+            if self._since is not None:
+                wait = 0.0 if self._count >= self._every else self._since + self._seconds - loop.time()
+            if wait <= 0:
                 await self.commit()
-                wait = None
-            if wait is None:
                 wait = self._seconds
             found = await self._reader.read(1, wait if self._reader.tail else 0)
             if found:
                 self._count += 1
                 return found[0]
-            self._note(loop.time())  # a filter may have moved it
+            self._note_handled(loop.time())  # the position also moves over messages that the filter excludes
             if not self._reader.tail:
                 raise StopAsyncIteration
 
     async def commit(self) -> StoredOffset | None:
-        """Commit what is handled, if it is not; None: there is nothing to commit.
+        """Commit the position behind the handled messages; return None if it is committed already.
 
         Raises:
             FencedError: Another reader of this name has committed.
@@ -270,32 +267,22 @@ class Committing:
 
         Cancellation: The position may have been committed.
         """
-        if self._handled is None or self._handled == self._committed:
+        if self._handled is None or self._handled == self.committed:
             return None
         stored = await self._store.commit(self._reader, name=self._name, position=self._handled)
-        self._committed = stored.seq
+        self.committed = stored.seq
         self._count = 0
         self._since = None
         return stored
 
-    def _note(self, now: float) -> None:
-        """Take everything that was returned as handled."""
+    def _note_handled(self, now: float) -> None:
         self._handled = self._reader.position
-        if self._since is None and self._handled != self._committed:
+        if self._since is None and self._handled != self.committed:
             self._since = now
 
-    def _due(self, now: float) -> float | None:
-        """Return in how many seconds a commit is due; None: there is nothing to commit."""
-        if self._handled is None or self._handled == self._committed:
-            return None
-        if self._count >= self._every:
-            return 0.0
-        assert self._since is not None
-        return self._since + self._seconds - now
-
     async def __aenter__(self) -> Self:
-        # At once: it pins a start that depends on the moment, and takes the name from the reader that had it.
-        self._committed = await self._reader.open()
+        # Commit at once: it pins a start that depends on the moment, and takes the name over from another reader.
+        self.committed = await self._reader.open()
         await self._store.commit(self._reader, name=self._name)
         return self
 
@@ -303,8 +290,8 @@ class Committing:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self._note(0.0)
-        # After an exception, most often the handler's, the message that raised it is not handled; those before it are.
+            self._note_handled(0.0)
+        # After an exception, the message that the loop has in its hands is not handled; those before it are.
         if kind is None or issubclass(kind, Exception):
             try:
                 await self.commit()
@@ -317,7 +304,7 @@ class Committing:
 def _name_of(reader: PositionedReader, name: str | None) -> str:
     name = reader.name if name is None else name
     if name is None:
-        raise ValueError("this reader was not started with Stored(name): give the name")
+        raise ValueError("the reader was not started with Stored(name); pass name=")
     check_key(name)
     return name
 
@@ -326,15 +313,3 @@ def _decode(name: str, found: StoredMsg | None) -> StoredOffset | None:
     if found is None or operation(found.headers)[0] != "PUT":
         return None
     return StoredOffset.decode(name, found.data, found.seq)
-
-
-def _fenced(bucket: str, name: str, stored: StoredOffset | None, known: int) -> FencedError:
-    if stored is None:
-        return FencedError(f"the position of {name!r} was deleted from bucket {bucket!r}; fetch it to go on", name=name)
-    why = "another reader of this name has committed" if known else "there is one that was not fetched here"
-    return FencedError(
-        f"the position of {name!r} in bucket {bucket!r} is {stored.seq} (revision {stored.revision}): {why}; nothing was "
-        "stored",
-        name=name,
-        seq=stored.seq,
-    )

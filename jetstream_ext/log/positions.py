@@ -1,52 +1,54 @@
-"""Where a reader starts, and where it is: the positions that a user names and those that are stored."""
+"""Positions in a stream: the starts that a reader accepts, and positions as they are stored."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final, Protocol
+from typing import Final
 
 import orjson
 
 from jetstream_ext.kv.keys import check_key
-from jetstream_ext.protocol.options import rfc3339
-from jetstream_ext.protocol.stored_msg import StoredMsg
+from jetstream_ext.protocol.options import check_sequence, rfc3339
 
 _VERSION: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """The oldest message that there is when the reader gets to it."""
+    """The oldest message that is stored when the reader looks the start up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seq:
-    """A stream sequence. It must still be there, or be the next one that the stream will give out.
+    """A stream sequence.
+
+    If its message was deleted from the middle of the stream, the reader starts at the next message. The position is lost
+    (see `PositionLostError`) if the sequence is below the stream's first one, or more than one above its last one.
 
     Args:
         seq: The sequence, from 1.
 
     Raises:
-        ValueError: `seq` is none.
+        ValueError: `seq` is not a stream sequence.
     """
 
     seq: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.seq, bool) or not isinstance(self.seq, int) or not 1 <= self.seq < 1 << 64:
-            raise ValueError(f"seq must be a stream sequence from 1 up, not {self.seq!r}")
+        check_sequence(self.seq, "seq")
 
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """The first message that was stored at or after a time (by the server's clock), or what comes next.
+    """The first message that was stored at or after a time, by the server's clock; if there is none, the next one.
 
     Args:
-        when: An aware datetime.
+        when: A timezone-aware datetime.
 
     Raises:
         ValueError: `when` is naive.
+        TypeError: `when` is not a datetime.
     """
 
     when: datetime
@@ -62,20 +64,20 @@ class Last:
 
 @dataclass(frozen=True, slots=True)
 class New:
-    """What is stored after the reader has started, as nats-py's DeliverPolicy.NEW."""
+    """The first message that is stored after the reader has started, as nats-py's DeliverPolicy.NEW."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The position that is stored under a name in the reader's `OffsetStore`.
+    """The position that the reader's `OffsetStore` holds under a name.
 
     Args:
         name: The reader's name, a key of the bucket: tokens of ``[-/_=a-zA-Z0-9]`` joined by dots.
-        default: Where to start if nothing is stored yet.
+        default: Where to start if no position is stored yet.
 
     Raises:
-        nats.js.errors.InvalidKeyError: The name is no key.
-        TypeError: `default` is no start.
+        nats.js.errors.InvalidKeyError: The name is not a key.
+        TypeError: `default` is not a start, or is another `Stored`.
     """
 
     name: str
@@ -88,17 +90,11 @@ class Stored:
 
 
 Start = First | Seq | Time | Last | New | Stored
-"""All of them."""
 
 
 def check_start(start: object) -> Start:
-    """Return `start` if it is one.
-
-    Raises:
-        TypeError: It is something else.
-    """
     if not isinstance(start, Start):
-        raise TypeError(f"a start is First(), Seq(n), Time(t), Last(), New() or Stored(name), not {start!r}")
+        raise TypeError(f"start must be First(), Seq(n), Time(t), Last(), New() or Stored(name), not {start!r}")
     return start
 
 
@@ -109,11 +105,11 @@ class StoredOffset:
     Attributes:
         name: The reader.
         stream: The stream that it reads.
-        created: When that stream was created, in the server's words: sequences of another one of the same name say
-            nothing.
+        created: When that stream was created, as the server writes it. A stream of the same name that was created at
+            another time has other sequences.
         seq: The next sequence to read, from 1.
-        revision: The key's revision in the bucket; the next commit must follow it.
-        writer: A random id of the `OffsetStore` object that stored it.
+        revision: The key's revision in the bucket, which the next commit must follow.
+        writer: A random id of the `OffsetStore` object that stored the position.
     """
 
     name: str
@@ -124,10 +120,8 @@ class StoredOffset:
     writer: str = ""
 
     def encode(self) -> bytes:
-        """Return the key's value."""
-        return orjson.dumps(
-            {"v": _VERSION, "stream": self.stream, "created": self.created, "seq": self.seq, "writer": self.writer}
-        )
+        """Return the value of the reader's key."""
+        return encode_position(self.stream, self.created, self.seq, writer=self.writer)
 
     @classmethod
     def decode(cls, name: str, data: bytes, revision: int) -> StoredOffset:
@@ -139,39 +133,15 @@ class StoredOffset:
         try:
             body = orjson.loads(data)
             if body["v"] == _VERSION and body["seq"] >= 1:
-                return cls(
-                    name, str(body["stream"]), str(body["created"]), int(body["seq"]), revision, str(body["writer"])
-                )
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+                writer = (
+                    body["worker"] if "worker" in body else body["writer"]
+                )  # "worker" is in `exactly_once`'s records
+                return cls(name, str(body["stream"]), str(body["created"]), int(body["seq"]), revision, str(writer))
+        except (KeyError, TypeError, ValueError):
             pass
-        raise ValueError(f"what is stored for {name!r} is not a position of a reader: {data[:80]!r}")
+        raise ValueError(f"the stored value of {name!r} is not a position: {data[:80]!r}")
 
 
-class PositionedReader(Protocol):
-    """What an `OffsetStore` needs of a `LogReader`."""
-
-    @property
-    def name(self) -> str | None:
-        """The name that its position is stored under."""
-
-    @property
-    def stream(self) -> str:
-        """The stream that it reads."""
-
-    @property
-    def created(self) -> str | None:
-        """When that stream was created, in the server's words."""
-
-    @property
-    def position(self) -> int | None:
-        """The next sequence to read."""
-
-    @property
-    def tail(self) -> bool:
-        """Whether iteration waits at the end of the stream."""
-
-    async def open(self) -> int:
-        """Look the start up, and return the position."""
-
-    async def read(self, max_messages: int = ..., timeout: float | None = ...) -> list[StoredMsg]:
-        """Return the next messages."""
+def encode_position(stream: str, created: str, seq: int, **writer: str | int) -> bytes:
+    """Return a position as it is stored; `writer` identifies the store, as `FencedWriter` requires."""
+    return orjson.dumps({"v": _VERSION, "stream": stream, "created": created, "seq": seq, **writer})

@@ -1,4 +1,4 @@
-"""Read, process, write: each input counted exactly once.
+"""Exactly-once processing: read, process, write, with each input counted once.
 
 ::
 
@@ -7,14 +7,15 @@
     process   read messages, call the handler
     commit    store the outputs and a record of the new position ── moved ─► FencedError
 
-`client.fenced_write` stores, and finds out what a commit did whose answer was lost.
+`client.fenced_write` stores, and finds out whether a commit was stored whose answer was lost.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, cast
 
 from nats.nuid import NUID
@@ -23,24 +24,26 @@ from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import AtomicPublishTooLargeError, BadSubjectError, FencedError
-from jetstream_ext.log.output import Record, check_output
-from jetstream_ext.log.positions import StoredOffset
+from jetstream_ext.errors import (
+    AtomicPublishTooLargeError,
+    BadSubjectError,
+    FencedError,
+    StreamConfigMismatchError,
+)
+from jetstream_ext.log.positions import StoredOffset, encode_position
 from jetstream_ext.log.reader import LogReader
-from jetstream_ext.protocol.options import check_message
+from jetstream_ext.protocol.feature_table import ATOMIC, FENCED_BATCHES
+from jetstream_ext.protocol.options import check_int, check_message, check_seconds
 from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState
-from jetstream_ext.protocol.subjects import check_name, check_subject
+from jetstream_ext.protocol.subjects import check_name, check_subject, covers
 from jetstream_ext.types import NEVER, BatchMessage
 
 Outputs = BatchMessage | Iterable[BatchMessage] | AsyncIterable[BatchMessage] | None
-"""What a handler makes of its input."""
 Handler = Callable[[StoredMsg], Outputs | Awaitable[Outputs]]
-"""Takes one message."""
 GroupHandler = Callable[[list[StoredMsg]], Outputs | Awaitable[Outputs]]
-"""Takes the messages of one commit."""
 
-# Seconds without input after which a position is stored that has moved over what does not match the reader's filter.
+# Seconds without input after which a position is stored that has moved over messages that the filter excludes.
 _IDLE: Final = 5.0
 
 
@@ -76,10 +79,10 @@ async def exactly_once(
 ) -> Processed:
     """Turn the messages of one stream into messages of another, each counted exactly once.
 
-    The outputs and the reader's new position are stored by one atomic batch. The position is a message of the output
-    stream on ``<prefix>.<name>``, and every batch expects the one before it there: a worker that is killed at any
-    moment and started again goes on where its last commit ended, and of two workers with one name the one that was
-    started last goes on, while the other one's next commit stores nothing and raises `FencedError`.
+    One atomic batch stores the outputs and the reader's new position. The position is a message of the output stream on
+    ``<prefix>.<name>``, and every batch expects the position before it there. A worker that is killed at any moment and
+    started again continues after its last commit. Of two workers with one name, the one that was started last
+    continues; the next commit of the other one stores nothing and raises `FencedError`.
 
     ::
 
@@ -88,28 +91,30 @@ async def exactly_once(
 
         await exactly_once(LogReader(js, "ORDERS", tail=True), "TOTALS", handle, name="sums", prefix="totals-at")
 
-    What a handler does besides its outputs can happen more than once. A message without outputs moves the position too.
+    Side effects of a handler other than its outputs can happen more than once. A message without outputs also moves the
+    position.
 
     Args:
-        reader: What to read. Its start counts the first time only; then the stored position does.
+        reader: What to read. Its start is used the first time; later starts continue at the stored position.
         output_stream: The stream that the outputs and the position go to.
         handler: Called with a `StoredMsg`, returns its outputs: a `BatchMessage`, an iterable or async iterable of
             them, or None; or an awaitable of that. An output with an expectation of its own needs ``max_messages=1`` as
-            soon as two outputs go to its subject. What it raises ends the worker; the inputs that were not committed
-            are handled again the next time.
+            soon as two outputs go to its subject. If it raises, the worker ends, and the next start handles again
+            the inputs that were not committed.
         name: The worker's name; one for each input stream and purpose. Tokens of a subject.
         prefix: The position's subject is ``<prefix>.<name>``; one of the output stream's subjects must match it.
-        max_messages: Inputs in one commit at most, from 1. If their outputs are more messages than the server takes in
-            a batch (1000 by default), they are split into several commits.
+        max_messages: Inputs in one commit at most, from 1. If their outputs exceed the server's batch limit (1000 by
+            default), they are split into several commits.
         grouped: `handler` is called with the list of all inputs of one commit instead. Its outputs cannot be split.
         position_may_vanish: Allow an output stream whose limits can remove the position (see Raises). A worker whose
-            position is gone begins at the reader's start again.
+            position was removed starts at the reader's start again.
         timeout: Seconds to wait for an answer of the output stream; None is the context's own.
         patience: Seconds that transient errors of the output stream (an election, a restart, a lost connection) may
             last.
 
     Returns:
-        What was done, when a reader without ``tail=True`` has come to the end. With it, this ends by cancellation only.
+        What was done, when a reader without ``tail=True`` has reached the end. With ``tail=True`` the call only ends
+        by an exception or a cancellation.
 
     Raises:
         FencedError: Another worker of this name was started; this one must stop, and can store nothing more.
@@ -117,75 +122,116 @@ async def exactly_once(
             under another one (``subject_transform``), or its limits can remove it: ``max_age`` (without
             ``allow_msg_ttl``), ``max_msgs`` or ``max_bytes`` (with discard ``old``), or a retention other than
             ``limits``. Raised before anything is read.
-        PositionLostError, StreamRecreatedError: As for the reader: what the position says is gone.
+        PositionLostError, StreamRecreatedError: As for the reader: the input at the position is gone.
         BadSubjectError: An output's subject is not one of the output stream's, or is the position's.
-        AtomicPublishTooLargeError: The outputs of one input (or of a group) are more than the server takes in a batch.
+        AtomicPublishTooLargeError: The outputs of one input (or of a group) exceed the server's batch limit.
         BatchError, ServerError: The server refused an output. Nothing of the batch is stored.
         UnsupportedFeatureError: The output stream's server is older than 2.12.1.
-        ValueError: The stored position is that of a worker on another stream; or a number is out of range.
-        TypeError: The handler returned something else.
-        Exception: What the handler raises; a transient error that lasted longer than `patience`.
+        ValueError: The stored position is that of a worker on another stream, or a number is out of range.
+        TypeError: The handler returned something else, or an argument is of another type.
+        Exception: Exceptions of the handler; a transient error that lasted longer than `patience`.
 
-    Cancellation: Safe at every point, as a crash is: a commit that was sent is stored whole or not at all. Nothing is
-        left behind.
+    Cancellation: Safe at every point, as a crash is: a commit that was sent is stored completely or not at all. Nothing
+        is left behind.
 
     Requires: nats-server 2.12.1 and ``allow_atomic`` on the output stream (ADR-50); what the reader requires;
         permission for the output subjects, and for ``STREAM.INFO`` and ``STREAM.MSG.GET`` of the output stream.
     """
-    if isinstance(max_messages, bool) or not isinstance(max_messages, int) or max_messages < 1:
-        raise ValueError(f"max_messages must be an integer from 1 up, not {max_messages!r}")
-    for what, value in (("timeout", timeout), ("patience", patience)):
-        if value is not None and (isinstance(value, bool) or not value > 0):
-            raise ValueError(f"{what} must be a number of seconds over 0, not {value!r}")
     check_name(output_stream, "stream name")
     subject = f"{prefix}.{name}"
     check_subject(subject)
-    output = _Output(reader, output_stream, subject, name, timeout, patience, may_vanish=position_may_vanish)
-    return await _Worker(reader, output, handler, max_messages, grouped=grouped).run()
+    context = Context(reader.context)
+    worker = _Worker(
+        reader=reader,
+        handler=cast("Callable[[Any], Outputs | Awaitable[Outputs]]", handler),
+        name=name,
+        context=context,
+        stream=output_stream,
+        subject=subject,
+        max_messages=check_int(max_messages, "max_messages"),
+        grouped=grouped,
+        may_vanish=position_may_vanish,
+        timeout=context.resolve_timeout(timeout),
+        patience=check_seconds(patience, "patience"),
+    )
+    return await worker.run()
 
 
+@dataclass(slots=True, kw_only=True)
 class _Worker:
-    """One start of a worker: what it reads, and what its handler makes of that."""
+    """One start of a worker. `stream` is the output stream, `subject` that of the position."""
 
-    def __init__(
-        self, reader: LogReader, output: _Output, handler: Handler | GroupHandler, most: int, *, grouped: bool
-    ) -> None:
-        self._reader = reader
-        self._output = output
-        self._handler = cast("Callable[[Any], Outputs | Awaitable[Outputs]]", handler)
-        self._most = most
-        self._grouped = grouped
-        self._inputs = 0
-        self._outputs = 0
-        # Outputs that a batch may have, once the server has found one too large.
-        self._limit: int | None = None
+    reader: LogReader
+    handler: Callable[[Any], Outputs | Awaitable[Outputs]]
+    name: str
+    context: Context
+    stream: str
+    subject: str
+    max_messages: int
+    grouped: bool
+    may_vanish: bool
+    timeout: float
+    patience: float
+
+    id: str = field(default_factory=lambda: NUID().next().decode())
+    state: StreamState | None = None  # of the output stream
+    writer: FencedWriter = field(init=False)
+    batch_limit: int | None = None  # outputs in a batch, once the server has refused a larger one
+    inputs: int = 0
+    outputs: int = 0
+    commits: int = 0
+    committed: int = 0  # the position of this start's newest record
 
     async def run(self) -> Processed:
-        """Work until the reader ends."""
-        reader, output = self._reader, self._output
-        await output.claim()
+        reader = self.reader
+        await self._claim()
         while True:
-            messages = await reader.read(self._most, _IDLE if reader.tail else 0)
+            messages = await reader.read(self.max_messages, _IDLE if reader.tail else 0)
             position = await reader.open()
             if messages:
                 await self._store(await self._handle(messages, position))
-                self._inputs += len(messages)
+                self.inputs += len(messages)
                 continue
-            if position != output.position:
-                await output.commit([], position)
+            if position != self.committed:
+                await self._commit([], position)
             if not reader.tail:
-                return Processed(self._inputs, self._outputs, output.commits, position)
+                return Processed(self.inputs, self.outputs, self.commits, position)
+
+    async def _claim(self) -> None:
+        """Take the name over: go to the stored position, and store it again as this start's own."""
+        state = await self._look()
+        _check_output_stream(state, self.subject, self.context.connection.server_version, may_vanish=self.may_vanish)
+        config = state.config
+        self.writer = FencedWriter(
+            self.context,
+            self.stream,
+            self.subject,
+            name=f"worker {self.name!r}",
+            timeout=self.timeout,
+            patience=self.patience,
+            rollup=bool(config.get("allow_rollup_hdrs")) and not config.get("deny_purge"),
+            msg_ttl=NEVER if state.max_age and config.get("allow_msg_ttl") else None,
+        )
+        while True:
+            stored = await self.writer.read()
+            if stored is not None:
+                self.reader.seek(self._decode(stored))
+            try:
+                await self._commit([], await self.reader.open())
+                return
+            except FencedError:
+                continue  # another worker has committed since, or is starting: the last one to claim continues
 
     async def _handle(self, messages: list[StoredMsg], position: int) -> list[tuple[list[BatchMessage], int]]:
-        """Return outputs, and the position behind the input that they belong to."""
-        if self._grouped:
-            return [(await self._made_of(messages), position)]
-        done = [(await self._made_of(message), message.seq + 1) for message in messages]
+        """Return the outputs, and the position after the input that they belong to."""
+        if self.grouped:
+            return [(await self._outputs_of(messages), position)]
+        done = [(await self._outputs_of(message), message.seq + 1) for message in messages]
         done[-1] = (done[-1][0], position)
         return done
 
-    async def _made_of(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage]:
-        made = self._handler(given)
+    async def _outputs_of(self, given: StoredMsg | list[StoredMsg]) -> list[BatchMessage]:
+        made = self.handler(given)
         if inspect.isawaitable(made):
             made = await made
         if made is None:
@@ -198,132 +244,121 @@ class _Worker:
             outputs = list(made)
         for message in outputs:
             check_message(message)
-            await self._output.check_subject(message.subject)
+            await self._check_output(message.subject)
         return outputs
+
+    async def _check_output(self, subject: str) -> None:
+        if subject == self.subject:
+            raise BadSubjectError(
+                f"subject {subject!r} holds the position of worker {self.name!r}; use another subject"
+            )
+        if (self.state is None or not self.state.stores(subject)) and not (await self._look()).stores(subject):
+            raise BadSubjectError(f"subject {subject!r} is not one of the output stream {self.stream!r}")
 
     async def _store(self, parts: list[tuple[list[BatchMessage], int]]) -> None:
         """Commit all of it, in as few batches as the server takes."""
         while parts:
-            count = self._fitting(parts)
+            count = _fitting(parts, self.batch_limit)
             outputs = [message for made, _ in parts[:count] for message in made]
             try:
-                await self._output.commit(outputs, parts[count - 1][1])
+                await self._commit(outputs, parts[count - 1][1])
             except AtomicPublishTooLargeError:
                 if count == 1 or not outputs:
                     raise
-                self._limit = len(outputs) // 2
+                self.batch_limit = len(outputs) // 2
             else:
-                self._outputs += len(outputs)
+                self.outputs += len(outputs)
                 del parts[:count]
 
-    def _fitting(self, parts: Sequence[tuple[list[BatchMessage], int]]) -> int:
-        """Return how many of `parts` go into the next batch, 1 at least."""
-        if self._limit is None:
-            return len(parts)
-        total = 0
-        for count, (made, _) in enumerate(parts):
-            total += len(made)
-            if total > self._limit:
-                return max(1, count)
-        return len(parts)
-
-
-class _Output:
-    """The outputs and the position of one start of a worker."""
-
-    def __init__(
-        self,
-        reader: LogReader,
-        stream: str,
-        subject: str,
-        name: str,
-        timeout: float | None,
-        patience: float,
-        *,
-        may_vanish: bool,
-    ) -> None:
-        self._reader = reader
-        self._context = Context(reader.context)
-        self._stream = stream
-        self._subject = subject
-        self._name = name
-        self._timeout = self._context.timeout if timeout is None else float(timeout)
-        self._patience = float(patience)
-        self._may_vanish = may_vanish
-        self._worker = NUID().next().decode()
-        self._state: StreamState | None = None
-        self._writer: FencedWriter | None = None
-        self.position = 0
-        """The position of the newest record."""
-        self.commits = 0
-        """How many records this start has stored."""
-
-    async def claim(self) -> None:
-        """Take the name over: go to the stored position, and store it again as this start's own."""
-        version = self._context.connection.server_version
-        retention = check_output(await self._look(), self._subject, version, may_vanish=self._may_vanish)
-        self._writer = FencedWriter(
-            self._context,
-            self._stream,
-            self._subject,
-            name=f"worker {self._name!r}",
-            timeout=self._timeout,
-            patience=self._patience,
-            rollup=retention.rollup,
-            msg_ttl=NEVER if retention.never else None,
-        )
-        while True:
-            stored = await self._writer.read()
-            if stored is not None:
-                record = Record.decode(stored)
-                self._reader.seek(StoredOffset(self._name, record.stream, record.created, record.seq))
-            try:
-                await self.commit([], await self._reader.open())
-                return
-            except FencedError:
-                continue  # a worker has committed since, or another one is starting: the last one to claim goes on
-
-    async def commit(self, outputs: Sequence[BatchMessage], position: int) -> None:
+    async def _commit(self, outputs: Sequence[BatchMessage], position: int) -> None:
         """Store outputs and a position, all or nothing."""
-        reader = self._reader
+        reader = self.reader
         assert reader.created is not None
-        assert self._writer is not None
-        record = Record(reader.stream, reader.created, position, self._worker, self.commits)
+        record = encode_position(reader.stream, reader.created, position, worker=self.id, commit=self.commits)
         try:
-            await self._writer.store(outputs, record.encode())
+            await self.writer.store(outputs, record)
         except RecordMovedError as moved:
-            raise self._fenced(moved.record) from moved
-        self.position = position
+            what = f"worker {self.name!r} on stream {self.stream!r}"
+            if moved.record is None:
+                raise FencedError(f"{what}: its position was removed from {self.subject!r}", name=self.name) from moved
+            seq = self._decode(moved.record).seq
+            raise FencedError(
+                f"{what}: another worker of this name was started and is at sequence {seq}; this one must stop, and can "
+                "store nothing more",
+                name=self.name,
+                seq=seq,
+            ) from moved
+        self.committed = position
         self.commits += 1
 
-    async def check_subject(self, subject: str) -> None:
-        """Refuse the subject of an output that would not be part of the batch."""
-        if subject == self._subject:
-            raise BadSubjectError(
-                f"subject {subject!r} is that of the worker's position; nothing else may be stored there"
-            )
-        if self._state is None or not self._state.stores(subject):
-            state = await self._look()
-            if not state.stores(subject):
-                raise BadSubjectError(f"subject {subject!r} is not one of the output stream {self._stream!r}")
+    def _decode(self, stored: StoredMsg) -> StoredOffset:
+        try:
+            return StoredOffset.decode(self.name, stored.data, stored.seq)
+        except ValueError as error:
+            raise ValueError(
+                f"stream {stored.stream!r}: message {stored.seq} on {stored.subject!r} is not the position of a worker; "
+                "nothing else may be published on that subject"
+            ) from error
 
     async def _look(self) -> StreamState:
-        retry = Retry(self._patience)
-        while True:
-            try:
-                self._state = await stream_state(self._context, self._stream, self._timeout)
-                return self._state
-            except Exception as error:
-                await retry.pause(error)
+        self.state = await Retry(self.patience).call(partial(stream_state, self.context, self.stream, self.timeout))
+        return self.state
 
-    def _fenced(self, stored: StoredMsg | None) -> FencedError:
-        what = f"worker {self._name!r} on stream {self._stream!r}"
-        if stored is None:
-            return FencedError(f"{what}: its position was removed from {self._subject!r}", name=self._name)
-        seq = Record.decode(stored).seq
-        return FencedError(
-            f"{what}: another worker of this name was started and is at {seq}; this one must stop, and can store nothing "
-            "more",
-            name=self._name,
-            seq=seq,
+
+def _fitting(parts: Sequence[tuple[list[BatchMessage], int]], limit: int | None) -> int:
+    """Return how many of `parts` go into the next batch, at least 1."""
+    if limit is None:
+        return len(parts)
+    total = 0
+    for count, (made, _) in enumerate(parts):
+        total += len(made)
+        if total > limit:
+            return max(1, count)
+    return len(parts)
+
+
+def _check_output_stream(state: StreamState, subject: str, server_version: str, *, may_vanish: bool) -> None:
+    """Raise an error unless a stream can hold the outputs and, on `subject`, the position of a worker."""
+    config = state.config
+    version = state.server_version or server_version
+    if not ATOMIC.at(state.api_level):
+        raise ATOMIC.unsupported(server_version=version, api_level=state.api_level, detail="nothing was stored")
+    FENCED_BATCHES.check(version, "nothing was stored")
+    diff: dict[str, tuple[Any, Any]] = {}
+    advice: list[str] = []
+    if not config.get("allow_atomic"):
+        diff["allow_atomic"] = (True, False)
+        advice.append("turn on allow_atomic")
+    if not state.stores(subject):
+        diff["subjects"] = ((*state.subjects, subject), state.subjects)
+        advice.append(f"add {subject!r} (or a wildcard that matches it) to its subjects")
+    transform = config.get("subject_transform") or {}
+    if transform and covers(str(transform.get("src") or ">"), subject):
+        diff["subject_transform"] = (None, transform)
+        advice.append(f"its subject_transform stores {subject!r} under another subject")
+    if not may_vanish and (limits := _removing_limits(state)):
+        diff |= limits
+        advice.append(
+            f"its limits ({', '.join(limits)}) can remove the position, and a worker would then start from the reader's "
+            "start again: use a stream without them (allow_msg_ttl exempts the position from max_age, discard 'new' from "
+            "the others), or pass position_may_vanish=True"
         )
+    if diff:
+        raise StreamConfigMismatchError(
+            f"stream {state.name!r} cannot hold outputs and the position of a worker: {'; '.join(advice)}", diff=diff
+        )
+
+
+def _removing_limits(state: StreamState) -> dict[str, tuple[Any, Any]]:
+    """Return the limits of a stream that can remove the newest message of a subject, as wanted and actual values."""
+    config = state.config
+    found: dict[str, tuple[Any, Any]] = {}
+    if state.retention != "limits":
+        found["retention"] = ("limits", state.retention)
+    if state.max_age and not config.get("allow_msg_ttl"):
+        found["max_age"] = (0, int(config["max_age"]))
+    if str(config.get("discard") or "old") == "old":
+        for name in ("max_msgs", "max_bytes"):
+            if int(config.get(name) or -1) > 0:
+                found[name] = (-1, int(config[name]))
+    return found

@@ -1,7 +1,7 @@
 """Whether a stream stored an atomic batch whose commit was not answered: what to ask next, and what the answers prove.
 
 A `Plan` yields a question, is sent its answer, and returns the verdict: the ack that the commit should have had, or
-None, which proves that nothing of the batch is stored or will be. `client.atomic_resolve` asks.
+None, which proves that nothing of the batch is stored or will be. `client.atomic_session` asks.
 
 A stored batch is a run of sequences, and each of its messages has the batch's id in a header. So one message with the
 id proves that all were stored, and a stream in which nothing is missing proves that none was. Messages that were

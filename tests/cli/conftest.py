@@ -1,4 +1,4 @@
-"""The command line, run in this process or as a process of its own, with no connection settings of the machine's."""
+"""Run commands in this process or as processes of their own, without the connection settings of the machine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from click.testing import CliRunner, Result
 from jetstream_ext.cli.app import cli
 from jetstream_ext.testing import NatsServer
 
-Run = Callable[..., Result]
-# Click 8.1 has to be told to keep stdout and stderr apart; later ones always do.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cli_tools import Json, Run
+
+# Click 8.1 mixes stdout and stderr by default; later releases keep them apart.
 RUNNER = CliRunner(**({"mix_stderr": False} if "mix_stderr" in signature(CliRunner).parameters else {}))
 
 
 @pytest.fixture
 def run(server: NatsServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Run a command against the shared server, or with `url` against another one."""
+    """Run a command with the shared server, or the one at `url`."""
     for name in [name for name in os.environ if name.startswith("NATS_")]:
         monkeypatch.delenv(name)
     monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it for its workers
@@ -39,8 +42,8 @@ def run(server: NatsServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 @pytest.fixture
-def ok(run: Run) -> Callable[..., Any]:
-    """Run a command that must succeed, with --json; return what it says."""
+def ok(run: Run) -> Json:
+    """Run a command with --json; it must succeed. Return its JSON object."""
 
     def invoke(*arguments: object, **options: Any) -> Any:
         done = run(*arguments, "--json", **options)
@@ -51,7 +54,7 @@ def ok(run: Run) -> Callable[..., Any]:
 
 
 class Command(subprocess.Popen[str]):
-    """A command that ends with its block: a test that fails in it does not wait for the end of its work."""
+    """A command that is killed if its block fails, so that the test does not wait for the end of its work."""
 
     def __exit__(self, *exception: object) -> None:
         if exception[0] is not None:
@@ -65,7 +68,7 @@ def process(run: Run, server: NatsServer) -> Callable[..., Command]:
 
     def start(*arguments: object, url: str | None = server.url, ctrl_c: bool = True) -> Command:
         def before() -> None:
-            # What a shell starts with `&` ignores it, and so does all that it starts.
+            # Processes that a shell starts with `&` ignore SIGINT, and their children inherit this.
             signal.signal(signal.SIGINT, signal.default_int_handler if ctrl_c else signal.SIG_IGN)
 
         return Command(

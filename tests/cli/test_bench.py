@@ -1,8 +1,7 @@
-"""bench: a scratch stream of its own, and nothing else."""
+"""bench measures on a scratch stream, deletes it, and changes nothing else."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import signal
@@ -13,28 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import nats
 import pytest
-from click.testing import Result
+from cli_tools import Json, Run, with_js
 from nats.js import JetStreamContext
 from nats.js.api import StreamInfo
 
 from jetstream_ext.testing import NatsServer
 
-Run = Callable[..., Result]
-Json = Callable[..., Any]
 SMALL = ("bench", "--messages", 1_000, "--rounds", 2)
-
-
-def with_js(url: str, function: Callable[[JetStreamContext], Any]) -> Any:
-    async def connected() -> Any:
-        nc = await nats.connect(url, connect_timeout=10)
-        try:
-            return await function(nc.jetstream())
-        finally:
-            await nc.close()
-
-    return asyncio.run(connected())
 
 
 def scratch(url: str) -> list[StreamInfo]:
@@ -42,7 +27,7 @@ def scratch(url: str) -> list[StreamInfo]:
     return [info for info in infos if info.config.name.startswith("JSX_BENCH_")]
 
 
-def test_bench_measures_both_libraries_and_leaves_nothing(
+def test_bench_measures_both_libraries_and_deletes_its_stream(
     server: NatsServer, ok: Json, stream_name: Callable[[], str]
 ) -> None:
     name = stream_name()
@@ -66,7 +51,7 @@ def test_bench_measures_both_libraries_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_table_and_a_plot_from_a_server_of_its_own(run: Run, tmp_path: Path, suffix: str) -> None:
+def test_bench_without_a_url_starts_a_server_and_draws_a_plot(run: Run, tmp_path: Path, suffix: str) -> None:
     picture = tmp_path / f"bench.{suffix}"
     done = run(*SMALL, "--plot", picture, url=None)
     assert done.exit_code == 0, done.output
@@ -89,7 +74,7 @@ def test_a_table_and_a_plot_from_a_server_of_its_own(run: Run, tmp_path: Path, s
         ("2.12.8", {"FastPublisher.add_many": "2.14"}),
     ],
 )
-def test_calls_that_an_older_server_lacks_are_skipped(ok: Json, version: str, left_out: dict[str, str]) -> None:
+def test_bench_leaves_out_calls_that_an_older_server_lacks(ok: Json, version: str, left_out: dict[str, str]) -> None:
     with NatsServer(version=version) as old:
         said = ok("bench", old.url, "--messages", 500, "--rounds", 1)
         assert said["left_out"] == left_out
@@ -99,12 +84,12 @@ def test_calls_that_an_older_server_lacks_are_skipped(ok: Json, version: str, le
 
 @contextmanager
 def started(process: Callable[..., subprocess.Popen[str]], url: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """Start a bench that lasts, and wait until it is at work."""
+    """Start a long bench, and wait until it publishes."""
     before = {info.config.name for info in scratch(url)}
     with process("bench", url, "--messages", 1_000_000, "--rounds", 100, **options) as running:
         end = time.monotonic() + 120
         while not any(info.state.messages > 1_000 for info in scratch(url) if info.config.name not in before):
-            assert time.monotonic() < end, "it does not begin"
+            assert time.monotonic() < end, "bench did not start to publish"
             assert running.poll() is None, running.communicate()
             time.sleep(0.05)
         yield running
@@ -121,7 +106,9 @@ def test_a_stopped_bench_deletes_its_stream(
     assert scratch(server.url) == []
 
 
-def test_a_killed_server_is_one_error(process: Callable[..., subprocess.Popen[str]]) -> None:
+def test_bench_reports_a_killed_server_and_the_stream_that_it_left(
+    process: Callable[..., subprocess.Popen[str]],
+) -> None:
     with NatsServer() as doomed:
         with started(process, doomed.url) as running:
             doomed.kill()
@@ -133,7 +120,7 @@ def test_a_killed_server_is_one_error(process: Callable[..., subprocess.Popen[st
         assert second.startswith("Error: ")
 
 
-def test_an_impossible_plot_is_refused_before_measuring(
+def test_bench_refuses_an_invalid_plot_before_it_measures(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
@@ -153,7 +140,7 @@ def test_an_impossible_plot_is_refused_before_measuring(
         assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
 
 
-def test_a_server_without_free_subjects_is_an_error(run: Run, ok: Json) -> None:
+def test_bench_reports_that_another_stream_takes_all_subjects(run: Run, ok: Json) -> None:
     with NatsServer() as taken:
         with_js(taken.url, lambda js: js.add_stream(name="ALL", subjects=[">"], no_ack=True))
         done = run("bench", taken.url)
@@ -164,7 +151,7 @@ def test_a_server_without_free_subjects_is_an_error(run: Run, ok: Json) -> None:
         assert [found["name"] for found in ok("doctor", taken.url)["streams"]] == ["ALL"]
 
 
-def test_the_selected_context_is_not_used(ok: Json, run: Run, tmp_path: Path) -> None:
+def test_bench_ignores_the_selected_context(ok: Json, run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "config" / "nats"
     (folder / "context").mkdir(parents=True)
     (folder / "context.txt").write_text("production\n")

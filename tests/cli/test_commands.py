@@ -1,8 +1,7 @@
-"""doctor, serve, snapshot, demo, and what every failure looks like."""
+"""doctor, serve, snapshot and demo; every failure is one line."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import re
@@ -10,32 +9,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import nats
 import pytest
-from click.testing import Result
+from cli_tools import Json, Run, run_fix, with_js
 from nats.js import JetStreamContext
 
 import jetstream_ext
 import jetstream_ext.kv
 from jetstream_ext.cli import connection
 from jetstream_ext.testing import NatsServer, ReferenceServer
-
-Run = Callable[..., Result]
-Json = Callable[..., Any]
-
-
-def with_js(url: str, function: Callable[[JetStreamContext], Any]) -> Any:
-    async def connected() -> Any:
-        nc = await nats.connect(url)
-        try:
-            return await function(nc.jetstream())
-        finally:
-            await nc.close()
-
-    return asyncio.run(connected())
 
 
 def test_the_call_that_doctor_shows_enables_the_options(
@@ -51,19 +35,13 @@ def test_the_call_that_doctor_shows_enables_the_options(
     for name in (stream, f"KV_{bucket}"):
         [found] = ok("doctor", "--stream", name)["streams"]
         assert "allow_atomic" in found["lacks"]
-
-        async def fix(js: JetStreamContext, call: str = found["fix"]) -> None:
-            space = {"js": js, "jetstream_ext": jetstream_ext}
-            exec(f"async def fix():\n    {call}", space)
-            await space["fix"]()  # type: ignore[operator]
-
-        with_js(server.url, fix)
+        with_js(server.url, partial(run_fix, call=found["fix"]))
         [found] = ok("doctor", "--stream", name)["streams"]
         assert (found["lacks"], found["fix"]) == ([], "")
 
 
 @pytest.mark.parametrize(("dialect", "missing"), [("2.10", "batched direct get"), ("2.12", "fast ingest")])
-def test_doctor_on_older_servers(run: Run, ok: Json, dialect: str, missing: str) -> None:
+def test_doctor_names_a_feature_that_an_older_server_lacks(run: Run, ok: Json, dialect: str, missing: str) -> None:
     with ReferenceServer(dialect=dialect) as old:
         found = ok("doctor", old.url)
         assert found["server_version"].startswith(dialect)
@@ -72,11 +50,11 @@ def test_doctor_on_older_servers(run: Run, ok: Json, dialect: str, missing: str)
     assert re.search(rf"{missing} .*needs 2\.", shown)
 
 
-def test_doctor_on_the_newest_server(ok: Json) -> None:
+def test_doctor_finds_every_feature_on_the_newest_server(ok: Json) -> None:
     assert ok("doctor")["missing"] == {}
 
 
-def test_snapshot_of_the_past_and_the_present(
+def test_snapshot_shows_a_bucket_now_and_at_a_revision(
     server: NatsServer, ok: Json, run: Run, stream_name: Callable[[], str]
 ) -> None:
     bucket = stream_name()
@@ -101,7 +79,7 @@ def test_snapshot_of_the_past_and_the_present(
         assert run("snapshot", bucket, "--at", at).exit_code == 2
 
 
-def test_serve_runs_until_it_is_stopped() -> None:
+def test_serve_runs_until_sigint() -> None:
     command = [sys.executable, "-m", "jetstream_ext.cli", "serve", "--port", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
         assert serving.stdout is not None
@@ -135,7 +113,7 @@ def test_every_error_is_one_line(run: Run, tmp_path: Path) -> None:
         assert (done.exit_code, done.stderr.count("\n")) == (1, 1), done.output
 
 
-def test_a_wrong_password_is_refused_and_a_context_accepted(run: Run, ok: Json, tmp_path: Path) -> None:
+def test_a_wrong_password_fails_and_a_context_connects(run: Run, ok: Json, tmp_path: Path) -> None:
     with NatsServer(config='authorization { user: u, password: "s3cret-word" }') as guarded:
         done = run("doctor", guarded.url, "--user", "u", "--password", "wrong")
         assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
@@ -146,7 +124,7 @@ def test_a_wrong_password_is_refused_and_a_context_accepted(run: Run, ok: Json, 
         assert ok("doctor", "--context", "mine", url=None)["streams"] == []
         (folder.parent / "context.txt").write_text("mine\n")
         assert ok("doctor", url=None)["streams"] == []
-        # Its credentials are for its own server.
+        # The credentials of the selected context are only for its own server.
         assert run("doctor", guarded.url, url=None).exit_code == 1
     for name in ("other", "../mine", ""):
         done = run("doctor", "--context", name or "x/y", url=None)
@@ -166,7 +144,7 @@ def test_a_missing_package_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, t
         assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
 
 
-def test_without_the_extra_the_entry_point_names_what_to_install() -> None:
+def test_the_entry_point_names_the_extra_to_install() -> None:
     hide = "import sys, importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *r: None if n == 'click' else f(n, *r)"
     code = f"{hide}; from jetstream_ext.cli.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)

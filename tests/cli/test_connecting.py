@@ -1,4 +1,4 @@
-"""Where and as which user a command connects, and that it shows no secrets."""
+"""Servers, users, contexts and TLS of a command's connection; no output shows a secret."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import Result
+from cli_tools import Json, Run
 
 from jetstream_ext.cli import connection
 from jetstream_ext.testing import NatsServer
 
-Run = Callable[..., Result]
-Json = Callable[..., Any]
 SECRET = "s3cret@w:ord"
 
 
@@ -47,7 +44,7 @@ def test_a_url_is_shown_without_its_secrets(run: Run, url: str) -> None:
         assert "s3cret" not in done.stderr
 
 
-def test_a_refused_and_an_accepted_password_are_not_shown(run: Run, ok: Json) -> None:
+def test_no_output_shows_a_password(run: Run, ok: Json) -> None:
     with NatsServer(config='authorization { user: u, password: "s3cret" }') as guarded:
         place = guarded.url.removeprefix("nats://")
         done = run("doctor", f"nats://u:wr0ng@{place}")
@@ -72,11 +69,11 @@ def test_invalid_contexts_are_refused(run: Run) -> None:
         assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
     (connection.context_folder() / "context.txt").write_bytes(b"\xff\xfe")
     done = run("doctor", url=None)
-    assert (done.exit_code, done.stderr.count("\n"), "there is no context" in done.stderr) == (1, 1, True), done.output
+    assert (done.exit_code, done.stderr.count("\n"), "does not exist" in done.stderr) == (1, 1, True), done.output
 
 
 @pytest.mark.parametrize("text", ["5", "500ms", "1m30s", "1h", "2.5s"])
-def test_durations_are_those_of_the_nats_tool(ok: Json, text: str) -> None:
+def test_a_timeout_is_a_duration_of_the_nats_tool(ok: Json, text: str) -> None:
     assert ok("doctor", "--timeout", text)["missing"] == {}
 
 
@@ -86,7 +83,7 @@ def test_invalid_durations_are_refused(run: Run, text: str) -> None:
     assert (done.exit_code, "is not a duration" in done.stderr) == (2, True)
 
 
-def test_a_websocket_needs_a_package(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_websocket_url_without_aiohttp_names_the_package(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "aiohttp" else find(name, *rest)
@@ -98,7 +95,7 @@ def test_a_websocket_needs_a_package(run: Run, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def test_a_server_without_tls_gets_no_password_if_tls_is_required(run: Run) -> None:
+def test_a_server_without_tls_gets_no_password(run: Run) -> None:
     with NatsServer(config="authorization { user: u, password: p }") as plain:
         place = plain.url.removeprefix("nats://")
         done = run("doctor", f"tls://u:p@{place}")
@@ -114,7 +111,7 @@ def test_a_server_without_tls_gets_no_password_if_tls_is_required(run: Run) -> N
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 @pytest.mark.parametrize("first", [False, True])
-def test_tls_with_and_without_handshake_first(
+def test_tls_connects_with_and_without_handshake_first(
     process: Callable[..., subprocess.Popen[str]], run: Run, tmp_path: Path, first: bool
 ) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
@@ -130,7 +127,7 @@ def test_tls_with_and_without_handshake_first(
         flags = ["--tlsfirst"] if first else []
         ways: list[list[object]] = [["--context", "mine"], [server.url, "--tlsca", certificate, *flags]]
         for arguments in ways:
-            # As a process: what asyncio has to say of TLS would come on stderr.
+            # As a process: warnings of asyncio about TLS would be on its stderr.
             with process("doctor", "--json", *arguments, url=None) as asking:
                 shown, said = asking.communicate(timeout=60)
             assert (asking.returncode, said) == (0, "")

@@ -1,4 +1,4 @@
-"""ingest and export change nothing, lose nothing silently, and say truly what is where."""
+"""ingest and export keep every byte, and report exactly which rows are stored."""
 
 from __future__ import annotations
 
@@ -10,33 +10,19 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import nats
 import pyarrow.parquet as pq
 import pytest
-from click.testing import Result
+from cli_tools import Json, Run, with_js
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext.testing import NatsServer
 
-Run = Callable[..., Result]
-Json = Callable[..., Any]
 Start = Callable[..., "subprocess.Popen[str]"]
 AWKWARD = (b"x\r", b"a\rb", b"a\r\nb", b"\n", b"", b"\x00", b'"', b'a,"b', b" x ", b"\xff", b"x" * 200_000)
 DIGITS = '{"to": "%s.a",  "id": 12345678901234567890123, "price": 1.10}'
-
-
-def with_js(url: str, function: Callable[[JetStreamContext], Any]) -> Any:
-    async def connected() -> Any:
-        nc = await nats.connect(url, connect_timeout=10)
-        try:
-            return await function(nc.jetstream())
-        finally:
-            await nc.close()
-
-    return asyncio.run(connected())
 
 
 def fill(url: str, stream: str, payloads: list[bytes]) -> None:
@@ -76,9 +62,7 @@ def test_a_json_line_is_stored_unchanged(
     assert payloads(server.url, stream) == [(DIGITS % stream).encode()] * 2
 
 
-def test_files_that_would_be_stored_partially_are_refused(
-    run: Run, tmp_path: Path, stream_name: Callable[[], str]
-) -> None:
+def test_ingest_refuses_repeated_columns_and_pipes(run: Run, tmp_path: Path, stream_name: Callable[[], str]) -> None:
     stream, twice, pipe = stream_name(), tmp_path / "twice.csv", tmp_path / "pipe.csv"
     twice.write_text("to,to\na,b\n")
     os.mkfifo(pipe)
@@ -87,7 +71,9 @@ def test_files_that_would_be_stored_partially_are_refused(
         assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
 
 
-def test_files_with_one_row_and_without_rows(run: Run, tmp_path: Path, stream_name: Callable[[], str]) -> None:
+def test_reports_count_one_row_in_the_singular_and_say_if_nothing_is_stored(
+    run: Run, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
     stream, rows, out = stream_name(), tmp_path / "rows.csv", tmp_path / "out.csv"
     rows.write_text("a\n1\n")
     how = ("ingest", rows, "--stream", stream, "--subject", stream, "--create", stream)
@@ -97,7 +83,7 @@ def test_files_with_one_row_and_without_rows(run: Run, tmp_path: Path, stream_na
     assert run(*how).stderr.endswith("; nothing is stored\n")
 
 
-def test_a_refused_row_is_reported_with_the_server_s_reason(
+def test_ingest_reports_the_refused_row_and_the_server_s_reason(
     server: NatsServer, run: Run, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, rows = stream_name(), tmp_path / "rows.csv"
@@ -115,7 +101,7 @@ def test_a_refused_row_is_reported_with_the_server_s_reason(
         assert "code=" not in done.stderr
 
 
-def test_an_export_that_cannot_start_leaves_nothing(
+def test_an_export_that_cannot_start_leaves_no_files(
     server: NatsServer, run: Run, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream = stream_name()
@@ -132,7 +118,7 @@ def test_an_export_that_cannot_start_leaves_nothing(
     assert [path.name for path in tmp_path.glob("out*")] == []
 
 
-def test_ctrl_c_while_the_parquet_file_is_written(
+def test_an_export_stopped_while_it_writes_parquet_can_be_resumed(
     server: NatsServer, process: Start, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, out = stream_name(), tmp_path / "out.parquet"
@@ -140,7 +126,7 @@ def test_ctrl_c_while_the_parquet_file_is_written(
     with process("export", stream, out) as exporting:
         end = time.monotonic() + 60
         while not (tmp_path / "out.parquet.new").exists():
-            assert time.monotonic() < end, "it does not get so far"
+            assert time.monotonic() < end, "export did not reach the Parquet file"
             assert exporting.poll() is None, exporting.communicate()
             time.sleep(0.001)
         exporting.send_signal(signal.SIGINT)
@@ -165,7 +151,7 @@ def test_an_export_of_a_killed_server_can_be_resumed(
         with process("export", stream, out, "--timeout", "2s", url=doomed.url) as exporting:
             end = time.monotonic() + 60
             while not (part.exists() and part.stat().st_size > 100_000):
-                assert time.monotonic() < end, "it does not begin"
+                assert time.monotonic() < end, "export did not start to write"
                 time.sleep(0.001)
             doomed.kill()
             shown, said = exporting.communicate(timeout=60)
@@ -180,7 +166,7 @@ def test_an_export_of_a_killed_server_can_be_resumed(
     assert [json.loads(line)["data"] for line in out.read_text().splitlines()] == [str(n) for n in range(100_000)]
 
 
-def test_after_client_and_server_are_killed_each_row_is_stored_once(
+def test_ingest_stores_each_row_once_after_kills_of_client_and_server(
     process: Start, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, rows, count = stream_name(), tmp_path / "rows.csv", 100_000

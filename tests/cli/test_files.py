@@ -1,4 +1,4 @@
-"""ingest and export: what goes in comes out, whatever stops them."""
+"""ingest and export keep every row, and continue after Ctrl-C, a malformed row or a full disk."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import nats
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import Result
+from cli_tools import Json, Run
 
 import jetstream_ext as jsx
 from jetstream_ext.testing import NatsServer
 
-Run = Callable[..., Result]
-Json = Callable[..., Any]
 NAMES = ("Ann", 'Bo "B" Box', "Cä\nCé")
 
 
@@ -56,7 +53,7 @@ def write_rows(path: Path, stream: str, count: int = 3) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
-def test_a_round_trip_keeps_every_row(
+def test_ingest_export_and_ingest_again_keep_every_row(
     ok: Json, run: Run, tmp_path: Path, stream_name: Callable[[], str], suffix: str
 ) -> None:
     one, two = stream_name(), stream_name()
@@ -69,7 +66,7 @@ def test_a_round_trip_keeps_every_row(
     assert (done["messages"], done["last_seq"], done["bytes"]) == (3, 3, out.stat().st_size)
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [out.name, rows.name]
 
-    # What an export has can be ingested again.
+    # An exported file can be ingested.
     ok("ingest", out, "--stream", two, "--subject", f"{two}.{{seq}}", "--data-from", "data", "--create", f"{two}.>")
     again = tmp_path / "again.jsonl"
     ok("export", two, again, "--subject", f"{two}.2")
@@ -77,7 +74,9 @@ def test_a_round_trip_keeps_every_row(
     assert json.loads(json.loads(line)["data"]) == {"to": f"{one}.1", "name": NAMES[1], "n": "1"}
 
 
-def test_the_subject_column_is_the_subject(ok: Json, run: Run, tmp_path: Path, stream_name: Callable[[], str]) -> None:
+def test_ingest_takes_the_subject_from_the_column_subject(
+    ok: Json, run: Run, tmp_path: Path, stream_name: Callable[[], str]
+) -> None:
     stream, rows = stream_name(), tmp_path / "rows.csv"
     rows.write_text(f"subject,n\n{stream}.a,1\n{stream}.b,2\n")
     assert ok("ingest", rows, "--stream", stream, "--create", f"{stream}.>")["rows"] == 2
@@ -88,7 +87,7 @@ def test_the_subject_column_is_the_subject(ok: Json, run: Run, tmp_path: Path, s
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
-def test_binary_payloads_survive(
+def test_binary_payloads_are_exported_as_base64_and_ingested_as_bytes(
     server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str], suffix: str
 ) -> None:
     one, two = stream_name(), stream_name()
@@ -178,7 +177,7 @@ def test_an_ingest_stopped_with_ctrl_c_ends_at_a_known_row(
     assert ok("export", stream, out)["messages"] == 100_000
 
 
-def test_a_full_disk_is_one_line_and_the_export_can_be_resumed(
+def test_an_export_to_a_full_disk_can_be_resumed(
     server: NatsServer, ok: Json, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, out = stream_name(), tmp_path / "out.jsonl"
@@ -200,7 +199,7 @@ def test_a_full_disk_is_one_line_and_the_export_can_be_resumed(
     assert [json.loads(line)["seq"] for line in out.read_text().splitlines()] == list(range(1, 5_001))
 
 
-def test_an_empty_stream_is_exported_and_an_existing_file_is_kept(
+def test_export_writes_an_empty_stream_and_keeps_an_existing_file(
     server: NatsServer, ok: Json, run: Run, tmp_path: Path, stream_name: Callable[[], str]
 ) -> None:
     stream, out = stream_name(), tmp_path / "out.parquet"

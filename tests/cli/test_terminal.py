@@ -1,37 +1,19 @@
-"""What a terminal gets: nothing is cut, nothing that others wrote steers it, and it may lack characters."""
+"""Terminal output is complete, holds no foreign escape sequences, and escapes characters that the terminal lacks."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
-import nats
 import pytest
-from click.testing import Result
+from cli_tools import Json, Run, run_fix, with_js
 from nats.js import JetStreamContext
 
-import jetstream_ext as jsx
 from jetstream_ext.cli import output
 from jetstream_ext.testing import NatsServer
-
-Run = Callable[..., Result]
-Json = Callable[..., Any]
-
-
-def with_js(url: str, function: Callable[[JetStreamContext], Any]) -> Any:
-    async def connected() -> Any:
-        nc = await nats.connect(url, connect_timeout=10)
-        try:
-            return await function(nc.jetstream())
-        finally:
-            await nc.close()
-
-    return asyncio.run(connected())
 
 
 def bucket(url: str, name: str, keys: dict[str, bytes]) -> None:
@@ -49,7 +31,7 @@ def letters(text: str) -> str:
 
 
 @pytest.mark.parametrize("width", [40, 80])
-def test_nothing_is_cut_on_a_narrow_terminal(
+def test_a_narrow_terminal_gets_the_whole_text(
     server: NatsServer, run: Run, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -62,7 +44,7 @@ def test_nothing_is_cut_on_a_narrow_terminal(
     for arguments, text in shown.items():
         assert "…" not in text
         for line in text.splitlines():
-            assert len(line) <= width or line.startswith("    await "), arguments  # that is there to be copied
+            assert len(line) <= width or line.startswith("    await "), arguments  # a call to copy is not wrapped
     table = shown["snapshot", name]
     for char, number in {"k": 90, "v": 250}.items():
         assert letters(table).count(char) >= number
@@ -80,17 +62,11 @@ def test_no_foreign_escape_sequence_reaches_the_terminal(ok: Json, run: Run) -> 
         assert "[bold]1[/bold]" in done.stdout
         assert "[red]a[/red]" in done.stdout
         [found] = ok("doctor", "--stream", stream, url=server.url)["streams"]
-
-        async def fix(js: JetStreamContext) -> None:
-            space = {"js": js, "jetstream_ext": jsx}
-            exec(f"async def fix():\n    {found['fix']}", space)
-            await space["fix"]()  # type: ignore[operator]
-
-        with_js(server.url, fix)
+        with_js(server.url, lambda js: run_fix(js, found["fix"]))
         assert ok("doctor", "--stream", stream, url=server.url)["streams"][0]["lacks"] == []
 
 
-def test_a_terminal_without_a_character_is_no_error(server: NatsServer, stream_name: Callable[[], str]) -> None:
+def test_output_escapes_characters_that_the_terminal_lacks(server: NatsServer, stream_name: Callable[[], str]) -> None:
     name = stream_name()
     bucket(server.url, name, {"a": "Zoë…".encode()})
     said = {}
@@ -117,7 +93,7 @@ def test_a_closed_pipe_ends_the_command(server: NatsServer) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_singular_and_plural() -> None:
+def test_count_uses_singular_and_plural() -> None:
     assert [output.count(number, "row") for number in (0, 1, 2_000)] == ["0 rows", "1 row", "2,000 rows"]
 
 

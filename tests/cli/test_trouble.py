@@ -1,43 +1,26 @@
-"""What goes wrong is one clear line and a status that says so; what a server cannot do is said by the doctor."""
+"""Every failure is one line and exit status 1; doctor reports what a server and its streams lack."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import nats
 import nkeys
 import pytest
-from click.testing import Result
+from cli_tools import Json, Run, run_fix, with_js
 from nats.js import JetStreamContext
 from nats.js.api import StreamSource
 
 import jetstream_ext as jsx
 from jetstream_ext.testing import NatsServer
 
-Run = Callable[..., Result]
-Json = Callable[..., Any]
-
-
-def with_js(url: str, function: Callable[[JetStreamContext], Any]) -> Any:
-    async def connected() -> Any:
-        nc = await nats.connect(url, connect_timeout=10)
-        try:
-            return await function(nc.jetstream())
-        finally:
-            await nc.close()
-
-    return asyncio.run(connected())
-
 
 def commands(folder: Path, rows: Path) -> list[list[object]]:
-    """Every command that connects."""
+    """Return every command that connects."""
     return [
         ["doctor"],
         ["bench", "--messages", 100],
@@ -162,7 +145,7 @@ def test_a_full_disk_is_reported(
         ("2.15.1", 5, set(), ["allow_direct", "allow_msg_ttl", "allow_atomic", "allow_batched"]),
     ],
 )
-def test_doctor_on_every_line_of_servers(
+def test_doctor_reports_the_features_of_every_release_line(
     run: Run, ok: Json, version: str, level: int, missing: set[str], lacks: list[str]
 ) -> None:
     with NatsServer(version=version) as server:
@@ -177,13 +160,7 @@ def test_doctor_on_every_line_of_servers(
         assert shown.exit_code == 0
         assert f"nats-server {version}, JetStream API level {level}" in shown.stdout
         assert shown.stdout.count("needs 2.") == len(missing)
-
-        async def fix(js: JetStreamContext) -> None:
-            space = {"js": js, "jetstream_ext": jsx}
-            exec(f"async def fix():\n    {stream['fix']}", space)
-            await space["fix"]()  # type: ignore[operator]
-
-        with_js(server.url, fix)
+        with_js(server.url, lambda js: run_fix(js, stream["fix"]))
         assert ok("doctor", server.url)["streams"][0]["lacks"] == []
 
 
@@ -216,7 +193,7 @@ def test_invalid_files_and_names_are_reported(run: Run, tmp_path: Path, rows: Pa
         (["doctor", "--stream", "a.b"], "stream name 'a.b'"),
         (["export", "a b", tmp_path / "x.csv"], "stream name 'a b'"),
         (["ingest", rows, "--stream", "*", "--subject", "s"], "stream name '*'"),
-        (["snapshot", "a b"], "there is no bucket 'a b'"),
+        (["snapshot", "a b"], "bucket 'a b' does not exist"),
     ):
         done = run(*arguments)
         assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output

@@ -27,11 +27,11 @@ async def test_every_reason_is_reported(version: str, domain: str | None) -> Non
             await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)
         heard: list[jsx.AbandonedBatch] = []
         async with jsx.watch_abandoned(js, "S") as watch, asyncio.timeout(5):
-            # Not ours: another stream's.
+            # The watch does not report another stream's batch.
             for name, batch_id in (("OTHER", "other"), ("S", "idle")):
                 batch = jsx.AtomicBatch(js, batch_id=batch_id)
                 await batch.add(f"{name}.a")
-                await batch.add(f"{name}.b")  # before 2.14 the first waits for it
+                await batch.add(f"{name}.b")  # before 2.14 the first message waits for the second
             heard.append(await anext(watch))
             with pytest.raises(errors.AtomicPublishTooLargeError):
                 await jsx.publish_atomic(js, [jsx.BatchMessage("S.a")] * 6, batch_id="many")

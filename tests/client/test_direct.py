@@ -1,4 +1,4 @@
-"""Direct gets against a real server: what is read, what is refused, and that nothing stays behind."""
+"""Direct gets from a real server: answers, refusals, cancellation and lost connections."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -45,24 +45,26 @@ async def seqs(batch: jsx.MessageBatch) -> list[int]:
 
 
 class TestSingle:
-    async def test_by_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_get_returns_the_message_with_the_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
         message = await direct.get(5)
         assert (message.stream, message.subject, message.seq, message.data) == (stream, f"{stream}.b", 5, b"5")
         assert (message.headers, message.num_pending, message.last_seq) == ({}, None, None)
         assert abs(message.time - datetime.now(UTC)) < timedelta(minutes=1)
 
-    async def test_last_next_and_at(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_get_last_get_next_and_get_at(self, direct: jsx.DirectGet, stream: str) -> None:
         assert (await direct.get_last(f"{stream}.a")).seq == 10
         assert (await direct.get_last(f"{stream}.>")).seq == 12
         assert (await direct.get_next(f"{stream}.a", seq=2)).seq == 4
         assert (await direct.get_next(f"{stream}.*")).seq == 1
         time = (await direct.get(5)).time_ns
-        # Servers keep nanoseconds and a datetime has none: the first at or after the microsecond below.
+        # Servers keep nanoseconds, which a datetime lacks: it is the microsecond before.
         when = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=time // 1000)
         assert (await direct.get_at(when)).time_ns >= time // 1000 * 1000
         assert (await direct.get_at(datetime(2000, 1, 1, tzinfo=UTC), subject=f"{stream}.c")).seq == 3
 
-    async def test_what_is_not_there(self, direct: jsx.DirectGet, stream: str, js: JetStreamContext) -> None:
+    async def test_a_missing_message_is_not_found(
+        self, direct: jsx.DirectGet, stream: str, js: JetStreamContext
+    ) -> None:
         await js.delete_msg(stream, 5)
         for missing in (
             direct.get(5), direct.get(99), direct.get_last(f"{stream}.zzz"), direct.get_next(f"{stream}.a", seq=11),
@@ -73,24 +75,26 @@ class TestSingle:
             assert (caught.value.code, caught.value.stream) == (404, stream)
             assert isinstance(caught.value, nats.js.errors.NotFoundError)
 
-    async def test_reading_one_s_own_write(self, direct: jsx.DirectGet, stream: str, js: JetStreamContext) -> None:
+    async def test_min_seq_reads_one_s_own_write(
+        self, direct: jsx.DirectGet, stream: str, js: JetStreamContext
+    ) -> None:
         ack = await js.publish(f"{stream}.a", b"new")
         assert (await direct.get_last(f"{stream}.a", min_seq=ack.seq)).data == b"new"
         assert (await direct.get_next(f"{stream}.a", seq=11, min_seq=ack.seq)).seq == ack.seq
         assert (
             await direct.get_last(f"{stream}.b", min_seq=ack.seq)
-        ).seq == 11  # an older message, proved to be the last
+        ).seq == 11  # an older message that is proved to be the last
         for missing in (direct.get(99, min_seq=ack.seq), direct.get_last(f"{stream}.zzz", min_seq=1)):
             with pytest.raises(errors.MessageNotFoundError):
                 await missing
 
-    async def test_waiting_for_a_write_that_does_not_come(self, js: JetStreamContext, stream: str) -> None:
+    async def test_min_seq_times_out_if_the_write_never_happens(self, js: JetStreamContext, stream: str) -> None:
         with pytest.raises(errors.RequestTimeoutError, match="did not reach sequence 13"):
             await jsx.DirectGet(js, stream, timeout=2).get_last(f"{stream}.a", min_seq=13)
 
 
 class TestBatch:
-    async def test_one_request(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_a_batch_sends_one_request(self, direct: jsx.DirectGet, stream: str) -> None:
         batch = direct.batch(2, seq=4)
         assert (batch.num_pending, batch.last_seq, batch.up_to_seq) == (None, None, None)
         messages = await batch.to_list()
@@ -98,7 +102,7 @@ class TestBatch:
         assert [(m.num_pending, m.last_seq) for m in messages] == [(8, 0), (7, 4)]
         assert (batch.num_pending, batch.last_seq, batch.up_to_seq) == (7, 5, None)
 
-    async def test_filters_starts_and_limits(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_filters_starts_and_limits_apply(self, direct: jsx.DirectGet, stream: str) -> None:
         assert await seqs(direct.batch(100)) == list(range(1, 13))
         assert await seqs(direct.batch(3, subject=f"{stream}.c")) == [3, 6, 9]
         assert await seqs(direct.batch(100, subject=f"{stream}.*", seq=11)) == [11, 12]
@@ -113,24 +117,24 @@ class TestBatch:
             assert await batch.to_list() == []
             assert (batch.num_pending, batch.last_seq) == (0, 0)
 
-    async def test_iterating_in_a_block(self, direct: jsx.DirectGet) -> None:
+    async def test_a_batch_is_an_async_context_manager(self, direct: jsx.DirectGet) -> None:
         async with direct.batch(3) as messages:
             assert [message.seq async for message in messages] == [1, 2, 3]
             assert [message.seq async for message in messages] == []
             assert await messages.to_list() == []
 
-    async def test_the_rest_as_a_list(self, direct: jsx.DirectGet) -> None:
+    async def test_to_list_returns_the_remaining_messages(self, direct: jsx.DirectGet) -> None:
         batch = direct.batch(5)
         assert (await anext(batch)).seq == 1
         assert await seqs(batch) == [2, 3, 4, 5]
 
-    async def test_two_reads_at_once(self, direct: jsx.DirectGet) -> None:
+    async def test_two_reads_run_at_the_same_time(self, direct: jsx.DirectGet) -> None:
         results = await asyncio.gather(*(seqs(direct.scan(batch=3)) for _ in range(10)))
         assert results == [list(range(1, 13))] * 10
 
 
 class TestContent:
-    async def test_empty_payloads_and_headers(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+    async def test_empty_payloads_and_headers_are_ordinary(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         name = await make_stream()
         headers = {"K": "v", "Empty": "", "Unicode": "ä→ß", "Colon": "a: b", "Nats-Msg-Id": "id1"}
         await js.publish(f"{name}.a", b"", headers=headers)
@@ -144,7 +148,7 @@ class TestContent:
             assert [m.headers for m in messages] == [headers, {}, {"K": "w"}]
             assert [m.data for m in messages] == [b"", b"", b"\r\n\x00MSG a 1 5\r\n"]
 
-    async def test_spoofed_headers_mislead_nobody(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+    async def test_stored_headers_of_a_reply_are_data(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         name = await make_stream()
         spoof = {
             "Nats-Sequence": "77", "Nats-Stream": "EVIL", "Nats-Subject": "evil", "Nats-Last-Sequence": "76",
@@ -171,7 +175,7 @@ class TestContent:
 
 
 class TestScan:
-    async def test_pages_over_deleted_messages(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+    async def test_a_scan_pages_over_deleted_messages(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         name = await make_stream()
         await fill(js, name, 60)
         gone = {1, 2, 7, 20, 21, 22, 23, 24, 25, 26, 59, 60}
@@ -193,7 +197,7 @@ class TestScan:
         assert await seqs(direct.scan(seq=50, confirm=True)) == [seq for seq in left if seq >= 50]
         assert await seqs(direct.scan(seq=50, min_seq=60)) == [seq for seq in left if seq >= 50]
 
-    async def test_many_messages_of_many_sizes(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+    async def test_a_scan_reads_messages_of_many_sizes(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         name = await make_stream()
         sizes = [0, 10, 50_000, 1, 200_000, 3000, 0, 700_000]
         async with jsx.FastPublisher(js) as publisher:
@@ -203,7 +207,7 @@ class TestScan:
             messages = await direct.scan(max_bytes=max_bytes).to_list()
             assert [(m.seq, len(m.data)) for m in messages] == [(i + 1, sizes[i % 8]) for i in range(160)]
 
-    async def test_many_small_messages(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+    async def test_a_scan_reads_many_small_messages(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         name = await make_stream()
         await fill(js, name, 20_000)
         messages = await jsx.DirectGet(js, name).scan().to_list()
@@ -227,7 +231,7 @@ class TestScan:
         )
         assert await seqs(direct.multi_last([f"{name}.>"], up_to_time=time - timedelta(days=1))) == []
 
-    async def test_too_many_subjects(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+    async def test_too_many_subjects_are_an_error(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         name = await make_stream()
         async with jsx.FastPublisher(js) as publisher:
             await publisher.add_many((f"{name}.{i}", b"") for i in range(1025))
@@ -237,13 +241,16 @@ class TestScan:
 
 class TestRefusals:
     @pytest.mark.parametrize("name", ["a b", "", "a.b", "x\r\n", "*", ">"])
-    def test_bad_stream_names(self, js: JetStreamContext, name: str) -> None:
+    def test_invalid_stream_names_are_refused(self, js: JetStreamContext, name: str) -> None:
         with pytest.raises(errors.BadSubjectError):
             jsx.DirectGet(js, name)
 
-    @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "5", True])
-    def test_bad_timeouts(self, js: JetStreamContext, timeout: Any) -> None:
-        with pytest.raises(ValueError, match="timeout"):
+    @pytest.mark.parametrize(
+        ("timeout", "error"),
+        [(0, ValueError), (-1, ValueError), (float("nan"), ValueError), ("5", TypeError), (True, TypeError)],
+    )
+    def test_invalid_timeouts_are_refused(self, js: JetStreamContext, timeout: Any, error: type[Exception]) -> None:
+        with pytest.raises(error, match="timeout"):
             jsx.DirectGet(js, "S", timeout=timeout)
 
     def test_the_context_s_timeout_is_the_default(self, nc: Client) -> None:
@@ -280,13 +287,13 @@ class TestRefusals:
             (lambda d: d.multi_last(["a"], up_to_time=datetime(2026, 1, 1)), ValueError),  # noqa: DTZ001
         ],
     )
-    def test_bad_arguments_are_refused_at_the_call(
+    def test_invalid_arguments_are_refused_at_the_call(
         self, js: JetStreamContext, call: Callable[[jsx.DirectGet], object], error: type[Exception]
     ) -> None:
         with pytest.raises(error):
             call(jsx.DirectGet(js, "S"))
 
-    async def test_bad_arguments_of_single_gets_send_nothing(self, js: JetStreamContext, leak_check: Any) -> None:
+    async def test_invalid_arguments_of_single_gets_send_nothing(self, js: JetStreamContext, leak_check: Any) -> None:
         direct = jsx.DirectGet(js, "S")
         sent = js._nc.stats["out_msgs"]
         for bad in (
@@ -299,7 +306,7 @@ class TestRefusals:
         assert js._nc.stats["out_msgs"] == sent
         await leak_check.assert_clean()
 
-    async def test_a_request_over_max_payload_does_not_cost_the_connection(
+    async def test_a_request_over_max_payload_keeps_the_connection(
         self, direct: jsx.DirectGet, nc: Client, leak_check: Any
     ) -> None:
         with pytest.raises(errors.MaxPayloadError):
@@ -315,7 +322,7 @@ class TestRefusals:
             lambda d: d.batch(1).to_list(), lambda d: d.scan().to_list(), lambda d: d.multi_last([">"]).to_list(),
         ],
     )  # fmt: skip
-    async def test_nobody_answers(
+    async def test_without_responders_every_read_fails_at_once(
         self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any, missing: str,
         read: Callable[[jsx.DirectGet], Awaitable[object]],
     ) -> None:  # fmt: skip
@@ -326,7 +333,7 @@ class TestRefusals:
         assert caught.value.stream == name
         await leak_check.assert_clean()
 
-    async def test_a_read_that_failed_cannot_go_on(self, js: JetStreamContext) -> None:
+    async def test_a_failed_read_cannot_be_continued(self, js: JetStreamContext) -> None:
         scan = jsx.DirectGet(js, "NO_SUCH_STREAM").scan()
         with pytest.raises(errors.DirectGetDisabledError):
             await scan.to_list()
@@ -337,7 +344,9 @@ class TestRefusals:
 
 class TestLeaving:
     @pytest.mark.parametrize("options", [{}, {"confirm": True}, {"min_seq": 12}], ids=str)
-    async def test_break_and_close(self, direct: jsx.DirectGet, leak_check: Any, options: dict[str, Any]) -> None:
+    async def test_break_and_aclose_leave_nothing_behind(
+        self, direct: jsx.DirectGet, leak_check: Any, options: dict[str, Any]
+    ) -> None:
         batch = direct.scan(batch=2, prefetch=4, **options)
         async for message in batch:
             assert message.seq == 1
@@ -347,7 +356,9 @@ class TestLeaving:
         assert await batch.to_list() == []
         await batch.aclose()
 
-    async def test_an_exception_in_the_block(self, direct: jsx.DirectGet, leak_check: Any) -> None:
+    async def test_an_exception_in_the_block_leaves_nothing_behind(
+        self, direct: jsx.DirectGet, leak_check: Any
+    ) -> None:
         async def fail() -> None:
             async with direct.scan(batch=2) as messages:
                 async for _ in messages:
@@ -357,13 +368,13 @@ class TestLeaving:
             await fail()
         await leak_check.assert_clean()
 
-    async def test_a_read_that_was_never_begun(self, direct: jsx.DirectGet, leak_check: Any) -> None:
+    async def test_an_unused_read_leaves_nothing_behind(self, direct: jsx.DirectGet, leak_check: Any) -> None:
         direct.scan()
         async with direct.batch(3):
             pass
         await leak_check.assert_clean()
 
-    async def test_one_task_at_a_time(self, direct: jsx.DirectGet, leak_check: Any) -> None:
+    async def test_a_second_task_is_refused(self, direct: jsx.DirectGet, leak_check: Any) -> None:
         batch = direct.scan(batch=2)
         first = asyncio.create_task(batch.to_list())
         await asyncio.sleep(0)
@@ -373,7 +384,7 @@ class TestLeaving:
         assert await first == await direct.scan(batch=2).to_list()
         await leak_check.assert_clean()
 
-    async def test_the_end_leaves_nothing(self, direct: jsx.DirectGet, leak_check: Any) -> None:
+    async def test_a_complete_read_leaves_nothing_behind(self, direct: jsx.DirectGet, leak_check: Any) -> None:
         await direct.scan(batch=5).to_list()
         await direct.get(1)
         await leak_check.assert_clean()
@@ -387,7 +398,7 @@ class TestLeaving:
         ],
         ids=["get", "get_last", "min_seq", "scan", "confirm", "multi_last"],
     )  # fmt: skip
-    async def test_cancelled_anywhere(
+    async def test_cancellation_at_any_point_leaves_nothing_behind(
         self, direct: jsx.DirectGet, leak_check: Any, read: Callable[[jsx.DirectGet], Awaitable[object]]
     ) -> None:
         for ticks in range(40):
@@ -397,13 +408,13 @@ class TestLeaving:
             task.cancel()
             await asyncio.wait([task])
             await leak_check.assert_clean()
-            # It may have ended just before; for sequence 99 that is an error.
+            # The read may have ended just before the cancellation; for sequence 99 with an error.
             assert task.cancelled() or isinstance(task.exception(), errors.MessageNotFoundError | None)
         assert await seqs(direct.batch(2)) == [1, 2]
 
 
-class TestBadConnections:
-    async def test_a_server_that_does_not_answer(
+class TestLostConnections:
+    async def test_a_paused_server_ends_every_read_with_a_timeout(
         self, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
         name = await own_stream()
@@ -420,7 +431,7 @@ class TestBadConnections:
             own_server.resume()
         assert (await jsx.DirectGet(own_js, name, timeout=20).get(1)).seq == 1
 
-    async def test_a_scan_goes_on_after_a_restart(
+    async def test_a_scan_continues_after_a_restart(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
         name = await own_stream()
@@ -434,7 +445,7 @@ class TestBadConnections:
                     await asyncio.to_thread(own_server.restart)
         assert read == list(range(1, 2001))
 
-    async def test_a_reply_that_breaks_off_while_nobody_waits(
+    async def test_a_reply_that_breaks_off_between_two_reads_is_continued(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
         name = await own_stream()
@@ -447,11 +458,11 @@ class TestBadConnections:
             async for message in messages:
                 read.append(message.seq)
                 if len(read) == 1:
-                    own_server.kill()  # at once, with most of the reply still on its way
+                    own_server.kill()  # while most of the reply is on its way
                     await asyncio.to_thread(own_server.restart)
         assert read == list(range(1, 2001))
 
-    async def test_a_lost_connection_does_not_have_to_time_out(
+    async def test_a_lost_connection_is_detected_before_the_timeout(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
         name = await own_stream()
@@ -467,7 +478,7 @@ class TestBadConnections:
                 found = await reading
             assert (found if isinstance(found, jsx.StoredMsg) else found[0]).seq == 2
 
-    async def test_a_connection_that_closes(
+    async def test_a_closed_connection_ends_the_read(
         self, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream
     ) -> None:
         name = await own_stream()

@@ -1,4 +1,4 @@
-"""Who may ask, under which names: permissions, prefixes, domains and imported APIs, on every server from 2.10 on."""
+"""Direct Get with permissions, inbox prefixes, domains and imported APIs, on every server from 2.10."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,8 +15,8 @@ from jetstream_ext.testing import NatsServer
 
 VERSIONS = ["2.10.26", "2.11.0", "2.11.11", "2.12.8", "2.14.6", "2.15.1"]
 
-# The users of one account with different rights and inboxes, an account that imports the first one's API as it should be
-# exported, and one that imports it as it must not be: with an export that lets one message through for each request.
+# Account APP has users with different permissions and inboxes. GOOD imports the API of APP through an export for streams
+# of answers, NARROW through an export that passes only one message for each request.
 CONFIG = """
 jetstream { domain: hub }
 accounts {
@@ -90,19 +90,19 @@ async def perm(js: JetStreamContext, make: Make) -> Any:
     await js.delete_stream(name)
 
 
-async def test_one_subject_is_allowed(server: NatsServer, perm: str) -> None:
+async def test_permission_for_one_subject_is_enough_for_get_last(server: NatsServer, perm: str) -> None:
     nc = await connect(server, "reader")
     assert (await jsx.DirectGet(nc.jetstream(), perm, timeout=20).get_last("PERM.open")).data == b"2"
     direct = jsx.DirectGet(nc.jetstream(), perm, timeout=0.3)
     refused = (direct.get_last("PERM.shut"), direct.get_last("PERM.>"), direct.get(1), direct.scan().to_list())
     async with asyncio.timeout(20):
         ends = await asyncio.gather(*refused, return_exceptions=True)
-    # Servers drop what is not allowed, and tell only error_cb.
+    # Servers drop requests without permission, and report it only to error_cb.
     assert [type(end) for end in ends] == [errors.RequestTimeoutError] * 4
     await nc.close()
 
 
-async def test_an_inbox_prefix_of_one_s_own(server: NatsServer, perm: str, version: tuple[int, ...]) -> None:
+async def test_the_client_s_inbox_prefix_is_used(server: NatsServer, perm: str, version: tuple[int, ...]) -> None:
     nc = await connect(server, "direct", inbox_prefix="_MINE")
     direct = jsx.DirectGet(nc.jetstream(), perm, timeout=20)
     assert (await direct.get_last("PERM.shut")).seq == 6
@@ -115,7 +115,7 @@ async def test_an_inbox_prefix_of_one_s_own(server: NatsServer, perm: str, versi
     await nc.close()
 
 
-async def test_what_proofs_need(server: NatsServer, perm: str, batches: None) -> None:
+async def test_proofs_need_permission_to_ask_the_leader(server: NatsServer, perm: str, batches: None) -> None:
     nc = await connect(server, "prover")
     direct = jsx.DirectGet(nc.jetstream(), perm, timeout=20)
     assert await seqs(direct.scan(confirm=True)) == [1, 2, 3, 4, 5, 6]
@@ -126,7 +126,7 @@ async def test_what_proofs_need(server: NatsServer, perm: str, batches: None) ->
     await nc.close()
 
 
-async def test_domain(nc: Client, stream: str, version: tuple[int, ...]) -> None:
+async def test_a_domain_is_honoured(nc: Client, stream: str, version: tuple[int, ...]) -> None:
     direct = jsx.DirectGet(nc.jetstream(domain="hub"), stream)
     assert (await direct.get_last(f"{stream}.A")).seq == 10
     with pytest.raises(errors.DirectGetDisabledError):
@@ -135,7 +135,7 @@ async def test_domain(nc: Client, stream: str, version: tuple[int, ...]) -> None
         assert len(await direct.scan(batch=4, confirm=True).to_list()) == 11
 
 
-async def test_an_imported_api(server: NatsServer, stream: str, version: tuple[int, ...]) -> None:
+async def test_an_imported_api_is_usable(server: NatsServer, stream: str, version: tuple[int, ...]) -> None:
     nc = await connect(server, "good")
     direct = jsx.DirectGet(nc.jetstream(prefix="APP.API"), stream, timeout=20)
     assert (await direct.get_last(f"{stream}.A", min_seq=12)).seq == 10
@@ -149,7 +149,7 @@ async def test_an_imported_api(server: NatsServer, stream: str, version: tuple[i
     await nc.close()
 
 
-async def test_an_export_for_single_answers(server: NatsServer, stream: str, batches: None) -> None:
+async def test_an_export_for_single_answers_is_an_error(server: NatsServer, stream: str, batches: None) -> None:
     nc = await connect(server, "narrow")
     direct = jsx.DirectGet(nc.jetstream(prefix="APP.API"), stream, timeout=2)
     assert (await direct.get(3)).seq == 3

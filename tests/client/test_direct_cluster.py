@@ -1,4 +1,4 @@
-"""Direct Get on a cluster: replicas that lag or die, and mirrors that hold a part of the stream."""
+"""Direct Get on a cluster: lagging and dying replicas, and partial mirrors."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,8 +12,6 @@ from nats.js.api import StreamSource
 import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.testing import NatsCluster
-
-pytestmark = pytest.mark.timeout(180)
 
 Make = Callable[..., Awaitable[str]]
 
@@ -39,7 +37,7 @@ async def delete(js: JetStreamContext, name: str, seqs: range) -> None:
 
 
 def portions(seqs: range) -> list[range]:
-    """Split what a busy machine would not answer in time for if it were asked for all at once."""
+    """Split `seqs` into portions that a busy machine handles in time."""
     return [seqs[start : start + 200] for start in range(0, len(seqs), 200)]
 
 
@@ -53,8 +51,8 @@ async def seqs(batch: jsx.MessageBatch) -> list[int]:
     return [message.seq for message in await batch.to_list()]
 
 
-async def test_every_read_after_a_write(js: JetStreamContext, make: Make) -> None:
-    """Replicas may lag behind what was just acknowledged; whoever asks for proof sees it."""
+async def test_min_seq_and_confirm_see_every_earlier_write(js: JetStreamContext, make: Make) -> None:
+    """Replicas may lag behind an acknowledged write."""
     name = await make()
     direct = jsx.DirectGet(js, name, timeout=10)
     for turn in range(1, 16):
@@ -64,7 +62,7 @@ async def test_every_read_after_a_write(js: JetStreamContext, make: Make) -> Non
         assert (await seqs(direct.scan(seq=turn, min_seq=ack.seq)))[:1] == [turn]
 
 
-async def test_a_leader_that_dies_in_mid_scan(cluster: NatsCluster, js: JetStreamContext, make: Make) -> None:
+async def test_a_scan_survives_the_death_of_the_leader(cluster: NatsCluster, js: JetStreamContext, make: Make) -> None:
     name = await make()
     await fill(js, name, 1, 3000)
     read: list[int] = []
@@ -82,8 +80,10 @@ async def test_a_leader_that_dies_in_mid_scan(cluster: NatsCluster, js: JetStrea
     assert read == list(range(1, 3001))
 
 
-async def test_proofs_while_a_leader_is_elected(cluster: NatsCluster, make: Make, js: JetStreamContext) -> None:
-    """What the dead leader was asked is never answered; the next one has to be asked, too."""
+async def test_a_proof_waits_for_the_election_of_a_leader(
+    cluster: NatsCluster, make: Make, js: JetStreamContext
+) -> None:
+    """A new leader does not know the requests to the dead one, so they are repeated."""
     name = await make()
     await fill(js, name, 1, 50)
     direct = jsx.DirectGet(js, name, timeout=20)
@@ -100,8 +100,8 @@ async def test_proofs_while_a_leader_is_elected(cluster: NatsCluster, make: Make
         await asyncio.to_thread(cluster.wait_ready)
 
 
-async def test_a_server_that_hangs_in_mid_scan(cluster: NatsCluster, js: JetStreamContext, make: Make) -> None:
-    """A paused server keeps its subscription, and what it is asked goes unanswered: that is asked again."""
+async def test_a_scan_survives_a_hanging_server(cluster: NatsCluster, js: JetStreamContext, make: Make) -> None:
+    """A paused server keeps its subscription and answers nothing: each request is sent once more."""
     name = await make()
     await fill(js, name, 1, 1000)
     connected = js._nc.connected_url.netloc  # type: ignore[union-attr]
@@ -114,7 +114,7 @@ async def test_a_server_that_hangs_in_mid_scan(cluster: NatsCluster, js: JetStre
                 if len(read) == 200:
                     await asyncio.to_thread(other.pause)
     except errors.RequestTimeoutError:
-        pass  # two questions in a row went to the one that hangs
+        pass  # both attempts of a request went to the paused server
     finally:
         await asyncio.to_thread(other.resume)
         await asyncio.to_thread(cluster.wait_ready)
@@ -122,8 +122,10 @@ async def test_a_server_that_hangs_in_mid_scan(cluster: NatsCluster, js: JetStre
     assert len(read) >= 200
 
 
-async def test_a_mirror_that_lags(cluster: NatsCluster, js: JetStreamContext, make: Make) -> None:
-    """The mirror is on a server of its own, which hangs while the stream goes on."""
+async def test_a_lagging_mirror_does_not_end_a_confirmed_read(
+    cluster: NatsCluster, js: JetStreamContext, make: Make
+) -> None:
+    """The mirror copies messages some time after the stream has stored them."""
     name = await make(num_replicas=1)
     await fill(js, name, 1, 100)
     mirror = await make(num_replicas=1, mirror=StreamSource(name=name), mirror_direct=True)
@@ -145,10 +147,10 @@ async def test_a_mirror_that_lags(cluster: NatsCluster, js: JetStreamContext, ma
     ],
     ids=["filter", "start"],
 )
-async def test_a_mirror_that_holds_a_part(
+async def test_a_partial_mirror_does_not_shorten_a_confirmed_read(
     js: JetStreamContext, make: Make, source: dict[str, Any], kept: Callable[[int], bool]
 ) -> None:
-    """Its answers look whole: short at the end, or with messages missing in the middle."""
+    """Its answers look complete, but lack messages at the end or in the middle."""
     name = await make(num_replicas=1)
     await fill(js, name, 1, 300)
     gone = {7, 8, 9, 150, 300}
@@ -174,11 +176,11 @@ async def test_a_mirror_that_holds_a_part(
         assert [message.seq for message in found if message.seq >= 100] == [
             seq for seq in everything if 100 <= seq <= 200
         ]
-    assert short, "without proof a part passes for the whole, as documented"
+    assert short, "without proof, a partial answer looks complete, as documented"
 
 
-async def test_many_gaps_of_a_mirror(js: JetStreamContext, make: Make) -> None:
-    """Every other message is missing in the mirror: its answers are not proved gap by gap, but asked for again."""
+async def test_a_mirror_with_many_gaps_is_asked_again(js: JetStreamContext, make: Make) -> None:
+    """The mirror lacks every other message: the request is repeated, and its gaps are not proved one by one."""
     name = await make(num_replicas=1)
     await fill(js, name, 1, 3000)
     mirror = await make(num_replicas=1, mirror=StreamSource(name=name), mirror_direct=True)
@@ -192,11 +194,11 @@ async def test_many_gaps_of_a_mirror(js: JetStreamContext, make: Make) -> None:
         read = await direct.scan(start_time=since, confirm=True, batch=500).to_list()
         assert all(message.time >= since for message in read)
         assert [message.seq for message in read if message.seq > 500] == list(range(501, 3001))
-    assert js._nc.stats["out_msgs"] - before < 6 * 600, "far from one question for each gap"
+    assert js._nc.stats["out_msgs"] - before < 6 * 600, "far fewer requests than gaps"
 
 
-async def test_only_a_mirror_answers(js: JetStreamContext, make: Make) -> None:
-    """Where nobody else is near, its gaps are proved one by one, and what it cannot have ends the read in time."""
+async def test_if_only_a_mirror_answers_the_read_ends_in_time(js: JetStreamContext, make: Make) -> None:
+    """Its gaps are proved one by one, and a message that it lacks ends the read with a timeout."""
     name = await make(num_replicas=1)
     await fill(js, name, 1, 400)
     for seq in range(2, 400, 2):
@@ -204,7 +206,7 @@ async def test_only_a_mirror_answers(js: JetStreamContext, make: Make) -> None:
     mirror = await make(num_replicas=1, mirror=StreamSource(name=name), mirror_direct=True)
     await caught_up(js, mirror, 201)
     config = (await js.stream_info(name)).config
-    config.allow_direct = False  # the mirror goes on answering for it
+    config.allow_direct = False  # the mirror still answers for the stream
     await js.update_stream(config)
     direct = jsx.DirectGet(js, name, timeout=3)
     assert await seqs(direct.scan(confirm=True)) == [*range(1, 400, 2), 400]

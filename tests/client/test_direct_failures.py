@@ -1,4 +1,4 @@
-"""What goes wrong while a direct get is answered: each wait ends, with the rest of the answer or a clear error."""
+"""Failures during an answer to a direct get: each wait ends with the rest of the answer or with an error."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ def status(text: str) -> Frame:
 
 
 class Responder:
-    """Answers direct gets for a stream that does not exist, frame by frame as told."""
+    """Answers direct gets for a stream that does not exist with the given frames."""
 
     def __init__(self, stream: str) -> None:
         self.stream = stream
@@ -88,7 +88,7 @@ def direct(js: JetStreamContext, fake: Responder) -> jsx.DirectGet:
 
 @pytest.fixture
 def brief(js: JetStreamContext, fake: Responder) -> jsx.DirectGet:
-    """For silence that follows an answer: short, and long enough for the answer on a busy machine."""
+    """A short timeout that is long enough for an answer on a busy machine."""
     return jsx.DirectGet(js, fake.stream, timeout=1.5)
 
 
@@ -98,23 +98,21 @@ async def seqs(batch: jsx.MessageBatch) -> list[int]:
 
 async def read_until_error(batch: jsx.MessageBatch, read: list[int]) -> None:
     async for message in batch:
-        read.append(message.seq)  # noqa: PERF401 - what came before the error counts
+        read.append(message.seq)  # noqa: PERF401 - keeps the messages before the error
 
 
 def from_(first: int, last: int, total: int) -> list[Frame]:
-    """Rows `first` to `last` of `total`, and no end."""
+    """Return the rows from `first` to `last` of `total`, without an end-of-batch."""
     return [row(seq, seq - 1 if seq > first else 0, total - seq) for seq in range(first, last + 1)]
 
 
 class TestSilence:
-    async def test_before_the_end_is_asked_again_behind_the_last_row(
-        self, fake: Responder, brief: jsx.DirectGet
-    ) -> None:
+    async def test_after_a_row_the_rest_is_requested(self, fake: Responder, brief: jsx.DirectGet) -> None:
         fake.answers = [lambda _: from_(1, 3, 5), lambda _: [*from_(4, 5, 5), end(5, 0)]]
         assert await seqs(brief.scan(batch=5, prefetch=1)) == [1, 2, 3, 4, 5]
         assert [request["seq"] for request in fake.requests] == [1, 4]
 
-    async def test_again_and_again_is_an_error(self, fake: Responder, brief: jsx.DirectGet) -> None:
+    async def test_twice_at_one_place_is_a_timeout(self, fake: Responder, brief: jsx.DirectGet) -> None:
         fake.answers = [lambda request: from_(request["seq"], request["seq"], 9)]
         read: list[int] = []
         async with asyncio.timeout(20):
@@ -129,7 +127,7 @@ class TestSilence:
             lambda d: d.multi_last(["a"]).to_list(),
         ],
     )  # fmt: skip
-    async def test_from_the_start(
+    async def test_from_the_start_is_a_timeout(
         self, fake: Responder, js: JetStreamContext, read: Callable[[jsx.DirectGet], Awaitable[object]]
     ) -> None:
         fake.answers = [lambda _: []]
@@ -137,18 +135,18 @@ class TestSilence:
             with pytest.raises(errors.RequestTimeoutError, match=f"{fake.stream}.*no answer"):
                 await read(jsx.DirectGet(js, fake.stream, timeout=0.2))
 
-    async def test_a_lost_end_of_one_batch_costs_no_message(self, fake: Responder, brief: jsx.DirectGet) -> None:
+    async def test_a_lost_end_of_a_batch_loses_no_message(self, fake: Responder, brief: jsx.DirectGet) -> None:
         fake.answers = [lambda _: from_(1, 3, 5)]
         batch = brief.batch(3)
         assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([1, 2, 3], 2, 3)
         assert len(fake.requests) == 1
 
-    async def test_a_message_by_time_does_not_wait_for_the_end(self, fake: Responder, direct: jsx.DirectGet) -> None:
+    async def test_get_at_does_not_wait_for_the_end_of_the_reply(self, fake: Responder, direct: jsx.DirectGet) -> None:
         fake.answers = [lambda _: from_(3, 3, 5)]
         async with asyncio.timeout(10):
             assert (await direct.get_at(datetime.now(UTC))).seq == 3
 
-    async def test_multi_last_without_its_point_in_time_cannot_go_on(
+    async def test_multi_last_without_its_sequence_cannot_be_continued(
         self, fake: Responder, brief: jsx.DirectGet
     ) -> None:
         fake.answers = [lambda _: [row(4, 0, 2)]]
@@ -159,8 +157,8 @@ class TestSilence:
         assert (fake.requests[-1]["seq"], fake.requests[-1]["up_to_seq"]) == (5, 8)
 
 
-class TestHoles:
-    async def test_one_is_read_again(self, fake: Responder, direct: jsx.DirectGet) -> None:
+class TestGaps:
+    async def test_a_gap_is_requested_again(self, fake: Responder, direct: jsx.DirectGet) -> None:
         holed = [*from_(1, 2, 5), row(4, 3, 1), row(5, 4, 0), end(5, 0)]
         fake.answers = [lambda _: holed, lambda _: [*from_(3, 5, 5), end(5, 0)]]
         assert await seqs(direct.scan(prefetch=1)) == [1, 2, 3, 4, 5]
@@ -174,12 +172,12 @@ class TestHoles:
         assert read == [1, 2]
         assert (caught.value.expected, caught.value.got) == (2, 3)
 
-    async def test_an_end_that_names_a_lost_message(self, fake: Responder, direct: jsx.DirectGet) -> None:
+    async def test_a_gap_before_the_end_is_requested_again(self, fake: Responder, direct: jsx.DirectGet) -> None:
         fake.answers = [lambda _: [*from_(1, 2, 3), end(3, 0)], lambda _: [row(3, 0, 0), end(3, 0)]]
         assert await seqs(direct.scan()) == [1, 2, 3]
 
 
-class TestNonsense:
+class TestMalformedReplies:
     @pytest.mark.parametrize(
         "frames",
         [
@@ -192,15 +190,15 @@ class TestNonsense:
             [(b"NATS/1.0 204 EOB\r\nNats-Num-Pending: x\r\n\r\n", b"")],
         ],
     )
-    async def test_is_a_response_error(self, fake: Responder, direct: jsx.DirectGet, frames: list[Frame]) -> None:
+    async def test_a_malformed_reply_is_a_response_error(
+        self, fake: Responder, direct: jsx.DirectGet, frames: list[Frame]
+    ) -> None:
         fake.answers = [lambda _: frames]
         async with asyncio.timeout(20):
             with pytest.raises(errors.ResponseError):
                 await direct.scan(batch=2).to_list()
 
-    async def test_a_server_that_always_answers_alike_does_not_keep_a_read_going(
-        self, fake: Responder, direct: jsx.DirectGet
-    ) -> None:
+    async def test_a_repeated_answer_ends_the_read(self, fake: Responder, direct: jsx.DirectGet) -> None:
         fake.answers = [lambda _: [row(1, 0, 8), row(2, 1, 7), end(2, 7)]]
         for read in (direct.scan(batch=2, prefetch=1), direct.multi_last(["a"], up_to_seq=9)):
             with pytest.raises(errors.ResponseError, match="ascend from 2"):
@@ -219,7 +217,7 @@ class TestNonsense:
             ("503", errors.DirectGetDisabledError),
         ],
     )
-    async def test_refusals(
+    async def test_a_refusal_is_raised(
         self, fake: Responder, direct: jsx.DirectGet, text: str, error: type[errors.JetStreamExtError]
     ) -> None:
         fake.answers = [lambda _: [status(text)]]
@@ -231,10 +229,10 @@ class TestNonsense:
             with pytest.raises(error):
                 await direct.scan().to_list()
 
-    async def test_nobody_there_in_the_middle_is_waited_for(
+    async def test_missing_responders_in_mid_read_are_waited_for(
         self, fake: Responder, direct: jsx.DirectGet, brief: jsx.DirectGet
     ) -> None:
-        """A leader that is being elected; before the first row it is a stream without direct gets."""
+        """A 503 after the first row is a leader election; before it, the stream lacks direct gets."""
         fake.answers = [
             lambda _: [*from_(1, 2, 4), end(2, 2)], lambda _: [status("503")], lambda _: [status("503")],
             lambda _: [*from_(3, 4, 4), end(4, 0)],
@@ -251,8 +249,8 @@ async def quiet(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [100_000, 8 << 20])
-async def test_a_server_that_cuts_slow_consumers(max_bytes: int) -> None:
-    """A reply larger than what the server holds back for a client can cost the connection, and no message."""
+async def test_a_connection_cut_for_slow_reading_skips_no_message(max_bytes: int) -> None:
+    """A server may cut the connection if a reply is larger than its ``max_pending`` for a client."""
     with NatsServer(config="max_pending: 262144\nmax_payload: 65536\nwrite_deadline: 200ms") as server:
         nc = await nats.connect(server.url, reconnect_time_wait=0.02, max_reconnect_attempts=-1, error_cb=quiet)
         js = nc.jetstream()
@@ -265,7 +263,7 @@ async def test_a_server_that_cuts_slow_consumers(max_bytes: int) -> None:
                 async for message in messages:
                     read.append(message.seq)
                     if len(read) % 300 == 0:
-                        time.sleep(0.3)  # the whole loop stands still, and the socket fills up
+                        time.sleep(0.3)  # blocks the loop, so that the socket fills up
         except (errors.MessagesLostError, errors.RequestTimeoutError, nats.errors.Error):
             assert max_bytes > 100_000, "only a reply over max_pending can fail"
         else:
@@ -274,7 +272,7 @@ async def test_a_server_that_cuts_slow_consumers(max_bytes: int) -> None:
         await nc.close()
 
 
-async def test_the_connection_is_closed_in_the_middle(fake: Responder, server: NatsServer) -> None:
+async def test_a_connection_closed_in_mid_read_ends_it(fake: Responder, server: NatsServer) -> None:
     fake.answers = [lambda _: from_(1, 3, 5)]
     nc = await nats.connect(server.url)
     scan = jsx.DirectGet(nc.jetstream(), fake.stream, timeout=30).scan(batch=5)

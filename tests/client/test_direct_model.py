@@ -1,4 +1,4 @@
-"""Random streams on a real server against a list in memory: every call returns what the list says."""
+"""Random streams on a real server against a model in memory."""
 
 import asyncio
 import random
@@ -44,7 +44,7 @@ def matches(subject: str, pattern: str) -> bool:
 
 
 class World:
-    """A stream with random contents, the list of what it holds, and random calls with their answers."""
+    """A stream with random messages, a list of them, and random calls with their expected answers."""
 
     def __init__(self, js: JetStreamContext, rng: random.Random, name: str) -> None:
         self.js, self.rng, self.name = js, rng, name
@@ -108,7 +108,7 @@ class World:
         await self.one(self.direct.get(seq), [kept for kept in self.kept if kept.seq == seq], 0)
 
     async def get_last(self) -> None:
-        # Servers look for the last message on ">" in the last sequence only, and that can be deleted.
+        # Servers look for the last message on ">" only at the last sequence, which may be deleted.
         subject = self.filter()
         if subject in (None, ">"):
             subject = f"{self.name}.>"
@@ -173,7 +173,7 @@ CALLS: list[Callable[[World], Awaitable[None]]] = [
 
 @given(seed=st.integers(0, 1 << 32))
 @settings(max_examples=25, deadline=None)
-def test_every_call_returns_what_the_list_says(server: NatsServer, seed: int) -> None:
+def test_every_call_agrees_with_the_model(server: NatsServer, seed: int) -> None:
     rng = random.Random(seed)
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""Direct Get on every server from 2.10 on: the same calls, and what each version makes of them."""
+"""Direct Get on every server from 2.10: the same calls and the answers of each version."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -47,7 +47,7 @@ async def seqs(batch: jsx.MessageBatch) -> list[int]:
 
 
 async def time_of(direct: jsx.DirectGet, seq: int) -> datetime:
-    """The microsecond that the message was stored in: its beginning."""
+    """Return the time when the message was stored, rounded down to a microsecond."""
     return (await direct.get(seq)).time
 
 
@@ -73,20 +73,20 @@ async def stored(js: JetStreamContext, stream: str, count: int) -> None:
 
 
 class TestSingle:
-    async def test_by_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_get_by_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
         assert [((m := await direct.get(seq)).seq, m.data, m.headers) for seq in (5, 6, 7)] == [
             (5, b"m5", {"X-U": "v5"}), (6, b"", {}), (7, b"m7", {}),
         ]  # fmt: skip
         assert (m.stream, m.subject, m.num_pending, m.last_seq) == (stream, f"{stream}.A", None, None)
 
-    async def test_by_subject(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_get_last_and_get_next(self, direct: jsx.DirectGet, stream: str) -> None:
         assert (await direct.get_last(f"{stream}.B")).seq == 11
         assert (await direct.get_last(f"{stream}.>")).seq == 12
         assert (await direct.get_next(f"{stream}.B", seq=6)).seq == 11
         assert (await direct.get_next(f"{stream}.*", seq=8)).seq == 9
         assert (await direct.get_next(f"{stream}.C")).seq == 3
 
-    async def test_one_s_own_write(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_min_seq_reads_one_s_own_write(self, direct: jsx.DirectGet, stream: str) -> None:
         assert (await direct.get(12, min_seq=12)).seq == 12
         assert (await direct.get_last(f"{stream}.A", min_seq=12)).seq == 10
         assert (await direct.get_next(f"{stream}.B", seq=6, min_seq=12)).seq == 11
@@ -94,7 +94,7 @@ class TestSingle:
             with pytest.raises(errors.MessageNotFoundError):
                 await missing
 
-    async def test_what_is_not_there(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_a_missing_message_is_not_found(self, direct: jsx.DirectGet, stream: str) -> None:
         for missing in (
             direct.get(8), direct.get(13), direct.get(2**64 - 1), direct.get_last(f"{stream}.D"),
             direct.get_next(f"{stream}.A", seq=11),
@@ -102,7 +102,7 @@ class TestSingle:
             with pytest.raises(errors.MessageNotFoundError, match=stream):
                 await missing
 
-    async def test_by_time(self, direct: jsx.DirectGet, stream: str, batches: None) -> None:
+    async def test_get_at(self, direct: jsx.DirectGet, stream: str, batches: None) -> None:
         assert (await direct.get_at(await time_of(direct, 5))).seq == 5
         assert (await direct.get_at(await time_of(direct, 5), subject=f"{stream}.B")).seq == 5
         assert (await direct.get_at(await time_of(direct, 5), subject=f"{stream}.C", min_seq=12)).seq == 6
@@ -133,7 +133,7 @@ class TestBefore211:
             lambda d, s: d.get_at(datetime.now(UTC), min_seq=1),
         ],
     )
-    async def test_no_wrong_data(
+    async def test_unsupported_reads_raise_and_return_no_wrong_message(
         self,
         direct: jsx.DirectGet,
         stream: str,
@@ -157,7 +157,7 @@ class TestBatchForms:
             (1, f"{stream}.A", b"m1", 0), (2, f"{stream}.B", b"m2", 1), (3, f"{stream}.C", b"m3", 2),
         ]  # fmt: skip
         assert (batch.num_pending, batch.last_seq, batch.up_to_seq) == (8, 3, None)
-        # 2.11 counts the message itself among those that follow it; its end is right.
+        # 2.11 counts the message itself as pending; the count in its end-of-batch is right.
         itself = 1 if version < (2, 12) else 0
         assert [m.num_pending for m in messages] == [10 + itself, 9 + itself, 8 + itself]
 
@@ -174,7 +174,7 @@ class TestBatchForms:
         assert await seqs(direct.batch(3, start_time=await time_of(direct, 5))) == [5, 6, 7]
 
     async def test_4_to_6_with_max_bytes(self, direct: jsx.DirectGet, stream: str) -> None:
-        two = 2 * (len(f"{stream}.A") + len("m1")) - 1  # the message that reaches it is still sent
+        two = 2 * (len(f"{stream}.A") + len("m1")) - 1  # servers still send the message that reaches the limit
         for start, expected in (
             ({}, [1, 2]), ({"seq": 9}, [9, 10]), ({"start_time": await time_of(direct, 9)}, [9, 10]),
         ):  # fmt: skip
@@ -182,7 +182,7 @@ class TestBatchForms:
             assert (await seqs(batch), batch.last_seq) == (expected, expected[-1])
             assert batch.num_pending == (9 if expected[0] == 1 else 2)
 
-    async def test_nothing_there(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_no_match_is_an_empty_batch(self, direct: jsx.DirectGet, stream: str) -> None:
         for batch in (
             direct.batch(5, seq=13), direct.batch(5, subject=f"{stream}.D"), direct.scan(seq=2**64 - 1),
             direct.batch(5, start_time=datetime.now(UTC) + timedelta(days=1)),
@@ -207,11 +207,11 @@ class TestMultiLastForms:
         assert (await seqs(multi), multi.up_to_seq) == ([5, 6, 7], 8)
 
     async def test_3_up_to_a_time(self, direct: jsx.DirectGet, stream: str, version: tuple[int, ...]) -> None:
-        # Exclusive, and a datetime cannot name the nanosecond: just after 5, so that 6 is the first one left out.
+        # The time is exclusive, and a datetime has no nanoseconds: just before 6, so that 5 is the last one.
         when = await time_of(direct, 6)
         assert await seqs(direct.multi_last([f"{stream}.>"], up_to_time=when)) == [3, 4, 5]
         before = await time_of(direct, 1) - timedelta(seconds=1)
-        expected = [10, 11, 12] if version == (2, 11, 0) else []  # 2.11.0 takes a time before the stream for now
+        expected = [10, 11, 12] if version == (2, 11, 0) else []  # 2.11.0 reads a time before the first message as now
         assert await seqs(direct.multi_last([f"{stream}.>"], up_to_time=before)) == expected
 
     async def test_4_to_6_with_a_cap(self, direct: jsx.DirectGet, stream: str) -> None:
@@ -224,7 +224,7 @@ class TestMultiLastForms:
 
     @pytest.mark.parametrize("max_bytes", [1, 60, 100, 1 << 20])
     async def test_pages_reach_the_end(self, direct: jsx.DirectGet, stream: str, max_bytes: int) -> None:
-        """On 2.11 the end of a cut page counts one too few: 0 where one more follows."""
+        """On 2.11 the end of a cut page counts one message too few: 0 if one more follows."""
         multi = direct.multi_last([f"{stream}.>"], max_bytes=max_bytes)
         assert (await seqs(multi), multi.num_pending, multi.last_seq, multi.up_to_seq) == ([10, 11, 12], 0, 12, 12)
         assert await seqs(direct.multi_last([f"{stream}.>"], max_bytes=max_bytes, up_to_seq=8)) == [5, 6, 7]
@@ -238,11 +238,11 @@ class TestMultiLastForms:
                 await js.publish(f"{name}.{key}", key.encode())
             multi = jsx.DirectGet(js, name).multi_last([f"{name}.>"], max_bytes=1)
             read = [(await anext(multi)).seq]
-            await js.publish(f"{name}.c", b"newer")  # the page with b is on its way already
-            # ADR-31's caveat: what the stream does not keep cannot be told of the past.
+            await js.publish(f"{name}.c", b"newer")  # after the request for the page with b
+            # By ADR-31, an answer is exact only as far as the stream's history reaches.
             assert read + await seqs(multi) == expected
 
-    async def test_1024_subjects(self, js: JetStreamContext, make: Make) -> None:
+    async def test_the_limit_of_1024_subjects(self, js: JetStreamContext, make: Make) -> None:
         name = await make()
         await asyncio.gather(*(js.publish(f"{name}.{i}", b"") for i in range(1024)))
         direct = jsx.DirectGet(js, name)
@@ -258,7 +258,7 @@ class TestMultiLastForms:
 
 @pytest.mark.usefixtures("batches")
 class TestScan:
-    async def test_ranges(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_every_option_reads_its_range(self, direct: jsx.DirectGet, stream: str) -> None:
         everything = [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12]
         for options in ({}, {"confirm": True}, {"min_seq": 12}):
             for batch in (1, 3, None):
@@ -270,7 +270,7 @@ class TestScan:
                 assert await seqs(direct.scan(start_time=when, batch=batch, **options)) == [7, 9, 10, 11, 12]  # type: ignore[arg-type]
             assert await seqs(direct.scan(max_bytes=1, **options)) == everything  # type: ignore[arg-type]
 
-    async def test_messages_over_max_bytes(self, js: JetStreamContext, make: Make) -> None:
+    async def test_messages_over_max_bytes_are_read_one_by_one(self, js: JetStreamContext, make: Make) -> None:
         name = await make()
         sizes = [0, 300_000, 10, 900_000, 900_000, 1, 0]
         for size in sizes:
@@ -279,7 +279,7 @@ class TestScan:
             messages = await jsx.DirectGet(js, name).scan(max_bytes=max_bytes).to_list()
             assert [len(message.data) for message in messages] == sizes
 
-    async def test_a_stream_without_messages(self, js: JetStreamContext, make: Make) -> None:
+    async def test_an_empty_stream_is_an_empty_scan(self, js: JetStreamContext, make: Make) -> None:
         name = await make()
         direct = jsx.DirectGet(js, name)
         for scan in (direct.scan(), direct.scan(confirm=True), direct.scan(subject=f"{name}.a", confirm=True)):
@@ -301,8 +301,10 @@ IMITATION = (
 )
 
 
-class TestImpostors:
-    async def test_headers(self, js: JetStreamContext, make: Make, version: tuple[int, ...]) -> None:
+class TestForgedHeaders:
+    async def test_stored_reply_headers_are_data(
+        self, js: JetStreamContext, make: Make, version: tuple[int, ...]
+    ) -> None:
         name = await make()
         for payload in (b"", b"x", b"\r\nNATS/1.0 204 EOB\r\n\r\n"):
             await js.publish(f"{name}.a", payload, headers=SPOOF)
@@ -326,10 +328,10 @@ class TestImpostors:
             IMITATION,
         ],
     )
-    async def test_status_lines(
+    async def test_stored_status_lines_are_data(
         self, js: JetStreamContext, make: Make, server: NatsServer, version: tuple[int, ...], block: bytes
     ) -> None:
-        """Servers before 2.12 give a stored status line back as it was stored."""
+        """Servers before 2.12 return a stored status line unchanged."""
         name = await make()
         await raw(server, *((f"{name}.{i}", block, payload) for i, payload in enumerate((b"", b"x", b"", b"end"))))
         await stored(js, name, 4)
@@ -365,7 +367,7 @@ class TestRefusals:
                 await read(jsx.DirectGet(js, name, timeout=60))
         await leak_check.assert_clean()
 
-    async def test_408_says_what_the_server_says(
+    async def test_408_has_the_server_s_text(
         self, direct: jsx.DirectGet, monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...]
     ) -> None:
         monkeypatch.setattr(Request, "address", lambda _, api: (api, b'{"seq":1,"last_by_subj":"x","batch":1}'))

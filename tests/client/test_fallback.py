@@ -1,4 +1,4 @@
-"""A nats-py whose internals are not the ones we know: slower, said once, and otherwise the same."""
+"""A nats-py with unknown internals: slower, with one warning, and otherwise the same."""
 
 import asyncio
 import warnings
@@ -20,8 +20,8 @@ from jetstream_ext.protocol.frames import Frame, parts, pub
 from jetstream_ext.testing import NatsServer
 
 
-def made_strange(nc: Client) -> Client:
-    """Change an internal of `nc` in a way that it does not notice itself."""
+def with_unknown_internals(nc: Client) -> Client:
+    """Change an internal of `nc` without an effect on nats-py itself."""
     flush = nc._flush_pending
     nc._flush_pending = lambda force_flush=False: flush(force_flush)  # type: ignore[method-assign, assignment]
     return nc
@@ -29,12 +29,12 @@ def made_strange(nc: Client) -> Client:
 
 @pytest.fixture
 def nc(nc: Client) -> Client:
-    return made_strange(nc)
+    return with_unknown_internals(nc)
 
 
 @pytest.fixture(autouse=True)
 def expected() -> Iterator[None]:
-    """The warning is tested below; elsewhere it is only in the way."""
+    """Ignore the warning in tests of other behaviour."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "this version of nats-py has other internals", RuntimeWarning)
         yield
@@ -50,13 +50,13 @@ async def stream(js: JetStreamContext, stream_name: Callable[[], str]) -> str:
 
 
 async def settled(leak_check: Any) -> None:
-    await asyncio.sleep(0)  # without nats-py's internals a subscription is dropped in the background
+    await asyncio.sleep(0)  # the fallback unsubscribes in the background
     await leak_check.assert_clean()
 
 
-async def test_warns_once_per_connection(server: NatsServer) -> None:
+async def test_it_warns_once_per_connection(server: NatsServer) -> None:
     for _ in range(2):
-        nc = made_strange(await nats.connect(server.url))
+        nc = with_unknown_internals(await nats.connect(server.url))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             js = nc.jetstream()
@@ -96,7 +96,7 @@ async def test_fast_ingest_works(js: JetStreamContext, stream: str, leak_check: 
 
 
 async def test_concurrent_writes_keep_their_order(js: JetStreamContext, nc: Client, stream: str) -> None:
-    # Every publish has to wait for the flusher: writes that overtook each other would be gaps.
+    # Every publish waits for the flusher: reordered writes would be gaps.
     nc._max_pending_size = 1
     async with jsx.FastPublisher(js) as publisher:
         await publisher.add(f"{stream}.a", b"first")
@@ -166,7 +166,7 @@ async def test_refusals_are_raised(js: JetStreamContext, leak_check: Any, kind: 
     await settled(leak_check)
 
 
-async def test_a_read_that_is_left_early_leaves_nothing(js: JetStreamContext, stream: str, leak_check: Any) -> None:
+async def test_a_read_that_ends_early_leaves_nothing_behind(js: JetStreamContext, stream: str, leak_check: Any) -> None:
     for i in range(9):
         await js.publish(f"{stream}.a", b"%d" % i)
     async with jsx.DirectGet(js, stream).scan(batch=2) as messages:
@@ -187,7 +187,7 @@ async def test_a_closed_connection_ends_calls(nc: Client, js: JetStreamContext, 
 
 
 async def test_a_lost_connection_is_reported_to_handlers(own_nc: Client, own_server: NatsServer) -> None:
-    connection = connection_of(made_strange(own_nc))
+    connection = connection_of(with_unknown_internals(own_nc))
     assert isinstance(connection, FallbackConnection)
     heard: list[object] = []
     inbox = await connection.inbox(
@@ -200,7 +200,7 @@ async def test_a_lost_connection_is_reported_to_handlers(own_nc: Client, own_ser
             while len(heard) < 2 * turn:
                 await asyncio.sleep(0.01)
         assert heard == ["lost", "back"] * turn
-    # Who comes later has lost nothing.
+    # A later subscription is not told of the loss.
     late: list[object] = []
     other = await connection.inbox(InboxHandler(late.extend, lambda: late.append("lost")), timeout=5)
     await connection.write(
@@ -220,7 +220,7 @@ async def test_a_lost_connection_is_reported_to_handlers(own_nc: Client, own_ser
 async def test_a_lost_connection_ends_a_read_before_its_timeout(
     own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: Callable[..., Awaitable[str]]
 ) -> None:
-    made_strange(own_nc)
+    with_unknown_internals(own_nc)
     name = await own_stream()
     for i in range(3):
         await own_js.publish(f"{name}.a", b"%d" % i)
@@ -250,7 +250,7 @@ async def test_a_cancelled_subscription_is_dropped(nc: Client, leak_check: Any) 
             opening.result().close()
         await asyncio.wait([opening])
         async with asyncio.timeout(10):
-            while any(leak_check.leaked()[:2]):  # the timer is this one
+            while any(leak_check.leaked()[:2]):  # the timer of this loop
                 await asyncio.sleep(0.001)
 
 
@@ -280,7 +280,7 @@ async def test_frames_are_what_the_server_sent(
     heard: tuple[FallbackConnection, str, list[Frame]], header: bytes, data: bytes
 ) -> None:
     connection, subject, frames = heard
-    # Past nats-py's own publish, which sends no status lines.
+    # Not through nats-py's publish, which sends no status lines.
     connection.nc._pending.append(pub(subject.encode(), b"", header, data))
     connection.nc._pending_data_size += 1
     await connection.nc.flush()

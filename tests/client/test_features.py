@@ -1,4 +1,4 @@
-"""What a server can do, as it says itself."""
+"""The features that a server reports."""
 
 import ast
 import dataclasses
@@ -100,7 +100,7 @@ def test_the_table_and_the_dataclass_have_the_same_features() -> None:
         assert bool(feature.older) == (feature.since != "2.10")
 
 
-def test_the_error_of_a_feature_says_what_it_needs() -> None:
+def test_the_error_of_a_feature_names_the_version_that_it_needs() -> None:
     error = feature_table.FAST_INGEST.unsupported(server_version="2.12.8", api_level=3, detail="nothing was sent")
     assert isinstance(error, UnsupportedFeatureError)
     assert str(error) == (

@@ -9,7 +9,7 @@ from jetstream_ext.client import api
 
 
 class Requests:
-    """Answers only the request of the given number; the others wait until they are cancelled."""
+    """Answers only the request with number `at`; the others wait until they are cancelled."""
 
     def __init__(self, answer: object, at: int) -> None:
         self.answer = answer

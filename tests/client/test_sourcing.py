@@ -1,4 +1,4 @@
-"""Durable sourcing on a real server: the consumer, the entry that uses it, and what can be seen of it."""
+"""Durable sourcing on a real server: the consumer, the entry that uses it, and the health of sources."""
 
 import asyncio
 import json
@@ -88,13 +88,15 @@ async def test_streams_of_every_retention_can_be_read(
         name=name, consumer=StreamConsumerSource(name="copy", deliver_subject=f"deliver.{copy}")
     )
     if retention is RetentionPolicy.INTEREST:
-        await publish(js, name, range(10))  # the consumer is an interest even before a stream reads
+        await publish(js, name, range(10))  # the consumer keeps messages even before a stream reads
     await jsx.ensure_stream(js, name=copy, allow_direct=True, **({"mirror": entry} if mirror else {"sources": [entry]}))
     await holds(js, copy, list(range(10)))
     await publish(js, name, range(10, 20))
     await holds(js, copy, list(range(20)))
     if retention is not RetentionPolicy.LIMITS:
-        async with asyncio.timeout(SLACK):  # acknowledged once stored over there, with the next heartbeat at the latest
+        async with asyncio.timeout(
+            SLACK
+        ):  # the reading stream acknowledges what it has stored, with the next heartbeat at the latest
             while await messages(js, name):
                 await asyncio.sleep(0.02)
     health = await becomes(js, copy, jsx.SourceState.OK)
@@ -175,7 +177,7 @@ async def test_a_reset_of_the_consumer_repeats_nothing(
     await holds(js, copy, list(range(10)))
     await jsx.reset_consumer(js, name, "c", seq=1)
     await publish(js, name, range(10, 20))
-    async with asyncio.timeout(SLACK):  # the first ten were sent and acknowledged once more, and the others after them
+    async with asyncio.timeout(SLACK):  # the first ten are delivered and acknowledged again before the others
         while (await js.consumer_info(name, "c")).ack_floor.stream_seq < 20:
             await asyncio.sleep(0.05)
     await holds(js, copy, list(range(20)))
@@ -264,7 +266,7 @@ async def test_the_entry_of_a_domain_has_an_external_api() -> None:
         await holds(js, "T", [0, 1, 2])
         await becomes(js, "T", jsx.SourceState.OK)
         await js.delete_stream("T")
-        await js.add_stream(name="T", sources=[entry])  # as it is, which servers take and never read
+        await js.add_stream(name="T", sources=[entry])  # unchanged: servers accept it and never read it
         assert "own domain 'hub'" in (await becomes(js, "T", jsx.SourceState.MISCONFIGURED)).detail
         await js.delete_stream("T")
         await jsx.ensure_stream(nc.jetstream(), name="T", sources=[entry], allow_direct=True)  # the same server
@@ -275,7 +277,7 @@ async def test_the_entry_of_a_domain_has_an_external_api() -> None:
         await nc.close()
 
 
-# -- what can be seen of it -------------------------------------------------------------------------------------------
+# -- health -----------------------------------------------------------------------------------------------------------
 
 
 async def test_a_stream_without_sources_has_no_health_rows(js: JetStreamContext, origin: Any) -> None:
@@ -301,7 +303,7 @@ async def test_a_consumer_that_never_existed_is_missing(
     entry = StreamSource(name=name, consumer=StreamConsumerSource(name="nope", deliver_subject="d"))
     await js.add_stream(name=copy, sources=[entry])
     (health,) = await jsx.source_health(js, copy)
-    # All that the server says is: lag 0, active -1, no error.
+    # The server reports only lag 0, active -1 and no error.
     assert (health.lag, health.last_active, health.error, health.pending) == (0, None, None, None)
     assert health.state is (jsx.SourceState.CONSUMER_MISSING if with_stream else jsx.SourceState.STREAM_MISSING)
     assert name in health.detail
@@ -438,7 +440,7 @@ async def test_a_silent_origin_is_unreachable(nc: Client, stream_name: Callable[
     js = nc.jetstream(prefix=prefix)
     rows: list[jsx.SourceHealth] = []
     timeout = 0.1
-    while not rows:  # on a busy machine the stream's own answer takes longer
+    while not rows:  # the stream's own answer may be slow on a busy machine
         timeout *= 2
         try:
             rows = await jsx.source_health(js, "T", timeout=timeout)

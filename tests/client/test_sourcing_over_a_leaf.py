@@ -1,10 +1,10 @@
-"""Durable sourcing from a work queue on a leaf node that is cut off and comes back: nothing lost, nothing twice.
+"""Durable sourcing from a work queue on a leaf node whose link breaks: no message is lost or stored twice.
 
-Three servers: the work queue is on `edge`, a leaf node of `hub`, and the stream that reads it on `far`, another one. The
-link of `edge` goes through a slow relay that is cut, with data in flight, whenever another share of it has passed; every
-third time the hub itself crashes. Messages are published on `edge` all the while.
+There are three servers. The work queue is on `edge`, a leaf node of `hub`; the stream that reads it is on `far`, another
+leaf node. The link of `edge` goes through a slow relay, which is cut several times with data in flight; every third time
+the hub crashes instead. A client publishes on `edge` all the time.
 
-CI runs a short version; `python -m nox -s full -- longer` runs it at its whole size.
+CI runs a short version; `python -m nox -s full -- longer` runs it at full size.
 """
 
 import asyncio
@@ -59,14 +59,14 @@ class Relay:
         await asyncio.gather(*self._tasks)
 
     def cut(self) -> None:
-        """Break all connections, in the middle of whatever they carry, and take no new ones."""
+        """Abort all connections and accept no new ones."""
         self._up, self._limit = False, None
         for writer in self._writers:
             writer.transport.abort()
         self.was_cut.set()
 
     def cut_after(self, more: int) -> None:
-        """Cut once so many more bytes have come from the leaf node."""
+        """Cut after `more` bytes from the leaf node."""
         self.was_cut.clear()
         self._limit = self._passed + more
 
@@ -86,7 +86,7 @@ class Relay:
                 await asyncio.gather(self._carry(reader, back, count=True), self._carry(onward, writer, count=False))
                 self._writers.discard(back)
         except OSError:
-            pass  # the hub is down, or the relay was cut: the leaf node tries again
+            pass  # the hub is down or the relay was cut; the leaf node reconnects
         finally:
             self._writers.discard(writer)
             writer.transport.abort()
@@ -133,7 +133,7 @@ async def servers(request: pytest.FixtureRequest) -> AsyncIterator[Servers]:
     held = HeldPort()
     relay = Relay(held.port)
     port = await relay.start()
-    # Without "advertise" the leaf node learns the hub's own port, and goes around the relay from then on.
+    # Without "advertise" the leaf node learns the hub's own port and bypasses the relay.
     hub_config = f"jetstream {{ domain: hub }}\nleafnodes {{ port: {held.port}, advertise: '127.0.0.1:{port}' }}"
 
     def leaf(name: str, via: int) -> NatsServer:
@@ -159,8 +159,7 @@ async def messages(js: JetStreamContext, stream: str) -> int:
     return (await js.stream_info(stream)).state.messages
 
 
-@pytest.mark.timeout(600)
-async def test_a_work_queue_behind_a_link_that_breaks(servers: Servers) -> None:
+async def test_a_work_queue_behind_a_broken_link_loses_and_repeats_nothing(servers: Servers) -> None:
     relay, edge, far = servers.relay, servers.edge, servers.far
     await edge.add_stream(name="W", subjects=["w.>"], retention=RetentionPolicy.WORK_QUEUE)
     to_far = "deliver.to-far"

@@ -81,7 +81,9 @@ async def test_missing_options_are_enabled_and_none_is_disabled(
     assert await on(js, name) == set(FLAGS)
 
 
-async def test_nothing_to_do_asks_once(js: JetStreamContext, nc: Client, stream_name: Callable[[], str]) -> None:
+async def test_an_unchanged_stream_costs_one_request(
+    js: JetStreamContext, nc: Client, stream_name: Callable[[], str]
+) -> None:
     config = StreamConfig(name=stream_name(), subjects=[stream_name()], **ALL_ON)
     await jsx.ensure_stream(js, config)
     sent = nc.stats["out_msgs"]
@@ -191,7 +193,7 @@ async def test_a_configuration_that_the_server_changed_is_an_error(
 ) -> None:
     name = stream_name()
     with pytest.raises(StreamConfigMismatchError, match="stored another configuration") as mismatch:
-        # Markers turn deny_purge off, without a word.
+        # Servers silently disable deny_purge together with markers.
         await jsx.ensure_stream(js, name=name, subject_delete_marker_ttl=5, allow_msg_ttl=True, deny_purge=True)
     assert mismatch.value.diff == {"deny_purge": (True, False)}
 
@@ -215,7 +217,7 @@ async def test_an_invalid_name_is_refused(js: JetStreamContext, name: str | None
         await jsx.ensure_stream(js, name="S", no_such_field=1)
 
 
-async def test_many_at_once_agree(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+async def test_concurrent_calls_agree(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     name = stream_name()
     config = StreamConfig(name=name, subjects=[f"{name}.>"], **ALL_ON)
     infos = await asyncio.gather(*(jsx.ensure_stream(js, config) for _ in range(20)))
@@ -224,7 +226,7 @@ async def test_many_at_once_agree(js: JetStreamContext, stream_name: Callable[[]
 
 
 class Canned:
-    """A JetStream API whose answers are given, in turn, for each kind of request."""
+    """A JetStream API that gives the canned answers for each kind of request in turn."""
 
     def __init__(self, nc: Client, prefix: str, **answers: list[dict[str, Any] | None]) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -273,7 +275,7 @@ async def test_an_old_server_is_refused_before_anything_is_created(
     old = await Canned(nc, stream_name(), info=[MISSING, answer()], account=[account, account]).start()
     for what in ("created", "changed"):
         if what == "changed" and not option.startswith("allow_"):
-            break  # only ever created with it
+            break  # servers enable it only when they create the stream
         with pytest.raises(UnsupportedFeatureError, match=f"nothing was {what}") as refused:
             await jsx.ensure_stream(old.js, name="S", **{option: 5 if option.endswith("ttl") else True})
         assert refused.value.required_api_level == level
@@ -319,7 +321,9 @@ async def test_an_update_keeps_fields_that_nats_py_does_not_know(nc: Client, str
     assert future.asked[-1] == ("update", found["config"] | {"allow_direct": True})
 
 
-async def test_no_answer_and_cancellation(nc: Client, stream_name: Callable[[], str], leak_check: Any) -> None:
+async def test_a_timeout_and_a_cancellation_leave_nothing_behind(
+    nc: Client, stream_name: Callable[[], str], leak_check: Any
+) -> None:
     silent = await Canned(nc, stream_name(), info=[None, None]).start()
     before = set(nc._subs)
     with pytest.raises(RequestTimeoutError):

@@ -17,12 +17,12 @@ import jetstream_ext as jsx
 from jetstream_ext.errors import BadHeaderError, MessageTTLDisabledError
 from jetstream_ext.testing.reference import ReferenceServer
 
-# Servers end a TTL to the second; the rest is for a busy machine.
+# Servers expire messages to the second; the rest is for a busy machine.
 SLACK = 30.0
 
 
 async def until(check: Callable[[], Awaitable[bool]]) -> float:
-    """Wait until `check` says yes; return when that was."""
+    """Wait until `check` returns True; return the time."""
     async with asyncio.timeout(SLACK):
         while not await check():
             await asyncio.sleep(0.05)
@@ -222,7 +222,7 @@ async def test_an_expired_revision_uncovers_the_older_one(js: JetStreamContext, 
     kv = await js.create_key_value(KeyValueConfig(bucket=name, history=5))
     await kv.put("k", b"v1")
     ack = await js.publish(f"$KV.{name}.k", b"v2", headers=jsx.ttl_headers(1))
-    assert ack.seq == 2  # so that it was the last, although it may have ended before it can be read
+    assert ack.seq == 2  # it was the last one, and it may already have expired
 
     async def ended() -> bool:
         return (await kv.get("k")).value != b"v2"

@@ -1,4 +1,4 @@
-"""Which answers a verified read accepts: every way in which one can be late, partial or broken."""
+"""Which answers a verified read accepts: it refuses late, partial and incomplete ones."""
 
 import asyncio
 from collections.abc import Mapping
@@ -51,21 +51,24 @@ def answer(*seqs: int, stream: str = "KV_B", up_to: int = 0, pending: int = 0, k
 
 
 class Scripted(VerifiedReader):
-    """Gets the next answer of a list to whatever it asks, and the last one from then on."""
+    """Gets the next answer of a list to any request, and the last one from then on. None is an incomplete reply."""
 
     def __init__(self, log: Log, need: int, *answers: Answer | None) -> None:
-        super().__init__(log, "KV_B", 0.3, need=need)  # type: ignore[arg-type]  # what asks a leader gets the log
+        super().__init__(log, "KV_B", 0.3, need=need)  # type: ignore[arg-type]  # the patched functions below take the log
         self.answers = list(answers)
         self.requests: list[Any] = []
 
-    async def _ask(self, request: Any) -> Answer | None:
+    async def _ask(self, request: Any) -> Answer:
         self.requests.append(request)
-        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if answer is None:
+            raise module._UnverifiedError("replies broke off")
+        return answer
 
 
 @pytest.fixture(autouse=True)
 def mirrors(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
-    """The configurations of the streams that there are besides."""
+    """The configurations of the other streams."""
     known: dict[str, dict[str, Any]] = {}
 
     class Api:
@@ -90,7 +93,7 @@ def mirrors(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
 
 
 class TestLastOf:
-    async def test_the_first_good_answer_counts(self) -> None:
+    async def test_the_first_valid_answer_is_returned(self) -> None:
         good = answer(5, 9, up_to=9)
         source = Scripted(Log(s5="a", s9="b"), 9, good)
         assert await source.last_of(["$KV.B.a"]) is good
@@ -104,9 +107,9 @@ class TestLastOf:
             None,
             answer(5, 9, up_to=9, stream="STRANGER"),
         ],
-        ids=["lags", "knows nothing", "broke off", "of another stream"],
+        ids=["lags", "empty", "broke off", "of an unknown stream"],
     )
-    async def test_a_doubtful_answer_is_asked_for_again(self, bad: Answer | None) -> None:
+    async def test_a_refused_answer_is_requested_again(self, bad: Answer | None) -> None:
         good = answer(5, 9, up_to=9)
         source = Scripted(Log(s5="a", s9="b"), 9, bad, bad, good)
         assert await source.last_of(["$KV.B.a"]) is good
@@ -121,7 +124,7 @@ class TestLastOf:
             (answer(5, up_to=9, stream="STRANGER"), "'STRANGER'"),
         ],
     )
-    async def test_doubtful_answers_end_in_an_error(self, bad: Answer | None, why: str) -> None:
+    async def test_refused_answers_end_in_a_timeout(self, bad: Answer | None, why: str) -> None:
         source = Scripted(Log(s9="b"), 9, bad)
         with pytest.raises(RequestTimeoutError, match=why):
             await source.last_of(["$KV.B.a"])
@@ -131,7 +134,7 @@ class TestLastOf:
         assert len((await source.last_of(["$KV.B.a"])).block) == 0
         assert source.requests == []
 
-    async def test_a_witness_that_is_gone_is_replaced(self) -> None:
+    async def test_a_removed_witness_is_replaced(self) -> None:
         log = Log(s5="a", s9="b")
         source = Scripted(log, 9, answer(5, 9, up_to=9), answer(), answer(5, up_to=9))
         await source.last_of(["$KV.B.a"])
@@ -139,13 +142,13 @@ class TestLastOf:
         await source.last_of(["$KV.B.a"])
         assert [request.multi_last[-1] for request in source.requests] == ["$KV.B.a", "$KV.B.a", "$KV.B.b"]
 
-    async def test_up_to_a_message_only_a_responder_that_has_it_counts(self) -> None:
+    async def test_up_to_a_message_the_responder_must_have_it(self) -> None:
         source = Scripted(Log(s5="a", s9="b"), 9, answer(3), answer(), answer(3, 5))
         up_to = answer(5).block.message(0)
         assert (await source.last_of(["$KV.B.x"], up_to=up_to)).block.seqs[-1] == 5
         assert {request.up_to_seq for request in source.requests} == {5}
 
-    async def test_up_to_a_message_that_is_gone_raises(self) -> None:
+    async def test_up_to_a_removed_message_raises(self) -> None:
         source = Scripted(Log(s9="b"), 9, answer(3))
         with pytest.raises(LookupError):
             await source.last_of(["$KV.B.x"], up_to=answer(5).block.message(0))
@@ -167,7 +170,7 @@ class TestMirrors:
             ({**CONFIG, "allow_msg_ttl": False, "mirror": {"name": "KV_B"}}, False),
         ],
     )
-    async def test_a_mirror_is_trusted_if_it_holds_what_its_origin_holds(
+    async def test_a_mirror_is_trusted_if_it_holds_the_same_messages_as_its_origin(
         self, mirrors: dict[str, Any], config: dict[str, Any], trusted: bool
     ) -> None:
         mirrors["M"] = config
@@ -190,7 +193,7 @@ class TestNewestUpTo:
             (list(range(1, 100, 7)), 60, 57),
         ],
     )
-    async def test_the_newest_message_is_found_in_few_questions(
+    async def test_the_newest_message_is_found_in_few_requests(
         self, held: list[int], revision: int, newest: int | None
     ) -> None:
         log = Log(**{f"s{seq}": "k" for seq in held})
@@ -200,14 +203,14 @@ class TestNewestUpTo:
 
 
 class TestOldestOf:
-    async def test_the_oldest_message_comes_with_their_number(self) -> None:
+    async def test_the_oldest_message_and_the_number_of_messages(self) -> None:
         source = Scripted(Log(s9="a"), 9, answer(9, pending=3))
         found = await source.oldest_of("$KV.B.a", after=7)
         assert found is not None
         assert (found[0].seq, found[1]) == (9, 4)
 
     @pytest.mark.parametrize("bad", [answer(5), answer(), None, answer(9, stream="STRANGER")])
-    async def test_a_responder_that_lags_is_asked_again(self, bad: Answer | None) -> None:
+    async def test_a_refused_answer_is_requested_again_until_the_timeout(self, bad: Answer | None) -> None:
         source = Scripted(Log(s9="a"), 9, bad, answer(9))
         assert (await source.oldest_of("$KV.B.a", after=7)) == (answer(9).block.message(0), 1)
         with pytest.raises(RequestTimeoutError):
@@ -218,7 +221,7 @@ class TestOldestOf:
 
 
 class TestCatchUp:
-    async def test_to_an_end_that_the_leader_confirms(self) -> None:
+    async def test_it_reads_to_an_end_that_the_leader_confirms(self) -> None:
         taken: list[int] = []
         log = Log(s10="a", s11="b", s12="c")
         source = Scripted(log, 9, answer(10), answer(), answer(11, 12))
@@ -226,15 +229,15 @@ class TestCatchUp:
         assert newest is not None
         assert (newest.seq, taken) == (12, [10, 11, 12])
 
-    async def test_nothing_is_new(self) -> None:
+    async def test_without_new_messages_it_returns_none(self) -> None:
         assert await Scripted(Log(s9="a"), 9, answer()).catch_up(9, lambda _: None) is None
 
-    async def test_what_was_removed_is_not_waited_for(self) -> None:
+    async def test_it_does_not_wait_for_removed_messages(self) -> None:
         log = Log(s9="a")
         log.last = 12
         assert await Scripted(log, 9, answer()).catch_up(9, lambda _: None) is None
 
-    async def test_pages_that_do_not_reach_the_end(self) -> None:
+    async def test_it_reads_page_after_page_to_the_end(self) -> None:
         taken: list[int] = []
         source = Scripted(
             Log(s12="a"), 9, answer(10, pending=2), None, answer(11, 12, stream="STRANGER"), answer(11, 12)
@@ -244,7 +247,7 @@ class TestCatchUp:
         assert (newest.seq, taken) == (12, [10, 11, 12])
         assert [request.seq for request in source.requests] == [10, 11, 11, 11]
 
-    async def test_a_reply_that_never_reaches_the_leader_is_an_error(self) -> None:
+    async def test_replies_that_never_reach_the_leader_end_in_a_timeout(self) -> None:
         loop = asyncio.get_running_loop()
         start = loop.time()
         with pytest.raises(RequestTimeoutError, match="had sequence 12"):

@@ -1,11 +1,10 @@
-"""Two servers in step: a real nats-server and the reference server get the same bytes and must answer the same.
+"""Send the same bytes to a real nats-server and to the reference server, and require the same answers.
 
-`pair` is the tool. Every call of it goes to both servers, and what comes back is compared at once, after
-names, ids and times that cannot be equal were normalised. The reference server's answer is returned, so a
-test can also say what it is.
+Every call of the fixture `pair` goes to both servers. It compares their replies at once, after it has normalised the names,
+ids and times that cannot be equal, and returns the reply of the reference server.
 
-The real server is each of `VERSIONS` in turn or, with ``--nats-image IMAGE``, the one in a container; then the tests that
-need a server of their own making are left out.
+The real server is each of `VERSIONS` in turn. With ``--nats-image IMAGE`` it is the one in a container, and the tests that
+start their own server are left out.
 """
 
 import itertools
@@ -32,7 +31,7 @@ Address = tuple[str, int]
 
 
 class Frame(NamedTuple):
-    """A message as it came: where to, the header block, the payload."""
+    """A received message: subject, header block, payload and reply subject."""
 
     subject: str
     header: bytes
@@ -54,7 +53,7 @@ class Frame(NamedTuple):
 
 
 class Raw:
-    """A client that only knows frames."""
+    """A client that sends and receives bare protocol frames."""
 
     def __init__(self, address: int | Address, connect: dict[str, Any] | None = None) -> None:
         self.lines: list[str] = []
@@ -86,13 +85,13 @@ class Raw:
             self.send(f"PUB {to} {len(payload)}\r\n".encode() + payload + b"\r\n")
 
     def flush(self) -> None:
-        """Wait until the server has read everything."""
+        """Wait until the server has read everything sent so far."""
         count = self.lines.count("PONG")
         self.send(b"PING\r\n")
         self.wait(lambda: self.lines.count("PONG") > count)
 
     def wait(self, done: Callable[[], bool], timeout: float = TIMEOUT) -> bool:
-        """Read until `done`; `False` if the time was up first."""
+        """Read until `done()`, and return whether it was true in time."""
         end = time.monotonic() + timeout
         while not done() and not self.closed:
             left = end - time.monotonic()
@@ -128,7 +127,7 @@ class Raw:
             self.frames.append(Frame(arguments[0], block[:head], block[head:], reply))
 
     def ask(self, subject: str, payload: bytes = b"") -> Any:
-        """Return the answer, which is JSON, whatever else comes before it."""
+        """Send a request and return its JSON answer; other frames that arrive first are kept."""
         self.publish(subject, payload, reply="R.ask")
         assert self.wait(lambda: any(frame.subject == "R.ask" for frame in self.frames)), subject
         (answer,) = (frame for frame in self.frames if frame.subject == "R.ask")
@@ -140,7 +139,9 @@ class Raw:
 
 
 _TIME = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
-_REPLY = re.compile(r"(?<=\.)\d{19}(?=\.)|(?<=^\$JS\.FC\.S\.C\.).*")
+_NUMBERS = itertools.count(1)
+_REPLY_TIME = re.compile(r"(?<=\.)\d{19}(?=\.)")
+_FLOW_REPLY = re.compile(r"^(\$JS\.FC\.[^.]+\.[^.]+\.).*")
 _SUBSTITUTES = [
     (_TIME, b"<time>"),
     (re.compile(rb"\bN[A-Z2-7]{55}\b"), b"<server>"),
@@ -151,14 +152,14 @@ _SUBSTITUTES = [
 
 
 def normalise(data: bytes) -> bytes:
-    """Replace what two servers cannot have in common."""
+    """Replace times, ids and counts, which differ between two servers."""
     for pattern, substitute in _SUBSTITUTES:
         data = pattern.sub(substitute, data)
     return data
 
 
 def difference(real: list[Any], reference: list[Any]) -> str:
-    """Return the frames that differ, and of JSON only the fields that do."""
+    """Describe the frames that differ; for JSON, also the fields that differ."""
     lines = [f"{len(real)} replies of the real server, {len(reference)} of the reference server"]
     for theirs, ours in itertools.zip_longest(real, reference):
         if theirs == ours:
@@ -177,17 +178,18 @@ def difference(real: list[Any], reference: list[Any]) -> str:
 
 
 class Pair:
-    """Sends to both servers, and compares."""
+    """Two servers that get the same bytes; their replies must be equal."""
 
     def __init__(self, version: str, real: Address, reference: Address) -> None:
         self.version = version
+        self._number = next(_NUMBERS)
         self._addresses = (real, reference)
         self._count = itertools.count(1)
         self._barriers: dict[str, str] = {}
         self._history: list[str] = []
         self._created: Any = None
         self.hidden: set[tuple[str, str]] = set()
-        """Fields of objects in the replies that are not compared."""
+        """Fields that are not compared, each with the object in the reply that holds it."""
         self.quiet = 0.0
         """How long to wait for replies that no barrier can wait for, in seconds."""
         self._clients = [Raw(real), Raw(reference)]
@@ -203,23 +205,37 @@ class Pair:
             raw.close()
 
     def api(self, subject: str, request: object = None, *, header: bytes = b"", timeout: float = TIMEOUT) -> Any:
-        """Ask the JSON API, and return the decoded answer; `None` is none in time."""
+        """Ask the JSON API, and return the decoded answer; `None` if there is no answer in time."""
         payload = request if isinstance(request, bytes) else b"" if request is None else json.dumps(request).encode()
         frames = self.publish(f"$JS.API.{subject}", payload, header=header, wait=1, timeout=timeout)
-        # A consumer that waited may have delivered meanwhile.
+        # A waiting pull request may have got messages meanwhile.
         frames = [frame for frame in frames if frame.subject.startswith("R.")] or frames
         return frames[0].json if frames and frames[0].payload else frames[0] if frames else None
 
-    def stream(self, name: str = "S", **config: Any) -> Any:
-        """Create a stream on `s.>` unless other subjects are given."""
+    @property
+    def name(self) -> str:
+        """The name of the test's main stream."""
+        return self.named("S")
+
+    def named(self, prefix: str) -> str:
+        """Return the name of a stream of this test; no other test uses it.
+
+        A real server removes the folder of a deleted stream some time after its answer. A new stream of the same name
+        would lose its folder, or start with the old messages and consumers.
+        """
+        return f"{prefix}{self._number:04d}"
+
+    def stream(self, name: str = "", **config: Any) -> Any:
+        """Create the stream `name`; by default on `s.>`, or on the prefix of a name from `named`."""
+        name = name or self.name
         if not config.get("mirror") and not config.get("sources"):
-            config.setdefault("subjects", [f"{name.lower()}.>"])
+            config.setdefault("subjects", [f"{name.rstrip('0123456789').lower()}.>"])
         config.setdefault("storage", "memory")
         assert self.try_stream({"name": name, **config})
         return self._created
 
     def try_stream(self, config: dict[str, Any]) -> bool:
-        """Create a stream, and return whether the servers, which must agree, accepted it."""
+        """Create a stream, and return whether the servers accepted it; they must agree."""
         answer = self._created = self.create(config["name"], config)
         if "error" in answer:
             return False
@@ -229,10 +245,10 @@ class Pair:
         return True
 
     def create(self, name: str, config: dict[str, Any]) -> Any:
-        """Ask for a stream, and return what the servers, which must agree, answered.
+        """Create a stream, and return the answer of the servers; they must agree.
 
-        Right after a stream was deleted, its folder may still be there, or even come back to life; and a server removes
-        the folder of all streams with the last one in it, at its leisure, so that the next may find none.
+        A real server removes the folder of all streams some time after the last stream was deleted. A stream that is created
+        meanwhile may fail with error 10049, and is then tried again.
         """
         payload = json.dumps(config).encode()
         for raw in self._clients:
@@ -240,9 +256,7 @@ class Pair:
                 raw.frames.clear()
                 raw.publish(f"$JS.API.STREAM.CREATE.{name}", payload, reply="R.create")
                 raw.wait(lambda raw=raw: bool(raw.frames))
-                answer = raw.frames[0].json
-                no_store = answer.get("error", {}).get("err_code") == 10049
-                if attempt == 19 or not (no_store or answer.get("state", {}).get("messages")):
+                if attempt == 19 or raw.frames[0].json.get("error", {}).get("err_code") != 10049:
                     break
                 raw.publish(f"$JS.API.STREAM.DELETE.{name}", reply="R.delete")
                 raw.wait(lambda raw=raw: len(raw.frames) > 1)
@@ -258,14 +272,14 @@ class Pair:
         wait: int = 0,
         timeout: float = TIMEOUT,
     ) -> list[Frame]:
-        """Publish with a reply subject, and return what came to it.
+        """Publish with a reply subject, and return the replies.
 
         Args:
             subject: The subject.
             payload: The payload.
             header: The header block.
             reply: The last tokens of the reply subject.
-            wait: How many replies to wait for; 0 is as many as the streams send.
+            wait: How many replies to wait for; 0 waits for those that the streams send at once.
             timeout: How long, in seconds.
         """
         to = f"R.{next(self._count)}" if not reply else f"R.{reply}"
@@ -276,7 +290,7 @@ class Pair:
     def settle(self, *, wait: int = 0, timeout: float = TIMEOUT, what: str = "") -> list[Frame]:
         """Wait for replies and compare them; see `publish`."""
         found: list[list[Frame]] = []
-        # The reference server first: it does everything at once, so it says how much is to come from the other.
+        # The reference server answers at once, so its replies say how many to expect of the real server.
         if self.quiet:
             for raw in self._clients:
                 raw.flush()
@@ -306,8 +320,9 @@ class Pair:
         return found[1]
 
     def eventually(self, ask: Callable[[], object]) -> None:
-        """Ask until the servers agree: a real one's consumers hear of a message after it was acknowledged."""
-        for _ in range(20):
+        """Ask until the servers agree: a real server acknowledges a message before its consumers count it."""
+        end = time.monotonic() + TIMEOUT
+        while time.monotonic() < end:
             try:
                 ask()
             except pytest.fail.Exception:
@@ -317,7 +332,7 @@ class Pair:
         ask()
 
     def ask_until(self, subject: str, done: Callable[[Any], bool], payload: bytes = b"") -> Any:
-        """Ask each server until it says what it is to say; compare nothing, and return the last answer."""
+        """Ask each server until its answer satisfies `done`; compare nothing, and return the reference server's answer."""
         answer: Any = None
         for raw in self._clients:
             end = time.monotonic() + TIMEOUT
@@ -327,7 +342,7 @@ class Pair:
         return answer
 
     def compare_advisories(self) -> list[Frame]:
-        """Wait for what the reference server announced to come from the real one too."""
+        """Wait until the real server has sent as many advisories as the reference server, and compare them."""
         real, reference = self._clients
         count = len(reference.advisories)
         real.wait(lambda: len(real.advisories) + len(real.frames) >= count)
@@ -336,12 +351,12 @@ class Pair:
         return reference.advisories
 
     def raw(self, data: bytes) -> None:
-        """Send bytes to both."""
+        """Send bytes to both servers."""
         for raw in self._clients:
             raw.send(data)
 
     def fresh(self, **connect: Any) -> "list[Raw]":
-        """Open another connection to each, the real server's first."""
+        """Open another connection to each server; the real server's is the first."""
         return [Raw(address, connect) for address in self._addresses]
 
     def forget(self, name: str) -> None:
@@ -351,10 +366,15 @@ class Pair:
     def _shown(self, frame: Frame) -> tuple[str, bytes, object, str]:
         payload: Any = normalise(frame.payload)
         if frame.payload.startswith(b'{"type":"io.nats.'):
-            payload = json.loads(normalise(frame.payload))  # whose fields have no order that matters
+            payload = json.loads(normalise(frame.payload))  # the order of the fields is not compared
             for name, field in self.hidden:
                 payload.get(name, {}).pop(field, None)
-        return (frame.subject, normalise(frame.header), payload, _REPLY.sub("<x>", frame.reply))
+        return (
+            frame.subject,
+            normalise(frame.header),
+            payload,
+            _FLOW_REPLY.sub(r"\1<id>", _REPLY_TIME.sub("<time>", frame.reply)),
+        )
 
 
 def headers(**lines: object) -> bytes:
@@ -370,7 +390,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _parametrized(metafunc: pytest.Metafunc) -> set[str]:
-    """Return the names that a test's own marks give values to."""
+    """Return the argument names that the marks of a test parametrize."""
     names: set[str] = set()
     for mark in metafunc.definition.iter_markers("parametrize"):
         given = mark.args[0]
@@ -379,7 +399,7 @@ def _parametrized(metafunc: pytest.Metafunc) -> set[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With a container, leave out what does not run against it."""
+    """With a container, deselect the tests that do not use it."""
     if not config.getoption("--nats-image"):
         return
     folder = Path(__file__).parent
@@ -415,16 +435,16 @@ def servers(request: pytest.FixtureRequest) -> Iterator[Callable[[str], tuple[st
 
 
 def version_of(address: Address) -> str:
-    """Return the release that a server says it is."""
+    """Return the release that a server reports in INFO."""
     with socket.create_connection(address, timeout=TIMEOUT) as connection, connection.makefile("rb") as lines:
         found: str = json.loads(lines.readline().removeprefix(b"INFO "))["version"]
         return found
 
 
 def delete_streams(address: Address) -> None:
-    """Leave a server as it was started."""
+    """Delete all streams of a server."""
     raw = Raw(address)
-    # Not `R.>`: what the deleted consumers have to say to the last test is not meant here, nor this for the next one.
+    # Not `R.>`: deleted consumers may still send to the inbox of the last test, and the next test uses it as well.
     raw.send(b"SUB deleter.> 1\r\n")
     raw.publish("$JS.API.STREAM.NAMES", reply="deleter.names")
     assert raw.wait(lambda: bool(raw.frames))
@@ -465,17 +485,17 @@ def newest(request: pytest.FixtureRequest, servers: Callable[[str], tuple[str, A
 
 @pytest.fixture(name="headers")
 def headers_fixture() -> Callable[..., bytes]:
-    """The maker of header blocks."""
+    """The function that builds header blocks."""
     return headers
 
 
 @pytest.fixture
 def raw_client() -> type[Raw]:
-    """The client that only knows frames."""
+    """The class of bare protocol clients."""
     return Raw
 
 
 @pytest.fixture(name="make_pair")
 def make_pair_fixture() -> Callable[..., Iterator[Pair]]:
-    """The maker of pairs, for a release that the suite does not run everywhere."""
+    """The function that makes pairs, for a release that is not in `VERSIONS`."""
     return make_pair

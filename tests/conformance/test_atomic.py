@@ -17,7 +17,7 @@ def lines(batch: str = "b", seq: object = 1, commit: str | None = None, **more: 
 
 @pytest.fixture
 def batches(pair: Any, headers: Any) -> Any:
-    """Send a batch of header lines and see the stream afterwards."""
+    """Send messages with these header lines, then compare the stream and the advisories."""
 
     def run(*messages: dict[str, object], **config: Any) -> None:
         if pair.since("2.12.0"):
@@ -30,11 +30,13 @@ def batches(pair: Any, headers: Any) -> Any:
         pair.raw(b"SUB $JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED.> 2\r\n")
         for index, each in enumerate(messages):
             more = dict(each)
+            if more.get("Nats_Expected_Stream") == "S":
+                more["Nats_Expected_Stream"] = pair.name
             subject = str(more.pop("subject", f"s.{index}"))
             pair.publish(subject, f"m{index}".encode(), header=headers(**more))
-        pair.api("STREAM.INFO.S")
+        pair.api(f"STREAM.INFO.{pair.name}")
         if pair.since("2.11.0"):
-            pair.publish("$JS.API.DIRECT.GET.S", b'{"batch":20,"seq":1}', wait=1)
+            pair.publish(f"$JS.API.DIRECT.GET.{pair.name}", b'{"batch":20,"seq":1}', wait=1)
         pair.compare_advisories()
 
     return run
@@ -98,14 +100,14 @@ ONE = {"Nats_Msg_Id": "one"}
     ],
     ids=str,
 )
-def test_sequences_of_messages(batches: Any, messages: list[dict[str, object]]) -> None:
+def test_batches_are_stored_or_refused_alike(batches: Any, messages: list[dict[str, object]]) -> None:
     batches(*messages)
 
 
 @pytest.mark.parametrize(
     "rollups", [("sub", None), (None, "sub"), ("all", None), (None, "all"), ("odd", None)], ids=str
 )
-def test_rollups(batches: Any, rollups: tuple[str | None, str | None]) -> None:
+def test_rollups_in_a_batch_are_checked(batches: Any, rollups: tuple[str | None, str | None]) -> None:
     first, second = ({} if value is None else {"Nats_Rollup": value} for value in rollups)
     same = {"subject": "s.a"}
     batches(ONE | same, lines(**first, **same), lines(seq=2, commit="1", **second, **same), allow_rollup_hdrs=True)
@@ -127,14 +129,14 @@ def test_rollups(batches: Any, rollups: tuple[str | None, str | None]) -> None:
     ],
     ids=str,
 )
-def test_configurations(batches: Any, pair: Any, config: dict[str, Any]) -> None:
+def test_batch_respects_the_stream_configuration(batches: Any, pair: Any, config: dict[str, Any]) -> None:
     same = {"subject": "s.a"}
     batches(
         ONE, lines(Nats_TTL=5 if "allow_msg_ttl" in config else 0, **same), lines(seq=2, commit="1", **same), **config
     )
 
 
-def test_too_many_in_flight(pair: Any, headers: Any) -> None:
+def test_batch_above_the_limit_of_open_batches_is_refused(pair: Any, headers: Any) -> None:
     pair.stream(allow_atomic=True)
     for index in range(51):
         pair.publish("s.a", header=headers(**lines(f"b{index}")))
@@ -143,7 +145,7 @@ def test_too_many_in_flight(pair: Any, headers: Any) -> None:
     pair.publish("s.a", header=headers(**lines("extra", 1, "1")))
 
 
-def test_too_many_messages(newest: Any, headers: Any) -> None:
+def test_batch_above_1000_messages_is_refused(newest: Any, headers: Any) -> None:
     newest.stream(allow_atomic=True)
     newest.raw(b"SUB $JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED.> 2\r\n")
     for batch, commit in (("a", "eob"), ("b", None)):
@@ -153,21 +155,21 @@ def test_too_many_messages(newest: Any, headers: Any) -> None:
         newest.publish("s.a", header=headers(**lines(batch, 1001, commit)))
 
 
-def test_a_batch_that_is_switched_off(newest: Any, headers: Any) -> None:
+def test_disabling_atomic_publish_ends_the_open_batch(newest: Any, headers: Any) -> None:
     newest.stream(allow_atomic=True)
     newest.publish("s.a", header=headers(**lines()))
-    newest.api("STREAM.UPDATE.S", {"name": "S", "subjects": ["s.>"], "storage": "memory"})
+    newest.api(f"STREAM.UPDATE.{newest.name}", {"name": newest.name, "subjects": ["s.>"], "storage": "memory"})
     newest.publish("s.a", header=headers(**lines(seq=2, commit="1")))
 
 
-def test_an_end_outside_the_stream(newest: Any, headers: Any) -> None:
+def test_end_of_batch_on_another_stream_does_not_commit(newest: Any, headers: Any) -> None:
     newest.stream(allow_atomic=True)
     newest.publish("s.a", header=headers(**lines()))
     newest.publish("elsewhere", header=headers(**lines(seq=2, commit="eob")), wait=1)
     newest.publish("s.a", header=headers(**lines(seq=2, commit="eob")))
 
 
-def test_the_idle_timeout(raw_client: Any, headers: Any) -> None:
+def test_idle_batch_is_abandoned_after_its_timeout(raw_client: Any, headers: Any) -> None:
     config = "jetstream { limits { batch { timeout: 1s } } }"
     with NatsServer(config=config) as server, ReferenceServer(limits=Limits(batch_timeout=1.0)) as reference:
         told = []
@@ -179,7 +181,7 @@ def test_the_idle_timeout(raw_client: Any, headers: Any) -> None:
             began = time.monotonic()
             raw.publish("s", header=headers(**lines()), reply="R.1")
             raw.wait(lambda raw=raw: len(raw.frames) == 3)
-            assert 0.8 < time.monotonic() - began < 8  # 10 s is what it would be otherwise
+            assert 0.8 < time.monotonic() - began < 8  # the default timeout is 10 s
             told.append([set(raw.frames[2].json), raw.frames[2].json["reason"], raw.frames[1:2]])
             raw.close()
         assert told[0] == told[1]

@@ -1,4 +1,4 @@
-"""How far a consumer is, where messages go before it comes to them, and acks come before their time."""
+"""The position of a consumer after purges, deletions, and acknowledgements that come too early."""
 
 import sys
 from pathlib import Path
@@ -30,49 +30,50 @@ PURGES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("taken", [0, 2])
 @pytest.mark.parametrize("pattern", ["", "s.a", "s.*"])
 @pytest.mark.parametrize("storage", ["memory", "file"])
-def test_a_purge(pair: Any, storage: str, pattern: str, taken: int, purge: dict[str, Any]) -> None:
+def test_purge_moves_the_consumer(pair: Any, storage: str, pattern: str, taken: int, purge: dict[str, Any]) -> None:
     if not pair.since("2.11.0"):
-        # There it is the last sequence that was looked at.
+        # 2.10 reports the last sequence that it examined.
         pair.hidden |= {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
     if not pair.since("2.14.0"):
-        pair.hidden.add(("ack_floor", "last_active"))  # either of two ways to hear of it may win there
+        pair.hidden.add(("ack_floor", "last_active"))  # older releases notify the consumer in two ways, in either order
     pair.stream(storage=storage, max_msgs=5)
     create(pair, filter_subject=pattern)
     for subject in ("s.a", "s.b", "s.a"):
         pair.publish(subject)
+    pair.eventually(lambda: info(pair))  # until the consumers count all three messages as pending
     if taken:
         pull(pair, {"batch": taken, "no_wait": True}, wait=taken)
     for subject in ("s.b", "s.a", "s.b", "s.a"):
         pair.publish(subject)
-    pair.api("STREAM.PURGE.S", purge)
+    pair.api(f"STREAM.PURGE.{pair.name}", purge)
     pair.eventually(lambda: info(pair))
     pull(pair, {"batch": 4, "no_wait": True})
     pair.eventually(lambda: info(pair))
 
 
-def test_the_last_of_each_subject_where_one_of_them_is_gone(pair: Any) -> None:
+def test_last_per_subject_waits_at_a_deleted_message(pair: Any) -> None:
     pair.stream()
     for subject in ("s.a", "s.b"):
         pair.publish(subject)
     create(pair, deliver_policy="last_per_subject", filter_subject="s.*")
-    pair.api("STREAM.PURGE.S", {"filter": "s.a"})
-    pull(pair, {"batch": 1}, wait=0)  # finds the hole, and waits for something to happen
-    assert len(pair.publish("s.b", wait=2)) == 2  # the ack, and what was pulled
+    pair.api(f"STREAM.PURGE.{pair.name}", {"filter": "s.a"})
+    pull(pair, {"batch": 1}, wait=0)  # finds the deleted message, and waits for the next event
+    assert len(pair.publish("s.b", wait=2)) == 2  # the ack and the pulled message
     info(pair)
 
 
 @pytest.mark.parametrize("storage", ["memory", "file"])
-def test_how_far_it_looked_for_messages_that_are_gone(pair: Any, storage: str) -> None:
+def test_request_passes_deleted_messages(pair: Any, storage: str) -> None:
     pair.hidden |= set() if pair.since("2.11.0") else {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
     pair.stream(storage=storage)
     pair.publish("s.a")
     create(pair)
-    pair.api("STREAM.MSG.DELETE.S", {"seq": 1, "no_erase": True})
+    pair.api(f"STREAM.MSG.DELETE.{pair.name}", {"seq": 1, "no_erase": True})
     pull(pair, {"batch": 1}, wait=0)
     pair.eventually(lambda: info(pair))
 
 
-def test_an_ack_before_its_delivery(pair: Any) -> None:
+def test_ack_before_the_delivery(pair: Any) -> None:
     pair.stream()
     create(pair, ack_policy="all")
     for _ in range(3):
@@ -87,12 +88,12 @@ def test_an_ack_before_its_delivery(pair: Any) -> None:
 @pytest.mark.parametrize("word", [b"", b"-NAK", b"+TERM"], ids=str)
 @pytest.mark.parametrize("policy", ["all", "explicit"])
 @pytest.mark.parametrize("storage", ["memory", "file"])
-def test_an_ack_before_its_start(pair: Any, storage: str, policy: str, word: bytes) -> None:
+def test_ack_below_the_start_of_the_consumer(pair: Any, storage: str, policy: str, word: bytes) -> None:
     pair.hidden |= set() if pair.since("2.11.0") else {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
     pair.stream(storage=storage)
     for _ in range(3):
         pair.publish("s.a")
-    pair.api("STREAM.PURGE.S", {"seq": 3})
+    pair.api(f"STREAM.PURGE.{pair.name}", {"seq": 3})
     create(pair, ack_policy=policy)
     for seq in (1, 2):
         ack(pair, seq, word, delivery=1)

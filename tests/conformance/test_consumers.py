@@ -80,37 +80,46 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 ]
 
 
-def test_configurations(stream: Any) -> None:
+def test_consumer_configurations_are_checked_alike(stream: Any) -> None:
     for config in CONFIGURATIONS:
         create(stream, **config)
         if config.get("durable_name") != "other":
             info(stream)
-        stream.api("CONSUMER.LIST.S")
-        stream.api("CONSUMER.DELETE.S.C")
+        stream.api(f"CONSUMER.LIST.{stream.name}")
+        stream.api(f"CONSUMER.DELETE.{stream.name}.C")
 
 
-def test_requests_of_the_api(stream: Any) -> None:
-    plain = {"stream_name": "S", "config": {"ack_policy": "explicit", "durable_name": "C"}}
-    stream.api("CONSUMER.DURABLE.CREATE.S.C", plain)
-    stream.api("CONSUMER.DURABLE.CREATE.S.D", plain)
-    stream.api("CONSUMER.DURABLE.CREATE.S.C", {"stream_name": "S", "config": {}})
-    stream.api("CONSUMER.CREATE.S", plain)
+def test_consumer_api_requests_are_answered_alike(stream: Any) -> None:
+    plain = {"stream_name": stream.name, "config": {"ack_policy": "explicit", "durable_name": "C"}}
+    stream.api(f"CONSUMER.DURABLE.CREATE.{stream.name}.C", plain)
+    stream.api(f"CONSUMER.DURABLE.CREATE.{stream.name}.D", plain)
+    stream.api(f"CONSUMER.DURABLE.CREATE.{stream.name}.C", {"stream_name": stream.name, "config": {}})
+    stream.api(f"CONSUMER.CREATE.{stream.name}", plain)
     stream.api("CONSUMER.CREATE.T.C", plain)
     stream.api("CONSUMER.CREATE.T.C", {**plain, "stream_name": "T"})
-    stream.api("CONSUMER.CREATE.S.C.s.a", plain)
-    stream.api("CONSUMER.CREATE.S.E.s.a", {"stream_name": "S", "config": {"name": "E", "filter_subject": "s.a"}})
-    stream.api("CONSUMER.CREATE.S.E.s.a", {"stream_name": "S", "config": {"name": "E", "filter_subjects": ["s.a"]}})
-    stream.api("CONSUMER.CREATE.S.C", {**plain, "action": "create"})
-    stream.api("CONSUMER.CREATE.S.F", {"stream_name": "S", "config": {"durable_name": "F"}, "action": "update"})
-    stream.api("CONSUMER.NAMES.S")
-    stream.api("CONSUMER.NAMES.S", {"offset": 1})
+    stream.api(f"CONSUMER.CREATE.{stream.name}.C.s.a", plain)
+    stream.api(
+        f"CONSUMER.CREATE.{stream.name}.E.s.a",
+        {"stream_name": stream.name, "config": {"name": "E", "filter_subject": "s.a"}},
+    )
+    stream.api(
+        f"CONSUMER.CREATE.{stream.name}.E.s.a",
+        {"stream_name": stream.name, "config": {"name": "E", "filter_subjects": ["s.a"]}},
+    )
+    stream.api(f"CONSUMER.CREATE.{stream.name}.C", {**plain, "action": "create"})
+    stream.api(
+        f"CONSUMER.CREATE.{stream.name}.F",
+        {"stream_name": stream.name, "config": {"durable_name": "F"}, "action": "update"},
+    )
+    stream.api(f"CONSUMER.NAMES.{stream.name}")
+    stream.api(f"CONSUMER.NAMES.{stream.name}", {"offset": 1})
     stream.api("CONSUMER.NAMES.nope")
-    stream.api("CONSUMER.LIST.S", {"offset": 1})
-    stream.api("CONSUMER.INFO.S.nope")
+    stream.api(f"CONSUMER.LIST.{stream.name}", {"offset": 1})
+    stream.api(f"CONSUMER.INFO.{stream.name}.nope")
     stream.api("CONSUMER.INFO.nope.C")
-    stream.api("CONSUMER.DELETE.S.C")
-    stream.api("CONSUMER.DELETE.S.C")
-    stream.api("CONSUMER.NAMES.S")
+    stream.api(f"CONSUMER.DELETE.{stream.name}.C")
+    stream.api(f"CONSUMER.DELETE.{stream.name}.C")
+    stream.api(f"CONSUMER.NAMES.{stream.name}")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +137,7 @@ def test_requests_of_the_api(stream: Any) -> None:
     ],
     ids=str,
 )
-def test_updates(stream: Any, change: dict[str, Any]) -> None:
+def test_consumer_updates_are_checked_alike(stream: Any, change: dict[str, Any]) -> None:
     create(stream)
     create(stream, **change)
     info(stream)
@@ -148,14 +157,14 @@ def test_updates(stream: Any, change: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_pull_requests(stream: Any, requests: list[tuple[object, int]]) -> None:
+def test_pull_requests_get_the_same_replies(stream: Any, requests: list[tuple[object, int]]) -> None:
     create(stream)
     for request, replies in requests:
         pull(stream, request, wait=replies)
         info(stream)
 
 
-def test_a_waiting_request_gets_what_comes(pair: Any) -> None:
+def test_waiting_pull_request_gets_new_messages(pair: Any) -> None:
     pair.stream()
     create(pair, filter_subject="s.a")
     assert pull(pair, {"batch": 2, "expires": 5 * SECOND}, wait=0) == []
@@ -167,7 +176,7 @@ def test_a_waiting_request_gets_what_comes(pair: Any) -> None:
     info(pair)
 
 
-def test_a_request_with_heartbeats(newest: Any) -> None:
+def test_pull_request_gets_heartbeats_until_it_expires(newest: Any) -> None:
     newest.stream()
     create(newest)
     newest.quiet = 0.7
@@ -176,7 +185,7 @@ def test_a_request_with_heartbeats(newest: Any) -> None:
 
 
 @pytest.mark.parametrize("config", [{}, {"deliver_policy": "last"}], ids=str)
-def test_a_message_that_is_too_large_for_a_request_goes_to_the_next_one(stream: Any, config: dict[str, Any]) -> None:
+def test_message_too_large_for_a_request_goes_to_the_next_one(stream: Any, config: dict[str, Any]) -> None:
     create(stream, **config)
     pull(stream, {"batch": 3, "max_bytes": 10})
     info(stream)
@@ -185,21 +194,21 @@ def test_a_message_that_is_too_large_for_a_request_goes_to_the_next_one(stream: 
     info(stream)
 
 
-def test_a_first_message_of_its_subject_that_is_too_large_is_lost(newest: Any) -> None:
+def test_last_per_subject_loses_a_message_too_large_for_a_request(newest: Any) -> None:
     newest.stream()
     for subject in ("s.a", "s.b"):
         newest.publish(subject, b"x")
     create(newest, deliver_policy="last_per_subject", filter_subject="s.*")
     pull(newest, {"batch": 1, "max_bytes": 10})
-    # What is pending is another number on a real server, in the replies too: it goes on counting the lost message.
+    # The numbers of pending messages differ, in the replies as well: a real server still counts the lost message.
     for raw in newest._clients:
-        raw.publish("$JS.API.CONSUMER.MSG.NEXT.S.C", b'{"batch":2,"expires":200000000}', reply="R.last")
+        raw.publish(f"$JS.API.CONSUMER.MSG.NEXT.{newest.name}.C", b'{"batch":2,"expires":200000000}', reply="R.last")
         assert raw.wait(lambda raw=raw: bool(raw.frames) and raw.frames[-1].status.startswith("408"))
         assert [each.subject for each in raw.frames] == ["s.b", "R.last"]
         raw.frames.clear()
 
 
-def test_limits_of_requests(stream: Any) -> None:
+def test_pull_request_above_a_limit_is_refused(stream: Any) -> None:
     create(stream, max_batch=2, max_expires=SECOND, max_bytes=100, max_waiting=1)
     pull(stream, {"batch": 3})
     pull(stream, {"batch": 1, "expires": 5 * SECOND})
@@ -207,7 +216,7 @@ def test_limits_of_requests(stream: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", ["explicit", "all", "none"])
-def test_acknowledgements(stream: Any, policy: str) -> None:
+def test_acknowledgements_change_the_same_state(stream: Any, policy: str) -> None:
     create(stream, ack_policy=policy)
     pull(stream, {"batch": 6, "no_wait": True}, wait=6)
     info(stream)
@@ -224,25 +233,25 @@ def test_acknowledgements(stream: Any, policy: str) -> None:
         ack(stream, seq, word)
         info(stream)
     ack(stream, 6, b"+NXT")
-    stream.api("STREAM.INFO.S")
+    stream.api(f"STREAM.INFO.{stream.name}")
 
 
 @pytest.mark.parametrize("version", ["2.10.26", "2.12.8", "2.15.1"])
-def test_naks_and_redelivery(stream: Any) -> None:
+def test_naks_and_timeouts_redeliver(stream: Any) -> None:
     create(stream, ack_wait=SECOND // 2, max_deliver=3)
     pull(stream, {"batch": 2, "no_wait": True}, wait=2)
     ack(stream, 1, b"-NAK")
     pull(stream, {"batch": 1, "no_wait": True})
     ack(stream, 2, b'-NAK {"delay": 100000000}')
-    time.sleep(0.25)  # the delay is over, and what waits for its acknowledgement is still waited for
+    time.sleep(0.25)  # longer than the delay, shorter than ack_wait
     pull(stream, {"batch": 1, "no_wait": True})
     info(stream)
-    time.sleep(0.8)  # no acknowledgement is waited for any more
+    time.sleep(0.8)  # longer than ack_wait
     pull(stream, {"batch": 10, "no_wait": True}, wait=6)
     info(stream)
 
 
-def test_a_message_is_delivered_so_many_times(newest: Any) -> None:
+def test_delivery_ends_at_max_deliver_with_an_advisory(newest: Any) -> None:
     newest.stream()
     newest.publish("s.a", b"x")
     newest.raw(b"SUB $JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.> 2\r\n")
@@ -255,7 +264,7 @@ def test_a_message_is_delivered_so_many_times(newest: Any) -> None:
     newest.compare_advisories()
 
 
-def test_backoff(newest: Any) -> None:
+def test_backoff_sets_the_times_of_redelivery(newest: Any) -> None:
     newest.stream()
     newest.publish("s.a", b"x")
     create(newest, backoff=[SECOND // 5, SECOND // 2], max_deliver=4)
@@ -265,7 +274,7 @@ def test_backoff(newest: Any) -> None:
     info(newest)
 
 
-def test_max_ack_pending(stream: Any) -> None:
+def test_max_ack_pending_stops_delivery_until_an_ack(stream: Any) -> None:
     create(stream, max_ack_pending=2)
     pull(stream, {"batch": 4, "expires": 5 * SECOND}, wait=2)
     info(stream)
@@ -290,9 +299,9 @@ def test_max_ack_pending(stream: Any) -> None:
     ],
     ids=str,
 )
-def test_push(stream: Any, config: dict[str, Any]) -> None:
+def test_push_consumer_delivers_the_same_messages(stream: Any, config: dict[str, Any]) -> None:
     if "filter_subjects" in config and not stream.since("2.11.0"):
-        # There it is the last sequence that was looked at.
+        # 2.10 reports the last sequence that it examined.
         stream.hidden |= {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
     stream.raw(b"SUB Q.out 7\r\n")
     create(stream, deliver_subject="Q.out", **config)
@@ -304,7 +313,7 @@ def test_push(stream: Any, config: dict[str, Any]) -> None:
     pull(stream, b"1")
 
 
-def test_push_waits_for_a_listener(stream: Any) -> None:
+def test_push_consumer_waits_for_a_subscriber(stream: Any) -> None:
     create(stream, deliver_subject="Q.out")
     info(stream)
     stream.raw(b"SUB Q.out 7\r\n")
@@ -315,7 +324,7 @@ def test_push_waits_for_a_listener(stream: Any) -> None:
     info(stream)
 
 
-def test_push_heartbeats(newest: Any) -> None:
+def test_idle_push_consumer_sends_heartbeats(newest: Any) -> None:
     newest.stream()
     newest.publish("s.a", b"x")
     newest.raw(b"SUB Q.out 7\r\n")
@@ -324,30 +333,30 @@ def test_push_heartbeats(newest: Any) -> None:
     newest.settle()
 
 
-def test_deletion(stream: Any) -> None:
+def test_deleting_a_consumer_ends_its_pull_requests(stream: Any) -> None:
     create(stream)
     pull(stream, {"batch": 9, "expires": 5 * SECOND}, wait=6)
-    stream.api("CONSUMER.DELETE.S.C")
+    stream.api(f"CONSUMER.DELETE.{stream.name}.C")
     pull(stream)
     pull(stream, name="nope")
 
 
-def test_an_ephemeral_goes_when_nobody_listens(newest: Any) -> None:
+def test_ephemeral_consumer_without_subscriber_is_deleted(newest: Any) -> None:
     newest.stream()
     create(newest, name="E", durable_name="", deliver_subject="Q.out", inactive_threshold=SECOND // 5)
-    assert newest.api("CONSUMER.NAMES.S")["consumers"] == ["E"]
-    newest.ask_until("$JS.API.CONSUMER.NAMES.S", lambda answer: not answer["consumers"])
-    assert not newest.api("CONSUMER.NAMES.S")["consumers"]
+    assert newest.api(f"CONSUMER.NAMES.{newest.name}")["consumers"] == ["E"]
+    newest.ask_until(f"$JS.API.CONSUMER.NAMES.{newest.name}", lambda answer: not answer["consumers"])
+    assert not newest.api(f"CONSUMER.NAMES.{newest.name}")["consumers"]
 
 
-def test_messages_that_go_away(stream: Any) -> None:
+def test_removed_messages_are_no_longer_pending(stream: Any) -> None:
     create(stream)
     pull(stream, {"batch": 3, "no_wait": True}, wait=3)
-    stream.api("STREAM.MSG.DELETE.S", {"seq": 2})
+    stream.api(f"STREAM.MSG.DELETE.{stream.name}", {"seq": 2})
     info(stream)
-    stream.api("STREAM.PURGE.S", {"filter": "s.a"})
+    stream.api(f"STREAM.PURGE.{stream.name}", {"filter": "s.a"})
     info(stream)
-    stream.api("STREAM.PURGE.S")
+    stream.api(f"STREAM.PURGE.{stream.name}")
     info(stream)
     stream.publish("s.a", b"new")
     pull(stream)
@@ -355,7 +364,7 @@ def test_messages_that_go_away(stream: Any) -> None:
 
 
 @pytest.mark.parametrize("retention", ["workqueue", "interest"])
-def test_retention(pair: Any, retention: str) -> None:
+def test_message_is_removed_when_no_consumer_needs_it(pair: Any, retention: str) -> None:
     pair.stream(retention=retention)
     create(pair, filter_subject="s.a")
     create(pair, "D", filter_subject="s.a")
@@ -363,23 +372,23 @@ def test_retention(pair: Any, retention: str) -> None:
     create(pair, "F", filter_subject="s.b", ack_policy="none")
     for subject in ("s.a", "s.b", "s.c", "s.a"):
         pair.publish(subject, b"x")
-    pair.api("STREAM.INFO.S", {"deleted_details": True})
+    pair.api(f"STREAM.INFO.{pair.name}", {"deleted_details": True})
     pull(pair, {"batch": 5, "no_wait": True}, wait=2)
     ack(pair, 1)
-    pair.api("STREAM.INFO.S", {"deleted_details": True})
-    for name in pair.api("CONSUMER.NAMES.S")["consumers"]:
-        pair.api(f"CONSUMER.DELETE.S.{name}")
+    pair.api(f"STREAM.INFO.{pair.name}", {"deleted_details": True})
+    for name in pair.api(f"CONSUMER.NAMES.{pair.name}")["consumers"]:
+        pair.api(f"CONSUMER.DELETE.{pair.name}.{name}")
     pair.settle()
-    pair.api("STREAM.INFO.S", {"deleted_details": True})
+    pair.api(f"STREAM.INFO.{pair.name}", {"deleted_details": True})
 
 
-def test_pause(newest: Any) -> None:
+def test_pause_until_a_past_time_does_not_pause(newest: Any) -> None:
     newest.stream()
     newest.publish("s.a", b"x")
     create(newest)
-    assert newest.api("CONSUMER.PAUSE.S.C", {"pause_until": "2020-01-01T00:00:00Z"})["paused"] is False
-    newest.api("CONSUMER.PAUSE.S.C", {})
-    newest.api("CONSUMER.PAUSE.S.nope", {})
+    assert newest.api(f"CONSUMER.PAUSE.{newest.name}.C", {"pause_until": "2020-01-01T00:00:00Z"})["paused"] is False
+    newest.api(f"CONSUMER.PAUSE.{newest.name}.C", {})
+    newest.api(f"CONSUMER.PAUSE.{newest.name}.nope", {})
 
 
 RESETS: list[object] = [
@@ -397,20 +406,20 @@ RESETS: list[object] = [
 
 
 @pytest.mark.parametrize("policy", ["explicit", "all"])
-def test_reset(stream: Any, policy: str) -> None:
+def test_reset_changes_the_same_state(stream: Any, policy: str) -> None:
     if not stream.since("2.14.0"):
-        assert stream.api("CONSUMER.RESET.S.C", timeout=0.05) is None
+        assert stream.api(f"CONSUMER.RESET.{stream.name}.C", timeout=0.05) is None
         return
     for request in RESETS:
         create(stream, ack_policy=policy)
         pull(stream, {"batch": 4, "no_wait": True}, wait=4)
         for seq in (1, 2, 4):
             ack(stream, seq)
-        stream.api("CONSUMER.RESET.S.C", request)
+        stream.api(f"CONSUMER.RESET.{stream.name}.C", request)
         info(stream)
         pull(stream, {"batch": 2, "no_wait": True})
         info(stream)
-        stream.api("CONSUMER.DELETE.S.C")
+        stream.api(f"CONSUMER.DELETE.{stream.name}.C")
 
 
 @pytest.mark.parametrize(
@@ -424,20 +433,20 @@ def test_reset(stream: Any, policy: str) -> None:
     ],
     ids=str,
 )
-def test_reset_of_other_consumers(stream: Any, config: dict[str, Any], headers: Any) -> None:
+def test_reset_respects_the_deliver_policy(stream: Any, config: dict[str, Any], headers: Any) -> None:
     stream.raw(b"SUB Q.out 7\r\n")
     create(stream, **config)
     if not stream.since("2.14.0"):
-        assert stream.api("CONSUMER.RESET.S.C", {"seq": 2}, timeout=0.05) is None
+        assert stream.api(f"CONSUMER.RESET.{stream.name}.C", {"seq": 2}, timeout=0.05) is None
         return
     for request in ({"seq": 2}, {"seq": 3}, {"seq": 5}, b""):
-        stream.api("CONSUMER.RESET.S.C", request)
+        stream.api(f"CONSUMER.RESET.{stream.name}.C", request)
         info(stream)
-    stream.api("CONSUMER.RESET.S.C", header=headers(Nats_Required_Api_Level=99))
-    stream.api("CONSUMER.RESET.S.nope", timeout=0.05)
+    stream.api(f"CONSUMER.RESET.{stream.name}.C", header=headers(Nats_Required_Api_Level=99))
+    stream.api(f"CONSUMER.RESET.{stream.name}.nope", timeout=0.05)
 
 
-def test_acknowledging_by_flow_control(newest: Any, headers: Any) -> None:
+def test_flow_control_acks_limit_delivery(newest: Any, headers: Any) -> None:
     newest.stream()
     newest.raw(b"SUB Q.out 7\r\n")
     create(newest, ack_policy="flow_control", deliver_subject="Q.out", max_ack_pending=2)

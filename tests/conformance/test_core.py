@@ -1,4 +1,4 @@
-"""Core NATS: greeting, subscriptions, queue groups, errors."""
+"""Core NATS: INFO, subscriptions, queue groups, errors."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 
 def both(pair: Any, data: bytes, *, lines: int = 0, **connect: Any) -> tuple[Any, Any]:
-    """Send to a fresh connection of each, and return them after a PONG, or the end of the connection."""
+    """Send to a new connection of each server; return the connections after a PONG or their end."""
     clients = pair.fresh(**connect)
     for raw in clients:
         raw.send(data + b"PING\r\n")
@@ -16,7 +16,7 @@ def both(pair: Any, data: bytes, *, lines: int = 0, **connect: Any) -> tuple[Any
 
 
 def shown(raw: Any) -> tuple[list[str], list[Any]]:
-    """What a connection got, but for the greeting."""
+    """Return everything that a connection received, except INFO."""
     return [line for line in raw.lines if not line.startswith("INFO")], raw.frames
 
 
@@ -31,7 +31,7 @@ def same(pair: Any, data: bytes, **connect: Any) -> tuple[list[str], list[Any]]:
         reference.close()
 
 
-def test_the_greeting_has_the_fields_of_the_release(pair: Any) -> None:
+def test_info_has_the_fields_of_the_release(pair: Any) -> None:
     real, reference = both(pair, b"")
     infos = []
     for raw in (real, reference):
@@ -77,7 +77,7 @@ def test_the_greeting_has_the_fields_of_the_release(pair: Any) -> None:
         b"SUB foo 1\r\nUNSUB 1 -3\r\nPUB foo 1\r\nx\r\n",
     ],
 )
-def test_commands(newest: Any, data: bytes) -> None:
+def test_commands_get_the_same_answers(newest: Any, data: bytes) -> None:
     same(newest, data)
 
 
@@ -99,29 +99,29 @@ def test_commands(newest: Any, data: bytes) -> None:
         b"CONNECT " + b"[" * 3000 + b"\r\n",
     ],
 )
-def test_what_ends_a_connection(newest: Any, data: bytes) -> None:
+def test_protocol_violation_ends_the_connection(newest: Any, data: bytes) -> None:
     (lines, _) = same(newest, data)
     assert "PONG" not in lines
 
 
-def test_without_echo_a_connection_does_not_hear_itself(newest: Any) -> None:
+def test_client_without_echo_does_not_get_its_own_messages(newest: Any) -> None:
     assert same(newest, b"SUB foo 1\r\nPUB foo 1\r\nx\r\n", echo=False) == (["PONG"], [])
 
 
-def test_without_no_responders_silence(newest: Any) -> None:
+def test_client_without_no_responders_gets_no_503(newest: Any) -> None:
     assert same(newest, b"SUB r 1\r\nPUB nobody r 1\r\nx\r\n", no_responders=False) == (["PONG"], [])
 
 
-def test_without_headers_a_message_loses_them(newest: Any) -> None:
+def test_client_without_headers_support_gets_plain_messages(newest: Any) -> None:
     data = b"SUB foo 1\r\nPUB foo 1\r\nx\r\n"
     same(newest, data, headers=False, no_responders=False)
 
 
-def test_verbose(newest: Any) -> None:
+def test_verbose_client_gets_an_ok_for_each_command(newest: Any) -> None:
     same(newest, b"SUB foo 1\r\nPUB foo 1\r\nx\r\nUNSUB 1\r\n", verbose=True)
 
 
-def test_pedantic(newest: Any) -> None:
+def test_pedantic_client_may_not_publish_to_a_wildcard(newest: Any) -> None:
     same(newest, b"PUB foo.* 1\r\nx\r\nPUB foo 1\r\nx\r\n", pedantic=True)
 
 
@@ -130,7 +130,7 @@ def test_no_responders_names_the_subject_in_newer_releases(pair: Any) -> None:
     assert frame.status == "503"
 
 
-def test_a_queue_group_gets_each_message_once(newest: Any) -> None:
+def test_queue_group_gets_each_message_once(newest: Any) -> None:
     for raw in newest.fresh():
         for sid in range(3):
             raw.send(f"SUB work g {sid}\r\nSUB work other {sid + 10}\r\n".encode())

@@ -1,7 +1,7 @@
 """Random commands to a real server and to the reference server, every reply compared.
 
-The number of sequences is `JETSTREAM_EXT_DIFFERENTIAL` (300 unless set; then always the same ones, so that a
-change that has nothing to do with them cannot fail on them). `python -m nox -s full -- differential` tries 10,000.
+`JETSTREAM_EXT_DIFFERENTIAL` sets the number of sequences. Without it, the tests run the same 300 sequences every time, so
+that an unrelated change cannot fail. `python -m nox -s full -- differential` tries 10,000.
 """
 
 import json
@@ -23,12 +23,12 @@ sequences = st.integers(0, 9)
 subjects = st.sampled_from(["s.a", "s.b", "s.c.d"])
 patterns = st.sampled_from(["s.a", "s.b", "s.*", "s.>", ">", "zz", "s.c.d"])
 payloads = st.sampled_from([b"", b"x", b"x" * 30])
-# Before and after everything: what is between cannot be the same on two servers.
+# Before and after all messages: stored times differ between two servers.
 instants = st.sampled_from(["2020-01-01T00:00:00Z", "2100-01-01T00:00:00+01:00", "x"])
 
 
 def some(**choices: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Return dicts that have each key now and then, and few at a time."""
+    """Return dicts with at most three of these keys."""
     return st.fixed_dictionaries({}, optional=choices).flatmap(
         lambda found: st.sets(st.sampled_from(sorted(found) or [""]), max_size=3).map(
             lambda keep: {key: value for key, value in found.items() if key in keep}
@@ -91,7 +91,7 @@ fast = steps(
     seq=st.integers(0, 6),
     operation=st.sampled_from([0, 1, 1, 1, 2, 3, 4]),
 )("fast")
-# Runs of a batch in order, so that more than the first message of one gets through.
+# Messages of a batch in order, so that more than its first message is accepted.
 atomic_run = steps(
     size=st.integers(1, 4),
     batch=st.sampled_from(["b", "c"]),
@@ -165,7 +165,7 @@ plans = {
     ),
 }
 
-# Most of what a consumer does needs messages, and a consumer.
+# Most steps of a consumer need messages and a consumer.
 beginnings = {
     "publish": st.just([]),
     "batches": st.just([]),
@@ -176,12 +176,12 @@ beginnings = {
 
 
 class Player:
-    """Carries out steps on a pair of servers."""
+    """Performs steps on a pair of servers."""
 
     def __init__(self, pair: Any, headers: Any, config: dict[str, Any]) -> None:
         self._pair = pair
         self._headers = headers
-        self._config = {"name": "S", "subjects": ["s.>"], "allow_direct": True, "storage": "memory", **config}
+        self._config = {"name": pair.name, "subjects": ["s.>"], "allow_direct": True, "storage": "memory", **config}
         if pair.since("2.12.0"):
             self._config["allow_atomic"] = True
         if pair.since("2.14.0"):
@@ -190,9 +190,9 @@ class Player:
         self._miscounts = False
         self._deleted = False
         if not pair.since("2.11.0"):
-            # There it is the last sequence that was looked at.
+            # 2.10 reports the last sequence that it examined.
             pair.hidden |= {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
-        pair.raw(b"SUB P.push 2\r\n")  # push consumers deliver to a subject that somebody names
+        pair.raw(b"SUB P.push 2\r\n")  # the deliver subject of push consumers
         self.created = pair.try_stream(self._config)
 
     def play(self, name: str, arguments: dict[str, Any]) -> None:
@@ -200,14 +200,16 @@ class Player:
 
     def _header(self, lines: dict[str, Any]) -> bytes:
         if self._deleted and not self._pair.since("2.12.0"):
-            # There a subject whose newest message was deleted may count as empty.
+            # Before 2.12, a subject whose newest message was deleted may count as empty.
             lines = {key: value for key, value in lines.items() if "Last-Subject-Sequence" not in key}
         if self._pair.since("2.11.0") and not self._pair.since("2.12.0") and lines.get("Nats-TTL") in ("0", "x"):
-            # There a message that is refused for it is counted until the next one is stored.
+            # 2.11 counts a message refused for its TTL until the next message is stored.
             lines = {key: value for key, value in lines.items() if key != "Nats-TTL"}
         if not self._pair.since("2.11.0"):
-            # There a header is not found behind a longer name that begins with its own.
+            # 2.10 does not find a header behind one with a longer name that begins with the same letters.
             lines = dict(sorted(lines.items()))
+        if lines.get("Nats-Expected-Stream") == "S":
+            lines = lines | {"Nats-Expected-Stream": self._pair.name}
         found: bytes = self._headers(**{key.replace("-", "_"): value for key, value in lines.items()}) if lines else b""
         return found
 
@@ -253,27 +255,27 @@ class Player:
     def _get(self, **request: Any) -> None:
         if "last_by_subj" in request and self._hides_last():
             return
-        self._pair.publish("$JS.API.DIRECT.GET.S", json.dumps(request).encode(), wait=1)
+        self._pair.publish(f"$JS.API.DIRECT.GET.{self._pair.name}", json.dumps(request).encode(), wait=1)
 
     def _get_subject(self, subject: str) -> None:
         if self._hides_last():
             return
-        self._pair.publish(f"$JS.API.DIRECT.GET.S.{subject}", wait=1)
+        self._pair.publish(f"$JS.API.DIRECT.GET.{self._pair.name}.{subject}", wait=1)
 
     def _msg_get(self, **request: Any) -> None:
         if "last_by_subj" in request and self._hides_last():
             return
-        self._pair.api("STREAM.MSG.GET.S", request)
+        self._pair.api(f"STREAM.MSG.GET.{self._pair.name}", request)
 
     def _delete(self, seq: int) -> None:
         self._deleted = True
-        self._pair.api("STREAM.MSG.DELETE.S", {"seq": seq, "no_erase": True})
+        self._pair.api(f"STREAM.MSG.DELETE.{self._pair.name}", {"seq": seq, "no_erase": True})
 
     def _purge(self, **request: Any) -> None:
         if not self._pair.since("2.14.0"):
-            # There a consumer hears of it in two ways, and which one wins shows here.
+            # Before 2.14, the consumer is notified in two ways, in either order.
             self._pair.hidden.add(("ack_floor", "last_active"))
-        self._pair.api("STREAM.PURGE.S", request)
+        self._pair.api(f"STREAM.PURGE.{self._pair.name}", request)
 
     def _update(self, **config: Any) -> None:
         wanted = {
@@ -282,51 +284,51 @@ class Player:
             "storage": self._config["storage"],
             "first_seq": self._config.get("first_seq", 0),
         }
-        if "error" not in self._pair.api("STREAM.UPDATE.S", wanted):
+        if "error" not in self._pair.api(f"STREAM.UPDATE.{self._pair.name}", wanted):
             self._config = wanted
 
     def _info(self) -> None:
-        self._pair.api("STREAM.INFO.S", {"subjects_filter": ">", "deleted_details": True})
+        self._pair.api(f"STREAM.INFO.{self._pair.name}", {"subjects_filter": ">", "deleted_details": True})
 
     def _consumer(self, **config: Any) -> None:
         config = {"ack_policy": "explicit", "durable_name": "C", "ack_wait": 60 * SECOND, **config}
         if config.get("filter_subject") != self._filter:
-            # A real server counts what is pending wrongly after an update of the filter.
-            self._pair.api("CONSUMER.DELETE.S.C")
+            # After an update of the filter, a real server reports a wrong num_pending.
+            self._pair.api(f"CONSUMER.DELETE.{self._pair.name}.C")
         self._filter = config.get("filter_subject")
         config = self._before_the_end(config, "opt_start_seq")
         if self._config.keys() & {"max_msgs", "max_bytes", "max_msgs_per_subject"}:
-            # Whether the delivery that the removal of a message makes room for counts the message that came, is chance.
+            # A delivery that follows the removal of a message may or may not count the new message as pending.
             config.pop("max_ack_pending", None)
-        # 2.14 counts wrongly what is pending after a reset of such a consumer.
+        # After the reset of such a consumer, 2.14 reports a wrong num_pending.
         if config.get("deliver_policy") == "last_per_subject" and not self._pair.since("2.15.0"):
             self._miscounts = True
-        self._pair.api("CONSUMER.CREATE.S.C", {"stream_name": "S", "config": config})
+        self._pair.api(f"CONSUMER.CREATE.{self._pair.name}.C", {"stream_name": self._pair.name, "config": config})
 
     def _before_the_end(self, request: dict[str, Any], start: str) -> dict[str, Any]:
-        # A real server counts the messages below a start beyond the end as pending when they come.
+        # A real server counts new messages as pending although they are below a start beyond the end.
         if start not in request:
             return request
-        end = self._pair.api("STREAM.INFO.S").get("state", {}).get("last_seq", 0) + 1
+        end = self._pair.api(f"STREAM.INFO.{self._pair.name}").get("state", {}).get("last_seq", 0) + 1
         return request | {start: min(request[start], end)}
 
     def _next(self, batch: int) -> None:
-        self._pair.publish("$JS.API.CONSUMER.MSG.NEXT.S.C", json.dumps({"batch": batch}).encode())
+        self._pair.publish(f"$JS.API.CONSUMER.MSG.NEXT.{self._pair.name}.C", json.dumps({"batch": batch}).encode())
 
     def _ack(self, seq: int, delivery: int, word: bytes) -> None:
-        self._pair.publish(f"$JS.ACK.S.C.1.{seq}.{delivery}.1.0", word)
-        # Real servers take acks at their leisure; what comes next may find the one or the other.
+        self._pair.publish(f"$JS.ACK.{self._pair.name}.C.1.{seq}.{delivery}.1.0", word)
+        # A real server processes acks later; the next step must not depend on that.
         self._consumer_info()
 
     def _consumer_info(self) -> None:
-        self._pair.eventually(lambda: self._pair.api("CONSUMER.INFO.S.C"))
+        self._pair.eventually(lambda: self._pair.api(f"CONSUMER.INFO.{self._pair.name}.C"))
 
     def _reset(self, **request: Any) -> None:
         if self._miscounts or not self._pair.since("2.14.0"):
             return
-        if self._pair.api("CONSUMER.NAMES.S")["consumers"]:
-            self._pair.api("CONSUMER.RESET.S.C", self._before_the_end(request, "seq"))
-            # What nobody needs any more goes a moment later.
+        if self._pair.api(f"CONSUMER.NAMES.{self._pair.name}")["consumers"]:
+            self._pair.api(f"CONSUMER.RESET.{self._pair.name}.C", self._before_the_end(request, "seq"))
+            # A real server removes messages that no consumer needs a moment later.
             self._pair.eventually(self._info)
 
 

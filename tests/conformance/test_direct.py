@@ -1,4 +1,4 @@
-"""Direct Get in every form, frame by frame."""
+"""Every form of Direct Get, frame by frame."""
 
 import itertools
 import json
@@ -10,11 +10,11 @@ import pytest
 @pytest.fixture
 def stream(pair: Any, headers: Any) -> Any:
     """A stream of 12 messages on three subjects, one deleted."""
-    pair.stream("D", allow_direct=True)
+    pair.stream(subjects=["d.>"], allow_direct=True)
     for index in range(12):
         header = headers(X_U=f"v{index}", Nats_Sequence=7) if index == 4 else b""
         pair.publish(f"d.{'ABC'[index % 3]}", b"m" * index, header=header)
-    pair.api("STREAM.MSG.DELETE.D", {"seq": 8})
+    pair.api(f"STREAM.MSG.DELETE.{pair.name}", {"seq": 8})
     return pair
 
 
@@ -94,10 +94,10 @@ REQUESTS: list[object] = [
 ]
 
 
-def test_requests(stream: Any) -> None:
+def test_requests_get_the_same_frames(stream: Any) -> None:
     for request in REQUESTS:
         payload = request if isinstance(request, bytes) else json.dumps(request).encode()
-        assert stream.publish("$JS.API.DIRECT.GET.D", payload, wait=1)
+        assert stream.publish(f"$JS.API.DIRECT.GET.{stream.name}", payload, wait=1)
 
 
 PAYLOADS = (
@@ -113,73 +113,76 @@ PAYLOADS = (
 )
 
 
-def test_appended_subjects(stream: Any) -> None:
+def test_requests_with_an_appended_subject_get_the_same_frames(stream: Any) -> None:
     for subject, payload in itertools.product(("d.A", "d.>", "d.*", "nope", "d"), PAYLOADS):
-        stream.publish(f"$JS.API.DIRECT.GET.D.{subject}", payload, wait=1)
+        stream.publish(f"$JS.API.DIRECT.GET.{stream.name}.{subject}", payload, wait=1)
 
 
-def test_the_frames_themselves(newest: Any, headers: Any) -> None:
-    newest.stream("D", allow_direct=True)
+def test_batch_frames_have_the_documented_headers(newest: Any, headers: Any) -> None:
+    newest.stream(subjects=["d.>"], allow_direct=True)
     newest.publish("d.A", b"one")
     newest.publish("d.B", b"two", header=headers(X="y"))
-    first, second, end = newest.publish("$JS.API.DIRECT.GET.D", b'{"batch":5,"seq":1}', wait=3)
+    stream = newest.name.encode()
+    first, second, end = newest.publish(f"$JS.API.DIRECT.GET.{newest.name}", b'{"batch":5,"seq":1}', wait=3)
     assert first.header.startswith(
-        b"NATS/1.0\r\nNats-Stream: D\r\nNats-Subject: d.A\r\nNats-Sequence: 1\r\nNats-Time-Stamp: "
+        b"NATS/1.0\r\nNats-Stream: %b\r\nNats-Subject: d.A\r\nNats-Sequence: 1\r\nNats-Time-Stamp: " % stream
     )
     assert first.header.endswith(b"Z\r\nNats-Num-Pending: 1\r\nNats-Last-Sequence: 0\r\n\r\n")
-    assert second.header.startswith(b"NATS/1.0\r\nX: y\r\nNats-Stream: D\r\n")
+    assert second.header.startswith(b"NATS/1.0\r\nX: y\r\nNats-Stream: %b\r\n" % stream)
     assert end.header == b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 0\r\nNats-Last-Sequence: 2\r\n\r\n"
 
 
-def test_the_level_that_a_request_asks_for(pair: Any, headers: Any) -> None:
-    pair.stream("D", allow_direct=True)
+def test_required_api_level_is_checked(pair: Any, headers: Any) -> None:
+    pair.stream(subjects=["d.>"], allow_direct=True)
     pair.publish("d.A", b"one")
     for level in ("0", "1", "99", "x", ""):
-        pair.publish("$JS.API.DIRECT.GET.D", b'{"seq":1}', header=headers(Nats_Required_Api_Level=level), wait=1)
-        pair.publish("$JS.API.DIRECT.GET.D.d.A", header=headers(Nats_Required_Api_Level=level), wait=1)
-        pair.api("STREAM.INFO.D", header=headers(Nats_Required_Api_Level=level))
+        pair.publish(
+            f"$JS.API.DIRECT.GET.{pair.name}", b'{"seq":1}', header=headers(Nats_Required_Api_Level=level), wait=1
+        )
+        pair.publish(f"$JS.API.DIRECT.GET.{pair.name}.d.A", header=headers(Nats_Required_Api_Level=level), wait=1)
+        pair.api(f"STREAM.INFO.{pair.name}", header=headers(Nats_Required_Api_Level=level))
 
 
 @pytest.mark.parametrize("storage", ["memory", "file"])
-def test_the_last_of_all_when_that_was_removed(pair: Any, storage: str) -> None:
-    pair.stream("D", allow_direct=True, storage=storage)
+def test_last_message_after_the_newest_was_deleted(pair: Any, storage: str) -> None:
+    pair.stream(subjects=["d.>"], allow_direct=True, storage=storage)
     for _ in range(3):
         pair.publish("d.A", b"x")
-    pair.api("STREAM.MSG.DELETE.D", {"seq": 3})
+    pair.api(f"STREAM.MSG.DELETE.{pair.name}", {"seq": 3})
     for pattern in (">", "d.>", "d.A"):
-        pair.publish("$JS.API.DIRECT.GET.D", json.dumps({"last_by_subj": pattern}).encode(), wait=1)
-        pair.api("STREAM.MSG.GET.D", {"last_by_subj": pattern})
+        pair.publish(f"$JS.API.DIRECT.GET.{pair.name}", json.dumps({"last_by_subj": pattern}).encode(), wait=1)
+        pair.api(f"STREAM.MSG.GET.{pair.name}", {"last_by_subj": pattern})
 
 
-def test_without_allow_direct_nobody_answers(pair: Any) -> None:
-    pair.stream("D", max_msgs_per_subject=1)
-    pair.publish("$JS.API.DIRECT.GET.D", b'{"seq":1}', wait=1)
-    pair.publish("$JS.API.DIRECT.GET.D.d.A", wait=1)
+def test_request_without_allow_direct_gets_503(pair: Any) -> None:
+    pair.stream(subjects=["d.>"], max_msgs_per_subject=1)
+    pair.publish(f"$JS.API.DIRECT.GET.{pair.name}", b'{"seq":1}', wait=1)
+    pair.publish(f"$JS.API.DIRECT.GET.{pair.name}.d.A", wait=1)
 
 
-def test_more_subjects_than_one_request_may_match(newest: Any) -> None:
-    newest.stream("D", allow_direct=True)
+def test_multi_last_above_1024_subjects_gets_413(newest: Any) -> None:
+    newest.stream(subjects=["d.>"], allow_direct=True)
     for index in range(1025):
         for raw in newest._clients:
             raw.publish(f"d.{index}", b"x")
     newest.settle()
-    frames = newest.publish("$JS.API.DIRECT.GET.D", b'{"multi_last":["d.>"],"batch":2}', wait=1)
+    frames = newest.publish(f"$JS.API.DIRECT.GET.{newest.name}", b'{"multi_last":["d.>"],"batch":2}', wait=1)
     assert frames[0].status == "413 Too Many Results"
-    frames = newest.publish("$JS.API.DIRECT.GET.D", b'{"multi_last":["d.>"],"up_to_seq":1024}', wait=1025)
+    frames = newest.publish(f"$JS.API.DIRECT.GET.{newest.name}", b'{"multi_last":["d.>"],"up_to_seq":1024}', wait=1025)
     assert len(frames) == 1025
 
 
-def test_times_between_messages(newest: Any) -> None:
-    newest.stream("D", allow_direct=True)
+def test_start_times_select_the_same_messages(newest: Any) -> None:
+    newest.stream(subjects=["d.>"], allow_direct=True)
     times = []
     for index in range(3):
         newest.publish("d.A", b"x" * index)
         newest.publish("d.B", b"y" * index)
     for raw in newest._clients:
-        raw.publish("$JS.API.DIRECT.GET.D", b'{"seq":3}', reply="R.time")
+        raw.publish(f"$JS.API.DIRECT.GET.{newest.name}", b'{"seq":3}', reply="R.time")
         raw.wait(lambda raw=raw: len(raw.frames) == 1)
         times.append(raw.frames.pop().value("Nats-Time-Stamp"))
     for request in ('{"start_time":"%s"}', '{"start_time":"%s","batch":9}', '{"multi_last":[">"],"up_to_time":"%s"}'):
         for raw, when in zip(newest._clients, times, strict=True):
-            raw.publish("$JS.API.DIRECT.GET.D", (request % when).encode(), reply="R.get")
+            raw.publish(f"$JS.API.DIRECT.GET.{newest.name}", (request % when).encode(), reply="R.get")
         newest.settle(wait=1, what=request)

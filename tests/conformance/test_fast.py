@@ -6,7 +6,7 @@ import pytest
 
 
 class Publisher:
-    """Sends messages of fast batches, from a short notation.
+    """Sends messages of fast batches, written in a short notation.
 
     `"1 2 5 7c"` are sequences; a letter after one is the operation: `c` commit, `e` end, `p` ping, `s` start;
     otherwise 1 is a start and the others are appends. `x:3` is sequence 3 of batch `x`.
@@ -37,7 +37,7 @@ def fast(pair: Any, headers: Any) -> Any:
         if pair.since("2.14.0"):
             config.setdefault("allow_batched", True)
         else:
-            config.pop("allow_batched", None)  # unknown there, and an error in 2.12
+            config.pop("allow_batched", None)  # older releases do not know it, and 2.12 refuses it
         pair.stream(**config)
         return Publisher(pair, headers, flow, gap)
 
@@ -79,18 +79,18 @@ def fast(pair: Any, headers: Any) -> Any:
         "x:1 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 x:2e 22 23 24 25 26 27 28 29 30 31e",
     ],
 )
-def test_sequences(fast: Any, pair: Any, gap: str, notation: str) -> None:
+def test_sequences_gaps_and_commits_get_the_same_frames(fast: Any, pair: Any, gap: str, notation: str) -> None:
     fast(gap=gap).send(notation)
-    pair.api("STREAM.INFO.S")
+    pair.api(f"STREAM.INFO.{pair.name}")
 
 
 @pytest.mark.parametrize("flow", [0, -5, "abc", 1, 2, 3, 1000, 70000, "1.5", ""])
-def test_flows(fast: Any, pair: Any, flow: object) -> None:
+def test_requested_flow_is_bounded(fast: Any, pair: Any, flow: object) -> None:
     fast(flow=flow).send("1 2 3 4 5 6 7e")
 
 
 @pytest.mark.parametrize("gap", ["maybe", "OK", ""])
-def test_gap_modes_that_are_none(fast: Any, gap: str) -> None:
+def test_unknown_gap_mode_is_refused(fast: Any, gap: str) -> None:
     fast(gap=gap).send("1 2")
 
 
@@ -109,7 +109,7 @@ PATTERNS = [
 ]
 
 
-def test_patterns(fast: Any, pair: Any) -> None:
+def test_reply_subjects_are_parsed_alike(fast: Any, pair: Any) -> None:
     fast()
     for reply in (*PATTERNS, f"{'x' * 64}.10.ok.1.0.$FI", f"{'x' * 65}.10.ok.1.0.$FI"):
         pair.publish("s.a", b"x", reply=reply)
@@ -135,17 +135,19 @@ def test_patterns(fast: Any, pair: Any) -> None:
     ],
     ids=str,
 )
-def test_headers(fast: Any, pair: Any, headers: Any, gap: str, at: str, lines: dict[str, object]) -> None:
+def test_headers_of_messages_are_checked(
+    fast: Any, pair: Any, headers: Any, gap: str, at: str, lines: dict[str, object]
+) -> None:
     publisher = fast(flow=2, gap=gap)
     pair.publish("s.a", header=headers(Nats_Msg_Id="old"))
     if at.startswith("2"):
         publisher.send("1")
     publisher.send(at, **lines)
     publisher.send("2 3e" if at == "1" else "3 4 4p 5e")
-    pair.api("STREAM.INFO.S")
+    pair.api(f"STREAM.INFO.{pair.name}")
 
 
-def test_duplicates_are_acknowledged_like_others(fast: Any, pair: Any, headers: Any) -> None:
+def test_duplicates_are_acknowledged_like_other_messages(fast: Any, pair: Any, headers: Any) -> None:
     publisher = fast(flow=2)
     for seq in range(1, 7):
         publisher.send(f"{seq}", Nats_Msg_Id=f"id{seq}")
@@ -169,7 +171,7 @@ def test_duplicates_are_acknowledged_like_others(fast: Any, pair: Any, headers: 
     ids=str,
 )
 @pytest.mark.parametrize("gap", ["ok", "fail"])
-def test_configurations(fast: Any, pair: Any, config: dict[str, Any], gap: str) -> None:
+def test_fast_batch_respects_the_stream_configuration(fast: Any, pair: Any, config: dict[str, Any], gap: str) -> None:
     publisher = fast(flow=2, gap=gap, **config)
     if "no_ack" in config:
         pair.quiet = 0.05
@@ -177,14 +179,14 @@ def test_configurations(fast: Any, pair: Any, config: dict[str, Any], gap: str) 
     publisher.send("x:1 x:2 x:3c")
 
 
-def test_outside_the_stream(fast: Any, pair: Any) -> None:
+def test_message_outside_the_stream_leaves_a_gap(fast: Any, pair: Any) -> None:
     publisher = fast(gap="ok")
     publisher.send("1")
     pair.publish("elsewhere", b"x", reply="b.10.ok.2.1.$FI", wait=1)
     publisher.send("3 4e")
 
 
-def test_ramp_and_share(newest: Any, headers: Any) -> None:
+def test_flow_ramps_up_and_is_shared(newest: Any, headers: Any) -> None:
     newest.stream(allow_batched=True)
     publishers = [Publisher(newest, headers, flow) for flow in (1000, 300, 20)]
     for name, publisher in zip("abc", publishers, strict=True):
@@ -201,7 +203,7 @@ def test_ramp_and_share(newest: Any, headers: Any) -> None:
     newest.settle()
 
 
-def test_a_bug_of_early_releases(servers: Any, make_pair: Any, headers: Any) -> None:
+def test_first_2_14_release_loses_the_final_ack(servers: Any, make_pair: Any, headers: Any) -> None:
     for pair in make_pair("2.14.0", servers):
         pair.stream(allow_batched=True)
         publisher = Publisher(pair, headers, 2, "ok")

@@ -1,6 +1,6 @@
-"""Every released line of servers does what the table of features says, and the library knows it of each.
+"""Every release line has the features of the feature table, and the library knows which.
 
-The first half tries the features by hand, without the library; the second tries the library.
+The first half tests the features without the library, the second half tests the library.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ async def ask(nc: Client, subject: str, payload: Any = None, headers: dict[str, 
 
 
 async def create(nc: Client, name: str, **config: Any) -> dict[str, Any]:
-    """Create a stream by hand and return its echoed configuration ({} if it was refused)."""
+    """Create a stream without the library; return its echoed configuration, `{}` if it was refused."""
     answer = await ask(nc, f"$JS.API.STREAM.CREATE.{name}", {"name": name, "subjects": [f"{name}.>"], **config})
     found: dict[str, Any] = answer.get("config", {})
     return found
@@ -91,7 +91,7 @@ async def has_direct_batch(nc: Client, name: str) -> bool:
 
 async def has_msg_ttl(nc: Client, name: str) -> bool:
     echoed = (await create(nc, name, allow_msg_ttl=True)).get("allow_msg_ttl", False)
-    # A value that no server takes is only refused by one that looks at it.
+    # The value is invalid, so a server that reads the header refuses it.
     refused = "error" in await ask(nc, f"{name}.1", b"x", {"Nats-TTL": "0"})
     assert echoed == refused
     return refused
@@ -142,7 +142,7 @@ async def has_consumer_reset(nc: Client, name: str) -> bool:
     inbox = nc.new_inbox()
     sub = await nc.subscribe(inbox)
     await nc.publish(f"$JS.API.CONSUMER.RESET.{name}.c", reply=inbox)
-    await ask(nc, "$JS.API.INFO")  # the server has had the request before
+    await ask(nc, "$JS.API.INFO")  # the server has processed the reset by then
     try:
         await sub.next_msg(timeout=1)
     except nats.errors.TimeoutError:
@@ -178,22 +178,22 @@ BY_HAND: dict[Feature, Callable[[Client, str], Awaitable[bool]]] = {
 }
 
 
-def test_every_row_is_tried() -> None:
+def test_every_row_of_the_table_is_tested() -> None:
     assert list(BY_HAND) == list(feature_table.FEATURES)
     assert {".".join(version.split(".")[:2]) for version in LEVELS} == set(feature_table.RELEASES)
 
 
 @pytest.mark.parametrize("feature", feature_table.FEATURES, ids=lambda feature: feature.title)
-async def test_the_row_is_true(old: NatsServer, nc: Client, name: str, feature: Feature) -> None:
+async def test_server_has_the_features_of_the_table(old: NatsServer, nc: Client, name: str, feature: Feature) -> None:
     assert await BY_HAND[feature](nc, name) == feature.on(line(old))
-    # The level says the same as the release.
+    # The API level implies the same.
     assert feature.at(LEVELS[old.version]) == feature.on(line(old))
 
 
 # -- the library --------------------------------------------------------------------------------------------------------
 
 
-async def test_features(old: NatsServer, nc: Client) -> None:
+async def test_features_reports_the_release(old: NatsServer, nc: Client) -> None:
     release, found = line(old), await jsx.features(nc.jetstream())
     assert found == jsx.Features(
         server_version=old.version,
@@ -217,7 +217,9 @@ async def refuses(call: Awaitable[Any], feature: Feature, server: NatsServer) ->
 
 
 @pytest.mark.parametrize("feature", feature_table.BY_OPTION.values(), ids=lambda feature: feature.option)
-async def test_ensure_stream(old: NatsServer, nc: Client, name: str, feature: Feature) -> None:
+async def test_ensure_stream_sets_or_refuses_an_option(
+    old: NatsServer, nc: Client, name: str, feature: Feature
+) -> None:
     js = nc.jetstream()
     wanted = {feature.option: 60 if feature is feature_table.DELETE_MARKERS else True}
     if feature.on(line(old)):
@@ -231,7 +233,7 @@ async def test_ensure_stream(old: NatsServer, nc: Client, name: str, feature: Fe
             await js.stream_info(name)
 
 
-async def test_ensure_stream_turns_on_what_the_server_has(old: NatsServer, nc: Client, name: str) -> None:
+async def test_ensure_stream_enables_the_features_of_the_server(old: NatsServer, nc: Client, name: str) -> None:
     js = nc.jetstream()
     await js.add_stream(name=name, subjects=[f"{name}.>"])
     flags = [f for f in feature_table.FEATURES if f.option.startswith("allow_") and f is not feature_table.COUNTERS]
@@ -240,7 +242,7 @@ async def test_ensure_stream_turns_on_what_the_server_has(old: NatsServer, nc: C
     assert all(getattr(info.config, option) for option in wanted)
 
 
-async def test_reset_consumer(old: NatsServer, nc: Client, name: str) -> None:
+async def test_reset_consumer_resets_or_is_unsupported(old: NatsServer, nc: Client, name: str) -> None:
     js = nc.jetstream(timeout=SLACK)
     await js.add_stream(name=name, subjects=[f"{name}.>"])
     for _ in range(5):
@@ -251,7 +253,7 @@ async def test_reset_consumer(old: NatsServer, nc: Client, name: str) -> None:
     for stream, consumer in ((name, "nope"), ("NOPE", "c")):
         with pytest.raises(nats.js.errors.NotFoundError):
             await jsx.reset_consumer(js, stream, consumer)
-    assert nc.stats["out_msgs"] == sent + 2  # what no server answers is not asked
+    assert nc.stats["out_msgs"] == sent + 2  # the reset itself would get no answer, so it is not sent
     if not feature_table.CONSUMER_RESET.on(line(old)):
         await refuses(jsx.reset_consumer(js, name, "c"), feature_table.CONSUMER_RESET, old)
         await refuses(jsx.reset_consumer(js, name, "c", time=datetime.now(UTC)), feature_table.CONSUMER_RESET, old)
@@ -264,7 +266,7 @@ async def test_reset_consumer(old: NatsServer, nc: Client, name: str) -> None:
         await jsx.reset_consumer(js, name, "last", seq=3)
 
 
-async def test_durable_sourcing(old: NatsServer, nc: Client, name: str) -> None:
+async def test_durable_sourcing_copies_or_is_unsupported(old: NatsServer, nc: Client, name: str) -> None:
     js = nc.jetstream()
     await js.add_stream(name=name, subjects=[f"{name}.>"], retention="workqueue")
     for _ in range(5):
@@ -272,7 +274,7 @@ async def test_durable_sourcing(old: NatsServer, nc: Client, name: str) -> None:
     call = jsx.create_source_consumer(js, name, "c", deliver_subject=f"d.{name}")
     if not feature_table.DURABLE_SOURCE.on(line(old)):
         await refuses(call, feature_table.DURABLE_SOURCE, old)
-        # 2.10 and 2.11 would take the entry, forget the consumer, and read all the same.
+        # 2.10 and 2.11 would accept the entry, ignore the consumer, and copy without it.
         by_hand = StreamSource(name=name, consumer=StreamConsumerSource(name="c", deliver_subject="d"))
         await refuses(jsx.ensure_stream(js, name=f"{name}R", sources=[by_hand]), feature_table.DURABLE_SOURCE, old)
         assert (await js.stream_info(name)).state.messages == 5
@@ -287,7 +289,7 @@ async def test_durable_sourcing(old: NatsServer, nc: Client, name: str) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_health_of_an_ordinary_mirror(old: NatsServer, nc: Client, name: str) -> None:
+async def test_mirror_without_a_consumer_is_healthy(old: NatsServer, nc: Client, name: str) -> None:
     js = nc.jetstream()
     await js.add_stream(name=name, subjects=[f"{name}.>"])
     await js.add_stream(name=f"{name}M", mirror=StreamSource(name=name))
@@ -308,10 +310,10 @@ REFUSED = (
 )
 
 
-async def test_the_grammar_of_ttls(old: NatsServer, nc: Client, name: str) -> None:
+async def test_ttl_values_are_accepted_or_refused(old: NatsServer, nc: Client, name: str) -> None:
     await create(nc, name, allow_msg_ttl=True)
     seen = feature_table.MSG_TTL.on(line(old))
-    # Bytes, not nats-py, which trims what it is given.
+    # Send bytes, because nats-py strips header values.
     reader, writer = await asyncio.open_connection("127.0.0.1", old.port)
     writer.write(b'CONNECT {"verbose":false,"headers":true}\r\nSUB answers 1\r\n')
     async with asyncio.timeout(SLACK):
@@ -328,13 +330,13 @@ async def test_the_grammar_of_ttls(old: NatsServer, nc: Client, name: str) -> No
 
 
 @pytest.mark.parametrize("ttl", [jsx.NEVER, 5])
-async def test_a_stream_without_the_option(old: NatsServer, nc: Client, name: str, ttl: Any) -> None:
+async def test_stream_without_allow_msg_ttl_refuses_a_ttl(old: NatsServer, nc: Client, name: str, ttl: Any) -> None:
     await create(nc, name)
     answer = await ask(nc, f"{name}.1", b"x", jsx.ttl_headers(ttl))
     assert answer.get("error", {}).get("err_code") == (10166 if feature_table.MSG_TTL.on(line(old)) else None)
 
 
-async def test_the_option_can_be_turned_on_and_never_off(old: NatsServer, nc: Client, name: str) -> None:
+async def test_allow_msg_ttl_can_be_enabled_but_not_disabled(old: NatsServer, nc: Client, name: str) -> None:
     js = nc.jetstream()
     await create(nc, name)
     if not feature_table.MSG_TTL.on(line(old)):
@@ -347,17 +349,17 @@ async def test_the_option_can_be_turned_on_and_never_off(old: NatsServer, nc: Cl
 
 
 @pytest.mark.parametrize("old", ["2.10.26"], indirect=True)
-async def test_the_oldest_never_expires_a_message(old: NatsServer, nc: Client, name: str) -> None:
+async def test_2_10_ignores_ttls(old: NatsServer, nc: Client, name: str) -> None:
     js = nc.jetstream()
     await js.add_stream(jsx.with_ttl(StreamConfig(name=name, subjects=[f"{name}.>"]), marker_ttl=1))
     await js.publish(f"{name}.1", b"x", headers=jsx.ttl_headers(1))
-    await asyncio.sleep(1.5)  # nothing happens: there is nothing to wait for
+    await asyncio.sleep(1.5)  # the message stays, so there is no event to wait for
     assert (await js.stream_info(name)).state.messages == 1
 
 
 @pytest.mark.parametrize("old", TIMED, indirect=True)
-async def test_what_is_left_in_the_end(old: NatsServer, nc: Client, name: str) -> None:
-    """The effective TTL, all of it side by side: streams that differ, and what they hold in the end."""
+async def test_effective_ttl_decides_which_messages_remain(old: NatsServer, nc: Client, name: str) -> None:
+    """Publish with different TTLs to streams with different limits, and wait until only the expected messages remain."""
     js = nc.jetstream()
 
     async def stream(suffix: str, *, marker_ttl: int | None = None, **config: Any) -> str:
@@ -398,10 +400,10 @@ async def test_what_is_left_in_the_end(old: NatsServer, nc: Client, name: str) -
         "long": 1,
         "hundred-years": 1,
         "lower-case": 1,
-        "twice": 1,  # the older one is the last again
+        "twice": 1,  # the older message is the last one again
         "never": 1,
         "floored": 1,
-        "not-floored": 1,  # its marker
+        "not-floored": 1,  # its delete marker
     }
     async with asyncio.timeout(SLACK):
         while await left() != expected:

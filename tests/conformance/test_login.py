@@ -1,4 +1,4 @@
-"""Users, tokens and permissions, with the same rules in a configuration file of the real server."""
+"""Users, tokens and permissions; the real server gets the same rules in its configuration."""
 
 import json
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def talk(raw_client: Any, port: int, data: bytes, **connect: Any) -> tuple[list[
     ],
     ids=lambda connect: json.dumps(connect),
 )
-def test_logins(raw_client: Any, ports: tuple[int, int], connect: dict[str, Any]) -> None:
+def test_logins_are_checked_alike(raw_client: Any, ports: tuple[int, int], connect: dict[str, Any]) -> None:
     real, reference = (talk(raw_client, port, b"", **connect) for port in ports)
     assert reference == real
 
@@ -78,12 +78,12 @@ def test_logins(raw_client: Any, ports: tuple[int, int], connect: dict[str, Any]
         b"SUB work.* 1\r\nPUB work.private 1\r\nx\r\nPUB work.open 1\r\ny\r\n",
     ],
 )
-def test_permissions(raw_client: Any, ports: tuple[int, int], data: bytes) -> None:
+def test_permissions_are_enforced_alike(raw_client: Any, ports: tuple[int, int], data: bytes) -> None:
     real, reference = (talk(raw_client, port, data, user="clerk", **{"pass": "pen"}) for port in ports)
     assert reference == real
 
 
-def test_tokens(raw_client: Any) -> None:
+def test_tokens_are_checked_alike(raw_client: Any) -> None:
     with NatsServer(args=["--auth", "t0ken"]) as server, ReferenceServer(token="t0ken") as ours:
         for token in ("t0ken", "other", ""):
             real, reference = (talk(raw_client, port, b"", auth_token=token) for port in (server.port, ours.port))

@@ -1,39 +1,36 @@
 """The API of streams, and publishing with every check."""
 
 import base64
-import itertools
 from typing import Any
 
 import pytest
 
-COUNT = itertools.count()
 
-
-def test_account_info(pair: Any) -> None:
+def test_account_info_reports_streams_and_usage(pair: Any) -> None:
     pair.api("INFO")
     pair.stream(storage="file")
     pair.publish("s.a", b"x")
     assert pair.api("INFO")["streams"] == 1
 
 
-def test_create_info_delete(pair: Any) -> None:
+def test_streams_are_created_listed_and_deleted(pair: Any) -> None:
     pair.stream()
-    pair.stream(name="F", storage="file", max_msgs=5, description="d <&>", metadata={"a": "b"})
+    pair.stream(pair.named("F"), storage="file", max_msgs=5, description="d <&>", metadata={"a": "b"})
     for _ in range(3):
         pair.publish("s.a", b"abc")
-    assert pair.api("STREAM.INFO.S")["state"]["messages"] == 3
+    assert pair.api(f"STREAM.INFO.{pair.name}")["state"]["messages"] == 3
     pair.api("STREAM.INFO.nope")
     pair.api("STREAM.NAMES")
     pair.api("STREAM.NAMES", {"subject": "f.x"})
     pair.api("STREAM.NAMES", {"subject": "zz"})
     pair.api("STREAM.LIST", {"offset": 1})
-    pair.api("STREAM.CREATE.S", {"name": "S", "subjects": ["s.>"], "storage": "memory"})
-    pair.api("STREAM.CREATE.S", {"name": "S", "subjects": ["other"], "storage": "memory"})
+    pair.api(f"STREAM.CREATE.{pair.name}", {"name": pair.name, "subjects": ["s.>"], "storage": "memory"})
+    pair.api(f"STREAM.CREATE.{pair.name}", {"name": pair.name, "subjects": ["other"], "storage": "memory"})
     pair.api("STREAM.CREATE.T", {"name": "T", "subjects": ["s.a"]})
-    pair.forget("S")
-    pair.api("STREAM.DELETE.S", {"x": 1})
-    pair.api("STREAM.DELETE.S")
-    pair.api("STREAM.DELETE.S")
+    pair.forget(pair.name)
+    pair.api(f"STREAM.DELETE.{pair.name}", {"x": 1})
+    pair.api(f"STREAM.DELETE.{pair.name}")
+    pair.api(f"STREAM.DELETE.{pair.name}")
     pair.publish("s.a", wait=1)
 
 
@@ -90,12 +87,11 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 ]
 
 
-def test_configurations(pair: Any) -> None:
+def test_stream_configurations_are_checked_alike(pair: Any) -> None:
     for number, each in enumerate(CONFIGURATIONS):
         if "pedantic" in each and not pair.since("2.11.0"):
             continue  # 2.10 has no pedantic mode
-        # Each stream has a name of its own: on a real server the folder of a deleted one may still be there.
-        name = f"T{next(COUNT)}"
+        name = f"{pair.name}_{number}"
         config = {**each, "name": name} if each.get("name") == "T" else each
         if config.get("subjects") == ["t"]:
             config = {**config, "subjects": [f"t{number}"]}
@@ -104,10 +100,16 @@ def test_configurations(pair: Any) -> None:
             raw.publish(f"$JS.API.STREAM.DELETE.{name}")
 
 
-def test_requests_that_are_no_json(pair: Any) -> None:
+def test_malformed_requests_are_refused(pair: Any) -> None:
     pair.stream()
     for payload in (b"", b"x", b"[]", b"{", b"null", b'"a"'):
-        for subject in ("STREAM.CREATE.T", "STREAM.INFO.S", "STREAM.NAMES", "STREAM.MSG.GET.S", "STREAM.PURGE.S"):
+        for subject in (
+            "STREAM.CREATE.T",
+            f"STREAM.INFO.{pair.name}",
+            "STREAM.NAMES",
+            f"STREAM.MSG.GET.{pair.name}",
+            f"STREAM.PURGE.{pair.name}",
+        ):
             pair.api(subject, payload)
 
 
@@ -132,73 +134,73 @@ def test_requests_that_are_no_json(pair: Any) -> None:
     ],
     ids=str,
 )
-def test_updates(pair: Any, change: dict[str, Any]) -> None:
+def test_stream_updates_are_checked_alike(pair: Any, change: dict[str, Any]) -> None:
     pair.stream(duplicate_window=2_000_000_000)
     for subject in ("s.a", "s.b", "s.a", "s.c"):
         pair.publish(subject, b"x")
     pair.api(
-        "STREAM.UPDATE.S",
-        {"name": "S", "subjects": ["s.>"], "storage": "memory", "duplicate_window": 2_000_000_000, **change},
+        f"STREAM.UPDATE.{pair.name}",
+        {"name": pair.name, "subjects": ["s.>"], "storage": "memory", "duplicate_window": 2_000_000_000, **change},
     )
     if "sealed" in change or change.get("retention") == "interest":
-        pair.forget("S")
-    pair.api("STREAM.INFO.S")
+        pair.forget(pair.name)
+    pair.api(f"STREAM.INFO.{pair.name}")
     pair.api("STREAM.UPDATE.nope", {"name": "nope"})
 
 
 @pytest.mark.parametrize("pattern", ["", ">", "s.>", "s.a"])
 @pytest.mark.parametrize("storage", ["memory", "file"])
-def test_purge_below_the_first_sequence(pair: Any, storage: str, pattern: str) -> None:
+def test_purge_below_sequence_1(pair: Any, storage: str, pattern: str) -> None:
     pair.stream(storage=storage)
     for subjects in ((), ("s.a", "s.b", "s.a")):
         for subject in subjects:
             pair.publish(subject, b"x")
-        pair.api("STREAM.PURGE.S", {"seq": 1, "filter": pattern})
-        pair.api("STREAM.INFO.S", {"subjects_filter": ">", "deleted_details": True})
+        pair.api(f"STREAM.PURGE.{pair.name}", {"seq": 1, "filter": pattern})
+        pair.api(f"STREAM.INFO.{pair.name}", {"subjects_filter": ">", "deleted_details": True})
 
 
 @pytest.mark.parametrize("config", [{"storage": "memory", "max_bytes": 60}, {"storage": "file", "max_bytes": 102}])
-def test_a_message_that_just_fits(pair: Any, config: dict[str, Any]) -> None:
+def test_message_that_fills_the_stream_exactly(pair: Any, config: dict[str, Any]) -> None:
     pair.stream(discard="new", **config)
     for _ in range(4):
         pair.publish("s.a", b"x")
-    pair.api("STREAM.INFO.S")
+    pair.api(f"STREAM.INFO.{pair.name}")
 
 
 @pytest.mark.parametrize("gone", [(2, 4), (5,)], ids=str)
 @pytest.mark.parametrize("pattern", ["", ">", "s.>"])
 @pytest.mark.parametrize("storage", ["memory", "file"])
-def test_purge_but_for_the_last(pair: Any, storage: str, pattern: str, gone: tuple[int, ...]) -> None:
+def test_purge_keeps_the_last_messages(pair: Any, storage: str, pattern: str, gone: tuple[int, ...]) -> None:
     pair.stream(storage=storage)
     for _ in range(5):
         pair.publish("s.a", b"x")
     for seq in gone:
-        pair.api("STREAM.MSG.DELETE.S", {"seq": seq, "no_erase": True})
-    pair.api("STREAM.PURGE.S", {"keep": 2, "filter": pattern})
-    pair.api("STREAM.INFO.S", {"subjects_filter": ">"})
+        pair.api(f"STREAM.MSG.DELETE.{pair.name}", {"seq": seq, "no_erase": True})
+    pair.api(f"STREAM.PURGE.{pair.name}", {"keep": 2, "filter": pattern})
+    pair.api(f"STREAM.INFO.{pair.name}", {"subjects_filter": ">"})
 
 
-def test_purge(pair: Any) -> None:
+def test_purge_removes_the_same_messages(pair: Any) -> None:
     pair.stream()
     for index in range(12):
         pair.publish(f"s.{'abc'[index % 3]}", b"x")
-    pair.api("STREAM.PURGE.S", {"filter": "s.a", "keep": 1})
-    pair.api("STREAM.INFO.S", {"deleted_details": True})
-    pair.api("STREAM.PURGE.S", {"seq": 5})
-    pair.api("STREAM.PURGE.S", {"seq": 5, "keep": 2})
-    pair.api("STREAM.PURGE.S", {"filter": "s.b", "seq": 9})
-    pair.api("STREAM.PURGE.S", {"keep": 2})
-    pair.api("STREAM.PURGE.S", {"seq": 1})
-    pair.api("STREAM.INFO.S", {"subjects_filter": ">"})
-    pair.api("STREAM.PURGE.S")
-    pair.api("STREAM.INFO.S")
-    pair.api("STREAM.PURGE.S", {"seq": 100})
+    pair.api(f"STREAM.PURGE.{pair.name}", {"filter": "s.a", "keep": 1})
+    pair.api(f"STREAM.INFO.{pair.name}", {"deleted_details": True})
+    pair.api(f"STREAM.PURGE.{pair.name}", {"seq": 5})
+    pair.api(f"STREAM.PURGE.{pair.name}", {"seq": 5, "keep": 2})
+    pair.api(f"STREAM.PURGE.{pair.name}", {"filter": "s.b", "seq": 9})
+    pair.api(f"STREAM.PURGE.{pair.name}", {"keep": 2})
+    pair.api(f"STREAM.PURGE.{pair.name}", {"seq": 1})
+    pair.api(f"STREAM.INFO.{pair.name}", {"subjects_filter": ">"})
+    pair.api(f"STREAM.PURGE.{pair.name}")
+    pair.api(f"STREAM.INFO.{pair.name}")
+    pair.api(f"STREAM.PURGE.{pair.name}", {"seq": 100})
     pair.publish("s.a", b"x")
-    pair.api("STREAM.INFO.S")
+    pair.api(f"STREAM.INFO.{pair.name}")
     pair.api("STREAM.PURGE.nope")
 
 
-def test_message_get_and_delete(pair: Any, headers: Any) -> None:
+def test_single_messages_are_read_and_deleted(pair: Any, headers: Any) -> None:
     pair.stream()
     for index in range(5):
         pair.publish(f"s.{'ab'[index % 2]}", b"x" * index, header=headers(A="b") if index == 3 else b"")
@@ -216,27 +218,27 @@ def test_message_get_and_delete(pair: Any, headers: Any) -> None:
         {},
         {"x": 1},
     ):
-        pair.api("STREAM.MSG.GET.S", request)
+        pair.api(f"STREAM.MSG.GET.{pair.name}", request)
     if pair.since("2.12.0"):
-        pair.api("STREAM.MSG.GET.S", {"seq": 4, "no_hdr": True})
+        pair.api(f"STREAM.MSG.GET.{pair.name}", {"seq": 4, "no_hdr": True})
     if pair.since("2.11.0"):
-        pair.api("STREAM.MSG.GET.S", {"seq": 1, "batch": 2})
-    pair.api("STREAM.MSG.DELETE.S", {"seq": 2})
-    pair.api("STREAM.MSG.DELETE.S", {"seq": 2})
-    pair.api("STREAM.MSG.DELETE.S", {"seq": 99})
-    pair.api("STREAM.MSG.DELETE.S")
+        pair.api(f"STREAM.MSG.GET.{pair.name}", {"seq": 1, "batch": 2})
+    pair.api(f"STREAM.MSG.DELETE.{pair.name}", {"seq": 2})
+    pair.api(f"STREAM.MSG.DELETE.{pair.name}", {"seq": 2})
+    pair.api(f"STREAM.MSG.DELETE.{pair.name}", {"seq": 99})
+    pair.api(f"STREAM.MSG.DELETE.{pair.name}")
     pair.api("STREAM.MSG.DELETE.nope", {"seq": 2})
     pair.api("STREAM.MSG.GET.nope", {"seq": 2})
-    pair.api("STREAM.INFO.S", {"deleted_details": True})
-    answer = pair.api("STREAM.MSG.GET.S", {"seq": 4})
+    pair.api(f"STREAM.INFO.{pair.name}", {"deleted_details": True})
+    answer = pair.api(f"STREAM.MSG.GET.{pair.name}", {"seq": 4})
     assert base64.b64decode(answer["message"]["data"]) == b"xxx"
 
 
-def test_denied_operations(pair: Any) -> None:
+def test_denied_operations_are_refused(pair: Any) -> None:
     pair.stream(deny_delete=True, deny_purge=True)
     pair.publish("s.a", b"x")
-    pair.api("STREAM.MSG.DELETE.S", {"seq": 1})
-    pair.api("STREAM.PURGE.S")
+    pair.api(f"STREAM.MSG.DELETE.{pair.name}", {"seq": 1})
+    pair.api(f"STREAM.PURGE.{pair.name}")
 
 
 @pytest.mark.parametrize("storage", ["memory", "file"])
@@ -255,11 +257,13 @@ def test_denied_operations(pair: Any) -> None:
     ],
     ids=str,
 )
-def test_limits(pair: Any, headers: Any, storage: str, limits: dict[str, Any]) -> None:
+def test_limits_remove_or_refuse_the_same_messages(
+    pair: Any, headers: Any, storage: str, limits: dict[str, Any]
+) -> None:
     pair.stream(storage=storage, **limits)
     for index in range(8):
         pair.publish(f"s.{'abc'[index % 3]}", b"x" * (index * 3), header=headers(A="b") if index % 4 == 3 else b"")
-    pair.api("STREAM.INFO.S", {"subjects_filter": "s.*", "deleted_details": True})
+    pair.api(f"STREAM.INFO.{pair.name}", {"subjects_filter": "s.*", "deleted_details": True})
 
 
 EXPECTATIONS: list[dict[str, Any]] = [
@@ -296,27 +300,31 @@ EXPECTATIONS: list[dict[str, Any]] = [
 ]
 
 
-def test_expectations(pair: Any, headers: Any) -> None:
+def test_expectations_are_checked_in_the_same_order(pair: Any, headers: Any) -> None:
+    rollups = pair.named("T")
     pair.stream(allow_rollup_hdrs=False)
-    pair.stream("T", allow_rollup_hdrs=True)
+    pair.stream(rollups, allow_rollup_hdrs=True)
     for lines in EXPECTATIONS:
-        for name in ("S", "T") if "Nats_Rollup" in lines else ("S",):
+        for name in (pair.name, rollups) if "Nats_Rollup" in lines else (pair.name,):
+            prefix = name[0].lower()
             pair.api(f"STREAM.PURGE.{name}")
             first = pair.api(f"STREAM.INFO.{name}")["state"]["last_seq"]
             for index, subject in enumerate("aba", 1):
-                pair.publish(f"{name.lower()}.{subject}", header=headers(Nats_Msg_Id=f"{name}{first}.{index}"))
+                pair.publish(f"{prefix}.{subject}", header=headers(Nats_Msg_Id=f"{name}{first}.{index}"))
             shown = {key: _shifted(value, first, name) for key, value in lines.items()}
-            pair.publish(f"{name.lower()}.a", b"x", header=headers(**shown))
+            pair.publish(f"{prefix}.a", b"x", header=headers(**shown))
             pair.api(f"STREAM.INFO.{name}", {"subjects_filter": ">"})
 
 
 def _shifted(value: Any, first: int, name: str) -> Any:
-    """Return the value for a stream that starts after `first`: sequences, and the ids of its messages."""
+    """Adapt a value to a stream that starts after `first`: its name, sequences and message ids."""
+    if value == "S":
+        return name
     if isinstance(value, int) and 0 < value < 99:
         return value + first
     if isinstance(value, str) and value.startswith("id"):
         return f"{name}{first}.{value[2:]}"
-    return value.replace("s.", f"{name.lower()}.") if isinstance(value, str) else value
+    return value.replace("s.", f"{name[0].lower()}.") if isinstance(value, str) else value
 
 
 TTLS = [
@@ -351,55 +359,55 @@ TTLS = [
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_ttl_values(newest: Any, headers: Any, enabled: bool) -> None:
+def test_ttl_values_are_accepted_or_refused_alike(newest: Any, headers: Any, enabled: bool) -> None:
     newest.stream(allow_msg_ttl=enabled)
     for ttl in (*TTLS, "", " 7", "5 ", "1m 1s"):
         newest.publish("s.a", header=headers(Nats_TTL=ttl))
 
 
 def test_ttl_is_raised_to_the_marker_ttl(pair: Any, headers: Any) -> None:
-    for name, config in (("S", {}), ("T", {"max_msgs_per_subject": 1})):
+    for letter, config in (("S", {}), ("T", {"max_msgs_per_subject": 1})):
+        name, subject = pair.named(letter), f"{letter.lower()}.a"
         pair.stream(name, subject_delete_marker_ttl=10_000_000_000, allow_direct=True, **config)
-        subject = f"{name.lower()}.a"
         pair.publish(subject, header=headers(Nats_TTL=2, B="c"))
         pair.publish(f"$JS.API.DIRECT.GET.{name}.{subject}", wait=1)
 
 
-def test_no_ack(newest: Any) -> None:
+def test_no_ack_stream_stores_without_an_answer(newest: Any) -> None:
     newest.stream(no_ack=True)
     newest.quiet = 0.05
     assert newest.publish("s.a", b"x") == []
-    assert newest.api("STREAM.INFO.S")["state"]["messages"] == 1
+    assert newest.api(f"STREAM.INFO.{newest.name}")["state"]["messages"] == 1
 
 
 def test_a_status_line_is_not_stored(pair: Any) -> None:
     pair.stream(allow_direct=True)
     pair.publish("s.a", b"x", header=b"NATS/1.0 204 EOB\r\nA: b\r\n\r\n")
     pair.publish("s.b", b"x", header=b"NATS/1.0 204 EOB\r\n\r\n")
-    pair.publish("$JS.API.DIRECT.GET.S.s.a", wait=1)
-    pair.publish("$JS.API.DIRECT.GET.S.s.b", wait=1)
+    pair.publish(f"$JS.API.DIRECT.GET.{pair.name}.s.a", wait=1)
+    pair.publish(f"$JS.API.DIRECT.GET.{pair.name}.s.b", wait=1)
 
 
-def test_interest_without_consumers_keeps_nothing(newest: Any, headers: Any) -> None:
+def test_interest_stream_without_consumers_stores_nothing(newest: Any, headers: Any) -> None:
     newest.stream(retention="interest")
     newest.publish("s.a", b"x", header=headers(Nats_Msg_Id="a"))
     newest.publish("s.a", b"x", header=headers(Nats_Msg_Id="a"))
     newest.publish("s.a", b"x")
-    newest.api("STREAM.INFO.S")
+    newest.api(f"STREAM.INFO.{newest.name}")
 
 
-def test_unknown_api_subjects_are_swallowed(newest: Any) -> None:
-    for subject in ("NOPE", "STREAM.NOPE.S", "STREAM.INFO", "STREAM.INFO.S.x"):
+def test_unknown_api_subjects_get_no_answer(newest: Any) -> None:
+    for subject in ("NOPE", f"STREAM.NOPE.{newest.name}", "STREAM.INFO", f"STREAM.INFO.{newest.name}.x"):
         assert newest.api(subject, timeout=0.1) is None
-    assert newest.api("CONSUMER.MSG.NEXT.S.c").status == "503"
-    assert newest.api("DIRECT.GET.S").status == "503"
+    assert newest.api(f"CONSUMER.MSG.NEXT.{newest.name}.c").status == "503"
+    assert newest.api(f"DIRECT.GET.{newest.name}").status == "503"
 
 
-def test_a_message_larger_than_the_stream_reaches_no_consumer(pair: Any) -> None:
+def test_message_larger_than_the_stream_reaches_no_consumer(pair: Any) -> None:
     pair.stream(max_bytes=60)
     config = {"ack_policy": "explicit", "durable_name": "C"}
-    pair.api("CONSUMER.CREATE.S.C", {"stream_name": "S", "config": config})
+    pair.api(f"CONSUMER.CREATE.{pair.name}.C", {"stream_name": pair.name, "config": config})
     pair.publish("s.a")
-    pair.publish("$JS.API.CONSUMER.MSG.NEXT.S.C", b'{"batch": 2}')
+    pair.publish(f"$JS.API.CONSUMER.MSG.NEXT.{pair.name}.C", b'{"batch": 2}')
     pair.publish("s.a", b"x" * 60)
-    pair.api("STREAM.INFO.S")
+    pair.api(f"STREAM.INFO.{pair.name}")

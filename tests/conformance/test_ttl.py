@@ -1,4 +1,4 @@
-"""What is left after TTLs and ages have run out, and the markers that stay. The real clock, so few tests."""
+"""Expiry by TTL and by age, and delete markers. These tests wait for the real clock, so they are few."""
 
 import time
 from typing import Any
@@ -9,7 +9,7 @@ SECOND = 1_000_000_000
 
 
 @pytest.mark.parametrize("version", ["2.10.26", "2.11.11", "2.15.1"])
-def test_what_expires_in_a_second_and_a_half(pair: Any, headers: Any) -> None:
+def test_ttl_and_max_age_expire_the_same_messages(pair: Any, headers: Any) -> None:
     streams: dict[str, dict[str, Any]] = {
         "PLAIN": {},
         "AGE": {"max_age": SECOND, "duplicate_window": SECOND},
@@ -21,7 +21,7 @@ def test_what_expires_in_a_second_and_a_half(pair: Any, headers: Any) -> None:
     if not pair.since("2.11.0"):
         streams = {"AGE": streams["AGE"]}
     for name, config in streams.items():
-        pair.stream(name, allow_direct=True, **config)
+        pair.stream(pair.named(name), allow_direct=True, **config)
         low = name.lower()
         ttl = config.get("allow_msg_ttl") or "subject_delete_marker_ttl" in config
         pair.publish(f"{low}.a", b"old", header=headers(Nats_Msg_Id="a"))
@@ -33,37 +33,42 @@ def test_what_expires_in_a_second_and_a_half(pair: Any, headers: Any) -> None:
     time.sleep(1.6)
     for name in streams:
         low = name.lower()
-        pair.api(f"STREAM.INFO.{name}", {"subjects_filter": ">", "deleted_details": True})
+        pair.api(f"STREAM.INFO.{pair.named(name)}", {"subjects_filter": ">", "deleted_details": True})
         for key in "abcde":
-            pair.publish(f"$JS.API.DIRECT.GET.{name}.{low}.{key}", wait=1)
+            pair.publish(f"$JS.API.DIRECT.GET.{pair.named(name)}.{low}.{key}", wait=1)
         pair.publish(f"{low}.a", b"again", header=headers(Nats_Msg_Id="a"))
         pair.publish(f"{low}.b", b"new", header=headers(Nats_Expected_Last_Subject_Sequence=0))
 
 
-def test_markers_of_a_stream_with_an_age(newest: Any) -> None:
-    # The markers live as long as the age of the stream lets them: there is little time to see them.
-    newest.stream("A", subject_delete_marker_ttl=60 * SECOND, max_age=2 * SECOND, max_msgs_per_subject=1)
+def test_max_age_expires_delete_markers(newest: Any) -> None:
+    # The markers also expire with the age of the stream, so there is little time to see them.
+    newest.stream(newest.named("A"), subject_delete_marker_ttl=60 * SECOND, max_age=2 * SECOND, max_msgs_per_subject=1)
     newest.publish("a.x", b"1")
     newest.publish("a.y", b"2")
     time.sleep(2.6)
-    newest.api("STREAM.INFO.A", {"subjects_filter": ">"})
+    newest.api(f"STREAM.INFO.{newest.named('A')}", {"subjects_filter": ">"})
 
 
-def test_a_marker_says_why(newest: Any, headers: Any) -> None:
-    newest.stream("M", subject_delete_marker_ttl=60 * SECOND, max_age=SECOND, allow_direct=True, max_msgs_per_subject=1)
+def test_delete_marker_has_its_reason(newest: Any, headers: Any) -> None:
+    name = newest.named("M")
+    newest.stream(
+        name, subject_delete_marker_ttl=60 * SECOND, max_age=SECOND, allow_direct=True, max_msgs_per_subject=1
+    )
     newest.publish("m.a", b"value", header=headers(Nats_TTL=1, Other="x"))
-    newest.ask_until("$JS.API.STREAM.INFO.M", lambda answer: answer["state"]["last_seq"] == 2)
-    (marker,) = newest.publish("$JS.API.DIRECT.GET.M.m.a", wait=1)
+    newest.ask_until(f"$JS.API.STREAM.INFO.{name}", lambda answer: answer["state"]["last_seq"] == 2)
+    (marker,) = newest.publish(f"$JS.API.DIRECT.GET.{name}.m.a", wait=1)
     assert marker.payload == b""
     assert marker.header.startswith(b"NATS/1.0\r\nNats-Marker-Reason: MaxAge\r\nNats-TTL: 1m0s\r\nNats-Rollup: sub\r\n")
 
 
 @pytest.mark.parametrize("config", [{"max_age": SECOND}, {"allow_msg_ttl": True}], ids=str)
-def test_updates_change_what_expires(newest: Any, config: dict[str, Any]) -> None:
-    newest.stream("U", max_age=3600 * SECOND)
+def test_update_changes_the_expiry_of_stored_messages(newest: Any, config: dict[str, Any]) -> None:
+    name = newest.named("U")
+    newest.stream(name, max_age=3600 * SECOND)
     newest.publish("u.a", b"x")
     newest.api(
-        "STREAM.UPDATE.U", {"name": "U", "subjects": ["u.>"], "storage": "memory", "max_age": 3600 * SECOND, **config}
+        f"STREAM.UPDATE.{name}",
+        {"name": name, "subjects": ["u.>"], "storage": "memory", "max_age": 3600 * SECOND, **config},
     )
-    time.sleep(1.4)  # one of the two does not expire: there is nothing to wait for
-    newest.api("STREAM.INFO.U")
+    time.sleep(1.4)  # one of the two does not expire, so there is no event to wait for
+    newest.api(f"STREAM.INFO.{name}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -34,11 +37,24 @@ def found(page: str) -> set[str]:
 
 def public(module: str) -> dict[str, Any]:
     loaded = importlib.import_module(module)
-    return {name: getattr(loaded, name) for name in loaded.__all__}
+    return {name: getattr(loaded, name) for name in getattr(loaded, "__all__", None) or defined(loaded)}
+
+
+def defined(module: ModuleType) -> Iterator[str]:
+    """Yield the public names that a module without ``__all__`` defines."""
+    for node in ast.parse(inspect.getsource(module)).body:
+        match node:
+            case (
+                ast.ClassDef(name=name)
+                | ast.FunctionDef(name=name)
+                | ast.AnnAssign(target=ast.Name(id=name))
+                | ast.Assign(targets=[ast.Name(id=name)])
+            ) if not name.startswith("_"):
+                yield name
 
 
 def has_entry(thing: object) -> bool:
-    """Say whether autodoc finds it by itself: data that is defined elsewhere it does not."""
+    """Return whether autodoc finds it: it does not find data from another module."""
     return inspect.isclass(thing) or inspect.isfunction(thing)
 
 

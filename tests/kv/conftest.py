@@ -1,4 +1,4 @@
-"""What the key-value tests share: buckets, and many keys at once."""
+"""Fixtures of the key-value tests: buckets, and bulk writes of keys."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -15,7 +15,7 @@ MakeBucket = Callable[..., Awaitable[KeyValue]]
 
 @pytest.fixture
 def make_bucket(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeBucket:
-    """Create a bucket as nats-py does, with everything turned on that this package needs (or not, `allow=False`)."""
+    """Create a bucket as nats-py does, and turn on what this package needs (unless `allow=False`)."""
 
     async def make(*, allow: bool = True, **config: Any) -> KeyValue:
         kv = await js.create_key_value(bucket=stream_name(), **config)

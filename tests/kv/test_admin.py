@@ -1,4 +1,4 @@
-"""Turning on what a bucket lacks."""
+"""`enable` turns on the options that a bucket lacks."""
 
 from datetime import timedelta
 from typing import Any
@@ -16,7 +16,7 @@ async def config_of(kv: Any) -> dict[str, Any]:
     return vars((await kv._js.stream_info(kv._stream)).config)
 
 
-async def test_everything_is_turned_on_and_nothing_else_changed(make_bucket) -> None:
+async def test_enable_turns_on_direct_and_atomic_and_changes_nothing_else(make_bucket) -> None:
     kv = await make_bucket(allow=False, history=7, description="mine", ttl=3600, max_value_size=1000)
     before = await config_of(kv)
     assert not before["allow_direct"]
@@ -32,7 +32,7 @@ async def test_everything_is_turned_on_and_nothing_else_changed(make_bucket) -> 
         tx.put("a", b"2")
 
 
-async def test_only_what_is_asked_for(make_bucket) -> None:
+async def test_enable_turns_on_only_the_requested_options(make_bucket) -> None:
     kv = await make_bucket(allow=False)
     await kvx.enable(kv, direct=False)
     assert not (await config_of(kv))["allow_direct"]
@@ -41,7 +41,7 @@ async def test_only_what_is_asked_for(make_bucket) -> None:
     assert (await config_of(kv))["allow_atomic"]
 
 
-async def test_markers(make_bucket) -> None:
+async def test_enable_sets_the_marker_ttl_and_keeps_it(make_bucket) -> None:
     kv = await make_bucket(allow=False)
     await kvx.enable(kv, ttl=timedelta(minutes=1))
     assert (await config_of(kv))["subject_delete_marker_ttl"] == 60
@@ -51,7 +51,7 @@ async def test_markers(make_bucket) -> None:
     assert (await config_of(kv))["subject_delete_marker_ttl"] == 90
 
 
-async def test_a_bucket_that_has_it_all_is_not_written_to(make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_enable_does_not_update_a_bucket_that_lacks_nothing(make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = await make_bucket()
     asked = []
     ask = kvx.admin.Api.ask
@@ -65,7 +65,7 @@ async def test_a_bucket_that_has_it_all_is_not_written_to(make_bucket, monkeypat
     assert not any("UPDATE" in what for what in asked)
 
 
-async def test_wrong_arguments(make_bucket) -> None:
+async def test_enable_refuses_invalid_ttls_and_missing_buckets(make_bucket) -> None:
     kv = await make_bucket(allow=False)
     with pytest.raises(ValueError, match="turned off"):
         await kvx.enable(kv, ttl=False)
@@ -80,7 +80,7 @@ async def test_wrong_arguments(make_bucket) -> None:
 
 
 @pytest.mark.parametrize(("version", "options"), [("2.11.11", {}), ("2.10.26", {"atomic": False, "ttl": 60})])
-async def test_servers_that_do_not_know_an_option(version: str, options: dict[str, Any]) -> None:
+async def test_enable_changes_nothing_on_a_server_without_the_option(version: str, options: dict[str, Any]) -> None:
     with NatsServer(version=version) as server:
         nc = await nats.connect(server.url)
         try:

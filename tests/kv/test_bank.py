@@ -1,4 +1,4 @@
-"""A bank: 20 workers transfer between 100 accounts while leaders are killed, and no snapshot ever shows a wrong total.
+"""A bank: 20 workers transfer between 100 accounts while leaders are killed; every snapshot has the right total.
 
 Every transfer also counts itself, in the same transaction: at the end each worker's count must be the number of
 transfers that it was told of. A lost answer must neither lose a transfer nor let it happen twice.
@@ -30,7 +30,7 @@ Trouble = Callable[[JetStreamContext, float], Awaitable[int]]
 
 
 async def ignore(_: Exception) -> None:
-    """Take what nats-py has to say of a server that is gone."""
+    """Ignore the errors that nats-py reports about a killed server."""
 
 
 @asynccontextmanager
@@ -69,14 +69,14 @@ async def bank(
         calm = asyncio.Event()
 
         def over() -> bool:
-            # An election takes as long as it takes: there is to be something to look at before, in and after it.
+            # An election has no fixed length, so there must be snapshots before, during and after it.
             return calm.is_set() and time.monotonic() >= end and snapshots > seconds
 
         async def work(worker: int) -> None:
             rng = random.Random(worker)
             async with connected(urls) as own:
                 mine = await own.jetstream(timeout=TIMEOUT).key_value("BANK")
-                while not over():  # trouble waits for what is written meanwhile
+                while not over():  # `trouble` waits for messages written meanwhile
                     try:
                         await kvx.retry_transaction(mine, lambda tx: transfer(tx, worker, rng), give_up_after=60)
                     except jsx.errors.BatchOutcomeUnknownError:
@@ -113,14 +113,12 @@ async def bank(
 
 
 @pytest.mark.parametrize("storage", ["file", "memory"])
-@pytest.mark.timeout(180)
-async def test_on_one_server(storage: str, wait_for_interest: Any) -> None:
+async def test_transfers_on_one_server_keep_the_total(storage: str, wait_for_interest: Any) -> None:
     with NatsServer() as server:
         await bank([server.url], 30 if FULL else 2, 1, storage, wait_for_interest)
 
 
-@pytest.mark.timeout(300)
-async def test_on_a_cluster_whose_leaders_are_killed(wait_for_interest: Any) -> None:
+async def test_transfers_keep_the_total_while_leaders_are_killed(wait_for_interest: Any) -> None:
     async with NatsCluster() as cluster:
 
         async def kill_leaders(js: JetStreamContext, end: float) -> int:
@@ -131,7 +129,7 @@ async def test_on_a_cluster_whose_leaders_are_killed(wait_for_interest: Any) -> 
                 server = next(server for server in cluster.servers if server.name == leader)
                 await asyncio.to_thread(server.kill)
                 killed += 1
-                await asyncio.sleep(1)  # in which it is missed, and nobody is elected yet
+                await asyncio.sleep(1)  # the others notice its absence, and have not elected a leader yet
                 await asyncio.to_thread(server.restart)
                 await asyncio.to_thread(cluster.wait_ready)
                 await settled(js)
@@ -141,7 +139,7 @@ async def test_on_a_cluster_whose_leaders_are_killed(wait_for_interest: Any) -> 
 
 
 async def more(js: JetStreamContext, messages: int) -> None:
-    """Wait until the bucket has got so many messages more, so that what happens next happens in the middle of it."""
+    """Wait until the bucket has stored so many more messages, so that the next step happens under load."""
     begin = (await js.stream_info("KV_BANK")).state.last_seq
     async with asyncio.timeout(60):
         while (await js.stream_info("KV_BANK")).state.last_seq < begin + messages:

@@ -1,4 +1,4 @@
-"""Snapshots of 10,000 keys while others write as fast as they can: each is the bucket at its revision, exactly."""
+"""Snapshots of 10,000 keys under concurrent writes: each equals the bucket at its revision."""
 
 import asyncio
 import random
@@ -29,7 +29,7 @@ MakeLogged = Callable[[int], Awaitable[tuple[KeyValue, "Log"]]]
 
 
 class Log:
-    """All that was ever stored in a bucket, by way of the stream's own republishing."""
+    """Every message that a bucket ever stored, received through the stream's republishing."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
@@ -41,7 +41,7 @@ class Log:
         self.events[int(headers["Nats-Sequence"])] = key, message.data, "KV-Operation" in headers
 
     async def states(self, last: int, revisions: set[int]) -> dict[int, dict[str, tuple[int, bytes]]]:
-        """What the bucket held at each of some revisions."""
+        """Return the content of the bucket at each of `revisions`."""
         async with asyncio.timeout(20):
             while len(self.events) < last:
                 await asyncio.sleep(0.01)
@@ -60,7 +60,7 @@ class Log:
 
 @pytest.fixture
 async def logged(server: NatsServer, js: JetStreamContext, stream_name) -> AsyncIterator[MakeLogged]:
-    """Create a bucket with a log of all that is ever stored in it."""
+    """Create a bucket with a log of every message that it ever stores."""
     listener = await nats.connect(server.url)
 
     async def make(history: int) -> tuple[KeyValue, Log]:
@@ -80,7 +80,7 @@ async def logged(server: NatsServer, js: JetStreamContext, stream_name) -> Async
 
 
 async def flood(js: JetStreamContext, kv: KeyValue, rng: random.Random, stop: asyncio.Event) -> int:
-    """Put, delete and purge random keys until told to stop; return how many."""
+    """Put, delete and purge random keys until `stop` is set; return the number of writes."""
     done = 0
 
     async def messages() -> AsyncIterator[tuple[str, bytes] | tuple[str, bytes, dict[str, str]]]:
@@ -104,7 +104,7 @@ async def flood(js: JetStreamContext, kv: KeyValue, rng: random.Random, stop: as
 
 
 @pytest.mark.parametrize("history", [1, 3])
-async def test_snapshots_are_the_bucket_at_their_revision(server: NatsServer, logged, history: int) -> None:
+async def test_snapshots_equal_the_bucket_at_their_revision(server: NatsServer, logged, history: int) -> None:
     kv, log = await logged(history)
     async with jsx.FastPublisher(kv._js, flow=500) as publisher:
         await publisher.add_many((f"{kv._pre}{key}", b"first") for key in KEYS)

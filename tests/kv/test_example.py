@@ -1,4 +1,4 @@
-"""The example of the documentation, run: it prints what the documentation says."""
+"""The documented example prints the documented output."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_documentation_s_example_prints_what_it_says() -> None:
+def test_example_prints_the_documented_output() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", ROOT / "examples" / "key_value.py"],
         capture_output=True,

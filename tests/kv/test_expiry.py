@@ -1,4 +1,4 @@
-"""Times to live: markers are seen, what left none is not guessed at, and a touch prolongs."""
+"""TTLs: delete markers, keys that expired without one, and `touch`."""
 
 import asyncio
 from datetime import UTC, datetime, timedelta
@@ -23,7 +23,7 @@ async def expired(kv, key: str) -> None:
 
 
 @pytest.mark.parametrize("history", [1, 4])
-async def test_markers_tell(make_bucket, history: int) -> None:
+async def test_markers_show_which_keys_expired(make_bucket, history: int) -> None:
     kv = await make_bucket(history=history, limit_marker_ttl=60 if history == 1 else 1)
     await kv.put("other", b"1")
     await kv.create("session", b"2", msg_ttl=1)
@@ -44,7 +44,7 @@ async def test_markers_tell(make_bucket, history: int) -> None:
     assert await kvx.snapshot(kv, at=1) is not None
 
 
-async def test_what_expired_without_a_marker_is_not_guessed(make_bucket) -> None:
+async def test_key_expired_without_a_marker_is_unavailable(make_bucket) -> None:
     kv = await make_bucket()
     await kv.create("session", b"1", msg_ttl=1)
     await kv.put("a", b"2")
@@ -60,22 +60,22 @@ async def test_what_expired_without_a_marker_is_not_guessed(make_bucket) -> None
     assert (await kvx.snapshot(kv, at=2, strict=False)).complete is False
 
 
-async def test_a_bucket_that_shows_that_keys_expire_is_not_taken_for_whole(make_bucket) -> None:
+async def test_past_is_incomplete_if_messages_show_that_keys_expire(make_bucket) -> None:
     kv = await make_bucket(history=4)
     await kv.create("session", b"1", msg_ttl=1)
     await kv.create("other", b"2", msg_ttl=3600)
     for n in range(3, 9):
         await kv.put("hot", b"%d" % n)
     await expired(kv, "session")
-    with pytest.raises(HistoryUnavailableError, match="nothing is left") as caught:
+    with pytest.raises(HistoryUnavailableError, match="may be missing") as caught:
         await kvx.snapshot(kv, at=7)
     assert caught.value.keys == ()
     loose = await kvx.snapshot(kv, at=7, strict=False)
     assert (set(loose), loose.complete) == ({"other", "hot"}, False)
-    assert set(await kvx.snapshot(kv, at=8)) == {"other", "hot"}  # still the newest: the bucket is as it is
+    assert set(await kvx.snapshot(kv, at=8)) == {"other", "hot"}  # the newest revision: the bucket as it is now
 
 
-async def test_the_bucket_s_own_time_to_live(make_bucket) -> None:
+async def test_past_is_unavailable_after_the_bucket_ttl_removed_keys(make_bucket) -> None:
     kv = await make_bucket(ttl=1, history=3)
     await kv.put("old", b"1")
     first = (await kvx.snapshot(kv)).time
@@ -88,7 +88,7 @@ async def test_the_bucket_s_own_time_to_live(make_bucket) -> None:
     assert set(await kvx.snapshot(kv, at=3)) == {"new"}
 
 
-async def test_markers_that_are_all_still_there_prove_that_nothing_else_expired(make_bucket) -> None:
+async def test_stored_markers_prove_that_no_other_key_expired(make_bucket) -> None:
     kv = await make_bucket(history=1, limit_marker_ttl=60)
     await kv.create("session", b"1", msg_ttl=1)
     await kv.put("a", b"2")
@@ -98,7 +98,7 @@ async def test_markers_that_are_all_still_there_prove_that_nothing_else_expired(
     assert (set(loose), loose.unavailable) == ({"a"}, ("session",))
 
 
-async def test_snapshots_drop_what_had_expired_at_their_revision(make_bucket, load) -> None:
+async def test_snapshot_omits_keys_that_had_expired_at_its_revision(make_bucket, load) -> None:
     kv = await make_bucket()
     await load(kv, {f"k.{n}": b"" for n in range(2_000)})
     await kv.create("lock", b"1", msg_ttl=1)
@@ -111,7 +111,7 @@ async def test_snapshots_drop_what_had_expired_at_their_revision(make_bucket, lo
 
 
 class TestTouch:
-    async def test_a_touched_key_lives_on_and_then_ends(self, make_bucket) -> None:
+    async def test_touched_key_expires_by_its_new_ttl(self, make_bucket) -> None:
         kv = await make_bucket(history=3)
         await kv.create("s", b"value", msg_ttl=3)
         await kv.create("untouched", b"value", msg_ttl=3)
@@ -123,7 +123,7 @@ class TestTouch:
         with pytest.raises(KeyNotFoundError):
             await kv.get("s")
 
-    async def test_nothing_comes_back_when_it_ends(self, make_bucket) -> None:
+    async def test_expiry_after_touch_exposes_no_older_value(self, make_bucket) -> None:
         kv = await make_bucket(history=5)
         await kv.put("s", b"older")
         await kv.put("s", b"newer")
@@ -131,7 +131,7 @@ class TestTouch:
         await expired(kv, "s")
         assert len(await kvx.snapshot(kv, include_deletes=True)) == 0
 
-    async def test_never(self, make_bucket) -> None:
+    async def test_never_overrides_the_bucket_ttl(self, make_bucket) -> None:
         kv = await make_bucket(history=2, ttl=1)
         await kv.put("s", b"1")
         await kvx.touch(kv, "s", ttl=jsx.NEVER)
@@ -140,7 +140,7 @@ class TestTouch:
         assert (await kv.get("s")).value == b"1"
         assert len(await kv.history("s")) == 1
 
-    async def test_what_else_was_stored_with_it_stays(self, make_bucket) -> None:
+    async def test_touch_keeps_the_other_headers(self, make_bucket) -> None:
         kv = await make_bucket()
         await kv._js.publish(f"{kv._pre}s", b"v", headers={"Content-Type": "text/plain", "Nats-Msg-Id": "1"})
         await kvx.touch(kv, "s", ttl=60)
@@ -150,24 +150,24 @@ class TestTouch:
         assert stored.headers["Nats-TTL"] == "60"
         assert "Nats-Msg-Id" not in stored.headers
 
-    async def test_not_if_somebody_changes_it_meanwhile(self, make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_touch_conflicts_with_a_concurrent_write(self, make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
         kv = await make_bucket()
         await kv.put("s", b"1")
-        read = admin.Bucket.at_leader
+        read = admin.Bucket.get_at_leader
 
         async def slow(self, **request: object) -> jsx.StoredMsg | None:
             found = await read(self, **request)
             await kv.put("s", b"2")
             return found
 
-        monkeypatch.setattr(admin.Bucket, "at_leader", slow)
+        monkeypatch.setattr(admin.Bucket, "get_at_leader", slow)
         with pytest.raises(KeyConflictError) as caught:
             await kvx.touch(kv, "s", ttl=60)
         assert caught.value.keys == ("s",)
         assert caught.value.outcome == "not_stored"
         assert (await kv.get("s")).value == b"2"
 
-    async def test_a_key_that_is_not_there(self, make_bucket) -> None:
+    async def test_touch_of_a_missing_or_deleted_key_raises_key_not_found(self, make_bucket) -> None:
         kv = await make_bucket()
         with pytest.raises(KeyNotFoundError, match="nothing"):
             await kvx.touch(kv, "nothing", ttl=60)
@@ -177,13 +177,13 @@ class TestTouch:
             await kvx.touch(kv, "gone", ttl=60)
 
     @pytest.mark.parametrize("ttl", [0, 0.5, -1, timedelta(milliseconds=1500)])
-    async def test_times_that_servers_do_not_take(self, make_bucket, ttl: float) -> None:
+    async def test_touch_refuses_invalid_ttls(self, make_bucket, ttl: float) -> None:
         kv = await make_bucket()
         await kv.put("s", b"1")
         with pytest.raises(ValueError, match="TTL"):
             await kvx.touch(kv, "s", ttl=ttl)
 
-    async def test_a_bucket_without_times_to_live(self, js, stream_name) -> None:
+    async def test_touch_names_enable_if_ttls_are_disabled(self, js, stream_name) -> None:
         name = stream_name()
         await js.add_stream(
             name=f"KV_{name}",

@@ -1,4 +1,4 @@
-"""Many keys at once."""
+"""`get_many`: many keys in few requests."""
 
 import asyncio
 from datetime import UTC, datetime, timedelta
@@ -15,7 +15,7 @@ from jetstream_ext.kv import reads
 from jetstream_ext.testing import NatsServer
 
 
-async def test_what_is_there_in_the_order_of_the_keys(make_bucket) -> None:
+async def test_existing_keys_come_in_the_order_of_the_request(make_bucket) -> None:
     kv = await make_bucket()
     for n, key in enumerate(["a", "b.c", "d", "e"], 1):
         assert await kv.put(key, b"%d" % n) == n
@@ -32,7 +32,7 @@ async def test_what_is_there_in_the_order_of_the_keys(make_bucket) -> None:
     assert await kvx.get_many(kv, (key for key in ["a"])) == {"a": entry}
 
 
-async def test_any_number_of_keys(make_bucket, load) -> None:
+async def test_more_keys_than_one_request_takes(make_bucket, load) -> None:
     kv = await make_bucket()
     there = {f"k.{n}": b"%d" % n for n in range(10_000)}
     await load(kv, there)
@@ -62,7 +62,7 @@ async def test_keys_longer_than_one_request(make_bucket, load, monkeypatch: pyte
     assert len(await kvx.snapshot(kv, list(there))) == 500
 
 
-async def test_a_server_with_small_messages() -> None:
+async def test_requests_fit_a_small_max_payload() -> None:
     with NatsServer(config="max_payload: 16384") as server:
         nc = await nats.connect(server.url)
         try:
@@ -76,7 +76,7 @@ async def test_a_server_with_small_messages() -> None:
             await nc.close()
 
 
-async def test_a_server_that_answers_for_fewer_subjects_is_asked_for_fewer(
+async def test_chunks_are_halved_if_the_server_refuses_their_size(
     make_bucket, load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kv = await make_bucket()
@@ -86,14 +86,14 @@ async def test_a_server_that_answers_for_fewer_subjects_is_asked_for_fewer(
     assert len(await kvx.get_many(kv, there)) == 3_000
 
 
-async def test_what_this_program_wrote_before_is_there(make_bucket) -> None:
+async def test_own_earlier_writes_are_read(make_bucket) -> None:
     kv = await make_bucket()
     for n in range(50):
         await kv.put("a", b"%d" % n)
         assert (await kvx.get_many(kv, ["a"]))["a"].value == b"%d" % n
 
 
-async def test_one_consistent_moment_for_all_chunks(make_bucket, load) -> None:
+async def test_all_chunks_of_a_past_read_are_of_one_revision(make_bucket, load) -> None:
     kv = await make_bucket(history=3)
     keys = [f"k.{n}" for n in range(3_000)]
     await load(kv, dict.fromkeys(keys, b"old"))
@@ -108,7 +108,7 @@ async def test_one_consistent_moment_for_all_chunks(make_bucket, load) -> None:
     assert keys[1] not in now
 
 
-async def test_the_past_is_never_guessed(make_bucket) -> None:
+async def test_overwritten_value_is_unavailable_in_the_past(make_bucket) -> None:
     kv = await make_bucket(history=1)
     await kv.put("stays", b"1")
     await kv.put("moves", b"2")
@@ -120,13 +120,13 @@ async def test_the_past_is_never_guessed(make_bucket) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "a b", "a..b", ".a", "a.", "a.*", ">", "é", "a\n"])
-async def test_invalid_keys_are_refused_before_anything_is_asked(make_bucket, key: str) -> None:
+async def test_invalid_keys_are_refused_before_any_request(make_bucket, key: str) -> None:
     kv = await make_bucket(allow=False)
     with pytest.raises(InvalidKeyError):
         await kvx.get_many(kv, ["good", key])
 
 
-async def test_a_bucket_without_direct_gets(make_bucket) -> None:
+async def test_bucket_without_direct_gets_names_enable(make_bucket) -> None:
     kv = await make_bucket(allow=False)
     await kv.put("a", b"1")
     for read in (kvx.get_many(kv, ["a"]), kvx.snapshot(kv), kvx.snapshot(kv, ["a"], at=1)):
@@ -135,21 +135,21 @@ async def test_a_bucket_without_direct_gets(make_bucket) -> None:
         assert caught.value.stream == kv._stream
 
 
-async def test_a_bucket_that_is_gone(make_bucket) -> None:
+async def test_deleted_bucket_raises_bucket_not_found(make_bucket) -> None:
     kv = await make_bucket()
     await kv._js.delete_key_value(kv._name)
     with pytest.raises(BucketNotFoundError, match=kv._name):
         await kvx.get_many(kv, ["a"])
 
 
-async def test_wrong_arguments(make_bucket) -> None:
+async def test_invalid_arguments_are_refused(make_bucket) -> None:
     kv = await make_bucket()
     await kv.put("a", b"1")
     with pytest.raises(TypeError, match="nats-py bucket"):
         await kvx.get_many("bucket", ["a"])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="single"):
         await kvx.get_many(kv, "a")
-    with pytest.raises(ValueError, match="from 1 up"):
+    with pytest.raises(ValueError, match="stream sequence from 1"):
         await kvx.get_many(kv, ["a"], at=0)
     with pytest.raises(ValueError, match="no revision 2 yet"):
         await kvx.get_many(kv, ["a"], at=2)
@@ -165,7 +165,7 @@ async def test_wrong_arguments(make_bucket) -> None:
         await kvx.get_many(kv, ["a"], timeout=0)
 
 
-async def test_a_server_without_batched_gets() -> None:
+async def test_server_without_batched_gets_is_unsupported() -> None:
     with NatsServer(version="2.10.26") as server:
         nc = await nats.connect(server.url)
         try:
@@ -180,7 +180,7 @@ async def test_a_server_without_batched_gets() -> None:
 
 @pytest.mark.parametrize("broken", ["config", "state", "created", "ts", "last_seq", "messages", "last_ts"])
 @pytest.mark.parametrize("instead", [None, "nonsense"])
-async def test_information_that_makes_no_sense_is_no_answer(
+async def test_malformed_stream_info_raises_response_error(
     make_bucket, monkeypatch: pytest.MonkeyPatch, broken: str, instead: str | None
 ) -> None:
     kv = await make_bucket()

@@ -1,4 +1,4 @@
-"""A bucket that nats-py and this package use together, in both directions."""
+"""nats-py and this package use one bucket together, in both directions."""
 
 import asyncio
 import random
@@ -46,7 +46,7 @@ async def test_nats_py_reads_what_a_transaction_wrote(make_bucket) -> None:
         await kv.update("c", b"5", last=2)
 
 
-async def test_a_transaction_takes_up_what_nats_py_wrote(make_bucket) -> None:
+async def test_transaction_continues_from_revisions_of_nats_py(make_bucket) -> None:
     kv = await make_bucket(history=3)
     revision = await kv.put("a", b"1")
     await kv.put("b", b"1")
@@ -63,7 +63,7 @@ async def test_a_transaction_takes_up_what_nats_py_wrote(make_bucket) -> None:
             tx.update("a", b"3", last=revision)
 
 
-async def test_the_stored_messages_are_the_same(make_bucket) -> None:
+async def test_stored_messages_equal_those_of_nats_py(make_bucket) -> None:
     ours, theirs = await make_bucket(history=5), await make_bucket(history=5)
     await theirs.put("a", b"1")
     await theirs.create("b", b"2")
@@ -97,7 +97,7 @@ async def test_the_stored_messages_are_the_same(make_bucket) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_both_at_once(make_bucket, seed: int) -> None:
+async def test_interleaved_writes_look_the_same_to_both_clients(make_bucket, seed: int) -> None:
     kv = await make_bucket(history=2, storage="memory")
     keys = [f"k.{n}" for n in range(20)]
     rng = random.Random(seed)

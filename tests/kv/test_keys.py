@@ -1,4 +1,4 @@
-"""Keys and filters: what nats-py takes, and what matches."""
+"""Keys and filters: which are valid, and which keys a filter matches."""
 
 import re
 
@@ -40,7 +40,7 @@ filters = st.lists(st.sampled_from(["a", "b", "c1", "*"]), min_size=1, max_size=
 
 
 @pytest.mark.parametrize("key", GOOD)
-def test_keys_that_every_client_takes(key: str) -> None:
+def test_valid_keys_are_accepted(key: str) -> None:
     check_key(key)
     assert VALID_KEY_RE.match(key)
     assert check_filters([key]) == [key]
@@ -48,23 +48,23 @@ def test_keys_that_every_client_takes(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", BAD)
-def test_keys_that_are_refused(key: str) -> None:
+def test_invalid_keys_are_refused(key: str) -> None:
     with pytest.raises(InvalidKeyError):
         check_key(key)
 
 
 @pytest.mark.parametrize("pattern", FILTERS)
-def test_filters(pattern: str) -> None:
+def test_valid_filters_are_accepted(pattern: str) -> None:
     assert check_filters([pattern, "x"]) == ([">"] if pattern == ">" else [pattern, "x"])
 
 
 @pytest.mark.parametrize("pattern", BAD_FILTERS)
-def test_filters_that_are_refused(pattern: str) -> None:
+def test_invalid_filters_are_refused(pattern: str) -> None:
     with pytest.raises(InvalidKeyError):
         check_filters([pattern])
 
 
-def test_collections() -> None:
+def test_collections_are_deduplicated_and_checked() -> None:
     assert list(check_keys(iter(["b", "a", "b"]))) == ["b", "a"]
     assert list(check_keys([])) == []
     assert check_filters(None) == [">"]
@@ -77,12 +77,12 @@ def test_collections() -> None:
         check_keys([b"a"])  # type: ignore[list-item]
     with pytest.raises(TypeError):
         check_filters([1])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="no filters"):
+    with pytest.raises(ValueError, match="filters must not be empty"):
         check_filters([])
 
 
 def by_tokens(pattern: str, key: str) -> bool:
-    """Matching as NATS defines it."""
+    """Whether a key matches, token by token, as NATS defines it."""
     wanted, tokens = pattern.split("."), key.split(".")
     for i, token in enumerate(wanted):
         if token == ">":
@@ -93,17 +93,17 @@ def by_tokens(pattern: str, key: str) -> bool:
 
 
 @given(patterns=st.lists(filters, min_size=1, max_size=4), key=keys)
-def test_what_matches(patterns: list[str], key: str) -> None:
+def test_matcher_agrees_with_matching_by_tokens(patterns: list[str], key: str) -> None:
     assert matcher(check_filters(patterns))(key) == any(by_tokens(pattern, key) for pattern in patterns)
 
 
 @given(st.text(max_size=12))
-def test_our_rule_is_nats_py_s_but_for_its_leaks(text: str) -> None:
+def test_key_rule_is_that_of_nats_py_without_its_gaps(text: str) -> None:
     try:
         check_key(text)
     except InvalidKeyError:
-        leaks = text.endswith("\n") or ".." in text
-        assert leaks or text[:1] in ("", ".") or text[-1:] == "." or not VALID_KEY_RE.match(text)
+        gaps = text.endswith("\n") or ".." in text
+        assert gaps or text[:1] in ("", ".") or text[-1:] == "." or not VALID_KEY_RE.match(text)
     else:
         assert VALID_KEY_RE.match(text)
         assert not re.search(r"\s", text)

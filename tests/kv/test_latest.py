@@ -1,4 +1,4 @@
-"""Messages laid over each other, in whatever order they were read."""
+"""`Latest`: the newest message of each key, in whatever order messages are read."""
 
 import random
 from datetime import UTC, datetime, timedelta
@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from jetstream_ext.kv.entries import Record, Subjects
+from jetstream_ext.kv.history import Latest
 from jetstream_ext.kv.keys import matcher
-from jetstream_ext.kv.latest import Latest
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 ALL = Subjects("B", "$KV.B.", matcher([">"]))
@@ -37,7 +37,7 @@ def test_the_newest_revision_of_each_key_wins_in_any_order() -> None:
     assert {key: entry.revision for key, entry in latest.entries().items()} == {f"k{n % 7}": n for n in range(33, 40)}
 
 
-def test_deleted_keys_are_left_out_or_shown() -> None:
+def test_deleted_keys_are_omitted_unless_requested() -> None:
     records = [
         put(1, "a"),
         put(2, "b"),
@@ -57,13 +57,13 @@ def test_deleted_keys_are_left_out_or_shown() -> None:
     ]
 
 
-def test_only_wanted_keys() -> None:
+def test_other_keys_are_ignored() -> None:
     latest = Latest(Subjects("B", "$KV.B.", matcher(["a.*"])))
     latest.feed([put(1, "a.x"), put(2, "b"), put(3, "a.x.y")])
     assert list(latest.entries()) == ["a.x"]
 
 
-def test_what_had_expired_when_the_last_revision_was_stored_is_not_there() -> None:
+def test_entries_expired_at_the_given_time_are_omitted() -> None:
     records = [
         put(1, "short", Nats_TTL="10"),
         put(2, "long", Nats_TTL="1h"),
@@ -74,14 +74,14 @@ def test_what_had_expired_when_the_last_revision_was_stored_is_not_there() -> No
     assert set(fed(records).entries(at(11))) == {"long", "ever", "odd"}
 
 
-def test_a_new_revision_has_a_life_of_its_own() -> None:
+def test_new_revision_does_not_inherit_the_ttl() -> None:
     latest = Latest(ALL)
     latest.feed([put(1, "a", Nats_TTL="10"), put(2, "a")])
     assert set(latest.entries(at(100))) == {"a"}
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(10.9, {"a", "b", "c"}), (11, {"b", "c"}), (12, {"c"}), (99, {"c"})])
-def test_the_bucket_s_own_time_to_live(seconds: float, left: set[str]) -> None:
+def test_bucket_ttl_applies_unless_the_message_never_expires(seconds: float, left: set[str]) -> None:
     latest = Latest(ALL, max_age=timedelta(seconds=10))
     latest.feed([put(1, "a"), put(2, "b", Nats_TTL="100"), put(3, "c", Nats_TTL="never")])
     assert set(latest.entries(at(seconds))) == left

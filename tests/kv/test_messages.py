@@ -1,20 +1,11 @@
-"""What the headers of a stored message say."""
+"""What the headers of a stored message say about its key."""
 
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from jetstream_ext.kv.entries import (
-    KeyValueEntry,
-    Record,
-    entry_of,
-    follows,
-    lives_forever,
-    operation,
-    replaced_all,
-    shows_expiry,
-    ttl_of,
-)
+from jetstream_ext.kv.entries import KeyValueEntry, Record, entry_of, operation
+from jetstream_ext.kv.history import never_expires, replaced_all, replaced_revision, shows_expiry, ttl_of
 
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -35,7 +26,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
         ({"Nats-Applied-Limit": "MaxAge"}, ("PURGE", "MaxAge")),
     ],
 )
-def test_operations(headers: dict[str, str], found: tuple[str, str | None]) -> None:
+def test_headers_decide_the_operation(headers: dict[str, str], found: tuple[str, str | None]) -> None:
     assert operation(headers) == found
     entry = entry_of("B", "k", Record(7, "$KV.B.k", b"v", headers, NOW))
     assert entry == KeyValueEntry("B", "k", b"v", 7, NOW, *found)  # type: ignore[arg-type]
@@ -60,14 +51,14 @@ def test_operations(headers: dict[str, str], found: tuple[str, str | None]) -> N
         ("9223372036854775807", None),
     ],
 )
-def test_times_to_live(text: str, seconds: int | None) -> None:
+def test_ttl_is_read_as_servers_read_it(text: str, seconds: int | None) -> None:
     assert ttl_of({"Nats-TTL": text}) == (None if seconds is None else timedelta(seconds=seconds))
 
 
-def test_never() -> None:
-    assert lives_forever({"Nats-TTL": "Never"})
-    assert not lives_forever({"Nats-TTL": "5"})
-    assert not lives_forever({})
+def test_never_expires_ignores_case() -> None:
+    assert never_expires({"Nats-TTL": "Never"})
+    assert not never_expires({"Nats-TTL": "5"})
+    assert not never_expires({})
 
 
 @pytest.mark.parametrize(
@@ -82,18 +73,18 @@ def test_never() -> None:
         ({EXPECTED: "7", "Nats-Rollup": "sub"}, None),
     ],
 )
-def test_what_a_message_followed(headers: dict[str, str], revision: int | None) -> None:
-    assert follows(headers, "s") == revision
+def test_expectation_names_the_replaced_revision(headers: dict[str, str], revision: int | None) -> None:
+    assert replaced_revision(headers, "s") == revision
 
 
-def test_what_removes_everything_before_it() -> None:
+def test_rollups_and_markers_replaced_all_older_messages() -> None:
     assert replaced_all({"Nats-Rollup": "sub"})
     assert replaced_all({"Nats-Marker-Reason": "MaxAge"})
     assert not replaced_all({"KV-Operation": "DEL"})
     assert not replaced_all({})
 
 
-def test_what_shows_that_values_expire() -> None:
+def test_ttls_of_values_and_markers_show_expiry() -> None:
     assert shows_expiry({"Nats-TTL": "5"})
     assert shows_expiry({"Nats-Marker-Reason": "MaxAge"})
     assert not shows_expiry({"Nats-TTL": "never"})

@@ -1,4 +1,4 @@
-"""Mirrors and replicas answer too: the ones that hold less, more, or not yet, must not be believed."""
+"""Mirrors and replicas answer as well. Those that hold less or more than the bucket, or lag, are not trusted."""
 
 import asyncio
 from typing import Any
@@ -26,7 +26,7 @@ async def mirrored(kv, name: str, wait: int, **config) -> str:
     return stream
 
 
-async def test_mirrors_of_a_part_are_not_believed(make_bucket, load) -> None:
+async def test_partial_mirrors_are_not_trusted(make_bucket, load) -> None:
     kv = await make_bucket(history=2)
     await load(kv, dict.fromkeys(KEYS, b"1"))
     await load(kv, dict.fromkeys(KEYS, b"2"))
@@ -42,7 +42,7 @@ async def test_mirrors_of_a_part_are_not_believed(make_bucket, load) -> None:
         assert len(await kvx.get_many(kv, KEYS[:20], at=600)) == 20
 
 
-async def test_mirrors_that_keep_what_the_bucket_forgot_are_not_believed(make_bucket, load) -> None:
+async def test_mirrors_that_keep_removed_messages_are_not_trusted(make_bucket, load) -> None:
     kv = await make_bucket()
     await load(kv, {"stays": b"1", "goes": b"1"})
     stream = await mirrored(kv, "ARCHIVE", 2)
@@ -53,7 +53,7 @@ async def test_mirrors_that_keep_what_the_bucket_forgot_are_not_believed(make_bu
     await kv._js.delete_stream(stream)
 
 
-async def test_a_mirror_that_holds_the_same_is_believed(make_bucket, load, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_mirror_with_the_same_messages_is_trusted(make_bucket, load, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = await make_bucket()
     await load(kv, dict.fromkeys(KEYS, b"1"))
     stream = await mirrored(kv, "SAME", 600, max_msgs_per_subject=1, allow_msg_ttl=True)
@@ -72,7 +72,7 @@ async def test_a_mirror_that_holds_the_same_is_believed(make_bucket, load, monke
     assert asked == {stream}
 
 
-async def test_when_nobody_else_answers_it_says_so(make_bucket, load, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_timeout_names_the_untrusted_mirror(make_bucket, load, monkeypatch: pytest.MonkeyPatch) -> None:
     kv = await make_bucket()
     await load(kv, {"a.0": b"1", "b.1": b"1"})
     stream = await mirrored(kv, "FILTERED", 1, filter_subject=f"$KV.{kv._name}.*.0")
@@ -88,8 +88,8 @@ async def test_when_nobody_else_answers_it_says_so(make_bucket, load, monkeypatc
         await kvx.get_many(kv, ["a.0"], timeout=0.5)
 
 
-async def test_a_bucket_that_is_a_mirror_is_refused_not_empty(make_bucket) -> None:
-    """As nats.go and nats.js make them: the keys carry the other bucket's name, which nats-py does not look for."""
+async def test_bucket_that_is_a_mirror_is_refused(make_bucket) -> None:
+    """As nats.go and nats.js create it: the keys have the other bucket's name, and nats-py does not find them."""
     kv = await make_bucket()
     await kv.put("a", b"1")
     mirror = f"{kv._name}_M"
@@ -110,8 +110,7 @@ async def test_a_bucket_that_is_a_mirror_is_refused_not_empty(make_bucket) -> No
         await tx.commit()
 
 
-@pytest.mark.timeout(180)
-async def test_replicas_that_lag_are_waited_for(wait_for_interest: Any) -> None:
+async def test_reads_wait_for_lagging_replicas(wait_for_interest: Any) -> None:
     async with NatsCluster() as cluster:
         nc = await nats.connect(cluster.urls)
         try:

@@ -1,4 +1,4 @@
-"""Random histories against a list of what happened: the bucket at every revision and at every time."""
+"""Random histories against a model: the bucket at every revision and at every time."""
 
 import asyncio
 import os
@@ -40,26 +40,26 @@ class Event:
 
 @dataclass
 class Model:
-    """All that ever happened to a bucket, and what a server keeps of it."""
+    """Every event of a bucket, and what a server keeps of it."""
 
     history: int
     events: list[Event] = field(default_factory=list)
 
     def state(self, revision: int) -> dict[str, Event]:
-        """The key's last event up to a revision."""
+        """Return each key's last event up to a revision."""
         state: dict[str, Event] = {}
         for event in self.events[:revision]:
             state[event.key] = event
         return state
 
     def held(self, key: str) -> list[Event]:
-        """What is left of a key."""
+        """Return the events of a key that are still stored."""
         mine = [event for event in self.events if event.key == key]
         purges = [i for i, event in enumerate(mine) if event.operation == "PURGE"]
         return mine[purges[-1] if purges else 0 :][-self.history :]
 
     def gapless(self, revision: int) -> bool:
-        """Whether everything up to a revision is left."""
+        """Whether every message up to a revision is still stored."""
         left = {event.seq for key in {e.key for e in self.events} for event in self.held(key)}
         return all(seq in left for seq in range(1, revision + 1))
 
@@ -77,7 +77,7 @@ class Model:
 
 
 async def scribble(kv: KeyValue, model: Model, rng: random.Random, count: int) -> None:
-    """Do random things to a bucket."""
+    """Write, delete and purge random keys."""
     js, prefix = kv._js, kv._pre
     for n in range(count):
         key = rng.choice(KEYS)
@@ -136,19 +136,18 @@ def check(
 
 
 @pytest.fixture(params=["as it is", "by name"])
-def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the past is read: small buckets by their log, large ones by the names of the keys."""
     if request.param == "by name":
-        monkeypatch.setattr(reads, "SMALL_LOG", 0)
+        monkeypatch.setattr(reads, "_SMALL_LOG", 0)
         monkeypatch.setattr(reads, "_DEEP", 0)
-        monkeypatch.setattr(reads, "SMALL_LOG", 0)
-        monkeypatch.setattr(reads, "_ROWS_PER_LOOK", 0)
+        monkeypatch.setattr(reads, "_ROWS_PER_LOOKUP", 0)
     return request.param
 
 
 @pytest.mark.parametrize("history", [1, 2, 5, 64])
 @pytest.mark.parametrize("seed", range(3 if os.environ.get("JETSTREAM_EXT_FULL") else 1))
-async def test_every_revision(make_bucket, history: int, seed: int, road: str) -> None:
+async def test_snapshots_of_every_revision_match_the_model(make_bucket, history: int, seed: int, strategy: str) -> None:
     kv = await make_bucket(history=history)
     model, rng = Model(history), random.Random(seed)
     await scribble(kv, model, rng, 60)
@@ -157,7 +156,7 @@ async def test_every_revision(make_bucket, history: int, seed: int, road: str) -
         deletes = rng.random() < 0.5
         snap = await kvx.snapshot(kv, patterns, at=revision, strict=False, include_deletes=deletes)
         assert snap.revision == revision
-        check(snap, model, revision, patterns, deletes=deletes, precise=road == "as it is")
+        check(snap, model, revision, patterns, deletes=deletes, precise=strategy == "as it is")
         if snap.unavailable:
             with pytest.raises(HistoryUnavailableError) as caught:
                 await kvx.snapshot(kv, patterns, at=revision)
@@ -170,7 +169,7 @@ async def test_every_revision(make_bucket, history: int, seed: int, road: str) -
 
 
 @pytest.mark.parametrize("history", [1, 4])
-async def test_every_time_and_many_keys(make_bucket, history: int, road: str) -> None:
+async def test_reads_at_every_time_match_the_model(make_bucket, history: int, strategy: str) -> None:
     kv = await make_bucket(history=history)
     model, rng = Model(history), random.Random(history)
     await scribble(kv, model, rng, 40)
@@ -180,7 +179,7 @@ async def test_every_time_and_many_keys(make_bucket, history: int, road: str) ->
             revision = next((later.seq - 1 for later in stored if later.time > time), 40)
             snap = await kvx.snapshot(kv, at=time, strict=False)
             assert (snap.time, snap.revision) == (time, revision)
-            check(snap, model, revision, None, deletes=False, precise=road == "as it is")
+            check(snap, model, revision, None, deletes=False, precise=strategy == "as it is")
             keys = rng.sample(KEYS, 3)
             truth = {key: e for key, e in model.state(revision).items() if key in keys}
             lost = {key for key in truth if not any(e.seq <= revision for e in model.held(key))}
@@ -198,8 +197,10 @@ async def test_every_time_and_many_keys(make_bucket, history: int, road: str) ->
 
 
 @pytest.mark.parametrize(("history", "markers"), [(1, None), (1, 60), (3, None), (3, 1)])
-async def test_keys_that_expire(make_bucket, history: int, markers: int | None, road: str) -> None:
-    """After the fact, every answer about the time before is right or refused."""
+async def test_reads_of_expired_keys_are_right_or_refused(
+    make_bucket, history: int, markers: int | None, strategy: str
+) -> None:
+    """After keys have expired, every answer about an earlier revision is right or refused."""
     kv = await make_bucket(history=history, limit_marker_ttl=markers)
     model, rng = Model(history), random.Random(history)
     sessions = [f"session.{n}" for n in range(8)]
@@ -223,7 +224,7 @@ async def test_keys_that_expire(make_bucket, history: int, markers: int | None, 
         for key, entry in loose.items():
             assert entry.value == truth[key], f"{key} at {revision}"
         unknown = truth.keys() - loose.keys() - set(loose.unavailable)
-        present = revision == last == (await kvx.snapshot(kv)).revision  # then what has expired may be left out
+        present = revision == last == (await kvx.snapshot(kv)).revision  # then keys that have expired may be missing
         assert not unknown or not loose.complete or present, f"{unknown} at {revision}"
         try:
             strict = await kvx.snapshot(kv, at=revision)

@@ -1,4 +1,4 @@
-"""What is still known of a revision: one row of the table in `past` after the other, and random histories."""
+"""`Past`: every row of the table in docs/key-value.md ("Reads of the past"), and random histories."""
 
 import random
 from datetime import UTC, datetime, timedelta
@@ -31,7 +31,7 @@ def known(verdict: Verdict) -> dict[str, int]:
     return {key: entry.revision for key, entry in verdict.entries.items()}
 
 
-def test_the_newest_up_to_the_revision_is_the_answer() -> None:
+def test_newest_message_up_to_the_revision_decides() -> None:
     past = Past(ALL, revision=4, history=3)
     past.feed([message(2, "a"), message(4, "a"), message(5, "a")])
     verdict = judge(past)
@@ -58,7 +58,7 @@ def test_the_newest_up_to_the_revision_is_the_answer() -> None:
         (0, [message(n, "a") for n in range(5, 90)], False),
     ],
 )
-def test_a_key_of_which_only_newer_messages_are_left(history: int, after: list[Record], unavailable: bool) -> None:
+def test_oldest_message_decides_if_none_is_old_enough(history: int, after: list[Record], unavailable: bool) -> None:
     past = Past(ALL, revision=4, history=history)
     past.feed(after)
     assert past.uncertain(())
@@ -68,7 +68,7 @@ def test_a_key_of_which_only_newer_messages_are_left(history: int, after: list[R
     assert known(judge(past)) == {}
 
 
-def test_a_key_of_which_nothing_is_left_is_unavailable_if_it_was_named() -> None:
+def test_named_key_without_messages_is_unavailable() -> None:
     past = Past(ALL, revision=4, history=1)
     past.feed([message(2, "a")])
     assert not past.uncertain(["a"])
@@ -79,7 +79,7 @@ def test_a_key_of_which_nothing_is_left_is_unavailable_if_it_was_named() -> None
     assert judge(past, named=("a", "gone"), missing=False).unavailable == ()
 
 
-def test_nothing_missing_is_the_whole_truth() -> None:
+def test_answer_is_complete_if_no_message_is_missing() -> None:
     past = Past(ALL, revision=4, history=1)
     past.feed([message(2, "a"), message(9, "b", PURGE)])
     verdict = judge(past, missing=False, lost=True)
@@ -87,7 +87,7 @@ def test_nothing_missing_is_the_whole_truth() -> None:
     assert not verdict.lost
 
 
-def test_a_pattern_may_mean_keys_that_left_nothing() -> None:
+def test_pattern_read_is_incomplete_if_messages_are_missing() -> None:
     past = Past(ALL, revision=4, history=1)
     past.feed([message(2, "a")])
     assert judge(past).complete is False
@@ -96,7 +96,7 @@ def test_a_pattern_may_mean_keys_that_left_nothing() -> None:
     assert not judge(past, wild=False, lost=True).lost
 
 
-def test_where_keys_vanish_a_named_one_may_have_been_there() -> None:
+def test_named_keys_without_a_value_are_unavailable_if_keys_vanish() -> None:
     past = Past(ALL, revision=4, history=3)
     past.feed([message(1, "deleted", {"KV-Operation": "DEL"}), message(2, "kept"), message(7, "new", {EXPECTED: "0"})])
     named = ("deleted", "kept", "new")
@@ -105,27 +105,29 @@ def test_where_keys_vanish_a_named_one_may_have_been_there() -> None:
     assert verdict.unavailable == ("deleted", "new")
     assert known(verdict) == {"kept": 2}
     assert past.uncertain(named)
-    assert judge(past, lost=True).unavailable == ()  # nobody asked for them by name; the whole answer is in doubt
+    assert judge(past, lost=True).unavailable == ()  # the keys were not named, so the whole answer is in doubt
 
 
-def test_repetitions_do_no_harm() -> None:
+def test_repeated_messages_count_once() -> None:
     past = Past(ALL, revision=4, history=3)
     for _ in range(3):
         past.feed([message(5, "a"), message(6, "a")])
     assert judge(past).unavailable == ()
 
 
-def test_other_keys_account_for_what_is_missing() -> None:
+def test_full_histories_and_purges_account_for_gaps() -> None:
     past = Past(Subjects("B", "$KV.B.", matcher(["a"])), revision=9, history=2)
     past.feed([message(3, "b"), message(4, "c"), message(6, "b"), message(7, "a")], log=True)
-    assert past.accounts_for() == 3  # b keeps two: what is missing below may have been its
+    assert (
+        past.accounts_for() == 3
+    )  # b has two messages, as many as are kept: the gaps below may have been its messages
     past.feed([message(8, "d", PURGE)], log=True)
     assert past.accounts_for() == 8
     assert known(judge(past)) == {"a": 7}
     assert judge(past).unavailable == ()
 
 
-def test_a_history_accounts_for_no_more_than_it_can_have_removed() -> None:
+def test_history_accounts_only_for_what_it_can_have_removed() -> None:
     past = Past(ALL, revision=9, history=1)
     past.feed([message(8, "created", {EXPECTED: "0"})], log=True)
     assert past.accounts_for() == 0
@@ -136,7 +138,7 @@ def test_a_history_accounts_for_no_more_than_it_can_have_removed() -> None:
 
 
 class Server:
-    """A bucket that keeps so many messages of a key, and all that ever happened to it."""
+    """A bucket that keeps `history` messages of a key, and every message that it ever stored."""
 
     def __init__(self, history: int) -> None:
         self.history = history
@@ -157,7 +159,7 @@ class Server:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_answer_is_ever_wrong(seed: int) -> None:
+def test_random_histories_give_no_wrong_answer(seed: int) -> None:
     rng = random.Random(seed)
     server = Server(history=rng.choice([1, 2, 3, 8]))
     for _ in range(50):

@@ -1,6 +1,7 @@
-"""Transactions that are run again: when, how long, and what a lost answer means."""
+"""`retry_transaction`: when it runs a function again, for how long, and after a lost answer."""
 
 import asyncio
+from datetime import timedelta
 from typing import Any
 
 import nats.errors
@@ -10,17 +11,18 @@ import jetstream_ext.kv as kvx
 from jetstream_ext.errors import (
     BatchAbandonedError,
     BatchOutcomeUnknownError,
+    DirectGetDisabledError,
     KeyConflictError,
     NoStreamError,
     RequestTimeoutError,
     TooManyRequestsError,
 )
-from jetstream_ext.kv import retry
 from jetstream_ext.kv.transaction import Transaction
+from jetstream_ext.protocol.stream_state import StreamState
 
 
 class Counting:
-    """Adds one to a key, and counts how often it was asked to."""
+    """Adds one to a key, and counts its runs."""
 
     def __init__(self, *failures: Exception) -> None:
         self.runs = 0
@@ -36,7 +38,7 @@ class Counting:
         return count
 
 
-async def test_the_result_of_the_run_that_was_committed(make_bucket) -> None:
+async def test_result_is_that_of_the_committed_run(make_bucket) -> None:
     kv = await make_bucket()
     runs = 0
 
@@ -53,7 +55,7 @@ async def test_the_result_of_the_run_that_was_committed(make_bucket) -> None:
     assert (await kv.get("a")).value == b"mine"
 
 
-async def test_a_conflict_that_does_not_end_is_raised_in_the_end(make_bucket) -> None:
+async def test_persistent_conflict_is_raised_after_give_up_after(make_bucket) -> None:
     kv = await make_bucket()
     runs = 0
 
@@ -72,7 +74,7 @@ async def test_a_conflict_that_does_not_end_is_raised_in_the_end(make_bucket) ->
     assert runs > 3
 
 
-async def test_a_condition_of_the_caller_s_own_is_not_tried_again(make_bucket) -> None:
+async def test_conflict_with_a_condition_of_the_caller_is_not_retried(make_bucket) -> None:
     kv = await make_bucket()
     await kv.put("a", b"1")
     for operation in (lambda tx: tx.create("a", b""), lambda tx: tx.update("a", b"", last=7)):
@@ -89,10 +91,15 @@ async def test_a_condition_of_the_caller_s_own_is_not_tried_again(make_bucket) -
         assert (caught.value.keys, runs) == (("a",), 1)
 
 
-async def test_an_exception_of_the_function_ends_it(make_bucket) -> None:
+@pytest.mark.parametrize(
+    "failure",
+    [ZeroDivisionError(), DirectGetDisabledError(), BatchOutcomeUnknownError()],
+    ids=lambda failure: type(failure).__name__,
+)
+async def test_exception_of_the_function_ends_the_call(make_bucket, failure: Exception) -> None:
     kv = await make_bucket()
-    fn = Counting(ZeroDivisionError())
-    with pytest.raises(ZeroDivisionError):
+    fn = Counting(failure)
+    with pytest.raises(type(failure)):
         await kvx.retry_transaction(kv, fn)
     assert fn.runs == 1
     assert (await kvx.snapshot(kv)).revision == 0
@@ -110,7 +117,7 @@ async def test_an_exception_of_the_function_ends_it(make_bucket) -> None:
     ],
     ids=lambda failure: type(failure).__name__,
 )
-async def test_what_passes_is_waited_for(make_bucket, failure: Exception) -> None:
+async def test_transient_errors_are_retried(make_bucket, failure: Exception) -> None:
     kv = await make_bucket()
     fn = Counting(failure, failure)
     assert await kvx.retry_transaction(kv, fn) == 1
@@ -119,7 +126,7 @@ async def test_what_passes_is_waited_for(make_bucket, failure: Exception) -> Non
         await kvx.retry_transaction(kv, Counting(*[failure] * 50), give_up_after=0.2)
 
 
-async def test_a_function_may_commit_or_give_up_itself(make_bucket) -> None:
+async def test_function_may_commit_or_discard_itself(make_bucket) -> None:
     kv = await make_bucket()
 
     async def commits(tx: Transaction) -> dict[str, int]:
@@ -136,15 +143,15 @@ async def test_a_function_may_commit_or_give_up_itself(make_bucket) -> None:
     assert (await kv.get("a")).value == b"1"
 
 
-async def test_wrong_arguments(make_bucket) -> None:
+async def test_invalid_give_up_after_is_refused(make_bucket) -> None:
     kv = await make_bucket(allow=False)
-    for wrong in (0, -1, True):
-        with pytest.raises(ValueError, match="give_up_after"):
+    for wrong, error in ((0, ValueError), (-1, ValueError), (True, TypeError)):
+        with pytest.raises(error, match="give_up_after"):
             await kvx.retry_transaction(kv, Counting(), give_up_after=wrong)
 
 
 class Lossy:
-    """Loses the answers of commits: of those that were stored, or together with the commit itself."""
+    """Loses the answer of the first commit (`stored`), or the commit itself."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *, stored: bool, then: Any = None, resolves: bool = True
@@ -178,7 +185,9 @@ class Lossy:
 
 class TestLostAnswers:
     @pytest.mark.parametrize("stored", [True, False])
-    async def test_count_once(self, make_bucket, monkeypatch: pytest.MonkeyPatch, stored: bool) -> None:
+    async def test_commit_without_an_answer_takes_effect_once(
+        self, make_bucket, monkeypatch: pytest.MonkeyPatch, stored: bool
+    ) -> None:
         kv = await make_bucket()
         lossy, fn = Lossy(monkeypatch, stored=stored), Counting()
         assert await kvx.retry_transaction(kv, fn) == 1
@@ -186,39 +195,40 @@ class TestLostAnswers:
         assert (await kv.get("count")).value == b"1"
         assert await kvx.retry_transaction(kv, fn) == 2
 
-    async def test_even_when_others_have_written_over_it(self, make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_overwritten_commit_takes_effect_once(self, make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
         kv = await make_bucket()
         lossy, fn = Lossy(monkeypatch, stored=True, then=lambda: kv.put("count", b"100")), Counting()
         assert await kvx.retry_transaction(kv, fn) == 1
         assert (fn.runs, lossy.repeated) == (1, 1)
         assert (await kv.get("count")).value == b"100"
 
-    async def test_and_are_run_again_when_others_were_first(self, make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_function_runs_again_if_another_write_came_first(
+        self, make_bucket, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         kv = await make_bucket()
         _, fn = Lossy(monkeypatch, stored=False, then=lambda: kv.put("count", b"100")), Counting()
         assert await kvx.retry_transaction(kv, fn) == 101
         assert fn.runs == 2
         assert (await kv.get("count")).value == b"101"
 
-    async def test_are_not_repeated_beyond_the_duplicate_window(
+    async def test_commit_is_not_repeated_beyond_the_duplicate_window(
         self, make_bucket, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         kv = await make_bucket()
         lossy = Lossy(monkeypatch, stored=True)
 
-        async def closed(bucket: Any) -> float:
-            return 0.0
-
         async def cannot(tx: Transaction, *, timeout: float | None = None) -> Any:
             raise BatchOutcomeUnknownError("cannot be known")
 
-        monkeypatch.setattr(retry, "_duplicate_window", closed)
+        monkeypatch.setattr(StreamState, "duplicate_window", timedelta(0))
         monkeypatch.setattr(Transaction, "resolve", cannot)
         with pytest.raises(BatchOutcomeUnknownError, match="cannot be known"):
             await kvx.retry_transaction(kv, Counting(), give_up_after=0.3)
         assert lossy.repeated == 0
 
-    async def test_are_looked_up_where_no_id_could_be_sent(self, make_bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_outcome_is_resolved_if_the_commit_cannot_be_repeated(
+        self, make_bucket, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         kv = await make_bucket()
         for outcome, result, runs in (("stored", 1, 1), ("not_stored", 2, 2)):
             with pytest.MonkeyPatch.context() as patch:
@@ -234,7 +244,7 @@ class TestLostAnswers:
                 assert await kvx.retry_transaction(kv, fn) == result
                 assert fn.runs == runs
 
-    async def test_of_a_plain_transaction_are_the_caller_s_to_resolve(
+    async def test_plain_transaction_leaves_the_outcome_to_the_caller(
         self, make_bucket, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         kv = await make_bucket()

@@ -1,4 +1,4 @@
-"""A bucket at one point in time, on a real server."""
+"""`snapshot`: a bucket at one point in time, on a real server."""
 
 import asyncio
 import pickle
@@ -19,7 +19,7 @@ def values(snap: kvx.KeyValueSnapshot) -> dict[str, bytes]:
 
 
 async def users(make_bucket) -> tuple[object, list[datetime]]:
-    """The worked example of ADR-31, and when each of its revisions was stored."""
+    """Return the bucket of ADR-31's worked example, and when each of its revisions was stored."""
     kv = await make_bucket(history=5)
     for key, value in [
         ("1234.name", b"Bob"),
@@ -37,7 +37,7 @@ NOW = {"1234.name": b"Bob", "1234.surname": b"Smith", "1234.address": b"10 Oak L
 THEN = {**NOW, "1234.address": b"1 Main Street"}
 
 
-async def test_the_worked_example(make_bucket) -> None:
+async def test_worked_example_of_adr_31(make_bucket) -> None:
     kv, times = await users(make_bucket)
     now = await kvx.snapshot(kv, ["1234.>"])
     assert (values(now), now.revision, now.time) == (NOW, 4, times[3])
@@ -48,7 +48,7 @@ async def test_the_worked_example(make_bucket) -> None:
     assert values(await kvx.snapshot(kv, ["1234.name", "1234.address"], at=2)) == {"1234.name": b"Bob"}
 
 
-async def test_times(make_bucket) -> None:
+async def test_time_selects_the_last_revision_stored_by_then(make_bucket) -> None:
     kv, times = await users(make_bucket)
     microsecond = timedelta(microseconds=1)
     assert values(await kvx.snapshot(kv, at=times[3])) == NOW
@@ -61,7 +61,7 @@ async def test_times(make_bucket) -> None:
     assert values(await kvx.snapshot(kv, at=zone)) == THEN
 
 
-async def test_a_time_just_ahead_is_waited_for(make_bucket) -> None:
+async def test_time_slightly_in_the_future_is_awaited(make_bucket) -> None:
     kv, _ = await users(make_bucket)
     soon = datetime.now(UTC) + timedelta(seconds=0.3)
     snap = await kvx.snapshot(kv, at=soon)
@@ -71,7 +71,7 @@ async def test_a_time_just_ahead_is_waited_for(make_bucket) -> None:
         await kvx.snapshot(kv, at=datetime.now(UTC) + timedelta(seconds=5), timeout=0.5)
 
 
-async def test_what_a_snapshot_is(make_bucket) -> None:
+async def test_snapshot_is_an_immutable_picklable_mapping(make_bucket) -> None:
     kv, _ = await users(make_bucket)
     snap = await kvx.snapshot(kv)
     assert snap["1234.name"].value == b"Bob"
@@ -93,7 +93,7 @@ async def test_what_a_snapshot_is(make_bucket) -> None:
         snap["1234.name"].value = b"x"  # type: ignore[misc]
 
 
-async def test_an_empty_bucket(make_bucket) -> None:
+async def test_snapshot_of_an_empty_bucket_has_its_last_revision(make_bucket) -> None:
     kv = await make_bucket()
     snap = await kvx.snapshot(kv)
     assert (len(snap), snap.revision) == (0, 0)
@@ -106,7 +106,7 @@ async def test_an_empty_bucket(make_bucket) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 1_500])
-async def test_filters(make_bucket, load, count: int) -> None:
+async def test_filters_select_keys(make_bucket, load, count: int) -> None:
     kv = await make_bucket()
     await load(kv, {f"{name}.{n}.x": b"%d" % n for name in "abc" for n in range(count)})
     await load(kv, {"a": b"", "a.b": b"", "q": b""})
@@ -122,17 +122,17 @@ async def test_filters(make_bucket, load, count: int) -> None:
     assert len(await kvx.snapshot(kv, ["a.*.x", "b.>"], at=count)) == count
 
 
-async def test_bad_filters(make_bucket) -> None:
+async def test_invalid_filters_are_refused(make_bucket) -> None:
     kv = await make_bucket(allow=False)
     with pytest.raises(InvalidKeyError):
         await kvx.snapshot(kv, ["a.>.b"])
     with pytest.raises(TypeError):
         await kvx.snapshot(kv, "a.>")
-    with pytest.raises(ValueError, match="no filters"):
+    with pytest.raises(ValueError, match="filters must not be empty"):
         await kvx.snapshot(kv, [])
 
 
-async def test_deleted_keys_are_shown_when_asked_for(make_bucket) -> None:
+async def test_include_deletes_returns_delete_markers(make_bucket) -> None:
     kv = await make_bucket(history=3)
     for key in ("a", "b", "c"):
         await kv.put(key, b"1")
@@ -146,7 +146,7 @@ async def test_deleted_keys_are_shown_when_asked_for(make_bucket) -> None:
     assert set(await kvx.snapshot(kv, ["a", "b"], at=3)) == {"a", "b"}
 
 
-async def test_short_history_raises_or_is_listed(make_bucket) -> None:
+async def test_overwritten_key_raises_or_is_listed_as_unavailable(make_bucket) -> None:
     kv = await make_bucket(history=2)
     await kv.put("hot", b"1")
     await kv.put("cold", b"2")
@@ -162,7 +162,7 @@ async def test_short_history_raises_or_is_listed(make_bucket) -> None:
     assert "1 unavailable" in repr(loose)
 
 
-async def test_a_key_that_came_later_is_simply_absent(make_bucket) -> None:
+async def test_key_written_later_is_absent(make_bucket) -> None:
     kv = await make_bucket(history=1)
     await kv.put("a", b"1")
     await kv.put("b", b"2")
@@ -170,12 +170,12 @@ async def test_a_key_that_came_later_is_simply_absent(make_bucket) -> None:
     await kv.create("made", b"4")
     assert set(await kvx.snapshot(kv, at=2)) == {"a", "b"}
     assert set(await kvx.snapshot(kv, ["a", "later", "made", "never"], at=2)) == {"a"}
-    await kv.put("a", b"5")  # revision 1 is gone, so what came later by a mere put may have been there before
+    await kv.put("a", b"5")  # revision 1 is gone, so a key that was put later may have existed before
     loose = await kvx.snapshot(kv, at=2, strict=False)
     assert (values(loose), loose.unavailable) == ({"b": b"2"}, ("a", "later"))
 
 
-async def test_a_purge_takes_its_key_s_past_along(make_bucket) -> None:
+async def test_purge_makes_the_past_of_its_key_unavailable(make_bucket) -> None:
     kv = await make_bucket(history=5)
     await kv.put("a", b"1")
     await kv.put("b", b"2")
@@ -189,13 +189,13 @@ async def test_a_purge_takes_its_key_s_past_along(make_bucket) -> None:
     assert set(await kvx.snapshot(kv, at=4)) == {"a", "b"}
 
 
-async def test_what_an_administrator_removed_is_noticed_where_nothing_accounts_for_it(make_bucket) -> None:
+async def test_unexplained_gap_makes_the_past_incomplete(make_bucket) -> None:
     kv = await make_bucket(history=5)
     await kv.put("x", b"1")
     await kv.put("y", b"2")
     await kv.delete("x")
     await kv.purge_deletes(olderthan=0)
-    with pytest.raises(HistoryUnavailableError, match="nothing is left") as caught:
+    with pytest.raises(HistoryUnavailableError, match="may be missing") as caught:
         await kvx.snapshot(kv, at=2)
     assert caught.value.keys == ()
     loose = await kvx.snapshot(kv, at=2, strict=False)
@@ -214,7 +214,7 @@ async def test_deep_histories_are_read_by_name(
     kv = await make_bucket(history=5)
     for n in range(6):
         await load(kv, {f"k.{i}": b"%d" % n for i in range(2_000)})
-    monkeypatch.setattr(reads, "SMALL_LOG", 100)
+    monkeypatch.setattr(reads, "_SMALL_LOG", 100)
     snap = await kvx.snapshot(kv, at=at)
     assert len(snap) == 2_000
     assert {entry.value for entry in snap.values()} == {b"5" if at is None else b"2"}
@@ -222,7 +222,7 @@ async def test_deep_histories_are_read_by_name(
     assert len(some) == 2_000
 
 
-async def test_a_bucket_that_does_not_begin_at_one(js, stream_name) -> None:
+async def test_bucket_with_a_higher_first_sequence(js, stream_name) -> None:
     name = stream_name()
     await js.add_stream(
         name=f"KV_{name}", subjects=[f"$KV.{name}.>"], max_msgs_per_subject=1, allow_direct=True, first_seq=100
@@ -235,7 +235,7 @@ async def test_a_bucket_that_does_not_begin_at_one(js, stream_name) -> None:
     assert (set(then), then.complete) == ({"a"}, True)
 
 
-async def test_what_is_not_the_bucket_s_is_not_taken_for_a_key(js, make_bucket, stream_name, load) -> None:
+async def test_other_subjects_of_the_stream_are_not_keys(js, make_bucket, stream_name, load) -> None:
     kv = await make_bucket()
     await load(kv, {f"k.{n}": b"1" for n in range(1_100)})
     config = (await js.stream_info(kv._stream)).config
@@ -247,7 +247,7 @@ async def test_what_is_not_the_bucket_s_is_not_taken_for_a_key(js, make_bucket, 
     assert len(await kvx.get_many(kv, ["k.1", "k.2"])) == 2
 
 
-async def test_no_consumer_is_made(make_bucket, load) -> None:
+async def test_snapshot_creates_no_consumer(make_bucket, load) -> None:
     kv = await make_bucket()
     await load(kv, {f"k.{n}": b"" for n in range(3_000)})
     await kvx.snapshot(kv)
@@ -255,8 +255,8 @@ async def test_no_consumer_is_made(make_bucket, load) -> None:
     assert (await kv._js.stream_info(kv._stream)).state.consumer_count == 0
 
 
-async def test_a_subject_with_a_wildcard_in_it_is_one_message(make_bucket, load, monkeypatch) -> None:
-    """No client takes it for a key, but servers store it."""
+async def test_stored_wildcard_subject_is_one_entry(make_bucket, load, monkeypatch) -> None:
+    """No client accepts it as a key, but servers store it."""
     monkeypatch.setattr(reads, "_DEEP", 0)
     kv = await make_bucket(history=2)
     await load(kv, {f"k{n}": b"1" for n in range(1_100)})
@@ -267,16 +267,16 @@ async def test_a_subject_with_a_wildcard_in_it_is_one_message(make_bucket, load,
     assert len(await kvx.snapshot(kv, ["*"])) == 1_101
 
 
-async def test_a_time_that_is_waited_for_needs_what_is_stored_until_then(make_bucket, monkeypatch) -> None:
+async def test_awaited_time_includes_messages_stored_meanwhile(make_bucket, monkeypatch) -> None:
     """The responder must have that sequence, not only the last one when the call began."""
     kv = await make_bucket(history=5)
     await kv.put("a", b"1")
     needs = []
-    find = reads.find_instant
+    resolve = reads._resolve_revision
 
     async def after_another_put(*args: Any) -> Any:
         await kv.put("a", b"2")
-        return await find(*args)
+        return await resolve(*args)
 
     reader = reads.Bucket.reader
 
@@ -284,7 +284,7 @@ async def test_a_time_that_is_waited_for_needs_what_is_stored_until_then(make_bu
         needs.append(need)
         return reader(self, need)
 
-    monkeypatch.setattr(reads, "find_instant", after_another_put)
+    monkeypatch.setattr(reads, "_resolve_revision", after_another_put)
     monkeypatch.setattr(reads.Bucket, "reader", listening)
     facts = await reads.Bucket(kv).state()
     found = await kvx.get_many(kv, ["a"], at=facts.now + timedelta(seconds=3))

@@ -1,4 +1,4 @@
-"""What a transaction is going to send, and what it knows by itself."""
+"""`Staging`: the messages of a transaction, and the conflicts that it finds without a server."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -27,14 +27,14 @@ def message(key: str, value: bytes = b"", **options: Any) -> BatchMessage:
     return BatchMessage(f"$KV.B.{key}", value, **options)
 
 
-def test_operations_as_every_client_writes_them(staging: Staging) -> None:
-    staging.put("a", b"1", None)
-    staging.create("b", b"2", None)
-    staging.update("c", b"3", 17, None)
-    staging.delete("d", None)
-    staging.delete("e", 5)
-    staging.purge("f", None, None)
-    staging.purge("g", 6, 60)
+def test_messages_have_the_headers_of_every_client(staging: Staging) -> None:
+    staging.write("PUT", "a", b"1")
+    staging.create("b", b"2")
+    staging.write("PUT", "c", b"3", last=17)
+    staging.write("DEL", "d")
+    staging.write("DEL", "e", last=5)
+    staging.write("PURGE", "f")
+    staging.write("PURGE", "g", ttl=60, last=6)
     purge = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}
     assert staging.messages() == [
         message("a", b"1"),
@@ -48,9 +48,9 @@ def test_operations_as_every_client_writes_them(staging: Staging) -> None:
     assert staging.expectations == {"b": 0, "c": 17, "e": 5, "g": 6}
 
 
-def test_a_value_that_expires_replaces_its_history(staging: Staging) -> None:
-    staging.put("a", b"1", timedelta(minutes=1))
-    staging.put("b", b"1", NEVER)
+def test_value_with_a_ttl_replaces_its_history(staging: Staging) -> None:
+    staging.write("PUT", "a", b"1", timedelta(minutes=1))
+    staging.write("PUT", "b", b"1", NEVER)
     staging.create("c", b"1", 60)
     staging.create("d", b"1", 60)
     assert staging.refused({"c": None, "d": entry("d", 7, "DEL")}) is None
@@ -63,36 +63,36 @@ def test_a_value_that_expires_replaces_its_history(staging: Staging) -> None:
     ]
 
 
-def test_the_last_operation_on_a_key_counts_with_the_first_one_s_condition(staging: Staging) -> None:
-    staging.update("a", b"1", 17, None)
-    staging.put("b", b"1", None)
-    staging.put("a", b"2", None)
-    staging.delete("a", None)
-    staging.purge("b", None, None)
-    staging.create("b", b"3", None)
-    staging.create("a", b"4", None)
+def test_last_operation_is_sent_with_the_first_condition(staging: Staging) -> None:
+    staging.write("PUT", "a", b"1", last=17)
+    staging.write("PUT", "b", b"1")
+    staging.write("PUT", "a", b"2")
+    staging.write("DEL", "a")
+    staging.write("PURGE", "b")
+    staging.create("b", b"3")
+    staging.create("a", b"4")
     assert staging.messages() == [message("a", b"4", expected_last_subject_seq=17), message("b", b"3")]
 
 
-def test_what_was_read_and_is_written_is_guarded_by_its_own_message(staging: Staging) -> None:
+def test_message_of_a_read_key_expects_its_revision(staging: Staging) -> None:
     staging.read("a", entry("a", 7))
     staging.read("b", None)
     staging.read("c", entry("c", 9, "DEL"))
     for key in "abc":
-        staging.put(key, b"1", None)
+        staging.write("PUT", key, b"1")
     assert [m.expected_last_subject_seq for m in staging.messages()] == [7, 0, 9]
     assert not staging.only_read
     staging.read("a", entry("a", 99))
     assert staging.expectations["a"] == 7
 
 
-def test_what_was_only_read_is_guarded_by_messages_without_a_condition(staging: Staging) -> None:
+def test_free_messages_carry_expectations_of_keys_only_read(staging: Staging) -> None:
     staging.read("x", entry("x", 7))
     staging.read("y", None)
     staging.read("a", entry("a", 3))
-    staging.put("a", b"1", None)
-    staging.put("b", b"2", None)
-    staging.delete("c", None)
+    staging.write("PUT", "a", b"1")
+    staging.write("PUT", "b", b"2")
+    staging.write("DEL", "c")
     assert not staging.needs_fence
     sent = staging.messages()
     assert sent[0] == message("a", b"1", expected_last_subject_seq=3)
@@ -101,11 +101,11 @@ def test_what_was_only_read_is_guarded_by_messages_without_a_condition(staging: 
     assert staging.expectations == {"a": 3, "x": 7, "y": 0}
 
 
-def test_too_many_of_those_need_the_whole_bucket_to_stand_still(staging: Staging) -> None:
+def test_more_reads_than_free_messages_need_the_fence(staging: Staging) -> None:
     for key in "xyz":
         staging.read(key, entry(key, 5))
-    staging.put("a", b"1", None)
-    staging.create("b", b"2", None)
+    staging.write("PUT", "a", b"1")
+    staging.create("b", b"2")
     assert staging.needs_fence
     assert staging.messages(fence=40) == [
         message("a", b"1", expected_last_seq=40),
@@ -113,89 +113,89 @@ def test_too_many_of_those_need_the_whole_bucket_to_stand_still(staging: Staging
     ]
 
 
-def test_a_message_id_is_on_the_first_message(staging: Staging) -> None:
-    staging.put("a", b"1", None)
-    staging.put("b", b"2", None)
+def test_message_id_is_on_the_first_message(staging: Staging) -> None:
+    staging.write("PUT", "a", b"1")
+    staging.write("PUT", "b", b"2")
     assert [m.msg_id for m in staging.messages(msg_id="t1")] == ["t1", None]
 
 
-def test_conflicts_that_the_transaction_knows_by_itself(staging: Staging) -> None:
+def test_known_conflicts_are_raised_before_the_commit(staging: Staging) -> None:
     staging.read("there", entry("there", 7))
     staging.read("gone", entry("gone", 8, "PURGE"))
-    staging.put("mine", b"", None)
+    staging.write("PUT", "mine", b"")
     for key in ("there", "mine"):
         with pytest.raises(KeyConflictError, match=key) as caught:
-            staging.create(key, b"", None)
+            staging.create(key, b"")
         assert caught.value.keys == (key,)
         assert not caught.value.stale_read
     with pytest.raises(KeyConflictError, match="revision 7, not 6"):
-        staging.update("there", b"", 6, None)
+        staging.write("PUT", "there", b"", last=6)
     with pytest.raises(KeyConflictError):
-        staging.delete("there", 6)
+        staging.write("DEL", "there", last=6)
     with pytest.raises(ValueError, match="no revision yet"):
-        staging.update("mine", b"", 1, None)
-    staging.update("there", b"", 7, None)
-    staging.create("gone", b"", None)
+        staging.write("PUT", "mine", b"", last=1)
+    staging.write("PUT", "there", b"", last=7)
+    staging.create("gone", b"")
     assert staging.expectations == {"there": 7, "gone": 8}
 
 
-def test_refused_arguments_change_nothing(staging: Staging) -> None:
+def test_invalid_arguments_change_nothing(staging: Staging) -> None:
     with pytest.raises(InvalidKeyError):
-        staging.put("a..b", b"", None)
+        staging.write("PUT", "a..b", b"")
     with pytest.raises(TypeError):
-        staging.put("a", "text", None)  # type: ignore[arg-type]
+        staging.write("PUT", "a", "text")  # type: ignore[arg-type]
     with pytest.raises(MaxPayloadError, match="'a'"):
-        staging.put("a", b"x" * 1001, None)
+        staging.write("PUT", "a", b"x" * 1001)
     with pytest.raises(ValueError, match="TTL"):
-        staging.put("a", b"", 0.5)
-    with pytest.raises(TypeError, match="revision"):
-        staging.update("a", b"", "7", None)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="from 0 up"):
-        staging.delete("a", -1)
+        staging.write("PUT", "a", b"", 0.5)
+    with pytest.raises(ValueError, match="last must be"):
+        staging.write("PUT", "a", b"", last="7")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="from 0 to"):
+        staging.write("DEL", "a", last=-1)
     assert staging.writes == {}
 
 
 class TestRefusals:
-    def test_the_keys_that_moved_are_named(self, staging: Staging) -> None:
+    def test_changed_keys_are_named(self, staging: Staging) -> None:
         staging.read("a", entry("a", 3))
-        staging.put("a", b"", None)
-        staging.update("b", b"", 4, None)
-        staging.update("c", b"", 5, None)
+        staging.write("PUT", "a", b"")
+        staging.write("PUT", "b", b"", last=4)
+        staging.write("PUT", "c", b"", last=5)
         conflict = staging.refused({"a": entry("a", 9), "b": None, "c": entry("c", 5)})
         assert conflict is not None
         assert conflict.keys == ("a", "b")
         assert conflict.stale_read
         assert str(conflict).startswith("key 'a' is at revision 9, not 3; key 'b' is at revision 0, not 4")
 
-    def test_a_condition_of_the_caller_is_no_stale_read(self, staging: Staging) -> None:
+    def test_condition_of_the_caller_is_not_a_stale_read(self, staging: Staging) -> None:
         staging.read("a", entry("a", 3))
-        staging.put("a", b"", None)
-        staging.update("b", b"", 4, None)
-        staging.create("c", b"", None)
+        staging.write("PUT", "a", b"")
+        staging.write("PUT", "b", b"", last=4)
+        staging.create("c", b"")
         conflict = staging.refused({"a": entry("a", 3), "b": entry("b", 6), "c": entry("c", 7)})
         assert conflict is not None
         assert conflict.keys == ("b", "c")
         assert not conflict.stale_read
         assert "cannot be created" in str(conflict)
 
-    def test_a_deleted_key_can_be_created(self, staging: Staging) -> None:
-        staging.create("a", b"1", None)
+    def test_deleted_key_can_be_created(self, staging: Staging) -> None:
+        staging.create("a", b"1")
         assert staging.refused({"a": entry("a", 8, "DEL")}) is None
         assert staging.messages() == [message("a", b"1", expected_last_subject_seq=8)]
         conflict = staging.refused({"a": entry("a", 9)})
         assert conflict is not None
         assert conflict.keys == ("a",)
 
-    def test_nobody_is_named_when_the_bucket_moved_on(self, staging: Staging) -> None:
+    def test_no_key_is_named_if_only_the_bucket_changed(self, staging: Staging) -> None:
         staging.read("a", entry("a", 3))
         staging.read("b", entry("b", 4))
-        staging.put("c", b"", None)
+        staging.write("PUT", "c", b"")
         conflict = staging.refused({"a": entry("a", 3), "b": entry("b", 4)})
         assert conflict is not None
         assert conflict.keys == ()
         assert conflict.stale_read
 
-    def test_reads_that_moved(self, staging: Staging) -> None:
+    def test_changed_reads_are_a_conflict(self, staging: Staging) -> None:
         staging.read("a", entry("a", 3))
         staging.read("b", None)
         assert staging.moved({"a": entry("a", 3), "b": None}) is None

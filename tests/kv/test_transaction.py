@@ -1,6 +1,6 @@
 """Transactions on a real server."""
 
-# ruff: noqa: PT012 - it is the exit of the block that raises
+# ruff: noqa: PT012 - the exit of the block raises
 
 import asyncio
 from typing import Any
@@ -25,7 +25,7 @@ async def values(kv: Any) -> dict[str, bytes]:
     return {key: entry.value for key, entry in (await kvx.snapshot(kv)).items()}
 
 
-async def test_everything_at_once(make_bucket) -> None:
+async def test_all_operations_are_committed_together(make_bucket) -> None:
     kv = await make_bucket(history=3)
     for key in ("c", "d", "e"):
         await kv.put(key, b"0")
@@ -46,7 +46,7 @@ async def test_everything_at_once(make_bucket) -> None:
     assert tx.revisions["a"] == 4
 
 
-async def test_an_exception_writes_nothing(make_bucket) -> None:
+async def test_exception_writes_nothing(make_bucket) -> None:
     kv = await make_bucket()
     with pytest.raises(ZeroDivisionError):
         async with kvx.transaction(kv) as tx:
@@ -56,7 +56,7 @@ async def test_an_exception_writes_nothing(make_bucket) -> None:
     assert (await kvx.snapshot(kv)).revision == 0
 
 
-async def test_nothing_to_do(make_bucket) -> None:
+async def test_empty_transaction_commits(make_bucket) -> None:
     kv = await make_bucket(allow=False)
     async with kvx.transaction(kv) as tx:
         pass
@@ -74,7 +74,7 @@ async def test_nothing_to_do(make_bucket) -> None:
         (lambda tx: [tx.create("there", b""), tx.update("missing", b"", last=2)], ("there", "missing")),
     ],
 )
-async def test_refused_operations_name_their_key(make_bucket, operation, keys: tuple[str, ...]) -> None:
+async def test_conflict_names_its_keys(make_bucket, operation, keys: tuple[str, ...]) -> None:
     kv = await make_bucket()
     await kv.put("there", b"1")
     with pytest.raises(KeyConflictError) as caught:
@@ -88,7 +88,7 @@ async def test_refused_operations_name_their_key(make_bucket, operation, keys: t
     assert await values(kv) == {"there": b"1"}
 
 
-async def test_a_deleted_key_can_be_created_again(make_bucket) -> None:
+async def test_deleted_key_can_be_created_again(make_bucket) -> None:
     kv = await make_bucket(history=2)
     await kv.put("deleted", b"1")
     await kv.delete("deleted")
@@ -102,7 +102,7 @@ async def test_a_deleted_key_can_be_created_again(make_bucket) -> None:
 
 
 class TestReads:
-    async def test_they_are_part_of_the_commit_s_conditions(self, make_bucket) -> None:
+    async def test_change_of_a_read_key_is_a_conflict(self, make_bucket) -> None:
         kv = await make_bucket()
         await kv.put("a", b"1")
         for change in (kv.put("a", b"2"), kv.delete("a")):
@@ -115,7 +115,7 @@ class TestReads:
             assert caught.value.stale_read
             await kv.put("a", b"1")
 
-    async def test_of_a_key_that_is_not_there(self, make_bucket) -> None:
+    async def test_read_of_a_missing_key_is_a_condition(self, make_bucket) -> None:
         kv = await make_bucket()
         async with kvx.transaction(kv) as tx:
             assert await tx.get("a") is None
@@ -126,7 +126,7 @@ class TestReads:
                 tx.put("b", b"1")
                 await kv.put("b", b"0")
 
-    async def test_of_a_key_that_was_deleted(self, make_bucket) -> None:
+    async def test_read_of_a_deleted_key_allows_its_creation(self, make_bucket) -> None:
         kv = await make_bucket()
         await kv.put("a", b"1")
         await kv.delete("a")
@@ -135,7 +135,7 @@ class TestReads:
             tx.create("a", b"2")
         assert await values(kv) == {"a": b"2"}
 
-    async def test_of_a_key_that_is_not_written(self, make_bucket) -> None:
+    async def test_key_that_is_only_read_is_a_condition(self, make_bucket) -> None:
         kv = await make_bucket()
         await kv.put("limit", b"10")
         async with kvx.transaction(kv) as tx:
@@ -149,7 +149,7 @@ class TestReads:
         assert caught.value.keys == ("limit",)
         assert (await values(kv))["used"] == b"9"
 
-    async def test_of_more_keys_than_are_written(self, make_bucket) -> None:
+    async def test_more_keys_read_than_written_are_conditions(self, make_bucket) -> None:
         kv = await make_bucket()
         for key in ("x", "y", "z"):
             await kv.put(key, b"1")
@@ -166,7 +166,7 @@ class TestReads:
             assert caught.value.stale_read
         assert (await values(kv))["sum"] == b"3"
 
-    async def test_and_nothing_else(self, make_bucket) -> None:
+    async def test_transaction_without_writes_checks_its_reads(self, make_bucket) -> None:
         kv = await make_bucket()
         await kv.put("x", b"1")
         await kv.put("y", b"2")
@@ -181,7 +181,7 @@ class TestReads:
                 await tx.get("y")
         assert caught.value.keys == ("x",)
 
-    async def test_see_the_transaction_s_own_writes(self, make_bucket) -> None:
+    async def test_reads_see_own_writes(self, make_bucket) -> None:
         kv = await make_bucket()
         await kv.put("a", b"1")
         async with kvx.transaction(kv) as tx:
@@ -197,7 +197,7 @@ class TestReads:
         assert await values(kv) == {"a": b"2!"}
         assert (await kvx.snapshot(kv)).revision == 3
 
-    async def test_a_key_is_read_once(self, make_bucket) -> None:
+    async def test_key_is_read_once(self, make_bucket) -> None:
         kv = await make_bucket()
         await kv.put("a", b"1")
         with pytest.raises(KeyConflictError):
@@ -207,7 +207,7 @@ class TestReads:
                 assert await tx.get("a") == first
                 tx.put("a", b"3")
 
-    async def test_do_not_need_direct_gets(self, make_bucket) -> None:
+    async def test_reads_need_no_direct_gets(self, make_bucket) -> None:
         kv = await make_bucket(allow=False)
         await kvx.enable(kv, direct=False)
         await kv.put("a", b"1")
@@ -218,7 +218,7 @@ class TestReads:
 
 
 class TestRefusals:
-    async def test_a_bucket_without_atomic_batches(self, make_bucket) -> None:
+    async def test_bucket_without_atomic_batches_names_enable(self, make_bucket) -> None:
         kv = await make_bucket(allow=False, direct=True)
         with pytest.raises(AtomicPublishDisabledError, match="enable") as caught:
             async with kvx.transaction(kv) as tx:
@@ -227,7 +227,7 @@ class TestRefusals:
         assert caught.value.outcome == "not_stored"
         assert (await kvx.snapshot(kv)).revision == 0
 
-    async def test_a_bucket_without_times_to_live(self, js, stream_name) -> None:
+    async def test_bucket_without_ttls_names_key_and_enable(self, js, stream_name) -> None:
         name = stream_name()
         config = {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True, "allow_atomic": True}
         await js.add_stream(name=f"KV_{name}", subjects=[f"$KV.{name}.>"], **config)
@@ -237,7 +237,7 @@ class TestRefusals:
                 tx.put("long", b"1")
                 tx.put("short", b"1", ttl=60)
 
-    async def test_a_value_that_is_too_large_for_the_bucket(self, make_bucket) -> None:
+    async def test_value_over_the_bucket_limit_names_its_key(self, make_bucket) -> None:
         kv = await make_bucket(max_value_size=1000)
         with pytest.raises(MessageTooLargeError, match="'large'"):
             async with kvx.transaction(kv) as tx:
@@ -246,7 +246,7 @@ class TestRefusals:
                 tx.put("last", b"1")
         assert await values(kv) == {}
 
-    async def test_a_value_that_is_too_large_for_the_server(self, make_bucket, nc) -> None:
+    async def test_value_over_the_server_limit_is_refused_locally(self, make_bucket, nc) -> None:
         kv = await make_bucket()
         async with kvx.transaction(kv) as tx:
             with pytest.raises(MaxPayloadError, match="'large'"):
@@ -254,7 +254,7 @@ class TestRefusals:
             tx.put("small", b"1")
         assert await values(kv) == {"small": b"1"}
 
-    async def test_more_keys_than_the_server_takes(self, make_bucket) -> None:
+    async def test_more_keys_than_the_server_accepts_write_nothing(self, make_bucket) -> None:
         kv = await make_bucket()
         with pytest.raises(AtomicPublishTooLargeError, match="1001 keys"):
             async with kvx.transaction(kv) as tx:
@@ -266,7 +266,7 @@ class TestRefusals:
                 tx.put(f"k.{n}", b"")
         assert tx.revisions["k.999"] == 1000
 
-    async def test_invalid_keys(self, make_bucket) -> None:
+    async def test_invalid_keys_are_refused(self, make_bucket) -> None:
         kv = await make_bucket()
         async with kvx.transaction(kv) as tx:
             for key in ("", "a b", "a..b", "a.*"):
@@ -278,7 +278,7 @@ class TestRefusals:
                     await tx.get_many([key])
         assert (await kvx.snapshot(kv)).revision == 0
 
-    async def test_use_after_the_end(self, make_bucket) -> None:
+    async def test_use_after_the_end_raises_batch_closed(self, make_bucket) -> None:
         kv = await make_bucket()
         async with kvx.transaction(kv) as tx:
             tx.put("a", b"1")
@@ -291,7 +291,7 @@ class TestRefusals:
         with pytest.raises(BatchClosedError):
             await tx.resolve()
 
-    async def test_commit_and_discard_by_hand(self, make_bucket) -> None:
+    async def test_commit_and_discard_without_a_with_block(self, make_bucket) -> None:
         kv = await make_bucket()
         tx = kvx.transaction(kv)
         tx.put("a", b"1")
@@ -303,7 +303,7 @@ class TestRefusals:
         assert "committed" in repr(tx)
 
 
-async def test_times_to_live(make_bucket) -> None:
+async def test_ttls_are_stored_and_replace_history(make_bucket) -> None:
     kv = await make_bucket(history=5)
     await kv.put("a", b"0")
     async with kvx.transaction(kv) as tx:
@@ -316,7 +316,7 @@ async def test_times_to_live(make_bucket) -> None:
     assert len(await kv.history("a")) == 1
 
 
-async def test_read_modify_write_by_many_loses_nothing(make_bucket) -> None:
+async def test_concurrent_increments_lose_nothing(make_bucket) -> None:
     kv = await make_bucket(storage="memory")
 
     async def add(tx: kvx.Transaction) -> int:
@@ -331,7 +331,7 @@ async def test_read_modify_write_by_many_loses_nothing(make_bucket) -> None:
 
 
 async def test_write_skew_is_refused(make_bucket) -> None:
-    """Two doctors on call; each may leave if the other stays."""
+    """Of two doctors on call, each may leave if the other stays."""
     kv = await make_bucket(storage="memory")
     for _ in range(5):
         await kv.put("anna", b"on")

@@ -1,4 +1,4 @@
-"""What calls on buckets say while the server dies or does not answer."""
+"""Calls on a bucket while the server is killed or does not answer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def quiet(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("some", [True, False], ids=["get_many", "snapshot"])
-async def test_a_read_through_a_restart_is_whole_or_an_error(some: bool) -> None:
+async def test_read_during_a_restart_is_complete_or_an_error(some: bool) -> None:
     with NatsServer() as server:
         nc = await nats.connect(server.url, reconnect_time_wait=0.02, max_reconnect_attempts=-1, error_cb=quiet)
         js = nc.jetstream(timeout=2)
@@ -56,7 +56,7 @@ async def test_a_read_through_a_restart_is_whole_or_an_error(some: bool) -> None
         await nc.close()
 
 
-async def test_a_touch_whose_answer_is_lost() -> None:
+async def test_touch_without_an_answer_raises_request_timeout() -> None:
     async with ReferenceServer() as server, await nats.connect(server.url) as nc:
         kv = await kvx.enable(await nc.jetstream().create_key_value(bucket="B"), ttl=True)
         revision = await kv.put("a", b"1")

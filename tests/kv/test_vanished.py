@@ -1,4 +1,4 @@
-"""Keys that vanish altogether and are written anew: what they were in between is not known, and not guessed."""
+"""Keys that vanish without a trace and are written again: their earlier state is unavailable."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ from jetstream_ext.kv import reads
 
 @pytest.mark.parametrize("history", [1, 5])
 @pytest.mark.parametrize("again", ["put", "create", ""])
-async def test_a_deleted_key_that_was_cleared_away(make_bucket, history: int, again: str) -> None:
+async def test_key_removed_by_purge_deletes_is_unavailable(make_bucket, history: int, again: str) -> None:
     """`purge_deletes`, which every client has, leaves no trace of the key."""
     kv = await make_bucket(history=history)
     await kv.put("a", b"1")
@@ -38,11 +38,11 @@ async def test_a_deleted_key_that_was_cleared_away(make_bucket, history: int, ag
 
 
 @pytest.mark.parametrize("whole_log", [True, False])
-async def test_a_key_that_expired_with_the_bucket_s_own_time_to_live(
+async def test_key_expired_by_the_bucket_ttl_is_unavailable(
     make_bucket, monkeypatch: pytest.MonkeyPatch, whole_log: bool
 ) -> None:
     if not whole_log:
-        monkeypatch.setattr(reads, "SMALL_LOG", 0)
+        monkeypatch.setattr(reads, "_SMALL_LOG", 0)
     kv = await make_bucket(history=5, ttl=3)
     await kv.put("a", b"1")
     second = await kv.put("z", b"1")
@@ -64,8 +64,8 @@ async def exists(kv, key: str) -> bool:
     return True
 
 
-async def test_a_key_whose_delete_marker_was_brought_back(make_bucket) -> None:
-    """Made again with a time to live, by a client that leaves its history, and expired."""
+async def test_key_whose_delete_marker_was_exposed_again_is_unavailable(make_bucket) -> None:
+    """Another client has created the key again with a TTL, without replacing its history, and the value has expired."""
     kv = await make_bucket(history=5)
     await kv.put("a", b"1")
     await kv.delete("a")

@@ -1,6 +1,6 @@
-"""The same on every released line of servers, or an error that says which server it takes."""
+"""The same results on every released line of servers, or an error that names the required server."""
 
-# ruff: noqa: PT012 - it is the exit of the block that raises
+# ruff: noqa: PT012 - the exit of the block raises
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ async def kv(request: pytest.FixtureRequest) -> AsyncIterator[KeyValue]:
 
 
 @pytest.mark.parametrize("kv", READING, indirect=True)
-async def test_reading(kv: KeyValue) -> None:
+async def test_reads_work_on_every_release_line(kv: KeyValue) -> None:
     keys = [f"k.{n}" for n in range(1_500)]
     for value in (b"1", b"2"):
         await asyncio.gather(*(kv.put(key, value) for key in keys))
@@ -55,7 +55,7 @@ async def test_reading(kv: KeyValue) -> None:
 
 
 @pytest.mark.parametrize("kv", WRITING, indirect=True)
-async def test_transactions(kv: KeyValue) -> None:
+async def test_transactions_work_on_every_release_line(kv: KeyValue) -> None:
     async with kvx.transaction(kv) as tx:
         tx.put("a", b"1")
         tx.create("b", b"2")
@@ -80,7 +80,7 @@ async def test_transactions(kv: KeyValue) -> None:
 
 
 @pytest.mark.parametrize("kv", ["2.11.11", "2.12.0"], indirect=True)
-async def test_a_server_that_cannot_be_trusted_with_them_writes_nothing(kv: KeyValue) -> None:
+async def test_unsafe_server_writes_nothing(kv: KeyValue) -> None:
     await kv.put("a", b"0")
     for call in (kvx.retry_transaction(kv, lambda tx: create(tx)), kvx.transaction(kv).__aenter__()):
         with pytest.raises(UnsupportedFeatureError, match=r"2\.12"):
@@ -90,7 +90,7 @@ async def test_a_server_that_cannot_be_trusted_with_them_writes_nothing(kv: KeyV
     assert (await kvx.snapshot(kv)).revision == 1
 
 
-async def test_a_time_to_live_that_the_server_would_ignore_is_refused() -> None:
+async def test_ttl_that_the_server_would_ignore_is_refused() -> None:
     with NatsServer(version="2.10.26") as server:
         nc = await nats.connect(server.url)
         try:

@@ -1,4 +1,4 @@
-"""What the tests of the log share: streams and positions."""
+"""Streams, buckets of positions, and messages for the tests of the log."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -14,7 +14,7 @@ MakeStream = Callable[..., Awaitable[str]]
 
 @pytest.fixture
 def make_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStream:
-    """Create a stream of so many messages ``b"1"``, ``b"2"`` …; its subjects are ``<name>.>``."""
+    """Create a stream with a number of messages ``b"1"``, ``b"2"`` …; its subjects are ``<name>.>``."""
 
     async def make(messages: int = 0, **config: Any) -> str:
         name = stream_name()
@@ -27,7 +27,7 @@ def make_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStr
 
 
 async def fill(js: JetStreamContext, name: str, first: int, last: int) -> None:
-    """Store numbers, on three subjects in turn."""
+    """Store the numbers from `first` to `last`, on three subjects in turn."""
     for begin in range(first, last + 1, 500):
         numbers = range(begin, min(last + 1, begin + 500))
         await jsx.publish_atomic(js, [jsx.BatchMessage(f"{name}.{n % 3}", b"%d" % n) for n in numbers])
@@ -35,7 +35,7 @@ async def fill(js: JetStreamContext, name: str, first: int, last: int) -> None:
 
 @pytest.fixture
 def more(js: JetStreamContext) -> Callable[[str, int, int], Awaitable[None]]:
-    """Store more numbers in a stream."""
+    """Store more numbers in a stream, as `fill` does."""
 
     async def store(name: str, first: int, last: int) -> None:
         await fill(js, name, first, last)
@@ -45,7 +45,7 @@ def more(js: JetStreamContext) -> Callable[[str, int, int], Awaitable[None]]:
 
 @pytest.fixture
 def make_store(js: JetStreamContext, stream_name: Callable[[], str]) -> Callable[..., Awaitable[OffsetStore]]:
-    """Create a bucket of positions; with a name, another object for it."""
+    """Return an `OffsetStore` for a bucket, which is created if it does not exist."""
 
     async def make(bucket: str | None = None) -> OffsetStore:
         return await OffsetStore(js, bucket or stream_name()).create()

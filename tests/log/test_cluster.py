@@ -1,4 +1,4 @@
-"""The log on a cluster: replicas and mirrors that lag or lack a part, leaders that die."""
+"""The log on a cluster: lagging replicas, partial mirrors, and leaders that die."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,6 @@ from jetstream_ext import BatchMessage, StoredMsg, errors
 from jetstream_ext.log import LogReader, OffsetStore, Stored, exactly_once
 from jetstream_ext.testing import NatsCluster, NatsServer
 
-pytestmark = pytest.mark.timeout(240)
-
 Make = Callable[..., Awaitable[str]]
 
 
@@ -35,8 +33,8 @@ def make(make_replicated: Make) -> Make:
     return make_replicated
 
 
-async def settled(call: Callable[[], Awaitable[Any]]) -> Any:
-    """Call until the cluster, still recovering from what a test did to it, answers."""
+async def until_answered(call: Callable[[], Awaitable[Any]]) -> Any:
+    """Repeat a call until the cluster has recovered from the test's faults and answers."""
     async with asyncio.timeout(60):
         while True:
             try:
@@ -55,29 +53,33 @@ async def settled(call: Callable[[], Awaitable[Any]]) -> Any:
 
 
 async def fill(js: JetStreamContext, name: str, first: int, last: int) -> None:
-    """Store numbers, once, whatever happens to the leader meanwhile."""
+    """Store numbers exactly once, even if the leader changes."""
     messages = [BatchMessage(f"{name}.{n % 3}", b"%d" % n) for n in range(first, last + 1)]
     messages[0] = dataclasses.replace(messages[0], expected_last_seq=first - 1)
-    with contextlib.suppress(errors.WrongLastSequenceError):  # stored, and the answer was lost
-        await settled(lambda: jsx.publish_atomic(js, messages))
+    with contextlib.suppress(errors.WrongLastSequenceError):  # stored by an earlier call whose answer was lost
+        await until_answered(lambda: jsx.publish_atomic(js, messages))
 
 
 async def leader_of(cluster: NatsCluster, js: JetStreamContext, name: str) -> NatsServer:
     async with asyncio.timeout(60):
         while True:
-            info = await settled(lambda: js.stream_info(name))
+            info = await until_answered(lambda: js.stream_info(name))
             for server in cluster.servers:
                 if server.name == info.cluster.leader:
                     return server
             await asyncio.sleep(0.1)
 
 
-async def replaced(cluster: NatsCluster, victim: NatsServer, name: str) -> None:
-    """Wait until the others have another leader for a stream, as they say themselves."""
+async def wait_for_new_leader(cluster: NatsCluster, victim: NatsServer, name: str) -> None:
+    """Wait until the other servers report another leader of a stream."""
     nc = await nats.connect([server.url for server in cluster.servers if server is not victim], error_cb=quiet)
     try:
         async with asyncio.timeout(60):
-            while (await settled(lambda: nc.jetstream().stream_info(name))).cluster.leader in (None, "", victim.name):
+            while (await until_answered(lambda: nc.jetstream().stream_info(name))).cluster.leader in (
+                None,
+                "",
+                victim.name,
+            ):
                 await asyncio.sleep(0.1)
     finally:
         await nc.close()
@@ -87,13 +89,13 @@ async def quiet(error: Exception) -> None:
     pass
 
 
-async def back(cluster: NatsCluster, server: NatsServer) -> None:
+async def restart(cluster: NatsCluster, server: NatsServer) -> None:
     await asyncio.to_thread(server.restart)
     await asyncio.to_thread(cluster.wait_ready)
 
 
-async def test_what_was_just_stored_is_read(js: JetStreamContext, make: Make) -> None:
-    """Replicas lag behind the acknowledgement now and then; a reader never ends before what was acknowledged."""
+async def test_a_reader_returns_every_acknowledged_message(js: JetStreamContext, make: Make) -> None:
+    """A replica may lag behind the acknowledgement; the reader must not end before it."""
     name = await make()
     reader = LogReader(js, name)
     for n in range(1, 61):
@@ -101,8 +103,8 @@ async def test_what_was_just_stored_is_read(js: JetStreamContext, make: Make) ->
         assert [int(msg.data) for msg in await reader.read()] == [n]
 
 
-async def test_a_mirror_that_lags_and_lacks(js: JetStreamContext, make: Make) -> None:
-    """It answers for the stream, and has one subject of three."""
+async def test_a_partial_mirror_does_not_hide_messages(js: JetStreamContext, make: Make) -> None:
+    """The mirror answers for the stream, and holds one of its three subjects."""
     name = await make(num_replicas=1)
     await fill(js, name, 1, 300)
     mirror = await make(
@@ -122,11 +124,12 @@ async def test_a_mirror_that_lags_and_lacks(js: JetStreamContext, make: Make) ->
         assert [msg.seq async for msg in of_two] == list(range(2, end + 1, 3))
         assert of_two.position == end + 1
         await fill(js, name, end + 1, end + 20)
-    assert short, "without proof the mirror's part passes for the whole"
+    assert short, "unconfirmed reads return only the mirror's part"
 
 
-async def test_a_leader_that_dies_under_a_reader(cluster: NatsCluster, js: JetStreamContext, make: Make) -> None:
-    """At the tail, which goes on where the next leader does."""
+async def test_a_tailing_reader_continues_at_the_next_leader(
+    cluster: NatsCluster, js: JetStreamContext, make: Make
+) -> None:
     name = await make()
     await fill(js, name, 1, 500)
     reader = LogReader(js, name, tail=True, patience=90)
@@ -147,7 +150,7 @@ async def test_a_leader_that_dies_under_a_reader(cluster: NatsCluster, js: JetSt
             try:
                 await fill(js, name, begin, begin + 499)
             finally:
-                await back(cluster, victim)
+                await restart(cluster, victim)
         await asyncio.wait_for(all_of_them.wait(), 90)
     finally:
         task.cancel()
@@ -155,13 +158,13 @@ async def test_a_leader_that_dies_under_a_reader(cluster: NatsCluster, js: JetSt
     assert seen == list(range(1, 1501))
 
 
-async def test_a_leader_that_dies_under_committed_positions(
+async def test_commits_continue_at_the_next_leader(
     cluster: NatsCluster, js: JetStreamContext, make: Make, stream_name: Callable[[], str]
 ) -> None:
     name = await make()
     await fill(js, name, 1, 200)
     store = OffsetStore(js, stream_name(), patience=90)
-    await settled(lambda: store.create(replicas=3))
+    await until_answered(lambda: store.create(replicas=3))
     reader = LogReader(js, name, start=Stored("r"), offsets=store, patience=90)
     seen = []
     async with store.committing(reader, every=10) as messages:
@@ -170,7 +173,7 @@ async def test_a_leader_that_dies_under_committed_positions(
             if msg.seq == 95:
                 victim = await leader_of(cluster, js, f"KV_{store.bucket}")
                 await asyncio.to_thread(victim.kill)
-    await back(cluster, victim)
+    await restart(cluster, victim)
     assert seen == list(range(1, 201))
     found = await store.fetch("r")
     assert found is not None
@@ -178,32 +181,32 @@ async def test_a_leader_that_dies_under_committed_positions(
 
 
 @pytest.mark.parametrize("which", ["output", "input"])
-async def test_a_leader_that_dies_under_a_worker(
+async def test_a_worker_stores_each_output_once_when_leaders_die(
     cluster: NatsCluster, js: JetStreamContext, make: Make, which: str
 ) -> None:
-    """In the middle of commits, each other time frozen instead: then there are two that believe to be the leader."""
+    """Leaders die between commits. Every second one is paused instead, so that two servers believe that they lead."""
     source, target = await make(), await make()
     await fill(js, source, 1, 900)
     rng = random.Random(which)
     at = set(rng.sample(range(50, 850), 2))
-    broken: list[Awaitable[None]] = []
+    broken_leaders: list[Awaitable[None]] = []
 
     async def handler(msg: StoredMsg) -> list[BatchMessage]:
         if msg.seq in at:
             at.discard(msg.seq)
             victim = await leader_of(cluster, js, target if which == "output" else source)
-            broken.append(asyncio.create_task(hurt(victim, freeze=len(broken) % 2 == 1)))
+            broken_leaders.append(asyncio.create_task(break_leader(victim, freeze=len(broken_leaders) % 2 == 1)))
         return [BatchMessage(f"{target}.out", msg.data)] * (msg.seq % 3)
 
-    async def hurt(victim: NatsServer, *, freeze: bool) -> None:
+    async def break_leader(victim: NatsServer, *, freeze: bool) -> None:
         await asyncio.sleep(rng.uniform(0, 0.02))
         if freeze:
             victim.pause()
-            await replaced(cluster, victim, target if which == "output" else source)
-            victim.resume()  # it does not know yet
+            await wait_for_new_leader(cluster, victim, target if which == "output" else source)
+            victim.resume()  # it still believes that it leads
         else:
             await asyncio.to_thread(victim.kill)
-            await back(cluster, victim)
+            await restart(cluster, victim)
 
     done = await exactly_once(
         LogReader(js, source, patience=90),
@@ -214,8 +217,8 @@ async def test_a_leader_that_dies_under_a_worker(
         max_messages=5,
         patience=90,
     )
-    await asyncio.gather(*broken)
+    await asyncio.gather(*broken_leaders)
     await asyncio.to_thread(cluster.wait_ready)
-    assert (done.inputs, done.position, len(broken)) == (900, 901, 2)
+    assert (done.inputs, done.position, len(broken_leaders)) == (900, 901, 2)
     out = LogReader(js, target, subject=f"{target}.out", patience=90)
     assert [int(msg.data) async for msg in out] == [n for n in range(1, 901) for _ in range(n % 3)]

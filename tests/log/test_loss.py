@@ -1,4 +1,4 @@
-"""What is gone before it was read, and streams that are not what they were: told, never passed over in silence."""
+"""Messages removed before they were read, and recreated streams: the reader reports both."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ async def numbers(reader: LogReader) -> list[int]:
 
 @pytest.fixture
 def before_each_look(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Callable[[], Awaitable[Any]]]], None]:
-    """Do something just before the n-th time that a reader asks the leader, counted from 1."""
+    """Run an action just before the reader's n-th request to the leader, counted from 1."""
 
     def plan(what: dict[int, Callable[[], Awaitable[Any]]]) -> None:
         look, count = reader_module.stream_state, 0
@@ -42,7 +42,7 @@ def before_each_look(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Cal
     return plan
 
 
-async def test_deleted_from_the_middle(js: JetStreamContext, make_stream: Make) -> None:
+async def test_messages_deleted_from_the_middle_are_skipped(js: JetStreamContext, make_stream: Make) -> None:
     name = await make_stream(20)
     for seq in (3, 4, 11, 20):
         await js.delete_msg(name, seq)
@@ -52,7 +52,7 @@ async def test_deleted_from_the_middle(js: JetStreamContext, make_stream: Make) 
 
 
 @pytest.mark.parametrize("subject", [None, "1"])
-async def test_a_purged_head(js: JetStreamContext, make_stream: Make, subject: str | None) -> None:
+async def test_a_purged_position_raises_and_stays(js: JetStreamContext, make_stream: Make, subject: str | None) -> None:
     name = await make_stream(20)
     reader = LogReader(js, name, subject=subject and f"{name}.{subject}")
     assert [msg.seq for msg in await reader.read(1)] == [1]
@@ -62,12 +62,14 @@ async def test_a_purged_head(js: JetStreamContext, make_stream: Make, subject: s
         await reader.read()
     assert (caught.value.stream, caught.value.expected, caught.value.got) == (name, 5, 11)
     assert ("cannot be known" in str(caught.value)) is (subject is not None)
-    assert reader.position == 5, "it stays until it is told to go on"
+    assert reader.position == 5, "the position stays until seek moves it"
     reader.seek(caught.value.got or 0)
     assert await numbers(reader) == [n for n in range(11, 21) if subject is None or n % 3 == 1]
 
 
-async def test_purged_whole(js: JetStreamContext, make_stream: Make, more: More) -> None:
+async def test_a_purge_of_everything_is_a_loss_for_unread_messages_only(
+    js: JetStreamContext, make_stream: Make, more: More
+) -> None:
     name = await make_stream(20)
     behind, at_the_end = LogReader(js, name, start=Seq(20)), LogReader(js, name)
     assert len(await numbers(at_the_end)) == 20
@@ -75,13 +77,15 @@ async def test_purged_whole(js: JetStreamContext, make_stream: Make, more: More)
     with pytest.raises(errors.PositionLostError) as caught:
         await behind.read()
     assert (caught.value.expected, caught.value.got) == (20, 21)
-    assert await numbers(at_the_end) == [], "who has read it all has lost nothing"
+    assert await numbers(at_the_end) == [], "a reader at the end has lost nothing"
     await more(name, 21, 22)
     assert await numbers(at_the_end) == [21, 22]
-    assert await numbers(LogReader(js, name)) == [21, 22], "the first is the first that there is"
+    assert await numbers(LogReader(js, name)) == [21, 22], "First() starts at the oldest stored message"
 
 
-async def test_skipping(js: JetStreamContext, make_stream: Make, caplog: pytest.LogCaptureFixture) -> None:
+async def test_on_lost_skip_logs_a_warning_and_continues(
+    js: JetStreamContext, make_stream: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     name = await make_stream(20)
     reader = LogReader(js, name, start=Seq(5), on_lost="skip")
     await js.purge_stream(name, seq=11)
@@ -91,19 +95,19 @@ async def test_skipping(js: JetStreamContext, make_stream: Make, caplog: pytest.
 
 
 @pytest.mark.parametrize("on_lost", ["error", "skip"])
-async def test_purged_while_it_is_read(
+async def test_a_purge_during_a_read_is_reported(
     js: JetStreamContext, make_stream: Make, before_each_look: Any, monkeypatch: pytest.MonkeyPatch, on_lost: Any
 ) -> None:
-    """The head overtakes the reader between its question and the answer."""
+    """The purge happens between the reader's request and the answer."""
     monkeypatch.setattr(reader_module, "_GROUP", 10)
     name = await make_stream(40)
     reader = LogReader(js, name, start=Seq(1), on_lost=on_lost)
     read = reader_module._Source.read
 
-    async def overtaken(self: reader_module._Source, position: int, end: int) -> Any:
+    async def overtaken(self: reader_module._Source, position: int, last: int) -> Any:
         if position == 11:
             await js.purge_stream(name, seq=18)
-        return await read(self, position, end)
+        return await read(self, position, last)
 
     monkeypatch.setattr(reader_module._Source, "read", overtaken)
     seen = [msg.seq for msg in await reader.read()]
@@ -116,13 +120,13 @@ async def test_purged_while_it_is_read(
     assert (caught.value.expected, caught.value.got) == (11, 18)
 
 
-async def test_what_was_read_before_a_hole_is_returned_first(
+async def test_messages_before_a_gap_are_returned_first(
     js: JetStreamContext, make_stream: Make, before_each_look: Any
 ) -> None:
     name = await make_stream(20)
     await js.delete_msg(name, 7)
     reader = LogReader(js, name, start=Seq(1))
-    # Looks: at the start, behind the group. 7 may have been there when the group was read: the head is behind it now.
+    # The reader asks at the start and after the group. After the purge it cannot know whether 7 was deleted before.
     before_each_look({2: lambda: js.purge_stream(name, seq=10)})
     assert [msg.seq for msg in await reader.read()] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(errors.PositionLostError) as caught:
@@ -130,8 +134,10 @@ async def test_what_was_read_before_a_hole_is_returned_first(
     assert (caught.value.expected, caught.value.got) == (7, 10)
 
 
-async def test_at_the_head_nothing_is_lost_yet(js: JetStreamContext, make_stream: Make, before_each_look: Any) -> None:
-    """The oldest message goes while the reader looks for it: then the next one is the oldest."""
+async def test_a_purge_before_the_first_message_was_read_is_no_loss(
+    js: JetStreamContext, make_stream: Make, before_each_look: Any
+) -> None:
+    """The oldest message is purged while the reader looks it up, so that the next one is the oldest."""
     name = await make_stream(20)
     reader = LogReader(js, name)
     before_each_look({1: lambda: js.purge_stream(name, seq=3), 2: lambda: js.purge_stream(name, seq=6)})
@@ -140,12 +146,14 @@ async def test_at_the_head_nothing_is_lost_yet(js: JetStreamContext, make_stream
     assert await numbers(reader) == list(range(5, 21))
 
 
-async def test_limits_that_overtake_a_reader(js: JetStreamContext, make_stream: Make, more: More) -> None:
+async def test_a_reader_overtaken_by_limits_raises(js: JetStreamContext, make_stream: Make, more: More) -> None:
     name = await make_stream(10, max_msgs=10)
     reader = LogReader(js, name, tail=True)
     await reader.read(5)
     await more(name, 11, 15)
-    assert [msg.seq for msg in await reader.read(100)] == [6, 7, 8, 9, 10], "they were read in time"
+    assert [msg.seq for msg in await reader.read(100)] == [6, 7, 8, 9, 10], (
+        "they were read before the limit removed them"
+    )
     await more(name, 16, 30)
     with pytest.raises(errors.PositionLostError) as caught:
         await anext(reader)
@@ -153,7 +161,9 @@ async def test_limits_that_overtake_a_reader(js: JetStreamContext, make_stream: 
 
 
 @pytest.mark.parametrize("messages", [3, 30])
-async def test_a_stream_made_again(js: JetStreamContext, make_stream: Make, more: More, messages: int) -> None:
+async def test_a_recreated_stream_is_detected(
+    js: JetStreamContext, make_stream: Make, more: More, messages: int
+) -> None:
     name = await make_stream(20)
     reader = LogReader(js, name)
     await reader.read(10)
@@ -170,10 +180,10 @@ async def test_a_stream_made_again(js: JetStreamContext, make_stream: Make, more
     assert caught.value.stream == name
 
 
-async def test_made_again_behind_the_reader_s_back(
+async def test_a_stream_recreated_during_a_read_is_detected(
     js: JetStreamContext, make_stream: Make, more: More, before_each_look: Any
 ) -> None:
-    """Between the question and the group: sequences go on as if nothing had happened, and still it is noticed."""
+    """The new stream has the same sequences, so only its creation time differs."""
     name = await make_stream(20)
     reader = LogReader(js, name, start=Seq(5))
 
@@ -188,7 +198,7 @@ async def test_made_again_behind_the_reader_s_back(
     assert reader.position == 5
 
 
-async def test_a_position_beyond_the_end(
+async def test_a_position_beyond_the_end_raises(
     js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader_module, "_SETTLE", 0.3)
@@ -199,7 +209,9 @@ async def test_a_position_beyond_the_end(
     assert (caught.value.expected, caught.value.got) == (23, 21)
 
 
-async def test_a_stream_that_was_given_a_first_sequence(js: JetStreamContext, make_stream: Make, more: More) -> None:
+async def test_first_starts_at_the_configured_first_sequence(
+    js: JetStreamContext, make_stream: Make, more: More
+) -> None:
     name = await make_stream(first_seq=100)
     reader = LogReader(js, name)
     assert await reader.open() == 100
@@ -208,7 +220,7 @@ async def test_a_stream_that_was_given_a_first_sequence(js: JetStreamContext, ma
 
 
 @pytest.mark.parametrize("retention", [RetentionPolicy.WORK_QUEUE, RetentionPolicy.INTEREST])
-async def test_streams_whose_consumers_delete(
+async def test_other_retention_than_limits_is_refused_unless_losses_are_skipped(
     js: JetStreamContext, make_stream: Make, more: More, retention: RetentionPolicy
 ) -> None:
     name = await make_stream(retention=retention)
@@ -220,7 +232,9 @@ async def test_streams_whose_consumers_delete(
     assert await numbers(LogReader(js, name, on_lost="skip")) == list(range(1, 11))
 
 
-async def test_what_the_stream_lacks(js: JetStreamContext, make_stream: Make) -> None:
+async def test_a_stream_without_direct_get_or_that_does_not_exist_is_refused(
+    js: JetStreamContext, make_stream: Make
+) -> None:
     name = await make_stream(allow_direct=False)
     with pytest.raises(errors.DirectGetDisabledError, match="allow_direct"):
         await LogReader(js, name, tail=True).read()
@@ -228,7 +242,7 @@ async def test_what_the_stream_lacks(js: JetStreamContext, make_stream: Make) ->
         await LogReader(js, "NOT_THERE", start=Last()).open()
 
 
-async def test_an_old_server() -> None:
+async def test_a_server_before_2_11_is_refused() -> None:
     async with NatsServer(version="2.10.26") as server:
         nc = await nats.connect(server.url)
         try:

@@ -1,4 +1,4 @@
-"""Positions in a bucket: what is stored, who may store it, and when that happens by itself."""
+"""Positions in a bucket: their format, the fence between readers, and automatic commits."""
 
 import asyncio
 import json
@@ -13,14 +13,13 @@ from nats.js import JetStreamContext
 
 from jetstream_ext import errors
 from jetstream_ext.log import LogReader, New, OffsetStore, Seq, Stored, StoredOffset
-from jetstream_ext.log import offsets as offsets_module
 
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
 Store = Callable[..., Awaitable[OffsetStore]]
 
 
-async def test_a_position_survives(
+async def test_a_new_reader_continues_at_the_stored_position(
     js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any
 ) -> None:
     name, bucket = await make_stream(10), stream_name()
@@ -52,16 +51,17 @@ async def test_the_value_is_plain_json(
     assert body == {"v": 1, "stream": name, "created": reader.created, "seq": 2, "writer": body["writer"]}
 
 
-async def test_where_to_start_if_nothing_is_stored(js: JetStreamContext, make_stream: Make, make_store: Store) -> None:
+async def test_a_reader_without_a_stored_position_starts_at_the_default(
+    js: JetStreamContext, make_stream: Make, make_store: Store
+) -> None:
     name, store = await make_stream(10), await make_store()
     assert await LogReader(js, name, start=Stored("r"), offsets=store).open() == 1
     assert await LogReader(js, name, start=Stored("r", default=New()), offsets=store).open() == 11
 
 
-async def test_two_readers_of_one_name(
+async def test_the_reader_that_fetched_last_fences_the_other(
     js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any
 ) -> None:
-    """Who fetched last goes on; the other one notices."""
     name, bucket = await make_stream(20), stream_name()
     old, new = await make_store(bucket), await make_store(bucket)
     first = LogReader(js, name, start=Stored("r"), offsets=old)
@@ -77,14 +77,14 @@ async def test_two_readers_of_one_name(
     found = await new.fetch("r")
     assert found is not None
     assert found.seq == 7
-    # Taken back, on purpose.
+    # A fetch takes the name back.
     await old.fetch("r")
     await old.commit(first)
     with pytest.raises(errors.FencedError):
         await new.commit(second)
 
 
-async def test_a_name_that_was_not_fetched(
+async def test_a_commit_over_a_position_that_was_not_fetched_is_refused(
     js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any
 ) -> None:
     name, bucket = await make_stream(5), stream_name()
@@ -98,7 +98,9 @@ async def test_a_name_that_was_not_fetched(
     assert (await other.fetch("r") or pytest.fail("gone")).seq == 1
 
 
-async def test_a_deleted_position(js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any) -> None:
+async def test_a_commit_after_the_position_was_deleted_needs_a_fetch(
+    js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any
+) -> None:
     name, bucket = await make_stream(5), stream_name()
     store = await make_store(bucket)
     reader = LogReader(js, name)
@@ -110,7 +112,7 @@ async def test_a_deleted_position(js: JetStreamContext, make_stream: Make, make_
     assert (await store.commit(reader, name="r", position=2)).seq == 2
 
 
-async def test_a_position_of_another_stream(
+async def test_a_position_of_another_or_recreated_stream_is_refused(
     js: JetStreamContext, make_stream: Make, make_store: Store, more: More
 ) -> None:
     name, other, store = await make_stream(5), await make_stream(5), await make_store()
@@ -126,7 +128,9 @@ async def test_a_position_of_another_stream(
         await LogReader(js, name, start=Stored("r"), offsets=store).read()
 
 
-async def test_what_is_no_position(js: JetStreamContext, make_store: Store, stream_name: Any) -> None:
+async def test_a_value_that_is_not_a_position_is_refused(
+    js: JetStreamContext, make_store: Store, stream_name: Any
+) -> None:
     bucket = stream_name()
     store = await make_store(bucket)
     kv = await js.key_value(bucket)
@@ -143,7 +147,7 @@ async def test_what_is_no_position(js: JetStreamContext, make_store: Store, stre
             await store.fetch("r")
 
 
-async def test_no_bucket(js: JetStreamContext, stream_name: Any) -> None:
+async def test_a_missing_bucket_is_reported_and_can_be_created(js: JetStreamContext, stream_name: Any) -> None:
     store = OffsetStore(js, stream_name())
     with pytest.raises(nats.js.errors.BucketNotFoundError):
         await store.fetch("r")
@@ -158,7 +162,7 @@ def test_arguments_are_checked(js: JetStreamContext, arguments: dict[str, Any]) 
 
 
 class Flaky:
-    """Publishes that get through, or not, and never say so; then those that work."""
+    """Publishes that are lost, unanswered or cancelled as planned; later ones work."""
 
     def __init__(self, js: JetStreamContext, monkeypatch: pytest.MonkeyPatch, plan: list[str]) -> None:
         self.plan = plan
@@ -180,7 +184,7 @@ class Flaky:
 @pytest.mark.parametrize(
     "plan", [["is lost"], ["is not answered"], ["is lost", "is not answered", "is lost"]], ids=", ".join
 )
-async def test_a_commit_without_an_answer(
+async def test_a_commit_whose_answer_is_lost_takes_effect_once(
     js: JetStreamContext, make_stream: Make, make_store: Store, monkeypatch: pytest.MonkeyPatch, plan: list[str]
 ) -> None:
     store = await make_store()
@@ -195,7 +199,7 @@ async def test_a_commit_without_an_answer(
     assert (await store.commit(reader, name="r")).revision == stored.revision + 1
 
 
-async def test_a_cancelled_commit_fences_nobody(
+async def test_a_cancelled_commit_does_not_fence_its_own_reader(
     js: JetStreamContext, make_stream: Make, make_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = await make_store()
@@ -208,7 +212,7 @@ async def test_a_cancelled_commit_fences_nobody(
     assert (await store.commit(reader, name="r")).seq == 3
 
 
-async def test_trouble_that_lasts(
+async def test_a_commit_raises_after_patience(
     js: JetStreamContext, make_stream: Make, stream_name: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = await OffsetStore(js, stream_name(), patience=0.2).create()
@@ -219,7 +223,7 @@ async def test_trouble_that_lasts(
         await store.commit(reader, name="r")
 
 
-async def test_committing_every_so_many(js: JetStreamContext, make_stream: Make, make_store: Store) -> None:
+async def test_committing_commits_every_n_messages(js: JetStreamContext, make_stream: Make, make_store: Store) -> None:
     name, store = await make_stream(25), await make_store()
     reader = LogReader(js, name, start=Stored("r"), offsets=store)
     async with store.committing(reader, every=10, seconds=3600) as messages:
@@ -229,7 +233,7 @@ async def test_committing_every_so_many(js: JetStreamContext, make_stream: Make,
     assert (await store.fetch("r") or pytest.fail("gone")).seq == 26
 
 
-async def test_what_a_handler_fails_on_is_not_committed(
+async def test_committing_excludes_the_message_whose_handler_raised(
     js: JetStreamContext, make_stream: Make, make_store: Store
 ) -> None:
     name, store = await make_stream(25), await make_store()
@@ -250,7 +254,7 @@ async def test_what_a_handler_fails_on_is_not_committed(
     assert await consume(0) == list(range(7, 26))
 
 
-async def test_a_position_that_cannot_be_stored_does_not_hide_the_handlers_error(
+async def test_a_failed_commit_does_not_hide_the_error_of_the_handler(
     js: JetStreamContext, make_stream: Make, make_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, store = await make_stream(5), await make_store()
@@ -270,10 +274,10 @@ async def test_a_position_that_cannot_be_stored_does_not_hide_the_handlers_error
     assert any("another one was started" in note for note in caught.value.__notes__)
 
 
-async def test_committing_while_it_waits(
+async def test_committing_commits_while_the_reader_waits(
     js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any, leak_check: Any
 ) -> None:
-    """A quiet time does not keep the last messages from being committed."""
+    """The last messages before a quiet time are committed after `seconds`."""
     name, bucket = await make_stream(3), stream_name()
     store = await make_store(bucket)
     reader = LogReader(js, name, start=Stored("r"), offsets=store, tail=True)
@@ -294,7 +298,7 @@ async def test_committing_while_it_waits(
     await leak_check.assert_clean()
 
 
-async def test_the_newest_reader_takes_the_name(
+async def test_committing_takes_the_name_over(
     js: JetStreamContext, make_stream: Make, make_store: Store, stream_name: Any
 ) -> None:
     name, bucket = await make_stream(10), stream_name()
@@ -313,7 +317,7 @@ async def test_the_newest_reader_takes_the_name(
                 await anext(old)
 
     with pytest.raises(errors.FencedError, match="another reader"):
-        await both()  # where the block ends, it is told once more, should it have gone unheard
+        await both()  # the commit at the end of the block raises it again
     assert (old.committed, new.committed) == (1, 2)
 
 
@@ -325,7 +329,6 @@ def test_committing_checks_its_arguments(js: JetStreamContext, bad: dict[str, An
         OffsetStore(js).committing(LogReader(js, "S"))
 
 
-def test_a_record_is_read_back() -> None:
+def test_an_encoded_position_is_decoded_again() -> None:
     offset = StoredOffset("r", "S", "2026-01-01T00:00:00Z", 7, 3, "w")
     assert StoredOffset.decode("r", offset.encode(), 3) == offset
-    assert offsets_module._fenced("b", "r", offset, 2).seq == 7

@@ -1,4 +1,4 @@
-"""The page on the log: its pieces of code run as they stand, and its tables say what the code does."""
+"""The page on the log: its code blocks run unchanged, and its names and figures are those of the code."""
 
 import ast
 import inspect
@@ -25,7 +25,7 @@ def blocks(language: str) -> list[str]:
 
 
 async def run(code: str, names: dict[str, Any]) -> None:
-    """Run code that may await anywhere, as Python's prompt for asyncio does."""
+    """Run code with top-level await, as ``python -m asyncio`` does."""
     result = eval(compile(code, "log.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)
     if inspect.iscoroutine(result):
         await result
@@ -39,7 +39,7 @@ async def own() -> Any:
         await nc.close()
 
 
-async def test_every_piece_runs(own: JetStreamContext, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_every_code_block_runs(own: JetStreamContext, capsys: pytest.CaptureFixture[str]) -> None:
     await jsx.ensure_stream(own, name="ORDERS", subjects=["orders.>"], allow_direct=True, allow_batched=True)
     await jsx.ensure_stream(
         own, name="TOTALS", subjects=["totals.>", "totals-at.*"], allow_direct=True, allow_atomic=True
@@ -57,7 +57,7 @@ async def test_every_piece_runs(own: JetStreamContext, capsys: pytest.CaptureFix
         await run(block, names)
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "1 orders.eu.0 b'1'"
-    assert said[10] == "21", "the position, behind a message that does not match"
+    assert said[10] == "21", "the position, after a message that does not match"
     assert said[-1] == "20 20 21"
     assert handled == list(range(1, 21))
     stored = await log.OffsetStore(own, "offsets").fetch("billing")
@@ -68,12 +68,12 @@ async def test_every_piece_runs(own: JetStreamContext, capsys: pytest.CaptureFix
     assert StoredOffset.decode("billing", shown.encode(), 1).stream == "ORDERS"
 
 
-def test_the_page_names_everything_that_is_exported() -> None:
+def test_the_page_names_every_public_name() -> None:
     values = {"Committing", "StoredOffset", "Processed"}
     assert {name for name in log.__all__ if f"{name}" not in PAGE} <= values
 
 
-def test_the_page_s_figures_are_the_code_s() -> None:
+def test_the_figures_of_the_page_are_those_of_the_code() -> None:
     from jetstream_ext.log import reader, worker
 
     assert (reader._GROUP, reader._GROUP_BYTES, reader._SETTLE) == (4096, 4 << 20, 3.0)

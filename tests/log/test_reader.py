@@ -1,4 +1,4 @@
-"""A stream read as a log: starts, the position, the end, waiting at it, and leaving at any moment."""
+"""Reading a stream as a log: starts, the position, the end, the tail, and cancellation."""
 
 import asyncio
 import pickle
@@ -24,7 +24,7 @@ async def numbers(reader: LogReader) -> list[int]:
     return [int(msg.data) async for msg in reader]
 
 
-async def test_the_whole_stream(js: JetStreamContext, make_stream: Make) -> None:
+async def test_a_loop_reads_the_whole_stream(js: JetStreamContext, make_stream: Make) -> None:
     name = await make_stream(5000)
     reader = LogReader(js, name)
     assert reader.position is None
@@ -33,7 +33,7 @@ async def test_the_whole_stream(js: JetStreamContext, make_stream: Make) -> None
     assert await numbers(reader) == []
 
 
-async def test_an_end_is_only_an_end_for_now(js: JetStreamContext, make_stream: Make, more: More) -> None:
+async def test_a_later_loop_continues_with_new_messages(js: JetStreamContext, make_stream: Make, more: More) -> None:
     name = await make_stream(3)
     reader = LogReader(js, name)
     assert await numbers(reader) == [1, 2, 3]
@@ -41,7 +41,9 @@ async def test_an_end_is_only_an_end_for_now(js: JetStreamContext, make_stream: 
     assert await numbers(reader) == [4, 5, 6]
 
 
-async def test_an_empty_stream(js: JetStreamContext, make_stream: Make, more: More) -> None:
+async def test_an_empty_stream_is_read_once_it_has_messages(
+    js: JetStreamContext, make_stream: Make, more: More
+) -> None:
     name = await make_stream()
     reader = LogReader(js, name)
     assert await numbers(reader) == []
@@ -65,7 +67,7 @@ async def test_an_empty_stream(js: JetStreamContext, make_stream: Make, more: Mo
     ],
     ids=repr,
 )
-async def test_starts(
+async def test_each_start_resolves_to_its_first_message(
     js: JetStreamContext, make_stream: Make, more: More, start: Any, subject: str | None, first: int | None
 ) -> None:
     name = await make_stream(20)
@@ -74,12 +76,14 @@ async def test_starts(
     await more(name, 21, 30)
     expected = [n for n in range(first or 21, 31) if subject is None or n % 3 == int(subject)]
     assert await numbers(reader) == expected
-    assert reader.position == 31, "one more than the last, whether that matches or not"
+    assert reader.position == 31, "one more than the last sequence, whether or not that message matches"
 
 
 @pytest.mark.parametrize("kept", [[], [1], [7], [20], [1, 2, 19], [3, 9, 11], list(range(1, 20))])
-async def test_the_last_of_those_that_are_left(js: JetStreamContext, make_stream: Make, kept: list[int]) -> None:
-    """Asked for the last message of all subjects, servers only look at the last sequence."""
+async def test_last_finds_the_newest_message_that_was_not_deleted(
+    js: JetStreamContext, make_stream: Make, kept: list[int]
+) -> None:
+    """For the last message of all subjects, servers look only at the last sequence."""
     name = await make_stream(20)
     for seq in set(range(1, 21)) - set(kept):
         await js.delete_msg(name, seq)
@@ -89,7 +93,9 @@ async def test_the_last_of_those_that_are_left(js: JetStreamContext, make_stream
     assert await with_filter.open() == max((seq for seq in kept if seq % 3 == 1), default=21)
 
 
-async def test_a_time_in_the_middle(js: JetStreamContext, make_stream: Make, more: More) -> None:
+async def test_time_starts_at_the_first_message_of_that_time(
+    js: JetStreamContext, make_stream: Make, more: More
+) -> None:
     name = await make_stream(5)
     await asyncio.sleep(0.002)  # a datetime has microseconds, the server's clock nanoseconds
     await more(name, 6, 10)
@@ -98,7 +104,7 @@ async def test_a_time_in_the_middle(js: JetStreamContext, make_stream: Make, mor
     assert (await numbers(LogReader(js, name, start=Time(when), subject=f"{name}.1")))[0] == 7
 
 
-async def test_read_in_pieces(js: JetStreamContext, make_stream: Make) -> None:
+async def test_read_returns_at_most_max_messages(js: JetStreamContext, make_stream: Make) -> None:
     name = await make_stream(10)
     reader = LogReader(js, name)
     assert [msg.seq for msg in await reader.read(3)] == [1, 2, 3]
@@ -110,15 +116,15 @@ async def test_read_in_pieces(js: JetStreamContext, make_stream: Make) -> None:
     assert await reader.read(timeout=0.05) == []
 
 
-async def test_the_position_follows_every_message(js: JetStreamContext, make_stream: Make) -> None:
+async def test_the_position_moves_with_every_message(js: JetStreamContext, make_stream: Make) -> None:
     name = await make_stream(9)
     reader = LogReader(js, name, subject=f"{name}.1")
     seen = [(msg.seq, reader.position) async for msg in reader]
-    # Behind the last match comes what is known not to match.
+    # After the last match, the position moves over the messages that do not match.
     assert seen == [(1, 2), (4, 5), (7, 10)]
 
 
-async def test_seek(js: JetStreamContext, make_stream: Make) -> None:
+async def test_seek_moves_the_position(js: JetStreamContext, make_stream: Make) -> None:
     name = await make_stream(10)
     reader = LogReader(js, name)
     await reader.read(4)
@@ -164,17 +170,17 @@ async def test_tail_waits_for_more(js: JetStreamContext, make_stream: Make, more
     assert (await anext(reader)).data == b"7"
 
 
-async def test_an_idle_reader_asks_seldom(js: JetStreamContext, make_stream: Make) -> None:
+async def test_an_idle_reader_polls_with_growing_pauses(js: JetStreamContext, make_stream: Make) -> None:
     name = await make_stream(1)
     reader = LogReader(js, name, start=New(), tail=True, poll=0.5)
     await reader.open()
     before = js._nc.stats["out_msgs"]
     assert await reader.read(timeout=2.0) == []
-    # Pauses of 5, 10, 20 … 320 ms, then half seconds: 11 questions; a slow machine asks fewer.
+    # Pauses of 5, 10, 20 … 320 ms, then half seconds: 11 requests; a slow machine sends fewer.
     assert js._nc.stats["out_msgs"] - before <= 12
 
 
-async def test_left_in_the_middle(js: JetStreamContext, make_stream: Make, leak_check: Any) -> None:
+async def test_leaving_a_loop_keeps_the_position(js: JetStreamContext, make_stream: Make, leak_check: Any) -> None:
     name = await make_stream(3000)
     reader = LogReader(js, name)
     async for msg in reader:
@@ -185,10 +191,9 @@ async def test_left_in_the_middle(js: JetStreamContext, make_stream: Make, leak_
     assert (await anext(reader)).seq == 701
 
 
-async def test_cancelled_at_every_await(
+async def test_cancelled_reads_lose_and_repeat_nothing(
     js: JetStreamContext, make_stream: Make, leak_check: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often a read is cancelled, and wherever it is then, nothing is lost, repeated or left."""
     monkeypatch.setattr(reader_module, "_GROUP", 50)
     name = await make_stream(400)
     reader = LogReader(js, name)
@@ -210,8 +215,10 @@ async def test_cancelled_at_every_await(
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_large_messages_and_sparse_matches(js: JetStreamContext, make_stream: Make, seed: int) -> None:
-    """Groups grow and shrink with what they find; nothing of that shows."""
+async def test_a_reader_returns_large_messages_and_sparse_matches(
+    js: JetStreamContext, make_stream: Make, seed: int
+) -> None:
+    """Groups grow and shrink with the messages that they find, which must not change the result."""
     name = await make_stream(4000 * seed)
     expected = list(range(1, 4000 * seed + 1))
     for i in range(14):
@@ -240,12 +247,12 @@ def test_arguments_are_checked(js: JetStreamContext, arguments: dict[str, Any], 
 
 
 @pytest.mark.parametrize("seq", [0, -1, True, 1.0, 1 << 64])
-def test_a_sequence_is_checked(seq: Any) -> None:
+def test_an_invalid_sequence_is_refused(seq: Any) -> None:
     with pytest.raises(ValueError, match="stream sequence"):
         Seq(seq)
 
 
-def test_other_starts_are_checked() -> None:
+def test_other_invalid_starts_are_refused() -> None:
     with pytest.raises(ValueError, match="timezone-aware"):
         Time(datetime(2026, 1, 1))  # noqa: DTZ001
     with pytest.raises(nats.js.errors.InvalidKeyError):
@@ -262,13 +269,13 @@ async def test_read_checks_its_arguments(js: JetStreamContext, make_stream: Make
     assert len(await reader.read()) == 1
 
 
-def test_values_are_values() -> None:
+def test_starts_can_be_pickled_and_hashed() -> None:
     for value in (First(), Seq(3), Time(datetime(2026, 1, 1, tzinfo=UTC)), Last(), New(), Stored("a", default=New())):
         assert pickle.loads(pickle.dumps(value)) == value
         assert hash(pickle.loads(pickle.dumps(value))) == hash(value)
 
 
-def test_the_exported_names() -> None:
+def test_public_names_are_sorted_and_documented() -> None:
     assert sorted(jslog.__all__) == jslog.__all__
     for name in jslog.__all__:
         thing = getattr(jslog, name)

@@ -1,4 +1,4 @@
-"""The log on every line of servers that has what it needs."""
+"""The log on every server line that supports it."""
 
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
@@ -31,7 +31,7 @@ async def fill(js: JetStreamContext, first: int, last: int) -> None:
 
 
 @pytest.mark.parametrize("js", READS, indirect=True)
-async def test_reading(js: JetStreamContext) -> None:
+async def test_every_server_line_can_be_read(js: JetStreamContext) -> None:
     await js.add_stream(name="S", subjects=["s.*"], allow_direct=True)
     await fill(js, 1, 30)
     for seq in (4, 5, 6, 20, 30):
@@ -67,7 +67,7 @@ async def test_reading(js: JetStreamContext) -> None:
 
 
 @pytest.mark.parametrize("js", WORKS, indirect=True)
-async def test_working(js: JetStreamContext) -> None:
+async def test_every_server_line_runs_a_worker(js: JetStreamContext) -> None:
     await js.add_stream(name="S", subjects=["s.*"], allow_direct=True)
     await js.add_stream(
         name="T",
@@ -96,5 +96,5 @@ async def test_working(js: JetStreamContext) -> None:
     out = [int(msg.data) async for msg in LogReader(js, "T", subject="t.out")]
     assert out == [n for n in range(1, 41) for _ in range(n % 3)]
     positions = [msg async for msg in LogReader(js, "T", subject="t.at.w")]
-    assert len(positions) == 1, "rolled up"
+    assert len(positions) == 1, "each position replaces the one before"
     assert positions[0].headers["Nats-TTL"] == "never"

@@ -1,4 +1,4 @@
-"""Exactly-once processing: what a worker stores, what it refuses, and who goes on of two."""
+"""Exactly-once processing: what a worker stores, what it refuses, and how workers fence each other."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ More = Callable[[str, int, int], Awaitable[None]]
 
 
 async def outputs(js: JetStreamContext, name: str) -> list[bytes]:
-    """What a worker has stored, without its positions."""
+    """Return the outputs that a worker has stored, without its positions."""
     return [msg.data async for msg in LogReader(js, name, subject=f"{name}.out")]
 
 
@@ -38,7 +38,9 @@ def doubled(name: str) -> Callable[[StoredMsg], BatchMessage]:
     return lambda msg: BatchMessage(f"{name}.out", b"%d" % (2 * int(msg.data)))
 
 
-async def test_to_the_end(js: JetStreamContext, make_stream: Make, more: More, leak_check: Any) -> None:
+async def test_a_worker_runs_to_the_end_and_continues_there(
+    js: JetStreamContext, make_stream: Make, more: More, leak_check: Any
+) -> None:
     source, target = await make_stream(250), await make_stream()
     done = await work(LogReader(js, source), target, doubled(target))
     assert done == Processed(inputs=250, outputs=250, commits=4, position=251)
@@ -76,7 +78,7 @@ HANDLERS: dict[str, Callable[[str], Any]] = {
 
 
 @pytest.mark.parametrize("kind", HANDLERS)
-async def test_what_a_handler_may_return(js: JetStreamContext, make_stream: Make, kind: str) -> None:
+async def test_a_handler_may_return_each_kind_of_output(js: JetStreamContext, make_stream: Make, kind: str) -> None:
     source, target = await make_stream(3), await make_stream()
     await work(LogReader(js, source), target, lambda _: HANDLERS[kind](target))
     each = {"one": [b"a"], "an awaitable": [b"a"], "none": [], "an empty list": []}.get(kind, [b"a", b"b"])
@@ -84,7 +86,7 @@ async def test_what_a_handler_may_return(js: JetStreamContext, make_stream: Make
     assert (await stored_position(js, target))["seq"] == 4
 
 
-async def test_in_groups(js: JetStreamContext, make_stream: Make) -> None:
+async def test_a_grouped_handler_gets_the_inputs_of_a_commit(js: JetStreamContext, make_stream: Make) -> None:
     source, target = await make_stream(25), await make_stream()
 
     async def total(group: list[StoredMsg]) -> BatchMessage:
@@ -95,7 +97,9 @@ async def test_in_groups(js: JetStreamContext, make_stream: Make) -> None:
     assert (done.inputs, done.outputs, done.commits) == (25, 3, 4)
 
 
-async def test_a_filter_moves_the_position_too(js: JetStreamContext, make_stream: Make) -> None:
+async def test_the_position_moves_over_messages_that_the_filter_excludes(
+    js: JetStreamContext, make_stream: Make
+) -> None:
     source, target = await make_stream(20), await make_stream()
     done = await work(LogReader(js, source, subject=f"{source}.1"), target, doubled(target))
     assert (done.inputs, done.position) == (7, 21)
@@ -114,7 +118,7 @@ async def test_a_start_that_depends_on_the_moment_is_pinned(
     assert (done.inputs, done.position) == (2, 13)
 
 
-async def test_a_handler_that_fails(js: JetStreamContext, make_stream: Make) -> None:
+async def test_a_failed_handler_ends_the_worker_without_a_commit(js: JetStreamContext, make_stream: Make) -> None:
     source, target = await make_stream(30), await make_stream()
 
     def handler(msg: StoredMsg) -> BatchMessage:
@@ -129,7 +133,7 @@ async def test_a_handler_that_fails(js: JetStreamContext, make_stream: Make) -> 
     assert await outputs(js, target) == [b"%d" % (2 * n) for n in range(1, 31)]
 
 
-async def test_more_outputs_than_a_batch_takes(js: JetStreamContext, make_stream: Make) -> None:
+async def test_outputs_over_the_batch_limit_are_split(js: JetStreamContext, make_stream: Make) -> None:
     source, target = await make_stream(10), await make_stream()
 
     def handler(msg: StoredMsg) -> list[BatchMessage]:
@@ -163,10 +167,10 @@ async def test_the_tail_is_followed_until_it_is_cancelled(
     assert len(await outputs(js, target)) == 6
 
 
-async def test_of_two_workers_the_newer_one_goes_on(
+async def test_a_newer_worker_fences_the_older_one(
     js: JetStreamContext, make_stream: Make, more: More, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The zombie holds a handled batch in its hands when the other one starts."""
+    """The older worker holds a handled batch when the newer one starts."""
     source, target = await make_stream(40), await make_stream()
     held, go_on = asyncio.Event(), asyncio.Event()
 
@@ -186,7 +190,7 @@ async def test_of_two_workers_the_newer_one_goes_on(
     assert await outputs(js, target) == [b"%d" % (2 * n) for n in range(1, 41)]
 
 
-async def test_two_that_start_at_once(js: JetStreamContext, make_stream: Make) -> None:
+async def test_workers_that_start_together_store_each_output_once(js: JetStreamContext, make_stream: Make) -> None:
     for _ in range(5):
         source, target = await make_stream(60), await make_stream()
         workers = [work(LogReader(js, source), target, doubled(target), max_messages=9) for _ in range(4)]
@@ -196,7 +200,7 @@ async def test_two_that_start_at_once(js: JetStreamContext, make_stream: Make) -
         assert await outputs(js, target) == [b"%d" % (2 * n) for n in range(1, 61)]
 
 
-async def test_workers_of_two_names_do_not_meet(js: JetStreamContext, make_stream: Make) -> None:
+async def test_workers_of_two_names_do_not_fence_each_other(js: JetStreamContext, make_stream: Make) -> None:
     source, target = await make_stream(30), await make_stream()
     workers = [work(LogReader(js, source), target, doubled(target), name=name, max_messages=3) for name in "ab"]
     assert [done.inputs for done in await asyncio.gather(*workers)] == [30, 30]
@@ -215,7 +219,7 @@ async def test_workers_of_two_names_do_not_meet(js: JetStreamContext, make_strea
         ({"retention": RetentionPolicy.WORK_QUEUE}, "retention"),
     ],
 )
-async def test_output_streams_that_cannot_keep_a_position(
+async def test_an_output_stream_that_can_lose_the_position_is_refused(
     js: JetStreamContext, make_stream: Make, config: dict[str, Any], wrong: str
 ) -> None:
     source, target = await make_stream(5), await make_stream(**config)
@@ -228,7 +232,7 @@ async def test_output_streams_that_cannot_keep_a_position(
         assert done.inputs == 5
 
 
-async def test_a_subject_that_the_output_stream_does_not_have(js: JetStreamContext, make_stream: Make) -> None:
+async def test_a_position_subject_outside_the_output_stream_is_refused(js: JetStreamContext, make_stream: Make) -> None:
     source, target = await make_stream(5), await make_stream()
     with pytest.raises(errors.StreamConfigMismatchError, match=r"elsewhere\.w") as caught:
         await work(LogReader(js, source), target, doubled(target), prefix="elsewhere")
@@ -238,13 +242,14 @@ async def test_a_subject_that_the_output_stream_does_not_have(js: JetStreamConte
 
 
 @pytest.mark.parametrize("config", [{"max_msgs": 1000, "discard": DiscardPolicy.NEW}, {"max_msgs_per_subject": 1}])
-async def test_limits_that_spare_the_position(js: JetStreamContext, make_stream: Make, config: dict[str, Any]) -> None:
+async def test_limits_that_keep_the_position_are_accepted(
+    js: JetStreamContext, make_stream: Make, config: dict[str, Any]
+) -> None:
     source, target = await make_stream(5), await make_stream(**config)
     assert (await work(LogReader(js, source), target, doubled(target))).inputs == 5
 
 
-async def test_a_position_that_does_not_expire(js: JetStreamContext, make_stream: Make) -> None:
-    """With the outputs' age limit, and without piling up where the stream allows roll-ups."""
+async def test_the_position_outlives_max_age_and_is_rolled_up(js: JetStreamContext, make_stream: Make) -> None:
     source = await make_stream(30)
     target = await make_stream(max_age=1, allow_msg_ttl=True, allow_rollup_hdrs=True)
     await work(LogReader(js, source), target, doubled(target), max_messages=10)
@@ -256,7 +261,7 @@ async def test_a_position_that_does_not_expire(js: JetStreamContext, make_stream
     assert (done.inputs, done.position) == (0, 31)
 
 
-async def test_a_position_that_was_removed_under_a_worker(
+async def test_a_worker_whose_position_was_removed_stops(
     js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = await make_stream(5), await make_stream()
@@ -280,7 +285,7 @@ async def test_a_position_that_was_removed_under_a_worker(
         (BatchMessage("{}.out", headers={"Nats-Batch-Id": "x"}), errors.BadHeaderError),
     ],
 )
-async def test_outputs_that_are_refused(
+async def test_a_refused_output_stores_nothing(
     js: JetStreamContext, make_stream: Make, made: Any, error: type[Exception]
 ) -> None:
     source, target = await make_stream(5), await make_stream()
@@ -296,7 +301,7 @@ async def test_outputs_that_are_refused(
     assert await outputs(js, target) == []
 
 
-async def test_an_output_subject_that_is_added_meanwhile(js: JetStreamContext, make_stream: Make) -> None:
+async def test_a_subject_added_to_the_output_stream_is_noticed(js: JetStreamContext, make_stream: Make) -> None:
     source, target = await make_stream(5), await make_stream()
     config = (await js.stream_info(target)).config
 
@@ -308,7 +313,7 @@ async def test_an_output_subject_that_is_added_meanwhile(js: JetStreamContext, m
     assert (await work(LogReader(js, source), target, handler)).outputs == 5
 
 
-async def test_the_input_is_not_what_it_was(js: JetStreamContext, make_stream: Make, more: More) -> None:
+async def test_a_changed_input_stream_is_refused(js: JetStreamContext, make_stream: Make, more: More) -> None:
     source, other, target = await make_stream(20), await make_stream(20), await make_stream()
     await work(LogReader(js, source), target, doubled(target))
     with pytest.raises(ValueError, match="take another name"):
@@ -327,7 +332,7 @@ async def test_the_input_is_not_what_it_was(js: JetStreamContext, make_stream: M
         await work(LogReader(js, source), target, doubled(target))
 
 
-async def test_something_else_on_the_subject(js: JetStreamContext, make_stream: Make) -> None:
+async def test_a_foreign_message_on_the_position_subject_is_refused(js: JetStreamContext, make_stream: Make) -> None:
     source, target = await make_stream(2), await make_stream()
     await js.publish(f"{target}.at.w", b"hello")
     with pytest.raises(ValueError, match="not the position of a worker"):
@@ -343,7 +348,7 @@ async def test_arguments_are_checked(js: JetStreamContext, bad: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(("version", "words"), [("2.11.11", "2.12"), ("2.12.0", r"2\.12\.1")])
-async def test_servers_that_cannot(version: str, words: str) -> None:
+async def test_a_server_before_2_12_1_is_refused(version: str, words: str) -> None:
     async with NatsServer(version=version) as server:
         nc = await nats.connect(server.url)
         try:
@@ -357,9 +362,7 @@ async def test_servers_that_cannot(version: str, words: str) -> None:
             await nc.close()
 
 
-def test_how_many_outputs_fit() -> None:
+def test_parts_are_batched_up_to_the_limit() -> None:
     made: list[Any] = [([None] * count, 0) for count in (3, 0, 4, 9, 1)]
-    some = object.__new__(worker_module._Worker)
     for limit, expected in ((None, 5), (0, 1), (2, 1), (3, 2), (7, 3), (15, 3), (16, 4), (17, 5)):
-        some._limit = limit
-        assert some._fitting(made) == expected
+        assert worker_module._fitting(made, limit) == expected

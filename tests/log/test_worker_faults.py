@@ -1,4 +1,4 @@
-"""Workers that are stopped, cut off and doubled at every point: each input counts once, in order."""
+"""Workers that are cancelled, disconnected or doubled at any point: each input counts once, in order."""
 
 import asyncio
 import copy
@@ -26,7 +26,7 @@ FAULTS = ["cancelled before", "cancelled behind", "lost before", "lost behind", 
 
 
 def handler(target: str, source: str = "") -> Callable[[StoredMsg], list[BatchMessage]]:
-    """Each third input has no output, each other third has two."""
+    """Return as many outputs as the remainder of the input's sequence by 3."""
     return lambda msg: [BatchMessage(f"{target}.out", msg.data)] * (msg.seq % 3)
 
 
@@ -38,18 +38,18 @@ async def outputs(js: JetStreamContext, name: str) -> list[int]:
     return [int(msg.data) async for msg in LogReader(js, name, subject=f"{name}.out")]
 
 
-class Commits:
-    """Stands in for what a fenced writer sends: some commits are cut off, before or behind what they do."""
+class FaultyCommits:
+    """Stands in for what a fenced writer sends: some commits fail, before or after they are stored."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, choose: Callable[[int], str | None]) -> None:
         self.choose = choose
         self.count = 0
         self.happened: list[str] = []
         self.late: list[asyncio.Task[Any]] = []
-        commits = self
+        faulty = self
 
         async def publish(writer: FencedWriter, messages: Sequence[Entry], record: bytes) -> jsx.BatchAck:
-            return await commits.publish(writer, messages, record)
+            return await faulty.publish(writer, messages, record)
 
         monkeypatch.setattr(FencedWriter, "_publish", publish)
 
@@ -62,7 +62,7 @@ class Commits:
         what, _, when = fault.partition(" ")
         if when == "behind":
             await publish_once(writer, messages, record)
-        if what == "late":  # it is on its way, and gets there when nobody waits any more
+        if what == "late":  # the message reaches the server after its sender has given up
             self.late.append(asyncio.create_task(self._later(publish_once(copy.copy(writer), messages, record))))
         if what == "cancelled":
             raise asyncio.CancelledError
@@ -75,14 +75,14 @@ class Commits:
         try:
             await publishing
         except nats.js.errors.APIError as error:
-            assert error.err_code == errors.ErrorCode.WRONG_LAST_SEQUENCE  # noqa: PT017 - another one came before
+            assert error.err_code == errors.ErrorCode.WRONG_LAST_SEQUENCE  # noqa: PT017 - another commit came first
 
     async def settle(self) -> None:
         await asyncio.gather(*self.late)
 
 
 async def until_done(js: JetStreamContext, source: str, target: str, **options: Any) -> int:
-    """Start a worker again until one comes to the end; return how often it took."""
+    """Restart a worker until it reaches the end; return the number of starts."""
     for start in range(1, 1000):
         try:
             await exactly_once(
@@ -96,36 +96,38 @@ async def until_done(js: JetStreamContext, source: str, target: str, **options: 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("commit", [0, 1, 3])
-async def test_every_fault_at_a_commit(
+async def test_a_faulty_commit_stores_each_output_once(
     js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, fault: str, commit: int
 ) -> None:
-    """At the claim, in the middle, at the last one."""
+    """The commits are the claim, one in the middle, and the last one."""
     source, target = await make_stream(30), await make_stream()
-    commits = Commits(monkeypatch, lambda count: fault if count == commit else None)
+    faulty = FaultyCommits(monkeypatch, lambda count: fault if count == commit else None)
     starts = await until_done(js, source, target, max_messages=10)
-    await commits.settle()
-    assert commits.happened == [fault]
+    await faulty.settle()
+    assert faulty.happened == [fault]
     assert starts == (2 if fault.startswith("cancelled") else 1)
     assert await outputs(js, target) == expected(30)
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_any_faults_in_any_order(
+async def test_random_faults_store_each_output_once(
     js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     rng = random.Random(seed)
     source, target = await make_stream(200), await make_stream()
-    commits = Commits(monkeypatch, lambda _: rng.choice(FAULTS) if rng.random() < 0.5 else None)
+    faulty = FaultyCommits(monkeypatch, lambda _: rng.choice(FAULTS) if rng.random() < 0.5 else None)
     both = [until_done(js, source, target, max_messages=rng.randint(1, 30)) for _ in range(rng.randint(1, 3))]
     await asyncio.gather(*both)
-    await commits.settle()
-    assert len(commits.happened) > 2
+    await faulty.settle()
+    assert len(faulty.happened) > 2
     assert await outputs(js, target) == expected(200)
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_stopped_at_any_await(js: JetStreamContext, make_stream: Make, leak_check: Any, seed: int) -> None:
-    """As a kill would: between a read and the handler, the handler and the commit, the commit and its answer."""
+async def test_a_worker_cancelled_at_any_await_loses_and_repeats_nothing(
+    js: JetStreamContext, make_stream: Make, leak_check: Any, seed: int
+) -> None:
+    """A cancellation acts as a kill: before the handler, before the commit, or before its answer."""
     rng = random.Random(seed)
     source, target = await make_stream(120), await make_stream()
     stopped = 0
@@ -147,10 +149,10 @@ async def test_stopped_at_any_await(js: JetStreamContext, make_stream: Make, lea
     assert await outputs(js, target) == expected(120)
 
 
-async def test_overtaken_between_the_look_and_the_claim(
+async def test_a_claim_after_another_worker_committed_continues_there(
     js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another worker comes, works and goes while this one is about to claim: it goes on behind that one."""
+    """Another worker runs to its end between this worker's read of the position and its claim."""
     source, target = await make_stream(30), await make_stream()
     published = False
 
@@ -171,10 +173,10 @@ async def test_overtaken_between_the_look_and_the_claim(
     assert await outputs(js, target) == expected(40)
 
 
-async def test_a_refusal_that_nobody_explains(
+async def test_an_unexplained_refusal_raises_after_patience(
     js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A leader that was replaced without knowing it refuses, and shows the position from before."""
+    """A deposed leader refuses the commit, and answers with the earlier position."""
     source, target = await make_stream(5), await make_stream()
 
     async def refuse(writer: FencedWriter, messages: Sequence[Entry], record: bytes) -> jsx.BatchAck:
@@ -188,28 +190,23 @@ async def test_a_refusal_that_nobody_explains(
 
 
 @pytest.fixture
-async def broken(own: NatsServer) -> Any:
+async def reconnecting_nc(own_server: NatsServer) -> Any:
     async def quiet(error: Exception) -> None:
         pass
 
     nc = await nats.connect(
-        own.url, connect_timeout=10, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=quiet
+        own_server.url, connect_timeout=10, reconnect_time_wait=0.05, max_reconnect_attempts=-1, error_cb=quiet
     )
     yield nc
     await nc.close()
 
 
-@pytest.fixture
-def own() -> Any:
-    with NatsServer() as server:
-        yield server
-
-
 @pytest.mark.parametrize("seed", range(2))
-async def test_a_server_that_is_killed(own: NatsServer, broken: Client, seed: int) -> None:
-    """The worker itself stays, and waits."""
+async def test_a_worker_survives_restarts_of_its_server(
+    own_server: NatsServer, reconnecting_nc: Client, seed: int
+) -> None:
     rng = random.Random(seed)
-    js = broken.jetstream(timeout=2)
+    js = reconnecting_nc.jetstream(timeout=2)
     for name in ("S", "T"):
         await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
     await jsx.publish_atomic(js, [jsx.BatchMessage("S.0", b"%d" % n) for n in range(1, 801)])
@@ -218,8 +215,8 @@ async def test_a_server_that_is_killed(own: NatsServer, broken: Client, seed: in
     async def slow(msg: StoredMsg) -> list[BatchMessage]:
         if msg.seq in at:
             at.discard(msg.seq)
-            await asyncio.to_thread(own.kill)
-            await asyncio.to_thread(own.restart)
+            await asyncio.to_thread(own_server.kill)
+            await asyncio.to_thread(own_server.restart)
         return handler("T")(msg)
 
     done = await exactly_once(LogReader(js, "S", timeout=2), "T", slow, name="w", prefix="T.at", max_messages=20)
@@ -227,8 +224,8 @@ async def test_a_server_that_is_killed(own: NatsServer, broken: Client, seed: in
     assert await outputs(js, "T") == expected(800)
 
 
-async def test_the_connection_goes_while_the_tail_is_followed(own: NatsServer, broken: Client) -> None:
-    js = broken.jetstream(timeout=2)
+async def test_a_tailing_worker_survives_lost_connections(own_server: NatsServer, reconnecting_nc: Client) -> None:
+    js = reconnecting_nc.jetstream(timeout=2)
     for name in ("S", "T"):
         await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
     reader = LogReader(js, "S", tail=True, timeout=2)
@@ -240,10 +237,10 @@ async def test_the_connection_goes_while_the_tail_is_followed(own: NatsServer, b
         async with asyncio.timeout(60):
             while (reader.position or 0) <= stored:
                 await asyncio.sleep(0.02)
-        await asyncio.to_thread(own.kill)
-        await asyncio.to_thread(own.restart)
+        await asyncio.to_thread(own_server.kill)
+        await asyncio.to_thread(own_server.restart)
         async with asyncio.timeout(60):
-            while not broken.is_connected:
+            while not reconnecting_nc.is_connected:
                 await asyncio.sleep(0.02)
     async with asyncio.timeout(60):
         while await outputs(js, "T") != expected(stored):

@@ -166,3 +166,17 @@ class TestTimes:
     def test_other_types_are_refused(self, when: Any) -> None:
         with pytest.raises(TypeError, match="when must be a datetime"):
             options.rfc3339(when, "when")
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_seconds_are_numbers_over_zero_or_from_zero(zero: bool) -> None:
+    assert options.check_seconds(2, "timeout", zero=zero) == 2.0
+    assert options.check_seconds(float("inf"), "timeout", zero=zero) == float("inf")
+    for value in (-1, float("nan"), *([] if zero else [0, 0.0])):
+        with pytest.raises(ValueError, match=r"timeout must be (over|at least) 0 seconds"):
+            options.check_seconds(value, "timeout", zero=zero)
+    for other in (True, "1", None, [1]):
+        with pytest.raises(TypeError, match="timeout must be a number of seconds"):
+            options.check_seconds(other, "timeout", zero=zero)  # type: ignore[arg-type]
+    if zero:
+        assert options.check_seconds(0, "timeout", zero=True) == 0.0

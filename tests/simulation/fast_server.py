@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from jetstream_ext.testing.reference import Engine, Profile
-from jetstream_ext.testing.reference.wire import Deliver, Parser, Publish, Subscribe
+from jetstream_ext.testing.reference.wire.protocol import Deliver, Parser, Publish, Subscribe
 
 Frame = tuple[bytes, bytes, int]
 

@@ -19,7 +19,7 @@ from fast_server import Frame, Server
 
 from jetstream_ext import errors
 from jetstream_ext.protocol.fast import Event, FastBatch, Input, State
-from jetstream_ext.testing.reference.wire import Publish
+from jetstream_ext.testing.reference.wire.protocol import Publish
 from jetstream_ext.types import BatchMessage, EndReason, GapMode
 
 VERSIONS = ("2.14.0", "2.14.6", "2.15.1")

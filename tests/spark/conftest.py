@@ -1,4 +1,4 @@
-"""One Spark session for all tests that need one: starting it takes longer than all of them."""
+"""One Spark session for all tests that need one, because starting it takes longer than all of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nats
@@ -20,6 +21,7 @@ from jetstream_ext.testing import NatsServer
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+PRELOAD = Path(__file__).with_name("preload")
 SECRET = "correct-horse-battery"
 
 GUARDED = f"""
@@ -35,7 +37,7 @@ authorization {{
 
 @pytest.fixture(scope="session")
 def guarded() -> Iterator[NatsServer]:
-    """A server that wants a password and lists its connections over HTTP."""
+    """A server that requires a password and lists its connections over HTTP."""
     with NatsServer(config=GUARDED) as server:
         yield server
 
@@ -73,7 +75,7 @@ def spark() -> Iterator[SparkSession]:
         builder = builder.remote(remote)  # Spark Connect
     else:
         builder = builder.master(os.environ.get("JETSTREAM_EXT_SPARK_MASTER", "local[2,3]"))
-    session = (
+    builder = (
         builder.appName("jetstream-ext tests")
         .config("spark.ui.enabled", "false")
         .config("spark.ui.showConsoleProgress", "false")
@@ -82,8 +84,10 @@ def spark() -> Iterator[SparkSession]:
         .config("spark.sql.session.timeZone", "UTC")
         .config("spark.sql.shuffle.partitions", "2")
         .config("spark.executor.memory", "1g")
-        .getOrCreate()
     )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(PRELOAD), os.environ.get("PYTHONPATH")])))
+        session = builder.getOrCreate()
     if not remote:
         session.sparkContext.setLogLevel("OFF")
     yield session
@@ -101,7 +105,7 @@ async def _connected(url: str, **credentials: str) -> AsyncIterator[JetStreamCon
 
 @pytest.fixture
 def with_js(server: NatsServer) -> Callable[..., Any]:
-    """Run a coroutine function with a JetStream context on a connection of its own."""
+    """Run a coroutine function with a JetStream context on a separate connection."""
 
     def run(function: Callable[[JetStreamContext], Awaitable[Any]], url: str = server.url, **credentials: str) -> Any:
         async def connected() -> Any:

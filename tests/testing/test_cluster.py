@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from probes import connected, refused
 
 
-def test_a_cluster_elects_a_leader(cluster: NatsCluster) -> None:
+def test_cluster_elects_a_leader(cluster: NatsCluster) -> None:
     assert len(cluster.servers) == 3
     assert cluster.wait_ready() in cluster.servers
     assert cluster.urls == [server.url for server in cluster.servers]
@@ -30,7 +30,7 @@ async def test_stream_with_three_replicas_can_be_created_at_once() -> None:
         assert nc.max_payload == 2048
 
 
-async def test_a_stream_with_three_replicas_survives_a_kill(
+async def test_stream_with_three_replicas_survives_a_kill(
     cluster: NatsCluster, stream_name: Callable[[], str], wait_for_interest: Any
 ) -> None:
     name = stream_name()
@@ -55,7 +55,7 @@ async def test_a_stream_with_three_replicas_survives_a_kill(
     cluster.wait_ready()
 
 
-def test_a_cluster_without_a_leader_is_reported() -> None:
+def test_cluster_without_a_leader_is_reported() -> None:
     with NatsCluster(2) as cluster:
         cluster.servers[1].kill()
         with pytest.raises(NatsServerStartError, match=r"cluster of 2 has no JetStream leader(?s:.*)killed"):
@@ -93,7 +93,7 @@ def test_cluster_that_cannot_start_leaves_no_process() -> None:
         cluster.servers  # noqa: B018
 
 
-def test_a_stopped_cluster_can_be_started_again() -> None:
+def test_stopped_cluster_can_be_started_again() -> None:
     cluster = NatsCluster(2)
     with cluster:
         urls = cluster.urls

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jetstream_ext.testing.reference import Engine, Profile
-from jetstream_ext.testing.reference.wire import Publish, Subscribe
+from jetstream_ext.testing.reference.wire.protocol import Publish, Subscribe
 
 SECOND = 1_000_000_000
 
@@ -45,7 +45,7 @@ def test_flow_frames_have_no_type() -> None:
     assert refused[0]["error"]["err_code"] == 10071
 
 
-def test_a_refused_message_ends_a_fail_batch_with_the_error_in_the_final_ack() -> None:
+def test_refused_message_ends_a_fail_batch_with_the_error_in_the_final_ack() -> None:
     bench = Bench(allow_batched=True)
     bench.fast(1, 0, "fail")
     (final,) = bench.fast(2, 1, "fail", b"NATS/1.0\r\nNats-Expected-Last-Sequence: 99\r\n\r\n")
@@ -53,7 +53,7 @@ def test_a_refused_message_ends_a_fail_batch_with_the_error_in_the_final_ack() -
     assert (final["batch"], final["count"]) == ("b", 1)
 
 
-def test_a_refused_first_message_ends_a_fail_batch_in_the_same_way() -> None:
+def test_refused_first_message_ends_a_fail_batch_in_the_same_way() -> None:
     first, final = Bench(allow_batched=True).fast(1, 0, "fail", b"NATS/1.0\r\nNats-Expected-Last-Sequence: 99\r\n\r\n")
     assert first == {"ack_msgs": 10}
     assert (final["error"]["err_code"], final["batch"], final["count"]) == (10071, "b", 0)
@@ -72,7 +72,7 @@ def test_fast_ingest_is_level_3() -> None:
         ({"allow_batched": True}, "R.b.10.ok.7.1.$FI", 10206),
     ],
 )
-def test_fast_batch_error_codes(config: dict[str, Any], reply: str, code: int) -> None:
+def test_fast_batch_errors_have_the_old_codes(config: dict[str, Any], reply: str, code: int) -> None:
     (answer,) = Bench(**config).send("s.a", b"x", reply)
     assert json.loads(answer.payload)["error"]["err_code"] == code
 
@@ -99,7 +99,7 @@ def test_allow_direct_of_the_request_has_no_effect() -> None:
     assert bench.api("STREAM.UPDATE.S", update)["config"]["allow_direct"] is True
 
 
-def test_a_batch_needs_a_subject_and_a_start() -> None:
+def test_direct_get_batch_needs_a_subject_and_a_start() -> None:
     bench = Bench(max_msgs_per_subject=1)
     bench.send("s.a", b"x")
     for request in (b'{"batch":3,"next_by_subj":"s.>"}', b'{"batch":3,"seq":1}'):
@@ -121,12 +121,12 @@ def test_time_stamps_have_the_old_format() -> None:
     assert b"\r\nNats-Time-Stamp: 2022-08-06 00:29:27.587861324 +0000 UTC\r\n" in bench.get()
 
 
-def test_a_payload_beside_a_subject_is_an_error() -> None:
+def test_direct_get_with_a_subject_takes_no_payload() -> None:
     bench = Bench(max_msgs_per_subject=1)
     assert bench.get(payload=b"{}") == b"NATS/1.0 408 Bad Request\r\n\r\n"
 
 
-def test_the_end_of_a_multi_get_names_the_last_match() -> None:
+def test_multi_last_ends_with_the_sequence_of_the_last_match() -> None:
     bench = Bench(max_msgs_per_subject=1)
     for subject in ("s.a", "s.b", "s.other"):
         bench.send(subject, b"x")
@@ -134,7 +134,7 @@ def test_the_end_of_a_multi_get_names_the_last_match() -> None:
     assert b"Nats-UpTo-Sequence: 2\r\n" in end.header
 
 
-def test_no_expire_header_and_zero_ttl() -> None:
+def test_no_expire_header_and_zero_ttl_never_expire() -> None:
     bench = Bench(allow_msg_ttl=True, max_age=10 * SECOND, max_msgs_per_subject=1)
     for subject, line in (("s.zero", "Nats-TTL: 0"), ("s.never", "Nats-No-Expire: 1"), ("s.one", "Nats-TTL: 1")):
         (answer,) = bench.send(subject, b"x", header=f"NATS/1.0\r\n{line}\r\n\r\n".encode())
@@ -156,7 +156,7 @@ def test_delete_markers_have_the_applied_limit_header() -> None:
     assert bench.get().startswith(b"NATS/1.0\r\nNats-Applied-Limit: MaxAge\r\nNats-TTL: 1\r\nNats-Stream: S\r\n")
 
 
-def test_a_reset_to_zero_is_refused() -> None:
+def test_consumer_reset_to_zero_is_refused() -> None:
     bench = Bench()
     bench.api("CONSUMER.CREATE.S.C", {"stream_name": "S", "config": {"durable_name": "C", "ack_policy": "explicit"}})
     assert bench.api("CONSUMER.RESET.S.C", {"seq": 0})["error"]["err_code"] == 10204

@@ -35,7 +35,7 @@ async def js(draft: ReferenceServer) -> AsyncIterator[Any]:
 
 
 @pytest.mark.parametrize("gap", list(jsx.GapMode))
-async def test_fast_ingest(js: Any, gap: jsx.GapMode) -> None:
+async def test_fast_ingest_stores_all_messages(js: Any, gap: jsx.GapMode) -> None:
     await js.add_stream(**CONFIG, allow_batched=True)
     async with jsx.FastPublisher(js, flow=10, gap=gap) as pub:
         for index in range(57):
@@ -98,7 +98,7 @@ async def test_client_pings_after_a_lost_acknowledgement(js: Any, draft: Referen
     assert pub.ack.batch_size == 30
 
 
-async def test_direct_get(js: Any) -> None:
+async def test_direct_get_finds_the_messages(js: Any) -> None:
     await js.add_stream(**CONFIG)
     for index in range(9):
         await js.publish(f"s.{'abc'[index % 3]}", str(index).encode())
@@ -117,7 +117,7 @@ async def test_direct_get(js: Any) -> None:
     assert len(await direct.scan(subject="s.a", batch=2, confirm=True).to_list()) == 3
 
 
-async def test_atomic_batches(js: Any) -> None:
+async def test_atomic_batches_commit_or_are_refused(js: Any) -> None:
     await js.add_stream(**CONFIG, allow_atomic=True)
     async with jsx.AtomicBatch(js) as batch:
         await batch.add("s.a", b"1")
@@ -128,7 +128,7 @@ async def test_atomic_batches(js: Any) -> None:
     assert (await js.stream_info("S")).state.messages == 2
 
 
-async def test_key_value(js: Any, clock: VirtualClock) -> None:
+async def test_key_value_transaction_and_ttl(js: Any, clock: VirtualClock) -> None:
     kv = await kvx.enable(await js.create_key_value(bucket="B", history=5), direct=True, atomic=True, ttl=20)
     async with kvx.transaction(kv) as tx:
         tx.put("a", b"1")
@@ -140,7 +140,7 @@ async def test_key_value(js: Any, clock: VirtualClock) -> None:
     assert shown["b"].reason == "MaxAge"
 
 
-async def test_consumer_reset(js: Any) -> None:
+async def test_consumer_reset_returns_the_sequence(js: Any) -> None:
     await js.add_stream(**CONFIG)
     await js.publish("s.a", b"x")
     await js.pull_subscribe("s.>", durable="d", stream="S")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jetstream_ext.testing.reference import Engine, Limits, Profile
-from jetstream_ext.testing.reference.wire import Close, Deliver, Line, Parser, Ping, Publish, Subscribe, encode
+from jetstream_ext.testing.reference.wire.protocol import Close, Deliver, Line, Parser, Ping, Publish, Subscribe, encode
 
 SECOND = 1_000_000_000
 
@@ -47,7 +47,7 @@ def fast(batch: str, seq: int, op: int, *, flow: int = 10, gap: str = "fail") ->
     return f"R.{batch}.{flow}.{gap}.{seq}.{op}.$FI"
 
 
-def test_fast_batch_from_start_to_commit() -> None:
+def test_fast_batch_stores_and_commits() -> None:
     bench = Bench()
     bench.stream(allow_batched=True)
     (first,) = bench.publish("s.a", b"x", reply=fast("b", 1, 0))
@@ -93,7 +93,7 @@ def test_limits_can_be_lowered() -> None:
     assert json.loads(reply.payload)["type"] == "ack"
 
 
-def test_ttls_and_markers_on_a_virtual_clock() -> None:
+def test_ttls_expire_and_leave_markers_in_virtual_time() -> None:
     bench = Bench()
     bench.stream(subject_delete_marker_ttl=60 * SECOND, allow_direct=True)
     bench.publish("s.a", b"x", b"NATS/1.0\r\nNats-TTL: 1h\r\n\r\n")
@@ -131,7 +131,7 @@ def test_message_ids_are_removed_after_the_duplicate_window() -> None:
     assert b"duplicate" not in answer.payload
 
 
-def test_a_late_call_fires_the_timers_first() -> None:
+def test_late_call_fires_the_timers_first() -> None:
     bench = Bench()
     bench.stream(max_age=SECOND)
     bench.publish("s.a", b"x")
@@ -176,11 +176,11 @@ def test_parser_accepts_bytes_split_at_any_position() -> None:
         (Close(1), b""),
     ],
 )
-def test_outputs_as_bytes(output: Any, data: bytes) -> None:
+def test_outputs_are_encoded_as_bytes(output: Any, data: bytes) -> None:
     assert encode(output) == data
 
 
 @pytest.mark.parametrize("version", ["2.9.1", "2.10", "x"])
-def test_invalid_version_is_refused(version: str) -> None:
+def test_invalid_profile_version_is_refused(version: str) -> None:
     with pytest.raises(ValueError, match=r"version|knows"):
         Profile.of(version)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import nats
@@ -27,7 +28,7 @@ from jetstream_ext.testing.reference import (
     Stall,
     Unavailable,
 )
-from jetstream_ext.testing.reference.wire import Close, Deliver, Publish, Subscribe
+from jetstream_ext.testing.reference.wire.protocol import Close, Deliver, Publish, Subscribe
 
 SECOND = 1_000_000_000
 
@@ -64,32 +65,32 @@ class Bench:
         return self.engine.handle_timer(self.now)
 
 
-def test_drop() -> None:
+def test_drop_loses_a_reply() -> None:
     assert Bench(Drop(kind="pub_ack", nth=2)).seqs(3) == [[1], [], [3]]
 
 
-def test_duplicate() -> None:
+def test_duplicate_sends_a_reply_twice() -> None:
     assert Bench(Duplicate("R.>", kind="pub_ack", times=2)).seqs(3) == [[1, 1], [2, 2], [3]]
 
 
-def test_delay() -> None:
+def test_delay_sends_a_reply_later() -> None:
     bench = Bench(Delay(kind="pub_ack", seconds=2))
     assert bench.seqs(2) == [[], [2]]
     assert bench.later(1.9) == []
     assert [json.loads(each.payload)["seq"] for each in bench.later(0.1)] == [1]
 
 
-def test_reorder() -> None:
+def test_reorder_sends_a_reply_after_the_following_ones() -> None:
     assert Bench(Reorder(kind="pub_ack", by=2)).seqs(4) == [[], [2], [3, 1], [4]]
 
 
-def test_reorder_waits_no_longer_than_its_patience() -> None:
+def test_reorder_waits_at_most_for_its_patience() -> None:
     bench = Bench(Reorder(kind="pub_ack", by=2, patience=0.5))
     assert bench.seqs(2) == [[], [2]]
     assert [json.loads(each.payload)["seq"] for each in bench.later(0.5)] == [1]
 
 
-def test_lose() -> None:
+def test_lost_messages_leave_a_gap_in_a_fast_batch() -> None:
     bench = Bench(Lose("s.>", nth=3, times=2))
     assert bench.fast(1, 0) == [{"type": "ack", "seq": 0, "msgs": 2}]
     bench.fast(2, 1)
@@ -97,13 +98,13 @@ def test_lose() -> None:
     assert bench.fast(5, 1)[0] == {"type": "gap", "last_seq": 3, "seq": 5}
 
 
-def test_ignore() -> None:
+def test_ignored_request_gets_no_answer() -> None:
     bench = Bench(Ignore("$JS.API.STREAM.INFO.>"))
     assert bench.publish("$JS.API.STREAM.INFO.S") == []
     assert len(bench.publish("$JS.API.INFO")) == 1
 
 
-def test_unavailable() -> None:
+def test_unavailable_stream_answers_503() -> None:
     bench = Bench(Unavailable("s.>", nth=2))
     assert len(bench.seqs(1)[0]) == 1
     (answer,) = bench.publish("s.a")
@@ -111,7 +112,7 @@ def test_unavailable() -> None:
     assert bench.seqs(1) == [[2]]
 
 
-def test_overload() -> None:
+def test_overloaded_stream_answers_429() -> None:
     bench = Bench(Overload("s.>"))
     (answer,) = bench.publish("s.a")
     assert answer.header == b"NATS/1.0 429 Too Many Requests\r\n\r\n"
@@ -130,11 +131,11 @@ def test_leader_change_without_loss_sends_one_frame(gap: str) -> None:
     assert bench.fast(6, 3, gap)[-1]["count"] == 5
 
 
-def test_a_leader_change_that_loses_messages() -> None:
+def test_leader_change_can_lose_unacknowledged_messages() -> None:
     bench = Bench(ChangeLeader("s.>", nth=6, unavailable=2, unsaved=9))
     for seq in range(1, 6):
         bench.fast(seq, 1 if seq > 1 else 0, flow=2)
-    # The frame came for 4, so only 5 can be lost with the old leader.
+    # A frame has acknowledged 4, so only 5 can be lost with the old leader.
     told = bench.fast(6, 1)
     assert told == [{"type": "ack", "seq": 4, "msgs": 2}, b"NATS/1.0 503\r\nNats-Subject: s.a\r\n\r\n"]
     assert bench.fast(7, 1) == [b"NATS/1.0 503\r\nNats-Subject: s.a\r\n\r\n"]
@@ -142,7 +143,7 @@ def test_a_leader_change_that_loses_messages() -> None:
     assert bench.fast(9, 3)[-1] == {"stream": "S", "seq": 5, "batch": "b", "count": 8}
 
 
-def test_a_leader_change_ends_a_fail_batch_with_a_gap() -> None:
+def test_leader_change_that_leaves_a_gap_ends_a_fail_batch() -> None:
     bench = Bench(ChangeLeader("s.>", nth=4, unavailable=1))
     for seq in range(1, 4):
         bench.fast(seq, 1 if seq > 1 else 0, "fail")
@@ -154,7 +155,7 @@ def test_a_leader_change_ends_a_fail_batch_with_a_gap() -> None:
     assert unknown["error"]["err_code"] == 10208
 
 
-def test_a_leader_change_loses_atomic_batches() -> None:
+def test_leader_change_drops_open_atomic_batches() -> None:
     bench = Bench(ChangeLeader("s.>", nth=2))
     head = "NATS/1.0\r\nNats-Batch-Id: b\r\nNats-Batch-Sequence: {}\r\n\r\n"
     bench.publish("s.a", b"x", header=head.format(1).encode())
@@ -172,7 +173,7 @@ def test_message_lost_with_the_leader_can_be_published_again() -> None:
     assert json.loads(answer.payload)["state"]["messages"] == 2
 
 
-def test_stale_replicas() -> None:
+def test_stale_replica_answers_with_older_messages() -> None:
     bench = Bench(StaleReplica("$JS.API.DIRECT.GET.>", behind=2, nth=2), max_msgs_per_subject=1)
     for payload in (b"1", b"2", b"3"):
         bench.publish("s.a", payload)
@@ -180,17 +181,17 @@ def test_stale_replicas() -> None:
     assert answers == [b"3", b"1", b"3"]
 
 
-def test_cut() -> None:
+def test_cut_closes_the_connection_after_the_message() -> None:
     bench = Bench(Cut("s.>", nth=2))
     bench.publish("s.a")
     assert [type(each) for each in bench.publish("s.a")] == [Deliver, Close]
 
 
-def test_cut_before_the_message() -> None:
+def test_cut_before_closes_the_connection_without_an_answer() -> None:
     assert [type(each) for each in Bench(Cut("s.>", before=True)).publish("s.a")] == [Close]
 
 
-def test_stall() -> None:
+def test_stalled_connection_is_served_later() -> None:
     bench = Bench(Stall("s.>", seconds=3))
     assert bench.seqs(2) == [[], []]
     assert bench.later(2.9) == []
@@ -238,7 +239,7 @@ def test_rule_that_can_never_match_is_refused(rule: type[Rule], arguments: dict[
         rule(**arguments)
 
 
-def test_when_condition() -> None:
+def test_when_condition_selects_the_messages() -> None:
     rule = Drop(when=lambda reply: b'"seq":2' in reply.payload)
     assert Bench(rule).seqs(3) == [[1], [], [3]]
 
@@ -271,7 +272,7 @@ async def test_lost_ack_is_a_timeout_in_nats_py() -> None:
         await nc.close()
 
 
-async def test_a_client_reconnects_after_a_cut() -> None:
+async def test_client_reconnects_after_a_cut() -> None:
     async with ReferenceServer() as server:
         back = asyncio.Event()
 
@@ -287,7 +288,7 @@ async def test_a_client_reconnects_after_a_cut() -> None:
         await nc.close()
 
 
-async def test_a_virtual_clock_moves_the_server() -> None:
+async def test_virtual_clock_fires_the_timers_of_the_server() -> None:
     clock = VirtualClock()
     async with ReferenceServer(clock=clock) as server:
         nc = await nats.connect(server.url)
@@ -329,3 +330,12 @@ def test_server_that_is_not_started_is_reported() -> None:
         server.disconnect_all()
     with pytest.raises(ValueError, match="dialect"):
         ReferenceServer(dialect="3.0")
+
+
+def test_port_in_use_is_reported_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        server = ReferenceServer(port=taken.getsockname()[1])
+        with pytest.raises(RuntimeError, match="did not start"):
+            server.__enter__()

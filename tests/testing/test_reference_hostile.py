@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetstream_ext.testing.reference import Engine, Profile
-from jetstream_ext.testing.reference.wire import Deliver, Parser, Publish, Subscribe, encode
+from jetstream_ext.testing.reference.wire.protocol import Deliver, Parser, Publish, Subscribe, encode
 
 NOW = 1_800_000_000 * 10**9
 DIGITS = "9" * 5000

@@ -11,7 +11,7 @@ import jetstream_ext.testing.reference as package
 
 ROOT = Path(package.__path__[0])
 MODULES = sorted(ROOT.rglob("*.py"))
-SHELL = {"server.py", "clock.py", "__init__.py"}
+SHELL = {"server.py", "__init__.py"}
 
 
 def name_of(path: Path) -> str:

@@ -29,7 +29,7 @@ def js(nc: Client) -> Any:
     return nc.jetstream(timeout=2)
 
 
-async def test_request_and_reply(nc: Client) -> None:
+async def test_request_gets_a_reply_or_no_responders(nc: Client) -> None:
     async def answer(message: Any) -> None:
         await message.respond(message.data.upper())
 
@@ -39,7 +39,7 @@ async def test_request_and_reply(nc: Client) -> None:
         await nc.request("nobody", b"", timeout=2)
 
 
-async def test_drain(nc: Client) -> None:
+async def test_drain_delivers_all_messages_first(nc: Client) -> None:
     seen = []
 
     async def take(message: Any) -> None:
@@ -54,7 +54,7 @@ async def test_drain(nc: Client) -> None:
     assert nc.is_closed
 
 
-async def test_publish_and_fetch(js: Any) -> None:
+async def test_published_messages_can_be_fetched(js: Any) -> None:
     await js.add_stream(name="ORDERS", subjects=["orders.>"])
     for index in range(10):
         assert (await js.publish(f"orders.{index}", b"x")).seq == index + 1
@@ -69,7 +69,7 @@ async def test_publish_and_fetch(js: Any) -> None:
         await pull.fetch(1, timeout=0.1)
 
 
-async def test_redelivery(js: Any) -> None:
+async def test_unacknowledged_messages_are_redelivered(js: Any) -> None:
     await js.add_stream(name="S", subjects=["s"])
     await js.publish("s", b"x")
     pull = await js.pull_subscribe("s", durable="d", config=ConsumerConfig(ack_wait=0.2))
@@ -84,7 +84,7 @@ async def test_redelivery(js: Any) -> None:
         await pull.fetch(1, timeout=0.4)
 
 
-async def test_push_and_queue_subscriptions(js: Any) -> None:
+async def test_push_and_queue_subscriptions_get_each_message(js: Any) -> None:
     await js.add_stream(name="S", subjects=["s.>"])
     sub = await js.subscribe("s.*", durable="push")
     for index in range(5):
@@ -99,11 +99,11 @@ async def test_push_and_queue_subscriptions(js: Any) -> None:
     async with asyncio.timeout(10):
         while sum(member.pending_msgs for member in members) < 15:
             await asyncio.sleep(0.001)
-    await js.account_info()  # whose answer comes after anything too much
+    await js.account_info()  # the answer follows every surplus delivery
     assert sum(member.pending_msgs for member in members) == 15
 
 
-async def test_ordered_consumer(js: Any) -> None:
+async def test_ordered_consumer_gets_messages_in_order(js: Any) -> None:
     await js.add_stream(name="S", subjects=["s"])
     for index in range(200):
         await js.publish("s", str(index).encode())
@@ -117,7 +117,7 @@ async def test_ordered_consumer(js: Any) -> None:
 
 
 async def test_ordered_consumer_recovers_missed_messages() -> None:
-    """What it missed comes again, by another consumer that nats-py makes."""
+    """nats-py creates another consumer, and that one delivers the missed messages."""
     faults = Faults(Drop("_INBOX.>", when=lambda reply: reply.shown == "s", nth=20, times=3))
     async with ReferenceServer(faults=faults) as server:
         nc = await nats.connect(server.url)
@@ -132,7 +132,7 @@ async def test_ordered_consumer_recovers_missed_messages() -> None:
         await nc.close()
 
 
-async def test_streams(js: Any) -> None:
+async def test_streams_are_managed(js: Any) -> None:
     await js.add_stream(name="S", subjects=["s.>"])
     with pytest.raises(BadRequestError):
         await js.add_stream(name="S", subjects=["other"])
@@ -150,7 +150,7 @@ async def test_streams(js: Any) -> None:
         await js.stream_info("S")
 
 
-async def test_key_value(js: Any) -> None:
+async def test_key_value_bucket_works(js: Any) -> None:
     kv = await js.create_key_value(bucket="B", history=5)
     watcher = await kv.watchall()
     assert await watcher.updates(timeout=2) is None
@@ -174,7 +174,7 @@ async def test_key_value(js: Any) -> None:
     await js.delete_key_value("B")
 
 
-async def test_object_store(js: Any) -> None:
+async def test_object_store_works(js: Any) -> None:
     store = await js.create_object_store("O")
     data = bytes(range(256)) * 2048
     info = await store.put("file", data)
@@ -187,7 +187,7 @@ async def test_object_store(js: Any) -> None:
     assert await js.delete_object_store("O")
 
 
-async def test_last_per_subject(js: Any) -> None:
+async def test_last_per_subject_delivers_the_newest_messages(js: Any) -> None:
     await js.add_stream(name="S", subjects=["s.*"])
     for index in range(6):
         await js.publish(f"s.{index % 3}", str(index).encode())
@@ -196,7 +196,7 @@ async def test_last_per_subject(js: Any) -> None:
     assert [(await sub.next_msg(timeout=2)).data for _ in range(3)] == [b"3", b"4", b"5"]
 
 
-async def test_consumer_reset(js: Any) -> None:
+async def test_consumer_reset_redelivers(js: Any) -> None:
     await js.add_stream(name="S", subjects=["s"])
     for _ in range(3):
         await js.publish("s", b"x")

@@ -30,8 +30,8 @@ async def test_url_works_with_nats_py_and_jetstream(server: NatsServer, stream_n
 
 
 @pytest.mark.parametrize("version", ["2.10.26", None])
-async def test_a_stream_can_be_created_right_after_the_last_one_was_deleted(version: str | None) -> None:
-    """Servers remove the folder of all streams meanwhile; where `NatsServer` does not prevent it, some of these fail."""
+async def test_stream_can_be_created_right_after_the_last_one_was_deleted(version: str | None) -> None:
+    """A server removes the empty folder of all streams with a delay; `NatsServer` must prevent that."""
     with NatsServer(version=version) as server:
         async with connected(server.url) as nc:
             js = nc.jetstream()
@@ -106,7 +106,7 @@ def test_stops_a_paused_server_without_delay() -> None:
     assert time.monotonic() - began < process._STOP_TIMEOUT
 
 
-async def test_without_jetstream() -> None:
+async def test_jetstream_can_be_disabled() -> None:
     async with NatsServer(jetstream=False) as server, connected(server.url) as nc:
         with pytest.raises(nats.js.errors.ServiceUnavailableError):
             await nc.jetstream().account_info()
@@ -120,7 +120,7 @@ async def test_name_and_port_can_be_chosen() -> None:
         assert nc._server_info["server_name"] == "chosen"
 
 
-def test_a_port_in_use_is_reported(server: NatsServer) -> None:
+def test_port_in_use_is_reported(server: NatsServer) -> None:
     with pytest.raises(NatsServerStartError, match="address already in use"):
         NatsServer(port=server.port).start()
 
@@ -180,7 +180,7 @@ async def test_cancelled_start_leaves_no_process() -> None:
 # Configuration
 
 
-async def test_config_text() -> None:
+async def test_config_text_is_used() -> None:
     config = "max_payload: 2048\njetstream { max_mem: 1MB }\nport: 1\n"
     async with NatsServer(config=config) as server, connected(server.url) as nc:
         assert nc.max_payload == 2048
@@ -189,7 +189,7 @@ async def test_config_text() -> None:
         assert (server.store_dir / "jetstream").is_dir()
 
 
-async def test_config_file(tmp_path: Path) -> None:
+async def test_config_file_is_used(tmp_path: Path) -> None:
     (tmp_path / "included.conf").write_text("max_payload: 4096")
     (tmp_path / "server.conf").write_text("include included.conf")
     async with NatsServer(config=tmp_path / "server.conf") as server, connected(server.url) as nc:

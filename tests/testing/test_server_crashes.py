@@ -52,7 +52,7 @@ def test_port_of_a_killed_server_stays_reserved(own_server: NatsServer) -> None:
 
 
 @on_posix
-def test_pause_and_resume(own_server: NatsServer) -> None:
+def test_paused_server_answers_after_resume(own_server: NatsServer) -> None:
     with dialled(own_server.url) as sock:
         for _ in range(2):
             own_server.pause()
@@ -68,7 +68,7 @@ def test_pause_and_resume(own_server: NatsServer) -> None:
 
 
 @on_posix
-def test_a_paused_server_can_be_killed_and_restarted(own_server: NatsServer) -> None:
+def test_paused_server_can_be_killed_and_restarted(own_server: NatsServer) -> None:
     own_server.pause()
     own_server.kill()
     with pytest.raises(RuntimeError, match="not running"):

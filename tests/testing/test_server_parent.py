@@ -41,7 +41,7 @@ def test_the_server_dies_when_its_parent_is_killed(tmp_path: Path) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"TMPDIR": str(tmp_path)},  # nobody is left to remove the store
+        env=os.environ | {"TMPDIR": str(tmp_path)},  # the killed process cannot remove the store
     )
     with parent:
         assert parent.stdout is not None
@@ -107,7 +107,7 @@ def test_ctrl_c_interrupts_the_test_but_not_the_server() -> None:
         import os, signal, sys
         from jetstream_ext.testing import NatsServer
 
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts with `&` ignores it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
         try:
             with NatsServer() as server:
                 os.killpg(os.getpgid(0), signal.SIGINT)

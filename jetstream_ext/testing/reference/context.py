@@ -7,9 +7,8 @@ from random import Random
 
 from .releases import Profile
 from .router import Router
+from .wire import headers
 from .wire.times import SECOND
-
-__all__ = ["Limits", "ServerContext", "Timer", "TimerHandle", "Timers"]
 
 _FEW_TIMERS = 64
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -31,15 +30,12 @@ class Limits:
 
 @dataclass(order=True, slots=True)
 class TimerHandle:
-    """A call that is due at a time, unless it is cancelled."""
-
     when: int
     order: int
     call: Callable[[], None] = field(compare=False)
     active: bool = field(default=True, compare=False)
 
     def cancel(self) -> None:
-        """Cancel the call."""
         self.active = False
 
 
@@ -52,11 +48,9 @@ class Timers:
         self._sweep_at = _FEW_TIMERS
 
     def __len__(self) -> int:
-        """Return the number of entries, including cancelled ones."""
         return len(self._heap)
 
     def call_at(self, when: int, call: Callable[[], None]) -> TimerHandle:
-        """Schedule a call."""
         if len(self._heap) >= self._sweep_at:
             # Every message of a batch cancels a timer; a virtual clock that stands still never reaches them.
             self._heap = [handle for handle in self._heap if handle.active]
@@ -68,20 +62,16 @@ class Timers:
         return handle
 
     def next(self) -> int | None:
-        """Return the time of the next call, or `None`."""
         while self._heap and not self._heap[0].active:
             heapq.heappop(self._heap)
         return self._heap[0].when if self._heap else None
 
     def pop(self, now: int) -> TimerHandle | None:
-        """Remove and return the next call that is due by `now`, or `None`."""
         when = self.next()
         return heapq.heappop(self._heap) if when is not None and when <= now else None
 
 
 class ServerContext:
-    """The state that all parts of one server share."""
-
     def __init__(self, profile: Profile, limits: Limits, seed: int) -> None:
         self.profile = profile
         self.limits = limits
@@ -89,21 +79,18 @@ class ServerContext:
         self.timers: Timers = Timers()
         self.random: Random = Random(seed)  # noqa: S311 — must be reproducible, and protects no secret
         self.router: Router = Router(profile, self.random)
+        self.send = self.router.send
         self.server_id: str = "N" + "".join(self.random.choices(_BASE32, k=55))
 
     def call_later(self, seconds: float, call: Callable[[], None]) -> TimerHandle:
-        """Schedule a call."""
         return self.timers.call_at(self.now + round(seconds * SECOND), call)
+
+    def send_status(self, reply: str, line: str, *pairs: tuple[str, str]) -> None:
+        self.send(reply, header=headers.status(line, *pairs))
 
     def make_name(self, length: int = 8) -> str:
         """Return random letters and digits, as in the names that the server generates."""
         return "".join(self.random.choices(_LETTERS, k=length))
-
-    def send(
-        self, subject: str, payload: bytes = b"", *, header: bytes = b"", reply: str = "", shown: str = ""
-    ) -> None:
-        """Publish a message as the server."""
-        self.router.send(subject, payload, header=header, reply=reply, shown=shown)
 
 
 class Timer:
@@ -127,7 +114,6 @@ class Timer:
         self.set(self._context.now + duration)
 
     def cancel(self) -> None:
-        """Cancel the call, if one is scheduled."""
         self.set(None)
 
     def _fire(self) -> None:

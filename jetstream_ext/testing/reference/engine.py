@@ -3,16 +3,14 @@
 import json
 from collections.abc import Iterable
 
-from .api.dispatch import Api
+from .api import Api
 from .context import Limits, ServerContext
-from .faults.injector import Injector
-from .faults.rules import Faults
+from .faults import Faults, Injector
 from .jetstream import JetStream
 from .releases import DIALECTS, Profile
 from .router import Connection, Message, Permissions, Subscription, User
-from .wire import Command, Connect, Output, Ping, Pong, Publish, Refused, Subscribe, Unsubscribe, subjects
-
-__all__ = ["MAX_PAYLOAD", "Engine"]
+from .wire import subjects
+from .wire.protocol import Command, Connect, Output, Ping, Pong, Publish, Refused, Subscribe, Unsubscribe
 
 MAX_PAYLOAD = 1 << 20
 
@@ -292,7 +290,6 @@ class Engine:
         self._stalled.pop(connection, None)
         client = self._router.connections.pop(connection, None)
         if client is not None:
-            for subscription in client.subscriptions.values():
-                self._router.unsubscribe(subscription)
+            self._router.unsubscribe(*client.subscriptions.values())
             if self.jetstream is not None:
                 self.jetstream.interest_changed()

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .consumers.registry import Consumers
+from .batches.atomic import AtomicBatches
+from .batches.fast import FastBatches, is_fast
+from .consumers.consumer import Consumers
 from .context import ServerContext
-from .publishing.atomic import AtomicBatches
-from .publishing.fast import FastBatches, is_fast
-from .publishing.publish import publish
 from .router import Message, Subscription
-from .sourcing import Puller, start_pullers
+from .sourcing import Puller
 from .streams.config import StreamConfig
 from .streams.direct_get import DirectGet
+from .streams.publish import publish
 from .streams.store import StoredMessage
 from .streams.stream import Stream
 from .wire import headers, times
-
-__all__ = ["HostedStream", "JetStream"]
 
 
 class HostedStream:
@@ -31,14 +29,6 @@ class HostedStream:
         hosted: Mapping[str, HostedStream],
         on_stored: Callable[[Stream, StoredMessage], None],
     ) -> None:
-        """Create a stream.
-
-        Args:
-            context: The server.
-            config: A checked configuration.
-            hosted: All streams of the server.
-            on_stored: Called with each new message.
-        """
         self._context = context
         self._hosted = hosted
         self.consumers: Consumers = Consumers()
@@ -53,7 +43,6 @@ class HostedStream:
         self._subscribe()
 
     def update(self, config: StreamConfig) -> None:
-        """Apply another configuration."""
         for puller in self.pullers:
             puller.close()
         self._unsubscribe()
@@ -62,7 +51,6 @@ class HostedStream:
         self.start_pullers()
 
     def close(self) -> None:
-        """Stop everything that belongs to the stream."""
         for puller in self.pullers:
             puller.close()
         self.consumers.close()
@@ -72,8 +60,9 @@ class HostedStream:
         self.stream.close()
 
     def start_pullers(self) -> None:
-        """Start copying the mirror and the sources of the stream."""
-        self.pullers = start_pullers(self.stream, self._hosted.get)
+        config, find = self.stream.config, self._hosted.get
+        mirrors = [Puller(self.stream, config["mirror"], find, mirror=True)] if config["mirror"] else []
+        self.pullers = [*mirrors, *(Puller(self.stream, source, find, mirror=False) for source in config["sources"])]
 
     def change_leader(self, *, unsaved: int) -> None:
         """Continue under another leader, without the newest `unsaved` messages of fast batches."""
@@ -82,13 +71,7 @@ class HostedStream:
         self.fast.leader_changed()
 
     def info_json(self, *, deleted: bool = False, cluster: bool = False, stored: bool = False) -> dict[str, Any]:
-        """Return the fields of an info reply.
-
-        Args:
-            deleted: Whether to list the deleted sequences.
-            cluster: Whether to name the leader.
-            stored: Whether to leave out the fields of the running server; see `config_json`.
-        """
+        """Return the fields of an info reply; see `config_json` for `stored`."""
         info = self.stream.info_json(deleted=deleted, stored=stored)
         if cluster:
             info["cluster"] = {"leader": self._context.server_id}
@@ -113,8 +96,7 @@ class HostedStream:
             self._subscriptions.append(respond_to(f"$JS.API.DIRECT.GET.{config['name']}", lambda message: None))
 
     def _unsubscribe(self) -> None:
-        for subscription in self._subscriptions:
-            self._context.router.unsubscribe(subscription)
+        self._context.router.unsubscribe(*self._subscriptions)
         self._subscriptions = []
 
     def _receive(self, message: Message) -> None:
@@ -130,19 +112,15 @@ class HostedStream:
 
 
 class JetStream:
-    """The streams of a server."""
-
     def __init__(self, context: ServerContext) -> None:
         self.context = context
         self.streams: dict[str, HostedStream] = {}
 
     def find_config(self, name: str) -> StreamConfig | None:
-        """Return the configuration of a stream, or `None`."""
         hosted = self.streams.get(name)
         return None if hosted is None else hosted.stream.config
 
     def add(self, config: StreamConfig) -> HostedStream:
-        """Create a stream from a checked configuration."""
         name = config["name"]
         hosted = self.streams[name] = HostedStream(self.context, config, self.streams, self._on_stored)
         hosted.start_pullers()
@@ -152,14 +130,12 @@ class JetStream:
         return hosted
 
     def delete(self, name: str) -> None:
-        """Delete a stream with everything that belongs to it."""
         self.streams[name].close()
         del self.streams[name]
         for puller in self._pullers():
             puller.origin_deleted(name)
 
     def interest_changed(self) -> None:
-        """Tell the push consumers that clients have subscribed or unsubscribed."""
         for hosted in list(self.streams.values()):
             hosted.consumers.interest_changed()
 

@@ -9,8 +9,6 @@ from typing import Any, Self
 
 from .wire import headers
 
-__all__ = ["DIALECTS", "Profile"]
-
 DIALECTS = {
     "2.10": "2.10.26",
     "2.11": "2.11.11",

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from .releases import Profile
-from .wire import Close, Deliver, Line, Output, headers, subjects
-
-__all__ = ["Connection", "Handler", "Message", "Permissions", "Router", "Subscription", "User"]
+from .wire import headers, subjects
+from .wire.protocol import Close, Deliver, Line, Output
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +116,11 @@ class Router:
         """Replaces every message of the server itself by the messages it returns; the fault injector uses it."""
 
     def subscribe(self, subscription: Subscription) -> None:
-        """Add a subscription."""
         subscription.key = self._subscriptions.insert(subscription.subject, subscription)
 
-    def unsubscribe(self, subscription: Subscription) -> None:
-        """Remove a subscription."""
-        self._subscriptions.remove(subscription.subject, subscription.key)
+    def unsubscribe(self, *subscriptions: Subscription) -> None:
+        for subscription in subscriptions:
+            self._subscriptions.remove(subscription.subject, subscription.key)
 
     def respond_to(self, subject: str, handler: Handler, *, queue: str = "") -> Subscription:
         """Call a handler of the server for messages on a subject, until `unsubscribe`."""
@@ -131,7 +129,6 @@ class Router:
         return subscription
 
     def has_interest(self, subject: str) -> bool:
-        """Whether any subscription matches a subject."""
         return bool(self._subscriptions.match(subject))
 
     def has_exact_interest(self, subject: str, queue: str = "") -> bool:
@@ -139,7 +136,6 @@ class Router:
         return any(each.subject == subject and each.queue == queue for each in self._subscriptions.match(subject))
 
     def send_line(self, connection: int, text: str) -> None:
-        """Send a control line to a client."""
         self.outputs.append(Line(connection, text))
 
     def close(self, connection: int) -> None:
@@ -149,7 +145,6 @@ class Router:
     def send(
         self, subject: str, payload: bytes = b"", *, header: bytes = b"", reply: str = "", shown: str = ""
     ) -> None:
-        """Publish a message as the server."""
         message = Message(subject, payload, reply, header, shown=shown)
         for each in [message] if self.intercept is None else self.intercept(message):
             self.publish(each)

@@ -1,22 +1,73 @@
-"""The reference server: the engine behind a TCP port on 127.0.0.1."""
+"""The reference server: the engine behind a TCP port on 127.0.0.1, and its clocks."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterable
-from typing import Self
+from typing import Protocol, Self
 
-from .clock import Clock, SystemClock, VirtualClock
 from .context import Limits
 from .engine import MAX_PAYLOAD, Engine
-from .faults.rules import Faults
+from .faults import Faults
 from .releases import DIALECTS, Profile
 from .router import User
-from .wire import Close, Command, Output, Parser, encode
+from .wire.protocol import Close, Output, Parser, encode
 from .wire.times import SECOND
 
-__all__ = ["ReferenceServer"]
+
+class Clock(Protocol):
+    """A source of time for the reference server."""
+
+    def now(self) -> int:
+        """Return nanoseconds since 1970."""
+        ...
+
+
+class SystemClock:
+    """The system's time."""
+
+    def now(self) -> int:
+        """Return nanoseconds since 1970."""
+        return time.time_ns()
+
+
+class VirtualClock:
+    """A clock that stands still until a test moves it.
+
+    Example::
+
+        clock = VirtualClock()
+        async with ReferenceServer(clock=clock) as server:
+            ...
+            clock.advance(3600)  # every TTL of up to an hour has now expired
+    """
+
+    def __init__(self, start: int = 1_800_000_000 * SECOND) -> None:
+        self._now = start
+        self._listeners: list[Callable[[], None]] = []
+
+    def now(self) -> int:
+        """Return nanoseconds since 1970."""
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Move the time forward, and let the server run everything that is due by then.
+
+        Raises:
+            ValueError: `seconds` is negative.
+        """
+        if seconds < 0:
+            raise ValueError(f"a clock cannot move back, so advance({seconds:g}) is refused")
+        self._now += round(seconds * SECOND)
+        for listener in list(self._listeners):
+            listener()
+
+    def on_advance(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever the time has moved."""
+        self._listeners.append(listener)
+
 
 _READ_SIZE = 1 << 18
 _THREAD_TIMEOUT = 10.0
@@ -221,7 +272,8 @@ class ReferenceServer:
             self._send(self.engine.attach(connection, self._clock.now()))
             while data := await reader.read(_READ_SIZE):
                 for command in parser.feed(data):
-                    self._handle(connection, command)
+                    if connection in self._writers:
+                        self._send(self.engine.handle(connection, command, self._clock.now()))
                 await writer.drain()
         except ConnectionError:
             pass  # the client has closed the connection; `detach` follows
@@ -232,10 +284,6 @@ class ReferenceServer:
             if self._writers.pop(connection, None) is not None:
                 self._send(self.engine.detach(connection, self._clock.now()))
             writer.close()
-
-    def _handle(self, connection: int, command: Command) -> None:
-        if connection in self._writers:
-            self._send(self.engine.handle(connection, command, self._clock.now()))
 
     def _send(self, outputs: list[Output]) -> None:
         for output in outputs:

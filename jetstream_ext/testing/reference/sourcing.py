@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from .consumers.config import check_consumer
-from .consumers.consumer import Consumer
-from .consumers.registry import Consumers
+from .consumers.consumer import Consumer, Consumers
 from .context import Timer
 from .router import Message, Subscription
 from .streams.store import StoredMessage
@@ -16,14 +15,10 @@ from .streams.stream import Stream
 from .wire import headers, subjects, times
 from .wire.errors import api_error
 
-__all__ = ["Origin", "Puller", "start_pullers"]
-
 _RETRY = 10 * times.SECOND
 
 
 class Origin(Protocol):
-    """A stream that can be copied."""
-
     stream: Stream
     consumers: Consumers
 
@@ -40,14 +35,6 @@ class Puller:
     """
 
     def __init__(self, target: Stream, source: dict[str, Any], find_origin: FindOrigin, *, mirror: bool) -> None:
-        """Start copying.
-
-        Args:
-            target: The stream that stores the copies.
-            source: The configuration of the mirror or source.
-            find_origin: Looks up a stream of the server.
-            mirror: Whether the target is a mirror.
-        """
         self._target = target
         self._context = target.context
         self._source = source
@@ -55,7 +42,7 @@ class Puller:
         self._mirror = mirror
         self._next = 0
         self._delivery = 0
-        self._last_heard: int | None = None
+        self._last_active: int | None = None
         self._error: dict[str, object] | None = None
         self._consumer: Consumer | None = None
         """The consumer that this puller has created."""
@@ -65,7 +52,6 @@ class Puller:
 
     @property
     def origin_name(self) -> str:
-        """The name of the stream that is copied."""
         return str(self._source["name"])
 
     def close(self) -> None:
@@ -90,7 +76,7 @@ class Puller:
             self._create_consumer(origin, wanted)
         else:
             store = origin.stream.store
-            self._last_heard = self._context.now
+            self._last_active = self._context.now
             self._next = max(self._next, self._first_seq(origin.stream))
             while (message := store.next_for(self._pattern, self._next)) is not None:
                 self._copy(message)
@@ -111,12 +97,11 @@ class Puller:
                 origin.acknowledged(message.seq)
 
     def info_json(self) -> dict[str, Any]:
-        """Return the row of an info reply."""
-        active = -1 if self._last_heard is None else self._context.now - self._last_heard
+        active = -1 if self._last_active is None else self._context.now - self._last_active
         row: dict[str, Any] = {"name": self.origin_name, "lag": 0, "active": active}
         if self._error is not None:
             row["error"] = self._error
-        known = not self._mirror or self._last_heard is not None or self._target.profile.mirror_filter_known
+        known = not self._mirror or self._last_active is not None or self._target.profile.mirror_filter_known
         if known and self._source.get("filter_subject"):
             row["filter_subject"] = self._source["filter_subject"]
         return row
@@ -138,7 +123,7 @@ class Puller:
 
     def _copy(self, message: StoredMessage) -> None:
         target, profile = self._target, self._target.profile
-        self._last_heard = self._context.now
+        self._last_active = self._context.now
         self._next = message.seq + 1
         if self._mirror:
             target.append_copy(message.subject, message.header, message.payload, seq=message.seq, time=message.time)
@@ -178,7 +163,7 @@ class Puller:
         self._subscribe(deliver)
         config = check_consumer(request, origin.stream.config, origin.stream.profile, pedantic=False)
         self._consumer = origin.consumers.add(origin.stream, name, config)
-        self._last_heard = self._context.now
+        self._last_active = self._context.now
         self._consumer.pump()
 
     def _reset_consumer(self, name: str, deliver: str) -> None:
@@ -195,7 +180,7 @@ class Puller:
                 self._error = api_error(10214 if self._mirror else 10217).as_json()
                 return
             self._error = None
-            self._last_heard = self._context.now
+            self._last_active = self._context.now
             self._subscribe(deliver)
             origin = self._find_origin(self.origin_name)
             consumer = origin.consumers.by_name.get(name) if origin is not None else None
@@ -210,13 +195,12 @@ class Puller:
         self._subscriptions.append(self._context.router.respond_to(deliver, self._on_delivery))
 
     def _unsubscribe(self) -> None:
-        for subscription in self._subscriptions:
-            self._context.router.unsubscribe(subscription)
+        self._context.router.unsubscribe(*self._subscriptions)
         self._subscriptions = []
         self._retry.cancel()
 
     def _on_delivery(self, message: Message) -> None:
-        self._last_heard = self._context.now
+        self._last_active = self._context.now
         if message.header.startswith(b"NATS/1.0 100"):
             self._confirm(message)
             return
@@ -230,11 +214,4 @@ class Puller:
         reply = message.reply or headers.get(message.header, "Nats-Consumer-Stalled")
         if reply:
             lines = [("Nats-Last-Consumer", str(self._delivery)), ("Nats-Last-Stream", str(max(self._next - 1, 0)))]
-            self._context.send(reply, header=headers.block(lines))
-
-
-def start_pullers(stream: Stream, find_origin: FindOrigin) -> list[Puller]:
-    """Start copying the mirror and the sources of a stream."""
-    config = stream.config
-    mirrors = [Puller(stream, config["mirror"], find_origin, mirror=True)] if config["mirror"] else []
-    return [*mirrors, *(Puller(stream, source, find_origin, mirror=False) for source in config["sources"])]
+            self._context.send(reply, header=headers.add(b"", *lines))

@@ -9,15 +9,6 @@ from ..wire.errors import ApiError, api_error
 from ..wire.gojson import BOOL, DURATION, DURATIONS, INT, STRING, STRING_MAP, STRINGS, TIME, UINT, Enum, Struct
 from ..wire.times import MILLISECOND, SECOND, rfc3339
 
-__all__ = [
-    "ConsumerConfig",
-    "check_consumer",
-    "check_consumer_update",
-    "consumer_json",
-    "consumer_schema",
-    "set_inactive_threshold",
-]
-
 ConsumerConfig = dict[str, Any]
 """The fields by their JSON names, all of them present; times and durations are nanoseconds."""
 
@@ -65,7 +56,6 @@ _SOURCING_HEARTBEAT = SECOND
 
 
 def consumer_schema(profile: Profile) -> Struct:
-    """Return the fields of a create request."""
     fields = {name: each.kind for name, each in known_fields(_FIELDS, profile).items()}
     if profile.durable_sourcing:
         fields["ack_policy"] = Enum((*_ACKS, "flow_control"))
@@ -83,11 +73,7 @@ def consumer_schema(profile: Profile) -> Struct:
 def check_consumer(
     request: dict[str, Any], stream: StreamConfig, profile: Profile, *, pedantic: bool
 ) -> ConsumerConfig:
-    """Return the configuration of a create request, with the defaults filled in.
-
-    Raises:
-        ApiError: The server refuses the configuration.
-    """
+    """Return the configuration of a create request with the defaults filled in, or raise an `ApiError`."""
     config = {name: each.default for name, each in _FIELDS.items()} | request
     _set_defaults(config, stream, profile, pedantic)
     for name, what in (("name", "consumer name"), ("durable_name", "consumer durable name")):
@@ -217,16 +203,14 @@ def _check_start(config: ConsumerConfig) -> None:
 
 
 def set_inactive_threshold(config: ConsumerConfig) -> None:
-    """Give an ephemeral consumer its default inactivity threshold."""
     if not config["durable_name"] and config["inactive_threshold"] <= 0:
         config["inactive_threshold"] = _EPHEMERAL_THRESHOLD
 
 
 def check_consumer_update(old: ConsumerConfig, new: ConsumerConfig, *, bound: bool) -> None:
-    """Check that a configuration may replace another; `bound` says whether the old deliver subject has a subscriber.
+    """Raise an `ApiError` if a configuration may not replace another.
 
-    Raises:
-        ApiError: The server refuses the change.
+    `bound` says whether the old deliver subject has a subscriber.
     """
     fixed = (
         ("deliver_policy", "deliver policy"),

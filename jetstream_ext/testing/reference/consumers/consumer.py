@@ -1,4 +1,4 @@
-"""One consumer: deliveries, acknowledgements and redeliveries."""
+"""Consumers: deliveries, acknowledgements and redeliveries of one, and all consumers of a stream."""
 
 from __future__ import annotations
 
@@ -10,25 +10,16 @@ from ..router import Message, Subscription
 from ..streams.store import StoredMessage
 from ..streams.stream import Stream
 from ..wire import gojson, headers, subjects, times
-from .config import ConsumerConfig, consumer_json
-from .delivery import DeliveryTarget, Pull, Push
+from ..wire.errors import api_error
+from .config import ConsumerConfig, check_consumer, check_consumer_update, consumer_json, set_inactive_threshold
+from .delivery import Pull, Push
 from .position import Cursor, Pair, Pending, Progress, moved_floor
-
-__all__ = ["Consumer"]
 
 
 class Consumer:
     """A consumer of one stream; `next_delivery` is the consumer sequence of the next delivery."""
 
     def __init__(self, stream: Stream, name: str, config: ConsumerConfig, forget: Callable[[], object]) -> None:
-        """Start a consumer.
-
-        Args:
-            stream: Its stream.
-            name: Its name.
-            config: A checked configuration.
-            forget: Removes the consumer from the consumers of its stream.
-        """
         self.stream: Stream = stream
         self.name: str = name
         self.config: ConsumerConfig = config
@@ -47,7 +38,7 @@ class Consumer:
         self._ack_timer = Timer(stream.context, self._expire)
         self._pause_timer = Timer(stream.context, self.pump)
         self._subscriptions = self._respond()
-        self._target: DeliveryTarget = Push(self) if config["deliver_subject"] else Pull(self)
+        self._target: Pull | Push = Push(self) if config["deliver_subject"] else Pull(self)
         self._watch_pause()
 
     def _respond(self) -> list[Subscription]:
@@ -61,12 +52,10 @@ class Consumer:
     # Life cycle.
 
     def close(self) -> None:
-        """Stop."""
         self._target.close()
         self._ack_timer.cancel()
         self._pause_timer.cancel()
-        for subscription in self._subscriptions:
-            self.stream.context.router.unsubscribe(subscription)
+        self.stream.context.router.unsubscribe(*self._subscriptions)
 
     def delete(self) -> None:
         """Stop, and leave the stream."""
@@ -75,7 +64,6 @@ class Consumer:
         self.stream.drop_unneeded(deleted=True)
 
     def update(self, config: ConsumerConfig) -> None:
-        """Apply another configuration."""
         moved = config["deliver_subject"] != self.config["deliver_subject"]
         self.config = self.cursor.config = config
         if moved:
@@ -85,14 +73,12 @@ class Consumer:
         self._watch_pause()
 
     def pause(self, until: int | None) -> None:
-        """Deliver nothing until a time."""
         self.config["pause_until"] = until
         self._watch_pause()
         self.pump()
 
     @property
     def paused_for(self) -> int:
-        """For how many more nanoseconds the consumer is paused."""
         until = self.config["pause_until"]
         return max(until - self.stream.context.now, 0) if until is not None else 0
 
@@ -100,10 +86,7 @@ class Consumer:
         self._pause_timer.set(self.config["pause_until"] if self.paused_for else None)
 
     def reset(self, seq: int) -> int:
-        """Restart at a sequence, or after the acknowledgement floor if it is 0.
-
-        Returns:
-            The first sequence to be delivered.
+        """Restart at a sequence, or after the acknowledgement floor if it is 0; return the first sequence to deliver.
 
         Raises:
             ValueError: The deliver policy does not allow this sequence; the text is the server's.
@@ -212,11 +195,10 @@ class Consumer:
         return True
 
     def send_heartbeat(self, subject: str, *, stalled_on: str = "") -> None:
-        """Send an idle heartbeat, with the last sequences and the flow control request that is open."""
         lines = [("Nats-Last-Consumer", str(self.next_delivery - 1)), ("Nats-Last-Stream", str(self.cursor.next - 1))]
         if stalled_on:
             lines.append(("Nats-Consumer-Stalled", stalled_on))
-        self.stream.context.send(subject, header=headers.status("100 Idle Heartbeat", *lines))
+        self.stream.context.send_status(subject, "100 Idle Heartbeat", *lines)
 
     # Acknowledgements.
 
@@ -332,7 +314,7 @@ class Consumer:
         self.pump()
 
     def _give_up(self, seq: int, count: int) -> None:
-        """Deliver a message no more, and publish the advisory the first time."""
+        """Stop delivering a message, and publish the advisory the first time."""
         if count == self.config["max_deliver"]:
             self.stream.send_advisory(
                 f"CONSUMER.MAX_DELIVERIES.{self.stream.name}.{self.name}",
@@ -349,12 +331,10 @@ class Consumer:
     # Changes of the stream.
 
     def message_stored(self, message: StoredMessage) -> None:
-        """Handle a new message."""
         if self.cursor.wants(message.subject):
             self.pump()
 
     def message_removed(self, message: StoredMessage) -> None:
-        """Handle the removal of a message."""
         entry = self.pending.get(message.seq)
         if entry is not None:
             self._forget(message.seq)
@@ -401,7 +381,6 @@ class Consumer:
         self._floor = (delivery, first - 1)
 
     def interest_changed(self) -> None:
-        """Handle that clients have subscribed or unsubscribed."""
         self._target.interest_changed()
 
     def info_json(self, *, stored: bool = False) -> dict[str, Any]:
@@ -439,3 +418,84 @@ def _parse_delay(argument: bytes) -> int | None:
         except gojson.JsonError:
             return None
     return times.parse_duration(argument.decode("utf-8", "replace"))
+
+
+class Consumers:
+    def __init__(self) -> None:
+        self.by_name: dict[str, Consumer] = {}
+
+    def __len__(self) -> int:
+        return len(self.by_name)
+
+    def create(self, stream: Stream, request: dict[str, Any], action: str, *, pedantic: bool) -> Consumer:
+        config = check_consumer(request, stream.config, stream.profile, pedantic=pedantic)
+        name = config["durable_name"] or config["name"]
+        existing = self.by_name.get(name) if name else None
+        if existing is not None:
+            set_inactive_threshold(config)
+            if action == "create" and config != existing.config:
+                raise api_error(10148)
+            target = existing.config["deliver_subject"]
+            bound = bool(target) and stream.context.router.has_interest(target)
+            check_consumer_update(existing.config, config, bound=bound)
+            config["pause_until"] = existing.config["pause_until"]
+            existing.update(config)
+            return existing
+        if action == "update":
+            raise api_error(10149)
+        if 0 < stream.config["max_consumers"] <= len(self):
+            raise api_error(10026)
+        if stream.config["retention"] == "workqueue":
+            self._check_work_queue(config)
+        if not name:
+            name = config["name"] = stream.context.make_name()
+        set_inactive_threshold(config)
+        return self.add(stream, name, config)
+
+    def add(self, stream: Stream, name: str, config: ConsumerConfig) -> Consumer:
+        consumer = Consumer(stream, name, config, lambda: self.by_name.pop(name, None))
+        self.by_name[name] = consumer
+        return consumer
+
+    def close(self) -> None:
+        for consumer in self._all():
+            consumer.close()
+
+    def want(self, subject: str) -> bool:
+        return any(consumer.cursor.wants(subject) for consumer in self._all())
+
+    def need(self, message: StoredMessage) -> bool:
+        return any(consumer.needs(message) for consumer in self._all())
+
+    def message_stored(self, message: StoredMessage) -> None:
+        for consumer in self._all():
+            consumer.message_stored(message)
+
+    def messages_removed(self, messages: list[StoredMessage]) -> None:
+        for consumer in self._all():
+            for message in messages:
+                consumer.message_removed(message)
+
+    def stream_purged(self, pattern: str) -> None:
+        for consumer in self._all():
+            consumer.stream_purged(pattern)
+
+    def interest_changed(self) -> None:
+        for consumer in self._all():
+            consumer.interest_changed()
+
+    def _all(self) -> list[Consumer]:
+        return list(self.by_name.values())  # a copy: a consumer may be deleted meanwhile
+
+    def _check_work_queue(self, config: ConsumerConfig) -> None:
+        if config["ack_policy"] not in ("explicit", "flow_control"):
+            raise api_error(10098)
+        if config["deliver_policy"] != "all":
+            raise api_error(10101)
+        if not self.by_name:
+            return
+        filters = [config["filter_subject"]] if config["filter_subject"] else config["filter_subjects"]
+        if not filters:
+            raise api_error(10099)
+        if any(consumer.cursor.overlaps(filters) for consumer in self._all()):
+            raise api_error(10100)

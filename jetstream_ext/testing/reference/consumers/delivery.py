@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import re
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,8 +13,6 @@ from ..wire import headers, times
 from ..wire.gojson import BOOL, DURATION, INT, STRING, JsonError, Struct, decode
 from .config import ConsumerConfig
 from .position import Cursor, Pending
-
-__all__ = ["ConsumerView", "DeliveryTarget", "Pull", "Push"]
 
 _NEXT = Struct(
     "JSApiConsumerGetNextRequest",
@@ -47,73 +44,42 @@ class ConsumerView(Protocol):
     redeliver: list[int]
     pending: dict[int, Pending]
 
-    def pump(self) -> None:
-        """Deliver messages until the target or `max_ack_pending` stops it, or none is left."""
-        ...
+    def pump(self) -> None: ...
 
-    def delete(self) -> None:
-        """Delete the consumer."""
-        ...
+    def delete(self) -> None: ...
 
-    def at_limit(self) -> bool:
-        """Whether `max_ack_pending` stops the delivery."""
-        ...
+    def at_limit(self) -> bool: ...
 
-    def acknowledge(self, seq: int, delivery: int) -> bool:
-        """Process an acknowledgement."""
-        ...
+    def acknowledge(self, seq: int, delivery: int) -> bool: ...
 
-    def send_heartbeat(self, subject: str, *, stalled_on: str = "") -> None:
-        """Send an idle heartbeat."""
-        ...
+    def send_heartbeat(self, subject: str, *, stalled_on: str = "") -> None: ...
 
 
-class DeliveryTarget(abc.ABC):
-    """The destination of a consumer's messages."""
+class _Delivery:
+    """What pull and push delivery have in common.
+
+    If `ready`, the consumer calls `take` with the size of its next message, sends the message to the returned subject, and
+    calls `sent`; `None` means that the message cannot be delivered now. It calls `idle` when it has nothing more to deliver.
+    """
 
     def __init__(self, consumer: ConsumerView) -> None:
         self._consumer = consumer
         self._context = consumer.stream.context
+        self._send_status = self._context.send_status
 
     @property
     def waiting(self) -> int:
         """The number of waiting pull requests."""
         return 0
 
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Stop."""
-
-    @abc.abstractmethod
-    def request(self, reply: str, payload: bytes) -> None:
-        """Handle a pull request."""
-
-    @abc.abstractmethod
-    def ready(self) -> bool:
-        """Whether a message can be delivered."""
-
-    @abc.abstractmethod
-    def take(self, size: int) -> str | None:
-        """Return the subject for the next message, of this size; `None` if it cannot be delivered."""
-
-    @abc.abstractmethod
-    def sent(self, size: int) -> None:
-        """Handle that the message has been sent."""
-
-    @abc.abstractmethod
     def idle(self, *, end_of_stream: bool) -> None:
-        """Handle that no more messages can be delivered for now."""
+        """Do nothing; push delivery has a timer for its heartbeats."""
 
-    @abc.abstractmethod
     def interest_changed(self) -> None:
-        """Handle that clients have subscribed or unsubscribed."""
+        """Do nothing; pull delivery checks the interest in a reply subject at each delivery."""
 
     def info_json(self) -> dict[str, Any]:
-        """Return the target's own fields of an info reply."""
         return {}
-
-    def _send_status(self, reply: str, line: str, *lines: tuple[str, str]) -> None:
-        self._context.send(reply, header=headers.status(line, *lines))
 
 
 @dataclass(eq=False, slots=True)
@@ -133,7 +99,7 @@ class _Request:
         return (("Nats-Pending-Messages", str(self.left)), ("Nats-Pending-Bytes", str(self.max_bytes)))
 
 
-class Pull(DeliveryTarget):
+class Pull(_Delivery):
     """Deliver to a queue of pull requests."""
 
     def __init__(self, consumer: ConsumerView) -> None:
@@ -146,7 +112,6 @@ class Pull(DeliveryTarget):
         self._watch_inactivity()
 
     def close(self) -> None:
-        """Stop, and end the waiting requests."""
         self._timer.cancel()
         self._inactivity.cancel()
         for each in self._queue:
@@ -155,15 +120,12 @@ class Pull(DeliveryTarget):
 
     @property
     def waiting(self) -> int:
-        """The number of waiting pull requests."""
         return len(self._queue)
 
     def ready(self) -> bool:
-        """Whether a request waits."""
         return bool(self._queue)
 
     def request(self, reply: str, payload: bytes) -> None:
-        """Queue a request for messages, or refuse it."""
         config, now = self._consumer.config, self._context.now
         try:
             wanted = _parse(payload)
@@ -186,7 +148,6 @@ class Pull(DeliveryTarget):
             self._consumer.pump()
 
     def take(self, size: int) -> str | None:
-        """Return the reply subject of the request that gets the next message, `None` if none is left."""
         while self._queue:
             each = self._queue.pop(0)
             if each.expires is not None and each.expires <= self._context.now:
@@ -220,9 +181,6 @@ class Pull(DeliveryTarget):
     def idle(self, *, end_of_stream: bool) -> None:
         """End the requests that do not wait any longer."""
         self._expire(end_of_stream=end_of_stream)
-
-    def interest_changed(self) -> None:
-        """Do nothing: the interest in a reply subject is checked at each delivery."""
 
     def _has_room(self, reply: str, wanted: dict[str, Any]) -> bool:
         consumer = self._consumer
@@ -292,7 +250,7 @@ def _parse(payload: bytes) -> dict[str, Any]:
     return wanted
 
 
-class Push(DeliveryTarget):
+class Push(_Delivery):
     """Deliver to a subject, with heartbeats and flow control."""
 
     def __init__(self, consumer: ConsumerView) -> None:
@@ -314,25 +272,20 @@ class Push(DeliveryTarget):
             self._watch_inactivity()
 
     def close(self) -> None:
-        """Stop."""
         self._heartbeat.cancel()
         self._inactivity.cancel()
         self._context.router.unsubscribe(self._subscription)
 
     def info_json(self) -> dict[str, Any]:
-        """Return whether the deliver subject has a subscriber."""
         return {"push_bound": True} if self._active else {}
 
     def ready(self) -> bool:
-        """Whether the deliver subject has a subscriber, and flow control has room."""
         return self._active and not (self._window and self._unconfirmed > self._window)
 
     def request(self, reply: str, payload: bytes) -> None:
-        """Refuse a pull request."""
         self._send_status(reply, "409 Consumer is push based")
 
     def take(self, size: int) -> str | None:
-        """Return the deliver subject."""
         return self._subject
 
     def sent(self, size: int) -> None:
@@ -347,11 +300,7 @@ class Push(DeliveryTarget):
         elif self._open_request and self._unconfirmed - self._confirming >= self._window:
             self._confirming += size
 
-    def idle(self, *, end_of_stream: bool) -> None:
-        """Do nothing: heartbeats have their own timer."""
-
     def interest_changed(self) -> None:
-        """Start or stop the delivery, depending on whether the deliver subject has a subscriber."""
         active = self._has_interest()
         if active == self._active:
             return

@@ -8,8 +8,6 @@ from ..streams.stream import Stream
 from ..wire import subjects, times
 from .config import ConsumerConfig
 
-__all__ = ["Cursor", "Pair", "Pending", "Progress", "moved_floor"]
-
 Pair = tuple[int, int]
 """A consumer sequence and a stream sequence."""
 
@@ -27,7 +25,7 @@ class Cursor:
         self._stream = stream
         self.config: ConsumerConfig = config
         self._first_of_each: list[int] = []
-        self._resume = stream.store.state().last_seq
+        self._resume = stream.store.last
         self._start()
 
     @property
@@ -37,12 +35,10 @@ class Cursor:
         return [one] if one else list(self.config["filter_subjects"])
 
     def wants(self, subject: str) -> bool:
-        """Whether the filters match a subject."""
         filters = self.filters
         return not filters or any(subjects.matches(each, subject) for each in filters)
 
     def overlaps(self, filters: list[str]) -> bool:
-        """Whether some subject matches both the consumer's filters and these."""
         return any(subjects.collide(one, other) for one in self.filters or [">"] for other in filters)
 
     def num_pending(self) -> int:
@@ -72,7 +68,6 @@ class Cursor:
         self.next = seq
 
     def restart(self, seq: int) -> None:
-        """Continue at another sequence."""
         self._first_of_each = []
         self.next = seq
 
@@ -82,26 +77,25 @@ class Cursor:
     def _start(self) -> None:
         stream, config, filters = self._stream, self.config, self.filters
         store = stream.store
-        state = store.state()
         policy = config["deliver_policy"]
         if config["opt_start_seq"]:
-            first = max(int(config["opt_start_seq"]), state.first_seq)
-            self.next = first if stream.profile.starts_beyond_end else min(first, state.last_seq + 1)
+            first = max(int(config["opt_start_seq"]), store.first)
+            self.next = first if stream.profile.starts_beyond_end else min(first, store.last + 1)
             return
         if policy == "all" or (policy == "last_per_subject" and stream.config["max_msgs_per_subject"] == 1):
-            first = state.first_seq
+            first = store.first
         elif policy == "last":
             newest = [store.last_for(each, store.last) for each in filters]
-            first = max((message.seq for message in newest if message), default=0) if filters else state.last_seq
+            first = max((message.seq for message in newest if message), default=0) if filters else store.last
         elif policy == "last_per_subject":
             newest = [store.last_for(subject) for each in filters for subject in store.totals(each)]
             self._first_of_each = sorted({message.seq for message in newest if message})
-            first = self._first_of_each[0] if self._first_of_each else state.last_seq
+            first = self._first_of_each[0] if self._first_of_each else store.last
         elif config["opt_start_time"] is not None:
             first = store.seq_from_time(config["opt_start_time"])
         else:
-            first = state.last_seq + 1
-        self.next = 1 if state.first_seq == 0 else max(min(first, state.last_seq + 1), state.first_seq)
+            first = store.last + 1
+        self.next = 1 if store.first == 0 else max(min(first, store.last + 1), store.first)
 
 
 @dataclass(slots=True)
@@ -114,8 +108,6 @@ class Pending:
 
 @dataclass(slots=True)
 class Progress:
-    """The deliveries and acknowledgements that an info reply reports."""
-
     delivered: Pair
     stored: bool = True
     """Whether this is the stored state: it leaves out a delivery below the acknowledgement floor."""
@@ -127,7 +119,6 @@ class Progress:
         self.floor = self.delivered
 
     def add_delivery(self, delivery: int, seq: int, now: int) -> None:
-        """Record a delivery."""
         if not self.stored or delivery > self.floor[0]:
             self.delivered = (delivery, max(seq, self.delivered[1]))
         self.last_delivery = now
@@ -147,13 +138,9 @@ class Progress:
 
 
 def moved_floor(pending: dict[int, Pending], floor: Pair, top: Pair, done: Pair) -> Pair:
-    """Return the acknowledgement floor after a message is acknowledged or given up.
+    """Return the acknowledgement floor after the message `done` is acknowledged or no longer delivered.
 
-    Args:
-        pending: The messages that are still unacknowledged, by stream sequence.
-        floor: The floor so far.
-        top: The floor if no message is unacknowledged.
-        done: The sequences of the message.
+    `pending` are the messages that are still unacknowledged, by stream sequence. `top` is the floor if there are none.
     """
     delivery, seq = done
     if not pending:

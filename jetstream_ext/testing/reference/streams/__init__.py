@@ -1,1 +1,1 @@
-"""Streams: configuration, stored messages, limits, retention, expiry and Direct Get."""
+"""Streams: configuration, checks of published messages, storage, limits, retention, expiry and Direct Get."""

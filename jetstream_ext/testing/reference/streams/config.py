@@ -10,27 +10,12 @@ from ..wire.errors import ApiError, api_error
 from ..wire.gojson import BOOL, DURATION, INT, STRING, STRING_MAP, STRINGS, TIME, UINT, Enum, ListOf, Struct
 from ..wire.times import MILLISECOND, MINUTE, SECOND, rfc3339
 
-__all__ = [
-    "Field",
-    "StreamConfig",
-    "check_create",
-    "check_update",
-    "config_json",
-    "invalid_config",
-    "is_asset_name",
-    "known_fields",
-    "metadata_json",
-    "request_schema",
-]
-
 StreamConfig = dict[str, Any]
 """The fields by their JSON names, all of them present; times and durations are nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a configuration."""
-
     kind: gojson.Kind
     default: Any
     shown: bool = False
@@ -93,12 +78,10 @@ _FIELDS: dict[str, Field] = {
 
 
 def known_fields(table: dict[str, Field], profile: Profile) -> dict[str, Field]:
-    """Return the fields that a release knows."""
     return {name: each for name, each in table.items() if not each.since or getattr(profile, each.since)}
 
 
 def request_schema(profile: Profile) -> Struct:
-    """Return the fields of a create or update request."""
     fields = {name: each.kind for name, each in known_fields(_FIELDS, profile).items()}
     if profile.durable_sourcing:
         managed: dict[str, gojson.Kind] = {"server_managed": BOOL} if profile.draft else {}
@@ -113,25 +96,17 @@ def request_schema(profile: Profile) -> Struct:
 
 
 def invalid_config(text: str) -> ApiError:
-    """Return the error of an invalid configuration."""
     return api_error(10052, text)
 
 
 def is_asset_name(name: str) -> bool:
-    """Whether a name is valid for a stream or consumer."""
     return bool(name) and not any(char in ". \t\r\n\f*>\\/" for char in name)
 
 
 def check_create(request: dict[str, Any], profile: Profile, find: Callable[[str], StreamConfig | None]) -> StreamConfig:
-    """Return the configuration of a create request, with the defaults filled in.
+    """Return the configuration of a create request with the defaults filled in, or raise an `ApiError`.
 
-    Args:
-        request: The decoded request.
-        profile: The release.
-        find: Looks up the configuration of another stream.
-
-    Raises:
-        ApiError: The server refuses the configuration.
+    `find` looks up the configuration of another stream.
     """
     pedantic = request.get("pedantic", False)
     config = {name: request.get(name, each.default) for name, each in _FIELDS.items()}
@@ -174,7 +149,7 @@ def check_create(request: dict[str, Any], profile: Profile, find: Callable[[str]
     _check_cycle(config, find)
     _check_subjects(config, profile)
     if profile.draft:
-        config["allow_direct"] = config["max_msgs_per_subject"] > 0  # the request has no say in it
+        config["allow_direct"] = config["max_msgs_per_subject"] > 0  # the field of the request has no effect
     return config
 
 
@@ -318,11 +293,7 @@ def _check_subjects(config: StreamConfig, profile: Profile) -> None:
 
 
 def check_update(old: StreamConfig, new: StreamConfig, profile: Profile) -> None:
-    """Check that a configuration may replace another, and complete it.
-
-    Raises:
-        ApiError: The server refuses the change.
-    """
+    """Raise an `ApiError` if a configuration may not replace another; complete the new one."""
     if new["num_replicas"] > 1 and profile.refuses_replicas_on_update:
         raise api_error(10074)
     if new["storage"] != old["storage"]:

@@ -10,8 +10,6 @@ from ..wire.gojson import BOOL, INT, STRING, STRINGS, TIME, UINT, JsonError, Kin
 from .store import StoredMessage
 from .stream import Stream
 
-__all__ = ["DirectGet", "get_schema"]
-
 _MAX_SUBJECTS = 1024
 _MAX_BYTES = 64 << 20
 _SELECTORS = ("seq", "last_by_subj", "next_by_subj", "multi_last", "start_time")
@@ -52,6 +50,7 @@ class DirectGet:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
+        self._send_status = stream.context.send_status
 
     def by_request(self, message: Message) -> None:
         """Answer a request in the payload."""
@@ -212,9 +211,6 @@ class DirectGet:
             )
             header = headers.add(message.header, *origin, *more)
         stream.context.send(reply, message.payload, header=header)
-
-    def _send_status(self, reply: str, line: str, *more: tuple[str, str]) -> None:
-        self._stream.context.send(reply, header=headers.status(line, *more))
 
 
 def _position(pending: int, last: int) -> tuple[tuple[str, str], tuple[str, str]]:

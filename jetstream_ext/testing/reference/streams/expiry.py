@@ -8,15 +8,9 @@ from ..releases import Profile
 from ..wire import headers, times
 from ..wire.errors import ApiError, api_error
 
-__all__ = ["Expiry", "marker_header", "marker_reason", "message_ttl", "valid_ttl"]
-
 
 def message_ttl(profile: Profile, header: bytes) -> int:
-    """Return the TTL of a message in whole seconds, 0 for none and -1 for never.
-
-    Raises:
-        ApiError: The header has no valid TTL.
-    """
+    """Return the TTL of a message in whole seconds, 0 for none and -1 for never; raise an `ApiError` if it is invalid."""
     if not profile.ttl:
         return 0
     if profile.draft and headers.get(header, "Nats-No-Expire") == "1":
@@ -46,7 +40,6 @@ def valid_ttl(profile: Profile, header: bytes) -> int:
 
 
 def marker_reason(profile: Profile) -> str:
-    """Return the header that a delete marker has."""
     return "Nats-Applied-Limit" if profile.draft else "Nats-Marker-Reason"
 
 
@@ -54,8 +47,8 @@ def marker_header(profile: Profile, ttl: int) -> bytes:
     """Return the header block of a delete marker that expires after `ttl` nanoseconds."""
     reason = (marker_reason(profile), "MaxAge")
     if profile.draft:
-        return headers.block([reason, ("Nats-TTL", str(ttl // times.SECOND))])
-    return headers.block([reason, ("Nats-TTL", times.format_duration(ttl)), ("Nats-Rollup", "sub")])
+        return headers.add(b"", reason, ("Nats-TTL", str(ttl // times.SECOND)))
+    return headers.add(b"", reason, ("Nats-TTL", times.format_duration(ttl)), ("Nats-Rollup", "sub"))
 
 
 class Expiry:
@@ -68,17 +61,14 @@ class Expiry:
         self._timer = Timer(context, self._fire)
 
     def stop(self) -> None:
-        """Expire no more messages."""
         self._timer.cancel()
 
     def add(self, seq: int, when: int | None) -> None:
-        """Expire a message at a time; `None` means never."""
         if when is not None:
             heapq.heappush(self._heap, (when, seq))
             self._arm()
 
     def restart(self, messages: Iterable[tuple[int, int | None]]) -> None:
-        """Replace all entries by these sequences and times."""
         self._heap = [(when, seq) for seq, when in messages if when is not None]
         heapq.heapify(self._heap)
         self._arm()

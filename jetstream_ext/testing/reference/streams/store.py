@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from ..wire import subjects
 
-__all__ = ["State", "Store", "StoredMessage"]
-
 _FILE_OVERHEAD = 30
 _FILE_HEADER_OVERHEAD = 4
 _MEMORY_OVERHEAD = 16
@@ -29,20 +27,6 @@ class StoredMessage:
     ttl: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """Counts, and the first and last message; a time is `None` if there is no such message."""
-
-    messages: int
-    bytes: int
-    first_seq: int
-    first_time: int | None
-    last_seq: int
-    last_time: int | None
-    subjects: int
-    deleted: int
-
-
 class Store:
     """Keep messages in the order of their sequences. The stream enforces the limits, not the store."""
 
@@ -54,7 +38,7 @@ class Store:
         self.bytes: int = 0
         self.last: int = max(first_seq - 1, 0)
         self._first = first_seq
-        self._last_time: int | None = None
+        self.last_time: int | None = None
         self._changes: deque[tuple[StoredMessage, bool]] = deque(maxlen=_UNDO_LIMIT)
 
     def __len__(self) -> int:
@@ -69,28 +53,17 @@ class Store:
         return self._order[0] if self._order else self._first
 
     def size(self, subject: str, header: bytes, payload: bytes) -> int:
-        """Return the stored size of a message."""
         body = len(subject.encode("utf-8", "surrogateescape")) + len(header) + len(payload)
         if not self._file:
             return body + _MEMORY_OVERHEAD
         return body + _FILE_OVERHEAD + (_FILE_HEADER_OVERHEAD if header else 0)
 
-    def state(self) -> State:
-        """Return the current counts."""
-        first = self.first
-        return State(
-            messages=len(self._messages),
-            bytes=self.bytes,
-            first_seq=first,
-            first_time=self._messages[first].time if self._order else None,
-            last_seq=self.last,
-            last_time=self._last_time,
-            subjects=len(self._subjects),
-            deleted=(self.last - first + 1 - len(self._messages)) if self._order else 0,
-        )
+    @property
+    def num_deleted(self) -> int:
+        """The number of deleted sequences between the first and the last message."""
+        return self.last - self.first + 1 - len(self._order) if self._order else 0
 
     def deleted(self) -> list[int]:
-        """Return the deleted sequences between the first and the last message."""
         if not self._order:
             return []
         return [seq for seq in range(self._order[0], self.last + 1) if seq not in self._messages]
@@ -104,7 +77,7 @@ class Store:
         self._subjects.setdefault(subject, []).append(seq)
         self.bytes += self.size(subject, header, payload)
         self.last = seq
-        self._last_time = time
+        self.last_time = time
         self._changes.append((message, True))
         return message
 
@@ -116,7 +89,6 @@ class Store:
         return self.last
 
     def get(self, seq: int) -> StoredMessage | None:
-        """Return the message with this sequence."""
         return self._messages.get(seq)
 
     def last_for(self, pattern: str, up_to: int | None = None) -> StoredMessage | None:
@@ -155,7 +127,6 @@ class Store:
         return sum(len(seqs) - bisect_left(seqs, seq) for _, seqs in self._matching(pattern))
 
     def sequences(self, pattern: str) -> list[int]:
-        """Return the sequences of the messages that match a pattern, in order."""
         if pattern in ("", ">"):
             return list(self._order)
         found: list[int] = []
@@ -164,7 +135,6 @@ class Store:
         return sorted(found)
 
     def totals(self, pattern: str) -> dict[str, int]:
-        """Return the subjects that match a pattern, each with its number of messages."""
         return {subject: len(seqs) for subject, seqs in self._matching(pattern)}
 
     def seq_from_time(self, time: int) -> int:
@@ -175,7 +145,6 @@ class Store:
         return self.last + 1
 
     def remove(self, seq: int) -> StoredMessage | None:
-        """Remove and return a message, if it exists."""
         message = self._messages.pop(seq, None)
         if message is None:
             return None
@@ -219,7 +188,7 @@ class Store:
     def _restore(self, other: Store) -> None:
         for message in other:
             self._put(message)
-        self.last, self._last_time = other.last, other._last_time
+        self.last, self.last_time = other.last, other.last_time
 
     def _put(self, message: StoredMessage) -> None:
         self._messages[message.seq] = message

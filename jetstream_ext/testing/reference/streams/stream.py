@@ -13,8 +13,6 @@ from .config import StreamConfig, config_json
 from .expiry import Expiry, marker_header, marker_reason, message_ttl, valid_ttl
 from .store import Store, StoredMessage
 
-__all__ = ["FULL", "Readers", "Stream"]
-
 FULL = {
     "msgs": "maximum messages exceeded",
     "bytes": "maximum bytes exceeded",
@@ -28,21 +26,15 @@ class Readers(Protocol):
 
     def __len__(self) -> int: ...
 
-    def want(self, subject: str) -> bool:
-        """Whether the filter of a consumer matches a subject."""
-        ...
+    def want(self, subject: str) -> bool: ...
 
     def need(self, message: StoredMessage) -> bool:
         """Whether a consumer still has to process a message."""
         ...
 
-    def message_stored(self, message: StoredMessage) -> None:
-        """Handle a new message."""
-        ...
+    def message_stored(self, message: StoredMessage) -> None: ...
 
-    def messages_removed(self, messages: list[StoredMessage]) -> None:
-        """Handle the removal of messages."""
-        ...
+    def messages_removed(self, messages: list[StoredMessage]) -> None: ...
 
     def stream_purged(self, pattern: str) -> None:
         """Handle a purge of the messages that match a pattern; an empty one matches all."""
@@ -88,14 +80,6 @@ class Stream:
         readers: Readers,
         on_stored: Callable[[Stream, StoredMessage], None],
     ) -> None:
-        """Create an empty stream.
-
-        Args:
-            context: The server.
-            config: A checked configuration.
-            readers: The stream's consumers.
-            on_stored: Called with each new message, after the consumers: other streams may copy it.
-        """
         self.context = context
         self.config: StreamConfig = config
         self.created: int = context.now
@@ -112,12 +96,10 @@ class Stream:
 
     @property
     def name(self) -> str:
-        """The name."""
         return str(self.config["name"])
 
     @property
     def profile(self) -> Profile:
-        """The release of the server."""
         return self.context.profile
 
     @property
@@ -128,7 +110,6 @@ class Stream:
     # Life cycle.
 
     def update(self, config: StreamConfig) -> None:
-        """Apply another configuration."""
         lowered = 0 < config["max_msgs_per_subject"] < self.config["max_msgs_per_subject"]
         self.config = config
         self._expiry.restart((message.seq, self._expires_at(message)) for message in self.store)
@@ -139,7 +120,6 @@ class Stream:
                     self.remove(message.seq)
 
     def close(self) -> None:
-        """Stop expiring messages."""
         self._expiry.stop()
 
     # Adding messages.
@@ -175,12 +155,7 @@ class Stream:
     def append_copy(self, subject: str, header: bytes, payload: bytes, *, seq: int = 0, time: int = 0) -> None:
         """Store a message of another stream, without the checks of a publisher's message.
 
-        Args:
-            subject: The subject.
-            header: The header block.
-            payload: The payload.
-            seq: The sequence of the message in a mirror; 0 is the next one.
-            time: The time of the message in a mirror; 0 is now.
+        A mirror keeps the sequence and time of the original; 0 means the next sequence and the current time.
         """
         msg_id = (headers.get(header, "Nats-Msg-Id") or "") if not seq else ""
         if msg_id and self.duplicate_of(msg_id):
@@ -236,7 +211,6 @@ class Stream:
     # Removing messages.
 
     def remove(self, seq: int) -> bool:
-        """Remove a message, and return whether it existed."""
         message = self.store.remove(seq)
         if message is not None:
             self._readers.messages_removed([message])
@@ -259,11 +233,7 @@ class Stream:
                 self.store.compact(1)
 
     def purge(self, pattern: str = "", *, seq: int = 0, keep: int = 0) -> int:
-        """Remove messages: all that match a pattern, only those below `seq`, or all but the last `keep`.
-
-        Returns:
-            How many messages were removed.
-        """
+        """Remove all messages that match a pattern, only those below `seq`, or all but the last `keep`; return how many."""
         removed = self._purge(pattern, seq, keep)
         self._readers.stream_purged(pattern)
         return removed
@@ -334,13 +304,7 @@ class Stream:
     # Replies and advisories.
 
     def send_advisory(self, subject: str, kind: str, fields: dict[str, Any]) -> None:
-        """Publish an advisory about the stream.
-
-        Args:
-            subject: The subject without the prefix `$JS.EVENT.ADVISORY.`.
-            kind: The last part of the advisory's type.
-            fields: Its fields, in addition to type, id, time and stream.
-        """
+        """Publish an advisory; `subject` is without its prefix, and `kind` is the last part of the advisory's type."""
         advisory = {
             "type": f"io.nats.jetstream.advisory.v1.{kind}",
             "id": self.context.make_name(22),
@@ -350,24 +314,30 @@ class Stream:
         }
         self.context.send(f"$JS.EVENT.ADVISORY.{subject}", gojson.dumps(advisory))
 
+    def send_batch_abandoned(self, batch_id: str, reason: str) -> None:
+        """Publish the advisory that the server has dropped a batch."""
+        kind = "batch_abandoned" if self.profile.draft else "stream_batch_abandoned"
+        self.send_advisory(f"STREAM.BATCH_ABANDONED.{self.name}", kind, {"batch": batch_id, "reason": reason})
+
     def state_json(self, *, deleted: bool = False) -> dict[str, Any]:
         """Return the `state` of an info reply; `deleted` adds the deleted sequences."""
-        state = self.store.state()
+        store = self.store
+        first = store.get(store.first)
         shown: dict[str, Any] = {
-            "messages": state.messages,
-            "bytes": state.bytes,
-            "first_seq": state.first_seq,
-            "first_ts": times.ZERO_TIME if state.first_time is None else times.rfc3339(state.first_time),
-            "last_seq": state.last_seq,
-            "last_ts": times.ZERO_TIME if state.last_time is None else times.rfc3339(state.last_time),
+            "messages": len(store),
+            "bytes": store.bytes,
+            "first_seq": store.first,
+            "first_ts": times.ZERO_TIME if first is None else times.rfc3339(first.time),
+            "last_seq": store.last,
+            "last_ts": times.ZERO_TIME if store.last_time is None else times.rfc3339(store.last_time),
         }
-        if state.subjects:
-            shown["num_subjects"] = state.subjects
-        if state.deleted:
-            shown["num_deleted"] = state.deleted
+        if len(store):
+            shown["num_subjects"] = len(store.totals(">"))
+        if store.num_deleted:
+            shown["num_deleted"] = store.num_deleted
             if deleted:
-                shown["deleted"] = self.store.deleted()
-        if deleted and state.last_seq == state.first_seq == 0 and self.config["storage"] == "file":
+                shown["deleted"] = store.deleted()
+        if deleted and store.last == store.first == 0 and self.config["storage"] == "file":
             shown |= {"num_deleted": 1, "deleted": [0]}  # an empty file store reports sequence 0 as deleted
         shown["consumer_count"] = len(self._readers)
         return shown

@@ -1,7 +1,5 @@
 """The error codes that the reference server answers with, and their texts."""
 
-__all__ = ["ApiError", "api_error"]
-
 _TABLE: dict[int, tuple[int, str]] = {
     10003: (400, "bad request"),
     10012: (500, "{}"),
@@ -115,7 +113,6 @@ class ApiError(Exception):
         self.description = description
 
     def as_json(self) -> dict[str, object]:
-        """Return the value of the `error` field."""
         return {"code": self.code, "err_code": self.err_code, "description": self.description}
 
 

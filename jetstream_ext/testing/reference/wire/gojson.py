@@ -10,26 +10,6 @@ from typing import Any
 
 from . import times
 
-__all__ = [
-    "BOOL",
-    "DURATION",
-    "DURATIONS",
-    "INT",
-    "STRING",
-    "STRINGS",
-    "STRING_MAP",
-    "TIME",
-    "UINT",
-    "Enum",
-    "JsonError",
-    "Kind",
-    "ListOf",
-    "Struct",
-    "decode",
-    "dumps",
-    "quote",
-]
-
 _QUOTED = {
     **{code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F)},
     **str.maketrans({'"': r"\"", "\\": r"\\"}),
@@ -117,16 +97,12 @@ class Enum:
 
 @dataclass(frozen=True, slots=True)
 class Struct:
-    """A JSON object with these fields."""
-
     name: str
     fields: Mapping[str, "Kind"]
 
 
 @dataclass(frozen=True, slots=True)
 class ListOf:
-    """A JSON array of objects."""
-
     item: Struct
 
 
@@ -147,12 +123,7 @@ def quote(text: str) -> str:
 
 
 def decode(data: bytes, schema: Struct, *, strict: bool) -> dict[str, Any]:
-    """Decode a request into a dict of the fields it has.
-
-    Args:
-        data: The request.
-        schema: The known fields. As in Go, the case of a name does not matter.
-        strict: Whether to refuse an unknown field.
+    """Decode a request into a dict of the fields it has. As in Go, the case of a name does not matter.
 
     Raises:
         JsonError: The request is not JSON, a value has the wrong type, or a field is unknown and `strict` is set.

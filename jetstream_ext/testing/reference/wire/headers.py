@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable
 
-__all__ = ["add", "block", "get", "names", "parse_number", "parse_signed", "remove", "status", "strip_status"]
-
 _LINE = b"NATS/1.0\r\n"
 _EMPTY = _LINE + b"\r\n"
 
@@ -36,13 +34,7 @@ def remove(header: bytes, name: str) -> bytes:
 
 
 def add(header: bytes, *pairs: tuple[str, str]) -> bytes:
-    """Return the block with headers appended."""
     return (header[:-2] if len(header) > 2 else _LINE) + _lines(pairs)
-
-
-def block(pairs: Iterable[tuple[str, str]]) -> bytes:
-    """Return a new block with these headers."""
-    return add(b"", *pairs)
 
 
 def status(line: str, *pairs: tuple[str, str]) -> bytes:
@@ -65,7 +57,6 @@ def strip_status(header: bytes) -> bytes:
 
 
 def names(header: bytes) -> list[str]:
-    """Return the names of all headers, in order."""
     lines = header.split(b"\r\n")[1:]
     return [line.split(b":", 1)[0].decode("utf-8", "surrogateescape") for line in lines if b":" in line]
 

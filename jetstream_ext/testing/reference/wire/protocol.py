@@ -5,23 +5,6 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = [
-    "Close",
-    "Command",
-    "Connect",
-    "Deliver",
-    "Line",
-    "Output",
-    "Parser",
-    "Ping",
-    "Pong",
-    "Publish",
-    "Refused",
-    "Subscribe",
-    "Unsubscribe",
-    "encode",
-]
-
 MAX_CONTROL_LINE = 4096
 _SIZE = re.compile(r"[0-9]{1,9}")
 

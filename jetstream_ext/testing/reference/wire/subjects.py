@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-__all__ = ["Sublist", "collide", "has_wildcard", "is_literal", "is_subset", "is_valid", "matches"]
-
 T = TypeVar("T")
 
 _CACHED_SUBJECTS = 4096
@@ -19,17 +17,14 @@ def is_valid(subject: str) -> bool:
 
 
 def has_wildcard(subject: str) -> bool:
-    """Whether a token is `*` or `>`."""
     return ("*" in subject or ">" in subject) and any(token in ("*", ">") for token in subject.split("."))
 
 
 def is_literal(subject: str) -> bool:
-    """Whether a subject is valid and has no wildcard."""
     return is_valid(subject) and not has_wildcard(subject)
 
 
 def matches(pattern: str, subject: str) -> bool:
-    """Whether a pattern matches a literal subject."""
     if pattern == subject or pattern == ">":
         return True
     if "*" not in pattern and ">" not in pattern:

