@@ -325,7 +325,7 @@ class LogReader:
         """Raise an error for the removed messages, or log a warning and return where to continue."""
         what = f"stream {self.stream!r}: sequences {position} to {first - 1} were removed before they were read"
         if self.subject is not None:
-            what += f" (which of them match {self.subject!r} cannot be known)"
+            what += f" (it is unknown how many of them matched {self.subject!r})"
         if not self._skips:
             raise PositionLostError(
                 f"{what}; seek to {first} to continue after them", stream=self.stream, expected=position, got=first
@@ -410,7 +410,7 @@ class _Source:
             self.created = state.created
         elif state.created != self.created:
             raise StreamRecreatedError(
-                f"stream {self._stream!r} was deleted and created again at {state.created}; the position belongs to the "
+                f"stream {self._stream!r} was deleted and re-created at {state.created}; the position belongs to the "
                 f"stream that was created at {self.created}",
                 stream=self._stream,
                 expected=self.created,
