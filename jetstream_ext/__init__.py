@@ -3,8 +3,7 @@
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from jetstream_ext.client.advisories import AbandonedBatches, watch_abandoned
-from jetstream_ext.client.atomic import AtomicBatch, publish_atomic
-from jetstream_ext.client.atomic_many import AtomicBatches, publish_atomic_many
+from jetstream_ext.client.atomic import AtomicBatch, AtomicBatches, publish_atomic, publish_atomic_many
 from jetstream_ext.client.consumers import (
     SourceHealth,
     SourceState,

@@ -1,10 +1,13 @@
-"""Atomic batches for nats-py users (ADR-50)."""
+"""Atomic batches (ADR-50): `AtomicBatch`, `publish_atomic` and `publish_atomic_many`."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Iterable
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterable
+from contextlib import aclosing
 from types import TracebackType
-from typing import Final, Literal, Self, Unpack
+from typing import Any, Literal, Self, Unpack, cast
 
 import nats.errors
 import nats.js.errors
@@ -13,37 +16,28 @@ from nats.js import JetStreamContext
 from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.context import Context
 from jetstream_ext.errors import AtomicPublishDuplicateMessageIDError
-from jetstream_ext.protocol.atomic import State
-from jetstream_ext.protocol.options import check_message
+from jetstream_ext.protocol.options import check_int, check_message
 from jetstream_ext.types import BatchAck, BatchMessage, Entry, PublishOptions
 
+Messages = Iterable[Entry] | AsyncIterable[Entry]
 BatchState = Literal["open", "committed", "discarded", "failed", "unknown"]
-
-_PUBLIC_STATES: Final[dict[State, BatchState]] = {
-    State.NEW: "open",
-    State.OPEN: "open",
-    State.COMMITTING: "open",
-    State.COMMITTED: "committed",
-    State.DISCARDED: "discarded",
-    State.FAILED: "failed",
-    State.UNKNOWN: "unknown",
-}
 
 
 class AtomicBatch:
     """Store many messages of one stream all at once, or none of them (ADR-50).
 
-    Use it as an async context manager: a clean exit commits and leaves the server's ack in `ack`, an exception (and a
-    cancellation) discards. If the batch failed inside the block and the error was caught there, a clean exit raises it
-    again, unless `discard` was called. Without ``async with``, end it by `commit`, `commit_eob` or `discard`. The server
-    drops a batch that is idle for 10 s, and by default takes 1000 messages per batch and 50 open batches per stream.
+    Use it as an async context manager: a clean exit commits the batch and sets `ack` to the server's ack; an exception
+    or a cancellation discards it. If the batch failed inside the block and the error was caught there, a clean exit
+    raises it again, unless `discard` was called. Without ``async with``, end it by `commit`, `commit_eob` or `discard`.
+    By default the server drops a batch that is idle for 10 s, and takes 1000 messages per batch and 50 open batches per
+    stream.
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
-        batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None makes one.
-        ack_first: Wait for the server's reply to the first message, which is where most refusals show.
-        ack_every: Wait for the reply to every n-th message; None is every 1000th. Without it a caller could add to a
-            batch indefinitely that the server has dropped.
+        batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None generates one.
+        ack_first: Wait for the server's reply to the first message, which reports most refusals.
+        ack_every: Wait for the reply to every n-th message; None is every 1000th. The reply reports a batch that the
+            server has dropped.
         timeout: Seconds to wait for a reply; None is the context's timeout.
 
     Raises:
@@ -63,8 +57,8 @@ class AtomicBatch:
     ) -> None:
         if not isinstance(ack_first, bool):
             raise TypeError(f"ack_first must be a bool, not {type(ack_first).__name__}")
-        if ack_every is not None and (isinstance(ack_every, bool) or not isinstance(ack_every, int) or ack_every < 1):
-            raise ValueError(f"ack_every must be an integer from 1 up, not {ack_every!r}")
+        if ack_every is not None:
+            check_int(ack_every, "ack_every")
         self._session = AtomicSession(Context(js), batch_id, timeout, ack_first=ack_first, ack_every=ack_every)
 
     def __repr__(self) -> str:
@@ -83,7 +77,8 @@ class AtomicBatch:
     @property
     def state(self) -> BatchState:
         """``"open"``, ``"committed"``, ``"discarded"``, ``"failed"`` (nothing stored) or ``"unknown"``."""
-        return _PUBLIC_STATES[self._session.machine.state]
+        machine = self._session.machine
+        return cast("BatchState", machine.state.value) if machine.ended else "open"
 
     @property
     def ack(self) -> BatchAck | None:
@@ -100,27 +95,26 @@ class AtomicBatch:
     ) -> None:
         """Add one message; it is stored when the batch is committed.
 
-        Everything that can be checked here is, before the message takes a sequence: a refused call changes nothing.
-        Expectations are checked by the server, at commit.
+        The message is checked before it takes a sequence: a refused call changes nothing. The server checks expectations
+        at commit.
 
         Args:
-            subject: Where it will be stored.
+            subject: The message's subject.
             payload: Its bytes.
             ack: Whether to wait for the server's reply to this message; None follows `ack_first` and `ack_every`.
-            options: As for `BatchMessage`. `expected_last_seq` may be on the first message only, and
-                `expected_last_subject_seq` not on a subject written earlier in the batch. `msg_id` and
+            options: As for `BatchMessage`. Only the first message can have `expected_last_seq`, and a subject that was
+                written earlier in the batch cannot have `expected_last_subject_seq`. `msg_id` and
                 `expected_last_subject_seq` need 2.12.1.
 
         Raises:
             BatchError: The server refused, or the batch had ended.
             UnsupportedFeatureError: The server is older than 2.12, or it is 2.12.0 and there is an
                 `expected_last_subject_seq`; nothing was sent.
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message was refused here.
+            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
 
         Cancellation: The batch stays usable. If `size` counts the message, it is part of the batch.
         """
-        message = BatchMessage(subject, payload, **options)
-        await self.add_message(message, ack=ack)
+        await self.add_message(BatchMessage(subject, payload, **options), ack=ack)
 
     async def add_message(self, message: BatchMessage, *, ack: bool | None = None) -> None:
         """Add one `BatchMessage`; arguments, errors and cancellation as for `add`."""
@@ -130,10 +124,10 @@ class AtomicBatch:
         await self._session.add(message, ack)
 
     async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> None:
-        """Add many messages, a block of them per write: the fast road.
+        """Add many messages, with one write for many of them; much faster than `add`.
 
-        It waits for the last reply that it asks for, and for earlier ones only if the server is 1000 messages behind.
-        The refusal of any message ends the batch.
+        The call waits for the last reply that it requests, and for earlier ones only if the server is 1000 messages
+        behind. If the server refuses any message, the batch ends.
 
         Args:
             messages: ``(subject, payload)``, ``(subject, payload, headers)`` or `BatchMessage`, from an iterable or an
@@ -141,10 +135,10 @@ class AtomicBatch:
 
         Raises:
             BatchError, UnsupportedFeatureError: As for `add`.
-            Exception: What `messages` raises, or why one of them was refused here, after everything before it was sent;
-                the batch stays usable.
+            Exception: What `messages` raises, or the error of a message that cannot be sent. Everything before it was
+                sent; the batch stays usable.
 
-        Cancellation: The batch stays usable. What `size` counts is part of it.
+        Cancellation: The batch stays usable. The messages that `size` counts are part of it.
         """
         await self._session.reply_to(await self._session.fill(messages))
 
@@ -154,54 +148,49 @@ class AtomicBatch:
         payload: bytes = b"",
         **options: Unpack[PublishOptions],
     ) -> BatchAck:
-        """Add a last message, commit, and return the server's ack.
-
-        Args:
-            subject: Where the message will be stored.
-            payload: Its bytes.
-            options: As for `add`.
+        """Add a last message (arguments as for `add`), commit, and return the server's ack.
 
         Raises:
-            BatchOutcomeUnknownError: The answer was lost; the batch is either stored whole or not at all.
+            BatchOutcomeUnknownError: The answer was lost: either all messages are stored, or none. See `resolve`.
             BatchError: The server refused, or the batch had ended; nothing is stored.
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message was refused here.
+            UnsupportedFeatureError, BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: As for `add`.
 
         Cancellation: `state` is ``"unknown"`` if the commit was sent, and ``"open"`` if it was not.
         """
         return await self._session.commit(BatchMessage(subject, payload, **options))
 
     async def commit_eob(self) -> BatchAck:
-        """Commit what was added and return the server's ack.
+        """Commit without another message, and return the server's ack.
 
         Raises:
             EmptyBatchError: Nothing was added.
             BatchOutcomeUnknownError, BatchError: As for `commit`.
 
-        Cancellation: `state` is ``"unknown"`` if the commit was sent, and ``"open"`` if it was not.
+        Cancellation: As for `commit`.
         """
         return await self._session.commit(None)
 
     async def resolve(self, *, timeout: float | None = None) -> Literal["stored", "not_stored"]:
         """Find out, after a `BatchOutcomeUnknownError`, whether the batch is stored.
 
-        It makes sure at the stream's leader that the commit can no longer be applied, then reads everything that was
-        stored since the batch was opened. Then `state` is ``"committed"`` (and `ack` there) or ``"failed"``.
-        After a commit that was refused because of its message ids (10201) it looks for an earlier batch with this id
-        and its messages: ``"stored"`` then means that they were stored before.
+        The call makes sure at the stream's leader that the commit can no longer be applied, then reads everything that
+        was stored since the batch was opened. It sets `state` to ``"committed"`` (and `ack`) or to ``"failed"``.
+        If the commit was refused because of its message ids (10201), the call looks for an earlier batch with this id
+        and size: ``"stored"`` then means that the messages were stored before.
 
         Args:
-            timeout: Seconds that it may take; None is four times the batch's own, because the usual reason for a lost
-                answer, an election, takes some seconds.
+            timeout: Seconds that the call may take; None is four times the batch's own, because an election, the usual
+                reason for a lost answer, takes some seconds.
 
         Raises:
-            BatchOutcomeUnknownError: It cannot be known: no leader answered, or messages were removed from the stream
-                since that could have been the batch's. The error says which; calling again may help for the former.
+            BatchOutcomeUnknownError: The outcome cannot be known: no leader answered (a later call may succeed), or
+                messages that could have been the batch's were removed from the stream since. The error says which.
             ValueError, TypeError: `timeout` is not over 0, or not a number.
             BatchError: The batch is still open, or is being committed.
             AtomicPublishDuplicateMessageIDError: No earlier batch with this id was found.
             RequestTimeoutError: The stream was not read to the end in time.
 
-        Cancellation: Safe; nothing is left behind, and `resolve` can be called again.
+        Cancellation: Safe; `resolve` can be called again.
 
         Requires: Permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
         """
@@ -210,7 +199,7 @@ class AtomicBatch:
     async def discard(self) -> None:
         """Discard the batch: nothing of it is stored, unless its commit was sent already. Safe at any time.
 
-        Cancellation: Sends nothing and waits for nothing.
+        Cancellation: Cannot occur: the call never suspends.
         """
         self._session.discard()
 
@@ -239,18 +228,18 @@ async def publish_atomic(
         js: nats-py's JetStream context.
         messages: At least one ``(subject, payload)``, ``(subject, payload, headers)`` or `BatchMessage`, from an
             iterable or an async iterable. If it raises, nothing is stored.
-        batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None makes one. With an id of yours and a `msg_id` on every
-            message the call can be repeated: if the batch was stored before, inside the stream's duplicate window,
-            the ack of that one is returned.
+        batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None generates one. With a `batch_id` and a `msg_id` on every
+            message the call can be repeated: if the batch was stored before, within the stream's duplicate window,
+            the call returns the ack of that batch.
         timeout: Seconds to wait for a reply; None is the context's timeout.
 
     Raises:
         EmptyBatchError: There were no messages.
-        BatchOutcomeUnknownError: The answer was lost; the batch is either stored whole or not at all.
+        BatchOutcomeUnknownError: The answer was lost: either all messages are stored, or none.
         BatchError: The server refused; nothing is stored.
         UnsupportedFeatureError: As for `AtomicBatch.add`; nothing is stored.
-        BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: A message or an argument was refused
-            here; nothing is stored.
+        BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: A message cannot be sent, or an argument
+            is invalid; nothing is stored.
 
     Cancellation: Nothing is stored, unless the commit was sent already.
 
@@ -262,7 +251,7 @@ async def publish_atomic(
         return await session.commit(None)
     except AtomicPublishDuplicateMessageIDError as refusal:
         if batch_id is None:
-            raise  # no other batch can have this id
+            raise  # the id was generated: no other batch has it
         try:
             ack = await session.resolve(None)
         except (nats.errors.Error, nats.js.errors.APIError) as unknown:
@@ -272,3 +261,141 @@ async def publish_atomic(
         return ack
     finally:
         session.discard()
+
+
+class AtomicBatches:
+    """The acks of many batches, in order; returned by `publish_atomic_many`.
+
+    Await it for the list of acks, or iterate over it for each ack as it arrives. A batch is taken from the source when
+    fewer than `in_flight` commits are unanswered. Close an iteration that ends early with `aclose`.
+    """
+
+    def __init__(self, acks: AsyncGenerator[BatchAck, None]) -> None:
+        self._acks = acks
+        self._listed = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> BatchAck:
+        return await self._acks.__anext__()
+
+    def __await__(self) -> Generator[Any, None, list[BatchAck]]:
+        return self.to_list().__await__()
+
+    async def to_list(self) -> list[BatchAck]:
+        """Publish everything and return all acks.
+
+        Raises:
+            RuntimeError: The acks were awaited before.
+            BatchError, UnsupportedFeatureError: As for `publish_atomic_many`.
+
+        Cancellation: As for `publish_atomic_many`.
+        """
+        if self._listed:
+            raise RuntimeError("these batches were published already: call publish_atomic_many again")
+        self._listed = True
+        try:
+            return [ack async for ack in self._acks]
+        finally:
+            await self._acks.aclose()
+
+    async def aclose(self) -> None:
+        """Stop taking batches; those whose commit was sent may still be stored.
+
+        Cancellation: As for `publish_atomic_many`.
+        """
+        await self._acks.aclose()
+
+
+def publish_atomic_many(
+    js: JetStreamContext,
+    batches: Iterable[Messages] | AsyncIterable[Messages],
+    *,
+    in_flight: int = 4,
+    timeout: float | None = None,
+) -> AtomicBatches:
+    """Store many batches, each whole or not at all, with several commits in flight.
+
+    ``acks = await publish_atomic_many(js, batches)``, or ``async for ack in publish_atomic_many(js, batches)``. The
+    batches are committed in their order, and the acks arrive in that order. If a batch fails, no further one is started,
+    and the error is raised when the commits in flight are answered: **they may be stored**, although an earlier batch is
+    not (a note on the error says which). For "all in order or stop" use `publish_atomic` in a loop.
+
+    Args:
+        js: nats-py's JetStream context.
+        batches: The messages of each batch, as for `publish_atomic`, from an iterable or an async iterable.
+        in_flight: How many commits may be unanswered, from 1. Each open batch counts against the server's limits.
+        timeout: Seconds to wait for each reply; None is the context's timeout.
+
+    Returns:
+        The acks, to await or to iterate over.
+
+    Raises:
+        ValueError, TypeError: An argument is out of its range or of another type.
+        EmptyBatchError, BatchOutcomeUnknownError, BatchError, UnsupportedFeatureError: As for `publish_atomic`; raised
+            when the result is awaited or iterated.
+
+    Cancellation: Batches whose commit was sent may still be stored, and no others.
+
+    Requires: nats-server 2.12 and ``allow_atomic`` on the stream.
+    """
+    check_int(in_flight, "in_flight")
+    context = Context(js)
+    return AtomicBatches(_publish(context, batches, in_flight, context.resolve_timeout(timeout)))
+
+
+async def _publish(
+    context: Context,
+    batches: Iterable[Messages] | AsyncIterable[Messages],
+    in_flight: int,
+    timeout: float,
+) -> AsyncGenerator[BatchAck, None]:
+    commits: deque[AtomicSession] = deque()
+    try:
+        async with aclosing(_each(batches)) as source:
+            async for batch in source:
+                while len(commits) >= in_flight:
+                    yield await _oldest_ack(commits)
+                commits.append(await _send(context, batch, timeout))
+                while commits and commits[0].answered:
+                    yield await _oldest_ack(commits)
+        while commits:
+            yield await _oldest_ack(commits)
+    except Exception as error:
+        if commits:
+            fates = await asyncio.gather(*(commit.committed() for commit in commits), return_exceptions=True)
+            notes = (f"{fate.batch_id} stored" if isinstance(fate, BatchAck) else repr(fate) for fate in fates)
+            error.add_note("batches whose commit was in flight: " + ", ".join(notes))
+        raise
+    finally:
+        for commit in commits:
+            commit.discard()
+
+
+async def _send(context: Context, messages: Messages, timeout: float) -> AtomicSession:
+    session = AtomicSession(context, timeout=timeout, in_one_go=True)
+    try:
+        await session.fill(messages)
+        await session.send_commit(None)  # few messages and their commit go out in one write
+    except BaseException:
+        session.discard()
+        raise
+    return session
+
+
+async def _oldest_ack(commits: deque[AtomicSession]) -> BatchAck:
+    commit = commits.popleft()
+    try:
+        return await commit.committed()
+    finally:
+        commit.discard()
+
+
+async def _each(batches: Iterable[Messages] | AsyncIterable[Messages]) -> AsyncGenerator[Messages, None]:
+    if isinstance(batches, AsyncIterable):
+        async for batch in batches:
+            yield batch
+    else:
+        for batch in batches:
+            yield batch

@@ -1,36 +1,53 @@
-"""Delivers for one atomic batch: what `protocol.atomic` wants to send, and what the server replies."""
+"""One atomic batch on a connection, and the proof of what became of its commit.
+
+`protocol.atomic` and `protocol.atomic_resolve` decide; this module sends, waits and asks for them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterable, Iterable, Iterator
-from typing import Final
+from datetime import UTC, datetime
+from typing import Any, Final
 
 import nats.errors
+import nats.js.errors
+from nats.js import JetStreamContext
 from nats.nuid import NUID
 
-from jetstream_ext.client import atomic_resolve
-from jetstream_ext.client.api import api_level, lookup_stream, remember_ack
+from jetstream_ext.client.api import LAG_PAUSE, api_level, get_at_leader, lookup_stream, remember_ack, stream_state
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
 from jetstream_ext.client.context import Context
+from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, RequestTimeoutError
+from jetstream_ext.protocol import atomic_resolve, frames
 from jetstream_ext.protocol.atomic import AtomicBatchMachine, Doubt, Event, MessageRefused, State, Transition
-from jetstream_ext.protocol.atomic_resolve import Commit
+from jetstream_ext.protocol.atomic_resolve import Commit, FenceReplies, NeverKnown, NotYetKnown, Plan, Question
 from jetstream_ext.protocol.atomic_wire import Block, Encoded
-from jetstream_ext.protocol.frames import Frame, parts
+from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import as_message, check_seconds
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
-# Payload bytes per write of a bulk: the server works on one block while the next is encoded.
+# Payload bytes per write of `fill`: the server works on one block while the next is encoded.
 _BLOCK: Final = 1 << 15
-# An election takes longer than a reply: so many times the timeout of a reply is what resolving may take.
+# The default timeout of `resolve`, in timeouts of one reply: an election takes longer than a reply.
 _RESOLVE_TIMEOUTS: Final = 4
+# Seconds to wait for one answer of `resolve`. During an election no server answers, and the plan starts again.
+_ANSWER_TIMEOUT: Final = 2.0
+_RETRIED: Final = (
+    NotYetKnown,
+    JetStreamExtError,
+    nats.js.errors.ServiceUnavailableError,
+    nats.errors.NoRespondersError,
+    nats.errors.ConnectionReconnectingError,
+)
 
 _log: Final = logging.getLogger("jetstream_ext.atomic")
 
 _Waiter = asyncio.Future[Event | None]
-"""Done when the reply has come, with what it means, or when the batch is over."""
+"""Done with the meaning of the reply when it arrives, or with None when the batch has ended."""
 
 
 def _log_transition(change: Transition) -> None:
@@ -48,19 +65,7 @@ def _log_transition(change: Transition) -> None:
 
 
 class AtomicSession:
-    """One atomic batch on a connection.
-
-    Args:
-        context: The context.
-        batch_id: The batch's id; None makes one.
-        timeout: Seconds to wait for a reply; None is the context's own.
-        ack_first: As for `AtomicBatchMachine`.
-        ack_every: As for `AtomicBatchMachine`.
-        in_one_go: As for `AtomicBatchMachine`.
-
-    Raises:
-        ValueError, TypeError: The batch id or the timeout is out of range.
-    """
+    """One atomic batch on a connection; the arguments are those of `AtomicBatch` and `AtomicBatchMachine`."""
 
     def __init__(
         self,
@@ -85,14 +90,15 @@ class AtomicSession:
         self._inbox: InboxSubscription | None = None
         self._waiters: dict[int, _Waiter] = {}
         self._commit_waiter: _Waiter | None = None
-        # For `resolve`: the stream when the batch was opened, a sequence that it had, and what carried the commit.
+        # For `resolve`: the stream when the batch was opened, a sequence that it had then, and the connection's session
+        # when the commit was written.
         self._opened: tuple[StreamState | None, int] = None, 0
         self._session = 0
 
-    # -- what can be done ---------------------------------------------------------------------------------------
+    # -- operations -----------------------------------------------------------------------------------------------
 
     async def add(self, message: BatchMessage, ack: bool | None) -> None:
-        """Send a message; wait for its reply if it wants one."""
+        """Send a message; wait for its reply if it requests one."""
         encoded = await self._open(message, ack)
         self._check_usable()
         await self._send(self.machine.add(encoded))
@@ -101,7 +107,7 @@ class AtomicSession:
         """Send `messages` in blocks; return the highest sequence among them that asked for a reply, or 0."""
         asked = 0
         if isinstance(messages, AsyncIterable):
-            # One write each: nats-py's buffer joins them, and a slow source is not held back by a block.
+            # One write each: nats-py's buffer joins them, and a slow source must not wait for a full block.
             async for entry in messages:
                 first = await self._open(as_message(entry))
                 asked = max(asked, (await self._send_block(iter(()), first)).last_asked)
@@ -111,26 +117,26 @@ class AtomicSession:
             block = await self._send_block(source, await self._open(as_message(entry)))
             asked = max(asked, block.last_asked)
             while block.stopped is None:
-                await asyncio.sleep(0)  # nats-py's flusher has its turn
+                await asyncio.sleep(0)  # lets nats-py's flusher write
                 block = await self._send_block(source)
                 asked = max(asked, block.last_asked)
             break
         return asked
 
     async def reply_to(self, seq: int) -> None:
-        """Wait for the reply to a message that was sent, if it has not come."""
+        """Wait for the reply to a message that was sent, if it has not arrived."""
         if seq > self.machine.staged:
             self.machine.check_open()
             await self._reply(seq, self._expect(seq))
             self.machine.check_added()
 
     async def commit(self, message: BatchMessage | None) -> BatchAck:
-        """Commit, with a last message or none."""
+        """Commit, with or without a last message."""
         await self.send_commit(message)
         return await self.committed()
 
     async def send_commit(self, message: BatchMessage | None) -> None:
-        """Send the commit, with a last message or none; `committed` waits for the answer."""
+        """Send the commit; `committed` waits for the answer."""
         last = None if message is None else await self._open(message)
         self._check_usable()
         block = self.machine.commit(last)
@@ -160,59 +166,60 @@ class AtomicSession:
         return ack
 
     def discard(self) -> None:
-        """Give the batch up."""
         self.machine.discard()
         self._settle()
 
     async def leave(self) -> None:
-        """Do what a clean exit of the block does."""
+        """Do what a clean exit of ``async with`` does."""
         if self.machine.leave():
             try:
                 await self.commit(None)
             finally:
-                self.discard()  # a refused commit leaves nothing open behind the block
+                self.discard()  # a refused commit must leave nothing open after the block
         self._settle()
 
     async def resolve(self, timeout: float | None) -> BatchAck | None:
-        """Return the ack that a batch has or should have had, or None: nothing of it is stored."""
+        """Return the ack of the batch if it is stored, or None."""
         machine = self.machine
-        patience = _RESOLVE_TIMEOUTS * self._timeout if timeout is None else check_seconds(timeout, "timeout")
+        timeout = _RESOLVE_TIMEOUTS * self._timeout if timeout is None else check_seconds(timeout, "timeout")
         doubt = machine.doubt()
         commit = Commit(
             machine.batch_id, machine.size, machine.staged, machine.last_subject, *self._opened, self._session
         )
         if doubt is Doubt.COMMIT:
-            machine.resolved(await atomic_resolve.resolve(self._context, commit, patience, machine.error))
+            machine.resolved(await _find_commit(self._context, commit, timeout, machine.error))
         elif doubt is Doubt.EARLIER:
-            machine.resolved(await atomic_resolve.find_earlier(self._context, commit, patience))
+            machine.resolved(await _find_earlier(self._context, commit, timeout))
             machine.result()
         return machine.ack
 
-    # -- how ----------------------------------------------------------------------------------------------------
+    # -- opening and sending --------------------------------------------------------------------------------------
 
     async def _open(self, message: BatchMessage, ack: bool | None = None) -> Encoded:
         """Check and encode a message, and open the batch for it if it is the first."""
-        machine, connection = self.machine, self._context.connection
-        machine.limit_messages(connection.max_payload)
+        machine = self.machine
+        machine.limit_messages(self._context.connection.max_payload)
         encoded = machine.prepare(message, ack)
         if machine.state is State.NEW:
             async with self._opening:
                 if machine.state is State.NEW:
-                    connection.check_usable()
                     await self._open_for(encoded, message)
         return encoded
 
     async def _open_for(self, first: Encoded, message: BatchMessage) -> None:
         connection = self._context.connection
-        # A server before 2.12 stores the messages of a batch as ordinary ones. The greeting speaks for the server at
-        # the other end of the connection only; the stream's own answer speaks for its leader.
+        connection.check_usable()
+        # A server before 2.12 stores the messages of a batch as ordinary ones. The connected server's INFO says nothing
+        # about the stream's leader, which may be an older server; the stream's answer does.
         owner = await lookup_stream(self._context, message.subject, message.stream, self._timeout)
         if owner is None:
             level, version = await api_level(self._context), connection.server_version
         else:
             level, version = owner[0].api_level, owner[0].server_version or "older"
             self._opened = owner
-        inbox = await connection.inbox(InboxHandler(self._frames, self._disconnected), tail=".*", timeout=self._timeout)
+        inbox = await connection.inbox(
+            InboxHandler(self._receive, self._disconnected), tail=".*", timeout=self._timeout
+        )
         try:
             self.machine.open(first, api_level=level, server_version=version, reply=inbox.subject)
         except BaseException:
@@ -221,7 +228,7 @@ class AtomicSession:
         self._inbox = inbox
 
     def _check_usable(self) -> None:
-        """Raise what ended the batch, or nats-py's error where nothing can be written."""
+        """Raise what ended the batch, or nats-py's error if nothing can be written."""
         try:
             self._context.connection.check_usable()
         except nats.errors.ConnectionReconnectingError:
@@ -231,7 +238,7 @@ class AtomicSession:
             raise
 
     async def _send_block(self, source: Iterator[Entry], first: Encoded | None = None) -> Block:
-        """Send one block; raise what stopped it before the end of `source`."""
+        """Send one block; raise the error that stopped it before the end of `source`."""
         self._check_usable()
         block = self.machine.add_many(source, _BLOCK, first)
         if block.messages:
@@ -241,7 +248,7 @@ class AtomicSession:
         return block
 
     async def _send(self, block: Block) -> None:
-        """Send a block, and wait for the reply that has to be awaited."""
+        """Send a block, and wait for a reply if the machine says so."""
         waiter = self._expect(block.awaited) if block.awaited else None
         try:
             if block.messages:
@@ -257,24 +264,25 @@ class AtomicSession:
         try:
             await self._context.connection.write(block.data, block.messages, block.size, timeout=self._timeout)
         except (nats.errors.Error, OSError) as error:
-            self.machine.lost(f"the connection failed while it was written to ({error!r})")
+            self.machine.lost(f"a write to the connection failed ({error!r})")
             self._settle()
 
     def _abandon_commit(self) -> None:
         self.machine.commit_unheard()
         self._settle()
 
+    # -- replies --------------------------------------------------------------------------------------------------
+
     def _expect(self, seq: int) -> _Waiter:
-        """Return what is done when the message with that sequence is answered."""
         waiter = self._waiters[seq] = asyncio.get_running_loop().create_future()
         return waiter
 
     def _forget(self, seq: int, waiter: _Waiter | None) -> None:
-        if self._waiters.get(seq) is waiter:  # a refused message's sequence may be another one's by now
+        if self._waiters.get(seq) is waiter:  # the sequence of a refused message may have been reused
             self._waiters.pop(seq, None)
 
     async def _reply(self, seq: int, waiter: _Waiter) -> None:
-        """Wait for a reply, and raise if it was the refusal of this one message."""
+        """Wait for a reply; raise if it is the refusal of this one message."""
         event: Event | None = None
         try:
             async with asyncio.timeout(self._timeout):
@@ -287,10 +295,9 @@ class AtomicSession:
         if isinstance(event, MessageRefused):
             raise event.error
 
-    def _frames(self, frames: list[Frame]) -> None:
-        """Take replies (called by the connection)."""
-        for frame in frames:
-            subject, header, payload = parts(frame)
+    def _receive(self, received: list[Frame]) -> None:
+        for frame in received:
+            subject, header, payload = frames.parts(frame)
             token = subject.rpartition(b".")[2]
             if not token.isdigit():
                 continue  # not a reply subject of this batch
@@ -303,12 +310,11 @@ class AtomicSession:
         self._settle()
 
     def _disconnected(self) -> None:
-        """Take the loss of the connection (called by the connection)."""
         self.machine.disconnected(reply_awaited=bool(self._waiters))
         self._settle()
 
     def _settle(self) -> None:
-        """Drop the inbox and wake every waiter once the batch is over."""
+        """Close the inbox and wake every waiter if the batch has ended."""
         if not self.machine.ended:
             return
         for waiter in self._waiters.values():
@@ -316,3 +322,114 @@ class AtomicSession:
                 waiter.set_result(None)
         if self._inbox is not None:
             self._inbox.close()
+
+
+# -- the outcome of a commit ---------------------------------------------------------------------------------------------
+
+
+async def _find_commit(
+    context: Context, commit: Commit, timeout: float, cause: BaseException | None
+) -> BatchAck | None:
+    """Return the ack of a commit, or None: nothing of the batch is stored, nor will be.
+
+    `cause` is the error that left the outcome unknown; a BatchOutcomeUnknownError of this call is raised from it.
+    """
+    why = "no leader answered"
+    try:
+        async with asyncio.timeout(timeout):
+            while True:
+                try:
+                    return await _follow(context, atomic_resolve.find_commit(commit), _ANSWER_TIMEOUT)
+                except _RETRIED as error:
+                    why, cause = str(error) or why, error
+                await asyncio.sleep(LAG_PAUSE)
+    except TimeoutError:
+        why = f"{why} (tried for {timeout:g} s)"
+    except (NeverKnown, nats.errors.Error, nats.js.errors.APIError) as error:
+        why = str(error)
+    raise BatchOutcomeUnknownError(
+        f"batch {commit.batch_id}: could not find out whether it is stored: {why}",
+        batch_id=commit.batch_id,
+        sent=commit.size,
+        acked=commit.staged,
+        outcome="unknown",
+    ) from cause
+
+
+async def _find_earlier(context: Context, commit: Commit, timeout: float) -> BatchAck | None:
+    """Return the ack of an earlier batch with the same id and size, if its last message is still stored."""
+    try:
+        async with asyncio.timeout(timeout):
+            return await _follow(context, atomic_resolve.find_earlier(commit, datetime.now(UTC)), timeout)
+    except TimeoutError as error:
+        stream = commit.opened.name if commit.opened else ""
+        raise RequestTimeoutError(
+            f"stream {stream!r} was not read to the end within {timeout:g} s: it may have an earlier batch "
+            f"{commit.batch_id}"
+        ) from error
+
+
+async def _follow(context: Context, plan: Plan, timeout: float) -> BatchAck | None:
+    """Answer the questions of a plan; return its verdict."""
+    answer: object = None
+    while True:
+        try:
+            question = plan.send(answer)
+        except StopIteration as verdict:
+            ack: BatchAck | None = verdict.value
+            return ack
+        answer = await _ask(context, question, timeout)
+
+
+async def _ask(context: Context, question: Question, timeout: float) -> Any:
+    match question:
+        case atomic_resolve.AskState(stream):
+            try:
+                return await stream_state(context, stream, timeout)
+            except nats.js.errors.NotFoundError:
+                return None
+        case atomic_resolve.AskMessage(stream, request):
+            return await get_at_leader(context, stream, request, timeout)
+        case atomic_resolve.AskRange(stream, search, options):
+            assert isinstance(context.js, JetStreamContext)  # only those publish
+            async with DirectGet(context.js, stream, timeout=timeout).scan(**options) as messages:
+                async for message in messages:
+                    search.see(message.seq, message.headers)
+        case atomic_resolve.AskFence(subject, kill, mark):
+            return await _send_fence(context, subject.encode(), kill, mark, timeout)
+        case atomic_resolve.Pause():
+            await asyncio.sleep(atomic_resolve.PAUSE)
+    return None
+
+
+async def _send_fence(context: Context, subject: bytes, kill: bytes, mark: bytes, timeout: float) -> FenceReplies:
+    """Send both messages of a fence in one write; return the connection's session and the two replies."""
+    replies: dict[bytes, tuple[bytes, bytes]] = {}
+    complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def receive(received: list[Frame]) -> None:
+        for frame in received:
+            name, header, payload = frames.parts(frame)
+            replies[name.rpartition(b".")[2]] = header, payload
+        if replies.keys() >= {b"kill", b"mark"} and not complete.done():
+            complete.set_result(None)
+
+    def disconnected() -> None:
+        if not complete.done():
+            complete.set_exception(nats.errors.ConnectionReconnectingError())
+
+    connection = context.connection
+    connection.check_usable()
+    inbox = await connection.inbox(InboxHandler(receive, disconnected), tail=".*", timeout=timeout)
+    try:
+        reply = inbox.subject.encode()
+        data = frames.pub(subject, reply + b".kill", kill, b"") + frames.pub(subject, reply + b".mark", mark, b"")
+        session = connection.session
+        await connection.write(data, 2, 0, timeout=timeout)
+        async with asyncio.timeout(timeout):
+            await complete
+    except TimeoutError:
+        raise RequestTimeoutError(f"no answer on {subject.decode()} within {timeout:g} s") from None
+    finally:
+        inbox.close()
+    return session, replies[b"kill"], replies[b"mark"]

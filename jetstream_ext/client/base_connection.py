@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from nats.aio.subscription import Subscription
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.frames import Frame
 
-# Handlers never suspend: a CancelledError out of one is not the cancellation of the task that calls it.
-_HANDLER_FAILURES = (Exception, asyncio.CancelledError)
 # Seconds; nats-py has no event for a connection that is closed or connected again.
 STATE_POLL: Final = 0.05
 
@@ -30,14 +27,17 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class InboxHandler:
-    """The callbacks of one inbox subscription. They are called on the loop and must not block or raise."""
+    """The callbacks of one inbox subscription. They are called on the loop and must not block or raise.
+
+    Attributes:
+        frames: Takes delivered messages, in order.
+        disconnected: The connection is lost, and with it perhaps sent messages and their answers.
+        reconnected: nats-py is connected again; it has restored the subscription and written its buffer.
+    """
 
     frames: Callable[[list[Frame]], None]
-    """Takes delivered messages, in order."""
     disconnected: Callable[[], None]
-    """The connection is lost, perhaps with messages that were sent and answers that were on their way."""
     reconnected: Callable[[], None] | None = None
-    """nats-py is connected again; it has restored the subscription and written its buffer."""
 
 
 class InboxSubscription:
@@ -55,14 +55,6 @@ class InboxSubscription:
             self._drop(subscription)
 
 
-async def unsubscribe(subscription: Subscription) -> None:
-    """Unsubscribe through nats-py's public interface; a subscription of a closed connection has already ended."""
-    with contextlib.suppress(
-        nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError, nats.errors.BadSubscriptionError
-    ):
-        await subscription.unsubscribe()
-
-
 def notify_disconnected(handlers: Iterable[InboxHandler | None]) -> None:
     """Call ``disconnected`` of every handler; the callbacks may add and remove handlers."""
     for handler in list(handlers):
@@ -71,7 +63,7 @@ def notify_disconnected(handlers: Iterable[InboxHandler | None]) -> None:
 
 
 def notify_reconnected(handlers: Iterable[InboxHandler | None]) -> None:
-    """Call ``reconnected`` of every handler that has one."""
+    """Call ``reconnected`` of every handler that has it."""
     for handler in list(handlers):
         if handler is not None and handler.reconnected is not None:
             call_handler(handler.reconnected)
@@ -81,9 +73,9 @@ def call_handler(handler: Callable[..., None], *arguments: object) -> None:
     """Call a handler and report its exception to the loop: raised, it would end nats-py's read loop silently."""
     try:
         handler(*arguments)
-    except _HANDLER_FAILURES as error:
+    except (Exception, asyncio.CancelledError) as error:  # no suspension here: the handler itself raised it
         asyncio.get_running_loop().call_exception_handler(
-            {"message": "jetstream_ext could not process a message of the server", "exception": error}
+            {"message": "jetstream_ext could not process a message from the server", "exception": error}
         )
 
 
@@ -126,8 +118,8 @@ class BaseConnection(ABC):
         """Await an operation of nats-py until `timeout` seconds have passed or the connection is closed.
 
         nats-py's own waits (subscribe, flush, request) have no bound, and some swallow a cancellation. The operation
-        therefore runs in its own task, which is cancelled if this call ends first. `what` names the
-        awaited thing for the RequestTimeoutError, such as "the answer to …".
+        therefore runs in its own task, which is cancelled if this call ends first. `what` names the awaited thing in the
+        RequestTimeoutError.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -175,13 +167,8 @@ class BaseConnection(ABC):
 
     @property
     def closed(self) -> bool:
-        """Whether the connection is closed."""
+        """Whether the connection is closed for good."""
         return bool(self.nc.is_closed)
-
-    @property
-    def draining(self) -> bool:
-        """Whether the user is draining the connection."""
-        return bool(self.nc.is_draining)
 
     @property
     def session(self) -> int:
@@ -210,13 +197,6 @@ class BaseConnection(ABC):
         domain = self._server_info().get("domain")
         return domain if isinstance(domain, str) and domain else None
 
-    def check_subscribable(self) -> None:
-        """Raise nats-py's own error if the connection takes no more subscriptions."""
-        if self.nc.is_closed:
-            raise nats.errors.ConnectionClosedError
-        if self.nc.is_draining:
-            raise nats.errors.ConnectionDrainingError
-
     def check_usable(self) -> None:
         """Raise nats-py's own error unless bytes written now can reach the server."""
         if self.usable:
@@ -229,7 +209,6 @@ class BaseConnection(ABC):
 
 
 def mark_retrieved(task: asyncio.Task[Any]) -> None:
-    """Mark a task's exception as seen."""
-    # Without this, asyncio logs the exception of an operation whose caller has already raised another error.
+    """Mark a task's exception as retrieved: asyncio logs it otherwise, although the caller has raised another error."""
     if not task.cancelled():
         task.exception()

@@ -1,7 +1,7 @@
-"""The access to nats-py's internals; no other module touches them.
+"""Bulk reads and writes on a user's connection; the only module that uses nats-py's internals.
 
-nats-py's public interface lacks three things. They are added here on the user's own connection, so that TLS,
-authentication, reconnects and limits stay nats-py's:
+nats-py's public interface lacks three things. This module adds them to the user's own connection, so nats-py still does
+TLS, authentication and reconnects, and its limits hold:
 
 * **Reading in bulk.** nats-py's read loop passes bytes from the socket to `Parser.parse`. `Connection` replaces that
   method on the connection's own parser: it cuts out the frames of our subscriptions as bytes and passes everything
@@ -9,8 +9,8 @@ authentication, reconnects and limits stay nats-py's:
 * **Writing in bulk.** The commands of a window are appended to nats-py's write buffer in one piece, under its limits.
 * **Detecting a lost connection at once**: at the end of nats-py's reader task.
 
-If nats-py has other internals, `FallbackConnection` does the same through public subscriptions and `publish`, more
-slowly, and warns once. `base_connection` defines the interface of both.
+If nats-py has other internals, `FallbackConnection` does the same through its public interface, more slowly, and
+`connection_of` warns once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ import asyncio
 import inspect
 import warnings
 from collections import deque
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
+import nats.errors
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
@@ -44,15 +47,15 @@ _AWAITING_CONTROL_LINE = 1
 _MAX_CONTROL_LINE = 4096
 _USABLE = frozenset({Client.CONNECTED, Client.DRAINING_SUBS})
 
+_CLOSED_SIDS_KEPT = 64
+_PARSED_LINES_KEPT = 4096
+
 _Line = tuple[InboxHandler | None, bytes, int, int, int]
 """A parsed control line: the handler, the subject, the header size, the total size, and the length of the line."""
 
 
 class Connection(BaseConnection):
     """Reads from nats-py's parser and writes to its buffer directly."""
-
-    _CLOSED_SIDS_KEPT = 64
-    _CACHE_LIMIT = 4096
 
     def __init__(self, nc: Client) -> None:
         super().__init__(nc, lambda: _server_info(nc))
@@ -62,29 +65,29 @@ class Connection(BaseConnection):
         self._closed_sids: deque[bytes] = deque()
         self._buffer: bytearray = nc._ps.buf
         self._needed = 0
-        # Parsed control lines of our messages, and the length of the newest, with its CRLF.
         self._parsed_lines: dict[bytes, _Line] = {}
-        self._line_length = 1
+        self._line_length = 1  # of the newest parsed line, with its CRLF
         self._watched_reader: asyncio.Task[Any] | None = None
         self._connection_lost = False
 
     @property
     def usable(self) -> bool:
-        """As `BaseConnection.usable`, cheaper: it is checked for every message."""
-        return self.nc._status in _USABLE
+        return self.nc._status in _USABLE  # cheaper than nats-py's properties: it is checked for every message
 
     # -- subscriptions ------------------------------------------------------------------------------------------
 
     async def inbox(
         self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
     ) -> InboxSubscription:
-        """As `BaseConnection.inbox`; it never suspends."""
         nc = self.nc
-        self.check_subscribable()
+        if nc.is_closed:
+            raise nats.errors.ConnectionClosedError
+        if nc.is_draining:
+            raise nats.errors.ConnectionDrainingError
         self._watch_reader()
         inbox = InboxSubscription(self.drop, subject or nc.new_inbox())
         nc._sid += 1
-        # The same as nats-py's `subscribe`, which also waits for the flusher without a bound.
+        # The same as nats-py's `subscribe`, without its unbounded wait for the flusher.
         subscription = inbox.subscription = Subscription(nc, nc._sid, inbox.subject + tail)
         nc._subs[subscription._id] = subscription
         self._handlers[b"%d" % subscription._id] = handler
@@ -93,10 +96,9 @@ class Connection(BaseConnection):
         return inbox
 
     def drop(self, subscription: Subscription) -> None:
-        """As `BaseConnection.drop`."""
         sid = b"%d" % subscription._id
         nc = self.nc
-        if self.nc._subs.get(subscription._id) is subscription:
+        if nc._subs.get(subscription._id) is subscription:
             nc._remove_sub(subscription._id)
             subscription._closed = True
             subscription._stop_processing()
@@ -106,13 +108,12 @@ class Connection(BaseConnection):
         self._handlers[sid] = None
         self._parsed_lines.clear()
         self._closed_sids.append(sid)
-        if len(self._closed_sids) > self._CLOSED_SIDS_KEPT:
+        if len(self._closed_sids) > _CLOSED_SIDS_KEPT:
             self._handlers.pop(self._closed_sids.popleft(), None)
 
     # -- writing ------------------------------------------------------------------------------------------------
 
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
-        """As `BaseConnection.write_nowait`."""
         self.check_usable()
         self._append(data)
         self.nc.stats["out_msgs"] += messages
@@ -124,11 +125,10 @@ class Connection(BaseConnection):
         nc._pending_data_size += len(data)
         queue = nc._flush_queue
         assert queue is not None
-        if queue.empty():  # nats-py's flusher writes the whole buffer; one wake-up is enough
+        if queue.empty():  # one wake-up is enough: nats-py's flusher writes the whole buffer
             queue.put_nowait(asyncio.get_running_loop().create_future())
 
     async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
-        """As `BaseConnection.write`."""
         self.write_nowait(data, messages, payload_bytes)
         if self.nc._pending_data_size > self.nc._max_pending_size > 0:
             flushing = self.nc._flush_pending(force_flush=True)
@@ -164,7 +164,7 @@ class Connection(BaseConnection):
             await self._parse(data)
             return
         if parser.state != _AWAITING_CONTROL_LINE:
-            # nats-py is inside a message that is not ours; pass it the rest.
+            # nats-py is inside a message of another subscription: pass it the rest.
             rest = parser.needed + 2 - len(buffer)
             head, data = data[:rest], data[rest:]
             await self._parse(head)
@@ -173,7 +173,7 @@ class Connection(BaseConnection):
         elif buffer:
             if len(buffer) + len(data) < self._needed:
                 buffer.extend(data)
-                return  # a large message of ours is incomplete; do not parse it again until it is complete
+                return  # a large message of ours is still incomplete: do not parse it again yet
             data = b"".join((buffer, data))
             buffer.clear()
         self._needed = 0
@@ -186,8 +186,8 @@ class Connection(BaseConnection):
         batch: list[Frame] = []
         payloads = 0
         while pos < size:
-            # Frames of a subscription come in runs with one subject and few sizes: most control lines are known, and as
-            # long as the one before.
+            # Frames of a subscription come in runs with one subject and few sizes: most control lines are known and have
+            # the length of the one before.
             line = parsed_lines.get(data[pos : pos + line_length])
             if line is None:
                 eol = data.find(b"\r\n", pos)
@@ -208,7 +208,7 @@ class Connection(BaseConnection):
                     continue
                 line_length = eol + 2 - pos
                 line = (handlers[read.sid], read.subject, read.header_size, read.total, line_length)
-                if len(parsed_lines) >= self._CACHE_LIMIT:
+                if len(parsed_lines) >= _PARSED_LINES_KEPT:
                     parsed_lines.clear()
                 parsed_lines[data[pos : pos + line_length]] = line
             to, subject, header_size, total, length = line
@@ -243,23 +243,21 @@ _FALLBACK_WARNING = (
     "this version of nats-py has other internals than jetstream_ext supports (2.16 to 2.x); jetstream_ext uses nats-py's "
     "public interface instead, which is several times slower"
 )
-_FALLBACK_ATTRIBUTE = "_jetstream_ext_connection"
-"""The attribute of a client that holds its `FallbackConnection`, which lives exactly as long as the client."""
+_CONNECTION_ATTRIBUTE = "_jetstream_ext_connection"
+"""The attribute of a client that holds its connection, which lives exactly as long as the client."""
 
 
 def connection_of(nc: Client) -> Connection | FallbackConnection:
     """Return the one `BaseConnection` of `nc`."""
-    parser = getattr(nc, "_ps", None)
-    for known in (getattr(getattr(parser, "parse", None), "__self__", None), getattr(nc, _FALLBACK_ATTRIBUTE, None)):
-        if isinstance(known, Connection | FallbackConnection):
-            return known
-    if not _internals_known(nc):
-        fallback = FallbackConnection(nc, lambda: _server_info(nc))
-        setattr(nc, _FALLBACK_ATTRIBUTE, fallback)
-        warnings.warn(_FALLBACK_WARNING, RuntimeWarning, stacklevel=3)
-        return fallback
-    connection = Connection(nc)
-    nc._ps.parse = connection.parse  # type: ignore[method-assign]
+    connection: Connection | FallbackConnection | None = getattr(nc, _CONNECTION_ATTRIBUTE, None)
+    if connection is None:
+        if _internals_known(nc):
+            connection = Connection(nc)
+            nc._ps.parse = connection.parse  # type: ignore[method-assign]
+        else:
+            connection = FallbackConnection(nc, lambda: _server_info(nc))
+            warnings.warn(_FALLBACK_WARNING, RuntimeWarning, stacklevel=3)
+        setattr(nc, _CONNECTION_ATTRIBUTE, connection)
     return connection
 
 
@@ -267,7 +265,7 @@ def _server_info(nc: Client) -> dict[str, Any]:
     return getattr(nc, "_server_info", None) or {}
 
 
-_CLIENT_INTERNALS = {
+_INTERNALS: dict[str, Any] = {
     "_status": int,
     "_pending": list,
     "_pending_data_size": int,
@@ -275,21 +273,23 @@ _CLIENT_INTERNALS = {
     "_subs": dict,
     "_sid": int,
     "stats": dict,
+    "_reading_task": asyncio.Task | None,
+    "_flush_queue": asyncio.Queue | None,
+    "_remove_sub": Callable,
+    "_ps.buf": bytearray,
+    "_ps.state": int,
+    "_ps.needed": int,
 }
-_PARSER_INTERNALS = {"buf": bytearray, "state": int, "needed": int}
+_COROUTINES = ("_flush_pending", "_ps.parse")
 
 
 def _internals_known(nc: Client) -> bool:
-    parser = getattr(nc, "_ps", None)
-    return (
-        all(isinstance(getattr(parser, name, None), kind) for name, kind in _PARSER_INTERNALS.items())
-        and all(isinstance(getattr(nc, name, None), kind) for name, kind in _CLIENT_INTERNALS.items())
-        and inspect.iscoroutinefunction(getattr(parser, "parse", None))
-        and isinstance(getattr(nc, "_reading_task", ""), asyncio.Task | None)
-        and inspect.iscoroutinefunction(getattr(nc, "_flush_pending", None))
-        and (getattr(nc, "_flush_queue", "") is None or hasattr(nc._flush_queue, "empty"))
-        and callable(getattr(nc, "_remove_sub", None))
-    )
+    try:
+        return all(isinstance(attrgetter(path)(nc), kind) for path, kind in _INTERNALS.items()) and all(
+            inspect.iscoroutinefunction(attrgetter(path)(nc)) for path in _COROUTINES
+        )
+    except AttributeError:
+        return False
 
 
 def jetstream_parts(js: JetStreamManager) -> tuple[Client, str, float]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
+import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -18,7 +20,6 @@ from jetstream_ext.client.base_connection import (
     mark_retrieved,
     notify_disconnected,
     notify_reconnected,
-    unsubscribe,
 )
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
@@ -83,7 +84,7 @@ class FallbackConnection(BaseConnection):
         if not self._handlers and self._poller is not None:
             self._poller.cancel()
             self._poller = None
-        self._spawn(unsubscribe(subscription))
+        self._spawn(_unsubscribe(subscription))
 
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
         self.check_usable()
@@ -109,6 +110,13 @@ class FallbackConnection(BaseConnection):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _unsubscribe(subscription: Subscription) -> None:
+    with contextlib.suppress(  # the subscription of a closed connection has already ended
+        nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError, nats.errors.BadSubscriptionError
+    ):
+        await subscription.unsubscribe()
 
 
 async def _shielded(task: asyncio.Task[_T]) -> _T:

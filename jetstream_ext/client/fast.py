@@ -1,18 +1,26 @@
-"""Fast ingest for nats-py users (ADR-50). `protocol.fast` decides; `fast_session` connects it to the connection."""
+"""Fast ingest (ADR-50): the public `FastPublisher`, and the session that connects its batch to the connection."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+import inspect
+import logging
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Final, Self, Unpack
 
+import nats.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
+from jetstream_ext.client.api import api_level
+from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription
 from jetstream_ext.client.context import Context
-from jetstream_ext.client.fast_session import FastSession
-from jetstream_ext.protocol.fast_wire import BatchFlowError
+from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.protocol.fast import Ended, Event, FastBatch, Transition
+from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, UnrecognisedReply
+from jetstream_ext.protocol.feature_table import FAST_INGEST
+from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.types import (
     BatchAck,
     BatchFlowAck,
@@ -30,34 +38,36 @@ GapHandler = Callable[[BatchFlowGap], Awaitable[None] | None]
 ErrorHandler = Callable[[BatchFlowError], Awaitable[None] | None]
 FlowHandler = Callable[[BatchFlowAck], Awaitable[None] | None]
 
+_log: Final = logging.getLogger("jetstream_ext.fast")
+
 
 class FastPublisher:
     """Publish into a stream with one acknowledgement for many messages.
 
-    One instance is one batch (ADR-50, fast ingest). The server stores messages as they arrive, in order, and says how
+    One instance is one batch (ADR-50, fast ingest). The server stores messages as they arrive, in order, and limits how
     many may be unacknowledged: the window is `flow` times `max_outstanding_acks` messages. Use it as an async context
-    manager: a clean exit ends the batch and leaves its final ack in `ack`; an exception (and a cancellation) leaves
-    what was sent as it is. Without ``async with``, end it by `commit`, `commit_eob` or `discard`.
+    manager: a clean exit commits the batch and sets `ack` to the final ack; an exception or a cancellation discards it,
+    and what was sent stays stored. Without ``async with``, end it by `commit`, `commit_eob` or `discard`.
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
-        flow: Messages per acknowledgement to ask for, 1 to 65535; servers grant at most 500, shared by the
-            publishers of a stream.
+        flow: Messages per acknowledgement to request, 1 to 65535; servers grant at most 500, shared by the publishers
+            of a stream.
         max_outstanding_acks: Acknowledgements' worth of messages in the window, 1 to 3.
-        gap: What happens when messages are lost on their way: `GapMode.FAIL` ends the batch, `GapMode.OK` reports it
-            and goes on, also over a reconnect.
-        batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None makes one.
-        ack_timeout: Seconds without any sign of the server that a wait may last; None is the context's timeout. After a
-            loss of the connection `GapMode.OK` waits so long for another one, and then so long for the server's answer.
-        stall_ping: Seconds of waiting after which the server is asked for its position.
-        keepalive: Seconds without traffic after which an idle batch is kept alive by a ping (the server drops it after
-            10 s); 0 is never.
+        gap: What happens when messages are lost before they reach the server: `GapMode.FAIL` ends the batch;
+            `GapMode.OK` reports the gap and continues, also after a reconnect.
+        batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None generates one.
+        ack_timeout: Seconds that a wait may last without a reply of the server; None is the context's timeout. After the
+            connection is lost, `GapMode.OK` waits this long for the next one, and again for the server's answer on it.
+        stall_ping: Seconds of waiting after which a ping asks the server for its position.
+        keepalive: Seconds without traffic after which a ping keeps an idle batch alive (the server drops it after 10 s);
+            0 or None sends no pings.
         on_gap: Called with every `BatchFlowGap`.
-        on_error: Called with every `BatchFlowError`: a message that was refused while the batch goes on.
+        on_error: Called with every `BatchFlowError`: a message was refused, and the batch continues.
         on_flow: Called with every `BatchFlowAck`.
 
-    The handlers may be plain or coroutine functions. They run on the loop after the batch's state is updated, and what
-    they raise goes to the loop's exception handler.
+    The handlers may be plain or coroutine functions. They run on the loop after the batch's state is updated. Their
+    exceptions go to the loop's exception handler.
 
     Requires: nats-server 2.14 and ``allow_batched`` on the stream.
     """
@@ -80,7 +90,7 @@ class FastPublisher:
         context = Context(js)
         self._session = FastSession(
             context,
-            {BatchFlowGap: on_gap, BatchFlowError: on_error, BatchFlowAck: on_flow},
+            handlers={BatchFlowGap: on_gap, BatchFlowError: on_error, BatchFlowAck: on_flow},
             batch_id=NUID().next().decode() if batch_id is None else batch_id,
             flow=flow,
             max_outstanding_acks=max_outstanding_acks,
@@ -93,8 +103,6 @@ class FastPublisher:
 
     def __repr__(self) -> str:
         return f"<FastPublisher batch_id={self.batch_id!r} sent={self.batch_seq} acked={self.ack_seq}>"
-
-    # -- what is known ------------------------------------------------------------------------------------------
 
     @property
     def batch_id(self) -> str:
@@ -118,7 +126,7 @@ class FastPublisher:
 
     @property
     def ack(self) -> BatchAck | None:
-        """The server's final ack, also on a batch that it ended itself; None until then.
+        """The server's final ack, also of a batch that the server ended; None until then.
 
         Its ``batch_size`` is the highest batch sequence, not the number of messages stored.
         """
@@ -146,12 +154,12 @@ class FastPublisher:
 
     @property
     def in_doubt(self) -> list[InDoubt]:
-        """Messages whose reports were lost with a connection that the batch survived (`GapMode.OK` only)."""
+        """Messages whose reports were lost with a connection that the batch outlived (`GapMode.OK` only)."""
         return list(self._batch.in_doubt)
 
     @property
     def end_reason(self) -> EndReason | None:
-        """Why the batch ended; None while it is open. Known without another call, also while idle."""
+        """Why the batch ended; None while it is open. It is set as soon as the batch ends, also while idle."""
         return self._batch.end_reason
 
     # -- publishing ---------------------------------------------------------------------------------------------
@@ -168,27 +176,25 @@ class FastPublisher:
         order in which they were made. The first call also waits for the server's first reply.
 
         Args:
-            subject: Where it is stored.
+            subject: The message's subject.
             payload: Its bytes.
             options: As for `BatchMessage`.
 
         Returns:
-            The message's batch sequence, and up to where the server has acknowledged.
+            The message's batch sequence, and the highest one that the server has acknowledged.
 
         Raises:
             BatchError: The batch has ended; the error says why, what is stored, and holds the server's final ack.
-            UnsupportedFeatureError: The server is older than 2.14. Nothing was sent; where the library could not know
-                beforehand, the error says that this one message was stored as an ordinary one.
+            UnsupportedFeatureError: The server is older than 2.14. Nothing was sent; if the library could not know the
+                version before, the error says that this one message was stored as an ordinary one.
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
 
-        Cancellation: A call that waits for room or for the connection has sent nothing, and its message has no sequence
-        (`batch_seq` tells). Later the message is sent and counted. The batch stays usable.
+        Cancellation: While the call waits for room or for the connection, nothing is sent and the message has no
+        sequence (`batch_seq` does not count it). After that the message is sent and counted. The batch stays usable.
         """
-        if options:
-            return await self.add_message(BatchMessage(subject, payload, **options))
         session = self._session
-        if not session.clear:
-            return await self.add_message(BatchMessage(subject, payload))
+        if options or not session.clear:
+            return await self.add_message(BatchMessage(subject, payload, **options))
         return await self._publish(self._batch.add_plain(subject, payload, session.now()), len(payload))
 
     async def add_message(self, message: BatchMessage) -> FastPubAck:
@@ -215,12 +221,12 @@ class FastPublisher:
                 an async iterable. It is consumed as the window allows, so it may be endless.
 
         Returns:
-            Where the batch stands when all are sent and at most a window of them is unacknowledged.
+            As for `add`, when all messages are sent and at most a window of them is unacknowledged.
 
         Raises:
             BatchError, UnsupportedFeatureError: As for `add`.
-            Exception: What `messages` raises, and the refusal of one of them, after everything before it was sent;
-                the batch stays usable.
+            Exception: What `messages` raises, or the error of a message that cannot be sent. Everything before it was
+                sent; the batch stays usable.
 
         Cancellation: What was taken from `messages` is sent and counted; the batch stays usable.
         """
@@ -253,11 +259,11 @@ class FastPublisher:
     async def flush(self) -> None:
         """Wait until the server has dealt with everything sent so far.
 
-        Servers acknowledge every `flow` messages only. What an acknowledgement covers is stored (in `GapMode.OK`:
-        stored, or reported as lost or refused). For the last messages this call uses the answer to a ping, which comes
-        after the server took in everything before it, and after the report of any loss. On a stream with one replica
-        they are stored then. On a replicated stream they are on their way to the replicas, and only a later
-        acknowledgement or the final one proves them stored.
+        Servers acknowledge only every `flow` messages. What an acknowledgement covers is stored (in `GapMode.OK`:
+        stored, or reported as lost or refused). For the messages after it this call sends a ping: the server answers it
+        after it has received everything before the ping and reported any loss. On a stream with one replica these
+        messages are then stored. On a replicated stream they are on their way to the replicas, and only a later
+        acknowledgement or the final one proves that they are stored.
 
         Raises:
             BatchError: The batch ended first.
@@ -274,7 +280,7 @@ class FastPublisher:
             await session.wait(lambda: batch.is_settled(sent))
 
     async def ping(self) -> FastPubAck:
-        """Ask the server for its position in the batch; return its answer.
+        """Ask the server for its position in the batch; return it as `add` does.
 
         Raises:
             EmptyBatchError: Nothing was sent yet.
@@ -299,17 +305,7 @@ class FastPublisher:
     ) -> BatchAck:
         """Publish a last message, end the batch and return the server's final ack.
 
-        Args:
-            subject: Where the message is stored.
-            payload: Its bytes.
-            options: As for `BatchMessage`.
-
-        Raises:
-            BatchOutcomeUnknownError: The ack did not come; the messages may be stored.
-            BatchError: The batch had ended.
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
-
-        Cancellation: As for `commit_eob`, once the message is sent.
+        Arguments, errors and cancellation are those of `add` and then, once the message is sent, of `commit_eob`.
         """
         await self.add(subject, payload, **options)
         return await self.commit_eob()
@@ -319,10 +315,10 @@ class FastPublisher:
 
         Raises:
             EmptyBatchError: Nothing was sent.
-            BatchOutcomeUnknownError: The ack did not come; the messages may be stored.
+            BatchOutcomeUnknownError: The ack did not arrive; the messages may be stored.
             BatchError: The batch had ended.
 
-        Cancellation: The batch is discarded here; a commit that was sent still ends it on the server.
+        Cancellation: The batch is discarded; a commit that was sent still ends it on the server.
         """
         batch, session = self._batch, self._session
         await session.ready(batch.can_ask)
@@ -337,16 +333,16 @@ class FastPublisher:
         return batch.ack
 
     async def discard(self) -> None:
-        """End the batch here. What was sent stays stored; the server forgets the batch by itself.
+        """End the batch without a commit. What was sent stays stored; the server drops the idle batch by itself.
 
-        Cancellation: Not possible: it never suspends.
+        Cancellation: Cannot occur: the call never suspends.
         """
         self._session.deliver(self._batch.discard())
 
     async def wait_closed(self) -> EndReason:
-        """Wait until the batch ends, and return why it did.
+        """Wait until the batch ends, and return the reason.
 
-        Cancellation: The batch goes on; nothing is left behind.
+        Cancellation: The batch stays open.
         """
         return await self._session.closed()
 
@@ -363,7 +359,208 @@ class FastPublisher:
             try:
                 await self.commit_eob()
             except BaseException:
-                await self.discard()  # a refused or cancelled commit leaves nothing open behind the block
+                await self.discard()  # a failed commit must leave nothing open after the block
                 raise
         elif batch.error is not None:
             batch.check_open()
+
+
+class FastSession:
+    """Carries messages, replies, timers and events between the callers, the batch and the connection.
+
+    `batch` are the arguments of `FastBatch`, which makes every decision; `handlers` are called with events of their type.
+    """
+
+    def __init__(
+        self, context: Context, *, handlers: Mapping[type[Event], Callable[[Any], object] | None], **batch: Any
+    ) -> None:
+        self.batch: FastBatch = FastBatch(**batch, on_transition=self._log_transition)
+        self.now: Callable[[], float]
+        """The clock of the batch, once it is open."""
+        self._context = context
+        self._handlers = handlers
+        self._connection: BaseConnection | None = None
+        self._inbox: InboxSubscription | None = None
+        self._turn = asyncio.Lock()
+        self._senders = 0  # callers in `turn`
+        self._waiters = 0  # callers in `wait`
+        self._changed = asyncio.Event()  # set and cleared at once, to wake all waiters
+        self._timer: asyncio.TimerHandle | None = None
+        self._handler_tasks: set[asyncio.Task[None]] = set()
+
+    # -- callers --------------------------------------------------------------------------------------------------
+
+    @property
+    def clear(self) -> bool:
+        """Whether a message can be sent without waiting."""
+        connection = self._connection
+        return not self._senders and connection is not None and connection.usable and self.batch.has_room
+
+    def encode(self, message: BatchMessage) -> Encoded:
+        if self._connection is None:
+            self.batch.set_max_payload(self._context.connection.max_payload)
+        return self.batch.encode(message)
+
+    async def turn(self) -> None:
+        """Wait until a message can be sent; callers get their turn in the order of their calls."""
+        self._senders += 1
+        try:
+            async with self._turn:
+                await self.ready(self.batch.can_send)
+        finally:
+            self._senders -= 1
+
+    async def ready(self, goal: Callable[[], bool]) -> None:
+        """Wait for `goal` on a usable connection; open the batch if it is new."""
+        while True:
+            await self.wait(goal)
+            connection = self._connection
+            if connection is None:
+                await self._open()
+            elif connection.usable:
+                return
+            elif not self.batch.sent:
+                connection.check_usable()
+            else:
+                self._disconnected()  # nats-py has noticed the loss, but its reader task has not ended yet
+
+    async def wait(self, goal: Callable[[], bool]) -> None:
+        """Wait for `goal`, or raise what ended the batch; the batch's timers bound the wait."""
+        batch = self.batch
+        if batch.reached(goal):
+            return
+        self._waiters += 1
+        try:
+            while True:
+                batch.waiting(self.now())
+                self._arm()
+                await self._changed.wait()
+                if batch.reached(goal):
+                    return
+        finally:
+            self._waiters -= 1
+            if not self._waiters:
+                batch.not_waiting()
+
+    async def closed(self) -> EndReason:
+        """Wait for the end of the batch without sending anything."""
+        while self.batch.end_reason is None:
+            await self._changed.wait()
+        return self.batch.end_reason
+
+    async def write(self, data: bytes, messages: int, size: int) -> None:
+        """Write bytes of the batch; if that ends the batch, raise its error."""
+        assert self._connection is not None
+        batch = self.batch
+        try:
+            await self._connection.write(data, messages, size, timeout=batch.ack_timeout)
+        except RequestTimeoutError:
+            self.deliver(batch.write_timed_out(self.now()))
+            batch.check_open()
+        except nats.errors.Error as error:
+            # The messages have their sequences but were not sent: for the batch they are lost.
+            for_good = not isinstance(error, nats.errors.ConnectionReconnectingError)
+            self.deliver(batch.disconnected(self.now(), for_good=for_good))
+            batch.check_open()
+        if self._timer is None:
+            self._arm()  # writing only postpones what is due, so a timer that is set fires early enough
+
+    # -- the connection -------------------------------------------------------------------------------------------
+
+    async def _open(self) -> None:
+        connection = self._context.connection
+        connection.check_usable()
+        level = await api_level(self._context)
+        if not FAST_INGEST.at(level):
+            raise FAST_INGEST.unsupported(
+                server_version=connection.server_version, api_level=level, detail="nothing was sent"
+            )
+        handler = InboxHandler(self._receive, self._disconnected, self._reconnected)
+        tail = f".{self.batch.batch_id}.>"
+        self._inbox = await connection.inbox(handler, tail=tail, timeout=self.batch.ack_timeout)
+        try:
+            self.batch.open(self._inbox.subject)
+        except BaseException:
+            self._inbox.close()
+            raise
+        self.batch.set_max_payload(connection.max_payload)
+        self.now = asyncio.get_running_loop().time
+        self._connection = connection
+
+    def _receive(self, frames: list[Frame]) -> None:
+        self.deliver(*self.batch.receive(frames, self.now()))
+
+    def _disconnected(self) -> None:
+        assert self._connection is not None
+        for_good = self._connection.closed or self._connection.nc.is_draining
+        self.deliver(self.batch.disconnected(self.now(), for_good=for_good))
+
+    def _reconnected(self) -> None:
+        assert self._connection is not None
+        self.batch.set_max_payload(self._connection.max_payload)
+        self.deliver([], self.batch.reconnected(self.now()))
+
+    # -- events and timers ----------------------------------------------------------------------------------------
+
+    def deliver(self, events: list[Event], out: bytes = b"") -> None:
+        """Send `out`, call the handlers of `events`, wake the waiters."""
+        if out:
+            assert self._connection is not None
+            try:
+                self._connection.write_nowait(out, 1, 0)
+            except nats.errors.Error:
+                pass  # the connection calls `_disconnected`
+        for event in events:
+            if isinstance(event, UnrecognisedReply):
+                _log.warning("batch %s: ignored an unrecognised reply: %r", self.batch.batch_id, event.payload)
+            elif isinstance(event, Ended):
+                if self._inbox is not None:
+                    self._inbox.close()
+            elif (handler := self._handlers.get(type(event))) is not None:
+                self._call(handler, event)
+        self._changed.set()
+        self._changed.clear()
+        self._arm()
+
+    def _log_transition(self, change: Transition) -> None:
+        _log.debug("batch %s: %s -> %s (%s)", self.batch.batch_id, change.old.name, change.new.name, change.event.value)
+
+    def _call(self, handler: Callable[[Any], object], event: Event) -> None:
+        try:
+            result = handler(event)
+        except (Exception, asyncio.CancelledError) as error:  # no suspension here: the handler itself raised it
+            self._handler_failed(error)
+        else:
+            if inspect.isawaitable(result):
+                task = asyncio.get_running_loop().create_task(self._finish(result))
+                self._handler_tasks.add(task)
+                task.add_done_callback(self._handler_tasks.discard)
+
+    async def _finish(self, result: Awaitable[object]) -> None:
+        try:
+            await result
+        except Exception as error:
+            self._handler_failed(error)
+
+    def _handler_failed(self, error: BaseException) -> None:
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": f"a handler of batch {self.batch.batch_id} failed", "exception": error}
+        )
+
+    def _arm(self) -> None:
+        due = self.batch.next_timer()
+        if self._timer is not None:
+            if due is not None and self._timer.when() <= due:
+                return  # it fires early, finds nothing due and is armed again; that is cheaper than moving it each time
+            self._timer.cancel()
+            self._timer = None
+        if due is not None:
+            self._timer = asyncio.get_running_loop().call_at(due, self._timer_fired)
+
+    def _timer_fired(self) -> None:
+        self._timer = None
+        events, out = self.batch.handle_timer(self.now())
+        if events or out:
+            self.deliver(events, out)
+        else:
+            self._arm()

@@ -1,12 +1,14 @@
-"""Store everything a source has, exactly once, whatever happens to the server or the connection meanwhile."""
+"""`ingest`: store every message of a source exactly once, across restarts and lost connections."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections import deque
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator
-from typing import Any, Final, Self
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from functools import partial
+from typing import Final
 
 import nats.errors
 import nats.js.errors
@@ -51,89 +53,100 @@ async def ingest(
     on_progress: ProgressHandler | None = None,
     progress_every: float = 0.5,
 ) -> IngestReport:
-    """Store every message of `messages` in its stream, in order, and return what was done.
+    """Store every message of `messages` in its stream, in order, and return a report.
 
-    Messages go out by fast ingest. When a batch ends early (the server was killed, its leader changed, the connection
-    was cut, messages were lost, the stream is overloaded), what it had not acknowledged is published again one by one,
-    and another batch goes on from there. Every message carries a ``Nats-Msg-Id``, so that the second copy is dropped:
-    everything is stored exactly once as long as the server is back within the stream's ``duplicate_window`` (2 minutes
-    by default).
+    Messages are sent by fast ingest. If a batch ends early (the server was killed, its leader changed, the connection
+    was lost, messages were lost, the stream is overloaded), the messages that it had not acknowledged are published
+    again one by one, and another batch continues from there. Every message has a ``Nats-Msg-Id``, so that the server
+    drops a second copy: each message is stored exactly once if the server is back within the stream's
+    ``duplicate_window`` (2 minutes by default).
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         messages: ``(subject, payload)``, ``(subject, payload, headers)`` or `BatchMessage`, from an iterable or an async
-            iterable, all for one stream. It is read as fast as they are stored: what is in memory is one window.
-        msg_id: Returns the ``Nats-Msg-Id`` of a message that has none; by default they are named after this run and
-            their place in it. With ids that name the content, a second run stores only what the first did not.
-        flow: Messages per acknowledgement to ask for, as for `FastPublisher`.
+            iterable, all for one stream. It is read as fast as the messages are stored; only one window is in memory.
+        msg_id: Returns the ``Nats-Msg-Id`` of a message that has none; the default ids are made of a random id of the
+            run and the message's place in it. With ids that name the content, a second run stores only what the first
+            did not.
+        flow: Messages per acknowledgement to request, as for `FastPublisher`.
         max_outstanding_acks: Acknowledgements' worth of messages in the window, as for `FastPublisher`.
-        timeout: Seconds of trouble without a single message getting through, after which it is given up.
+        timeout: Seconds of errors without a single stored message after which the call fails.
         ack_timeout: Seconds to wait for each answer of the server; None is the context's timeout.
-        on_progress: A plain function, called on the loop now and then and at the end. What it raises goes to the loop's
+        on_progress: A plain function, called on the loop repeatedly and at the end. Its exceptions go to the loop's
             exception handler.
-        progress_every: Seconds between its calls, at least.
+        progress_every: The least number of seconds between its calls.
 
     Returns:
-        The report; `IngestReport` says what each number means.
+        An `IngestReport`.
 
     Raises:
-        IngestError: A message was refused (it is named; everything before it is stored and nothing after it), the stream
-            does not take fast ingest, or nothing got through for `timeout` seconds.
+        IngestError: A message was refused (the error names it; everything before it is stored and nothing after it), the
+            stream does not take fast ingest, or no message was stored for `timeout` seconds.
         UnsupportedFeatureError: The server is older than 2.14.
+        ValueError, TypeError: An argument is out of its range or of another type.
         Exception: What `messages` or `msg_id` raises, once everything before it is stored.
 
-    Cancellation: Nothing is left behind but the messages: up to a window of them may be stored or not.
+    Cancellation: The messages of the last window may be stored or not.
 
     Requires: nats-server 2.14 and ``allow_batched`` on the stream.
     """
     timeout = check_seconds(timeout, "timeout")
     progress_every = check_seconds(progress_every, "progress_every", zero=True)
     ack_timeout = Context(js).resolve_timeout(ack_timeout, "ack_timeout")
-    source = (_AsyncSource if isinstance(messages, AsyncIterable) else _Source)(messages, msg_id)
-
-    def new_publisher(on_flow: Callable[[BatchFlowAck], None] | None) -> FastPublisher:
-        return FastPublisher(
-            js, flow=flow, max_outstanding_acks=max_outstanding_acks, ack_timeout=ack_timeout, on_flow=on_flow
-        )
-
-    progress = _Progress(on_progress, progress_every)
-    return await _Ingest(js, source, new_publisher, timeout, ack_timeout, progress).run()
+    new_publisher = partial(
+        FastPublisher, js, flow=flow, max_outstanding_acks=max_outstanding_acks, ack_timeout=ack_timeout
+    )
+    source = _Source(messages, msg_id)
+    try:
+        return await _Ingest(js, source, new_publisher, timeout, ack_timeout, on_progress, progress_every).run()
+    finally:
+        await source.aclose()
 
 
 class _Source:
     """Reads the caller's messages, gives each an id, and keeps them in `window` until they are known to be stored."""
 
-    def __init__(self, messages: Any, msg_id: MsgId | None) -> None:
+    def __init__(self, messages: Iterable[Entry] | AsyncIterable[Entry], msg_id: MsgId | None) -> None:
         self.window: deque[Entry] = deque()
-        """What was read and is not known to be stored, oldest first."""
+        """The messages that were read and are not known to be stored, oldest first."""
         self.ended = False
         self.error: Exception | None = None
-        """What the caller's iterable or `msg_id` raised."""
+        """The exception of the caller's iterable or `msg_id`."""
         self._msg_id = msg_id
         self._run = NUID().next().decode()
         self._taken = 0
-        self._start(messages)
+        self.entries: Iterator[Entry] | AsyncGenerator[Entry, None]
+        if isinstance(messages, AsyncIterable):
+            self.entries = self._read_async(aiter(messages))
+        else:
+            self.entries = self._read(iter(messages))
 
-    def _start(self, messages: Iterable[Entry]) -> None:
-        self._messages = iter(messages)
-
-    def __iter__(self) -> Iterator[Entry]:
-        while not self.ended:
-            try:
-                entry = self._with_id(next(self._messages))
-            except Exception as error:
-                self._end(error)
-            else:
+    def _read(self, messages: Iterator[Entry]) -> Iterator[Entry]:
+        try:
+            for message in messages:
+                entry = self._with_id(message)
                 self.window.append(entry)
                 yield entry
-
-    def _end(self, error: Exception) -> None:
-        self.ended = True
-        if not isinstance(error, StopIteration | StopAsyncIteration):
+        except Exception as error:
             self.error = error
+        self.ended = True
+
+    async def _read_async(self, messages: AsyncIterator[Entry]) -> AsyncGenerator[Entry, None]:
+        try:
+            async for message in messages:
+                entry = self._with_id(message)
+                self.window.append(entry)
+                yield entry
+        except Exception as error:
+            self.error = error
+        self.ended = True
+
+    async def aclose(self) -> None:
+        if isinstance(self.entries, AsyncGenerator):
+            await self.entries.aclose()  # otherwise the loop closes it later, in a task
 
     def _with_id(self, entry: Entry) -> Entry:
-        """Return the message with an id; what is not a message stays as it is, and is refused when it is sent."""
+        """Return the message with an id; anything else stays as it is, and is refused when it is sent."""
         self._taken += 1
         if type(entry) is tuple:  # nearly every message of a bulk: no object is made for it
             if len(entry) == 2:
@@ -160,65 +173,18 @@ class _Source:
         return name
 
 
-class _AsyncSource(_Source):
-    """A `_Source` of an async iterable."""
-
-    __iter__ = None  # type: ignore[assignment]
-
-    def _start(self, messages: AsyncIterable[Entry]) -> None:  # type: ignore[override]
-        self._async_messages = aiter(messages)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Entry:
-        if not self.ended:
-            try:
-                entry = self._with_id(await anext(self._async_messages))
-            except Exception as error:
-                self._end(error)
-            else:
-                self.window.append(entry)
-                return entry
-        raise StopAsyncIteration
-
-
-class _Progress:
-    """Calls `on_progress` every so many seconds."""
-
-    def __init__(self, handler: ProgressHandler | None, every: float) -> None:
-        self._handler = handler
-        self._every = every
-        self._last: tuple[float, int] | None = None
-
-    def report(self, stored: int, window: int, *, final: bool = False) -> None:
-        """Report, if it is time."""
-        if self._handler is None:
-            return
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        then, before = self._last or (now, 0)
-        if self._last is not None and not final and now - then < self._every:
-            return
-        self._last = now, stored
-        rate = (stored - before) / (now - then) if now > then else 0.0
-        try:
-            self._handler(IngestProgress(stored, rate, window))
-        except Exception as error:
-            loop.call_exception_handler({"message": "on_progress of an ingest failed", "exception": error})
-
-
 class _Ingest:
-    """One run: batches while all goes well, and single publishes for what a broken batch left in the window."""
+    """One run: fast-ingest batches, and single publishes of what a broken batch leaves in the window."""
 
     def __init__(
         self,
         js: JetStreamContext,
         source: _Source,
-        new_publisher: Callable[[Callable[[BatchFlowAck], None] | None], FastPublisher],
+        new_publisher: Callable[..., FastPublisher],
         timeout: float,
         ack_timeout: float,
-        progress: _Progress,
+        on_progress: ProgressHandler | None,
+        progress_every: float,
     ) -> None:
         self._js = js
         self._context = Context(js)
@@ -226,20 +192,22 @@ class _Ingest:
         self._window = source.window
         self._new_publisher = new_publisher
         self._ack_timeout = ack_timeout
-        self._progress = progress
+        self._on_progress = on_progress
+        self._progress_every = progress_every
+        self._progress_at, self._progress_stored = -math.inf, 0  # of the newest report
         self._retry = Retry(timeout, transient=lambda error: not isinstance(error, _CONNECTION_GONE))
         self._stored = self._duplicates = self._resent = self._batches = 0
         self._refused: tuple[Entry, Exception] | None = None
         self._began = asyncio.get_running_loop().time()
 
     async def run(self) -> IngestReport:
-        self._progress.report(0, 0)
+        self._report_progress()
         while not self._source.ended or self._window:
             if self._window:
                 await self._resend()
             else:
                 await self._send_batch()
-        self._progress.report(self._stored, 0, final=True)
+        self._report_progress(final=True)
         if self._refused is not None:
             entry, error = self._refused
             raise self._failure(f"was refused: {error}", entry) from error
@@ -251,7 +219,10 @@ class _Ingest:
         seconds = asyncio.get_running_loop().time() - self._began
         return IngestReport(self._stored, self._duplicates, self._resent, self._batches, seconds)
 
-    def _failure(self, what: str, entry: Entry | None) -> IngestError:
+    def _failure(self, what: str, entry: Entry | None = None) -> IngestError:
+        """Return the error about `entry`, by default the oldest message of the window."""
+        if entry is None and self._window:
+            entry = self._window[0]
         subject = None
         if isinstance(entry, BatchMessage):
             subject = entry.subject
@@ -262,13 +233,28 @@ class _Ingest:
         return IngestError(text, index=self._stored, subject=subject, report=self._report())
 
     def _confirm(self, count: int) -> None:
-        """Note that the oldest `count` messages of the window are stored."""
+        """Take the oldest `count` messages out of the window: they are stored."""
         for _ in range(count):
             self._window.popleft()
         self._stored += count
         if count:
             self._retry.reset()
-        self._progress.report(self._stored, len(self._window))
+        self._report_progress()
+
+    def _report_progress(self, *, final: bool = False) -> None:
+        if self._on_progress is None:
+            return
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        seconds = now - self._progress_at
+        if seconds < self._progress_every and not final:
+            return
+        rate = (self._stored - self._progress_stored) / seconds if seconds else 0.0
+        self._progress_at, self._progress_stored = now, self._stored
+        try:
+            self._on_progress(IngestProgress(self._stored, rate, len(self._window)))
+        except Exception as error:
+            loop.call_exception_handler({"message": "on_progress of an ingest failed", "exception": error})
 
     async def _pause(self, error: Exception) -> None:
         """Wait before the next attempt, or give up."""
@@ -277,8 +263,7 @@ class _Ingest:
         except nats.errors.Error:
             gone = isinstance(error, _CONNECTION_GONE)
             why = "the connection is closed" if gone else f"nothing was stored for {self._retry.give_up_after:g} s"
-            entry = self._window[0] if self._window else None
-            raise self._failure(f"could not be stored: {why} ({error})", entry) from error
+            raise self._failure(f"could not be stored: {why} ({error})") from error
 
     async def _connected(self) -> None:
         connection = self._context.connection
@@ -291,18 +276,18 @@ class _Ingest:
     # -- by fast ingest -----------------------------------------------------------------------------------------
 
     async def _send_batch(self) -> None:
-        """Send from the source until it ends or the batch does; what is in the window then is not acknowledged."""
+        """Send from the source until it or the batch ends; then the window holds what is not acknowledged."""
         await self._connected()
         before = self._stored
         opened = False
         trouble: Exception | None = None
 
-        def acked(_: BatchFlowAck | None = None) -> None:
+        def acked(_: BatchFlowAck) -> None:
             nonlocal opened
             opened = True
             self._confirm(before + publisher.ack_seq - self._stored)
 
-        publisher = self._new_publisher(acked)
+        publisher = self._new_publisher(on_flow=acked)
         try:
             await self._send(publisher)
             if publisher.batch_seq:
@@ -310,7 +295,7 @@ class _Ingest:
         except (UnsupportedFeatureError, *_NO_FAST_INGEST) as error:
             if self._stored == 0 and isinstance(error, UnsupportedFeatureError):
                 raise
-            raise self._failure(f"could not be sent: {error}", self._window[0] if self._window else None) from error
+            raise self._failure(f"could not be sent: {error}") from error
         except (BatchError, nats.errors.Error) as error:
             trouble = error
         finally:
@@ -323,51 +308,49 @@ class _Ingest:
 
     async def _send(self, publisher: FastPublisher) -> None:
         try:
-            await publisher.add_many(self._source)
+            await publisher.add_many(self._source.entries)
         except Exception as error:
             broken = isinstance(error, BatchError | UnsupportedFeatureError | nats.errors.Error)
             if broken and not isinstance(error, ValueError):
                 raise
-            # The message was refused before it was sent and has no place in the batch; everything before it has.
+            # The message was refused before it took a sequence; everything before it is part of the batch.
             self._refused = self._window.pop(), error
             self._source.ended = True
 
     # -- one by one ---------------------------------------------------------------------------------------------
 
     async def _resend(self) -> None:
-        """Publish what is in the window, each message with an ack of its own.
+        """Publish the messages of the window one at a time.
 
-        One at a time: the order is kept, and if one is refused nothing after it is stored.
+        That keeps the order, and if one is refused nothing after it is stored.
         """
         while self._window:
             duplicate = await self._publish(self._window[0])
-            self._resent += 1
             self._duplicates += duplicate
+            self._resent += 1
             self._confirm(1)
 
     async def _publish(self, entry: Entry) -> bool:
-        """Publish one message until it is known to be stored; return whether it was stored before."""
+        """Publish the oldest message of the window until it is stored; return whether it was stored before."""
         message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
         headers = dict(message_headers(message))
         once = self._publish_alone if _EXPECTATIONS.isdisjoint(headers) else self._publish_in_a_batch
         while True:
             await self._connected()
-            trouble: Exception
             try:
                 return await once(message, headers)
             except nats.js.errors.NoStreamResponseError as error:
                 if await self._has_no_stream(message.subject):
-                    raise self._failure("has a subject that no stream listens on", entry) from error
-                trouble = error
+                    raise self._failure("has a subject that no stream listens on") from error
+                await self._pause(error)
             except nats.js.errors.APIError as error:
                 if error.code not in _RETRIED_STATUSES and error.err_code != ErrorCode.DUPLICATE_IN_PROCESS:
-                    raise self._failure(f"was refused: {error.description}", entry) from error
-                trouble = error
-            except nats.errors.MaxPayloadError as error:  # the server of a new connection may take less
-                raise self._failure(f"was refused: {error}", entry) from error
+                    raise self._failure(f"was refused: {error.description}") from error
+                await self._pause(error)
+            except nats.errors.MaxPayloadError as error:  # after a reconnect the limit may be lower
+                raise self._failure(f"was refused: {error}") from error
             except nats.errors.Error as error:
-                trouble = error
-            await self._pause(trouble)
+                await self._pause(error)
 
     async def _publish_alone(self, message: BatchMessage, headers: dict[str, str]) -> bool:
         publishing = self._js.publish(
@@ -377,12 +360,12 @@ class _Ingest:
         return bool(ack.duplicate)
 
     async def _publish_in_a_batch(self, message: BatchMessage, headers: dict[str, str]) -> bool:
-        """Publish a message with an expectation, which no longer holds if the message was stored before.
+        """Publish a message whose expectation does not hold if the message was stored before.
 
-        Servers look at the id first only in a batch: on a stream with one replica they would refuse an ordinary message
-        for its expectation.
+        Only in a batch do servers check the id first. On a stream with one replica they refuse an ordinary message for
+        its expectation.
         """
-        publisher = self._new_publisher(None)
+        publisher = self._new_publisher()
         try:
             await publisher.add_message(message)
             ack = await publisher.commit_eob()
@@ -391,7 +374,7 @@ class _Ingest:
         return ack.seq == 0  # nothing was stored
 
     async def _has_no_stream(self, subject: str) -> bool:
-        """Return whether it is certain that no stream has the subject; without a leader a stream does not answer either."""
+        """Return whether no stream has the subject, for certain; a stream without a leader does not answer either."""
         try:
             return await stream_name(self._context, subject, self._ack_timeout) is None
         except (nats.errors.Error, nats.js.errors.APIError):

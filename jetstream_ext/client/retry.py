@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 _TRANSIENT: Final = (
     RequestTimeoutError,
     MessagesLostError,
-    DirectGetDisabledError,  # the caller has already checked allow_direct at the leader: the responders are away
+    DirectGetDisabledError,  # the caller has checked allow_direct at the leader, so only the responders are away
     BatchAbandonedError,
     BatchOutcomeUnknownError,
     AtomicPublishIncompleteError,
@@ -43,7 +43,7 @@ _ELECTING: Final = frozenset({ErrorCode.CLUSTER_UNAVAILABLE, ErrorCode.NOT_LEADE
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same call may succeed later: no leader, no connection, no answer, or an overloaded server."""
+    """Return whether the same call may succeed later: no leader, connection or answer, or an overloaded server."""
     if isinstance(error, PositionLostError):
         return False
     if isinstance(error, APIError) and error.err_code in _ELECTING:
@@ -56,9 +56,9 @@ def is_transient(error: BaseException) -> bool:
 class Retry:
     """The pauses between the attempts of one operation, and their end.
 
-    The next error is raised after `give_up_after` seconds without progress. Each pause is `factor` times as long as the
-    one before, up to `longest_pause`. `jitter` shortens each by a random part, so that competing writers do not retry
-    in step. `transient` decides whether another attempt may succeed after an error.
+    After `give_up_after` seconds without progress the next error is raised. Each pause is `factor` times as long as the
+    one before, up to `longest_pause`. `jitter` shortens each pause by a random part, so that competing writers do not
+    retry in step. `transient` decides whether another attempt may succeed after an error.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Retry:
         self._deadline: float | None = None
 
     def reset(self) -> None:
-        """Note progress: the deadline and the pauses start again with the next error."""
+        """Record progress: the deadline and the pauses start again with the next error."""
         self._pause, self._deadline = self._first_pause, None
 
     def start(self) -> None:

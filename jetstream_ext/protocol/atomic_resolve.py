@@ -2,7 +2,7 @@
 
 `find_commit` and `find_earlier` are generators: they yield a question, are sent its answer, and return the verdict: the
 ack that the commit should have had, or None, which proves that nothing of the batch is stored, nor will be.
-`client.atomic_resolve` asks.
+`client.atomic_session` asks.
 
 A stored batch is a run of sequences, and every message of it has the batch's id in a header. So one message with the id
 proves that all were stored, and a stream in which nothing is missing proves that none was. Messages that were removed

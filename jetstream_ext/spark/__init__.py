@@ -2,23 +2,6 @@
 
 Spark finds the formats by itself (`pyspark_jetstream`); `register` registers them explicitly. Needs
 ``nats-jetstream-ext[spark]``.
-
-========================  ==========================================================================================
-``source``                what Spark calls for a stream: the data source and its batch reader
-``streaming``             a streaming query: what Spark calls, where it starts, how far a micro-batch goes
-``sink``                  what Spark calls to write, and what the driver checks first
-``kv``                    what Spark calls to read a bucket
-``options``               every option, parsed and checked before anything is connected
-``planning``              driver: check the streams, resolve the ends, cut ranges into partitions
-``offsets``               the offsets in Spark's checkpoint; `lag`
-``reading``               executor: one range, proved complete, as Arrow record batches
-``write``                 executor: one partition, by fast ingest or by transactions
-``rows``                  executor: rows as messages, and their message ids
-``transactional``         executor: rows and a marker in one atomic batch
-``connection``            one connection per worker process, kept between tasks; questions and their retries
-``errors``                what the connector raises
-``java``                  the check for a Java that Spark runs on
-========================  ==========================================================================================
 """
 
 from __future__ import annotations

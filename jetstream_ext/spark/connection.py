@@ -1,9 +1,9 @@
-"""Connections of a worker process to NATS: one per way to connect, kept between tasks; and questions asked through them.
+"""Connections of a worker process to NATS: one for each way to connect, kept between tasks.
 
 Spark reuses its Python workers across tasks and queries, and ends them without notice. So connections belong to the
 process and not to a task. They live on an event loop in a separate thread, which answers the server's PINGs while Spark
-runs no task on this worker. A connection that is unused for a minute is closed. One whose task failed is dropped,
-because replies to that task may still arrive. References in options become secrets here, and nowhere earlier.
+runs no task on this worker. A connection whose task failed is dropped, because replies to that task may still arrive.
+References in options become secrets here, and nowhere earlier.
 """
 
 from __future__ import annotations
@@ -48,11 +48,7 @@ _Item = TypeVar("_Item")
 def connected(
     options: ConnectionOptions, role: Literal["driver", "executor"]
 ) -> Iterator[tuple[Lease, JetStreamContext]]:
-    """Lend this process's connection, and its JetStream context.
-
-    Raises:
-        ConnectError, OptionError: As for `Connections.lend`.
-    """
+    """Lend this process's connection and its JetStream context; raises as `Connections.lend`."""
     with connections().lend(options, f"jetstream-ext spark {role}") as lease:
         yield lease, lease.connection.context()
 
@@ -60,35 +56,33 @@ def connected(
 def run_on_driver(
     options: ConnectionOptions, work: Callable[[JetStreamContext], Coroutine[Any, Any, _Result]]
 ) -> _Result:
-    """Run `work` on the driver's connection and return its result."""
     with connected(options, "driver") as (lease, context):
         return lease.run(work(context))
 
 
-async def ask(timeout: float, question: Callable[[], Awaitable[_Result]]) -> _Result:
-    """Return the answer to a question, asked again after each transient error until `timeout` seconds have passed.
+async def ask(timeout: float, request: Callable[[], Awaitable[_Result]]) -> _Result:
+    """Return the reply to a request, sent again after each transient error until `timeout` seconds have passed.
 
-    Every question of the driver goes through here. It must change nothing on the server.
+    Every request of the driver goes through here. It must change nothing on the server.
     """
     retry = Retry(timeout)
     retry.start()
     while True:
         try:
-            return await question()
+            return await request()
         except Exception as error:
             await retry.pause(error)
-            _log.debug("asking again after %s: %s", type(error).__name__, error)
+            _log.debug("sending the request again after %s: %s", type(error).__name__, error)
 
 
 class Lease:
-    """A connection lent to one task, and the way to run coroutines where it lives."""
+    """A connection lent to one task, and the way to run coroutines on its event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, connection: WorkerConnection) -> None:
         self.connection = connection
         self._loop = loop
         self._task: asyncio.Task[Any] | None = None
-        self.busy: bool = False
-        """Whether the coroutine started last is still running."""
+        self.busy: bool = False  # whether the coroutine started last is still running
 
     def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         """Run a coroutine on the connection's loop and return its result.
@@ -145,28 +139,12 @@ async def _next(items: AsyncGenerator[_Item, None]) -> _Item | None:
     return await anext(items, None)
 
 
-class _Shared:
-    """A connection and the number of its users. Used on the loop only."""
-
-    def __init__(self, options: ConnectionOptions) -> None:
-        self.options = options
-        self.connection = WorkerConnection(options)
-        self.opening = asyncio.Lock()
-        self.opened = False
-        self.users = 0
-        self.expiry: asyncio.TimerHandle | None = None
-
-
 class Connections:
-    """The connections of one process.
-
-    Args:
-        idle: Seconds after which an unused connection is closed.
-    """
+    """The connections of one process; one that is unused for `idle` seconds is closed."""
 
     def __init__(self, *, idle: float = _IDLE_SECONDS) -> None:
         self._idle = idle
-        self._shared: dict[ConnectionOptions, _Shared] = {}
+        self._shared: dict[ConnectionOptions, WorkerConnection] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         # A daemon: Spark ends its workers without notice, and the end of the process closes the sockets.
@@ -175,23 +153,21 @@ class Connections:
 
     @contextmanager
     def lend(self, options: ConnectionOptions, name: str) -> Iterator[Lease]:
-        """Lend the connection for `options`, connected. A connection whose block raised is not lent again.
+        """Lend the connection for `options`; a new one gets `name` in the server's list of connections.
 
-        Args:
-            options: How to connect.
-            name: The name of a new connection in the server's list.
+        A connection whose block raised is not lent again.
 
         Raises:
             ConnectError: No server could be reached, or it refused the credentials.
             OptionError: A file or variable that an option names does not exist.
         """
-        shared = _run(self._loop, self._take(options, name))
+        connection = _run(self._loop, self._take(options, name))
         finished = False
         try:
-            yield Lease(self._loop, shared.connection)
+            yield Lease(self._loop, connection)
             finished = True
         finally:
-            _run(self._loop, self._give_back(shared, finished))
+            _run(self._loop, self._give_back(connection, finished))
 
     def close(self) -> None:
         """Close all connections and end the thread."""
@@ -200,57 +176,56 @@ class Connections:
         self._thread.join()
         self._loop.close()
 
-    async def _take(self, options: ConnectionOptions, name: str) -> _Shared:
-        shared = self._shared.get(options)
-        if shared is not None and shared.opened and not shared.connection.usable:
-            self._forget(shared)
-            shared = None
+    async def _take(self, options: ConnectionOptions, name: str) -> WorkerConnection:
+        connection = self._shared.get(options)
+        if connection is not None and connection.opened and not connection.client.is_connected:
+            self._forget(connection)
+            connection = None
             _log.debug("the connection to %s is lost; opening another", ",".join(options.servers))
-        if shared is None:
-            shared = self._shared[options] = _Shared(options)
-        if shared.expiry is not None:
-            shared.expiry.cancel()
-            shared.expiry = None
-        shared.users += 1
+        if connection is None:
+            connection = self._shared[options] = WorkerConnection(options)
+        if connection.expiry is not None:
+            connection.expiry.cancel()
+            connection.expiry = None
+        connection.users += 1
         try:
-            async with shared.opening:
-                if not shared.opened:
-                    await shared.connection.open(name)
-                    shared.opened = True
+            async with connection.opening:
+                if not connection.opened:
+                    await connection.open(name)
                     _log.debug("connected to %s", ",".join(options.servers))
         except BaseException:
-            await self._give_back(shared, finished=False)
+            await self._give_back(connection, finished=False)
             raise
-        shared.connection.refusal = None
-        return shared
+        connection.refusal = None
+        return connection
 
-    async def _give_back(self, shared: _Shared, finished: bool) -> None:
-        shared.users -= 1
+    async def _give_back(self, connection: WorkerConnection, finished: bool) -> None:
+        connection.users -= 1
         if not finished:
-            self._forget(shared)
-        elif shared.users == 0 and self._shared.get(shared.options) is shared:
-            shared.expiry = self._loop.call_later(self._idle, self._forget, shared)
+            self._forget(connection)
+        elif connection.users == 0 and self._shared.get(connection.options) is connection:
+            connection.expiry = self._loop.call_later(self._idle, self._forget, connection)
         else:
-            self._close_unused(shared)
+            self._close_unused(connection)
 
-    def _forget(self, shared: _Shared) -> None:
-        if self._shared.get(shared.options) is shared:
-            del self._shared[shared.options]
-        self._close_unused(shared)
+    def _forget(self, connection: WorkerConnection) -> None:
+        if self._shared.get(connection.options) is connection:
+            del self._shared[connection.options]
+        self._close_unused(connection)
 
-    def _close_unused(self, shared: _Shared) -> None:
-        if shared.users == 0 and self._shared.get(shared.options) is not shared:
-            _log.debug("closing the connection to %s", ",".join(shared.options.servers))
-            task = self._loop.create_task(shared.connection.close())
+    def _close_unused(self, connection: WorkerConnection) -> None:
+        if connection.users == 0 and self._shared.get(connection.options) is not connection:
+            _log.debug("closing the connection to %s", ",".join(connection.options.servers))
+            task = self._loop.create_task(connection.client.close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
     async def _close_all(self) -> None:
-        for shared in list(self._shared.values()):
-            if shared.expiry is not None:
-                shared.expiry.cancel()
-            shared.users = 0
-            self._forget(shared)
+        for connection in list(self._shared.values()):
+            if connection.expiry is not None:
+                connection.expiry.cancel()
+            connection.users = 0
+            self._forget(connection)
         if self._closing:
             await asyncio.wait(self._closing)
 
@@ -268,42 +243,32 @@ def _wait(future: Future[_Result]) -> _Result:
 
 
 class WorkerConnection:
-    """A connection, and the last permission that the server refused on it.
+    """A connection, its users (counted on the loop only), and the last permission that the server refused on it.
 
     The server does not reply to a request without permission: it sends an error about it, and the request times out.
     """
 
     def __init__(self, options: ConnectionOptions) -> None:
+        self.options = options
         self.client: Client = Client()
         self.refusal: str | None = None
-        self._options = options
+        self.opening = asyncio.Lock()
+        self.opened: bool = False
+        self.users: int = 0
+        self.expiry: asyncio.TimerHandle | None = None
         self._last_error: Exception | None = None
-        self._connecting = False
-
-    @property
-    def usable(self) -> bool:
-        """Whether it is connected now."""
-        return bool(self.client.is_connected)
 
     def context(self) -> JetStreamContext:
         """Return the JetStream context for the domain or the API prefix of the options."""
-        options = self._options
+        options = self.options
         where = {"prefix": options.api_prefix} if options.api_prefix else {"domain": options.domain}
         return self.client.jetstream(timeout=options.timeout, **where)
 
     async def open(self, name: str) -> None:
-        """Connect, and retry for as long as the options' timeout allows.
-
-        Args:
-            name: What operators see in the server's list of connections.
-
-        Raises:
-            ConnectError: No server could be reached, or it refused the credentials.
-            OptionError: A file or variable that an option names does not exist.
-        """
-        options = self._options
+        """Connect, and retry for as long as the options' timeout allows; raises as `Connections.lend`."""
+        options = self.options
         arguments = _arguments(options)
-        self._connecting = True
+        servers = ", ".join(options.servers)
         try:
             async with asyncio.timeout(options.timeout):
                 await self.client.connect(
@@ -315,23 +280,16 @@ class WorkerConnection:
                     max_reconnect_attempts=-1,
                     **arguments,
                 )
+            self.opened = True
         except TimeoutError:
-            await self.client.close()
             raise ConnectError(
-                f"no connection to {', '.join(options.servers)} within {options.timeout:g} s: {self._last_error}"
+                f"no connection to {servers} within {options.timeout:g} s: {self._last_error}"
             ) from self._last_error
         except (nats.errors.Error, OSError) as error:
-            await self.client.close()
-            raise ConnectError(f"no connection to {', '.join(options.servers)}: {error}") from error
-        except BaseException:
-            await self.client.close()
-            raise
+            raise ConnectError(f"no connection to {servers}: {error}") from error
         finally:
-            self._connecting = False
-
-    async def close(self) -> None:
-        """Close it; safe to call twice."""
-        await self.client.close()
+            if not self.opened:
+                await self.client.close()
 
     async def _on_error(self, error: Exception) -> None:
         """Note an error that nats-py reports (called by nats-py)."""
@@ -339,7 +297,7 @@ class WorkerConnection:
         text = str(error).lower()
         if "permissions violation" in text:
             self.refusal = str(error)
-        if self._connecting and ("authorization" in text or "authentication" in text):
+        if not self.opened and ("authorization" in text or "authentication" in text):
             # Raised through nats-py's connect(), which would retry with the same credentials for a minute.
             raise error
 
@@ -356,10 +314,8 @@ def _arguments(options: ConnectionOptions) -> dict[str, Any]:
         arguments["user_credentials"] = str(path)
     if options.nkey_file:
         arguments["nkeys_seed"] = str(_file("nkeyFile", options.nkey_file))
-    if options.user:
-        arguments["user"] = options.user
-    if options.password_env:
-        arguments["password"] = _secret("passwordEnv", options.password_env)
+    if options.user and options.password_env:
+        arguments |= {"user": options.user, "password": _secret("passwordEnv", options.password_env)}
     if options.token_env:
         arguments["token"] = _secret("tokenEnv", options.token_env)
     if options.tls_ca or options.tls_cert:
@@ -376,7 +332,7 @@ def _tls(options: ConnectionOptions) -> ssl.SSLContext:
     if options.tls_cert and options.tls_key:
         certificate, key = _file("tlsCert", options.tls_cert), _file("tlsKey", options.tls_key)
         try:
-            # Without a password OpenSSL would ask for that of an encrypted key on the terminal, and wait.
+            # Without a password, OpenSSL would prompt for the one of an encrypted key on the terminal.
             context.load_cert_chain(certificate, key, password="")
         except ssl.SSLError as error:
             raise OptionError(
@@ -393,7 +349,7 @@ def _require_nkeys(option: str) -> None:
 def _secret(option: str, variable: str) -> str:
     value = os.environ.get(variable)
     if not value:
-        # The name is not repeated: users put the secret itself where its name belongs.
+        # The name is not repeated, because users may put the secret itself where its name belongs.
         raise OptionError(
             f"option {option!r}: it must name an environment variable that is set on the driver and on every "
             "executor (for executors: spark.executorEnv.<NAME>)"
@@ -414,7 +370,7 @@ def _file(option: str, name: str) -> Path:
     return path
 
 
-_of_process: dict[int, Connections] = {}
+_by_process: dict[int, Connections] = {}
 _guard = threading.Lock()
 
 
@@ -423,6 +379,6 @@ def connections() -> Connections:
     # By process: a fork has a copy of its parent's connections, without the thread.
     with _guard:
         pid = os.getpid()
-        if pid not in _of_process:
-            _of_process[pid] = Connections()
-        return _of_process[pid]
+        if pid not in _by_process:
+            _by_process[pid] = Connections()
+        return _by_process[pid]

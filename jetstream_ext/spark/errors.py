@@ -1,4 +1,4 @@
-"""What the connector raises on its own account."""
+"""The errors of the connector."""
 
 from __future__ import annotations
 

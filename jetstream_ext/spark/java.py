@@ -11,8 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["MINIMUM_JAVA", "Java", "JavaError", "require_java"]
-
 MINIMUM_JAVA = 17
 """The oldest major version of Java that Spark 4 runs on."""
 
@@ -22,8 +20,6 @@ Spark 4 runs on Java {MINIMUM_JAVA} or newer ({MINIMUM_JAVA} and 21 are the ones
     macOS            brew install --cask temurin@21
     Windows          winget install EclipseAdoptium.Temurin.21.JDK
 then open a new terminal, or set JAVA_HOME to its folder"""
-
-_TIMEOUT = 30.0
 
 
 class JavaError(Exception):
@@ -49,7 +45,7 @@ def require_java() -> Java:
     """
     path = _find()
     try:
-        done = subprocess.run([path, "-version"], capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+        done = subprocess.run([path, "-version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise JavaError(f"{path} does not run: {error}.\n{_ADVICE}") from error
     answer = done.stderr + done.stdout

@@ -1,8 +1,8 @@
 """The `jetstream_kv` data source: a bucket as a table, read through `jetstream_ext.kv`.
 
 The driver lists the keys and pins the revision. Each executor reads some of the keys as of that revision with
-`kv.snapshot`, which decides whether an answer of a replica or mirror is complete and current. A key whose value at that
-revision is no longer known is a matter of `consistency`: *latest* reads its present value, *strict* fails.
+`kv.snapshot`, which verifies that replies of replicas and mirrors are complete and current. If the value of a key at
+that revision is no longer stored, ``consistency=latest`` reads its present value and ``strict`` fails.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,7 +27,7 @@ from jetstream_ext.kv import KeyValueEntry, snapshot
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.spark.connection import ask, connected, run_on_driver
 from jetstream_ext.spark.errors import PlanningError
-from jetstream_ext.spark.options import AtSequence, AtTime, KvOptions
+from jetstream_ext.spark.options import KvOptions
 from jetstream_ext.spark.planning import first_from, state_of
 from jetstream_ext.spark.source import check_schema, schema_of
 
@@ -53,7 +54,8 @@ class JetStreamKvDataSource(DataSource):
 
     Columns: ``bucket string, key string, value binary, revision long, created timestamp, operation string``.
 
-    The options, and the permissions and servers that they need, are in the documentation (Spark, "Options").
+    The options, and the permissions and servers that they need, are in the documentation (Spark, "Options"). A wrong
+    option or schema is an error on the driver: `OptionError`, `SchemaError`.
     """
 
     @classmethod
@@ -62,32 +64,15 @@ class JetStreamKvDataSource(DataSource):
         return "jetstream_kv"
 
     def schema(self) -> StructType:
-        """Return all columns. An error in the options is raised here, at ``load()``.
-
-        Raises:
-            OptionError: An option is missing, unknown, malformed or in conflict with another.
-        """
+        """Return all columns, after a check of the options, so that ``load()`` raises their errors."""
         KvOptions.parse(self.options)
         return schema_of(_COLUMNS)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return the reader of a batch query.
-
-        Raises:
-            OptionError: An option is missing, unknown, malformed or in conflict with another.
-            SchemaError: The schema names other columns, or other types, than the format has.
-        """
+        """Return the reader of a batch query."""
         options = KvOptions.parse(self.options)
         check_schema(schema, _COLUMNS)
         return JetStreamKvReader(options, schema)
-
-
-class KvPartition(InputPartition):
-    """Some keys, as Spark carries them to an executor."""
-
-    def __init__(self, part: KeyRange) -> None:
-        super().__init__(None)
-        self.part = part
 
 
 class JetStreamKvReader(DataSourceReader):
@@ -98,20 +83,13 @@ class JetStreamKvReader(DataSourceReader):
         self._schema = schema
 
     def partitions(self) -> list[InputPartition]:
-        """List the keys and pin the revision (called on the driver).
-
-        Raises:
-            JetStreamExtError: The read cannot work; the text says what to change.
-        """
-        return [
-            KvPartition(part) for part in run_on_driver(self._options.connection, lambda js: plan_kv(js, self._options))
-        ]
+        """List the keys and pin the revision (called on the driver); raises as `plan_kv`."""
+        parts = run_on_driver(self._options.connection, lambda context: plan_kv(context, self._options))
+        return [InputPartition(part) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
         """Read some keys (called on an executor)."""
-        if not isinstance(partition, KvPartition):
-            return iter(())  # Spark passes a plain InputPartition for an empty list of partitions
-        return read_keys(self._options, self._schema, partition.part)
+        return read_keys(self._options, self._schema, partition.value)
 
 
 # -- on the driver ------------------------------------------------------------------------------------------------
@@ -141,7 +119,7 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
     if mirror := state.config.get("mirror"):
         origin = str(mirror.get("name")).removeprefix("KV_")
         raise PlanningError(
-            f"bucket {options.bucket!r} is a mirror of bucket {origin!r}; read that one, for which its mirrors answer"
+            f"bucket {options.bucket!r} is a mirror of bucket {origin!r}; read that bucket instead (its mirrors answer as well)"
         )
     state.check_direct_reads(
         Context(context).connection.server_version,
@@ -158,16 +136,16 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
 
 
 async def _revision(context: JetStreamContext, options: KvOptions, state: StreamState, last: int) -> int:
-    if isinstance(options.as_of, AtSequence):
-        if options.as_of.seq > state.last_seq:
-            raise PlanningError(
-                f"option 'asOf': bucket {options.bucket!r} is at revision {state.last_seq}; it has no revision "
-                f"{options.as_of.seq} yet"
-            )
-        return options.as_of.seq
-    if isinstance(options.as_of, AtTime):
+    if options.as_of is None:
+        return last
+    if not isinstance(options.as_of, int):
         return await first_from(context, state, options.as_of) - 1
-    return last
+    if options.as_of > state.last_seq:
+        raise PlanningError(
+            f"option 'asOf': bucket {options.bucket!r} is at revision {state.last_seq}; it has no revision "
+            f"{options.as_of} yet"
+        )
+    return options.as_of
 
 
 async def _list_keys(context: JetStreamContext, options: KvOptions, state: StreamState) -> tuple[list[str], int]:
@@ -193,7 +171,7 @@ async def _list_keys(context: JetStreamContext, options: KvOptions, state: Strea
 
 
 async def _list_subjects(context: JetStreamContext, stream: str, pattern: str) -> tuple[list[str], int, bool]:
-    """Return the subjects of a stream, the revision at the first page, and whether no page can lack a subject."""
+    """Return subjects of a stream, the last sequence at the first page, and whether no page can lack a subject."""
     js = Context(context)
     subjects: dict[str, Any] = {}
     offset, last, total, complete = 0, 0, -1, True
@@ -215,13 +193,15 @@ async def _list_subjects(context: JetStreamContext, stream: str, pattern: str) -
 # -- on the executors ---------------------------------------------------------------------------------------------
 
 
-def read_keys(options: KvOptions, schema: StructType, part: KeyRange) -> Iterator[RecordBatch]:
-    """Read a partition as record batches.
+def read_keys(options: KvOptions, schema: StructType, part: KeyRange | None) -> Iterator[RecordBatch]:
+    """Read some keys as record batches (None: Spark's partition of a read that has none).
 
     Raises:
         HistoryUnavailableError: Keys changed since, and the read is strict.
         JetStreamExtError: The read failed; Spark tries the task again.
     """
+    if part is None:
+        return
     with connected(options.connection, "executor") as (lease, context):
         for entries in lease.iterate(_read(context, options, part)):
             yield _batch(schema, entries)
@@ -239,8 +219,8 @@ async def _read(
             if options.strict:
                 raise HistoryUnavailableError(
                     f"bucket {options.bucket!r}: {len(unavailable)} keys of {len(part.keys)} changed after revision "
-                    f"{part.revision}, and their values then are no longer stored (such as {unavailable[0]!r}); keep more "
-                    "history, or use consistency=latest",
+                    f"{part.revision}, and their values at that revision are no longer stored (such as {unavailable[0]!r}); "
+                    "keep more history, or use consistency=latest",
                     keys=unavailable,
                 )
             entries |= (await _snapshot(bucket, unavailable, None, options))[0]
@@ -252,16 +232,15 @@ async def _snapshot(
     bucket: KeyValue, keys: Sequence[str], revision: int | None, options: KvOptions
 ) -> tuple[dict[str, KeyValueEntry], tuple[str, ...]]:
     """Return the entries of `keys` at a revision (None is now), and the keys whose entry is no longer known."""
+    read = partial(snapshot, bucket, at=revision, strict=False, include_deletes=options.include_deleted)
+    try:
+        found = await read(keys)
+    except InvalidKeyError:
+        # Clients refuse such a key, but any publisher can store it. It is read with the whole bucket.
+        found = await read(None)
     wanted = frozenset(keys)
-    for filters in (keys, None):
-        try:
-            found = await snapshot(bucket, filters, at=revision, strict=False, include_deletes=options.include_deleted)
-        except InvalidKeyError:
-            # Clients refuse such a key, but any publisher can store it. It is read with the whole bucket.
-            continue
-        entries = {key: entry for key, entry in found.items() if key in wanted}
-        return entries, tuple(key for key in found.unavailable if key in wanted)
-    raise AssertionError("a snapshot of the whole bucket has no filters to refuse")
+    entries = {key: entry for key, entry in found.items() if key in wanted}
+    return entries, tuple(key for key in found.unavailable if key in wanted)
 
 
 def _batch(schema: StructType, entries: Sequence[KeyValueEntry]) -> RecordBatch:

@@ -1,8 +1,7 @@
 """The position of a streaming query, as Spark keeps it in its checkpoint: ``{"v":1,"streams":{"S":{"created":…,"seq":…}}}``.
 
-``seq`` is the last stream sequence that was read, ``created`` the time the stream was created: a stream that was deleted
-and re-created has another one, however far it has grown. Spark compares offsets as text, so names are sorted and
-numbers are integers.
+``seq`` is the last stream sequence that was read. ``created`` is the time when the stream was created, which tells it from
+a later stream of the same name. Spark compares offsets as text, so names are sorted and numbers are integers.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from jetstream_ext.protocol.options import check_int
 from jetstream_ext.spark.errors import OffsetError
 
 VERSION: Final = 1
@@ -19,44 +19,32 @@ VERSION: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in a stream.
+    """A place in a stream."""
 
-    Attributes:
-        created: When the stream was created, in the server's words; empty: it did not exist.
-        seq: The last sequence that was read (0: none).
-    """
-
-    created: str
-    seq: int
+    created: str  # when the stream was created, as the server writes it; empty: it did not exist
+    seq: int  # the last sequence that was read (0: none)
 
 
 Positions = dict[str, Position]
 
 
 def encode(positions: Mapping[str, Position]) -> dict[str, Any]:
-    """Return the offset for Spark."""
     streams = {name: {"created": at.created, "seq": at.seq} for name, at in sorted(positions.items())}
     return {"v": VERSION, "streams": streams}
 
 
 def decode(offset: Mapping[str, Any]) -> Positions:
-    """Return the positions of an offset.
-
-    Raises:
-        OffsetError: The offset is not of this source, or of a later version.
-    """
+    """Return the positions of an offset; raise OffsetError if it is not of this source, or of a later version."""
+    version = offset.get("v", VERSION)
+    if version != VERSION:
+        raise OffsetError(f"the checkpoint has offsets of version {version!r}; this is version {VERSION}")
     try:
-        if offset["v"] != VERSION:
-            raise OffsetError(f"the checkpoint has offsets of version {offset['v']!r}; this is version {VERSION}")
-        return {str(name): Position(str(at["created"]), _integer(at["seq"])) for name, at in offset["streams"].items()}
-    except (KeyError, TypeError, AttributeError):
-        raise OffsetError(f"the checkpoint does not hold an offset of format 'jetstream': {offset!r}") from None
-
-
-def _integer(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise OffsetError(f"the checkpoint has {value!r} where a sequence should be")
-    return value
+        return {
+            str(name): Position(str(at["created"]), check_int(at["seq"], f"the sequence of stream {name!r}", low=0))
+            for name, at in offset["streams"].items()
+        }
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise OffsetError(f"the checkpoint holds no offset of format 'jetstream': {offset!r} ({error})") from None
 
 
 def lag(progress: Any) -> dict[str, int]:
@@ -87,7 +75,7 @@ def _get(holder: Any, name: str) -> Any:
 
 
 def _positions(offset: Any) -> Positions:
-    """Return the positions of an offset that Spark reports; none for other sources."""
+    """Return the positions of an offset that Spark reports; none if it is another source's."""
     try:
         if isinstance(offset, str):
             offset = json.loads(offset)

@@ -1,8 +1,8 @@
 """The options of both formats, parsed and checked before anything is connected.
 
-Every option is known by name: a misspelt one, or one that would have no effect, is an error that names it and the fix.
-Credentials are references (a file, an environment variable) that each worker resolves for itself, so that no secret
-travels in a plan. Errors and representations never repeat the value of an option that may hold a secret.
+A misspelt option, or one that would have no effect, is an error that names it and the fix. Credentials are references
+(a file, an environment variable) that each worker resolves for itself, so that no secret travels in a plan. Errors and
+representations never repeat the value of an option that may hold a secret.
 
 A start is the first sequence that is read, an end the last one (both inclusive). By time, a read covers what was stored
 from ``startingTime`` on and before ``endingTime``, so that ``[t0, t1)`` and ``[t1, t2)`` do not overlap.
@@ -13,75 +13,24 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import datetime
-from enum import Enum
-from typing import Any, Final, NoReturn, TypeVar
+from functools import partial
+from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
 from jetstream_ext.spark.errors import OptionError
 
-CONNECTION_OPTIONS: Final = (
-    "servers",
-    "domain",
-    "apiPrefix",
-    "requestTimeout",
-    "credsFile",
-    "nkeyFile",
-    "user",
-    "passwordEnv",
-    "tokenEnv",
-    "tlsCa",
-    "tlsCert",
-    "tlsKey",
-)
-READ_OPTIONS: Final = (
-    "stream",
-    "subjects",
-    "startingOffsets",
-    "startingTime",
-    "endingOffsets",
-    "endingTime",
-    "minPartitions",
-    "maxBytesPerPartition",
-    "failOnDataLoss",
-    "tailCheck",
-    "allowUnstableRetention",
-    "pushDown",
-)
-STREAMING_OPTIONS: Final = ("maxOffsetsPerTrigger", "maxMessagesPerTrigger", "maxBytesPerTrigger")
-WRITE_OPTIONS: Final = (
-    "stream",
-    "subject",
-    "semantics",
-    "natsHeaders",
-    "writeId",
-    "sinkPartitions",
-    "markerPrefix",
-    "transactionRows",
-)
-KV_OPTIONS: Final = ("bucket", "keys", "asOf", "includeDeleted", "consistency", "minPartitions")
+Bound: TypeAlias = Literal["earliest", "latest"] | int | datetime
+"""Where a read starts or ends: an end of the stream when the read is planned, a stream sequence, or an aware time."""
 
-_LOAD_ARGUMENTS: Final = ("path", "paths")
-_SPARK_SINK_OPTIONS: Final = ("checkpointLocation", "queryName")  # Spark passes them on to the sink
-_BATCH_ONLY: Final = {
-    "endingOffsets": "it ends batch reads; a streaming query has no end (use trigger(availableNow=True))",
-    "endingTime": "it ends batch reads; a streaming query has no end (use trigger(availableNow=True))",
-    "pushDown": "Spark passes no filters to streaming reads; leave it out and use 'subjects'",
-    "maxBytesPerPartition": "the partitions of a micro-batch must not depend on what the stream holds at the moment, or "
-    "a replay would be cut differently; set their number with 'minPartitions'",
-}
-_FOR_WRITING: Final = {
-    **{name: "it belongs to writing; leave it out" for name in WRITE_OPTIONS if name != "stream"},
-    "subject": "it belongs to writing; to read some subjects only, use 'subjects'",
-}
-_FOR_READING: Final = {
-    name: "it belongs to reading; leave it out" for name in (*READ_OPTIONS, *STREAMING_OPTIONS) if name != "stream"
-}
 _SCHEMES: Final = ("nats", "tls", "ws", "wss")
+_SIZE_UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+# A batch of the server has at most 1000 messages, one of which is the marker.
+_MAX_TRANSACTION_ROWS: Final = 999
 # Options that users will try; the value is a secret and must appear nowhere.
 _INLINE_SECRETS: Final = {
     "password": "passwordEnv",
@@ -92,31 +41,22 @@ _INLINE_SECRETS: Final = {
     "nkey": "nkeyFile",
     "seed": "nkeyFile",
 }
-_SIZE_UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-# A batch of the server has at most 1000 messages, one of which is the marker.
-_MAX_TRANSACTION_ROWS: Final = 999
 
 _Value = TypeVar("_Value")
 
 
 class OptionReader:
-    """Looks up options by name, whatever their case, and parses their values.
+    """Looks up options by name, whatever their case, and parses their values. Each problem raises OptionError.
 
-    Args:
-        options: The options as Spark passes them.
-        known: The options that have a meaning here.
-        elsewhere: Options that have a meaning somewhere else, and what to say about them.
-
-    Raises:
-        OptionError: An option is unknown here. Its value is not repeated: it may be a secret.
+    `known` are the options of this use, `elsewhere` those of another use and what to say about them. The error about any
+    other option does not repeat its value, which may be a secret.
     """
 
-    def __init__(
-        self, options: Mapping[str, str], *, known: Collection[str], elsewhere: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, options: Mapping[str, str], known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
         self._options = {name.lower(): value for name, value in options.items()}
-        names = {name.lower(): name for name in (*known, *_LOAD_ARGUMENTS)}
-        reasons = {name.lower(): reason for name, reason in (elsewhere or {}).items()}
+        known = [name for name in known if name not in elsewhere]
+        names = {name.lower(): name for name in (*known, "path", "paths")}  # the last two are arguments of load()
+        reasons = {name.lower(): reason for name, reason in elsewhere.items()}
         for name in self._options.keys() - names.keys():
             if name in reasons:
                 self.fail(name, reasons[name])
@@ -130,7 +70,6 @@ class OptionReader:
         return name.lower() in self._options
 
     def fail(self, name: str, problem: str) -> NoReturn:
-        """Raise the error about an option."""
         raise OptionError(f"option {name!r}: {problem}")
 
     def exclude(self, *names: str) -> None:
@@ -155,18 +94,21 @@ class OptionReader:
         except (ValueError, BadSubjectError) as error:
             raise OptionError(f"option {name!r}: {error}") from None
 
-    def get_names(self, option: str, check: Callable[[str], None]) -> tuple[str, ...]:
-        """Return the comma-separated, checked names of an option, each once."""
-        return self.get(option, lambda text: _checked((part.strip() for part in text.split(",")), check), ())
+    def values(self, kind: type) -> dict[str, Any]:
+        """Return the values of the fields that `kind` declares with `_option`."""
+        return {
+            each.name: self.get(each.metadata["option"], each.metadata["parse"], each.default)
+            for each in fields(kind)
+            if each.metadata
+        }
 
     def get_streams(self) -> tuple[str, ...]:
         """Return the names of the streams, from the option `stream` or the arguments of ``load``."""
-
-        def check(name: str) -> None:
-            check_name(name, "stream name")
-
-        streams = self.get_names("stream", check)
-        loaded = self.get_names("path", check) or self.get("paths", lambda text: _checked(json.loads(text), check), ())
+        check = partial(check_name, what="stream name")
+        absent: tuple[str, ...] = ()
+        streams = self.get("stream", _names(check), absent)
+        listed = self.get("paths", lambda text: _unique(json.loads(text), check), absent)
+        loaded = self.get("path", _names(check), listed)
         if streams and loaded and streams != loaded:
             self.fail("stream", f"it says {','.join(streams)}, but load() says {','.join(loaded)}; give one of them")
         if not streams and not loaded:
@@ -174,14 +116,27 @@ class OptionReader:
         return streams or loaded
 
 
-def _checked(names: Iterable[str], check: Callable[[str], None]) -> tuple[str, ...]:
+def _option(name: str, parse: Callable[[str], Any], default: Any = None) -> Any:
+    """Declare a field: the option that sets it, how the option is parsed, and the value if it is not given."""
+    return field(default=default, metadata={"option": name, "parse": parse})
+
+
+def _declared(kind: type) -> list[str]:
+    return [each.metadata["option"] for each in fields(kind) if each.metadata]
+
+
+# -- values -------------------------------------------------------------------------------------------------------
+
+
+def _unique(names: Iterable[str], check: Callable[[str], None]) -> tuple[str, ...]:
     unique = tuple(dict.fromkeys(names))
     for name in unique:
         check(name)
     return unique
 
 
-# -- values -------------------------------------------------------------------------------------------------------
+def _names(check: Callable[[str], None]) -> Callable[[str], tuple[str, ...]]:
+    return lambda text: _unique((part.strip() for part in text.split(",")), check)
 
 
 def _text(text: str) -> str:
@@ -190,10 +145,40 @@ def _text(text: str) -> str:
     return text.strip()
 
 
+def _text_checked_by(check: Callable[[str], None]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        text = _text(text)
+        check(text)
+        return text
+
+    return parse
+
+
+def _text_like(pattern: str, what: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        text = text.strip()
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"{text!r} is not {what}")
+        return text
+
+    return parse
+
+
+_subject = _text_checked_by(check_subject)
+_bucket = _text_like(r"[A-Za-z0-9_-]+", "a bucket name (characters of A-Z, a-z, 0-9, _ and -)")
+
+
 def _positive(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text.strip()) or not int(text):
         raise ValueError(f"{text!r} is not an integer from 1")
     return int(text)
+
+
+def _transaction_rows(text: str) -> int:
+    rows = _positive(text)
+    if rows > _MAX_TRANSACTION_ROWS:
+        raise ValueError(f"{rows} rows and a marker are more than the 1000 messages that servers accept in one batch")
+    return rows
 
 
 def _size(text: str) -> int:
@@ -213,52 +198,17 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _choice(*words: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
+def _choice(**values: _Value) -> Callable[[str], _Value]:
+    def parse(text: str) -> _Value:
         word = text.strip().lower()
-        if word not in words:
-            raise ValueError(f"{text!r} is not one of {', '.join(words)}")
-        return word
+        if word not in values:
+            raise ValueError(f"{text!r} is not one of {', '.join(values)}")
+        return values[word]
 
     return parse
 
 
-def _boolean(text: str) -> bool:
-    return _choice("true", "false")(text) == "true"
-
-
-def _subject(text: str) -> str:
-    subject = _text(text)
-    check_subject(subject)
-    return subject
-
-
-def _domain(text: str) -> str:
-    name = _text(text)
-    check_name(name, "domain")
-    return name
-
-
-def _api_prefix(text: str) -> str:
-    return _subject(text.strip().rstrip("."))
-
-
-def _write_id(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", text):
-        raise ValueError(f"{text!r} is not 1 to 64 characters of A-Z, a-z, 0-9, _ and -")
-    return text
-
-
-def _transaction_rows(text: str) -> int:
-    rows = _positive(text)
-    if rows > _MAX_TRANSACTION_ROWS:
-        raise ValueError(f"{rows} rows and a marker are more than the 1000 messages that servers accept in one batch")
-    return rows
-
-
-def _check_bucket(name: str) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        raise ValueError(f"{name!r} is not a bucket name")
+_boolean = _choice(true=True, false=False)
 
 
 def _servers(text: str) -> tuple[str, ...]:
@@ -283,73 +233,7 @@ def _servers(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(servers))
 
 
-# -- where a read starts and ends ---------------------------------------------------------------------------------
-
-
-class Named(Enum):
-    """An end of the stream at the time the read is planned."""
-
-    EARLIEST = "earliest"
-    LATEST = "latest"
-
-
-@dataclass(frozen=True, slots=True)
-class AtSequence:
-    """A stream sequence."""
-
-    seq: int
-
-
-@dataclass(frozen=True, slots=True)
-class AtTime:
-    """A timezone-aware moment."""
-
-    when: datetime
-
-
-Bound = Named | AtSequence | AtTime
-
-
-def _bounds(reader: OptionReader, end: str, streams: Sequence[str], default: Named) -> dict[str, Bound]:
-    """Return the start or the end of every stream, from ``<end>Offsets`` or ``<end>Time``."""
-    offsets, time = f"{end}Offsets", f"{end}Time"
-    reader.exclude(offsets, time)
-    bounds: dict[str, Bound] = dict.fromkeys(streams, default)
-    if time in reader:
-        return reader.get(time, lambda text: _times(text, streams, default), bounds)
-    return reader.get(offsets, lambda text: _offsets(text, streams, default), bounds)
-
-
-def _offsets(text: str, streams: Sequence[str], default: Named) -> dict[str, Bound]:
-    """Parse ``earliest``, ``latest`` or JSON such as ``{"ORDERS": 42, "RETURNS": "latest"}``."""
-    if (named := _named(text)) is not None:
-        return dict.fromkeys(streams, named)
-    if not text.lstrip().startswith("{"):
-        raise ValueError(f'{text!r} is not earliest, latest, or JSON such as {{"{streams[0]}": 42}}')
-
-    def bound(value: Any) -> Bound:
-        if isinstance(value, str) and (name := _named(value)) is not None:
-            return name
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 63:
-            raise ValueError(f"{value!r} is not a stream sequence (an integer from 1), 'earliest' or 'latest'")
-        return AtSequence(value)
-
-    return _per_stream(text, streams, default, bound)
-
-
-def _times(text: str, streams: Sequence[str], default: Named) -> dict[str, Bound]:
-    """Parse an RFC 3339 time with its zone, or JSON with one per stream."""
-    if text.lstrip().startswith("{"):
-        return _per_stream(text, streams, default, _time)
-    return dict.fromkeys(streams, _time(text))
-
-
-def _named(text: str) -> Named | None:
-    word = text.strip().lower()
-    return Named(word) if word in ("earliest", "latest") else None
-
-
-def _time(value: Any) -> AtTime:
+def _time(value: Any) -> datetime:
     example = "2026-01-31T13:45:00Z"
     try:
         when = datetime.fromisoformat(value.strip())
@@ -357,29 +241,52 @@ def _time(value: Any) -> AtTime:
         raise ValueError(f"{value!r} is not an RFC 3339 time such as {example}") from None
     if when.tzinfo is None:
         raise ValueError(f"{value!r} has no time zone; write it with Z or an offset, such as {example}")
-    return AtTime(when)
+    return when
 
 
-def _per_stream(text: str, streams: Sequence[str], default: Named, bound: Callable[[Any], Bound]) -> dict[str, Bound]:
-    try:
-        pairs = json.loads(text, object_pairs_hook=list)  # a dict would silently keep the last of two entries
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not valid JSON: {error}") from None
-    bounds: dict[str, Bound] = {}
-    for stream, value in pairs:
-        if stream not in streams:
-            raise ValueError(f"it names {stream!r}, which is not among the streams that are read: {', '.join(streams)}")
-        if stream in bounds:
-            raise ValueError(f"it names {stream!r} twice")
-        bounds[stream] = bound(value)
-    return {stream: bounds.get(stream, default) for stream in streams}
+def _offset(value: Any) -> Bound:
+    match value.strip().lower() if isinstance(value, str) else value:
+        case "earliest" | "latest" as end:
+            return end
+        case int(seq) if not isinstance(value, bool) and 1 <= seq < 1 << 63:
+            return seq
+    raise ValueError(
+        f"{value!r} is not 'earliest', 'latest' or, in JSON such as {{\"ORDERS\": 42}}, a stream sequence (an integer from 1)"
+    )
 
 
-def _as_of(text: str) -> AtSequence | AtTime | None:
+def _as_of(text: str) -> int | datetime | None:
     text = text.strip()
     if text.lower() == "now":
         return None
-    return AtSequence(_positive(text)) if text.isdigit() else _time(text)
+    return _positive(text) if text.isdigit() else _time(text)
+
+
+def _bounds(
+    reader: OptionReader, side: Literal["starting", "ending"], streams: Sequence[str], default: Bound
+) -> dict[str, Bound]:
+    """Return the start or the end of every stream: one for all of them, or JSON with one for each."""
+    offsets, time = f"{side}Offsets", f"{side}Time"
+    reader.exclude(offsets, time)
+    name, parse = (time, _time) if time in reader else (offsets, _offset)
+
+    def bounds(text: str) -> dict[str, Bound]:
+        if not text.lstrip().startswith("{"):
+            return dict.fromkeys(streams, parse(text))
+        try:
+            pairs = json.loads(text, object_pairs_hook=list)  # a dict would silently keep the last of two entries
+        except ValueError as error:
+            raise ValueError(f"{text!r} is not valid JSON: {error}") from None
+        found: dict[str, Bound] = {}
+        for stream, value in pairs:
+            if stream not in streams:
+                raise ValueError(f"it names {stream!r}, which is not among the streams to read: {', '.join(streams)}")
+            if stream in found:
+                raise ValueError(f"it names {stream!r} twice")
+            found[stream] = parse(value)
+        return {stream: found.get(stream, default) for stream in streams}
+
+    return reader.get(name, bounds, dict.fromkeys(streams, default))
 
 
 # -- the options of each use --------------------------------------------------------------------------------------
@@ -387,43 +294,24 @@ def _as_of(text: str) -> AtSequence | AtTime | None:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ConnectionOptions:
-    """How to reach the JetStream; also the key of the connection cache.
+    """How to reach the JetStream; also the key of the connection cache."""
 
-    Attributes:
-        servers: URLs without credentials.
-        creds_file: Path of a ``.creds`` file, or the bare name of one shipped with ``--files``.
-        nkey_file: The same for an nkey seed.
-        user: User name; needs `password_env`.
-        password_env: Name of the environment variable that holds the password.
-        token_env: Name of the environment variable that holds the token.
-        tls_ca: Path of the CA certificates to trust instead of the system's.
-        tls_cert: Path of the client's certificate.
-        tls_key: Path of its key.
-        timeout: Seconds to get a connection, and to wait for each reply.
-        domain: JetStream domain.
-        api_prefix: Prefix of the JetStream API, such as of an imported account.
-    """
-
-    servers: tuple[str, ...]
-    creds_file: str | None = None
-    nkey_file: str | None = None
-    user: str | None = None
-    password_env: str | None = None
-    token_env: str | None = None
-    tls_ca: str | None = None
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    timeout: float = 10.0
-    domain: str | None = None
-    api_prefix: str | None = None
+    servers: tuple[str, ...] = _option("servers", _servers, ())
+    domain: str | None = _option("domain", _text_checked_by(partial(check_name, what="domain")))
+    api_prefix: str | None = _option("apiPrefix", lambda text: _subject(text.strip().rstrip(".")))
+    timeout: float = _option("requestTimeout", _seconds, 10.0)  # to get a connection, and to wait for each reply
+    creds_file: str | None = _option("credsFile", _text)  # files: a path, or the bare name of a file shipped by Spark
+    nkey_file: str | None = _option("nkeyFile", _text)
+    user: str | None = _option("user", _text)
+    password_env: str | None = _option("passwordEnv", _text)
+    token_env: str | None = _option("tokenEnv", _text)
+    tls_ca: str | None = _option("tlsCa", _text)
+    tls_cert: str | None = _option("tlsCert", _text)
+    tls_key: str | None = _option("tlsKey", _text)
 
     @classmethod
     def parse(cls, reader: OptionReader) -> ConnectionOptions:
-        """Read how to connect.
-
-        Raises:
-            OptionError: An option is missing, malformed or in conflict with another.
-        """
+        """Return the options, checked together."""
         if "servers" not in reader:
             reader.fail(
                 "servers", "it is missing; give the URLs of the servers, as in nats://nats-1:4222,nats://nats-2:4222"
@@ -432,189 +320,92 @@ class ConnectionOptions:
         reader.exclude("credsFile", "nkeyFile", "user", "tokenEnv")
         reader.pair("user", "passwordEnv")
         reader.pair("tlsCert", "tlsKey")
-        return cls(
-            servers=reader.get("servers", _servers, ()),
-            creds_file=reader.get("credsFile", _text, None),
-            nkey_file=reader.get("nkeyFile", _text, None),
-            user=reader.get("user", _text, None),
-            password_env=reader.get("passwordEnv", _text, None),
-            token_env=reader.get("tokenEnv", _text, None),
-            tls_ca=reader.get("tlsCa", _text, None),
-            tls_cert=reader.get("tlsCert", _text, None),
-            tls_key=reader.get("tlsKey", _text, None),
-            timeout=reader.get("requestTimeout", _seconds, 10.0),
-            domain=reader.get("domain", _domain, None),
-            api_prefix=reader.get("apiPrefix", _api_prefix, None),
-        )
+        return cls(**reader.values(cls))
 
     def __repr__(self) -> str:
-        # Only which references are given: users put the secret itself where its name belongs.
+        # Lists only which references are given, because users may put the secret itself where its name belongs.
         given = [name for name in self.__slots__ if name not in ("servers", "timeout") and getattr(self, name)]
         return f"ConnectionOptions(servers={','.join(self.servers)!r}, with={given})"
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """The options of a read of streams.
-
-    Attributes:
-        connection: How to connect.
-        streams: The stream names, each once; at least one.
-        subjects: Filters, any of which lets a message through; none means all messages.
-        starting: Where each stream starts.
-        ending: Where each stream ends.
-        min_partitions: The least number of partitions, if there are as many sequences.
-        max_bytes_per_partition: Approximate limit of a partition's messages in bytes.
-        fail_on_data_loss: Fail where messages that should be there are gone, instead of logging a warning.
-        tail_check: Prove the end of every partition at the stream's leader.
-        allow_unstable_retention: Read streams whose consumers' acknowledgements delete messages.
-        push_down: Use the filters that Spark pushes down.
-        max_offsets: Limit of a micro-batch in sequences.
-        max_bytes: Approximate limit of a micro-batch in bytes of messages.
-    """
+    """A read of streams."""
 
     connection: ConnectionOptions
     streams: tuple[str, ...]
-    subjects: tuple[str, ...]
     starting: Mapping[str, Bound]
     ending: Mapping[str, Bound]
-    min_partitions: int = 2
-    max_bytes_per_partition: int = 64 << 20
-    fail_on_data_loss: bool = True
-    tail_check: bool = True
-    allow_unstable_retention: bool = False
-    push_down: bool = False
-    max_offsets: int | None = None
-    max_bytes: int | None = None
+    subjects: tuple[str, ...] = _option("subjects", _names(check_filter), ())  # any may match; none: all messages
+    min_partitions: int = _option("minPartitions", _positive, 2)
+    max_bytes_per_partition: int = _option("maxBytesPerPartition", _size, 64 << 20)
+    fail_on_data_loss: bool = _option("failOnDataLoss", _boolean, True)
+    tail_check: bool = _option("tailCheck", _boolean, True)
+    allow_unstable_retention: bool = _option("allowUnstableRetention", _boolean, False)
+    push_down: bool = _option("pushDown", _boolean, False)
+    max_offsets: int | None = _option("maxOffsetsPerTrigger", _positive)
+    max_bytes: int | None = _option("maxBytesPerTrigger", _size)
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool | None = False) -> ReadOptions:
-        """Parse the options of a read.
-
-        Args:
-            options: The options as Spark passes them.
-            streaming: Whether they belong to a streaming query; None where that is not known yet.
-
-        Raises:
-            OptionError: An option is missing, unknown, malformed or in conflict with another.
-        """
-        reader = _read_option_reader(options, streaming)
-        reader.exclude("maxOffsetsPerTrigger", "maxMessagesPerTrigger")
+        """Return the options of a read, checked together; `streaming` is None where that is not known yet."""
+        elsewhere = {None: {}, False: _STREAMING_ONLY, True: _BATCH_ONLY}[streaming] | _FOR_WRITING
+        reader = OptionReader(options, (*READ_OPTIONS, *CONNECTION_OPTIONS), elsewhere)
         streams = reader.get_streams()
-        max_offsets = reader.get("maxMessagesPerTrigger", _positive, None)
         read = cls(
             connection=ConnectionOptions.parse(reader),
             streams=streams,
-            subjects=reader.get_names("subjects", check_filter),
-            starting=_bounds(reader, "starting", streams, Named.EARLIEST),
-            ending=_bounds(reader, "ending", streams, Named.LATEST),
-            min_partitions=reader.get("minPartitions", _positive, 2),
-            max_bytes_per_partition=reader.get("maxBytesPerPartition", _size, 64 << 20),
-            fail_on_data_loss=reader.get("failOnDataLoss", _boolean, True),
-            tail_check=reader.get("tailCheck", _boolean, True),
-            allow_unstable_retention=reader.get("allowUnstableRetention", _boolean, False),
-            push_down=reader.get("pushDown", _boolean, False),
-            max_offsets=reader.get("maxOffsetsPerTrigger", _positive, max_offsets),
-            max_bytes=reader.get("maxBytesPerTrigger", _size, None),
+            starting=_bounds(reader, "starting", streams, "earliest"),
+            ending=_bounds(reader, "ending", streams, "latest"),
+            **reader.values(cls),
         )
         for stream in streams:
             start, end = read.starting[stream], read.ending[stream]
-            if end is Named.EARLIEST:
+            if end == "earliest":
                 reader.fail("endingOffsets", "a read cannot end at 'earliest'; give 'latest' or a last sequence")
-            if isinstance(start, AtTime) and isinstance(end, AtTime) and start.when > end.when:
+            if isinstance(start, datetime) and isinstance(end, datetime) and start > end:
                 reader.fail("endingTime", f"stream {stream!r} would end before its start")
-            if isinstance(start, AtSequence) and isinstance(end, AtSequence) and start.seq > end.seq + 1:
-                reader.fail("endingOffsets", f"stream {stream!r} would end at {end.seq}, before its start {start.seq}")
+            if isinstance(start, int) and isinstance(end, int) and start > end + 1:
+                reader.fail("endingOffsets", f"stream {stream!r} would end at {end}, before its start {start}")
         return read
-
-
-def _read_option_reader(options: Mapping[str, str], streaming: bool | None) -> OptionReader:
-    known: tuple[str, ...] = (*READ_OPTIONS, *CONNECTION_OPTIONS)
-    elsewhere = dict(_FOR_WRITING)
-    if streaming is False:
-        reason = "it limits streaming reads and has no effect on a batch read; leave it out"
-        elsewhere |= dict.fromkeys(STREAMING_OPTIONS, reason)
-    else:
-        known += STREAMING_OPTIONS
-    if streaming:
-        known = tuple(name for name in known if name not in _BATCH_ONLY)
-        elsewhere |= _BATCH_ONLY
-    return OptionReader(options, known=known, elsewhere=elsewhere)
-
-
-class Semantics(Enum):
-    """What a sink promises for rows that Spark passes to it more than once."""
-
-    DEDUPE = "dedupe"
-    TRANSACTIONAL = "transactional"
-    NONE = "none"
-
-
-class NatsHeaders(Enum):
-    """What the sink does with ``Nats-*`` headers in rows, which servers act upon."""
-
-    REFUSE = "refuse"
-    STRIP = "strip"
 
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """The options of a write to a stream.
-
-    Attributes:
-        connection: How to connect.
-        stream: The stream's name.
-        subject: The subject of every row, instead of a column.
-        semantics: What is promised for replayed rows.
-        nats_headers: What happens to ``Nats-*`` headers.
-        write_id: Names a batch write, so that it can be run again.
-        sink_partitions: The number of partitions that the rows have.
-        marker_prefix: The subject below which the markers of transactions are stored.
-        transaction_rows: The largest number of rows in a transaction.
-    """
+    """A write to a stream."""
 
     connection: ConnectionOptions
     stream: str
-    subject: str | None = None
-    semantics: Semantics = Semantics.DEDUPE
-    nats_headers: NatsHeaders = NatsHeaders.REFUSE
-    write_id: str | None = None
-    sink_partitions: int | None = None
-    marker_prefix: str = ""
-    transaction_rows: int = _MAX_TRANSACTION_ROWS
+    subject: str | None = _option("subject", _subject)  # of every row, instead of a column
+    semantics: Literal["dedupe", "transactional", "none"] = _option(
+        "semantics", _choice(dedupe="dedupe", transactional="transactional", none="none"), "dedupe"
+    )
+    strip_nats_headers: bool = _option("natsHeaders", _choice(refuse=False, strip=True), False)
+    write_id: str | None = _option(
+        "writeId", _text_like(r"[A-Za-z0-9_-]{1,64}", "1 to 64 characters of A-Z, a-z, 0-9, _ and -")
+    )
+    sink_partitions: int | None = _option("sinkPartitions", _positive)
+    marker_prefix: str = _option("markerPrefix", _subject)  # ``_spark.<stream>`` if it is not given
+    transaction_rows: int = _option("transactionRows", _transaction_rows, _MAX_TRANSACTION_ROWS)
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> WriteOptions:
-        """Parse the options of a write.
-
-        Raises:
-            OptionError: An option is missing, unknown, malformed or in conflict with another.
-        """
-        known = (*WRITE_OPTIONS, *CONNECTION_OPTIONS, *_SPARK_SINK_OPTIONS)
-        reader = OptionReader(options, known=known, elsewhere=_FOR_READING)
+        """Return the options of a write, checked together."""
+        reader = OptionReader(options, (*WRITE_OPTIONS, *CONNECTION_OPTIONS, *_SPARK_SINK_OPTIONS), _FOR_READING)
         stream, *more = reader.get_streams()
         if more:
             reader.fail("stream", f"rows are written to one stream, not to {', '.join((stream, *more))}")
-        write = cls(
-            connection=ConnectionOptions.parse(reader),
-            stream=stream,
-            subject=reader.get("subject", _subject, None),
-            semantics=Semantics(reader.get("semantics", _choice(*(each.value for each in Semantics)), "dedupe")),
-            nats_headers=NatsHeaders(reader.get("natsHeaders", _choice("refuse", "strip"), "refuse")),
-            write_id=reader.get("writeId", _write_id, None),
-            sink_partitions=reader.get("sinkPartitions", _positive, None),
-            marker_prefix=reader.get("markerPrefix", _subject, f"_spark.{stream}"),
-            transaction_rows=reader.get("transactionRows", _transaction_rows, _MAX_TRANSACTION_ROWS),
-        )
+        values = reader.values(cls)
+        values["marker_prefix"] = values["marker_prefix"] or f"_spark.{stream}"
+        write = cls(ConnectionOptions.parse(reader), stream, **values)
         if write.write_id is not None and streaming:
             reader.fail("writeId", "it names a batch write; a streaming query has its own id, in its checkpoint")
-        if write.write_id is not None and write.semantics is Semantics.NONE:
+        if write.write_id is not None and write.semantics == "none":
             reader.fail("writeId", "it has no effect with semantics=none; leave it out, or use dedupe")
-        if write.semantics is not Semantics.TRANSACTIONAL:
+        if write.semantics != "transactional":
             for name in ("sinkPartitions", "markerPrefix", "transactionRows"):
                 if name in reader:
-                    what = write.semantics.value
-                    reader.fail(name, f"it belongs to semantics=transactional, not {what}; leave it out")
+                    reader.fail(name, f"it belongs to semantics=transactional, not {write.semantics}; leave it out")
         elif write.sink_partitions is None and (streaming or write.write_id is not None):
             reader.fail(
                 "sinkPartitions",
@@ -626,43 +417,51 @@ class WriteOptions:
 
 @dataclass(frozen=True, slots=True)
 class KvOptions:
-    """The options of a read of a bucket.
-
-    Attributes:
-        connection: How to connect.
-        bucket: The bucket's name.
-        keys: Keys and patterns of keys.
-        as_of: The point in time: a revision, a time, or now.
-        include_deleted: Return the markers of deleted keys as well.
-        strict: Fail where the history of a key that changed since is gone, instead of returning its present value.
-        min_partitions: The least number of partitions, if there are as many keys.
-    """
+    """A read of a bucket."""
 
     connection: ConnectionOptions
     bucket: str
-    keys: tuple[str, ...] = (">",)
-    as_of: AtSequence | AtTime | None = None
-    include_deleted: bool = False
-    strict: bool = False
-    min_partitions: int = 2
+    keys: tuple[str, ...] = _option("keys", _names(check_filter), (">",))  # keys and patterns of keys
+    as_of: int | datetime | None = _option("asOf", _as_of)  # noqa: RUF009 - a revision, a time, or now
+    include_deleted: bool = _option("includeDeleted", _boolean, False)
+    # Fail where the value that a key had then is no longer stored, instead of returning its present value.
+    strict: bool = _option("consistency", _choice(latest=False, strict=True), False)
+    min_partitions: int = _option("minPartitions", _positive, 2)
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> KvOptions:
-        """Parse the options.
+        """Return the options of a read, checked together."""
+        reader = OptionReader(options, (*KV_OPTIONS, *CONNECTION_OPTIONS), {})
+        bucket = reader.get("bucket", _bucket, "") or reader.get("path", _bucket, "")
+        if not bucket:
+            reader.fail("bucket", "it is missing; give the name of one bucket, here or as in load('PRICES')")
+        return cls(ConnectionOptions.parse(reader), bucket, **reader.values(cls))
 
-        Raises:
-            OptionError: An option is missing, unknown, malformed or in conflict with another.
-        """
-        reader = OptionReader(options, known=(*KV_OPTIONS, *CONNECTION_OPTIONS))
-        buckets = reader.get_names("bucket", _check_bucket) or reader.get_names("path", _check_bucket)
-        if len(buckets) != 1:
-            reader.fail("bucket", "give the name of one bucket, here or as in load('PRICES')")
-        return cls(
-            connection=ConnectionOptions.parse(reader),
-            bucket=buckets[0],
-            keys=reader.get_names("keys", check_filter) or (">",),
-            as_of=reader.get("asOf", _as_of, None),
-            include_deleted=reader.get("includeDeleted", _boolean, False),
-            strict=reader.get("consistency", _choice("latest", "strict"), "latest") == "strict",
-            min_partitions=reader.get("minPartitions", _positive, 2),
-        )
+
+CONNECTION_OPTIONS: Final = tuple(_declared(ConnectionOptions))
+READ_OPTIONS: Final = (
+    "stream",
+    *_declared(ReadOptions),
+    *("startingOffsets", "startingTime", "endingOffsets", "endingTime"),
+)
+WRITE_OPTIONS: Final = ("stream", *_declared(WriteOptions))
+KV_OPTIONS: Final = ("bucket", *_declared(KvOptions))
+_SPARK_SINK_OPTIONS: Final = ("checkpointLocation", "queryName")  # Spark passes them on to the sink
+
+_NO_END: Final = "it ends batch reads; a streaming query has no end (use trigger(availableNow=True))"
+_BATCH_ONLY: Final = {
+    "endingOffsets": _NO_END,
+    "endingTime": _NO_END,
+    "pushDown": "Spark passes no filters to streaming reads; leave it out and use 'subjects'",
+    "maxBytesPerPartition": "the partitions of a micro-batch must not depend on what the stream holds when it is planned, "
+    "because a replay must have the same ones; set their number with 'minPartitions'",
+}
+_STREAMING_ONLY: Final = dict.fromkeys(
+    ("maxOffsetsPerTrigger", "maxBytesPerTrigger"),
+    "it limits streaming reads and has no effect on a batch read; leave it out",
+)
+_FOR_READING: Final = {name: "it belongs to reading; leave it out" for name in READ_OPTIONS if name != "stream"}
+_FOR_WRITING: Final = {
+    **{name: "it belongs to writing; leave it out" for name in WRITE_OPTIONS if name != "stream"},
+    "subject": "it belongs to writing; to read some subjects only, use 'subjects'",
+}

@@ -1,6 +1,6 @@
-"""What a batch read does, decided on the driver: check the streams, resolve the ends, cut the ranges into partitions.
+"""The plan of a batch read, made on the driver: check the streams, resolve the ends, cut the ranges into partitions.
 
-What the leader says of a stream, and what counts as data loss, is decided here for streaming queries as well.
+Streaming queries use the same checks of a stream's state and the same rules of data loss.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import heapq
 import logging
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import pairwise
 from typing import Any, Final
 
@@ -25,12 +26,12 @@ from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import check_subject, covers, overlap
 from jetstream_ext.spark.connection import ask
 from jetstream_ext.spark.errors import DataLossError, PlanningError
-from jetstream_ext.spark.options import AtSequence, AtTime, Bound, Named, ReadOptions
+from jetstream_ext.spark.options import Bound, ReadOptions
 
 _log = logging.getLogger("jetstream_ext.spark")
 
 # Filtering costs the server about as much as sending five times as many messages. Where more than this share of the
-# messages matches, everything is read and filtered in the executor.
+# messages matches, the executor reads all of them and filters.
 _SELECTIVE: Final = 0.2
 # Where more than this share of the sequences has a message, cuts by sequence are even enough.
 _DENSE: Final = 0.9
@@ -46,15 +47,12 @@ class SequenceRange:
     """Sequences `first` to `last` of one stream, both inclusive; empty where `last` is smaller.
 
     Attributes:
-        stream: The stream's name.
-        first: The first sequence.
-        last: The last sequence.
         size: The approximate size of the messages in bytes.
         subject: A filter for the server, or None.
-        filters: Filters for the executor, any of which lets a message through; none means all messages.
+        filters: Filters for the executor, any of which may match; none: all messages.
         from_head: The range starts where the stream starts (``earliest``): an expired head is no loss.
         gapless: The stream held every sequence of the range when it was planned.
-        created: When the stream was created, in the server's words; empty where that is unknown.
+        created: When the stream was created, as the server writes it; empty if that is unknown.
         points: Pairs of a sequence and the number of messages from there on, ascending, from `first` to ``last + 1``;
             none where messages are spread evenly over the sequences.
     """
@@ -81,16 +79,10 @@ class SequenceRange:
             cuts = sorted({self.first, self.last + 1, *(self._quantile(part / parts) for part in range(1, parts))})
         else:
             cuts = [self.first + count * part // parts for part in range(parts + 1)] if parts else []
+        part = replace(self, size=self.size // max(1, parts), points=())
         return [
-            replace(
-                self,
-                first=start,
-                last=stop - 1,
-                size=self.size // parts,
-                from_head=self.from_head and not part,
-                points=(),
-            )
-            for part, (start, stop) in enumerate(pairwise(cuts))
+            replace(part, first=start, last=stop - 1, from_head=self.from_head and start == self.first)
+            for start, stop in pairwise(cuts)
         ]
 
     def _quantile(self, share: float) -> int:
@@ -104,9 +96,9 @@ class SequenceRange:
 
 
 def partition(ranges: Sequence[SequenceRange], *, min_partitions: int, max_bytes: int) -> list[SequenceRange]:
-    """Cut `ranges` into partitions of about `max_bytes`, and into `min_partitions` at least if there are the sequences.
+    """Cut `ranges` into partitions of about `max_bytes`, in proportion to the bytes of each range.
 
-    Streams get partitions in proportion to their bytes.
+    There are at least `min_partitions`, or one for each sequence if there are fewer.
     """
     ranges = [span for span in ranges if len(span)]
     shares = [min(len(span), max(1, -(-span.size // max_bytes))) for span in ranges]
@@ -120,10 +112,10 @@ def partition(ranges: Sequence[SequenceRange], *, min_partitions: int, max_bytes
 
 
 def partition_evenly(ranges: Sequence[SequenceRange], count: int) -> list[SequenceRange]:
-    """Cut `ranges` into `count` partitions by their sequences alone, so that the same ranges always give the same ones.
+    """Cut `ranges` into `count` partitions by their sequences alone, so that a replay has the same partitions.
 
-    A sink recognizes replayed rows by partition and index. So a replay must be cut as the first time, whatever the
-    streams hold by then. There are `count` partitions even if some of them are empty; none for no ranges.
+    A sink recognizes replayed rows by partition and index, whatever the streams hold by then. There are `count`
+    partitions even if some of them are empty; none for no ranges.
     """
     parts = partition([replace(span, size=len(span)) for span in ranges], min_partitions=count, max_bytes=1 << 80)
     if parts:
@@ -137,13 +129,7 @@ def partition_evenly(ranges: Sequence[SequenceRange], count: int) -> list[Sequen
 
 @dataclass(frozen=True, slots=True)
 class PushedFilters:
-    """The part of a read that the query's own filters need.
-
-    Attributes:
-        first: The first sequence.
-        last: The last sequence.
-        subjects: Filters, any of which a subject must match; None means all subjects.
-    """
+    """The part of a read that the query's own filters need; `subjects` are filters, any of which may match (None: all)."""
 
     first: int = 1
     last: int = (1 << 63) - 1
@@ -158,10 +144,13 @@ class PushedFilters:
         return PushedFilters(max(self.first, other.first), min(self.last, other.last), subjects)
 
     def within(self, filters: tuple[str, ...]) -> tuple[str, ...] | None:
-        """Return the filters of a read that has `filters` of its own (none means all); None: nothing matches."""
+        """Return the filters of a read that has `filters` of its own (none: all messages); None: nothing matches."""
         if self.subjects is None:
             return filters
         return (_intersect(filters, self.subjects) if filters else self.subjects) or None
+
+
+_ALL: Final = PushedFilters()
 
 
 def _intersect(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
@@ -186,25 +175,23 @@ def parse_pushed_filters(filters: Iterable[Any]) -> PushedFilters:
     sources keep the times of their origin). ``startingTime`` is the option for them.
     """
     result = PushedFilters()
+    parsers: dict[Any, Callable[[str, Any], PushedFilters]] = {("seq",): _sequences, ("subject",): _subjects}
     for each in filters:
-        column = getattr(each, "attribute", ())
-        if column == ("seq",):
-            result = result.intersect(_sequences(type(each).__name__, each))
-        elif column == ("subject",):
-            result = result.intersect(_subjects(type(each).__name__, each))
+        if parse := parsers.get(getattr(each, "attribute", None)):
+            result = result.intersect(parse(type(each).__name__, getattr(each, "value", None)))
     return result
 
 
-def _sequences(kind: str, each: Any) -> PushedFilters:
-    values = each.value if kind == "In" else [getattr(each, "value", None)]
+def _sequences(kind: str, value: Any) -> PushedFilters:
+    values = [value]
     if kind == "In":
-        values = [value for value in values if value is not None] or [0]  # nothing equals null
-    if not values or any(isinstance(value, bool) or not isinstance(value, int) for value in values):
+        values = [each for each in value if each is not None] or [0]  # nothing equals null
+    if any(isinstance(each, bool) or not isinstance(each, int) for each in values):
         return PushedFilters()
     low, high = min(values), max(values)
     match kind:
         case "EqualTo" | "EqualNullSafe" | "In":
-            return PushedFilters(first=low, last=high)
+            return PushedFilters(low, high)
         case "GreaterThan":
             return PushedFilters(first=low + 1)
         case "GreaterThanOrEqual":
@@ -213,48 +200,54 @@ def _sequences(kind: str, each: Any) -> PushedFilters:
             return PushedFilters(last=high - 1)
         case "LessThanOrEqual":
             return PushedFilters(last=high)
-        case _:
-            return PushedFilters()
+    return PushedFilters()
 
 
-def _subjects(kind: str, each: Any) -> PushedFilters:
+def _subjects(kind: str, value: Any) -> PushedFilters:
     if kind in ("EqualTo", "EqualNullSafe", "In"):
-        values = each.value if kind == "In" else [each.value]
-        if values and all(isinstance(value, str) and _is_subject(value) for value in values):
+        values = value if kind == "In" else [value]
+        if values and all(_is_subject(each) for each in values):
             return PushedFilters(subjects=tuple(dict.fromkeys(values)))
-    elif kind == "StringStartsWith" and isinstance(each.value, str):
+    elif kind == "StringStartsWith" and isinstance(value, str):
         # Whole tokens only: "a.bc" starts with "a.b" as well.
-        prefix = each.value.rpartition(".")[0]
-        if prefix and _is_subject(prefix):
+        prefix = value.rpartition(".")[0]
+        if _is_subject(prefix):
             return PushedFilters(subjects=(f"{prefix}.>",))
     return PushedFilters()
 
 
-def _is_subject(text: str) -> bool:
-    """Return whether `text` is a literal subject, which as a filter matches only itself."""
+def _is_subject(value: Any) -> bool:
+    """Return whether `value` is a literal subject, which as a filter matches only itself."""
     try:
-        check_subject(text)
-    except BadSubjectError:
+        check_subject(value)
+    except (BadSubjectError, TypeError):
         return False
     return True
 
 
-# -- what the leader says -----------------------------------------------------------------------------------------
+# -- the state of a stream ----------------------------------------------------------------------------------------
 
 
 def report_data_loss(options: ReadOptions, what: str) -> None:
     """Raise `DataLossError`, or log a warning where the user chose to continue."""
     if options.fail_on_data_loss:
-        raise DataLossError(f"{what} (to read what there is, set failOnDataLoss to false)")
-    _log.warning("%s; reading what there is, because failOnDataLoss is false", what)
+        raise DataLossError(f"{what} (to read the remaining messages, set failOnDataLoss to false)")
+    _log.warning("%s; reading the remaining messages, because failOnDataLoss is false", what)
+
+
+def report_lost_head(options: ReadOptions, state: StreamState, first: int, last: int) -> None:
+    """Report the sequences of ``first … last`` that are before the first one of the stream as lost."""
+    if first < state.first_seq:
+        missing = f"sequences {first} to {min(last, state.first_seq - 1)} of stream {state.name!r}"
+        report_data_loss(
+            options, f"{missing} are gone (expired, purged or deleted); it starts at {state.first_seq} now"
+        )
 
 
 async def state_of(context: JetStreamContext, stream: str) -> StreamState | None:
     """Return the state of a stream at its leader; None: the stream does not exist.
 
-    Raises:
-        PlanningError: No JetStream answers where the options point.
-        RequestTimeoutError, ServerError, ResponseError: As for `stream_state`.
+    Raises PlanningError if no JetStream answers where the options point.
     """
     js = Context(context)
     try:
@@ -273,8 +266,7 @@ async def state_of(context: JetStreamContext, stream: str) -> StreamState | None
 async def readable_state(context: JetStreamContext, options: ReadOptions, stream: str) -> StreamState | None:
     """Return the state of a stream that can be read; None: it does not exist, and that is not an error.
 
-    Raises:
-        PlanningError, DataLossError, DirectGetDisabledError, UnsupportedFeatureError: As for `plan_read`.
+    Raises as `plan_read`.
     """
     state = await state_of(context, stream)
     if state is None:
@@ -293,19 +285,19 @@ async def readable_state(context: JetStreamContext, options: ReadOptions, stream
 
 
 async def first_from(context: JetStreamContext, state: StreamState, bound: Bound) -> int:
-    """Return the sequence that `bound` names; the one after the last where no message is stored there yet."""
-    if isinstance(bound, AtSequence):
-        return bound.seq
-    if isinstance(bound, AtTime):
+    """Return the sequence that `bound` stands for; the one after the last if no message is stored there yet."""
+    if isinstance(bound, int):
+        return bound
+    if isinstance(bound, datetime):
         # The leader is asked: a replica may not have the message yet.
-        js, request = Context(context), Request(start_time=bound.when).body()
+        js, request = Context(context), Request(start_time=bound).body()
         found = await ask(js.timeout, lambda: get_at_leader(js, state.name, request))
         return state.last_seq + 1 if found is None else found.seq
-    return state.first_seq if bound is Named.EARLIEST else state.last_seq + 1
+    return state.first_seq if bound == "earliest" else state.last_seq + 1
 
 
 async def _count(context: JetStreamContext, stream: str, subject: str | None, seq: int) -> int:
-    """Return how many messages match `subject` from `seq` on; a replica may answer, so the number is approximate."""
+    """Return how many messages match `subject` from `seq` on; approximate, because a replica may answer."""
     direct = DirectGet(context, stream)
 
     async def probe() -> int:
@@ -320,9 +312,9 @@ async def place_filter(
 ) -> SequenceRange:
     """Decide whether the server or the executor filters.
 
-    This also proves, before any task runs, that batched direct gets are answered.
+    The request for the number of messages also proves, before any task runs, that batched direct gets are answered.
     """
-    # A filter equal to the stream's subjects is kept: sources, and earlier configurations, store other subjects.
+    # A filter equal to the stream's subjects is kept: its sources or an earlier configuration may have stored others.
     filters = () if ">" in filters else filters
     subject = filters[0] if len(filters) == 1 else None
     count = await _count(context, state.name, subject, max(1, span.first))
@@ -337,8 +329,8 @@ async def place_filter(
 async def measure(context: JetStreamContext, span: SequenceRange, parts: int) -> SequenceRange:
     """Return the range with its `points`, if cuts by sequence alone could be uneven.
 
-    Where a filter matches few messages, or most of them were deleted, sequences say little about where the messages
-    are. A probe at a sequence tells how many messages follow. Each probe halves the span with the most messages.
+    Where a filter matches few messages, or most messages were deleted, the messages are spread unevenly over the
+    sequences. A probe at a sequence returns how many messages follow. Each probe halves the span with the most messages.
     """
     if parts < 2 or len(span) <= parts or (span.gapless and span.subject is None):
         return span
@@ -363,23 +355,19 @@ async def measure(context: JetStreamContext, span: SequenceRange, parts: int) ->
 
 
 async def plan_read(
-    context: JetStreamContext, options: ReadOptions, pushed: PushedFilters | None = None
+    context: JetStreamContext, options: ReadOptions, pushed: PushedFilters = _ALL
 ) -> list[SequenceRange]:
     """Return the partitions of a batch read.
 
-    Args:
-        context: The JetStream context.
-        options: The read.
-        pushed: The part of it that the query's own filters need; None means all of it.
+    `pushed` is the part of the read that the query's own filters need.
 
     Raises:
         PlanningError: A stream cannot be read reliably, or no JetStream answers.
-        DataLossError: A stream does not exist, or does not hold what was asked for.
+        DataLossError: A stream does not exist, or lacks messages of the range to read.
         DirectGetDisabledError: A stream lacks ``allow_direct``.
         UnsupportedFeatureError: The server is older than 2.11.
         TimeoutError: No answer within ``requestTimeout``.
     """
-    pushed = pushed or PushedFilters()
     parts, max_bytes = options.min_partitions, options.max_bytes_per_partition
     ranges: list[SequenceRange] = []
     for stream in options.streams:
@@ -387,7 +375,7 @@ async def plan_read(
         if state is None:
             continue
         span = await _resolve(context, options, state)
-        # Narrowed only now, so that a loss is reported whatever the query filters out.
+        # Narrowed only now, so that a loss is reported even where the query filters it out.
         span = replace(span, first=max(span.first, pushed.first), last=min(span.last, pushed.last))
         filters = pushed.within(options.subjects)
         if not len(span) or filters is None:
@@ -403,26 +391,18 @@ async def plan_read(
 async def _resolve(context: JetStreamContext, options: ReadOptions, state: StreamState) -> SequenceRange:
     stream, start, end = state.name, options.starting[state.name], options.ending[state.name]
     first = await first_from(context, state, start)
-    last = state.last_seq
-    if isinstance(end, AtSequence):
-        last = end.seq
-    elif isinstance(end, AtTime):
-        last = await first_from(context, state, end) - 1
-    if first < state.first_seq:
-        missing = f"sequences {first} to {state.first_seq - 1} of stream {stream!r}"
-        report_data_loss(
-            options, f"{missing} are gone (expired, purged or deleted); it starts at {state.first_seq} now"
-        )
+    last = end if isinstance(end, int) else await first_from(context, state, end) - 1
+    report_lost_head(options, state, first, state.last_seq)
     what = f"stream {stream!r} ends at sequence {state.last_seq}"
     if first > state.last_seq + 1:
         report_data_loss(options, f"{what}, before the start at {first}; was it re-created?")
     if last > state.last_seq:
-        report_data_loss(options, f"{what}, and not at {last} or later")
+        report_data_loss(options, f"{what}, before the end at {last}")
     return SequenceRange(
         stream,
         max(first, state.first_seq),
         min(last, state.last_seq),
-        from_head=start is Named.EARLIEST,
+        from_head=start == "earliest",
         gapless=state.has_every_sequence,
         created=state.created,
     )

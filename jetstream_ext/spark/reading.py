@@ -9,13 +9,12 @@ from typing import Any, Final, TypeAlias
 
 import pyarrow as pa
 from nats.js import JetStreamContext
-from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import StructType
 
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct_reader import read_blocks
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block
-from jetstream_ext.protocol.gaps import first_gap
+from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.headers import REPLY_HEADERS, ROW_STORED, ROW_SUBJECT, ROW_TIME, Row
 from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.protocol.subjects import SubjectMatcher
@@ -28,29 +27,15 @@ _ROWS: Final = 10_000
 _BYTES: Final = 8 << 20
 
 
-class JetStreamPartition(InputPartition):
-    """One sequence range, as Spark carries it from the driver to an executor."""
-
-    def __init__(self, part: SequenceRange) -> None:
-        super().__init__(None)
-        self.part = part
-
-
-def read_partition(options: ReadOptions, schema: StructType, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-    """Read one partition."""
-    # Spark passes a plain InputPartition for an empty list of partitions.
-    if not isinstance(partition, JetStreamPartition) or not len(partition.part):
-        return iter(())
-    return read_range(options, schema, partition.part)
-
-
-def read_range(options: ReadOptions, schema: StructType, part: SequenceRange) -> Iterator[pa.RecordBatch]:
-    """Read a sequence range as record batches.
+def read_range(options: ReadOptions, schema: StructType, part: SequenceRange | None) -> Iterator[pa.RecordBatch]:
+    """Read a sequence range as record batches (None: Spark's partition of a read that has none).
 
     Raises:
         DataLossError: Messages of the range expired after the read was planned.
         JetStreamExtError: The read failed; Spark tries the task again.
     """
+    if not part:
+        return
     builder = BatchBuilder(schema)
     with connected(options.connection, "executor") as (lease, context):
         for block in lease.iterate(_chunks(_rows(context, options, part), part)):
@@ -58,7 +43,7 @@ def read_range(options: ReadOptions, schema: StructType, part: SequenceRange) ->
 
 
 async def _chunks(blocks: AsyncGenerator[Block, None], part: SequenceRange) -> AsyncGenerator[Block, None]:
-    """Join the blocks of the socket into blocks for Spark."""
+    """Join the blocks that arrive into blocks for Spark."""
     matcher = SubjectMatcher(part.filters) if part.filters else None
     chunk, size = Block(part.stream), 0
     async for block in blocks:
@@ -79,14 +64,14 @@ async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceR
     timeout = options.connection.timeout
     plan = Scan(subject=part.subject, seq=part.first, up_to_seq=part.last, max_bytes=DEFAULT_MAX_BYTES)
     blocks = read_blocks(js, part.stream, plan, timeout, confirm=options.tail_check)
-    expected, gap = part.first, 0
+    gaps = Gaps(part.first, part.last)
     async with aclosing(blocks):
         async for block in blocks:
-            gap = gap or first_gap(block.seqs, expected, block.seqs[-1]) or 0
-            expected = block.seqs[-1] + 1
+            if not gaps.lowest:  # only the first gap matters
+                gaps.add(block.seqs)
             yield block
-    if not gap and expected <= part.last:
-        gap = expected
+    gaps.close()
+    gap = gaps.lowest
     # A new gap shows only at the start of a range, or in one that had none: elsewhere deleted messages leave gaps too.
     suspicious = gap and not part.from_head and (gap == part.first or (part.gapless and part.subject is None))
     if not suspicious and not part.created:
@@ -110,29 +95,13 @@ _map_array: Final[Any] = pa.MapArray.from_arrays  # its stubs accept int64 offse
 _SERVERS_OWN: Final = frozenset(name.encode() for name in REPLY_HEADERS)
 
 
-def _stream(block: Block, rows: Rows) -> Array:
-    return pa.repeat(pa.scalar(block.stream, pa.string()), len(block))
-
-
-def _seq(block: Block, rows: Rows) -> Array:
-    return pa.array(block.seqs, pa.int64())
-
-
-def _subject(block: Block, rows: Rows) -> Array:
-    return _text([row[ROW_SUBJECT] for row in rows])
-
-
-def _time(block: Block, rows: Rows) -> Array:
+def _times(rows: Rows) -> Array:
     # Through nanoseconds: Arrow parses only as many digits of a fraction as the unit has.
     text = pa.array([row[ROW_TIME][17:] for row in rows], pa.binary()).cast(pa.string())
     return text.cast(pa.timestamp("ns", tz="UTC")).cast(_TIME, safe=False)
 
 
-def _data(block: Block, rows: Rows) -> Array:
-    return pa.array(block.datas, pa.binary())
-
-
-def _headers(block: Block, rows: Rows) -> Array:
+def _headers(rows: Rows) -> Array:
     """Return one map per row, with all values of a repeated name in order."""
     stored = [row[ROW_STORED] for row in rows]
     names: list[bytes] = []
@@ -170,13 +139,14 @@ def _text(values: Sequence[bytes]) -> Array:
         return pa.array([value.decode("utf-8", "replace") for value in values], pa.string())
 
 
+# The type of each column, and how it is built from a block and its rows.
 _COLUMNS: Final[dict[str, tuple[pa.DataType, Callable[[Block, Rows], Array]]]] = {
-    "stream": (pa.string(), _stream),
-    "seq": (pa.int64(), _seq),
-    "subject": (pa.string(), _subject),
-    "time": (_TIME, _time),
-    "data": (pa.binary(), _data),
-    "headers": (_HEADERS, _headers),
+    "stream": (pa.string(), lambda block, rows: pa.repeat(pa.scalar(block.stream, pa.string()), len(block))),
+    "seq": (pa.int64(), lambda block, rows: pa.array(block.seqs, pa.int64())),
+    "subject": (pa.string(), lambda block, rows: _text([row[ROW_SUBJECT] for row in rows])),
+    "time": (_TIME, lambda block, rows: _times(rows)),
+    "data": (pa.binary(), lambda block, rows: pa.array(block.datas, pa.binary())),
+    "headers": (_HEADERS, lambda block, rows: _headers(rows)),
 }
 # The other columns do not need the header lines parsed.
 _FROM_ROWS: Final = frozenset({"subject", "time", "headers"})
@@ -190,9 +160,8 @@ class BatchBuilder:
             [pa.field(field.name, _COLUMNS[field.name][0], nullable=field.nullable) for field in schema.fields]
         )
         self._needs_rows = any(field.name in _FROM_ROWS for field in schema.fields)
-        self._build: list[Callable[[Block, Rows], Any]] = [_COLUMNS[field.name][1] for field in schema.fields]
+        self._build = [_COLUMNS[field.name][1] for field in schema.fields]
 
     def build(self, block: Block) -> pa.RecordBatch:
-        """Return the rows of `block`."""
         rows = block.rows if self._needs_rows else []
         return pa.RecordBatch.from_arrays([build(block, rows) for build in self._build], schema=self._schema)

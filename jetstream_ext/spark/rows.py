@@ -1,7 +1,7 @@
 """Rows that Spark passes to a sink, as messages: the columns, the checks, and the message id of each row.
 
-A message id names the query, the micro-batch, the partition, the row's index in it and the row's content. The index
-alone would lose a row if a second attempt gets the rows in another order; the content alone would lose equal rows.
+A message id names the query, the micro-batch, the partition, the row's index in it and the row's content. With the index
+alone, a second attempt that gets the rows in another order would lose rows; with the content alone, equal rows are lost.
 """
 
 from __future__ import annotations
@@ -9,30 +9,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import repeat
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from pyspark.sql.types import ArrayType, BinaryType, DataType, MapType, StringType, StructType
+from pyspark.sql.types import StructType
 
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.headers import MSG_ID
 from jetstream_ext.protocol.subjects import check_subject, covers
 from jetstream_ext.spark.errors import OptionError, RowError
-from jetstream_ext.spark.options import NatsHeaders, Semantics, WriteOptions
+from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.types import Entry
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
-_HEADERS: Final = (MapType(StringType(), StringType()), MapType(StringType(), ArrayType(StringType())))
-_TYPES: Final[dict[str, tuple[DataType, ...]]] = {
-    "subject": (StringType(),),
-    "data": (BinaryType(), StringType()),
-    "headers": _HEADERS,
-    "msgId": (StringType(),),
+# As text, which leaves out whether values can be null.
+_MULTIPLE: Final = "map<string,array<string>>"
+_TYPES: Final = {
+    "subject": ("string",),
+    "data": ("binary", "string"),
+    "headers": ("map<string,string>", _MULTIPLE),
+    "msgId": ("string",),
 }
 _REMEMBERED: Final = 65_536
-
+# Where Spark passes rows one by one: the limits of a chunk, and how many rows are taken before the bytes are counted.
+_ROWS_AT_ONCE: Final = 10_000
+_BYTES_AT_ONCE: Final = 8 << 20
+_ROWS_A_TIME: Final = 100
 
 Message: TypeAlias = tuple[str, bytes, Mapping[str, str] | None, str | None]
 """One row: subject, data, headers, message id. A plain tuple, because there are millions."""
@@ -46,21 +50,12 @@ class _MultiHeaders(dict[str, str]):
         self._pairs = pairs
 
     def items(self) -> Any:
-        """Return every pair."""
         return self._pairs
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of a sink's rows.
-
-    Attributes:
-        subject: Index of the column, or None: the option has the subject.
-        data: Index of the column.
-        headers: Index of the column, or None.
-        msg_id: Index of the column, or None.
-        multiple: Whether the values of headers are lists.
-    """
+    """The indexes of a sink's columns, and whether the values of headers are lists."""
 
     subject: int | None
     data: int
@@ -70,11 +65,7 @@ class Columns:
 
     @classmethod
     def of(cls, schema: StructType, options: WriteOptions) -> Columns:
-        """Find the columns in a schema.
-
-        Raises:
-            OptionError: A column is missing, unknown, of another type, or in conflict with an option.
-        """
+        """Find the columns; raise OptionError if one is missing, unknown, of another type or in conflict with an option."""
         where: dict[str, int] = {}
         known = {name.lower(): name for name in _TYPES}
         for index, field in enumerate(schema.fields):
@@ -86,11 +77,11 @@ class Columns:
                 )
             if name in where:
                 raise OptionError(f"column {field.name!r}: the schema has it twice")
-            if not any(_same(field.dataType, kind) for kind in _TYPES[name]):
-                kinds = " or ".join(kind.simpleString() for kind in _TYPES[name])
+            kind = field.dataType.simpleString()
+            if kind not in _TYPES[name]:
                 raise OptionError(
-                    f"column {field.name!r}: it is {field.dataType.simpleString()}, but must be {kinds}; cast it, or "
-                    "use to_json() or to_avro() for structures"
+                    f"column {field.name!r}: it is {kind}, but must be {' or '.join(_TYPES[name])}; cast it, or use "
+                    "to_json() or to_avro() for structures"
                 )
             where[name] = index
         if "data" not in where:
@@ -99,30 +90,18 @@ class Columns:
             raise OptionError("option 'subject': there is a column 'subject' as well; drop one of them")
         if "subject" not in where and options.subject is None:
             raise OptionError("column 'subject': it is missing; add it, or give the option 'subject' for all rows")
-        if "msgId" in where and options.semantics is not Semantics.DEDUPE:
+        if "msgId" in where and options.semantics != "dedupe":
             raise OptionError(
-                f"column 'msgId': it belongs to semantics=dedupe, not {options.semantics.value}; drop it"
+                f"column 'msgId': it belongs to semantics=dedupe, not {options.semantics}; drop it"
                 + (" (servers refuse a whole transaction that has a known id)" if options.sink_partitions else "")
             )
         headers = where.get("headers")
-        multiple = headers is not None and isinstance(schema.fields[headers].dataType.valueType, ArrayType)  # type: ignore[attr-defined]
+        multiple = headers is not None and schema.fields[headers].dataType.simpleString() == _MULTIPLE
         return cls(where.get("subject"), where["data"], headers, where.get("msgId"), multiple)
 
 
-def _same(one: DataType, other: DataType) -> bool:
-    # The text of a type leaves out whether values can be null.
-    return one.simpleString() == other.simpleString()
-
-
 class RowReader:
-    """Turns rows into messages, in order.
-
-    Args:
-        columns: The columns.
-        options: The write.
-        subjects: The stream's subjects; a row with another subject is refused.
-        partition: The partition, for errors.
-    """
+    """Turns the rows of a partition into messages, in order; a row outside of the stream's `subjects` is refused."""
 
     def __init__(self, columns: Columns, options: WriteOptions, subjects: tuple[str, ...], partition: int) -> None:
         self._columns = columns
@@ -133,11 +112,7 @@ class RowReader:
         self._row = 0
 
     def from_arrow(self, batch: RecordBatch) -> list[Message]:
-        """Return the messages of a record batch.
-
-        Raises:
-            RowError: A row cannot become a message.
-        """
+        """Return the messages of a record batch; raise RowError if a row cannot become one."""
         columns, count = self._columns, batch.num_rows
 
         def values(index: int | None) -> Iterable[Any]:
@@ -161,22 +136,30 @@ class RowReader:
 
     def from_rows(self, rows: Iterable[Any]) -> list[Message]:
         """Return the messages of Spark's rows; otherwise as `from_arrow`."""
-        columns = self._columns
+        columns, subject = self._columns, self._options.subject
 
-        def value(row: Any, index: int | None) -> Any:
-            return None if index is None else row[index]
-
-        return list(
-            self._messages(
-                (
-                    self._options.subject if columns.subject is None else row[columns.subject],
+        def values() -> Iterator[tuple[Any, Any, Any, Any]]:
+            for row in rows:
+                yield (
+                    subject if columns.subject is None else row[columns.subject],
                     row[columns.data],
-                    value(row, columns.headers),
-                    value(row, columns.msg_id),
+                    None if columns.headers is None else row[columns.headers],
+                    None if columns.msg_id is None else row[columns.msg_id],
                 )
-                for row in rows
-            )
-        )
+
+        return list(self._messages(values()))
+
+    def chunks_from_rows(self, rows: Iterator[Any]) -> Iterator[list[Message]]:
+        """Yield the messages of Spark's rows, some at a time."""
+        collected: list[Message] = []
+        size = 0
+        while some := self.from_rows(islice(rows, _ROWS_A_TIME)):
+            collected += some
+            size += sum(len(message[1]) for message in some)
+            if len(collected) >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE:
+                yield collected
+                collected, size = [], 0
+        yield collected
 
     def _messages(self, rows: Iterable[tuple[Any, Any, Any, Any]]) -> Iterator[Message]:
         known = self._known
@@ -203,7 +186,7 @@ class RowReader:
                 f"its subject {subject!r} is not among the subjects of stream {self._options.stream!r} "
                 f"({', '.join(self._subjects)})"
             )
-        if self._options.semantics is Semantics.TRANSACTIONAL and covers(f"{self._options.marker_prefix}.>", subject):
+        if self._options.semantics == "transactional" and covers(f"{self._options.marker_prefix}.>", subject):
             raise self._bad(f"its subject {subject!r} is reserved for the markers of the sink (see 'markerPrefix')")
         if len(self._known) < _REMEMBERED:
             self._known.add(subject)
@@ -212,7 +195,7 @@ class RowReader:
         pairs: list[tuple[str, str]] = []
         for name, value in given.items() if isinstance(given, dict) else given:
             if name[:5].lower() == "nats-":
-                if self._options.nats_headers is NatsHeaders.STRIP:
+                if self._options.strip_nats_headers:
                     continue
                 raise self._bad(
                     f"its header {name!r} is an instruction to the server; set the option natsHeaders to strip to leave such "
@@ -227,7 +210,7 @@ class RowReader:
         headers = dict(pairs)
         if len(headers) == len(pairs):
             return headers
-        if self._options.semantics is Semantics.DEDUPE:
+        if self._options.semantics == "dedupe":
             raise self._bad(
                 "one of its headers has several values, which semantics=dedupe does not support; join them, or use "
                 "semantics=transactional"
@@ -252,10 +235,7 @@ def content(subject: str, data: bytes, headers: Mapping[str, str] | None) -> byt
 def with_ids(messages: Iterable[Message], prefix: str, first: int) -> Iterator[Entry]:
     """Yield messages with their ids, each made when it is sent: thousands at once would slow the garbage collector.
 
-    Args:
-        messages: Consecutive rows.
-        prefix: The part of their ids before the index: query, micro-batch and partition.
-        first: The index of the first row.
+    An id has the prefix (query, micro-batch, partition), the row's index from `first` on, and a digest of its content.
     """
     # By subject: the digest of the start of `content`, for messages without headers.
     begun: dict[str, Any] = {}
@@ -274,5 +254,4 @@ def with_ids(messages: Iterable[Message], prefix: str, first: int) -> Iterator[E
 
 
 def without_ids(messages: Iterable[Message]) -> list[Entry]:
-    """Return messages without ids."""
     return [(subject, data) if headers is None else (subject, data, headers) for subject, data, headers, _ in messages]

@@ -1,17 +1,18 @@
-"""The `jetstream` sink, batch and streaming: what Spark calls to write, and what the driver checks before any task runs.
+"""The `jetstream` sink, batch and streaming: the driver checks the stream, and each executor writes a partition.
 
 The driver makes a writer for each write (a new one for every micro-batch of a streaming query). Spark pickles it to the
 tasks and back to the driver; it keeps only what the driver found out. The ids of the query and the micro-batch are in the
-task's local properties, and nowhere else.
+task's local properties, and nowhere else. A task prepares each chunk of rows while the chunk before it is being stored.
 """
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from nats.js import JetStreamContext
 from pyspark import TaskContext
@@ -19,26 +20,28 @@ from pyspark.sql import datasource
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
+from jetstream_ext.client.fast import FastPublisher
+from jetstream_ext.client.ingest import ingest
+from jetstream_ext.errors import BadHeaderError, IngestError, MaxPayloadError
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import covers
-from jetstream_ext.spark.connection import run_on_driver
+from jetstream_ext.spark.connection import Lease, connected, run_on_driver
 from jetstream_ext.spark.errors import PlanningError, ReplayError, SinkError
-from jetstream_ext.spark.options import Semantics, WriteOptions
+from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.planning import state_of
-from jetstream_ext.spark.rows import Columns, RowReader
-
-if TYPE_CHECKING:
-    from jetstream_ext.spark.rows import Message
+from jetstream_ext.spark.rows import Columns, Message, RowReader, with_ids, without_ids
+from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, Transactions
 
 _log = logging.getLogger("jetstream_ext.spark")
 
-_QUERY: Final = "sql.streaming.queryId"
-_BATCH: Final = "streaming.sql.batchId"
-# Where Spark passes rows one by one: the limits of a chunk, and how many rows are taken before the bytes are counted.
-_ROWS_AT_ONCE: Final = 10_000
-_BYTES_AT_ONCE: Final = 8 << 20
-_ROWS_A_TIME: Final = 100
 _SHORT_WINDOW: Final = 120.0
+# The largest flow that servers grant; the publishers of a stream share it.
+_FLOW: Final = 500
+# Limits of the rows that wait while others are being stored.
+_ROWS_AT_ONCE: Final = 50_000
+_BYTES_AT_ONCE: Final = 8 << 20
+# The server holds a transaction in memory until it is committed.
+_TRANSACTION_BYTES: Final = 8 << 20
 
 # Spark 4.0 passes rows to a streaming sink; later versions pass Arrow.
 _HAS_STREAM_ARROW: Final = hasattr(datasource, "DataSourceStreamArrowWriter")
@@ -48,80 +51,64 @@ else:
     _StreamWriter = datasource.DataSourceStreamArrowWriter
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Which rows are written."""
+
+    writer: str  # the name of the query, or of the batch write
+    batch: int  # the micro-batch; 0 for a batch write
+    partition: int
+
+
+@dataclass
 class Written(WriterCommitMessage):
-    """The result of a task.
+    """The result of a task: how many rows it had, and how many of them an earlier attempt had stored (transactional)."""
 
-    Attributes:
-        rows: The number of its rows.
-        skipped: The number of them that an earlier attempt had stored.
-        writer: The name of the query, or of the batch write.
-    """
-
-    def __init__(self, rows: int, skipped: int, writer: str) -> None:
-        self.rows = rows
-        self.skipped = skipped
-        self.writer = writer
+    writer: str
+    rows: int
+    skipped: int = 0
 
 
 class _Writer:
-    """The common part of both writers."""
-
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         self._options = options
         self._columns = Columns.of(schema, options)
         self._state: StreamState = run_on_driver(options.connection, lambda context: check_sink(context, options))
 
-    def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> Written:
-        from jetstream_ext.spark.write import Task, write_partition
-
+    def _write(self, writer: str, batch: int, rows: Iterator[Any], *, arrow: bool) -> WriterCommitMessage:
         context = _task()
         reader = RowReader(self._columns, self._options, self._state.subjects, context.partitionId())
-        chunks = map(reader.from_arrow, rows) if arrow else _chunks(reader, rows)
-        done = write_partition(self._options, self._state, Task(writer, batch, context.partitionId()), chunks)
-        return Written(done.rows, done.skipped, writer)
+        chunks = map(reader.from_arrow, rows) if arrow else reader.chunks_from_rows(rows)
+        return write_partition(self._options, self._state, Task(writer, batch, context.partitionId()), chunks)
 
-    def _committed(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
-        written = [message for message in messages if isinstance(message, Written)]
-        rows, skipped = sum(one.rows for one in written), sum(one.skipped for one in written)
-        _log.info(
-            "stream %r: micro-batch %d has %d rows; %d of them were already stored",
-            self._options.stream,
-            batch,
-            rows,
-            skipped,
-        )
-        count = self._options.sink_partitions
+    def commit(self, messages: list[Any], batchId: int = 0) -> None:  # noqa: N803 - Spark's name; a batch write has none
+        """Check that the rows had the declared number of partitions (called on the driver)."""
+        options, state = self._options, self._state
+        written = [message for message in messages if message is not None]
+        rows, skipped = sum(task.rows for task in written), sum(task.skipped for task in written)
+        what = "stream %r: micro-batch %d has %d rows; %d of them were already stored"
+        _log.info(what, options.stream, batchId, rows, skipped)
+        count = options.sink_partitions
         if count is None or not rows or len(messages) == count:
             return
-        from jetstream_ext.spark.transactional import StoredQuery
-
-        options, state, writer = self._options, self._state, written[0].writer
+        writer = written[0].writer
         run_on_driver(
             options.connection,
-            lambda context: StoredQuery(context, options, state, writer, batch).correct_layout(len(messages)),
+            lambda context: MicroBatch(context, options, state, writer, batchId).correct_layout(len(messages)),
         )
         raise ReplayError(
             f"stream {options.stream!r}: the option sinkPartitions is {count}, but the rows had {len(messages)} "
             f"partitions; set it to {len(messages)} and restart (every row is stored once, and none will be repeated)"
         )
 
-    def _aborted(self, messages: Sequence[WriterCommitMessage | None], batch: int) -> None:
+    def abort(self, messages: list[Any], batchId: int = 0) -> None:  # noqa: N803
         # Stored rows stay; they are recognized when the micro-batch is replayed.
-        done = sum(isinstance(message, Written) for message in messages)
-        _log.warning("stream %r: micro-batch %d failed after %d of its tasks", self._options.stream, batch, done)
+        done = sum(message is not None for message in messages)
+        _log.warning("stream %r: micro-batch %d failed after %d of its tasks", self._options.stream, batchId, done)
 
 
 class JetStreamWriter(_Writer, DataSourceArrowWriter):
-    """Writes a DataFrame.
-
-    Args:
-        options: The write.
-        schema: The rows' columns.
-
-    Raises:
-        OptionError: A column or an option is wrong.
-        PlanningError: The stream cannot be written to with these options.
-    """
+    """Writes a DataFrame. Raises OptionError for its columns, and PlanningError as `check_sink`."""
 
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         super().__init__(options, schema)
@@ -129,39 +116,22 @@ class JetStreamWriter(_Writer, DataSourceArrowWriter):
         self._writer = options.write_id or uuid.uuid4().hex[:16]
 
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
-        """Store the rows of one partition (called on an executor)."""
         return self._write(self._writer, 0, iterator, arrow=True)
-
-    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Finish the write (called on the driver)."""
-        self._committed(messages, 0)
-
-    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Log that the write failed (called on the driver)."""
-        self._aborted(messages, 0)
 
 
 class JetStreamStreamWriter(_Writer, _StreamWriter):
     """Writes the micro-batches of a streaming query; otherwise as `JetStreamWriter`."""
 
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
-        """Store the rows of one partition (called on an executor)."""
         context = _task()
-        query, batch = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
+        query = context.getLocalProperty("sql.streaming.queryId")
+        batch = context.getLocalProperty("streaming.sql.batchId")
         if not query or not batch:
             raise SinkError(
                 "this version of Spark does not tell its tasks the query and the micro-batch, so replayed rows could not be "
                 "recognized; use foreachBatch, and df.write with a writeId"
             )
         return self._write(query, int(batch), iterator, arrow=_HAS_STREAM_ARROW)
-
-    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
-        """Finish the micro-batch (called on the driver)."""
-        self._committed(messages, batchId)
-
-    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Log that the micro-batch failed (called on the driver)."""
-        self._aborted(messages, batchId)
 
 
 def _task() -> TaskContext:
@@ -170,28 +140,11 @@ def _task() -> TaskContext:
     return context
 
 
-def _chunks(reader: RowReader, rows: Iterator[Any]) -> Iterator[list[Message]]:
-    collected: list[Message] = []
-    size = 0
-    while some := reader.from_rows(islice(rows, _ROWS_A_TIME)):
-        collected += some
-        size += sum(len(message[1]) for message in some)
-        if len(collected) >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE:
-            yield collected
-            collected, size = [], 0
-    yield collected
-
-
 # -- checks of the stream -----------------------------------------------------------------------------------------
 
 
 async def check_sink(context: JetStreamContext, options: WriteOptions) -> StreamState:
-    """Return the state of the stream, after checking that it can be written to.
-
-    Raises:
-        PlanningError: It cannot be written to with these options; the text says what to change.
-        TimeoutError: No answer within ``requestTimeout``.
-    """
+    """Return the state of the stream; raise PlanningError if it cannot be written to with these options."""
     name = options.stream
     state = await state_of(context, name)
     if state is None:
@@ -201,7 +154,7 @@ async def check_sink(context: JetStreamContext, options: WriteOptions) -> Stream
     if state.config.get("mirror") or state.config.get("sealed"):
         what = "a mirror" if state.config.get("mirror") else "sealed"
         raise PlanningError(f"stream {name!r} is {what}: no message can be published to it")
-    if options.semantics is Semantics.TRANSACTIONAL:
+    if options.semantics == "transactional":
         _check_transactional(options, state)
     else:
         _check_fast(options, state)
@@ -217,17 +170,17 @@ def _check_fast(options: WriteOptions, state: StreamState) -> None:
     stream = f"stream {state.name!r}"
     if not state.config.get("allow_batched"):
         raise PlanningError(
-            f"{stream}: allow_batched is off, and semantics={options.semantics.value} needs it; enable it with "
+            f"{stream}: allow_batched is off, and semantics={options.semantics} needs it; enable it with "
             f"allow_batched=True (jetstream_ext.ensure_stream) or 'nats stream edit {state.name} --allow-batch-publish' "
             "(nats-server 2.14), or use semantics=transactional with allow_atomic"
         )
     if state.config.get("persist_mode") == "async":
         # Such a stream acknowledges messages before it writes them.
         what = f"{stream} has persist_mode=async, so a server that is killed loses rows it acknowledged"
-        if options.semantics is Semantics.DEDUPE:
+        if options.semantics == "dedupe":
             raise PlanningError(f"{what}; create it without that, or use semantics=none if some rows may be lost")
         _log.warning("%s", what)
-    if options.semantics is Semantics.DEDUPE:
+    if options.semantics == "dedupe":
         window = state.duplicate_window
         if not window:
             raise PlanningError(
@@ -235,11 +188,8 @@ def _check_fast(options: WriteOptions, state: StreamState) -> None:
                 "semantics=transactional"
             )
         if window.total_seconds() < _SHORT_WINDOW:
-            _log.warning(
-                "%s: its duplicate window is %g s; rows of a micro-batch that is retried later than that are stored twice",
-                stream,
-                window.total_seconds(),
-            )
+            what = "%s: its duplicate window is %g s; rows of a micro-batch that is retried later are stored twice"
+            _log.warning(what, stream, window.total_seconds())
 
 
 def _check_transactional(options: WriteOptions, state: StreamState) -> None:
@@ -258,3 +208,140 @@ def _check_transactional(options: WriteOptions, state: StreamState) -> None:
             f"stream's subjects ({', '.join(state.subjects)}), or set markerPrefix to a subject below them that rows do "
             "not use"
         )
+
+
+# -- on the executors ---------------------------------------------------------------------------------------------
+
+
+class _Pipeline:
+    """Runs one store at a time on the connection, while the caller prepares the next."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._wait: Callable[[], Any] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._finish()
+        elif self._wait is not None:
+            self._lease.abandon()
+
+    def store(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Wait for the store before, so that the rows of a partition are stored in order, and start the next."""
+        self._finish()
+        self._wait = self._lease.start(work())
+
+    def _finish(self) -> None:
+        if self._wait is not None:
+            wait, self._wait = self._wait, None
+            wait()
+
+
+def write_partition(
+    options: WriteOptions, state: StreamState, task: Task, chunks: Iterable[Sequence[Message]]
+) -> Written:
+    """Store the rows of one partition, which come in chunks, in order; `state` is the stream as the driver found it.
+
+    Raises:
+        ReplayError, FencedError: A transactional write must not continue; see `Transactions`.
+        SinkError: A row was refused, or no row could be stored for too long.
+        JetStreamExtError: The write failed; Spark tries the task again.
+    """
+    count = options.sink_partitions
+    if count is not None and task.partition >= count:
+        raise ReplayError(
+            f"stream {options.stream!r}: there is a partition {task.partition}, but the option sinkPartitions is {count}; "
+            f"correct it, or use df.repartition({count})"
+        )
+    with connected(options.connection, "executor") as (lease, context):
+        if options.semantics == "transactional":
+            done = _transactional(lease, context, options, state, task, chunks)
+        else:
+            done = _fast(lease, context, options, task, chunks)
+    _log.debug("stream %r: stored %s of %s", options.stream, done, task)
+    return done
+
+
+def _fast(
+    lease: Lease, context: JetStreamContext, options: WriteOptions, task: Task, chunks: Iterable[Sequence[Message]]
+) -> Written:
+    rows = 0
+    with _Pipeline(lease) as pipeline:
+        for messages in _joined(chunks, lambda: lease.busy):
+            pipeline.store(partial(_publish, lease, context, options, task, messages, rows))
+            rows += len(messages)
+    return Written(task.writer, rows)
+
+
+async def _publish(
+    lease: Lease, context: JetStreamContext, options: WriteOptions, task: Task, messages: list[Message], first: int
+) -> None:
+    """Store rows of which the first has the index `first`."""
+    try:
+        if options.semantics == "dedupe":
+            entries = with_ids(messages, f"{task.writer}:{task.batch}:{task.partition}", first)
+            await ingest(context, entries, flow=_FLOW, timeout=PATIENCE)
+            return
+        async with FastPublisher(context, flow=_FLOW) as publisher:
+            await publisher.add_many(without_ids(messages))
+            await publisher.commit_eob()
+            if publisher.error_count:
+                raise publisher.errors[0].error
+    except IngestError as error:
+        refusal = f"; the server said: {lease.connection.refusal}" if lease.connection.refusal else ""
+        raise SinkError(f"row {first + error.index} of partition {task.partition}: {error}{refusal}") from error
+    except (BadHeaderError, MaxPayloadError) as error:
+        raise SinkError(f"row {first} of partition {task.partition}, or one after it: {error}") from error
+
+
+def _joined(chunks: Iterable[Sequence[Message]], busy: Callable[[], bool]) -> Iterator[list[Message]]:
+    """Join the chunks that arrive while another one is being stored, because each store has a fixed cost."""
+    joined: list[Message] = []
+    size = 0
+    for chunk in chunks:
+        joined += chunk
+        size += sum(len(message[1]) for message in chunk)
+        if joined and (not busy() or len(joined) >= _ROWS_AT_ONCE or size >= _BYTES_AT_ONCE):
+            yield joined
+            joined, size = [], 0
+    if joined:
+        yield joined
+
+
+def _transactional(
+    lease: Lease,
+    context: JetStreamContext,
+    options: WriteOptions,
+    state: StreamState,
+    task: Task,
+    chunks: Iterable[Sequence[Message]],
+) -> Written:
+    batch = MicroBatch(context, options, state, task.writer, task.batch)
+    if options.sink_partitions is not None:
+        lease.run(batch.claim_layout(options.sink_partitions))
+    transactions = Transactions(batch, task.partition)
+    lease.run(transactions.open())
+    rows = 0
+    with _Pipeline(lease) as pipeline:
+        for messages, last in _transactions_of(chunks, options.transaction_rows):
+            transaction = transactions.next(messages, last=last)
+            pipeline.store(partial(transactions.store, transaction))
+            rows += len(messages)
+    return Written(task.writer, rows, transactions.skipped)
+
+
+def _transactions_of(chunks: Iterable[Sequence[Message]], most: int) -> Iterator[tuple[list[Message], bool]]:
+    """Cut rows into transactions, always the same ones; yield each with whether it is the last one."""
+    collected: list[Message] = []
+    size = 0
+    for chunk in chunks:
+        for message in chunk:
+            if len(collected) == most or size >= _TRANSACTION_BYTES:
+                yield collected, False  # there is at least one more row
+                collected, size = [], 0
+            collected.append(message)
+            size += len(message[1])
+    yield collected, True

@@ -45,7 +45,8 @@ class JetStreamDataSource(DataSource):
     written: ``subject string, data binary|string``, optionally ``headers`` (values ``string`` or ``array<string>``) and
     ``msgId string``.
 
-    The options, and the permissions and servers that they need, are in the documentation (Spark, "Options").
+    The options, and the permissions and servers that they need, are in the documentation (Spark, "Options"). A wrong
+    option, schema or stream is an error on the driver: `OptionError`, `SchemaError`, `PlanningError`.
 
     Spark creates an instance in a planning process and pickles it to the others: it holds nothing but the options.
     """
@@ -56,33 +57,18 @@ class JetStreamDataSource(DataSource):
         return "jetstream"
 
     def schema(self) -> StructType:
-        """Return all columns. An error in the options is raised here, at ``load()``.
-
-        Raises:
-            OptionError: An option is missing, unknown, malformed or in conflict with another.
-        """
+        """Return all columns, after a check of the options, so that ``load()`` raises their errors."""
         ReadOptions.parse(self.options, streaming=None)
         return schema_of(_COLUMNS)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return the reader of a batch query.
-
-        Raises:
-            OptionError: An option is missing, unknown, malformed or in conflict with another.
-            SchemaError: The schema names other columns, or other types, than the format has.
-        """
+        """Return the reader of a batch query."""
         options = ReadOptions.parse(self.options)
         check_schema(schema, _COLUMNS)
         return (PushDownReader if options.push_down and _push_down_is_on() else JetStreamReader)(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """Return the writer of a DataFrame, after all checks that are possible on the driver.
-
-        Raises:
-            OptionError: An option or a column is missing, unknown, malformed or in conflict with another; or the mode
-                is overwrite.
-            PlanningError: The stream cannot be written with these options.
-        """
+        """Return the writer of a DataFrame, after all checks that are possible on the driver."""
         from jetstream_ext.spark.sink import JetStreamWriter
 
         return JetStreamWriter(self._write_options(overwrite, streaming=False), schema)
@@ -91,8 +77,7 @@ class JetStreamDataSource(DataSource):
         """Return the writer of a micro-batch; otherwise as `writer`."""
         from jetstream_ext.spark.sink import JetStreamStreamWriter
 
-        writer: DataSourceStreamWriter = JetStreamStreamWriter(self._write_options(overwrite, streaming=True), schema)
-        return writer
+        return JetStreamStreamWriter(self._write_options(overwrite, streaming=True), schema)
 
     def _write_options(self, overwrite: bool, *, streaming: bool) -> WriteOptions:
         if overwrite:
@@ -103,11 +88,7 @@ class JetStreamDataSource(DataSource):
         return WriteOptions.parse(self.options, streaming=streaming)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
-        """Return the reader of a streaming query.
-
-        Raises:
-            OptionError, SchemaError: As for `reader`; or a limit is given that this version of Spark does not have.
-        """
+        """Return the reader of a streaming query."""
         from jetstream_ext.spark.streaming import JetStreamStreamReader
 
         options = ReadOptions.parse(self.options, streaming=True)
@@ -121,32 +102,26 @@ class JetStreamReader(DataSourceReader):
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
-        self._pushed: PushedFilters | None = None
+        self._pushed = PushedFilters()
 
     def partitions(self) -> list[InputPartition]:
-        """Return the ranges to read (called on the driver).
-
-        Raises:
-            JetStreamExtError: The read cannot work; the text says what to change.
-        """
-        from jetstream_ext.spark.reading import JetStreamPartition
-
+        """Return the ranges to read (called on the driver); raises as `plan_read`."""
         parts = run_on_driver(self._options.connection, lambda context: plan_read(context, self._options, self._pushed))
-        return [JetStreamPartition(part) for part in parts]
+        return [InputPartition(part) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
         """Read one range (called on an executor)."""
-        from jetstream_ext.spark.reading import read_partition
+        from jetstream_ext.spark.reading import read_range
 
-        return read_partition(self._options, self._schema, partition)
+        return read_range(self._options, self._schema, partition.value)
 
 
 class PushDownReader(JetStreamReader):
     """Uses the query's filters as well.
 
-    A separate class: where Spark's filter push-down is off, Spark refuses a reader that has `pushFilters`. And only by
-    option: Spark 4.1 to 4.3 keep what was planned with filters on the DataFrame and reuse it for other queries of the
-    same DataFrame, which then lack rows.
+    It is a separate class because Spark refuses a reader that has `pushFilters` while filter push-down is off. It is used
+    only by option because Spark 4.1 to 4.3 keep the partitions planned with filters on the DataFrame and reuse them for
+    other queries of the same DataFrame, which then lack rows.
     """
 
     def pushFilters(self, filters: list[Any]) -> Iterator[Any]:  # noqa: N802 - Spark's name
@@ -164,7 +139,6 @@ def _push_down_is_on() -> bool:
 
 
 def schema_of(columns: Mapping[str, DataType]) -> StructType:
-    """Return the schema with all columns."""
     schema = StructType()
     for name, kind in columns.items():
         schema = schema.add(name, kind)
@@ -172,11 +146,7 @@ def schema_of(columns: Mapping[str, DataType]) -> StructType:
 
 
 def check_schema(schema: StructType, columns: Mapping[str, DataType]) -> None:
-    """Refuse a schema with other columns or other types.
-
-    Raises:
-        SchemaError: The schema has a column or a type that the format does not have.
-    """
+    """Raise SchemaError if a schema has a column or a type that the format does not have."""
     declared = ", ".join(f"{name} {kind.simpleString()}" for name, kind in columns.items())
     if not schema.fields or len(set(schema.names)) != len(schema.names):
         raise SchemaError(f"the schema must name some of these columns, each once: {declared}")

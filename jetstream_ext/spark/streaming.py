@@ -1,12 +1,12 @@
-"""A streaming query of the `jetstream` source: where it starts, how far a micro-batch goes, what to read for it.
+"""A streaming query of the `jetstream` source: where it starts, where a micro-batch ends, which partitions it has.
 
 Spark keeps the offsets; no state here has to survive the process. Two rules:
 
 * Spark asks for the initial offset again if a query stops before its first micro-batch is committed, and does not record
   the first answer. So a start that depends on the moment (``latest``, or a time after the last message) is *pinned*: the
   first micro-batch ends where it starts. It is empty, and puts the start into the checkpoint.
-* A replay of a micro-batch must give the same partitions, or a sink would not recognize its rows. So the cuts depend on
-  the offsets and the options alone.
+* A replay of a micro-batch must have the same partitions, or a sink would not recognize its rows. So the partitions
+  depend only on the offsets and the options.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from nats.js import JetStreamContext
@@ -26,7 +27,7 @@ from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.spark.connection import run_on_driver
 from jetstream_ext.spark.errors import OptionError
 from jetstream_ext.spark.offsets import Position, Positions, decode, encode
-from jetstream_ext.spark.options import AtSequence, AtTime, Named, ReadOptions
+from jetstream_ext.spark.options import ReadOptions
 from jetstream_ext.spark.planning import (
     SequenceRange,
     first_from,
@@ -34,6 +35,7 @@ from jetstream_ext.spark.planning import (
     place_filter,
     readable_state,
     report_data_loss,
+    report_lost_head,
 )
 
 try:
@@ -66,14 +68,8 @@ _SETTLE: Final = 3.0
 class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Follows streams (called by Spark).
 
-    One instance lives on the driver as long as the query; `read` runs on copies of it.
-
-    Args:
-        options: The read.
-        schema: The columns.
-
-    Raises:
-        OptionError: A limit is given, and this version of Spark has no limits.
+    One instance lives on the driver as long as the query; `read` runs on copies of it. Raises OptionError if a limit is
+    given and this version of Spark has none.
     """
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
@@ -90,11 +86,9 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._follower = Follower(options)
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
-        """Return the offset before the first micro-batch."""
         return run_on_driver(self._options.connection, self._follower.initial)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """End the query when the messages stored by now are read."""
         run_on_driver(self._options.connection, self._follower.freeze)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
@@ -107,8 +101,12 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
 
     def latestOffset(self, start: dict[str, Any] | None = None, limit: Any = None) -> dict[str, Any]:  # noqa: N802
         """Return the end of the next micro-batch (Spark before 4.2 passes neither its start nor a limit)."""
+        rows, size = None, None
+        if limit is not None and not isinstance(limit, ReadAllAvailable):
+            rows = limit.max_rows if isinstance(limit, ReadMaxRows) else self._options.max_offsets
+            size = limit.max_bytes if isinstance(limit, ReadMaxBytes) else self._options.max_bytes
         return run_on_driver(
-            self._options.connection, lambda context: self._follower.latest(context, start, self._limit(limit))
+            self._options.connection, lambda context: self._follower.latest(context, start, rows=rows, size=size)
         )
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
@@ -116,18 +114,14 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
         return self._follower.reported()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
-        """Return the partitions of the micro-batch from `start` to `end`."""
-        from jetstream_ext.spark.reading import JetStreamPartition
-
         parts = run_on_driver(self._options.connection, lambda context: self._follower.plan(context, start, end))
-        return [JetStreamPartition(part) for part in parts]
+        return [InputPartition(part) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
-        """Read one partition (called on an executor)."""
         # Imported here, because only executors need it.
-        from jetstream_ext.spark.reading import read_partition
+        from jetstream_ext.spark.reading import read_range
 
-        return read_partition(self._options, self._schema, partition)
+        return read_range(self._options, self._schema, partition.value)
 
     def commit(self, end: dict[str, Any]) -> None:
         """Do nothing: Spark's checkpoint is the only record of the query."""
@@ -135,28 +129,9 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
     def stop(self) -> None:
         """Do nothing: the connection belongs to the process."""
 
-    def _limit(self, limit: Any) -> Limit | None:
-        if limit is None or isinstance(limit, ReadAllAvailable):
-            return None
-        rows = limit.max_rows if isinstance(limit, ReadMaxRows) else self._options.max_offsets
-        size = limit.max_bytes if isinstance(limit, ReadMaxBytes) else self._options.max_bytes
-        return Limit(rows, size)
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """The limit of a micro-batch: sequences, or approximate bytes, or both; no limit if both are None."""
-
-    rows: int | None = None
-    size: int | None = None
-
 
 class Follower:
-    """The position of one query in its streams, on the driver.
-
-    Args:
-        options: The read.
-    """
+    """The position of one query in its streams, on the driver. Its methods raise as `plan_read`."""
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
@@ -168,11 +143,7 @@ class Follower:
         self._idle_since: float | None = None
 
     async def initial(self, context: JetStreamContext) -> dict[str, Any]:
-        """Return the offset before the first micro-batch; always the same one in this process.
-
-        Raises:
-            PlanningError, DataLossError, TimeoutError: As for `plan_read`.
-        """
+        """Return the offset before the first micro-batch; always the same one in this process."""
         if self._initial is None:
             self._initial = {name: await self._start(context, name) for name in self._options.streams}
             self._fresh = True
@@ -180,23 +151,22 @@ class Follower:
         return encode(self._initial)
 
     async def freeze(self, context: JetStreamContext) -> None:
-        """Stop at the messages stored by now (``trigger(availableNow=True)``)."""
+        """End the query when the messages stored by now are read (``trigger(availableNow=True)``)."""
         states = {name: await readable_state(context, self._options, name) for name in self._options.streams}
         self._target = {name: Position(state.created, state.last_seq) for name, state in states.items() if state}
         _log.debug("the query ends at %s", self._target)
 
     async def latest(
-        self, context: JetStreamContext, start: Mapping[str, Any] | None, limit: Limit | None
+        self,
+        context: JetStreamContext,
+        start: Mapping[str, Any] | None,
+        *,
+        rows: int | None = None,
+        size: int | None = None,
     ) -> dict[str, Any]:
         """Return the offset at the end of the next micro-batch; `start` itself if there is no new message.
 
-        Args:
-            context: The JetStream context.
-            start: Where the micro-batch starts; None: Spark before 4.2 does not pass it.
-            limit: Its limit.
-
-        Raises:
-            PlanningError, DataLossError, TimeoutError: As for `plan_read`.
+        Spark before 4.2 passes no `start`. The micro-batch has at most `rows` sequences and about `size` bytes.
         """
         if start is None:
             return await self._latest_of_all(context)
@@ -206,8 +176,7 @@ class Follower:
                 return dict(start)
         if self._target is None:
             await self._pause_if_idle()
-        begun = decode(start)
-        ends = await self._ends(context, begun, limit or Limit())
+        ends = await self._ends(context, decode(start), rows, size)
         result = encode(ends)
         if result == start:
             self._idle_since = asyncio.get_running_loop().time()
@@ -217,17 +186,12 @@ class Follower:
         return result
 
     def reported(self) -> dict[str, Any] | None:
-        """Return the newest offset seen, for the query's progress."""
         return encode(self._latest) if self._latest else None
 
     async def plan(
         self, context: JetStreamContext, start: Mapping[str, Any], end: Mapping[str, Any]
     ) -> list[SequenceRange]:
-        """Return the partitions of the micro-batch from `start` to `end`.
-
-        Raises:
-            PlanningError, DataLossError, TimeoutError: As for `plan_read`.
-        """
+        """Return the partitions of the micro-batch from `start` to `end`."""
         begun, ended = decode(start), decode(end)
         for stream in sorted(begun.keys() - ended.keys()):
             report_data_loss(
@@ -237,14 +201,12 @@ class Follower:
         heads: dict[str, int] = {}
         for stream, stop in ended.items():
             span = self._span(stream, begun.get(stream), stop)
-            if span is not None and len(span):
-                planned = await self._plan_stream(context, span)
-                if planned is not None:
-                    found, heads[stream] = planned
-                    ranges.append(found)
+            if len(span) and (planned := await self._plan_stream(context, span)) is not None:
+                found, heads[stream] = planned
+                ranges.append(found)
         parts = partition_evenly(ranges, max(self._options.min_partitions, len(ended)))
         _log.debug("planned %d partitions from %s to %s", len(parts), begun, ended)
-        # A head that was gone at this point is reported here, not by the task whose range covers it.
+        # A head that is missing by now was reported above; the task whose range covers it does not report it again.
         return [replace(part, from_head=part.first < heads[part.stream]) for part in parts]
 
     # -- where it starts and ends -------------------------------------------------------------------------------
@@ -252,21 +214,21 @@ class Follower:
     def _moves(self, stream: str) -> bool:
         """Return whether the start in `stream` depends on the moment when it is resolved."""
         start = self._options.starting[stream]
-        return start is Named.LATEST or isinstance(start, AtTime)
+        return start == "latest" or isinstance(start, datetime)
 
     async def _start(self, context: JetStreamContext, stream: str) -> Position:
         state = await readable_state(context, self._options, stream)
         if state is None:
             return Position("", 0)
         start = self._options.starting[stream]
-        if start is Named.EARLIEST:
+        if start == "earliest":
             return Position(state.created, 0)  # the stream may start later by the time it is read
         first = await first_from(context, state, start)
-        if isinstance(start, AtSequence) and first > state.last_seq + 1:
+        if isinstance(start, int) and first > state.last_seq + 1:
             report_data_loss(
                 self._options, f"stream {stream!r} ends at sequence {state.last_seq}, before the start at {first}"
             )
-        if start is Named.LATEST or first > state.last_seq:
+        if start == "latest" or first > state.last_seq:
             self._pinned = True
         return Position(state.created, first - 1)
 
@@ -284,19 +246,16 @@ class Follower:
             known = before.get(stream)
             if state is not None and known is not None and known.created == state.created:
                 state = await self._not_behind(context, state, known.seq)
-            ends[stream] = self._initial_of(stream) if state is None else Position(state.created, state.last_seq)
+            ends[stream] = decode(initial)[stream] if state is None else Position(state.created, state.last_seq)
         self._latest = dict(ends)
         self._idle_since = asyncio.get_running_loop().time() if ends == before else None
         return encode(ends)
-
-    def _initial_of(self, stream: str) -> Position:
-        return Position("", 0) if self._initial is None else self._initial[stream]
 
     async def _pause_if_idle(self) -> None:
         if self._idle_since is not None:
             await asyncio.sleep(max(0.0, self._idle_since + _IDLE_PAUSE - asyncio.get_running_loop().time()))
 
-    async def _ends(self, context: JetStreamContext, begun: Positions, limit: Limit) -> Positions:
+    async def _ends(self, context: JetStreamContext, begun: Positions, rows: int | None, size: int | None) -> Positions:
         ends: Positions = {}
         backlogs: dict[str, tuple[Position, StreamState, int]] = {}
         for stream in self._options.streams:
@@ -316,16 +275,21 @@ class Follower:
             if self._target is not None:
                 target = self._target.get(stream)
                 last = min(last, target.seq) if target is not None and target.created == state.created else 0
-            from_seq = max(before.seq, state.first_seq - 1) if last > before.seq else before.seq
-            ends[stream] = before
-            if last > from_seq:
-                backlogs[stream] = before, state, last - from_seq
-            elif last > before.seq:
-                ends[stream] = Position(before.created, last)
+            begin = max(before.seq, state.first_seq - 1)
+            if last > begin:
+                backlogs[stream] = Position(before.created, begin), state, last - begin
+            else:
+                ends[stream] = Position(before.created, max(before.seq, last))
         total = sum(backlog for _, _, backlog in backlogs.values())
-        for stream, (before, state, backlog) in backlogs.items():
-            takes = _takes(limit, state, backlog, total)
-            ends[stream] = Position(before.created, max(before.seq, state.first_seq - 1) + takes)
+        for stream, (begun_at, state, backlog) in backlogs.items():
+            # Each stream gets its share of the limits, and at least one sequence.
+            takes, share = backlog, backlog / total
+            if rows is not None:
+                takes = min(takes, max(1, math.floor(rows * share)))
+            if size is not None:
+                each = state.size / max(1, state.last_seq - state.first_seq + 1)  # gaps count as 0 bytes
+                takes = min(takes, max(1, math.floor(size * share / max(each, 1e-9))))
+            ends[stream] = Position(begun_at.created, begun_at.seq + takes)
         return ends
 
     async def _continue(
@@ -365,31 +329,28 @@ class Follower:
 
     # -- what to read -------------------------------------------------------------------------------------------
 
-    def _span(self, stream: str, begin: Position | None, stop: Position) -> SequenceRange | None:
-        """Return the range between two positions, or None: it is empty."""
+    def _span(self, stream: str, begin: Position | None, stop: Position) -> SequenceRange:
+        """Return the range between two positions."""
         start = self._options.starting.get(stream)
         if begin is None:  # the first micro-batch with this stream
-            if isinstance(start, AtSequence):
-                begin = Position(stop.created, start.seq - 1)
+            if isinstance(start, int):
+                begin = Position(stop.created, start - 1)
             else:
-                begin = Position(stop.created, 0 if start is Named.EARLIEST else stop.seq)
+                begin = Position(stop.created, 0 if start == "earliest" else stop.seq)
         recreated = False
         if begin.created != stop.created:
             if begin.created:
                 report_data_loss(self._options, f"stream {stream!r} was deleted and re-created at {stop.created}")
             begin, recreated = Position(stop.created, 0), True
-        elif begin.seq > stop.seq:
-            if (self._initial or {}).get(stream) == begin:
-                return (
-                    None  # a start that was resolved again, later; the micro-batch keeps its end, so no message is lost
-                )
+        # A start that was resolved again, later, may be behind the end that the micro-batch keeps: then it has no rows.
+        elif begin.seq > stop.seq and begin != (self._initial or {}).get(stream):
             report_data_loss(
                 self._options,
                 f"stream {stream!r} ended at sequence {stop.seq} when this micro-batch was planned; the query had read up to "
                 f"{begin.seq} already, so the stream lost its end",
             )
             begin, recreated = Position(stop.created, 0), True
-        from_head = recreated or (begin.seq == 0 and start is Named.EARLIEST)
+        from_head = recreated or (begin.seq == 0 and start == "earliest")
         return SequenceRange(stream, begin.seq + 1, stop.seq, from_head=from_head, created=stop.created)
 
     async def _plan_stream(self, context: JetStreamContext, span: SequenceRange) -> tuple[SequenceRange, int] | None:
@@ -402,33 +363,15 @@ class Follower:
         if state.created != span.created:
             report_data_loss(options, f"{what} are gone: it was deleted and re-created at {state.created}")
             return None
-        if state.last_seq < span.last:
-            state = await self._settled(context, state, span.last)
+        state = await self._settled(context, state, span.last)
         if state.last_seq < span.last:
             report_data_loss(options, f"{what} should be read, but the stream ends at {state.last_seq}")
         first = span.first
-        if state.first_seq > first and not span.from_head:
-            missing = f"sequences {first} to {min(span.last, state.first_seq - 1)} of stream {stream!r}"
-            report_data_loss(
-                options, f"{missing} are gone (expired, purged or deleted); it starts at {state.first_seq} now"
-            )
-            first = state.first_seq
-        head = state.first_seq if span.from_head else 0
+        if not span.from_head:
+            report_lost_head(options, state, first, span.last)
+            first = max(first, state.first_seq)
         found = replace(span, first=first, last=min(span.last, state.last_seq), gapless=state.has_every_sequence)
         if not len(found):
             return None
-        return await place_filter(context, options.subjects, state, found), max(
-            head, first + 1 if span.from_head else 0
-        )
-
-
-def _takes(limit: Limit, state: StreamState, backlog: int, total: int) -> int:
-    """Return how many sequences of a stream go into a micro-batch: its share of the backlogs, and at least one."""
-    takes = backlog
-    share = backlog / total
-    if limit.rows is not None:
-        takes = min(takes, max(1, math.floor(limit.rows * share)))
-    if limit.size is not None:
-        each = state.size / max(1, state.last_seq - state.first_seq + 1)  # gaps count as 0 bytes
-        takes = min(takes, max(1, math.floor(limit.size * share / max(each, 1e-9))))
-    return takes
+        head = max(state.first_seq, first + 1) if span.from_head else 0
+        return await place_filter(context, options.subjects, state, found), head

@@ -1,10 +1,10 @@
 """Exactly-once writes without a time limit: rows and a marker of them in one atomic batch, stored together or not at all.
 
-A *marker* says how many rows of which micro-batch a partition has stored, with a digest of them. Each marker names the one
+A *marker* holds how many rows of which micro-batch a partition has stored, and their digest. Each marker names the one
 before (`FencedWriter`), so of two attempts at the same partition only one can store; the other reads the new marker and
-continues behind it. The *layout record* says how many partitions a micro-batch has: rows are found again by partition and
-index, so the same rows in other partitions would look new. Spark tells a task its partition but not their number. That is
-the option ``sinkPartitions``; the driver compares it with the truth at the end of each micro-batch.
+continues behind it. The *layout record* holds the number of partitions of a micro-batch: rows are recognized by partition
+and index, so the same rows in other partitions would look new. Spark tells a task its partition but not their number,
+which is why the option ``sinkPartitions`` exists; the driver checks it at the end of each micro-batch.
 
 ::
 
@@ -48,8 +48,8 @@ from jetstream_ext.spark.rows import Message, content, without_ids
 
 _log = logging.getLogger("jetstream_ext.spark")
 
+# Seconds that a task keeps trying while no row can be stored: during an election, or a restart.
 PATIENCE: Final = 30.0
-"""Seconds that a task keeps trying while no row can be stored: during an election, or a restart."""
 
 _VERSION: Final = 1
 _ADVICE: Final = (
@@ -60,7 +60,7 @@ _ADVICE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """What a partition has stored: so many rows of a micro-batch, and a digest of them."""
+    """How many rows of a micro-batch a partition has stored, and their digest."""
 
     batch: int = -1
     rows: int = 0
@@ -78,16 +78,8 @@ class Layout:
 _Record = TypeVar("_Record", Marker, Layout)
 
 
-def _encode(record: Marker | Layout) -> bytes:
-    return json.dumps({"v": _VERSION, **asdict(record)}, separators=(",", ":")).encode()
-
-
 def _decode(kind: type[_Record], stored: StoredMsg | None) -> _Record:
-    """Return the record in a message; the default if there is none.
-
-    Raises:
-        ReplayError: The message is not a record of this sink.
-    """
+    """Return the record in a message, the default if there is none; raise ReplayError for any other message."""
     if stored is None:
         return kind()
     try:
@@ -104,91 +96,63 @@ def _decode(kind: type[_Record], stored: StoredMsg | None) -> _Record:
 
 
 def _is_transient(error: Exception) -> bool:
-    # A batch that failed without the server's refusal is sent again: its marker tells whether it was stored.
+    # A batch that failed without the server's refusal is sent again: its marker shows whether it was stored.
     return is_transient(error) or (isinstance(error, BatchError) and not isinstance(error, ServerError))
 
 
-class StoredQuery:
-    """What the stream holds of one micro-batch of a query: its layout record, and a marker for each partition.
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A micro-batch of a query (0: a batch write), whose records are its layout and a marker for each partition."""
 
-    Args:
-        context: The JetStream context.
-        options: The write.
-        state: The stream.
-        writer: The name of the query, or of the batch write.
-        batch: The micro-batch; 0 for a batch write.
-    """
-
-    def __init__(
-        self, context: JetStreamContext, options: WriteOptions, state: StreamState, writer: str, batch: int
-    ) -> None:
-        self.batch = batch
-        self._context = Context(context)
-        self._options = options
-        self._rollup = bool(state.config.get("allow_rollup_hdrs"))
-        self._writer = writer
-
-    def record(self, name: str, kind: type[_Record], what: str) -> StoredRecord[_Record]:
-        """Return the record `name` of this query; `what` names it in errors."""
-        what = f"stream {self._options.stream!r}, {what}micro-batch {self.batch}"
-        fence = FencedWriter(
-            self._context,
-            self._options.stream,
-            f"{self._options.marker_prefix}.{self._writer}.{name}",
-            name=what,
-            patience=PATIENCE,
-            transient=_is_transient,
-            rollup=self._rollup,
-        )
-        return StoredRecord(fence, kind, what, self.batch)
+    context: JetStreamContext
+    options: WriteOptions
+    state: StreamState
+    writer: str  # the name of the query, or of the batch write
+    batch: int
 
     async def claim_layout(self, partitions: int) -> None:
-        """Record the number of partitions of this micro-batch, or find the same number recorded.
+        """Record the number of partitions, or find the same number recorded.
 
-        Raises:
-            FencedError: A later micro-batch is already stored.
-            ReplayError: This micro-batch had another number before.
-            SinkError: The record could not be stored for too long.
+        Raises as `StoredRecord.store`; and ReplayError if this micro-batch had another number before.
         """
-        layout = self.record("_layout", Layout, "")
+        layout = StoredRecord(self, "_layout", Layout)
         await layout.read()
         while layout.last.batch != self.batch:
             if await layout.store([], Layout(self.batch, partitions)):
                 return
         if layout.last.partitions != partitions:
             raise ReplayError(
-                f"{layout.what} had {layout.last.partitions} partitions before, and has {partitions} now, where its rows "
-                f"cannot be told from new ones; make them {layout.last.partitions} again (sinkPartitions, and what it "
-                "follows: df.repartition(n), or the source's minPartitions). Nothing was stored"
+                f"{layout.what} had {layout.last.partitions} partitions before, and has {partitions} now, so its stored "
+                f"rows cannot be recognized. Nothing was stored; set sinkPartitions to {layout.last.partitions} again, "
+                "together with df.repartition(n) or the source's minPartitions"
             )
 
     async def correct_layout(self, partitions: int) -> None:
-        """Record how many partitions there really were.
-
-        Raises:
-            FencedError: A later micro-batch is already stored.
-            SinkError: The record could not be stored for too long.
-        """
-        layout = self.record("_layout", Layout, "")
+        """Record how many partitions there really were; raises as `StoredRecord.store`."""
+        layout = StoredRecord(self, "_layout", Layout)
         await layout.read()
         while not await layout.store([], Layout(self.batch, partitions)):
             pass
 
 
 class StoredRecord(Generic[_Record]):
-    """The newest record on a subject of the sink, and the fence that it is for the next one.
+    """The newest record on a subject of the sink, and the fence that it is for the next one."""
 
-    Attributes:
-        last: The record that was read or stored last.
-    """
-
-    def __init__(self, fence: FencedWriter, kind: type[_Record], what: str, batch: int) -> None:
-        self.what = what
-        self.subject: str = fence.subject
-        self.last: _Record = kind()
-        self._fence = fence
+    def __init__(self, of: MicroBatch, name: str, kind: type[_Record], what: str = "") -> None:
+        self.what = f"stream {of.options.stream!r}, {what}micro-batch {of.batch}"
+        self.subject: str = f"{of.options.marker_prefix}.{of.writer}.{name}"
+        self.last: _Record = kind()  # the record that was read or stored last
         self._kind: type[_Record] = kind
-        self._batch = batch
+        self._batch = of.batch
+        self._fence = FencedWriter(
+            Context(of.context),
+            of.options.stream,
+            self.subject,
+            name=self.what,
+            patience=PATIENCE,
+            transient=_is_transient,
+            rollup=bool(of.state.config.get("allow_rollup_hdrs")),
+        )
 
     async def read(self) -> None:
         """Read the record at the stream's leader.
@@ -208,14 +172,13 @@ class StoredRecord(Generic[_Record]):
             )
 
     async def store(self, messages: Sequence[Any], record: _Record) -> bool:
-        """Store messages and a new record; False: the record has moved, and was read again.
+        """Store messages and a new record; False: another attempt has stored a record, which was read.
 
-        Raises:
-            FencedError, ReplayError, SinkError: As for `read`.
-            ServerError: The server refused a message.
+        Raises as `read`; and ServerError if the server refused a message.
         """
+        body = json.dumps({"v": _VERSION, **asdict(record)}, separators=(",", ":"))
         try:
-            await self._fence.store(messages, _encode(record))
+            await self._fence.store(messages, body.encode())
         except RecordMovedError:
             _log.debug("%s: another attempt has stored a record on %r", self.what, self.subject)
             await self.read()
@@ -232,111 +195,66 @@ class StoredRecord(Generic[_Record]):
         return error
 
 
-class Digest:
-    """A digest of the rows so far."""
-
-    def __init__(self) -> None:
-        self._hash = blake2b(digest_size=16)
-
-    def add(self, messages: Iterable[Message]) -> None:
-        """Add rows."""
-        pieces: list[bytes] = []
-        heads: dict[str, bytes] = {}  # by subject: the start of `content`, for messages without headers
-        for subject, data, headers, _ in messages:
-            head = content(subject, b"", headers) if headers else heads.get(subject)
-            if head is None:
-                head = heads[subject] = content(subject, b"", None)
-            pieces += (b"%d:%b" % (len(head) + len(data), head), data)
-        self._hash.update(b"".join(pieces))
-
-    def copy(self) -> Digest:
-        """Return another digest of the same rows."""
-        other = Digest()
-        other._hash = self._hash.copy()
-        return other
-
-    def text(self) -> str:
-        """Return the digest as text."""
-        return self._hash.hexdigest()
+def _add_rows(digest: blake2b, messages: Iterable[Message]) -> None:
+    pieces: list[bytes] = []
+    heads: dict[str, bytes] = {}  # by subject: the start of `content`, for messages without headers
+    for subject, data, headers, _ in messages:
+        head = content(subject, b"", headers) if headers else heads.get(subject)
+        if head is None:
+            head = heads[subject] = content(subject, b"", None)
+        pieces += (b"%d:%b" % (len(head) + len(data), head), data)
+    digest.update(b"".join(pieces))
 
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """Rows that are stored together.
-
-    Attributes:
-        messages: The rows.
-        start: The number of rows before them.
-        before: The digest of the rows before them.
-        after: The digest including them.
-        last: The input ended after them. It ends as well where Spark stops a failing attempt, so the next attempt may
-            have more rows; only fewer rows are a contradiction.
-    """
+    """Rows that are stored together."""
 
     messages: Sequence[Message]
-    start: int
-    before: Digest
-    after: Digest
+    start: int  # the number of rows before them
+    before: blake2b  # the digest of the rows before them
+    after: blake2b  # the digest including them
+    # The input ended after them. It also ends where Spark stops a failing attempt, so the next attempt may have more
+    # rows; only fewer rows are a contradiction.
     last: bool
-
-    @property
-    def end(self) -> int:
-        """The number of rows including them."""
-        return self.start + len(self.messages)
 
 
 class Transactions:
-    """The transactions of one attempt at one partition.
+    """The transactions of one attempt at one partition."""
 
-    Args:
-        query: The micro-batch.
-        partition: The partition.
-    """
-
-    def __init__(self, query: StoredQuery, partition: int) -> None:
-        self._batch = query.batch
-        self._marker = query.record(str(partition), Marker, f"partition {partition} of ")
-        self._digest = Digest()
+    def __init__(self, of: MicroBatch, partition: int) -> None:
+        self._batch = of.batch
+        self._marker = StoredRecord(of, str(partition), Marker, f"partition {partition} of ")
+        self._digest = blake2b(digest_size=16)
         self._taken = 0
-        self.skipped: int = 0
-        """Rows that an earlier attempt has stored."""
+        self.skipped: int = 0  # rows that an earlier attempt has stored
 
     async def open(self) -> None:
-        """Find out which rows are stored already.
-
-        Raises:
-            FencedError, ReplayError, SinkError: As for `StoredRecord.read`.
-        """
+        """Find out which rows are stored already; raises as `StoredRecord.read`."""
         await self._marker.read()
 
     def next(self, messages: Sequence[Message], *, last: bool) -> Transaction:
-        """Prepare the next transaction. Any thread may call it, while the one before is being stored.
-
-        Args:
-            messages: The rows.
-            last: The input ended after them.
-        """
+        """Prepare the next transaction. Any thread may call it, while the one before is being stored."""
         before, start = self._digest, self._taken
         self._digest = after = before.copy()
-        after.add(messages)
+        _add_rows(after, messages)
         self._taken += len(messages)
         return Transaction(messages, start, before, after, last)
 
     async def store(self, transaction: Transaction) -> None:
         """Store a transaction's rows, or find them stored; in the order of `next`, one after the other.
 
-        Raises:
-            FencedError, ReplayError, SinkError, ServerError: As for `StoredRecord.store`.
-            ReplayError: Other rows were stored before.
+        Raises as `StoredRecord.store`; and ReplayError if other rows were stored before.
         """
-        messages, start, end = transaction.messages, transaction.start, transaction.end
+        messages, start = transaction.messages, transaction.start
+        end = start + len(messages)
         what = self._marker.what
         while True:
             marker = self._marker.last
             stored = marker.rows if marker.batch == self._batch else 0
             if stored >= end:
                 if transaction.last and stored > end:
-                    raise ReplayError(f"{what}: {stored} rows of it are stored, and now it has only {end}; {_ADVICE}")
+                    raise ReplayError(f"{what}: {stored} of its rows are stored, and now it has only {end}; {_ADVICE}")
                 if stored == end and stored:
                     self._compare(transaction.after)
                 _log.debug("%s: rows %d to %d are already stored", what, start, end - 1)
@@ -346,27 +264,28 @@ class Transactions:
                 raise ReplayError(f"{what}: the marker of {start} rows is gone from {self._marker.subject!r}")
             if stored > start:
                 some = transaction.before.copy()
-                some.add(messages[: stored - start])
+                _add_rows(some, messages[: stored - start])
                 self._compare(some)
-            if await self._commit(messages[stored - start :], Marker(self._batch, end, transaction.after.text())):
+            marker = Marker(self._batch, end, transaction.after.hexdigest())
+            if await self._commit(messages[stored - start :], marker):
                 return
 
     async def _commit(self, messages: Sequence[Message], marker: Marker) -> bool:
-        """Store rows and their marker; False: the marker has moved, so decide again."""
+        """Store rows and their marker; False: another attempt has stored a marker, so decide again."""
         what = self._marker.what
         try:
             return await self._marker.store(without_ids(messages), marker)
         except AtomicPublishTooLargeError as error:
             raise SinkError(
-                f"{what}: the server accepts fewer than {len(messages) + 1} messages per batch ({error}); set the option "
-                "transactionRows below that"
+                f"{what}: the server accepts fewer than {len(messages) + 1} messages per batch ({error}); set "
+                "transactionRows to less than that"
             ) from error
         except (BadHeaderError, MaxPayloadError) as error:
             first = marker.rows - len(messages)
             raise SinkError(f"{what}: one of its rows {first} to {marker.rows - 1}: {error}") from error
 
-    def _compare(self, digest: Digest) -> None:
-        if digest.text() != self._marker.last.digest:
+    def _compare(self, digest: blake2b) -> None:
+        if digest.hexdigest() != self._marker.last.digest:
             raise ReplayError(
-                f"{self._marker.what}: {self._marker.last.rows} rows of it are stored, and now they differ; {_ADVICE}"
+                f"{self._marker.what}: {self._marker.last.rows} of its rows are stored, and now they differ; {_ADVICE}"
             )

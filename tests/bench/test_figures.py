@@ -49,7 +49,6 @@ def test_a_summary() -> None:
     assert group.as_json()["figures"]["case"]["s"]["median"] == 1.5
 
 
-@pytest.mark.timeout(600)
 def test_the_record_says_where_when_and_what(record: dict[str, Any]) -> None:
     assert record["quick"] is True
     assert record["machine"]["cpu"]
@@ -64,7 +63,6 @@ def test_the_record_says_where_when_and_what(record: dict[str, Any]) -> None:
                 assert len(found["runs"]) == 1
 
 
-@pytest.mark.timeout(600)
 def test_the_pages_show_the_record(record: dict[str, Any], pages: Path) -> None:
     with pytest.raises(ValueError, match="quick run"):
         render.write(record, pages)

@@ -1,4 +1,4 @@
-"""Atomic batches against a real server: all or nothing, whatever happens in between."""
+"""Atomic batches against a real server: all of a batch is stored, or nothing."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -58,14 +58,14 @@ class TestCommitting:
         assert [set(m.headers) - BATCH_HEADERS for m in await stored(js, stream)] == [set(), {"K"}]
         await leak_check.assert_clean()
 
-    async def test_commit_alone_and_of_one(self, js: JetStreamContext, stream: str) -> None:
+    async def test_a_batch_of_one_message_commits(self, js: JetStreamContext, stream: str) -> None:
         assert (await jsx.AtomicBatch(js).commit(f"{stream}.a", b"1")).batch_size == 1
         batch = jsx.AtomicBatch(js)
         await batch.add(f"{stream}.a", b"2")
         assert (await batch.commit_eob()).batch_size == 1
         assert await payloads(js, stream) == [b"1", b"2"]
 
-    async def test_a_thousand_messages(self, js: JetStreamContext, stream: str) -> None:
+    async def test_a_batch_can_have_a_thousand_messages(self, js: JetStreamContext, stream: str) -> None:
         async with jsx.AtomicBatch(js, ack_every=100) as batch:
             for i in range(1000):
                 await batch.add(f"{stream}.a", b"%d" % i)
@@ -73,7 +73,7 @@ class TestCommitting:
         assert batch.ack.batch_size == 1000
         assert await payloads(js, stream) == [b"%d" % i for i in range(1000)]
 
-    async def test_everything_a_message_can_have(self, js: JetStreamContext, stream: str) -> None:
+    async def test_every_option_of_a_message_is_stored(self, js: JetStreamContext, stream: str) -> None:
         headers = {"K": "v", "Unicode": "ä"}
         async with jsx.AtomicBatch(js) as batch:
             await batch.add(f"{stream}.a", b"", headers=headers, msg_id="m1", msg_ttl=60, expected_last_seq=0)
@@ -98,7 +98,7 @@ class TestCommitting:
 
     @pytest.mark.parametrize("ack", [None, True, False])
     @pytest.mark.parametrize("ack_first", [True, False])
-    async def test_with_and_without_replies(
+    async def test_messages_are_stored_with_and_without_replies(
         self, js: JetStreamContext, stream: str, ack: bool | None, ack_first: bool
     ) -> None:
         async with jsx.AtomicBatch(js, ack_first=ack_first) as batch:
@@ -106,12 +106,12 @@ class TestCommitting:
                 await batch.add(f"{stream}.a", b"x", ack=ack)
         assert batch.size == await count(js, stream) == 5
 
-    async def test_many_tasks_at_once(self, js: JetStreamContext, stream: str) -> None:
+    async def test_concurrent_adds_are_all_stored(self, js: JetStreamContext, stream: str) -> None:
         async with jsx.AtomicBatch(js, ack_every=1) as batch:
             await asyncio.gather(*(batch.add(f"{stream}.{i}", b"%d" % i) for i in range(50)))
         assert {int(data) for data in await payloads(js, stream)} == set(range(50))
 
-    async def test_an_add_that_is_under_way_is_part_of_the_commit(self, js: JetStreamContext, stream: str) -> None:
+    async def test_an_add_in_progress_is_part_of_the_commit(self, js: JetStreamContext, stream: str) -> None:
         batch = jsx.AtomicBatch(js)
         await batch.add(f"{stream}.a", b"0")
         _, ack = await asyncio.gather(batch.add(f"{stream}.a", b"1", ack=True), batch.commit(f"{stream}.a", b"2"))
@@ -119,11 +119,9 @@ class TestCommitting:
         assert await payloads(js, stream) == [b"0", b"1", b"2"]
 
 
-class TestRecords:
-    """Every change of a batch's state is one DEBUG record of the logger ``jetstream_ext.atomic``."""
-
+class TestDebugRecords:
     @pytest.mark.parametrize("end", ["commit", "refused", "discard", "lost"])
-    async def test_each_change_is_recorded_once(
+    async def test_each_state_change_is_one_debug_record(
         self, js: JetStreamContext, stream: str, caplog: pytest.LogCaptureFixture, end: str
     ) -> None:
         caplog.set_level("DEBUG", logger="jetstream_ext.atomic")
@@ -163,7 +161,7 @@ class TestRecords:
         assert "hidden" not in caplog.text
         assert "secret" not in caplog.text
 
-    async def test_nothing_is_formatted_when_it_is_off(
+    async def test_nothing_is_logged_above_debug(
         self, js: JetStreamContext, stream: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level("INFO", logger="jetstream_ext.atomic")
@@ -172,7 +170,9 @@ class TestRecords:
 
 
 class TestNothingStored:
-    async def test_an_exception_in_the_block(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
+    async def test_an_exception_in_the_block_discards_the_batch(
+        self, js: JetStreamContext, stream: str, leak_check: Any
+    ) -> None:
         batch = jsx.AtomicBatch(js)
 
         async def fail() -> None:
@@ -187,7 +187,9 @@ class TestNothingStored:
         assert await count(js, stream) == 0
         await leak_check.assert_clean()
 
-    async def test_discard(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
+    async def test_a_discarded_batch_refuses_further_calls(
+        self, js: JetStreamContext, stream: str, leak_check: Any
+    ) -> None:
         batch = jsx.AtomicBatch(js)
         await batch.add(f"{stream}.a", b"1")
         await batch.discard()
@@ -213,7 +215,7 @@ class TestNothingStored:
         assert js._nc.stats["out_msgs"] == sent
         await leak_check.assert_clean()
 
-    async def test_a_closed_batch_after_its_commit(self, js: JetStreamContext, stream: str) -> None:
+    async def test_a_committed_batch_refuses_further_calls(self, js: JetStreamContext, stream: str) -> None:
         batch = jsx.AtomicBatch(js)
         ack = await batch.commit(f"{stream}.a", b"1")
         for operation in (batch.add(f"{stream}.a"), batch.commit(f"{stream}.a"), batch.commit_eob()):
@@ -233,7 +235,7 @@ class TestNothingStored:
         ],
     )
     @pytest.mark.usefixtures("level")
-    async def test_an_expectation_that_fails(
+    async def test_a_failed_expectation_stores_nothing(
         self, js: JetStreamContext, stream: str, leak_check: Any, bad: dict[str, Any], error: type[errors.BatchError]
     ) -> None:
         await js.publish(f"{stream}.z", b"before", headers={"Nats-Msg-Id": "taken"})
@@ -255,7 +257,7 @@ class TestNothingStored:
         await leak_check.assert_clean()
 
     @pytest.mark.parametrize("dealt_with", [True, False])
-    async def test_an_error_that_was_caught_in_the_block(
+    async def test_an_error_caught_in_the_block_is_raised_at_its_end_unless_discarded(
         self, js: JetStreamContext, stream: str, leak_check: Any, dealt_with: bool
     ) -> None:
         batch = jsx.AtomicBatch(js)
@@ -277,7 +279,7 @@ class TestNothingStored:
         assert await count(js, stream) == 0
         await leak_check.assert_clean()
 
-    async def test_a_message_that_the_stream_finds_too_large(
+    async def test_a_message_too_large_for_the_stream_keeps_the_batch_open(
         self, js: JetStreamContext, make_stream: MakeStream
     ) -> None:
         stream = await make_stream(max_msg_size=300)
@@ -289,10 +291,10 @@ class TestNothingStored:
             await batch.add(f"{stream}.a", b"2")
         assert await payloads(js, stream) == [b"1", b"2"]
 
-    async def test_a_large_message_whose_refusal_nobody_hears(
+    async def test_a_refusal_after_a_cancelled_add_fails_the_batch(
         self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any
     ) -> None:
-        # A cancelled add is part of the batch: if the server refuses it, the batch must not commit without it.
+        # A cancelled add is part of the batch: if the server refuses its message, the batch must not commit without it.
         stream = await make_stream(max_msg_size=300)
         batch = jsx.AtomicBatch(js)
         await batch.add(f"{stream}.a", b"1")
@@ -307,7 +309,7 @@ class TestNothingStored:
         assert await count(js, stream) == 0
         await leak_check.assert_clean()
 
-    async def test_a_batch_that_the_server_forgot(self, stream_name: Callable[[], str]) -> None:
+    async def test_a_batch_that_the_server_dropped_is_refused_at_commit(self, stream_name: Callable[[], str]) -> None:
         config = 'jetstream { limits { batch { timeout: "100ms" } } }'
         async with NatsServer(config=config) as server:
             nc = await nats.connect(server.url)
@@ -331,7 +333,7 @@ class TestRefusedAtOnce:
     @pytest.mark.parametrize(
         ("missing", "error"), [("allow_atomic", errors.AtomicPublishDisabledError), ("stream", errors.NoStreamError)]
     )
-    async def test_the_stream_cannot_take_it(
+    async def test_a_missing_stream_or_allow_atomic_is_an_error_at_once(
         self,
         js: JetStreamContext,
         make_stream: MakeStream,
@@ -377,7 +379,7 @@ class TestRefusedAtOnce:
         ],
     )
     @pytest.mark.usefixtures("level")
-    async def test_the_message_cannot_be_sent(
+    async def test_an_invalid_message_is_refused_and_the_batch_stays_usable(
         self, js: JetStreamContext, stream: str, leak_check: Any, message: dict[str, Any], error: type[Exception]
     ) -> None:
         message = {"subject": f"{stream}.a", "payload": b"x", **message}
@@ -388,7 +390,7 @@ class TestRefusedAtOnce:
                 await call
         assert (batch.size, batch.state, js._nc.stats["out_msgs"]) == (0, "open", sent)
         await leak_check.assert_clean()
-        # The batch is none the worse for it.
+        # The batch stays usable.
         await batch.add(f"{stream}.a", b"1")
         for call in (batch.add(**message), batch.commit(**message)):
             with pytest.raises(error):
@@ -401,7 +403,7 @@ class TestRefusedAtOnce:
         [{"batch_id": ""}, {"batch_id": "a.b"}, {"batch_id": "x" * 65}, {"ack_every": 0}, {"ack_every": True},
          {"timeout": 0}, {"timeout": -1}, {"timeout": float("nan")}],
     )  # fmt: skip
-    def test_bad_options(self, js: JetStreamContext, options: dict[str, Any]) -> None:
+    def test_options_out_of_range_are_refused(self, js: JetStreamContext, options: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=r".+"):
             jsx.AtomicBatch(js, **options)
 
@@ -416,12 +418,12 @@ class TestRefusedAtOnce:
             {"timeout": [1]},
         ],
     )
-    def test_options_of_another_type(self, js: JetStreamContext, options: dict[str, Any]) -> None:
+    def test_options_of_the_wrong_type_are_refused(self, js: JetStreamContext, options: dict[str, Any]) -> None:
         (name,) = options
         with pytest.raises(TypeError, match=name.replace("_id", " id")):
             jsx.AtomicBatch(js, **options)
 
-    async def test_arguments_of_another_type(self, js: JetStreamContext, leak_check: Any) -> None:
+    async def test_arguments_of_the_wrong_type_are_refused(self, js: JetStreamContext, leak_check: Any) -> None:
         batch: Any = jsx.AtomicBatch(js)
         for call in (batch.add("a", ack="yes"), batch.add_message(("a", b"")), batch.add_many([("a",)])):
             with pytest.raises(TypeError, match=r"must be a bool|takes BatchMessage|a tuple of 1"):
@@ -437,7 +439,7 @@ class TestRefusedAtOnce:
 
 
 class TestPublishAtomic:
-    async def test_iterables(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
+    async def test_every_kind_of_iterable_is_accepted(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         messages = [jsx.BatchMessage(f"{stream}.a", b"%d" % i, headers={"I": str(i)}) for i in range(3)]
 
         async def source() -> AsyncIterator[jsx.BatchMessage]:
@@ -470,13 +472,15 @@ class TestPublishAtomic:
         assert await count(js, stream) == 0
         await leak_check.assert_clean()
 
-    async def test_no_messages(self, js: JetStreamContext, leak_check: Any) -> None:
+    async def test_no_messages_is_an_error(self, js: JetStreamContext, leak_check: Any) -> None:
         with pytest.raises(errors.EmptyBatchError):
             await jsx.publish_atomic(js, [])
         await leak_check.assert_clean()
 
     @pytest.mark.parametrize("how", ["iterable", "async iterable", "add_many", "add"])
-    async def test_a_source_without_an_end_is_stopped(self, js: JetStreamContext, stream: str, how: str) -> None:
+    async def test_an_endless_source_is_stopped_by_the_refusal(
+        self, js: JetStreamContext, stream: str, how: str
+    ) -> None:
         messages = repeat(jsx.BatchMessage(f"{stream}.a"), 100_000)
         batch = jsx.AtomicBatch(js)
 
@@ -496,7 +500,7 @@ class TestPublishAtomic:
         assert caught.value.sent == 2000
         assert await count(js, stream) == 0
 
-    async def test_too_many_messages(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
+    async def test_too_many_messages_store_nothing(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         with pytest.raises(errors.AtomicPublishTooLargeError) as caught:
             await jsx.publish_atomic(js, (jsx.BatchMessage(f"{stream}.a") for _ in range(1001)))
         assert caught.value.outcome == "not_stored"
@@ -506,7 +510,7 @@ class TestPublishAtomic:
 
 @pytest.mark.parametrize("nothing", [None, ["a", b""]])
 @pytest.mark.parametrize("position", [0, 1])
-async def test_what_is_no_message_is_refused_and_stores_nothing(
+async def test_anything_but_a_message_is_refused_and_stores_nothing(
     js: JetStreamContext, stream: str, position: int, nothing: Any
 ) -> None:
     messages: list[Any] = [jsx.BatchMessage(f"{stream}.a"), jsx.BatchMessage(f"{stream}.a")]
@@ -521,6 +525,6 @@ async def test_what_is_no_message_is_refused_and_stores_nothing(
     assert await count(js, stream) == 0
 
 
-async def test_a_stream_name_that_is_none_is_refused(js: JetStreamContext, stream: str) -> None:
+async def test_an_invalid_stream_name_is_refused(js: JetStreamContext, stream: str) -> None:
     with pytest.raises(errors.BadSubjectError, match="stream name"):
         await jsx.AtomicBatch(js).add(f"{stream}.a", b"", stream="A B")

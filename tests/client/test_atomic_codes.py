@@ -1,4 +1,4 @@
-"""Every refusal has its class, whenever it arrives, on every server that has atomic batches."""
+"""Every refusal has its error class, whenever it arrives, on every server that has atomic batches."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from jetstream_ext.testing import NatsServer
 NUMBERS = itertools.count()
 VERSIONS = ["2.12.0", "2.12.8", "2.14.6", "2.15.1"]
 M = jsx.BatchMessage
-#: What is published, the stream's configuration, the code, its class, and the first server that refuses it so.
+#: The messages, the stream's configuration, the error code, its class, and the first server that answers with it.
 CASES: dict[str, tuple[list[M], dict[str, Any], int, type[errors.BatchError], str]] = {
     "too large": ([M("S.a", bytes(400))], {"max_msg_size": 300}, 10054, errors.MessageTooLargeError, "2.12.0"),
     "another stream": ([M("S.a"), M("S.b", stream="T")], {}, 10060, errors.StreamMismatchError, "2.12.0"),
@@ -50,7 +50,7 @@ CASES: dict[str, tuple[list[M], dict[str, Any], int, type[errors.BatchError], st
 }  # fmt: skip
 
 
-#: What becomes of them on 2.12.0: an error, or None: they are stored.
+#: The outcome on 2.12.0: an error, or None if the messages are stored.
 OLD: dict[str, type[Exception] | None] = {
     "of a subject": errors.UnsupportedFeatureError,
     "level": None,
@@ -66,7 +66,7 @@ def old_server(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def name() -> str:
-    """A stream's name, never used before: of a stream that is deleted and made anew 2.12.0 may keep what was staged."""
+    """A new stream name: 2.12.0 may keep the staged messages of a stream that is deleted and created again."""
     return f"S{next(NUMBERS)}"
 
 
@@ -82,7 +82,9 @@ async def old_js(old_server: NatsServer, name: str) -> AsyncIterator[JetStreamCo
 
 @pytest.mark.parametrize("how", ["bulk", "every", "none"])
 @pytest.mark.parametrize("case", CASES)
-async def test_a_refusal(old_server: NatsServer, old_js: JetStreamContext, name: str, case: str, how: str) -> None:
+async def test_each_refusal_has_its_error_class(
+    old_server: NatsServer, old_js: JetStreamContext, name: str, case: str, how: str
+) -> None:
     messages, config, code, cls, since = CASES[case]
     await old_js.add_stream(name=name, subjects=["S.>"], **{"allow_atomic": True, **config})
 
@@ -110,7 +112,7 @@ async def test_a_refusal(old_server: NatsServer, old_js: JetStreamContext, name:
     error = caught.value
     assert error.outcome == "not_stored"
     if (how != "every" and len(messages) > 1 and code in (10185, 10199)) or (how == "none" and code == 10054):
-        # Unheard when it came: by the time of the commit the server has forgotten the batch.
+        # No caller awaited the refusal, and at the commit the server no longer has the batch.
         assert isinstance(error, cls | errors.AtomicPublishIncompleteError)
     else:
         assert type(error) is cls
@@ -118,8 +120,8 @@ async def test_a_refusal(old_server: NatsServer, old_js: JetStreamContext, name:
     assert (await old_js.stream_info(name)).state.messages == 0
 
 
-#: What this library would not send: messages, what becomes of their headers on the way, and what the server says to it.
-NOT_OURS: dict[str, tuple[list[M], bytes, bytes, int, type[errors.BatchError], str]] = {
+#: Refusals of what this library does not send: the messages, a pattern in their headers and its replacement, the error.
+REWRITTEN: dict[str, tuple[list[M], bytes, bytes, int, type[errors.BatchError], str]] = {
     "another commit": (
         [M("S.a")] * 2, rb"Nats-Batch-Commit: \w+", b"Nats-Batch-Commit: yes", 10200,
         errors.AtomicPublishInvalidCommitError, "2.12.8",
@@ -151,23 +153,23 @@ NOT_OURS: dict[str, tuple[list[M], bytes, bytes, int, type[errors.BatchError], s
 
 
 @pytest.mark.parametrize("bulk", [True, False])
-@pytest.mark.parametrize("case", NOT_OURS)
-async def test_a_refusal_of_what_this_library_does_not_send(
+@pytest.mark.parametrize("case", REWRITTEN)
+async def test_refusals_of_rewritten_messages_have_their_error_class(
     old_server: NatsServer, old_js: JetStreamContext, name: str, monkeypatch: pytest.MonkeyPatch, case: str, bulk: bool
 ) -> None:
-    messages, pattern, instead, code, cls, since = NOT_OURS[case]
+    messages, pattern, instead, code, cls, since = REWRITTEN[case]
     await old_js.add_stream(name=name, subjects=["S.>"], allow_atomic=True)
     connection = connection_of(old_js._nc)
     write = connection.write_nowait
 
-    def on_the_way(data: bytes, count: int, size: int) -> None:
+    def rewrite(data: bytes, count: int, size: int) -> None:
         changed = (
             frames.pub(each.subject.encode(), each.reply.encode(), re.sub(pattern, instead, each.header), each.payload)
             for each in frames.parse_pubs(data)
         )
         write(b"".join(changed), count, size)
 
-    monkeypatch.setattr(connection, "write_nowait", on_the_way)
+    monkeypatch.setattr(connection, "write_nowait", rewrite)
     batch = jsx.AtomicBatch(old_js)
 
     async def publish() -> None:
@@ -177,7 +179,7 @@ async def test_a_refusal_of_what_this_library_does_not_send(
 
     if old_server.version < since:
         await (jsx.publish_atomic(old_js, messages) if bulk else publish())
-        assert (await old_js.stream_info(name)).state.messages == len(messages), "this server takes it"
+        assert (await old_js.stream_info(name)).state.messages == len(messages), "this server accepts it"
         return
     with pytest.raises(cls) as caught:
         await (jsx.publish_atomic(old_js, messages) if bulk else publish())
@@ -188,8 +190,8 @@ async def test_a_refusal_of_what_this_library_does_not_send(
     assert (await old_js.stream_info(name)).state.messages == 0
 
 
-async def test_a_mirror(old_js: JetStreamContext, name: str) -> None:
-    # Nobody can publish to a mirror, so the server refuses to make one that would take batches.
+async def test_a_mirror_with_allow_atomic_is_refused(old_js: JetStreamContext, name: str) -> None:
+    # Clients cannot publish to a mirror, so the server refuses to create one with allow_atomic.
     await old_js.add_stream(name=name, subjects=["S.>"], allow_atomic=True)
     config = StreamConfig(name="COPY", mirror=StreamSource(name=name), allow_atomic=True)
     with pytest.raises(errors.AtomicPublishMirrorError) as caught:
@@ -197,12 +199,12 @@ async def test_a_mirror(old_js: JetStreamContext, name: str) -> None:
     assert (caught.value.err_code, caught.value.code) == (10198, 400)
 
 
-async def test_too_many_in_flight(old_server: NatsServer, old_js: JetStreamContext, name: str) -> None:
+async def test_too_many_open_batches_are_refused(old_server: NatsServer, old_js: JetStreamContext, name: str) -> None:
     await old_js.add_stream(name=name, subjects=["S.>"], allow_atomic=True)
     batches = [jsx.AtomicBatch(old_js) for _ in range(51)]
     for batch in batches[:50]:
         await batch.add("S.a")
-        await batch.add("S.a")  # before 2.14 the first waits for it
+        await batch.add("S.a")  # before 2.14 this sends the first message: the newest is held back
     with pytest.raises(errors.BatchServerError) as caught:
         await batches[50].commit("S.a")
     assert caught.value.err_code == (10210 if old_server.version >= "2.14" else 10176)
@@ -211,7 +213,7 @@ async def test_too_many_in_flight(old_server: NatsServer, old_js: JetStreamConte
         await batch.discard()
 
 
-async def test_it_is_switched_off_meanwhile(old_js: JetStreamContext, name: str) -> None:
+async def test_an_open_batch_fails_once_allow_atomic_is_off(old_js: JetStreamContext, name: str) -> None:
     await old_js.add_stream(name=name, subjects=["S.>"], allow_atomic=True)
     batch = jsx.AtomicBatch(old_js)
     await batch.add("S.a")
@@ -221,8 +223,8 @@ async def test_it_is_switched_off_meanwhile(old_js: JetStreamContext, name: str)
         await batch.commit_eob()
 
 
-async def test_an_overload() -> None:
-    # A status and a JSON body at once: the message was dropped, and the batch is open without it.
+async def test_an_overloaded_server_stores_only_whole_batches() -> None:
+    # The refusal has a status and a JSON body. The server has dropped the message and keeps the batch without it.
     async with NatsServer(config="jetstream { max_buffered_msgs: 1 }") as server:
         nc = await nats.connect(server.url)
         js = nc.jetstream()

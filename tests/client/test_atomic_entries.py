@@ -1,4 +1,4 @@
-"""What a bulk of an atomic batch is made of: tuples and `BatchMessage`, from any kind of iterable."""
+"""The messages of an atomic batch as tuples and `BatchMessage`, from every kind of iterable."""
 
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -12,7 +12,7 @@ KINDS = ["list", "iterator", "asynchronous"]
 
 
 def entries(stream: str, count: int) -> list[Any]:
-    """Messages of every form, so that each form is first, in between and last in some batch."""
+    """Messages of every form: slices of it have each form first, in the middle and last."""
     made: list[Any] = []
     for i in range(count):
         subject, payload = f"{stream}.{i}", b"%d" % i
@@ -42,7 +42,7 @@ def given(messages: list[Any], kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("first", range(5))
-async def test_every_form_is_stored_as_it_is(js: JetStreamContext, make_stream: Any, kind: str, first: int) -> None:
+async def test_every_form_of_message_is_stored(js: JetStreamContext, make_stream: Any, kind: str, first: int) -> None:
     stream = await make_stream()
     ack = await jsx.publish_atomic(js, given(entries(stream, 12)[first:], kind))
     assert ack.batch_size == 12 - first
@@ -52,7 +52,7 @@ async def test_every_form_is_stored_as_it_is(js: JetStreamContext, make_stream: 
     ]
 
 
-async def test_in_an_open_batch_and_in_several(js: JetStreamContext, make_stream: Any) -> None:
+async def test_add_many_and_publish_atomic_many_take_every_form(js: JetStreamContext, make_stream: Any) -> None:
     stream = await make_stream()
     async with jsx.AtomicBatch(js) as batch:
         await batch.add_many(entries(stream, 5))
@@ -78,7 +78,7 @@ async def test_in_an_open_batch_and_in_several(js: JetStreamContext, make_stream
     ],
     ids=lambda value: None if isinstance(value, type) else "",
 )
-async def test_anything_else_stores_nothing(
+async def test_any_other_entry_is_refused_and_stores_nothing(
     js: JetStreamContext, make_stream: Any, kind: str, place: int, bad: Any, error: type[Exception], text: str
 ) -> None:
     stream = await make_stream()

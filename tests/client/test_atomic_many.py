@@ -1,4 +1,4 @@
-"""Several commits on their way at once."""
+"""`publish_atomic_many`: batches with several commits in flight."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -29,7 +29,7 @@ async def stream(make_stream: Any) -> str:
 
 @pytest.mark.parametrize("in_flight", [1, 2, 4, 40])
 @pytest.mark.parametrize("asynchronous", [False, True])
-async def test_all_are_stored_in_order(
+async def test_all_batches_are_stored_in_order(
     js: JetStreamContext, stream: str, leak_check: Any, in_flight: int, asynchronous: bool
 ) -> None:
     async def messages(number: int) -> AsyncIterator[jsx.BatchMessage]:
@@ -48,7 +48,7 @@ async def test_all_are_stored_in_order(
     await leak_check.assert_clean()
 
 
-async def test_it_is_awaited_once(js: JetStreamContext, stream: str) -> None:
+async def test_the_acks_can_be_awaited_once(js: JetStreamContext, stream: str) -> None:
     acks = jsx.publish_atomic_many(js, [batch(stream, 0)])
     assert len(await acks) == 1
     with pytest.raises(RuntimeError, match="already"):
@@ -56,7 +56,9 @@ async def test_it_is_awaited_once(js: JetStreamContext, stream: str) -> None:
     assert await count(js, stream) == 3
 
 
-async def test_the_source_is_read_as_there_is_room(js: JetStreamContext, stream: str, leak_check: Any) -> None:
+async def test_the_source_is_read_at_most_in_flight_batches_ahead(
+    js: JetStreamContext, stream: str, leak_check: Any
+) -> None:
     taken = 0
 
     def source() -> Iterator[list[jsx.BatchMessage]]:
@@ -71,19 +73,19 @@ async def test_the_source_is_read_as_there_is_room(js: JetStreamContext, stream:
             assert taken - seen <= 2
             if seen == 10:
                 break
-    ack = await js.publish(f"{stream}.after", b"")  # behind whatever is on its way
+    ack = await js.publish(f"{stream}.after", b"")  # after everything that is on its way
     assert ack.seq % 3 == 1
     await leak_check.assert_clean()
 
 
-async def test_one_that_fails(js: JetStreamContext, stream: str, leak_check: Any) -> None:
+async def test_a_failed_batch_names_the_commits_in_flight(js: JetStreamContext, stream: str, leak_check: Any) -> None:
     batches = [batch(stream, n) for n in range(10)]
     batches[4] = batch(stream, 4, 1, expected_last_seq=77)
     acks: list[jsx.BatchAck] = []
 
     async def collect() -> None:
         async for ack in jsx.publish_atomic_many(js, batches, in_flight=3):
-            acks.append(ack)  # noqa: PERF401 - those before the error are looked at
+            acks.append(ack)  # noqa: PERF401 - the acks before the error are checked
 
     with pytest.raises(errors.WrongLastSequenceError) as caught:
         await collect()
@@ -98,7 +100,7 @@ async def test_one_that_fails(js: JetStreamContext, stream: str, leak_check: Any
 async def test_small_batches_go_out_in_one_write(
     js: JetStreamContext, nc: Client, stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await jsx.publish_atomic(js, batch(stream, 0))  # from here on the stream is known
+    await jsx.publish_atomic(js, batch(stream, 0))  # from here on the stream is cached
     await nc.flush()
     transport: Any = nc._transport
     write, written = transport.writelines, []
@@ -110,11 +112,11 @@ async def test_small_batches_go_out_in_one_write(
     monkeypatch.setattr(transport, "writelines", writelines)
     await jsx.publish_atomic_many(js, [batch(stream, n) for n in range(10)], in_flight=10)
     (messages,) = (data for data in written if b"Nats-Batch-Sequence: 1\r\n" in data)
-    assert messages.count(b"Nats-Batch-Commit: 1") == 10, "a commit does not wait for the loop's next turn"
+    assert messages.count(b"Nats-Batch-Commit: 1") == 10, "a commit goes out in the same turn of the loop"
     assert await count(js, stream) == 33
 
 
-async def test_nothing_is_answered(
+async def test_unanswered_commits_are_named_in_the_error(
     own_server: NatsServer, own_nc: Client, own_js: JetStreamContext, own_stream: Any
 ) -> None:
     name = await own_stream()
@@ -131,7 +133,7 @@ async def test_nothing_is_answered(
     assert (await own_js.publish(f"{name}.after")).seq == 3 * 5 + 1
 
 
-async def test_a_source_that_fails(js: JetStreamContext, stream: str, leak_check: Any) -> None:
+async def test_the_batch_of_a_failing_source_is_not_stored(js: JetStreamContext, stream: str, leak_check: Any) -> None:
     def messages() -> Iterator[jsx.BatchMessage]:
         yield from batch(stream, 3, 300)
         raise ZeroDivisionError
@@ -144,7 +146,7 @@ async def test_a_source_that_fails(js: JetStreamContext, stream: str, leak_check
     await leak_check.assert_clean()
 
 
-async def test_cancellation(js: JetStreamContext, stream: str, leak_check: Any) -> None:
+async def test_cancellation_stores_only_whole_batches(js: JetStreamContext, stream: str, leak_check: Any) -> None:
     await jsx.publish_atomic_many(js, [batch(stream, 0)])
     before = 3
     for ticks in range(0, 60, 3):
@@ -154,7 +156,7 @@ async def test_cancellation(js: JetStreamContext, stream: str, leak_check: Any) 
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
-        before = (await js.publish(f"{stream}.after", b"")).seq - before - 1  # behind whatever is on its way
+        before = (await js.publish(f"{stream}.after", b"")).seq - before - 1  # after everything that is on its way
         assert before % 3 == 0
         before = await count(js, stream)
         await leak_check.assert_clean()

@@ -1,6 +1,6 @@
 """Random batches against a model of the stream: the real server agrees on every outcome and every error code.
 
-The model is a second reading of the rules, of the server's checks and of ours, and shares no code with the package.
+The model implements the server's checks and this library's a second time, and shares no code with the package.
 """
 
 import random
@@ -25,7 +25,7 @@ CLASSES = {
 
 @dataclass
 class Stream:
-    """What is stored, and which ids were seen."""
+    """The messages that are stored, and the ids that the server has seen."""
 
     name: str
     ttl: bool
@@ -68,12 +68,12 @@ class Stream:
 
 @dataclass
 class Batch:
-    """What the server has staged."""
+    """The messages that the server has staged."""
 
     version: str
     staged: list[jsx.BatchMessage] = field(default_factory=list)
 
-    def refused_here(self, message: jsx.BatchMessage) -> bool:
+    def refused_locally(self, message: jsx.BatchMessage) -> bool:
         """Whether the message is refused before it is sent."""
         if message.expected_last_subject_seq is not None and self.version == "2.12.0":
             return True  # that server compares it with the subject of the last message
@@ -86,14 +86,14 @@ class Batch:
 
 
 class Run:
-    """One seed: a stream, and batches into it."""
+    """The random batches of one seed."""
 
     def __init__(self, seed: int, js: JetStreamContext, version: str) -> None:
         self.random = random.Random(seed)
         self.js = js
         self.version = version
         self.marker = version >= "2.14"
-        self.said: list[str] = []
+        self.outcomes: list[str] = []
 
     def message(self, stream: Stream) -> jsx.BatchMessage:
         rng = self.random
@@ -129,7 +129,7 @@ class Run:
             for _ in range(rng.randrange(7)):
                 message = self.message(stream)
                 ack = rng.choice([None, None, True, False])
-                if model.refused_here(message):
+                if model.refused_locally(message):
                     with pytest.raises((ValueError, errors.UnsupportedFeatureError), match="expected_last"):
                         await batch.add_message(message, ack=ack)
                     assert batch.size == len(model.staged)
@@ -161,7 +161,7 @@ class Run:
         last = None
         if end == "message":
             last = self.message(stream)
-            while model.refused_here(last) or len(last.payload) == SIZE:
+            while model.refused_locally(last) or len(last.payload) == SIZE:
                 last = self.message(stream)
             model.staged.append(last)
         # A large message that asked for no reply is a hole that only the commit shows.
@@ -184,23 +184,23 @@ class Run:
         elif hole:
             assert isinstance(error, errors.AtomicPublishIncompleteError | errors.MessageTooLargeError)
             assert error.outcome == "not_stored"
-            self.said.append("hole")
+            self.outcomes.append("hole")
         elif expected is not None:
             assert isinstance(error, errors.BatchServerError)
             assert (error.err_code, error.outcome) == (expected, "not_stored"), (model.staged, stream)
             assert type(error) is CLASSES[expected]
             assert batch.state == "failed"
-            self.said.append(str(expected))
+            self.outcomes.append(str(expected))
         else:
             assert error is None, (model.staged, stream)
             assert (ack.seq, ack.batch_size) == (len(stream.messages), len(model.staged))
             assert (batch.state, batch.size) == ("committed", len(model.staged))
-            self.said.append("stored")
+            self.outcomes.append("stored")
 
 
 async def read(js: JetStreamContext, stream: str, version: str) -> list[tuple[str, bytes]]:
     if version == "2.12.0":
-        # Now and then a direct get right after a commit locks up this server for good.
+        # A direct get right after a commit can lock up this server.
         last = (await js.stream_info(stream)).state.last_seq
         found = [await js.get_msg(stream, seq) for seq in range(1, last + 1)]
         return [(message.subject or "", message.data or b"") for message in found]
@@ -209,7 +209,7 @@ async def read(js: JetStreamContext, stream: str, version: str) -> list[tuple[st
 
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.8", "2.14.6", "2.15.1"])
 async def test_the_server_agrees_with_the_model(version: str) -> None:
-    said: set[str] = set()
+    outcomes: set[str] = set()
     with NatsServer(version=version) as server:
         nc = await nats.connect(server.url)
         js = nc.jetstream(timeout=30)
@@ -229,8 +229,8 @@ async def test_the_server_agrees_with_the_model(version: str) -> None:
             except BaseException as error:
                 error.add_note(f"version {version}, seed {seed}")
                 raise
-            said |= set(run.said)
+            outcomes |= set(run.outcomes)
         await nc.close()
     every = {"stored", "10060", "10071", "10111", "10165", "10166", "10193"}
     every |= set() if version == "2.12.0" else {"10201"}
-    assert said == every | ({"hole"} if version >= "2.14" else set())
+    assert outcomes == every | ({"hole"} if version >= "2.14" else set())

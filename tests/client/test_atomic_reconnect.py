@@ -1,4 +1,4 @@
-"""The connection breaks in the middle of a batch: it goes on if the server has all of it, and ends at once if not."""
+"""A connection that is lost during a batch: the batch continues if the server has all of it, and fails at once if not."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +28,9 @@ async def stream(own_stream: Any) -> str:
 
 @pytest.mark.parametrize("acked", [True, False])
 @pytest.mark.parametrize("bulk", [True, False])
-async def test_the_server_lives(own_nc: Client, own_js: JetStreamContext, stream: str, acked: bool, bulk: bool) -> None:
+async def test_a_batch_continues_after_a_reconnect(
+    own_nc: Client, own_js: JetStreamContext, stream: str, acked: bool, bulk: bool
+) -> None:
     batch = jsx.AtomicBatch(own_js, ack_first=acked)
     for _ in range(3):
         await batch.add(f"{stream}.a", b"x", ack=acked)
@@ -46,7 +48,7 @@ async def test_the_server_lives(own_nc: Client, own_js: JetStreamContext, stream
 
 @pytest.mark.parametrize("acked", [True, False])
 @pytest.mark.parametrize("call", ["add", "add_many", "commit", "exit"])
-async def test_the_server_dies(
+async def test_a_batch_fails_at_once_after_a_server_restart(
     own_server: NatsServer, own_nc: Client, own_js: JetStreamContext, stream: str, acked: bool, call: str
 ) -> None:
     batch = jsx.AtomicBatch(own_js, ack_first=acked)
@@ -73,10 +75,10 @@ async def test_the_server_dies(
     assert (caught.value.outcome, batch.state) == ("not_stored", "failed")
     assert await batch.resolve() == "not_stored"
     assert (await own_js.stream_info(stream)).state.messages == 0
-    assert len(held - set(own_nc._subs)) == 1, "its inbox is gone"
+    assert len(held - set(own_nc._subs)) == 1, "its inbox is closed"
 
 
-async def test_while_a_reply_is_waited_for(
+async def test_a_connection_lost_while_a_reply_is_awaited_fails_the_batch(
     own_server: NatsServer, own_nc: Client, own_js: JetStreamContext, stream: str
 ) -> None:
     batch = jsx.AtomicBatch(own_js, timeout=60)
@@ -93,7 +95,7 @@ async def test_while_a_reply_is_waited_for(
 
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("many", [True, False])
-async def test_while_a_batch_is_sent_in_one_go(
+async def test_a_connection_lost_during_publish_atomic_fails_the_batch(
     own_server: NatsServer, own_nc: Client, own_js: JetStreamContext, stream: str, many: bool, last: bool
 ) -> None:
     async def source() -> AsyncIterator[jsx.BatchMessage]:
@@ -113,7 +115,7 @@ async def test_while_a_batch_is_sent_in_one_go(
 
 
 @pytest.mark.parametrize("error", [OSError("broken pipe"), nats.errors.ConnectionClosedError()])
-async def test_a_write_that_fails_half_way_closes_the_batch(
+async def test_a_failed_write_ends_the_batch(
     js: JetStreamContext, nc: Client, make_stream: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     name = await make_stream()
@@ -127,7 +129,7 @@ async def test_a_write_that_fails_half_way_closes_the_batch(
         with monkeypatch.context() as patch:
             patch.setattr(connection_of(nc), "write", fails)
             expected = errors.BatchOutcomeUnknownError if commit else errors.BatchAbandonedError
-            with pytest.raises(expected, match="failed while it was written to"):
+            with pytest.raises(expected, match="a write to the connection failed"):
                 await (batch.commit(f"{name}.a") if commit else batch.add(f"{name}.a"))
         assert batch.state == ("unknown" if commit else "failed")
         assert await batch.resolve() == "not_stored"

@@ -1,4 +1,4 @@
-"""What became of a commit whose answer was lost."""
+"""`resolve`: whether a batch is stored although the answer to its commit was lost."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,8 +21,8 @@ def messages(name: str, count: int, **options: Any) -> list[jsx.BatchMessage]:
     return [jsx.BatchMessage(f"{name}.{i}", b"%d" % i, **options) for i in range(count)]
 
 
-async def commit_unheard(batch: jsx.AtomicBatch) -> None:
-    """Commit, and miss the answer."""
+async def commit_and_miss_the_answer(batch: jsx.AtomicBatch) -> None:
+    """Commit, and cancel the call before the answer arrives."""
     task = asyncio.create_task(batch.commit_eob())
     while batch._session.machine.state.value != "committing":
         await asyncio.sleep(0)
@@ -33,7 +33,7 @@ async def commit_unheard(batch: jsx.AtomicBatch) -> None:
 
 
 def lose_commits(monkeypatch: pytest.MonkeyPatch, nc: Client) -> list[bytes]:
-    """Lose every write with a commit in it on its way to the server; it is in the list."""
+    """Drop every write that contains a commit; return the list that collects them."""
     connection = connection_of(nc)
     assert isinstance(connection, Connection)
     write, lost = connection.write_nowait, []
@@ -54,12 +54,14 @@ def lost_commits(nc: Client, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 30])
-async def test_a_stored_batch(js: JetStreamContext, make_stream: MakeStream, leak_check: Any, count: int) -> None:
+async def test_a_stored_batch_is_found(
+    js: JetStreamContext, make_stream: MakeStream, leak_check: Any, count: int
+) -> None:
     name = await make_stream()
     await js.publish(f"{name}.before", b"")
     batch = jsx.AtomicBatch(js)
     await batch.add_many(messages(name, count))
-    await commit_unheard(batch)
+    await commit_and_miss_the_answer(batch)
     with pytest.raises(errors.BatchOutcomeUnknownError):
         await batch.add(f"{name}.x")
     assert await batch.resolve() == "stored"
@@ -71,13 +73,13 @@ async def test_a_stored_batch(js: JetStreamContext, make_stream: MakeStream, lea
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 30])
-async def test_a_commit_that_never_arrived(
+async def test_a_commit_that_never_arrived_is_not_stored(
     js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes], leak_check: Any, count: int, direct: bool
 ) -> None:
     name = await make_stream(allow_direct=direct)
     batch = jsx.AtomicBatch(js, timeout=0.5)
     await batch.add_many(messages(name, count))
-    await js.publish(f"{name}.0", b"somebody else's")
+    await js.publish(f"{name}.0", b"another publisher's")
     with pytest.raises(errors.BatchOutcomeUnknownError, match="all stored or none"):
         await batch.commit_eob()
     assert await batch.resolve() == "not_stored"
@@ -104,7 +106,7 @@ async def test_a_commit_that_arrives_after_the_answer_stores_nothing(
     assert (await js.stream_info(name)).state.messages == 0
 
 
-async def test_messages_that_were_overwritten_since_leave_it_open(
+async def test_overwritten_messages_leave_the_outcome_unknown(
     js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes]
 ) -> None:
     name = await make_stream(max_msgs_per_subject=1)
@@ -120,7 +122,7 @@ async def test_messages_that_were_overwritten_since_leave_it_open(
     assert batch.state == "unknown"
 
 
-async def test_holes_without_room_for_the_batch_prove_it(
+async def test_holes_too_small_for_the_batch_prove_that_it_is_not_stored(
     js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes]
 ) -> None:
     name = await make_stream(max_msgs_per_subject=1)
@@ -133,18 +135,18 @@ async def test_holes_without_room_for_the_batch_prove_it(
     assert await batch.resolve() == "not_stored"
 
 
-async def test_a_batch_that_was_partly_overwritten_since(js: JetStreamContext, make_stream: MakeStream) -> None:
+async def test_a_partly_overwritten_batch_is_found(js: JetStreamContext, make_stream: MakeStream) -> None:
     name = await make_stream(max_msgs_per_subject=1)
     batch = jsx.AtomicBatch(js)
     await batch.add_many(messages(name, 3))
-    await commit_unheard(batch)
+    await commit_and_miss_the_answer(batch)
     await js.publish(f"{name}.2", b"newer")
     assert await batch.resolve() == "stored"
     assert batch.ack is not None
     assert batch.ack.seq == 3
 
 
-async def test_a_stream_that_was_made_again(
+async def test_a_recreated_stream_leaves_the_outcome_unknown(
     js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes]
 ) -> None:
     name = await make_stream()
@@ -160,7 +162,7 @@ async def test_a_stream_that_was_made_again(
         await batch.resolve()
 
 
-async def test_a_subject_that_moved_to_another_stream(
+async def test_a_subject_moved_to_another_stream_leaves_the_outcome_unknown(
     js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes]
 ) -> None:
     name = await make_stream()
@@ -174,7 +176,7 @@ async def test_a_subject_that_moved_to_another_stream(
         await batch.resolve()
 
 
-async def test_nothing_answers(
+async def test_resolve_times_out_while_the_server_does_not_answer(
     own_server: Any, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream
 ) -> None:
     name = await own_stream()
@@ -193,7 +195,7 @@ async def test_nothing_answers(
 
 
 @pytest.mark.parametrize("acked", [True, False])
-async def test_a_restart_between_the_commit_and_the_question(
+async def test_after_a_restart_only_an_acknowledged_batch_can_be_resolved(
     own_server: Any, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream, acked: bool
 ) -> None:
     name = await own_stream()
@@ -213,12 +215,12 @@ async def test_a_restart_between_the_commit_and_the_question(
     if acked:
         assert await batch.resolve() == "not_stored"
     else:
-        # Nothing proves that none of it is still on its way through the old connection.
+        # The commit may still be on its way through the old connection.
         with pytest.raises(errors.BatchOutcomeUnknownError, match="old one"):
             await batch.resolve()
 
 
-async def test_a_batch_that_has_not_ended(js: JetStreamContext, make_stream: MakeStream) -> None:
+async def test_resolve_needs_an_ended_batch(js: JetStreamContext, make_stream: MakeStream) -> None:
     name = await make_stream()
     batch = jsx.AtomicBatch(js)
     for _ in range(2):
@@ -246,7 +248,9 @@ class TestMessageIds:
         assert await jsx.publish_atomic(js, batch, batch_id="job-1") == ack
         assert (await js.stream_info(name)).state.messages == 6
 
-    async def test_ids_of_somebody_else(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+    async def test_ids_of_another_publisher_are_not_an_earlier_batch(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
         name = await make_stream()
         batch = [jsx.BatchMessage(f"{name}.{i}", b"x", msg_id=f"m{i}") for i in range(5)]
         await js.publish(f"{name}.4", b"x", headers={"Nats-Msg-Id": "m4"})
@@ -270,7 +274,7 @@ class TestMessageIds:
             await js.publish(f"{name}.a", b"newer")
         assert (await jsx.publish_atomic(js, batch[:5], batch_id="job-1")).seq == 5
 
-    async def test_the_search_ends_in_time(
+    async def test_the_search_for_an_earlier_batch_times_out(
         self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, leak_check: Any
     ) -> None:
         name = await make_stream()
@@ -283,7 +287,7 @@ class TestMessageIds:
             await asyncio.Event().wait()
 
         with monkeypatch.context() as patch:
-            patch.setattr("jetstream_ext.client.atomic_resolve.get_at_leader", never)
+            patch.setattr("jetstream_ext.client.atomic_session.get_at_leader", never)
             async with asyncio.timeout(10):
                 with pytest.raises(errors.RequestTimeoutError, match=r"within 0\.2 s"):
                     await batch.resolve(timeout=0.2)
@@ -291,7 +295,7 @@ class TestMessageIds:
             await batch.resolve()
         await leak_check.assert_clean()
 
-    async def test_resolve(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+    async def test_resolve_finds_the_earlier_batch(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         name = await make_stream()
         for attempt in range(2):
             batch = jsx.AtomicBatch(js, batch_id="job-1")
@@ -306,7 +310,9 @@ class TestMessageIds:
 
 
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.8", "2.14.6"])
-async def test_older_servers(version: str, monkeypatch: pytest.MonkeyPatch, stream_name: Callable[[], str]) -> None:
+async def test_resolve_works_on_older_servers(
+    version: str, monkeypatch: pytest.MonkeyPatch, stream_name: Callable[[], str]
+) -> None:
     with NatsServer(version=version) as server:
         nc = await nats.connect(server.url)
         js = nc.jetstream()
@@ -314,7 +320,7 @@ async def test_older_servers(version: str, monkeypatch: pytest.MonkeyPatch, stre
         await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True, allow_direct=True)
         batch = jsx.AtomicBatch(js)
         await batch.add_many(messages(name, 3))
-        await commit_unheard(batch)
+        await commit_and_miss_the_answer(batch)
         assert await batch.resolve() == "stored"
         for count in (1, 3):
             batch = jsx.AtomicBatch(js, timeout=0.2)

@@ -1,4 +1,4 @@
-"""The connection: byte streams cut anywhere, compared with nats-py's own parser."""
+"""`Connection`: byte streams in any pieces, compared with nats-py's own parser."""
 
 import asyncio
 import itertools
@@ -13,7 +13,7 @@ from nats.protocol.parser import Parser
 
 from jetstream_ext.client import context
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
-from jetstream_ext.client.connection import Connection, connection_of
+from jetstream_ext.client.connection import _CLOSED_SIDS_KEPT, Connection, connection_of
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.direct import ReplyDecoder
 from jetstream_ext.protocol.frames import Frame, parts
@@ -23,7 +23,7 @@ Heard = tuple[Any, ...]
 
 
 class Recorder(Client):
-    """A nats-py client without a socket, that writes down what its parser hands over."""
+    """A nats-py client without a socket that records what its parser delivers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def listener(nc: Recorder, name: str) -> InboxHandler:
 
 
 async def opened() -> tuple[Recorder, Connection, InboxSubscription, InboxSubscription]:
-    """A connection with two inboxes: ours have the subscription ids 1 and 12."""
+    """A connection with two inboxes, of the subscription ids 1 and 12."""
     nc = Recorder()
     connection = connection_of(nc)
     assert isinstance(connection, Connection)
@@ -78,7 +78,7 @@ def msg(sid: int, data: bytes, *, subject: bytes = b"a.b", reply: bytes = b"", h
 HEADER = b"NATS/1.0 204 EOB\r\nK: v\r\n\r\n"
 TRAP = b"\r\nMSG a.b 1 3\r\nabc\r\nPING\r\n"
 
-# Bytes, and what must be heard of them.
+# Bytes, and what must be delivered for them.
 STREAM: list[tuple[bytes, Heard | None]] = [
     (msg(1, b"one"), ("one", b"a.b", b"", b"one")),
     (msg(1, b"two"), ("one", b"a.b", b"", b"two")),
@@ -107,7 +107,7 @@ async def fed(pieces: list[bytes]) -> list[Heard]:
     nc, *_ = await opened()
     for piece in pieces:
         await nc._ps.parse(piece)
-    assert nc._ps.buf == b"", "all of it was taken"
+    assert nc._ps.buf == b"", "everything was parsed"
     return nc.heard
 
 
@@ -118,26 +118,26 @@ async def test_foreign_messages_are_delivered_as_by_nats_py() -> None:
     assert nc.heard == [heard for heard in EXPECTED if heard[0] not in ("one", "two")]
 
 
-async def test_a_stream_in_one_piece() -> None:
+async def test_a_byte_stream_in_one_piece_is_delivered() -> None:
     assert await fed([WHOLE]) == EXPECTED
 
 
-async def test_a_stream_byte_by_byte() -> None:
+async def test_a_byte_stream_in_single_bytes_is_delivered() -> None:
     assert await fed([WHOLE[i : i + 1] for i in range(len(WHOLE))]) == EXPECTED
 
 
-async def test_a_stream_split_at_every_position() -> None:
+async def test_a_byte_stream_split_at_every_position_is_delivered() -> None:
     for cut in range(1, len(WHOLE)):
         assert await fed([WHOLE[:cut], WHOLE[cut:]]) == EXPECTED, cut
 
 
 @pytest.mark.parametrize("step", [2, 3, 7, 16, 31, 64])
-async def test_a_stream_in_pieces_of_one_size(step: int) -> None:
+async def test_a_byte_stream_in_pieces_of_one_size_is_delivered(step: int) -> None:
     assert await fed([WHOLE[i : i + step] for i in range(0, len(WHOLE), step)]) == EXPECTED
 
 
 @given(st.permutations(range(len(STREAM))), st.lists(st.integers(1, len(WHOLE) - 1), max_size=6, unique=True))
-def test_a_stream_of_messages_in_any_order_and_pieces(order: list[int], cuts: list[int]) -> None:
+def test_messages_in_any_order_and_pieces_are_delivered(order: list[int], cuts: list[int]) -> None:
     data = b"".join(STREAM[i][0] for i in order)
     pieces = [data[a:b] for a, b in itertools.pairwise([0, *sorted(cuts), len(data)])]
     assert asyncio.run(fed(pieces)) == [heard for i in order if (heard := STREAM[i][1])]
@@ -223,7 +223,7 @@ async def test_many_small_messages_are_delivered_in_blocks() -> None:
 async def test_a_reset_parser_drops_an_incomplete_message(cut: int) -> None:
     nc, *_ = await opened()
     await nc._ps.parse(msg(1, bytes(100), header=HEADER)[:cut])
-    nc._ps.reset()  # nats-py: the connection is gone, another begins
+    nc._ps.reset()  # as nats-py does for a new connection
     assert await _rest_is_heard(nc)
 
 
@@ -283,7 +283,7 @@ async def test_our_messages_before_a_malformed_line_are_delivered() -> None:
     assert nc.heard == [("one", b"a.b", b"", b"good")]
 
 
-async def test_a_long_info_line_comes_in_pieces() -> None:
+async def test_a_long_info_line_in_pieces_is_passed_on() -> None:
     nc, *_ = await opened()
     info = {"connect_urls": [f"10.0.0.{i}:4222" for i in range(2000)]}
     line = b"INFO " + str(info).replace("'", '"').encode() + b"\r\n"
@@ -313,13 +313,13 @@ async def test_a_bounded_number_of_closed_inboxes_is_remembered() -> None:
     for _ in range(1000):
         inbox = await connection.inbox(listener(nc, "short"), timeout=5)
         inbox.close()
-    assert len(connection._handlers) <= connection._CLOSED_SIDS_KEPT + 2
+    assert len(connection._handlers) <= _CLOSED_SIDS_KEPT + 2
     assert set(nc._subs) == {1, 12}
     await nc._ps.parse(msg(13, b"very late") + msg(12, b"ours"))
     assert nc.heard[-1] == ("two", b"a.b", b"", b"ours")
 
 
-async def test_closing_an_inbox_inside_its_own_delivery() -> None:
+async def test_an_inbox_can_be_closed_inside_its_own_delivery() -> None:
     nc, connection, *_ = await opened()
     taken: list[Frame] = []
 
@@ -360,7 +360,7 @@ async def test_a_failing_handler_does_not_end_the_connection(
 
 
 class Stuck(Recorder):
-    """Its flush queue is full: subscribing suspends."""
+    """A client whose flush queue is full, so that its `subscribe` suspends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ async def test_a_write_times_out_while_nats_py_flushes() -> None:
 # -- the connection itself
 
 
-async def test_one_connection_for_every_caller() -> None:
+async def test_all_callers_share_one_connection() -> None:
     nc = Recorder()
     assert connection_of(nc) is connection_of(nc)
     assert connection_of(Recorder()) is not connection_of(nc)

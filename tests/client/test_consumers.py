@@ -393,7 +393,6 @@ async def until(check: Callable[[], bool]) -> None:
 # -- under load -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(300)
 async def test_resets_under_load_lose_no_message(
     js: JetStreamContext, server: NatsServer, make_stream: MakeStream
 ) -> None:

@@ -13,8 +13,6 @@ import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.testing import NatsCluster
 
-pytestmark = pytest.mark.timeout(180)
-
 Make = Callable[..., Awaitable[str]]
 
 

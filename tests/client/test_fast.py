@@ -1,4 +1,4 @@
-"""Fast ingest against a real server: what is stored, what is refused, how batches end, and that nothing stays behind."""
+"""Fast ingest against a real server: what is stored, what is refused, and how batches end."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -30,7 +30,7 @@ async def stream(make_stream: MakeStream) -> str:
 
 
 class TestPublishing:
-    async def test_add_and_clean_exit(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
+    async def test_a_clean_exit_commits(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         async with jsx.FastPublisher(js, flow=10) as pub:
             assert (pub.batch_seq, pub.ack_seq, pub.flow, pub.ack, pub.end_reason) == (0, 0, 10, None, None)
             ack = await pub.add(f"{stream}.a", b"1")
@@ -45,7 +45,7 @@ class TestPublishing:
         assert await payloads(js, stream) == [b"%d" % i for i in range(1, 26)]
         await leak_check.assert_clean()
 
-    async def test_everything_a_message_can_have(self, js: JetStreamContext, stream: str) -> None:
+    async def test_every_option_of_a_message_is_stored(self, js: JetStreamContext, stream: str) -> None:
         headers = {"K": "v", "Empty": "", "Unicode": "ä→ß"}
         async with jsx.FastPublisher(js) as pub:
             await pub.add(f"{stream}.a", b"", headers=headers, msg_id="m1", msg_ttl=60, stream=stream)
@@ -67,7 +67,9 @@ class TestPublishing:
 
     @pytest.mark.parametrize("flow", [1, 7, 100, 65535])
     @pytest.mark.parametrize("outstanding", [1, 3])
-    async def test_add_many(self, js: JetStreamContext, stream: str, flow: int, outstanding: int) -> None:
+    async def test_add_many_stores_everything_in_order(
+        self, js: JetStreamContext, stream: str, flow: int, outstanding: int
+    ) -> None:
         def entries() -> Iterator[Any]:
             for i in range(1000):
                 payload = b"%d" % i
@@ -82,7 +84,7 @@ class TestPublishing:
         assert [m.data for m in messages] == [b"%d" % i for i in range(1000)]
         assert messages[1].headers == {"I": "1"}
 
-    async def test_add_many_from_an_async_iterable(self, js: JetStreamContext, stream: str) -> None:
+    async def test_add_many_accepts_an_async_iterable(self, js: JetStreamContext, stream: str) -> None:
         async def entries() -> AsyncIterator[Any]:
             for i in range(300):
                 if i % 50 == 0:
@@ -93,7 +95,7 @@ class TestPublishing:
             assert (await pub.add_many(entries())).batch_seq == 300
         assert await payloads(js, stream) == [b"%d" % i for i in range(300)]
 
-    async def test_many_tasks_at_once(self, js: JetStreamContext, stream: str) -> None:
+    async def test_concurrent_adds_are_all_stored(self, js: JetStreamContext, stream: str) -> None:
         async with jsx.FastPublisher(js, flow=5) as pub:
             acks = await asyncio.gather(*(pub.add(f"{stream}.a", b"%d" % i) for i in range(100)))
         assert sorted(ack.batch_seq for ack in acks) == list(range(1, 101))
@@ -130,13 +132,13 @@ class TestPublishing:
         assert [ack.batch_seq for ack in acks] == list(range(1, 501))
         assert await payloads(js, stream) == [b"%d" % i for i in range(500)]
 
-    async def test_an_empty_source(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
+    async def test_an_empty_source_sends_nothing(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         async with jsx.FastPublisher(js) as pub:
             assert await pub.add_many([]) == jsx.FastPubAck(0, 0)
         assert (pub.ack, pub.end_reason) == (None, jsx.EndReason.DISCARDED)
         await leak_check.assert_clean()
 
-    async def test_flush_and_ping(self, js: JetStreamContext, stream: str) -> None:
+    async def test_flush_and_ping_store_nothing(self, js: JetStreamContext, stream: str) -> None:
         async with jsx.FastPublisher(js, flow=100) as pub:
             await pub.flush()
             with pytest.raises(errors.EmptyBatchError):
@@ -149,7 +151,7 @@ class TestPublishing:
             await pub.flush()
         assert len(await payloads(js, stream)) == 3, "pings are not stored"
 
-    async def test_the_window_opens_with_lost_acks(self, js: JetStreamContext, stream: str) -> None:
+    async def test_lost_acks_are_recovered_by_pings(self, js: JetStreamContext, stream: str) -> None:
         pub = jsx.FastPublisher(js, flow=10, stall_ping=0.05)
         await pub.add(f"{stream}.a", b"x")
         machine = pub._batch
@@ -178,11 +180,11 @@ class TestEnding:
         assert [m.headers for m in await stored(js, stream)] == [{}, {"K": "v"}]
         await leak_check.assert_clean()
 
-    async def test_commit_alone(self, js: JetStreamContext, stream: str) -> None:
+    async def test_commit_works_without_an_add(self, js: JetStreamContext, stream: str) -> None:
         assert (await jsx.FastPublisher(js).commit(f"{stream}.a", b"only")).batch_size == 1
         assert await payloads(js, stream) == [b"only"]
 
-    async def test_commit_eob(self, js: JetStreamContext, stream: str) -> None:
+    async def test_commit_eob_commits_without_another_message(self, js: JetStreamContext, stream: str) -> None:
         pub = jsx.FastPublisher(js)
         with pytest.raises(errors.EmptyBatchError):
             await pub.commit_eob()
@@ -216,7 +218,7 @@ class TestEnding:
             assert caught.value.batch_id == pub.batch_id
         assert await pub.wait_closed() is pub.end_reason
 
-    async def test_an_exception_in_the_block_ends_it_without_a_commit(
+    async def test_an_exception_in_the_block_discards_the_batch(
         self, js: JetStreamContext, stream: str, leak_check: Any
     ) -> None:
         pub = jsx.FastPublisher(js)
@@ -231,7 +233,7 @@ class TestEnding:
         assert (pub.end_reason, pub.ack) == (jsx.EndReason.DISCARDED, None)
         await leak_check.assert_clean()
 
-    async def test_wait_closed(self, js: JetStreamContext, stream: str) -> None:
+    async def test_wait_closed_returns_the_reason(self, js: JetStreamContext, stream: str) -> None:
         pub = jsx.FastPublisher(js)
         waiters = [asyncio.create_task(pub.wait_closed()) for _ in range(2)]
         await pub.add(f"{stream}.a", b"1")
@@ -239,9 +241,7 @@ class TestEnding:
         await pub.commit_eob()
         assert await asyncio.gather(*waiters) == [jsx.EndReason.COMMITTED] * 2
 
-    async def test_the_death_of_an_idle_batch_is_known(
-        self, js: JetStreamContext, stream: str, leak_check: Any
-    ) -> None:
+    async def test_an_idle_batch_notices_its_end(self, js: JetStreamContext, stream: str, leak_check: Any) -> None:
         pub = jsx.FastPublisher(js, keepalive=0.05)
         await pub.add(f"{stream}.a", b"1")
         await js.update_stream(
@@ -254,7 +254,7 @@ class TestEnding:
         assert isinstance(caught.value, errors.BatchError)
         await leak_check.assert_clean()
 
-    async def test_an_idle_batch_without_keepalive_asks_for_nothing(self, js: JetStreamContext, stream: str) -> None:
+    async def test_an_idle_batch_without_keepalive_sends_nothing(self, js: JetStreamContext, stream: str) -> None:
         pub = jsx.FastPublisher(js, keepalive=None)
         await pub.add(f"{stream}.a", b"1")
         await pub.flush()
@@ -274,7 +274,7 @@ class TestEnding:
 
 
 class TestGapsAndRefusals:
-    async def test_a_refused_message_in_ok_mode(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+    async def test_ok_mode_reports_refused_messages(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         stream = await make_stream(max_msg_size=100)
         reports: list[object] = []
         pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, on_error=reports.append, on_gap=reports.append)
@@ -289,7 +289,7 @@ class TestGapsAndRefusals:
         assert reports == [pub.errors[0], pub.gaps[0], pub.errors[1]]
         assert len(await payloads(js, stream)) == 2
 
-    async def test_a_refused_message_in_fail_mode(
+    async def test_fail_mode_ends_at_a_refused_message(
         self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any
     ) -> None:
         stream = await make_stream(max_msg_size=10)
@@ -313,7 +313,9 @@ class TestGapsAndRefusals:
             await pub.commit_eob()
         await leak_check.assert_clean()
 
-    async def test_a_full_stream_in_both_modes(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+    async def test_a_full_stream_refuses_messages_in_both_modes(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
         stream = await make_stream(max_msgs=3, discard=DiscardPolicy.NEW)
         async with jsx.FastPublisher(js, gap=jsx.GapMode.OK) as pub:
             await pub.add_many((f"{stream}.a", b"%d" % i) for i in range(6))
@@ -338,7 +340,7 @@ class TestGapsAndRefusals:
         assert (pub.end_reason, caught.value.ack) == (jsx.EndReason.GAP, jsx.BatchAck(stream, 1, pub.batch_id, 1))
         assert await payloads(js, stream) == [b"1"]
 
-    async def test_a_gap_in_ok_mode_goes_on(self, js: JetStreamContext, stream: str) -> None:
+    async def test_a_gap_in_ok_mode_keeps_the_batch_open(self, js: JetStreamContext, stream: str) -> None:
         async with jsx.FastPublisher(js, gap="ok") as pub:  # type: ignore[arg-type]
             await pub.add(f"{stream}.a", b"1")
             pub._batch.sent += 2
@@ -346,20 +348,20 @@ class TestGapsAndRefusals:
             await pub.flush()
             assert pub.gaps == [jsx.BatchFlowGap(2, 4)]
         assert pub.ack is not None
-        assert pub.ack.batch_size == 4, "it counts the lost ones too"
+        assert pub.ack.batch_size == 4, "it counts the lost messages"
         assert await payloads(js, stream) == [b"1", b"4"]
 
-    async def test_a_subject_of_no_stream_in_the_middle(self, js: JetStreamContext, stream: str) -> None:
+    async def test_ok_mode_reports_a_subject_of_no_stream(self, js: JetStreamContext, stream: str) -> None:
         async with jsx.FastPublisher(js, gap=jsx.GapMode.OK) as pub:
             await pub.add(f"{stream}.a", b"1")
-            await pub.add("nobody.listens", b"2")
+            await pub.add("no.such.stream", b"2")
             await pub.add(f"{stream}.a", b"3")
             await pub.flush()
         (report,) = pub.errors
         assert (report.seq, report.error.code) == (2, 503)
         assert pub.gaps == [jsx.BatchFlowGap(2, 3)]
 
-    async def test_a_stream_that_is_deleted_does_not_hang_a_wait(self, js: JetStreamContext, stream: str) -> None:
+    async def test_a_deleted_stream_ends_a_wait(self, js: JetStreamContext, stream: str) -> None:
         pub = jsx.FastPublisher(js, ack_timeout=0.5, stall_ping=0.1)
         await pub.add(f"{stream}.a", b"1")
         await js.delete_stream(stream)
@@ -377,7 +379,7 @@ class TestRefusedAtOnce:
         [("allow_batched", errors.FastPublishDisabledError), ("stream", errors.NoStreamError)],
     )
     @pytest.mark.parametrize("how", ["add", "add_many", "commit", "block"])
-    async def test_the_stream_cannot_take_it(
+    async def test_a_missing_stream_or_allow_batched_is_an_error_at_once(
         self,
         js: JetStreamContext,
         make_stream: MakeStream,
@@ -424,7 +426,7 @@ class TestRefusedAtOnce:
             ({"expected_last_seq": -1}, ValueError),
         ],
     )
-    async def test_the_message_cannot_be_sent(
+    async def test_an_invalid_message_is_refused_and_the_batch_stays_usable(
         self, js: JetStreamContext, stream: str, leak_check: Any, message: dict[str, Any], error: type[Exception]
     ) -> None:
         message = {"subject": f"{stream}.a", "payload": b"x", **message}
@@ -435,14 +437,14 @@ class TestRefusedAtOnce:
                 await call
         assert (pub.batch_seq, pub.end_reason, js._nc.stats["out_msgs"]) == (0, None, sent)
         await leak_check.assert_clean()
-        # The batch goes on.
+        # The batch stays usable.
         await pub.add(f"{stream}.a", b"1")
         with pytest.raises(error):
             await pub.add(**message)
         assert (await pub.commit_eob()).batch_size == 1
         await leak_check.assert_clean()
 
-    async def test_a_bad_message_in_the_middle_of_many(self, js: JetStreamContext, stream: str) -> None:
+    async def test_add_many_sends_what_is_before_an_invalid_message(self, js: JetStreamContext, stream: str) -> None:
         async with jsx.FastPublisher(js) as pub:
             with pytest.raises(errors.BadSubjectError):
                 await pub.add_many([(f"{stream}.a", b"1"), (f"{stream}.a", b"2"), ("a b", b""), (f"{stream}.a", b"3")])
@@ -450,7 +452,9 @@ class TestRefusedAtOnce:
             await pub.add(f"{stream}.a", b"4")
         assert await payloads(js, stream) == [b"1", b"2", b"4"]
 
-    async def test_a_source_that_fails_in_the_middle(self, js: JetStreamContext, stream: str) -> None:
+    async def test_add_many_sends_what_is_before_an_error_of_the_source(
+        self, js: JetStreamContext, stream: str
+    ) -> None:
         def source() -> Iterator[Any]:
             for i in range(250):
                 yield f"{stream}.a", b"%d" % i
@@ -471,13 +475,13 @@ class TestRefusedAtOnce:
             {"stall_ping": 0}, {"stall_ping": float("nan")}, {"keepalive": -1}, {"keepalive": float("nan")},
         ],
     )  # fmt: skip
-    def test_bad_options(self, js: JetStreamContext, options: dict[str, Any]) -> None:
+    def test_options_out_of_range_are_refused(self, js: JetStreamContext, options: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=r".+"):
             jsx.FastPublisher(js, **options)
 
 
 class TestHandlers:
-    async def test_plain_and_coroutine_handlers_see_the_state_after(self, js: JetStreamContext, stream: str) -> None:
+    async def test_handlers_see_the_updated_state(self, js: JetStreamContext, stream: str) -> None:
         seen: list[tuple[jsx.BatchFlowAck, int]] = []
         done = asyncio.Event()
 
@@ -507,7 +511,7 @@ class TestHandlers:
         failure = asyncio.CancelledError if kind == "cancelled" else ZeroDivisionError
 
         def plain(_: object) -> None:
-            raise failure  # the second as by the result of a future that was cancelled
+            raise failure  # CancelledError: as from the result of a cancelled future
 
         async def coroutine(_: object) -> None:
             raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""Fast ingest on every release that has it, its refusal on those that do not, and forged replies."""
+"""Fast ingest on every release that has it, its refusal on older ones, and forged replies."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -64,7 +64,7 @@ async def stored(js: JetStreamContext, stream: str) -> list[bytes]:
 
 @pytest.mark.parametrize("gap", list(jsx.GapMode))
 @pytest.mark.parametrize("count", [1, 2, 99, 100, 101, 1234])
-async def test_everything_in_order(js: JetStreamContext, stream: str, gap: jsx.GapMode, count: int) -> None:
+async def test_everything_is_stored_in_order(js: JetStreamContext, stream: str, gap: jsx.GapMode, count: int) -> None:
     async with jsx.FastPublisher(js, gap=gap) as pub:
         await pub.add_many((f"{stream}.{i % 3}", b"%d" % i) for i in range(count - 1))
         await pub.add(f"{stream}.a", b"last", headers={"K": "v"})
@@ -76,7 +76,7 @@ async def test_everything_in_order(js: JetStreamContext, stream: str, gap: jsx.G
 
 
 async def test_duplicate_or_refused_last_message_does_not_hang(js: JetStreamContext, stream: str) -> None:
-    # Servers 2.14.0 to 2.14.2 never answer such a message if it commits; the end has a message of its own here.
+    # Servers 2.14.0 to 2.14.2 never answer such a message if it commits; this library commits by a separate message.
     for gap in jsx.GapMode:
         pub = jsx.FastPublisher(js, gap=gap, ack_timeout=2)
         await pub.add(f"{stream}.a", b"1", msg_id=f"{gap}")
@@ -125,7 +125,7 @@ class TestRealGaps:
         pub = jsx.FastPublisher(js, flow=10, gap=gap)
         await pub.add_many([(f"{stream}.a", b"x")] * 5)
         await pub.flush()
-        # Another client publishes into the batch: a sequence that the server had already ends it in both modes.
+        # Another client publishes into the batch: a sequence that the server has already ends the batch in both modes.
         await there.publish(f"{stream}.a", b"z", reply=f"{_inbox(pub)}.{pub.batch_id}.10.{gap.value}.3.1.$FI")
         async with asyncio.timeout(3):
             assert await pub.wait_closed() is jsx.EndReason.ERROR
@@ -138,7 +138,7 @@ class TestRealGaps:
 
 
 @pytest.mark.parametrize("kind", ["too large", "expectation"])
-async def test_refused_messages(js: JetStreamContext, stream: str, kind: str) -> None:
+async def test_refused_messages_are_reported_or_end_the_batch(js: JetStreamContext, stream: str, kind: str) -> None:
     bad = (
         jsx.BatchMessage(f"{stream}.a", bytes(2000))
         if kind == "too large"
@@ -147,7 +147,7 @@ async def test_refused_messages(js: JetStreamContext, stream: str, kind: str) ->
     error = errors.MessageTooLargeError if kind == "too large" else errors.WrongLastSequenceError
     good = [jsx.BatchMessage(f"{stream}.a", b"good")] * 10
     async with jsx.FastPublisher(js, flow=2, gap=OK, max_outstanding_acks=1) as pub:
-        # More of them than a window holds.
+        # More refused messages than the window has room for.
         await pub.add_many([*good, *[bad] * 10, *good])
         await pub.flush()
     assert [each.seq for each in pub.errors] == list(range(11, 21))
@@ -161,7 +161,7 @@ async def test_refused_messages(js: JetStreamContext, stream: str, kind: str) ->
     assert await stored(js, stream) == [b"good"] * 30
 
 
-async def test_an_account_that_is_full(version: str) -> None:
+async def test_a_full_account_refuses_messages(version: str) -> None:
     config = """
         jetstream {}
         accounts { A { jetstream: { max_file: 100KB }, users: [{ user: a, password: a }] } }
@@ -195,11 +195,13 @@ async def test_an_account_that_is_full(version: str) -> None:
 
 @pytest.mark.parametrize("sent", [1, 5])
 @pytest.mark.parametrize("gap", list(jsx.GapMode))
-async def test_a_batch_that_the_server_forgot(js: JetStreamContext, stream: str, gap: jsx.GapMode, sent: int) -> None:
-    # Servers before 2.15 would open another batch for a ping after message 1, and call that message lost.
+async def test_a_batch_that_the_server_dropped_is_an_error(
+    js: JetStreamContext, stream: str, gap: jsx.GapMode, sent: int
+) -> None:
+    # Servers before 2.15 open another batch for a ping after message 1, and report that message as lost.
     pub = jsx.FastPublisher(js, gap=gap, keepalive=0)
     await pub.add_many([(f"{stream}.a", b"x")] * sent)
-    await asyncio.sleep(1.4)  # longer than its server keeps it; polling would keep it alive
+    await asyncio.sleep(1.4)  # longer than the server keeps the batch; polling would keep it alive
     with pytest.raises(errors.FastPublishUnknownBatchError) as caught:
         await pub.ping()
     assert (caught.value.outcome, pub.gap_count, pub.end_reason) == ("unknown", 0, jsx.EndReason.ERROR)
@@ -215,7 +217,7 @@ async def test_an_idle_batch_is_kept_alive(js: JetStreamContext, stream: str) ->
 
 @pytest.mark.parametrize("version", ["2.11.11", "2.12.8"])
 @pytest.mark.parametrize("prefix", [{}, {"prefix": "$JS.API"}])
-async def test_servers_without_it_are_refused_before_anything_is_sent(
+async def test_nothing_is_sent_to_servers_without_fast_ingest(
     js: JetStreamContext, there: Client, version: str, stream_name: Callable[[], str], prefix: dict[str, str]
 ) -> None:
     name = stream_name()
@@ -262,7 +264,7 @@ INJECTED: list[tuple[str, int, int, bytes, Any]] = [
 @pytest.mark.parametrize(
     ("seq", "op", "said", "after"), [each[1:] for each in INJECTED], ids=[each[0] for each in INJECTED]
 )
-async def test_forged_replies(
+async def test_forged_replies_do_no_harm(
     js: JetStreamContext, there: Client, stream: str, request: Any, seq: int, op: int, said: bytes, after: Any
 ) -> None:
     pub = jsx.FastPublisher(js, flow=10, gap=OK, batch_id="b", stall_ping=0.2)
@@ -298,7 +300,7 @@ async def test_replies_on_malformed_subjects_are_ignored(js: JetStreamContext, t
 
 
 def _lose(pub: jsx.FastPublisher, count: int) -> None:
-    """As if that many messages had been lost on their way."""
+    """Skip sequences, as if that many messages had been lost."""
     pub._batch.sent += count
 
 

@@ -1,4 +1,4 @@
-"""The fenced writer: what it stores is stored once, by one writer at a time, whatever becomes of the answers."""
+"""`FencedWriter` stores once, one writer at a time, even if answers are lost."""
 
 import asyncio
 import json
@@ -17,8 +17,7 @@ from nats.js.errors import NotFoundError
 import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.client.context import Context
-from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError, store_once
-from jetstream_ext.client.retry import Retry
+from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.testing import Faults, NatsServer, ReferenceServer
 from jetstream_ext.testing.reference import Cut, Drop, Lose
 
@@ -68,7 +67,7 @@ async def test_a_record_alone_needs_no_atomic_batches(
 
 
 @pytest.mark.parametrize("messages", [True, False])
-async def test_of_two_writers_the_one_that_stores_first_goes_on(
+async def test_of_two_writers_only_the_first_to_store_succeeds(
     js: JetStreamContext, stream: str, messages: bool
 ) -> None:
     one, other = writer(js, stream), writer(js, stream)
@@ -91,7 +90,7 @@ async def test_a_writer_that_never_read_expects_no_record(js: JetStreamContext, 
         await writer(js, stream).store([], b"new")
 
 
-async def test_a_record_that_was_removed(js: JetStreamContext, stream: str) -> None:
+async def test_a_removed_record_is_an_error_until_the_next_read(js: JetStreamContext, stream: str) -> None:
     one = writer(js, stream)
     await one.store([], b"1")
     await js.purge_stream(stream)
@@ -102,7 +101,7 @@ async def test_a_record_that_was_removed(js: JetStreamContext, stream: str) -> N
     await one.store([], b"2")
 
 
-async def test_rollup_and_time_to_live(js: JetStreamContext, make_stream: MakeStream) -> None:
+async def test_records_have_rollup_and_ttl_headers(js: JetStreamContext, make_stream: MakeStream) -> None:
     stream = await make_stream(allow_rollup_hdrs=True, max_age=3600)
     one = writer(js, stream, rollup=True, msg_ttl=jsx.NEVER)
     await one.store([], b"1")
@@ -112,7 +111,7 @@ async def test_rollup_and_time_to_live(js: JetStreamContext, make_stream: MakeSt
     assert (record.headers["Nats-TTL"], record.headers["Nats-Rollup"]) == ("never", "sub")
 
 
-async def test_a_refused_message_is_no_other_writer(js: JetStreamContext, stream: str) -> None:
+async def test_a_refused_message_is_not_taken_for_another_writer(js: JetStreamContext, stream: str) -> None:
     one = writer(js, stream)
     for bad, error in (
         (jsx.BatchMessage(f"{stream}.a", expected_last_subject_seq=7), errors.WrongLastSequenceError),
@@ -126,14 +125,14 @@ async def test_a_refused_message_is_no_other_writer(js: JetStreamContext, stream
     assert (await one.store([(f"{stream}.a", b"")], b"1")).seq == 2
 
 
-async def test_the_stream_is_gone(js: JetStreamContext, stream: str) -> None:
+async def test_a_deleted_stream_is_an_error(js: JetStreamContext, stream: str) -> None:
     one = writer(js, stream)
     await js.delete_stream(stream)
     with pytest.raises(NotFoundError):
         await one.read()
 
 
-async def test_2_12_0_takes_records_alone_only() -> None:
+async def test_2_12_0_takes_only_records_without_messages() -> None:
     async with NatsServer(version="2.12.0") as server:
         nc = await nats.connect(server.url)
         js = nc.jetstream()
@@ -171,7 +170,7 @@ async def faulty(faults: Faults) -> AsyncIterator[JetStreamContext]:
 @pytest.mark.parametrize(
     "fault", [Drop(kind="pub_ack"), Lose("S.>"), Lose("S.record"), Drop(kind="pub_ack", times=3)], ids=repr
 )
-async def test_an_answer_that_is_lost(fault: Any, messages: list[Any]) -> None:
+async def test_a_store_whose_answer_is_lost_succeeds_once(fault: Any, messages: list[Any]) -> None:
     faults = Faults()
     async with faulty(faults) as js:
         one = writer(js, "S", timeout=0.2)
@@ -204,10 +203,10 @@ async def test_a_cancelled_store_is_found_by_the_next(messages: list[Any]) -> No
         assert (await payloads(js, "S"))[-1] == b"2"
 
 
-async def test_errors_that_last_are_raised_in_time() -> None:
+async def test_lasting_errors_are_raised_when_the_patience_ends() -> None:
     faults = Faults()
     async with faulty(faults) as js:
-        one = writer(js, "S", timeout=0.1, patience=0.4)
+        one = writer(js, "S", timeout=0.3, patience=1.0)
         faults.add(Lose("S.>", times=None))
         async with asyncio.timeout(30):
             with pytest.raises(nats.errors.TimeoutError):
@@ -216,7 +215,7 @@ async def test_errors_that_last_are_raised_in_time() -> None:
                 await one.store([("S.a", b"")], b"1")
 
 
-async def test_an_error_that_is_not_transient_here() -> None:
+async def test_an_error_that_is_not_transient_is_raised_at_once() -> None:
     faults = Faults()
     async with faulty(faults) as js:
         one = writer(js, "S", timeout=0.1, transient=lambda error: False)
@@ -226,8 +225,8 @@ async def test_an_error_that_is_not_transient_here() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_competing_writers_over_a_bad_link(seed: int) -> None:
-    """Every writer stores numbered records, and re-reads when it is fenced: no gap, no repetition, no mixture."""
+async def test_competing_writers_leave_no_gap_and_no_repetition(seed: int) -> None:
+    """Every writer stores numbered records and their messages, and reads again when it is fenced."""
     rng = random.Random(seed)
     chance = rng.choice([0.05, 0.15, 0.3])
     faults = Faults(
@@ -238,7 +237,7 @@ async def test_competing_writers_over_a_bad_link(seed: int) -> None:
     )
     async with faulty(faults) as js:
 
-        async def work(who: int) -> None:
+        async def work(index: int) -> None:
             one = writer(js, "S", timeout=0.15, patience=30)
             stores = 0
             while stores < 6:
@@ -249,13 +248,13 @@ async def test_competing_writers_over_a_bad_link(seed: int) -> None:
                         number += 1
                         count = rng.randrange(3)
                         outputs = [("S.out", b"%d.%d" % (number, i)) for i in range(count)]
-                        await one.store(outputs, json.dumps({"n": number, "who": who, "count": count}).encode())
+                        await one.store(outputs, json.dumps({"n": number, "writer": index, "count": count}).encode())
                         stores += 1
                 except errors.FencedError:
                     await asyncio.sleep(rng.random() * 0.02)
 
         writers = rng.randint(1, 3)
-        await asyncio.gather(*(work(who) for who in range(writers)))
+        await asyncio.gather(*(work(index) for index in range(writers)))
         faults.rules.clear()
         stored = await jsx.DirectGet(js, "S", timeout=5).scan().to_list()
     number, outputs = 0, []
@@ -271,33 +270,38 @@ async def test_competing_writers_over_a_bad_link(seed: int) -> None:
     assert (number, outputs) == (6 * writers, [])
 
 
-# -- the loop
+# -- retries
 
 
-async def test_store_once_returns_what_was_found() -> None:
-    attempts = 0
+async def test_a_store_whose_outcome_is_unknown_is_retried_until_its_record_is_found(
+    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = writer(js, stream)
+    publish, attempts = one._publish, 0
 
-    async def attempt() -> str:
+    async def lose(messages: Any, record: bytes) -> Any:
         nonlocal attempts
         attempts += 1
-        raise errors.BatchOutcomeUnknownError(str(attempts))
-
-    async def find_out(error: Exception) -> str:
-        if attempts < 3:
-            raise error
-        return "found"
-
-    assert await store_once(attempt, find_out, Retry(5, first_pause=0.001)) == "found"
-    assert attempts == 3
-
-
-async def test_store_once_raises_what_is_not_transient() -> None:
-    async def attempt() -> str:
+        if attempts == 3:
+            await publish(messages, record)
         raise errors.BatchOutcomeUnknownError
 
-    async def find_out(error: Exception) -> str:
-        raise ZeroDivisionError from error
+    monkeypatch.setattr(one, "_publish", lose)
+    assert (await one.store([(f"{stream}.a", b"x")], b"1")).seq == 2
+    assert attempts == 3
+    assert await payloads(js, stream) == [b"x", b"1"]
 
-    with pytest.raises(ZeroDivisionError) as caught:
-        await store_once(attempt, find_out, Retry(5))
+
+async def test_a_moved_record_is_raised_from_the_lost_answer(
+    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = writer(js, stream)
+
+    async def lose(*_: Any) -> Any:
+        await writer(js, stream).store([], b"other")
+        raise errors.BatchOutcomeUnknownError
+
+    monkeypatch.setattr(one, "_publish", lose)
+    with pytest.raises(RecordMovedError) as caught:
+        await one.store([], b"1")
     assert isinstance(caught.value.__cause__, errors.BatchOutcomeUnknownError)

@@ -1,4 +1,4 @@
-"""`ingest` on a server that behaves: sources, ids, numbers, poison messages, progress, cancellation."""
+"""`ingest` on a healthy server: sources, ids, refused messages, progress, cancellation."""
 
 import asyncio
 import pickle
@@ -47,16 +47,16 @@ class TestSources:
         assert report.seconds > 0
         await leak_check.assert_clean()
 
-    async def test_every_kind_of_message(self, js: JetStreamContext, stream: str) -> None:
+    async def test_every_form_of_message_is_stored(self, js: JetStreamContext, stream: str) -> None:
         headers = {"K": "v"}
         await jsx.ingest(js, [
             (f"{stream}.1", b"plain"), (f"{stream}.2", b"headers", headers), (f"{stream}.3",),
             jsx.BatchMessage(f"{stream}.4", b"full", headers={"K": "w"}, msg_ttl=60),
-            (f"{stream}.5", b"own", {"Nats-Msg-Id": "mine"}), jsx.BatchMessage(f"{stream}.6", b"too", msg_id="my own"),
+            (f"{stream}.5", b"own", {"Nats-Msg-Id": "mine"}), jsx.BatchMessage(f"{stream}.6", b"own id", msg_id="my own"),
             (f"{stream}.7", memoryview(b"view")),
         ])  # type: ignore[list-item]  # fmt: skip
         stored = await messages(js, stream)
-        assert [each.data for each in stored] == [b"plain", b"headers", b"", b"full", b"own", b"too", b"view"]
+        assert [each.data for each in stored] == [b"plain", b"headers", b"", b"full", b"own", b"own id", b"view"]
         assert (stored[1].headers["K"], stored[3].headers["K"], stored[3].headers["Nats-TTL"]) == ("v", "w", "60")
         assert (stored[4].headers["Nats-Msg-Id"], stored[5].headers["Nats-Msg-Id"]) == ("mine", "my own")
         assert headers == {"K": "v"}
@@ -112,7 +112,7 @@ class TestIds:
         assert [each.headers["Nats-Msg-Id"][-2:] for each in await messages(js, stream)] == ["-1", "-2"]
 
 
-POISON: list[tuple[str, Any, type[BaseException]]] = [
+REFUSED: list[tuple[str, Any, type[BaseException]]] = [
     ("subject", ("a b", b"x"), errors.BadSubjectError),
     ("header", ("{}.a", b"x", {"K": "a\r\nb"}), errors.BadHeaderError),
     ("no message", 7, TypeError),
@@ -122,12 +122,12 @@ POISON: list[tuple[str, Any, type[BaseException]]] = [
     ("size", ("{}.a", bytes(2_000_000)), errors.MaxPayloadError),
     ("size of the stream", ("{}.a", bytes(5000)), nats.js.errors.APIError),
     ("expectation", jsx.BatchMessage("{}.a", b"x", expected_last_seq=10**9), nats.js.errors.APIError),
-    ("no stream", ("nobody.listens", b"x"), nats.js.errors.NoStreamResponseError),
+    ("no stream", ("no.such.stream", b"x"), nats.js.errors.NoStreamResponseError),
 ]
 
 
-class TestPoison:
-    @pytest.mark.parametrize(("bad", "cause"), [each[1:] for each in POISON], ids=[each[0] for each in POISON])
+class TestRefusedMessages:
+    @pytest.mark.parametrize(("bad", "cause"), [each[1:] for each in REFUSED], ids=[each[0] for each in REFUSED])
     @pytest.mark.parametrize("place", [0, 1, 333])
     async def test_refused_message_is_named_and_everything_before_it_is_stored(
         self,
@@ -158,7 +158,9 @@ class TestPoison:
 
 
 class TestRefusals:
-    async def test_a_stream_without_allow_batched(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+    async def test_a_stream_without_allow_batched_is_an_error(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
         stream = await make_stream(allow_batched=False)
         with pytest.raises(errors.IngestError, match="allow_batched") as caught:
             await jsx.ingest(js, [(f"{stream}.a", b"x")] * 3)
@@ -166,7 +168,7 @@ class TestRefusals:
         assert await messages(js, stream) == []
 
     @pytest.mark.parametrize("version", ["2.11.11", "2.12.8"])
-    async def test_a_server_without_fast_ingest(self, version: str) -> None:
+    async def test_a_server_without_fast_ingest_is_an_error(self, version: str) -> None:
         async with NatsServer(version=version) as server:
             nc = await nats.connect(server.url)
             js = nc.jetstream()
@@ -181,7 +183,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=f"{next(iter(options))} must be"):
             await jsx.ingest(js, [], **options)
 
-    async def test_a_closed_connection(self, own_nc: Any, own_js: JetStreamContext) -> None:
+    async def test_a_closed_connection_is_an_error(self, own_nc: Any, own_js: JetStreamContext) -> None:
         await own_nc.close()
         with pytest.raises(errors.IngestError, match="connection is closed"):
             await jsx.ingest(own_js, [("s.1", b"x")])
@@ -198,7 +200,7 @@ class TestProgress:
         assert max(each.window for each in heard) <= 101
         assert all(each.rate >= 0 for each in heard)
 
-    async def test_error_in_on_progress_does_not_stop_it(
+    async def test_an_error_in_on_progress_does_not_stop_the_ingest(
         self, js: JetStreamContext, stream: str, loop_is_quiet: list[dict[str, Any]]
     ) -> None:
         def broken(progress: jsx.IngestProgress) -> None:
@@ -220,3 +222,17 @@ async def test_cancelling_leaves_nothing_behind(js: JetStreamContext, stream: st
         with pytest.raises(asyncio.CancelledError):
             await running
         await leak_check.assert_clean()
+
+
+async def test_a_failed_ingest_leaves_no_task_of_an_async_source(
+    js: JetStreamContext, stream: str, leak_check: Any
+) -> None:
+    async def source() -> AsyncIterator[Any]:
+        for entry in ((f"{stream}.a", b"x"), ("a b", b"refused"), (f"{stream}.a", b"y")):
+            yield entry
+
+    messages = source()
+    with pytest.raises(errors.IngestError, match="message 1"):
+        await jsx.ingest(js, messages)
+    await leak_check.assert_clean()
+    assert [each async for each in messages] == [(f"{stream}.a", b"y")], "the source is the caller's to close"

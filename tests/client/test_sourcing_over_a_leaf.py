@@ -159,7 +159,6 @@ async def messages(js: JetStreamContext, stream: str) -> int:
     return (await js.stream_info(stream)).state.messages
 
 
-@pytest.mark.timeout(600)
 async def test_a_work_queue_behind_a_broken_link_loses_and_repeats_nothing(servers: Servers) -> None:
     relay, edge, far = servers.relay, servers.edge, servers.far
     await edge.add_stream(name="W", subjects=["w.>"], retention=RetentionPolicy.WORK_QUEUE)

@@ -7,7 +7,6 @@ import asyncio
 from typing import Any
 
 import nats.errors
-import pytest
 from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy
 
@@ -43,7 +42,6 @@ async def copied(js: JetStreamContext, stream: str, *, more: int) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.timeout(400)
 async def test_leaders_that_die(cluster: NatsCluster, connect: Any, full: bool) -> None:
     nc = await connect(cluster.urls)
     js, patient = nc.jetstream(timeout=2), nc.jetstream(timeout=SLACK)

@@ -52,7 +52,6 @@ class Milestones:
             await asyncio.sleep(0.002)
 
 
-@pytest.mark.timeout(600)
 async def test_through_kills(victim: NatsServer, connect: Connect, stored: Stored, full: bool) -> None:
     count, kills = (1_000_000, 5) if full else (50_000, 5)
     js = (await connect(victim.url)).jetstream()
@@ -174,7 +173,6 @@ async def test_what_expects_something_and_was_stored_is_not_refused_the_second_t
         await nc.close()
 
 
-@pytest.mark.timeout(300)
 async def test_through_leader_kills(cluster: NatsCluster, connect: Connect, stored: Stored, full: bool) -> None:
     count, kills = (300_000, 4) if full else (20_000, 1)
     js = (await connect(cluster.urls)).jetstream()

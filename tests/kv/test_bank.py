@@ -113,13 +113,11 @@ async def bank(
 
 
 @pytest.mark.parametrize("storage", ["file", "memory"])
-@pytest.mark.timeout(180)
 async def test_transfers_on_one_server_keep_the_total(storage: str, wait_for_interest: Any) -> None:
     with NatsServer() as server:
         await bank([server.url], 30 if FULL else 2, 1, storage, wait_for_interest)
 
 
-@pytest.mark.timeout(300)
 async def test_transfers_keep_the_total_while_leaders_are_killed(wait_for_interest: Any) -> None:
     async with NatsCluster() as cluster:
 

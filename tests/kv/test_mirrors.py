@@ -110,7 +110,6 @@ async def test_bucket_that_is_a_mirror_is_refused(make_bucket) -> None:
         await tx.commit()
 
 
-@pytest.mark.timeout(180)
 async def test_reads_wait_for_lagging_replicas(wait_for_interest: Any) -> None:
     async with NatsCluster() as cluster:
         nc = await nats.connect(cluster.urls)

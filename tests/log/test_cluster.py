@@ -20,8 +20,6 @@ from jetstream_ext import BatchMessage, StoredMsg, errors
 from jetstream_ext.log import LogReader, OffsetStore, Stored, exactly_once
 from jetstream_ext.testing import NatsCluster, NatsServer
 
-pytestmark = pytest.mark.timeout(240)
-
 Make = Callable[..., Awaitable[str]]
 
 

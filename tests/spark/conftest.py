@@ -1,4 +1,4 @@
-"""One Spark session for all tests that need one: starting it takes longer than all of them."""
+"""One Spark session for all tests that need one, because starting it takes longer than all of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ authorization {{
 
 @pytest.fixture(scope="session")
 def guarded() -> Iterator[NatsServer]:
-    """A server that wants a password and lists its connections over HTTP."""
+    """A server that requires a password and lists its connections over HTTP."""
     with NatsServer(config=GUARDED) as server:
         yield server
 
@@ -105,7 +105,7 @@ async def _connected(url: str, **credentials: str) -> AsyncIterator[JetStreamCon
 
 @pytest.fixture
 def with_js(server: NatsServer) -> Callable[..., Any]:
-    """Run a coroutine function with a JetStream context on a connection of its own."""
+    """Run a coroutine function with a JetStream context on a separate connection."""
 
     def run(function: Callable[[JetStreamContext], Awaitable[Any]], url: str = server.url, **credentials: str) -> Any:
         async def connected() -> Any:

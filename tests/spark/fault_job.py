@@ -1,4 +1,4 @@
-"""A streaming query in a process of its own, to be killed: from one stream to another until all is there.
+"""A streaming query in a separate process, to be killed: copies one stream to another until all rows are there.
 
 ``python fault_job.py '{"servers": …, "source": …, "sink": …, "semantics": …, "checkpoint": …, "master": …}'``
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def slow(pause: float, straggling: int | None, attempts: str | None) -> Any:
-    """Pass rows on, some at a time; after `straggling` rows the first attempt at partition 0 of every batch waits long.
+    """Pass rows on, some at a time; after `straggling` rows the first attempt at partition 0 of every batch pauses long.
 
     Every attempt leaves a file in the folder `attempts`.
     """
@@ -47,7 +47,7 @@ def main() -> None:
         "spark.ui.showConsoleProgress": "false",
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
-        # What is passed on is stored at once, not when the partition is complete.
+        # Rows that are passed on are stored at once, not when the partition is complete.
         "spark.sql.execution.arrow.maxRecordsPerBatch": "100",
     }
     for name, value in (settings | given.get("conf", {})).items():

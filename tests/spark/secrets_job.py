@@ -1,4 +1,4 @@
-"""Every way to give credentials, right and wrong, in one Spark application that logs what it can.
+"""Every way to give credentials, right and wrong, in one Spark application that logs as much as possible.
 
 ``python secrets_job.py '{"conf": {…}, "read": [{…}, …], "write": {…}, "fail": [{…}, …], "checkpoint": …}'``: options, each with
 the stream to read in `path`. Prints plans, progress and exceptions.

@@ -1,4 +1,4 @@
-"""Columns from the wire to Arrow record batches."""
+"""Arrow record batches from the replies of a server."""
 
 import inspect
 from datetime import UTC, datetime
@@ -16,7 +16,7 @@ ALL = JetStreamDataSource({"servers": "nats://n", "stream": "A"}).schema()
 
 
 def row(subject: bytes, time: bytes = b"2026-11-20T21:23:31Z", headers: bytes = b"") -> bytes:
-    """The header block of a message in a reply; `headers` are the stored ones."""
+    """Return the header block of a message in a reply; `headers` are the stored ones."""
     stored = headers + b"\r\n" if headers else b""
     return (
         b"NATS/1.0\r\n%bNats-Stream: A\r\nNats-Subject: %b\r\nNats-Sequence: 1\r\nNats-Time-Stamp: %b\r\n"
@@ -31,18 +31,18 @@ def build(*rows: bytes, datas: list[bytes] | None = None, schema: StructType = A
 
 
 def wanted(schema: StructType) -> pa.Schema:
-    """Return the Arrow schema that Spark makes of its own (before 4.3, with UTC unless told otherwise)."""
+    """Return the Arrow schema that Spark makes of its own schema, in UTC."""
     zone = {"timezone": "UTC"} if "timezone" in inspect.signature(to_arrow_schema).parameters else {}
     return to_arrow_schema(schema, **zone)
 
 
 @pytest.mark.parametrize("nullable", [True, False])
-def test_the_schema_is_the_one_that_spark_wants(nullable: bool) -> None:
+def test_batches_have_the_schema_that_spark_requires(nullable: bool) -> None:
     schema = StructType([StructField(field.name, field.dataType, nullable) for field in ALL.fields])
     assert build(row(b"a"), schema=schema).schema == wanted(schema)
 
 
-def test_all_columns() -> None:
+def test_every_column_is_built() -> None:
     first = row(b"a.1", b"2026-11-20T21:23:31.244826317Z", b"X: 1\r\nY: two words \r\nX:3")
     batch = build(first, row(b"a.2"), datas=[b"\0\xff", b""])
     assert batch.to_pylist() == [
@@ -69,29 +69,29 @@ def test_all_columns() -> None:
     ("digits", "microseconds"),
     [("", 0), (".1", 100000), (".000001", 1), (".0000019", 1), (".999999999", 999999), (".12345678", 123456)],
 )
-def test_times_of_any_precision(digits: str, microseconds: int) -> None:
+def test_times_of_any_precision_are_parsed(digits: str, microseconds: int) -> None:
     [time] = build(row(b"a", f"1999-12-31T23:59:59{digits}Z".encode())).column("time").to_pylist()
     assert time == datetime(1999, 12, 31, 23, 59, 59, microseconds, UTC)
 
 
-def test_a_schema_prunes_and_orders() -> None:
+def test_a_schema_selects_and_orders_the_columns() -> None:
     batch = build(row(b"a"), datas=[b"x"], schema=StructType().add(ALL["data"]).add(ALL["seq"]))
     assert batch.to_pylist() == [{"data": b"x", "seq": 1}]
 
 
-def test_bytes_that_are_no_utf_8() -> None:
+def test_invalid_utf_8_is_replaced() -> None:
     batch = build(row(b"a.\xff", headers=b"X: \xff"), row("a.é".encode()))
     assert batch.column("subject").to_pylist() == ["a.\ufffd", "a.é"]
     assert batch.column("headers").to_pylist() == [[("X", ["\ufffd"])], []]
 
 
-def test_headers_that_the_server_added_are_not_the_messages() -> None:
-    # A frame that is laid out in another way comes whole.
+def test_headers_added_by_the_server_are_left_out() -> None:
+    # The header block of an unrecognised frame is passed on whole.
     block = b"NATS/1.0\r\nX: 1\r\nNats-Stream: A\r\nNats-Subject: a\r\nNats-Sequence: 1\r\nnonsense"
     [headers] = build(row(b"a", headers=block[10:])).column("headers").to_pylist()
     assert headers == [("X", ["1"])]
 
 
-def test_nothing() -> None:
+def test_no_rows_make_an_empty_batch() -> None:
     assert build().num_rows == 0
     assert build().schema == wanted(ALL)

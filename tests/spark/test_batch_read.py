@@ -22,15 +22,14 @@ from jetstream_ext.testing import NatsServer
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 
-# Java starts once for all of them.
-pytestmark = pytest.mark.timeout(300)
+# The JVM starts once for all of them.
 
 DDL = "stream string, seq bigint, subject string, time timestamp, data binary, headers map<string,array<string>>"
 
 
 @pytest.fixture
 def read(spark: SparkSession, server: NatsServer) -> Callable[..., DataFrameReader]:
-    """The reader of a fresh query, with the address of the server."""
+    """Return the reader of a new query, with the address of the server."""
 
     def reader(**options: str) -> DataFrameReader:
         return spark.read.format("jetstream").options(**({"servers": server.url, "requestTimeout": "5"} | options))
@@ -65,7 +64,7 @@ def seqs(frame: DataFrame) -> list[int]:
 
 
 def failure(action: Callable[[], object]) -> str:
-    """The text of what Spark raises."""
+    """Return the text of the error that Spark raises."""
     from pyspark.errors import PySparkException
 
     with pytest.raises(PySparkException) as caught:
@@ -90,7 +89,7 @@ def test_every_column_is_right(
         await js.publish(f"{name}.a", b"\x00\xff")
         await js.publish(f"{name}.b", b"", headers={"X-One": "1", "X-Two": "two words"})
         await js.publish(f"{name}.c", b"gone")
-        # What a reader that believes the first header of a name would fall for.
+        # These headers would mislead a reader that uses the first header of a name.
         await js.publish(
             f"{name}.d",
             b"spoof",
@@ -121,7 +120,9 @@ def test_every_column_is_right(
     assert {row.seq: epoch + timedelta(microseconds=row.micros) for row in micros} == with_js(stored)
 
 
-def test_partitions(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
+def test_min_partitions_sets_the_number_of_partitions(
+    read: Callable[..., DataFrameReader], make: Callable[..., str]
+) -> None:
     from pyspark.sql.functions import spark_partition_id
 
     name = make(100)
@@ -134,7 +135,7 @@ def test_partitions(read: Callable[..., DataFrameReader], make: Callable[..., st
     assert parts(read(minPartitions="3").load(name)) == [(1, 33), (34, 33), (67, 34)]
 
 
-def test_a_schema_prunes(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
+def test_a_schema_selects_the_columns(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
     name = make(3)
     assert sorted(map(tuple, read().schema("seq long").load(name).collect())) == [(1,), (2,), (3,)]
     rows = read().schema("data binary, stream string, seq long").load(name).collect()
@@ -152,18 +153,20 @@ def test_a_schema_prunes(read: Callable[..., DataFrameReader], make: Callable[..
         ("headers map<string,string>", "column 'headers' is map<string,array<string>>, not map<string,string>"),
     ],
 )
-def test_a_schema_that_cannot_be(
+def test_an_unsupported_schema_is_refused(
     read: Callable[..., DataFrameReader], make: Callable[..., str], schema: str, message: str
 ) -> None:
     assert message in failure(lambda: read().schema(schema).load(make()).collect())
 
 
-def test_an_empty_stream_and_an_empty_range(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
+def test_an_empty_stream_and_an_empty_range_have_no_rows(
+    read: Callable[..., DataFrameReader], make: Callable[..., str]
+) -> None:
     assert read().load(make()).collect() == []
     assert read(startingOffsets="latest").load(make(10)).collect() == []
 
 
-def test_ranges(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
+def test_offsets_and_times_bound_the_read(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
     name = make(50)
 
     def offsets(**ends: int) -> dict[str, str]:
@@ -176,14 +179,14 @@ def test_ranges(read: Callable[..., DataFrameReader], make: Callable[..., str]) 
     assert seqs(read(startingTime="2020-01-01T00:00:00Z").load(name)) == list(range(1, 51))
 
 
-def test_several_streams(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
+def test_several_streams_are_read_together(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
     one, other = make(10), make(5)
     for frame in (read().load(f"{one},{other}"), read(stream=f"{one},{other}").load(), read().load([one, other])):
         counts = {row.stream: row["count"] for row in frame.groupBy("stream").count().collect()}
         assert counts == {one: 10, other: 5}
 
 
-def test_subjects(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
+def test_subjects_filter_the_rows(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
     name = make(50)
     assert seqs(read(subjects=f"{name}.3").load(name)) == [3, 13, 23, 33, 43]
     assert seqs(read(subjects=f"{name}.3,{name}.4").load(name)) == [3, 4, 13, 14, 23, 24, 33, 34, 43, 44]
@@ -198,7 +201,9 @@ def test_limit_stops_early(read: Callable[..., DataFrameReader], make: Callable[
     assert read().load(name).count() == 100_000
 
 
-def test_messages_larger_than_a_request(read: Callable[..., DataFrameReader], make: Callable[..., str]) -> None:
+def test_messages_larger_than_a_request_are_read(
+    read: Callable[..., DataFrameReader], make: Callable[..., str]
+) -> None:
     async def publish(js: JetStreamContext, name: str) -> None:
         for i in range(20):
             await js.publish(f"{name}.a", bytes([i]) * 900_000)
@@ -246,7 +251,7 @@ def test_limits_of_streaming_are_refused_at_planning(read: Callable[..., DataFra
 
 
 @pytest.mark.parametrize("retention", ["workqueue", "interest"])
-def test_streams_whose_rows_others_take_away(
+def test_streams_without_limits_retention_are_refused(
     read: Callable[..., DataFrameReader], make: Callable[..., str], retention: str
 ) -> None:
     name = make(retention=retention)
@@ -254,16 +259,16 @@ def test_streams_whose_rows_others_take_away(
     assert read(allowUnstableRetention="true").load(name).count() == 0
 
 
-def test_sql_and_registering_again(spark: SparkSession, server: NatsServer, make: Callable[..., str]) -> None:
+def test_sql_works_after_registering_twice(spark: SparkSession, server: NatsServer, make: Callable[..., str]) -> None:
     name = make(7)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Spark says that the format is there already, which is the point
+        warnings.simplefilter("ignore")  # Spark warns that the format is registered already
         jetstream_ext.spark.register(spark)
     spark.sql(f"CREATE TEMPORARY VIEW {name} USING jetstream OPTIONS (servers '{server.url}', stream '{name}')")
     assert spark.sql(f"SELECT sum(CAST(CAST(data AS string) AS int)) AS total FROM {name}").first().total == 28
 
 
-def test_a_file_that_spark_ships(spark: SparkSession, with_js: Any, tmp_path: Path) -> None:
+def test_a_credentials_file_shipped_by_spark_is_found(spark: SparkSession, with_js: Any, tmp_path: Path) -> None:
     seed = tmp_path / "shipped.nk"
     seed.write_bytes(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
     public = nkeys.from_seed(bytearray(seed.read_bytes())).public_key.decode()
@@ -304,7 +309,7 @@ class TestCredentials:
 
         return read
 
-    def test_few_connections_for_many_queries(
+    def test_many_queries_share_few_connections(
         self, secured: str, reader: Callable[..., DataFrameReader], connection_names: Callable[[], list[str]]
     ) -> None:
         def ours() -> list[str]:
@@ -312,11 +317,11 @@ class TestCredentials:
 
         for _ in range(12):
             assert reader().load(secured).count() == 100
-        # One for the planner and one for each of two workers, and not one for each of 12 plans and 24 tasks; Spark
-        # replaces a worker now and then, whose connection may be there a little longer.
+        # One for the planner and one for each of two workers, not one for each of 12 plans and 24 tasks. Spark sometimes
+        # replaces a worker, whose connection may remain for a moment.
         assert 2 <= len(ours()) <= 6, ours()
 
-    def test_show_in_no_plan(
+    def test_no_plan_shows_credentials(
         self, secured: str, reader: Callable[..., DataFrameReader], secret: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         frame = reader().load(secured)
@@ -326,7 +331,9 @@ class TestCredentials:
         assert "jetstream" in shown.lower()
         assert secret not in shown
 
-    def test_show_in_no_error(self, secured: str, reader: Callable[..., DataFrameReader], secret: str) -> None:
+    def test_no_error_shows_credentials(
+        self, secured: str, reader: Callable[..., DataFrameReader], secret: str
+    ) -> None:
         wrong_user = failure(lambda: reader(user="nobody").load(secured).count())
         assert "uthorization" in wrong_user
         no_variable = failure(lambda: reader(variable=secret).load(secured).count())

@@ -1,4 +1,4 @@
-"""One connection per worker process and way to connect."""
+"""The connections of a worker process."""
 
 import asyncio
 import dataclasses
@@ -57,18 +57,18 @@ def test_a_connection_is_kept_between_tasks(
     assert [name for name in connection_names() if name in ("kept", "not made")] == ["kept"]
 
 
-def test_it_answers_pings_while_nobody_uses_it(cache: Connections) -> None:
+def test_an_unused_connection_answers_pings(cache: Connections) -> None:
     with NatsServer(config='ping_interval: "500ms"\nping_max: 2') as impatient:
         options = ConnectionOptions((impatient.url,), timeout=5)
         with cache.lend(options, "pinged") as lease:
             client = lease.connection.client
-        time.sleep(3)  # the server cuts whoever misses two pings
+        time.sleep(3)  # the server disconnects clients that miss two pings
         with cache.lend(options, "pinged") as lease:
             assert lease.connection.client is client
             assert client.stats["reconnects"] == 0
 
 
-def test_it_is_closed_when_idle(options: ConnectionOptions, connection_names: Names) -> None:
+def test_an_idle_connection_is_closed(options: ConnectionOptions, connection_names: Names) -> None:
     cache = Connections(idle=0.1)
     with cache.lend(options, "idle"):
         time.sleep(0.3)
@@ -80,7 +80,7 @@ def test_it_is_closed_when_idle(options: ConnectionOptions, connection_names: Na
     eventually(lambda: "idle" not in connection_names())
 
 
-def test_one_that_did_not_finish_is_dropped(
+def test_the_connection_of_a_failed_task_is_dropped(
     cache: Connections, options: ConnectionOptions, connection_names: Names
 ) -> None:
     with cache.lend(options, "other task") as other:
@@ -88,20 +88,20 @@ def test_one_that_did_not_finish_is_dropped(
             raise ZeroDivisionError
         with cache.lend(options, "next task") as lease:
             assert lease.connection is not other.connection
-        assert other.run(rtt(other.connection.client)) > 0  # not pulled away from under the other task
+        assert other.run(rtt(other.connection.client)) > 0  # still usable by the other task
     eventually(lambda: "other task" not in connection_names())
 
 
-def test_a_connection_that_is_gone_is_replaced(options: ConnectionOptions, cache: Connections) -> None:
+def test_a_lost_connection_is_replaced(options: ConnectionOptions, cache: Connections) -> None:
     with cache.lend(options, "first") as lease:
         first = lease.connection
-        lease.run(first.close())
+        lease.run(first.client.close())
     with cache.lend(options, "second") as lease:
         assert lease.connection is not first
         assert lease.run(rtt(lease.connection.client)) > 0
 
 
-def test_iterates_one_item_ahead(cache: Connections, options: ConnectionOptions) -> None:
+def test_iterate_prepares_one_item_ahead(cache: Connections, options: ConnectionOptions) -> None:
     made: list[int] = []
     closed = threading.Event()
 
@@ -128,7 +128,7 @@ def test_iterates_one_item_ahead(cache: Connections, options: ConnectionOptions)
         assert closed.is_set()
 
 
-def test_leaving_early_while_an_item_is_on_its_way(cache: Connections, options: ConnectionOptions) -> None:
+def test_closing_the_iterator_cancels_the_item_ahead(cache: Connections, options: ConnectionOptions) -> None:
     closed = threading.Event()
 
     async def items() -> AsyncIterator[int]:
@@ -157,10 +157,10 @@ def test_a_wrong_password_fails_at_once(
     assert "wrong" not in str(caught.value)
     monkeypatch.setenv("JETSTREAM_EXT_PASSWORD", secret)
     with cache.lend(options, "x") as lease:  # the failure is not remembered
-        assert lease.connection.usable
+        assert lease.connection.client.is_connected
 
 
-def test_no_server(cache: Connections) -> None:
+def test_an_unreachable_server_is_a_connect_error(cache: Connections) -> None:
     options = ConnectionOptions(("nats://127.0.0.1:1",), timeout=0.5)
     with (
         pytest.raises(ConnectError, match=r"127\.0\.0\.1:1 within 0\.5 s: .*Connect call failed"),
@@ -169,7 +169,7 @@ def test_no_server(cache: Connections) -> None:
         pass
 
 
-def test_a_timeout_tells_of_missing_permissions(cache: Connections, options: ConnectionOptions) -> None:
+def test_a_timeout_names_the_missing_permission(cache: Connections, options: ConnectionOptions) -> None:
     less = ConnectionOptions(options.servers, user="less", password_env="JETSTREAM_EXT_PASSWORD", timeout=0.5)
     with (
         pytest.raises(RefusedError, match=r"(?i)permissions Violation for Publish to .*\$JS.API.STREAM.INFO.A"),
@@ -181,12 +181,12 @@ def test_a_timeout_tells_of_missing_permissions(cache: Connections, options: Con
 @pytest.mark.parametrize(
     ("where", "prefix"), [({}, "$JS.API"), ({"domain": "hub"}, "$JS.hub.API"), ({"api_prefix": "JS.other"}, "JS.other")]
 )
-def test_the_jetstream_of_a_domain_or_prefix(where: dict[str, str], prefix: str) -> None:
+def test_the_context_uses_the_domain_or_prefix(where: dict[str, str], prefix: str) -> None:
     context = WorkerConnection(ConnectionOptions(("nats://unused",), timeout=7, **where)).context()  # type: ignore[arg-type]
     assert (context._prefix, context._timeout) == (prefix, 7)
 
 
-def test_token(cache: Connections, secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_authenticates(cache: Connections, secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JETSTREAM_EXT_TOKEN", secret)
     with (
         NatsServer(config=f'authorization {{token: "{secret}"}}') as server,
@@ -195,7 +195,7 @@ def test_token(cache: Connections, secret: str, monkeypatch: pytest.MonkeyPatch)
         assert lease.run(rtt(lease.connection.client)) > 0
 
 
-def test_nkey(cache: Connections, tmp_path: Path) -> None:
+def test_an_nkey_authenticates(cache: Connections, tmp_path: Path) -> None:
     seed = tmp_path / "user.nk"
     seed.write_bytes(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
     public = nkeys.from_seed(bytearray(seed.read_bytes())).public_key.decode()
@@ -207,7 +207,7 @@ def test_nkey(cache: Connections, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
-def test_tls_both_ways(cache: Connections, tmp_path: Path) -> None:
+def test_tls_authenticates_server_and_client(cache: Connections, tmp_path: Path) -> None:
     for name in ("server", "client"):
         subprocess.run(
             f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN={name} "
@@ -251,7 +251,7 @@ def test_tls_both_ways(cache: Connections, tmp_path: Path) -> None:
         ({"tls_cert": __file__, "tls_key": __file__}, "'tlsCert', 'tlsKey'"),
     ],
 )
-def test_names_the_reference_that_leads_nowhere(
+def test_an_invalid_reference_is_named_without_its_value(
     cache: Connections, server: NatsServer, given: dict[str, str], message: str
 ) -> None:
     with (
@@ -263,7 +263,7 @@ def test_names_the_reference_that_leads_nowhere(
     assert "SUAA" not in str(caught.value)
 
 
-def test_credentials_files(
+def test_unusable_credentials_files_are_refused(
     cache: Connections, server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = tmp_path / "a.creds"
@@ -282,7 +282,7 @@ def test_credentials_files(
         pass
 
 
-def test_there_is_one_cache_per_process() -> None:
+def test_each_process_has_its_own_connections() -> None:
     assert connections() is connections()
     with pytest.MonkeyPatch.context() as patch:
         mine = connections()

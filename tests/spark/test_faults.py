@@ -1,4 +1,4 @@
-"""Exactly once under faults, by content: from one stream to another, 0 missing and 0 duplicated.
+"""Exactly-once delivery under faults, compared by content: from one stream to another, 0 missing and 0 duplicated.
 
 Short here; ``nox -s full -- spark_faults`` runs each with 40,000 rows (``JETSTREAM_EXT_SPARK_ROWS``) and adds those that
 need a cluster of several JVMs (``JETSTREAM_EXT_FULL``).
@@ -35,7 +35,6 @@ JOB = Path(__file__).with_name("fault_job.py")
 TRANSACTION = max(50, min(999, ROWS // 80))
 EXACT = ["dedupe", "transactional"]
 
-pytestmark = pytest.mark.timeout(600)
 as_they_come = pytest.mark.skipif(
     not _HAS_STREAM_ARROW, reason="Spark 4.0 hands a sink all rows of a partition at once"
 )
@@ -43,7 +42,7 @@ in_cluster = pytest.mark.skipif(not os.environ.get("JETSTREAM_EXT_FULL"), reason
 
 
 def row_of(number: int) -> bytes:
-    """Larger than what Spark's buffers hide: some rows are stored before a task dies."""
+    """Return a row so large that Spark's buffers hold few of them: some are stored before a task dies."""
     return b"row %d " % number + b"." * 400
 
 
@@ -93,7 +92,7 @@ class Pipeline:
         return self._run(lambda js: _count(js, self.sink), self.server.url)
 
     def check(self, rows: int = ROWS) -> None:
-        """Every row is there, once."""
+        """Check that the sink has every row once."""
         missing, duplicated = self.compare(rows)
         assert (missing, duplicated) == (0, 0)
 
@@ -121,14 +120,14 @@ class Pipeline:
         self.query(spark, semantics, **options).awaitTermination()
 
     def forget_commit(self) -> None:
-        """Take back Spark's record that the newest micro-batch is committed: what a crash right before it leaves."""
+        """Remove Spark's record that the newest micro-batch is committed, as if Spark had crashed right before it."""
         commits = sorted(int(path.name) for path in (self.checkpoint / "commits").iterdir() if path.name.isdigit())
         for name in (f"{commits[-1]}", f".{commits[-1]}.crc"):
             (self.checkpoint / "commits" / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def job(self, semantics: str, **given: Any) -> Iterator[subprocess.Popen[str]]:
-        """The query in a process of its own."""
+        """Run the query in a separate process."""
         text = json.dumps(
             {
                 "servers": self.server.url,
@@ -161,7 +160,7 @@ class Pipeline:
             process.stdout.close()
 
     def until(self, rows: int, seconds: float = 120) -> None:
-        """Wait until the sink has so many rows."""
+        """Wait until the sink has at least `rows` rows."""
         deadline = time.monotonic() + seconds
         while self.count() < rows:
             assert time.monotonic() < deadline, f"{self.count()} rows after {seconds} s"
@@ -179,7 +178,7 @@ def pipeline(server: NatsServer, with_js: Any, stream_name: Callable[[], str], t
 
 @pytest.fixture
 def small_batches(spark: SparkSession) -> Iterator[None]:
-    """What is passed on is stored at once, not when the partition is complete."""
+    """Rows that are passed on are stored at once, not when the partition is complete."""
     name = "spark.sql.execution.arrow.maxRecordsPerBatch"
     before = spark.conf.get(name)
     spark.conf.set(name, "100")
@@ -203,7 +202,7 @@ def dying(rows: int) -> Any:
                 yield batch.slice(first, 100)
                 passed += 100
                 if passed >= rows and context.partitionId() == 0 and context.attemptNumber() == 0:
-                    time.sleep(0.5)  # what was passed on is stored meanwhile
+                    time.sleep(0.5)  # the rows passed on are stored meanwhile
                     raise RuntimeError("a task dies")
 
     return work
@@ -218,8 +217,8 @@ def test_a_task_dies_in_every_micro_batch(spark: SparkSession, pipeline: Pipelin
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_a_task_dies_without_protection(spark: SparkSession, pipeline: Pipeline) -> None:
-    """The fault is one: without ids, rows are there twice."""
+def test_without_ids_a_task_that_dies_repeats_rows(spark: SparkSession, pipeline: Pipeline) -> None:
+    """This proves that the fault happens: without ids, rows are stored twice."""
     pipeline.make()
     pipeline.run(spark, "none", through=dying(ROWS // 16))
     missing, duplicated = pipeline.compare()
@@ -242,7 +241,9 @@ def test_a_failure_between_the_write_and_the_commit_log(
     pipeline.check(ROWS + 100)
 
 
-def test_the_same_after_the_duplicate_window(spark: SparkSession, pipeline: Pipeline) -> None:
+def test_a_replay_after_the_duplicate_window_is_recognized_by_its_markers(
+    spark: SparkSession, pipeline: Pipeline
+) -> None:
     pipeline.make(duplicate_window=1)
     pipeline.run(spark, "transactional")
     pipeline.forget_commit()
@@ -251,8 +252,8 @@ def test_the_same_after_the_duplicate_window(spark: SparkSession, pipeline: Pipe
     pipeline.check()
 
 
-def test_the_same_after_the_duplicate_window_by_ids(spark: SparkSession, pipeline: Pipeline) -> None:
-    """Outside the window ids repeat rows, as documented, and lose none."""
+def test_a_replay_after_the_duplicate_window_repeats_rows_with_dedupe(spark: SparkSession, pipeline: Pipeline) -> None:
+    """Outside of the window, ids do not prevent duplicates, as documented, but no row is lost."""
     pipeline.make(duplicate_window=1)
     pipeline.run(spark, "dedupe")
     pipeline.forget_commit()
@@ -266,7 +267,7 @@ def test_the_same_after_the_duplicate_window_by_ids(spark: SparkSession, pipelin
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("semantics", EXACT)
 def test_a_query_that_fails_before_the_write(spark: SparkSession, pipeline: Pipeline, semantics: str) -> None:
-    """The micro-batch is in the offset log, nothing of it in the sink; then some of it."""
+    """The micro-batch is in the offset log, and the sink has none of its rows, then some of them."""
     from pyspark.errors import StreamingQueryException
 
     pipeline.make()
@@ -338,7 +339,7 @@ def test_the_server_is_killed(spark: SparkSession, with_js: Any, tmp_path: Path,
             try:
                 query.awaitTermination()
                 break
-            except Exception:  # the driver asked while the server was away: the user starts the query again
+            except Exception:  # the driver sent a request while the server was down: the user restarts the query
                 query = pipeline.query(spark, semantics)
         pipeline.check()
 
@@ -376,7 +377,7 @@ def test_an_executor_is_killed(pipeline: Pipeline, semantics: str) -> None:
 
 
 def _executors(session: int) -> list[int]:
-    """The JVMs of the executors among the processes of one session."""
+    """Return the JVMs of the executors among the processes of one session."""
     found: list[int] = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
@@ -438,12 +439,12 @@ def test_speculative_attempts(pipeline: Pipeline, two_hosts: str, tmp_path: Path
     }
     attempts = tmp_path / "attempts"
     attempts.mkdir()
-    # It straggles when some of its rows are stored: else the second attempt would have nothing to repeat.
+    # It pauses when some of its rows are stored, so that the second attempt repeats them.
     given = {"master": two_hosts, "conf": conf, "straggling": ROWS // 20, "pause": 40 / ROWS, "attempts": str(attempts)}
     with pipeline.job(semantics, **given) as job:
         assert job.wait(timeout=500) == 0
     assert any(path.name.endswith("-0-1") for path in attempts.iterdir())
     missing, duplicated = pipeline.compare()
     assert missing == 0
-    # Without protection it shows that both attempts stored rows.
+    # Without ids, this shows that both attempts stored rows.
     assert (duplicated > 0) is (semantics == "none")

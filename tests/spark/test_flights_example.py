@@ -1,4 +1,4 @@
-"""The example: a few flights, all the way."""
+"""The flights example."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ def example() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # NamedTuple looks its module up
+    sys.modules[spec.name] = module  # NamedTuple looks up its module
     spec.loader.exec_module(module)
     return module
 
 
-@pytest.mark.timeout(300)
-def test_a_few_flights(
+def test_spark_and_the_bucket_agree_on_a_few_flights(
     spark: SparkSession, example: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # The example ends its session; here it is everybody's.
+    # The example stops its session, which the tests share.
     monkeypatch.setattr(type(spark), "stop", lambda session: None)
     monkeypatch.setattr(sys, "argv", ["flights.py", "--flights", "3000"])
     assert example.main() == 0
@@ -43,8 +42,7 @@ def test_a_few_flights(
     assert err == ""
 
 
-@pytest.mark.timeout(300)
-def test_as_json(
+def test_json_reports_every_stage(
     spark: SparkSession, example: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(type(spark), "stop", lambda session: None)
@@ -58,7 +56,7 @@ def test_as_json(
     assert "agree on" in err
 
 
-def test_says_which_java_it_needs_before_anything_else(
+def test_an_unusable_java_is_reported_before_anything_starts(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
@@ -70,7 +68,7 @@ def test_says_which_java_it_needs_before_anything_else(
 
 
 @pytest.mark.parametrize("count", ["0", "-5", "many"])
-def test_a_number_of_flights_that_cannot_be(
+def test_an_invalid_number_of_flights_is_refused(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["flights.py", "--flights", count])

@@ -27,14 +27,14 @@ def install(home: Path, answer: str, *, status: int = 0) -> Path:
         ('Picked up JAVA_TOOL_OPTIONS: -Dversion=1\nopenjdk version "17.0.1" 2021-10-19', 17),
     ],
 )
-def test_reads_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, major: int) -> None:
+def test_the_version_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, major: int) -> None:
     path = install(tmp_path, answer)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     java = require_java()
     assert (java.path, java.major) == (str(path), major)
 
 
-def test_java_home_goes_before_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_java_home_is_preferred_to_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path / "home", 'openjdk version "21" 2023-09-19')
     on_path = install(tmp_path / "path", 'openjdk version "17" 2021-09-14')
     monkeypatch.setenv("PATH", str(on_path.parent), prepend=":")
@@ -53,7 +53,7 @@ def test_java_home_goes_before_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("hello", 0, "not a working Java(?s:.*)hello"),
     ],
 )
-def test_names_what_is_wrong_and_what_is_needed(
+def test_an_unusable_java_is_named_with_the_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, message: str
 ) -> None:
     install(tmp_path, answer, status=status)
@@ -62,7 +62,7 @@ def test_names_what_is_wrong_and_what_is_needed(
         require_java()
 
 
-def test_no_java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_java_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("JAVA_HOME", raising=False)
     with pytest.raises(JavaError, match="JAVA_HOME is not set, and java is not on PATH"):

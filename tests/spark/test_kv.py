@@ -1,4 +1,4 @@
-"""Buckets as tables: which keys, as of which revision, and what is done about lost history."""
+"""Buckets as tables: keys, revisions, and history that is no longer stored."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def make(with_js: Any, stream_name: Callable[[], str]) -> Callable[..., str]:
 
 async def ten(kv: KeyValue) -> None:
     for i in range(10):
-        await patiently(partial(kv.put, f"k.{i}", b"%d" % i))
+        await retried(partial(kv.put, f"k.{i}", b"%d" % i))
 
 
 def values(rows: list[dict[str, Any]]) -> dict[str, bytes]:
@@ -84,8 +84,8 @@ def values(rows: list[dict[str, Any]]) -> dict[str, bytes]:
 TEN = {f"k.{i}": b"%d" % i for i in range(10)}
 
 
-async def patiently(write: Callable[[], Awaitable[Any]]) -> None:
-    """Write; again where nobody took it, as in an election."""
+async def retried(write: Callable[[], Awaitable[Any]]) -> None:
+    """Write, and retry while the stream has no leader."""
     deadline = asyncio.get_running_loop().time() + 30
     while True:
         try:
@@ -102,19 +102,19 @@ def put(bucket: str, **changes: bytes | None) -> Any:
         kv = await js.key_value(bucket)
         for key, value in changes.items():
             key = key.replace("_", ".")
-            await patiently(partial(kv.delete, key) if value is None else partial(kv.put, key, value))
+            await retried(partial(kv.delete, key) if value is None else partial(kv.put, key, value))
 
     return change
 
 
-def test_columns(make: Callable[..., str], read: Read) -> None:
+def test_every_column_is_read(make: Callable[..., str], read: Read) -> None:
     bucket = make(ten)
     row = read(bucket, keys="k.3")[0]
     assert abs((datetime.now(UTC) - row.pop("created")).total_seconds()) < 60
     assert row == {"bucket": bucket, "key": "k.3", "value": b"3", "revision": 4, "operation": "PUT"}
 
 
-def test_keys(make: Callable[..., str], read: Read) -> None:
+def test_keys_select_the_rows(make: Callable[..., str], read: Read) -> None:
     bucket = make(ten)
     assert values(read(bucket)) == TEN
     assert values(read(bucket, keys="k.*")) == TEN
@@ -123,7 +123,7 @@ def test_keys(make: Callable[..., str], read: Read) -> None:
     assert read(make(lambda kv: asyncio.sleep(0))) == []
 
 
-def test_deleted_keys(make: Callable[..., str], read: Read, with_js: Any) -> None:
+def test_deleted_keys_are_read_on_request(make: Callable[..., str], read: Read, with_js: Any) -> None:
     bucket = make(ten, history=5)
     with_js(put(bucket, k_1=None))
 
@@ -137,7 +137,7 @@ def test_deleted_keys(make: Callable[..., str], read: Read, with_js: Any) -> Non
 
 
 @pytest.mark.parametrize("count", [1023, 1024, 1025, 3000])
-def test_many_keys(make: Callable[..., str], read: Read, count: int) -> None:
+def test_more_keys_than_a_request_takes_are_read(make: Callable[..., str], read: Read, count: int) -> None:
     async def fill(kv: KeyValue) -> None:
         await asyncio.gather(*(kv.put(f"k{i}", b"%d" % i) for i in range(count)))
 
@@ -146,25 +146,25 @@ def test_many_keys(make: Callable[..., str], read: Read, count: int) -> None:
 
 class TestChangedMeanwhile:
     @pytest.mark.parametrize("consistency", ["latest", "strict"])
-    def test_with_history_nothing_shows(self, make: Callable[..., str], read: Read, consistency: str) -> None:
+    def test_with_history_no_change_shows(self, make: Callable[..., str], read: Read, consistency: str) -> None:
         bucket = make(ten, history=5)
         between = put(bucket, k_1=b"new", k_2=None, k_new=b"new")
         assert values(read(bucket, between=between, consistency=consistency)) == TEN
 
-    def test_without_history_every_key_is_there_once(self, make: Callable[..., str], read: Read) -> None:
+    def test_without_history_every_key_is_read_once(self, make: Callable[..., str], read: Read) -> None:
         bucket = make(ten)
         rows = read(bucket, between=put(bucket, k_1=b"new", k_2=b"new", k_new=b"new"))
         assert values(rows) == TEN | {"k.1": b"new", "k.2": b"new"}
         assert sorted(row["revision"] for row in rows)[-2:] == [11, 12]
 
-    def test_without_history_strict_fails(self, make: Callable[..., str], read: Read) -> None:
+    def test_without_history_a_strict_read_fails(self, make: Callable[..., str], read: Read) -> None:
         bucket = make(ten)
         with pytest.raises(HistoryUnavailableError, match=r"2 keys of .* changed after revision 10.*such as 'k.1'"):
             read(bucket, between=put(bucket, k_1=b"new", k_2=None), consistency="strict", minPartitions="1")
 
 
 class TestThePast:
-    def test_with_history(self, make: Callable[..., str], read: Read, with_js: Any) -> None:
+    def test_with_history_the_past_is_exact(self, make: Callable[..., str], read: Read, with_js: Any) -> None:
         bucket = make(ten, history=5)
         with_js(put(bucket, k_1=b"new", k_2=None, k_new=b"new"))
         for consistency in ("latest", "strict"):
@@ -175,14 +175,16 @@ class TestThePast:
         assert values(read(bucket, asOf="2020-01-01T00:00:00Z")) == {}
         assert values(read(bucket, asOf="2100-01-01T00:00:00Z")) == after
 
-    def test_without_history(self, make: Callable[..., str], read: Read, with_js: Any) -> None:
+    def test_without_history_the_past_has_present_values(
+        self, make: Callable[..., str], read: Read, with_js: Any
+    ) -> None:
         bucket = make(ten)
         with_js(put(bucket, k_1=b"new"))
         assert values(read(bucket, asOf="10")) == TEN | {"k.1": b"new"}
         with pytest.raises(HistoryUnavailableError, match="1 keys"):
             read(bucket, asOf="10", consistency="strict")
 
-    def test_a_purge_takes_history_away(self, make: Callable[..., str], read: Read, with_js: Any) -> None:
+    def test_a_purge_removes_history(self, make: Callable[..., str], read: Read, with_js: Any) -> None:
         bucket = make(ten, history=5)
 
         async def purge(js: JetStreamContext) -> None:
@@ -193,12 +195,14 @@ class TestThePast:
             read(bucket, asOf="10", consistency="strict")
         assert "k.1" not in values(read(bucket, asOf="10"))
 
-    def test_the_future(self, make: Callable[..., str], read: Read) -> None:
+    def test_a_future_revision_is_refused(self, make: Callable[..., str], read: Read) -> None:
         with pytest.raises(PlanningError, match="is at revision 10; it has no revision 11 yet"):
             read(make(ten), asOf="11")
 
 
-def test_more_keys_than_a_listing_has(make: Callable[..., str], read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_of_several_pages_is_complete(
+    make: Callable[..., str], read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bucket = make(ten)
     whole = Api.ask
 
@@ -218,8 +222,7 @@ def test_more_keys_than_a_listing_has(make: Callable[..., str], read: Read, monk
     assert values(read(bucket)) == TEN
 
 
-@pytest.mark.timeout(180)
-def test_replicas(with_js: Any, read: Read) -> None:
+def test_replicas_return_the_latest_values(with_js: Any, read: Read) -> None:
     with NatsCluster() as cluster:
         url = cluster.servers[0].url
 
@@ -238,8 +241,8 @@ def test_replicas(with_js: Any, read: Read) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "'bucket': give the name of one bucket"),
-        ({"bucket": "A,B"}, "'bucket': give the name of one"),
+        ({}, "'bucket': it is missing; give the name of one bucket"),
+        ({"bucket": "A,B"}, "'bucket': 'A,B' is not a bucket name"),
         ({"bucket": "a.b"}, "'bucket': 'a.b' is not a bucket name"),
         ({"bucket": "A", "asOf": "yesterday"}, "'asOf': 'yesterday' is not an RFC 3339 time"),
         ({"bucket": "A", "consistency": "exact"}, "'consistency': 'exact' is not one of latest, strict"),
@@ -247,12 +250,12 @@ def test_replicas(with_js: Any, read: Read) -> None:
         ({"bucket": "A", "key": "a"}, "did you mean 'keys'"),
     ],
 )
-def test_options(options: dict[str, str], message: str) -> None:
+def test_an_invalid_option_is_named(options: dict[str, str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         JetStreamKvDataSource(CaseInsensitiveDict({"servers": "nats://n"} | options)).schema()
 
 
-def test_buckets_that_cannot_be_read(with_js: Any, read: Read, stream_name: Callable[[], str]) -> None:
+def test_an_unreadable_bucket_is_refused(with_js: Any, read: Read, stream_name: Callable[[], str]) -> None:
     with pytest.raises(PlanningError, match="bucket 'NONE' does not exist"):
         read("NONE")
     name = stream_name()
@@ -272,7 +275,7 @@ def test_a_mirror_bucket_names_the_bucket_to_read(with_js: Any, read: Read, make
     mirror = f"{origin}M"
     config = StreamConfig(name=f"KV_{mirror}", mirror=StreamSource(name=f"KV_{origin}"), allow_direct=True)
     with_js(lambda js: js.add_stream(config))
-    with pytest.raises(PlanningError, match=f"'{mirror}' is a mirror of bucket '{origin}'; read that one"):
+    with pytest.raises(PlanningError, match=f"'{mirror}' is a mirror of bucket '{origin}'; read that bucket instead"):
         read(mirror)
 
 
@@ -282,8 +285,7 @@ def test_a_key_that_clients_refuse_is_read(with_js: Any, read: Read, make: Calla
     assert values(read(bucket)) == TEN | {"ключ": b"odd"}
 
 
-@pytest.mark.timeout(300)
-def test_through_spark(spark: SparkSession, server: NatsServer, make: Callable[..., str]) -> None:
+def test_spark_reads_a_bucket(spark: SparkSession, server: NatsServer, make: Callable[..., str]) -> None:
     bucket = make(ten, history=3)
     reader = spark.read.format("jetstream_kv").option("servers", server.url)
     frame = reader.load(bucket)

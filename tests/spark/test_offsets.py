@@ -1,4 +1,4 @@
-"""Offsets as Spark keeps them, and what a query's progress says with them."""
+"""Offsets in Spark's checkpoint, and the lag computed from the progress of a query."""
 
 import json
 
@@ -9,7 +9,7 @@ from jetstream_ext.spark.errors import OffsetError
 from jetstream_ext.spark.offsets import Position, decode, encode
 
 
-def test_there_and_back() -> None:
+def test_an_offset_is_decoded_as_it_was_encoded() -> None:
     positions = {"B": Position("2026-01-01T00:00:00Z", 7), "A": Position("", 0)}
     offset = encode(positions)
     assert json.dumps(offset) == (
@@ -30,7 +30,7 @@ def test_there_and_back() -> None:
         {"v": 1, "streams": {"A": {"created": "x", "seq": True}}},
     ],
 )
-def test_what_is_no_offset(offset: dict[str, object]) -> None:
+def test_an_invalid_offset_is_refused(offset: dict[str, object]) -> None:
     with pytest.raises(OffsetError, match="the checkpoint"):
         decode(offset)
 
@@ -39,7 +39,7 @@ def source(end: dict[str, Position], latest: dict[str, Position]) -> dict[str, o
     return {"endOffset": json.dumps(encode(end)), "latestOffset": json.dumps(encode(latest))}
 
 
-def test_lag() -> None:
+def test_lag_counts_sequences_behind() -> None:
     progress = {
         "sources": [
             source({"A": Position("c", 10)}, {"A": Position("c", 25)}),

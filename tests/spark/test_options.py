@@ -1,4 +1,4 @@
-"""The options of a batch read."""
+"""The options of reads and writes."""
 
 import pickle
 from datetime import UTC, datetime, timedelta, timezone
@@ -8,7 +8,7 @@ from pyspark.sql.datasource import CaseInsensitiveDict
 
 from jetstream_ext.spark import options
 from jetstream_ext.spark.errors import OptionError
-from jetstream_ext.spark.options import AtSequence, AtTime, ConnectionOptions, Named, ReadOptions, WriteOptions
+from jetstream_ext.spark.options import ConnectionOptions, ReadOptions, WriteOptions
 
 URL = "nats://n:4222"
 
@@ -17,14 +17,14 @@ def parse(**options: str) -> ReadOptions:
     return ReadOptions.parse(CaseInsensitiveDict({"servers": URL, "stream": "A"} | options))
 
 
-def test_defaults() -> None:
+def test_options_have_defaults() -> None:
     read = parse()
     assert read == ReadOptions(
         connection=ConnectionOptions((URL,)),
         streams=("A",),
         subjects=(),
-        starting={"A": Named.EARLIEST},
-        ending={"A": Named.LATEST},
+        starting={"A": "earliest"},
+        ending={"A": "latest"},
     )
     assert (read.min_partitions, read.max_bytes_per_partition) == (2, 64 << 20)
     assert read.fail_on_data_loss
@@ -32,7 +32,7 @@ def test_defaults() -> None:
     assert pickle.loads(pickle.dumps(read)) == read
 
 
-def test_everything() -> None:
+def test_every_option_is_parsed() -> None:
     read = parse(
         servers=" nats://a:4222, tls://b ,c:4333,nats://a:4222",
         stream="A, B",
@@ -63,22 +63,22 @@ def test_everything() -> None:
     )
     assert read.streams == ("A", "B")
     assert read.subjects == ("x.*", "y.>")
-    assert read.starting == {"A": AtSequence(42), "B": Named.LATEST}
+    assert read.starting == {"A": 42, "B": "latest"}
     moment = datetime(2026, 1, 31, 13, 45, tzinfo=timezone(timedelta(hours=1)))
-    assert read.ending == {"A": AtTime(moment), "B": Named.LATEST}
+    assert read.ending == {"A": moment, "B": "latest"}
     assert (read.min_partitions, read.max_bytes_per_partition) == (7, 16 << 20)
     assert (read.fail_on_data_loss, read.tail_check) == (False, False)
 
 
-def test_one_time_for_all_streams() -> None:
-    moment = AtTime(datetime(2026, 1, 31, tzinfo=UTC))
+def test_one_time_applies_to_all_streams() -> None:
+    moment = datetime(2026, 1, 31, tzinfo=UTC)
     assert parse(stream="A,B", startingTime="2026-01-31T00:00:00Z").starting == {"A": moment, "B": moment}
 
 
 @pytest.mark.parametrize(
     "loaded", [{"path": "A"}, {"path": "A,B"}, {"paths": '["A","B"]'}, {"stream": "A,B", "path": "A,B"}]
 )
-def test_streams_from_load(loaded: dict[str, str]) -> None:
+def test_load_names_the_streams(loaded: dict[str, str]) -> None:
     read = ReadOptions.parse(CaseInsensitiveDict({"servers": URL} | loaded))
     assert read.streams == ("A", "B")[: len(read.streams)]
 
@@ -95,14 +95,17 @@ def test_streams_from_load(loaded: dict[str, str]) -> None:
         ({"paths": '["B","C"]'}, "'stream'.*says A, but load.* says B,C"),
         ({"subjects": "a..b"}, "'subjects'.*empty token"),
         ({"subjects": "a.>.b"}, "'subjects'.*'>'"),
-        ({"startingOffsets": "first"}, r"'startingOffsets'.*earliest, latest, or JSON such as \{\"A\": 42\}"),
+        (
+            {"startingOffsets": "first"},
+            r"'startingOffsets'.*'earliest', 'latest' or, in JSON such as \{\"ORDERS\": 42\}, a stream seq",
+        ),
         ({"startingOffsets": "42"}, "'startingOffsets'.*JSON such as"),
         ({"startingOffsets": "{"}, "'startingOffsets'.*not valid JSON"),
         ({"startingOffsets": '{"B": 1}'}, "'startingOffsets'.*'B', which is not among"),
         ({"startingOffsets": '{"A": 1, "A": 2}'}, "'startingOffsets'.*twice"),
-        ({"startingOffsets": '{"A": 0}'}, "'startingOffsets'.*0 is not a stream sequence"),
-        ({"startingOffsets": '{"A": true}'}, "'startingOffsets'.*not a stream sequence"),
-        ({"startingOffsets": '{"A": 1.5}'}, "'startingOffsets'.*not a stream sequence"),
+        ({"startingOffsets": '{"A": 0}'}, r"'startingOffsets': 0 is not .*a stream sequence \(an integer from 1\)"),
+        ({"startingOffsets": '{"A": true}'}, "'startingOffsets': True is not .*a stream sequence"),
+        ({"startingOffsets": '{"A": 1.5}'}, "'startingOffsets': 1.5 is not .*a stream sequence"),
         ({"endingOffsets": "earliest"}, "'endingOffsets'.*cannot end at 'earliest'"),
         ({"startingOffsets": '{"A": 9}', "endingOffsets": '{"A": 7}'}, "'endingOffsets'.*end at 7, before its start 9"),
         ({"startingTime": "2026-01-31T13:45:00"}, "'startingTime'.*no time zone; write it with Z"),
@@ -139,13 +142,13 @@ def test_streams_from_load(loaded: dict[str, str]) -> None:
         ({"semantics": "none"}, "belongs to writing"),
     ],
 )
-def test_names_the_option_and_the_fix(options: dict[str, str], message: str) -> None:
+def test_an_error_names_the_option_and_the_fix(options: dict[str, str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         parse(**options)
 
 
 @pytest.mark.parametrize(("missing", "message"), [("servers", "'servers': it is missing"), ("stream", "or as in load")])
-def test_missing(missing: str, message: str) -> None:
+def test_a_missing_option_is_named(missing: str, message: str) -> None:
     options = {"servers": URL, "stream": "A"}
     del options[missing]
     with pytest.raises(OptionError, match=message):
@@ -176,9 +179,9 @@ def test_repr_shows_no_credentials() -> None:
     assert URL in repr(read)
 
 
-def test_an_option_of_the_other_side_is_known_as_such() -> None:
+def test_an_option_of_the_other_direction_is_named_as_such() -> None:
     connect = {"servers": "nats://n", "stream": "S"}
-    reading, writing = {*options.READ_OPTIONS, *options.STREAMING_OPTIONS}, {*options.WRITE_OPTIONS}
+    reading, writing = {*options.READ_OPTIONS}, {*options.WRITE_OPTIONS}
     for name in writing - reading:
         with pytest.raises(OptionError, match=f"'{name.lower()}': it belongs to writing"):
             ReadOptions.parse(connect | {name: "1"})

@@ -1,4 +1,4 @@
-"""The page's table of permissions: a user with just those of a row can read or write."""
+"""The table of permissions in docs/spark.md: a user with only the permissions of a row can read or write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OPTIONS = {"allow_direct": True, "allow_atomic": True, "allow_batched": True}
 
 
 def allowed(row: str) -> list[str]:
-    """Return what a row allows, on stream S with the subjects s.> and on bucket B."""
+    """Return the subjects that a row allows, for stream S with the subjects s.> and for bucket B."""
     table = PAGE.read_text(encoding="utf-8").partition("## Permissions")[2]
     cells = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", table.replace("`", ""), re.MULTILINE))
     stream = "KV_B" if row == "buckets" else STREAM
@@ -33,7 +33,7 @@ def allowed(row: str) -> list[str]:
     return [*inherited, *named, *(["s.>"] if "rows' subjects" in wanted else [])]
 
 
-def test_the_rows_are_understood() -> None:
+def test_the_table_of_permissions_is_parsed() -> None:
     assert allowed("reading") == ["$JS.API.STREAM.INFO.S", "$JS.API.DIRECT.GET.S", "$JS.API.STREAM.MSG.GET.S"]
     assert allowed("writing, dedupe or none") == ["$JS.API.STREAM.INFO.S", "s.>"]
     assert set(allowed("writing, transactional")) == {
@@ -58,7 +58,7 @@ async def stored(url: str) -> int:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_row_is_enough(spark: SparkSession, row: str) -> None:
+def test_the_permissions_of_a_row_suffice(spark: SparkSession, row: str) -> None:
     publish = ", ".join(f'"{subject}"' for subject in allowed(row))
     user = f'{{ user: some, password: correct-horse-battery, permissions: {{ publish: [{publish}], subscribe: "_INBOX.>" }} }}'
     with NatsServer(config=f"authorization {{ users: [ {{ user: admin, password: x }}, {user} ] }}") as server:

@@ -1,4 +1,4 @@
-"""What the driver checks and decides before any task runs."""
+"""The plan of a batch read, made on the driver before any task runs."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ def spans(parts: list[SequenceRange]) -> list[tuple[int, int]]:
     return [(part.first, part.last) for part in parts]
 
 
-async def test_a_whole_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+async def test_a_whole_stream_is_cut_into_partitions(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     stream = await fill(js, stream_name())
     parts = await plan(js, stream)
     assert spans(parts) == [(1, 5), (6, 10)]
@@ -44,7 +44,7 @@ async def test_a_whole_stream(js: JetStreamContext, stream_name: Callable[[], st
     assert all(part.gapless and part.subject is None and part.filters == () and part.size > 0 for part in parts)
 
 
-async def test_an_empty_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+async def test_an_empty_stream_has_no_partitions(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     stream = await fill(js, stream_name(), messages=0)
     assert await plan(js, stream) == []
     assert await plan(js, stream, startingTime="2020-01-01T00:00:00Z", endingTime="2030-01-01T00:00:00Z") == []
@@ -62,7 +62,7 @@ async def test_partitions_follow_the_bytes(js: JetStreamContext, stream_name: Ca
     assert len(await plan(js, stream, maxBytesPerPartition="100k", startingOffsets=f'{{"{stream}": 900}}')) == 2
 
 
-async def test_several_streams(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+async def test_several_streams_share_the_partitions(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     large = await fill(js, stream_name(), messages=900)
     small = await fill(js, stream_name(), messages=100)
     parts = await plan(js, f"{large},{small}", minPartitions="4", startingOffsets=f'{{"{small}": 51}}')
@@ -86,7 +86,7 @@ async def test_several_streams(js: JetStreamContext, stream_name: Callable[[], s
         ("5", "4", None),
     ],
 )
-async def test_ends_by_sequence(
+async def test_sequences_bound_the_read(
     js: JetStreamContext, stream_name: Callable[[], str], start: str, end: str, expected: tuple[int, int] | None
 ) -> None:
     stream = await fill(js, stream_name())
@@ -98,7 +98,7 @@ async def test_ends_by_sequence(
     assert spans(parts) == ([expected] if expected else [])
 
 
-async def test_ends_by_time(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+async def test_times_bound_the_read(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     stream = await fill(js, stream_name(), messages=0)
     times: list[str] = []
     for _ in range(3):
@@ -117,13 +117,13 @@ async def test_ends_by_time(js: JetStreamContext, stream_name: Callable[[], str]
     assert await between(times[1], times[1]) == []
     assert await between(before, times[0]) == []
     assert await between(after, after) == []
-    # The moment of a message itself: a start takes it, an end does not.
+    # The time of a message itself: a start includes it, an end does not.
     second = (await jsx.DirectGet(js, stream).get(2)).time.isoformat()
-    assert await between(second, after) in ([(2, 3)], [(3, 3)])  # stored in nanoseconds, said in microseconds
+    assert await between(second, after) in ([(2, 3)], [(3, 3)])  # stored in nanoseconds, returned in microseconds
     assert await between(before, second) == [(1, 1)]
 
 
-async def test_a_missing_stream(
+async def test_a_missing_stream_is_a_loss(
     js: JetStreamContext, stream_name: Callable[[], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     missing = stream_name()
@@ -136,13 +136,13 @@ async def test_a_missing_stream(
     assert f"'{missing}' does not exist" in caplog.text
 
 
-async def test_no_allow_direct(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+async def test_a_stream_without_allow_direct_is_refused(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     stream = await fill(js, stream_name(), allow_direct=False)
     with pytest.raises(DirectGetDisabledError, match=f"'{stream}': .*nats stream edit {stream} --allow-direct"):
         await plan(js, stream)
 
 
-async def test_no_jetstream_there(server: NatsServer, js: JetStreamContext) -> None:
+async def test_an_unanswered_api_prefix_is_named(server: NatsServer, js: JetStreamContext) -> None:
     elsewhere = js._nc.jetstream(domain="nowhere", timeout=0.5)
     with pytest.raises(PlanningError, match=r"no server answers on \$JS.nowhere.API.STREAM.INFO.A: .*'domain'"):
         await plan(elsewhere, "A")
@@ -153,10 +153,10 @@ async def test_no_jetstream_there(server: NatsServer, js: JetStreamContext) -> N
     [
         ("2", "8", "sequences 2 to 4 of stream .* are gone .*; it starts at 5 now", [(5, 8)]),
         ("30", "40", "ends at sequence 10, before the start at 30; was it re-created", []),
-        ("6", "12", "ends at sequence 10, and not at 12 or later", [(6, 10)]),
+        ("6", "12", "ends at sequence 10, before the end at 12", [(6, 10)]),
     ],
 )
-async def test_data_loss(
+async def test_missing_sequences_are_a_loss(
     js: JetStreamContext,
     stream_name: Callable[[], str],
     caplog: pytest.LogCaptureFixture,
@@ -173,7 +173,7 @@ async def test_data_loss(
     parts = await plan(js, stream, failOnDataLoss="false", minPartitions="1", **ends)
     assert spans(parts) == instead
     assert "failOnDataLoss is false" in caplog.text
-    assert spans(await plan(js, stream, minPartitions="1")) == [(5, 10)]  # earliest is what there is
+    assert spans(await plan(js, stream, minPartitions="1")) == [(5, 10)]  # earliest is the first stored message
 
 
 async def test_interior_deletes_are_no_loss(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
@@ -195,7 +195,7 @@ async def test_interior_deletes_are_no_loss(js: JetStreamContext, stream_name: C
         ("other", "other", ()),
     ],
 )
-async def test_who_filters(
+async def test_the_server_filters_only_where_few_messages_match(
     js: JetStreamContext,
     stream_name: Callable[[], str],
     subjects: str,
@@ -210,7 +210,7 @@ async def test_who_filters(
     assert (part.size < 15_000) is (server_side is not None)
 
 
-async def test_a_filter_like_the_stream_s_subjects_still_filters(
+async def test_a_filter_equal_to_the_subjects_still_filters(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
     stream, other = stream_name(), stream_name()
@@ -221,7 +221,7 @@ async def test_a_filter_like_the_stream_s_subjects_still_filters(
     assert {part.filters for part in await plan(js, stream, subjects=f"{stream}.*")} == {(f"{stream}.*",)}
 
 
-async def test_an_old_server(stream_name: Callable[[], str]) -> None:
+async def test_a_server_before_2_11_is_refused(stream_name: Callable[[], str]) -> None:
     with NatsServer(version="2.10.26") as old:
         nc = await nats.connect(old.url)
         try:

@@ -1,4 +1,4 @@
-"""Sequence ranges into partitions."""
+"""Sequence ranges, cut into partitions."""
 
 from itertools import pairwise
 
@@ -38,7 +38,7 @@ def test_every_sequence_is_in_one_partition(ranges: list[SequenceRange], least: 
 
 
 @given(st.integers(1, 1000), st.integers(1, 60))
-def test_parts_are_even(count: int, parts: int) -> None:
+def test_partitions_are_even(count: int, parts: int) -> None:
     sizes = [len(part) for part in SequenceRange("A", 5, 4 + count).split(parts)]
     assert sum(sizes) == count
     assert max(sizes) - min(sizes) <= 1
@@ -48,7 +48,7 @@ def test_parts_are_even(count: int, parts: int) -> None:
     ("size", "least", "expected"),
     [(0, 1, 1), (0, 2, 2), (0, 5, 5), (100, 1, 1), (101, 1, 2), (1000, 1, 10), (1000, 3, 10), (10**9, 1, 1000)],
 )
-def test_how_many(size: int, least: int, expected: int) -> None:
+def test_the_size_decides_the_number_of_partitions(size: int, least: int, expected: int) -> None:
     assert len(partition([SequenceRange("A", 1, 1000, size=size)], min_partitions=least, max_bytes=100)) == expected
 
 
@@ -59,12 +59,12 @@ def test_large_streams_get_more_partitions() -> None:
     assert len(parts) == 10
 
 
-def test_nothing_to_read() -> None:
+def test_an_empty_range_has_no_partitions() -> None:
     assert partition([], min_partitions=2, max_bytes=1) == []
     assert partition([SequenceRange("A", 5, 4)], min_partitions=2, max_bytes=1) == []
 
 
-def test_only_the_first_part_starts_at_the_head() -> None:
+def test_only_the_first_partition_starts_at_the_head() -> None:
     parts = SequenceRange("A", 1, 9, size=90, subject="x", filters=("y",), from_head=True, gapless=True).split(3)
     assert [part.from_head for part in parts] == [True, False, False]
     assert all((part.subject, part.filters, part.size, part.gapless) == ("x", ("y",), 30, True) for part in parts)

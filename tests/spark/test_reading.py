@@ -1,4 +1,4 @@
-"""One partition, read as an executor does, without Spark around it."""
+"""One partition, read as an executor reads it, without Spark."""
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -65,7 +65,7 @@ def seqs(batches: Callable[..., Iterator[pa.RecordBatch]]) -> Callable[..., list
     return read
 
 
-def test_a_range(stream: str, batches: Callable[..., Iterator[pa.RecordBatch]]) -> None:
+def test_a_range_is_read(stream: str, batches: Callable[..., Iterator[pa.RecordBatch]]) -> None:
     [batch] = batches(SequenceRange(stream, 11, 20))
     assert batch.column("seq").to_pylist() == list(range(11, 21))
     assert batch.column("data").to_pylist() == [b"%d" % seq for seq in range(11, 21)]
@@ -73,7 +73,7 @@ def test_a_range(stream: str, batches: Callable[..., Iterator[pa.RecordBatch]]) 
 
 
 @pytest.mark.parametrize("tail_check", ["true", "false"])
-def test_a_range_that_ends_in_a_gap(stream: str, seqs: Any, with_js: Any, tail_check: str) -> None:
+def test_a_range_that_ends_in_a_gap_is_read(stream: str, seqs: Any, with_js: Any, tail_check: str) -> None:
     async def delete(js: JetStreamContext) -> None:
         for seq in (18, 19, 20, 48, 49, 50):
             await js.delete_msg(stream, seq)
@@ -85,7 +85,7 @@ def test_a_range_that_ends_in_a_gap(stream: str, seqs: Any, with_js: Any, tail_c
     assert seqs(SequenceRange(stream, 19, 22), tailCheck=tail_check) == [21, 22]
 
 
-def test_filters(stream: str, seqs: Any) -> None:
+def test_filters_select_the_rows(stream: str, seqs: Any) -> None:
     part = SequenceRange(stream, 1, 50)
     assert seqs(replace(part, subject=f"{stream}.3")) == [3, 13, 23, 33, 43]
     assert seqs(replace(part, filters=(f"{stream}.3",))) == [3, 13, 23, 33, 43]
@@ -94,10 +94,10 @@ def test_filters(stream: str, seqs: Any) -> None:
     assert seqs(replace(part, subject="other")) == []
 
 
-def test_batches_are_bounded(
+def test_record_batches_are_bounded(
     stream: str, batches: Callable[..., Iterator[pa.RecordBatch]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Bounds count what arrives together, so a batch can be larger by that.
+    # Messages that arrive together stay together, so a record batch can exceed its bounds by them.
     monkeypatch.setattr(reading, "_BYTES", 10)
     parts = [batch.num_rows for part in SequenceRange(stream, 1, 50).split(5) for batch in batches(part)]
     assert sum(parts) == 50
@@ -107,7 +107,7 @@ def test_batches_are_bounded(
     assert sum(batch.num_rows for batch in batches(SequenceRange(stream, 1, 50))) == 50
 
 
-def test_only_the_columns_that_are_asked_for(stream: str, batches: Callable[..., Iterator[pa.RecordBatch]]) -> None:
+def test_a_schema_selects_the_columns(stream: str, batches: Callable[..., Iterator[pa.RecordBatch]]) -> None:
     schema = StructType().add("data", "binary").add("seq", "long")
     [batch] = batches(SequenceRange(stream, 5, 5), schema)
     assert batch.to_pylist() == [{"data": b"5", "seq": 5}]
@@ -122,31 +122,33 @@ class TestHeadThatExpires:
 
     @pytest.mark.parametrize(("first", "last"), [(1, 50), (11, 50), (11, 20), (25, 30)])
     @pytest.mark.parametrize("gapless", [True, False])
-    def test_is_a_loss(self, stream: str, seqs: Any, first: int, last: int, gapless: bool) -> None:
+    def test_an_expired_head_is_a_loss(self, stream: str, seqs: Any, first: int, last: int, gapless: bool) -> None:
         message = f"sequences {first} to 25 of stream '{stream}' expired before they were read"
         with pytest.raises(DataLossError, match=message):
             seqs(SequenceRange(stream, first, last, gapless=gapless))
 
-    def test_is_a_loss_behind_a_filter(self, stream: str, seqs: Any) -> None:
+    def test_an_expired_head_is_a_loss_with_a_filter(self, stream: str, seqs: Any) -> None:
         with pytest.raises(DataLossError, match="sequences 11 to 25"):
             seqs(SequenceRange(stream, 11, 50, subject=f"{stream}.7"))
 
-    def test_is_a_warning_if_the_user_says_so(self, stream: str, seqs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def test_an_expired_head_is_a_warning_if_losses_are_tolerated(
+        self, stream: str, seqs: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
         with caplog.at_level(logging.WARNING, "jetstream_ext"):
             assert seqs(SequenceRange(stream, 11, 30), failOnDataLoss="false") == [26, 27, 28, 29, 30]
         assert "sequences 11 to 25" in caplog.text
 
-    def test_is_no_loss_where_the_read_starts_at_the_head(self, stream: str, seqs: Any) -> None:
+    def test_an_expired_head_is_no_loss_for_an_earliest_start(self, stream: str, seqs: Any) -> None:
         assert seqs(SequenceRange(stream, 1, 30, from_head=True)) == [26, 27, 28, 29, 30]
 
-    def test_is_no_loss_behind_the_head(self, stream: str, seqs: Any, with_js: Any) -> None:
+    def test_a_deleted_message_behind_the_head_is_no_loss(self, stream: str, seqs: Any, with_js: Any) -> None:
         with_js(lambda js: js.delete_msg(stream, 28))
         assert seqs(SequenceRange(stream, 28, 30)) == [29, 30]
         assert seqs(SequenceRange(stream, 26, 30)) == [26, 27, 29, 30]
 
 
 @pytest.mark.parametrize("gapless", [True, False])
-def test_rows_that_expire_while_the_range_is_read(
+def test_rows_that_expire_during_the_read_are_a_loss(
     stream: str, seqs: Any, with_js: Any, monkeypatch: pytest.MonkeyPatch, gapless: bool
 ) -> None:
     read_blocks = reading.read_blocks
@@ -165,7 +167,7 @@ def test_rows_that_expire_while_the_range_is_read(
     if gapless:
         with pytest.raises(DataLossError, match="sequences 3 to 25"):
             seqs(part)
-    else:  # a stream that had gaps before cannot tell which of them are new
+    else:  # in a stream that had gaps before, the new ones cannot be recognized
         assert seqs(part) == [2, 26, 27, 28, 29, 30]
 
 

@@ -1,4 +1,4 @@
-"""Rows as messages, without Spark around them."""
+"""Rows as messages, without Spark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StringType, StructType
 
-from jetstream_ext.spark import sink
 from jetstream_ext.spark.errors import RowError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Columns, Message, RowReader
@@ -28,7 +27,7 @@ ARROW = {
 
 @pytest.fixture(params=["arrow", "rows"])
 def read(request: pytest.FixtureRequest) -> Reads:
-    """Make messages of rows of subject, data, headers and (with dedupe) id, by either road."""
+    """Make messages of rows of subject, data, headers and (with dedupe) id, from Arrow or from single rows."""
 
     def run(*rows: tuple[Any, ...], several: bool = False, **options: str) -> list[Message]:
         given = {"servers": "nats://unused", "stream": "S"} | options
@@ -56,18 +55,18 @@ def read(request: pytest.FixtureRequest) -> Reads:
     return run
 
 
-def test_messages(read: Reads) -> None:
+def test_rows_become_messages(read: Reads) -> None:
     rows = [("s.a", b"x", {"A": "1"}, "id"), ("s.b", b"", None, None), ("s.a", None, {}, None)]
     assert read(*rows) == [("s.a", b"x", {"A": "1"}, "id"), ("s.b", b"", None, None), ("s.a", b"", None, None)]
 
 
-def test_foreign_headers_are_left_out_if_the_user_says_so(read: Reads) -> None:
+def test_nats_headers_are_stripped_on_request(read: Reads) -> None:
     headers = {"Nats-Msg-Id": "1", "nats-rollup": "all", "NATS-TTL": "1s", "Natsy": "stays"}
     assert read(("s.a", b"", headers), natsHeaders="strip") == [("s.a", b"", {"Natsy": "stays"}, None)]
     assert read(("s.a", b"", {"Nats-TTL": "1s"}), natsHeaders="strip") == [("s.a", b"", None, None)]
 
 
-def test_headers_with_several_values(read: Reads) -> None:
+def test_headers_keep_several_values(read: Reads) -> None:
     [(_, _, headers, _)] = read(("s.a", b"", {"A": ["1", "2"]}), several=True, semantics="transactional")
     assert headers is not None
     assert list(headers.items()) == [("A", "1"), ("A", "2")]
@@ -90,24 +89,26 @@ def test_headers_with_several_values(read: Reads) -> None:
         (("s.a", b"", None, ""), {}, "its msgId is empty"),
     ],
 )
-def test_what_cannot_be_one(read: Reads, row: tuple[Any, ...], options: dict[str, str], problem: str) -> None:
+def test_a_row_that_cannot_be_a_message_is_refused(
+    read: Reads, row: tuple[Any, ...], options: dict[str, str], problem: str
+) -> None:
     with pytest.raises(RowError, match=re.escape(problem)) as caught:
         read(("s.ok", b""), row, **options)
     assert str(caught.value).startswith("row 1 of partition 3 cannot be a message: ")
 
 
-def test_several_values_cannot_be_sent_again(read: Reads) -> None:
+def test_dedupe_refuses_headers_with_several_values(read: Reads) -> None:
     with pytest.raises(RowError, match=r"row 0 of partition 3 .* has several values"):
         read(("s.a", b"", {"A": ["1", "2"]}), several=True)
 
 
-def test_rows_that_come_one_by_one_are_stored_some_at_a_time() -> None:
+def test_single_rows_are_collected_into_chunks() -> None:
     options = WriteOptions.parse({"servers": "nats://unused", "stream": "S", "subject": "s.a"}, streaming=True)
     columns = Columns.of(StructType().add("data", BinaryType()), options)
 
     def sizes(count: int, size: int) -> list[int]:
         reader = RowReader(columns, options, ("s.>",), 0)
-        return [len(chunk) for chunk in sink._chunks(reader, iter([(bytes(size),)] * count)) if chunk]
+        return [len(chunk) for chunk in reader.chunks_from_rows(iter([(bytes(size),)] * count)) if chunk]
 
     assert sizes(25_000, 1) == [10_000, 10_000, 5_000]
     assert sizes(250, 1 << 20) == [100, 100, 50]

@@ -18,8 +18,6 @@ from jetstream_ext.testing import NatsServer
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, DataFrameWriter, SparkSession
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture
 def make(with_js: Any, stream_name: Callable[[], str]) -> Callable[..., str]:
@@ -66,7 +64,7 @@ def rows(spark: SparkSession, name: str, count: int, parts: int = 2) -> DataFram
 
 
 @pytest.mark.parametrize("semantics", ["dedupe", "transactional", "none"])
-def test_a_frame(spark: SparkSession, make: Any, write: Any, stored: Any, semantics: str) -> None:
+def test_a_frame_is_stored(spark: SparkSession, make: Any, write: Any, stored: Any, semantics: str) -> None:
     name = make()
     write(rows(spark, name, 3000), name, semantics=semantics).save()
     found = stored(name)
@@ -75,7 +73,9 @@ def test_a_frame(spark: SparkSession, make: Any, write: Any, stored: Any, semant
 
 
 @pytest.mark.parametrize("semantics", ["dedupe", "transactional"])
-def test_all_kinds_of_columns(spark: SparkSession, make: Any, write: Any, stored: Any, semantics: str) -> None:
+def test_every_kind_of_column_is_stored(
+    spark: SparkSession, make: Any, write: Any, stored: Any, semantics: str
+) -> None:
     name = make()
     one = "map('A', '1', 'B', 'two words') AS headers"
     frame = spark.range(1).selectExpr("CAST('x' AS binary) AS data", one)
@@ -93,19 +93,21 @@ def test_all_kinds_of_columns(spark: SparkSession, make: Any, write: Any, stored
     assert [message.data for message in stored(name)] == [b"x", b"", "ü".encode()]
 
 
-def test_ids_of_the_user(spark: SparkSession, make: Any, write: Any, stored: Any) -> None:
+def test_ids_of_the_user_deduplicate(spark: SparkSession, make: Any, write: Any, stored: Any) -> None:
     name = make()
     frame = spark.range(10).selectExpr(
         f"'{name}.a' AS subject", "CAST(id AS string) AS data", "CASE WHEN id < 5 THEN concat('id-', id) END AS msgId"
     )
     for _ in range(2):
         write(frame, name).save()
-    # Those without an id have one of this write.
+    # Rows without an id get one of this write.
     assert Counter(int(message.data) for message in stored(name)) == {row: 1 if row < 5 else 2 for row in range(10)}
 
 
 @pytest.mark.parametrize("semantics", ["dedupe", "transactional"])
-def test_a_write_that_is_run_again(spark: SparkSession, make: Any, write: Any, stored: Any, semantics: str) -> None:
+def test_a_write_with_a_write_id_can_be_repeated(
+    spark: SparkSession, make: Any, write: Any, stored: Any, semantics: str
+) -> None:
     name = make()
     options = {"writeId": "run-7", "semantics": semantics}
     if semantics == "transactional":
@@ -115,7 +117,7 @@ def test_a_write_that_is_run_again(spark: SparkSession, make: Any, write: Any, s
     assert len(stored(name)) == 3000
 
 
-def test_a_copy_of_a_stream(
+def test_a_copy_of_a_stream_is_complete(
     spark: SparkSession, make: Any, write: Any, stored: Any, with_js: Any, server: NatsServer
 ) -> None:
     one, other = make(), make(subjects=["copy.>", "_spark.copy.>"])
@@ -134,7 +136,7 @@ def test_a_copy_of_a_stream(
     for _ in range(2):
         write(copy, other, natsHeaders="strip").save()
     found = with_js(lambda js: jsx.DirectGet(js, other).scan().to_list())
-    # Each partition keeps its order; which of the two is stored first is Spark's affair.
+    # Each partition keeps its order; either of the two may be stored first.
     assert sorted(((m.headers["K"], m.headers) for m in found), key=lambda pair: pair[0]) == [
         (f"{i}", {"Nats-Msg-Id": f"{one}:{i + 1}", "K": f"{i}"}) for i in range(10)
     ]
@@ -142,14 +144,16 @@ def test_a_copy_of_a_stream(
 
 class TestRefusals:
     @pytest.mark.parametrize("mode", ["overwrite", "ignore", "errorifexists"])
-    def test_modes(self, spark: SparkSession, make: Any, write: Any, stored: Any, mode: str) -> None:
+    def test_only_append_is_accepted(self, spark: SparkSession, make: Any, write: Any, stored: Any, mode: str) -> None:
         name = make()
         text = failure(lambda: write(rows(spark, name, 5), name).mode(mode).save())
-        # Spark's own words for the modes that no Python source can have.
+        # Spark itself refuses the modes that no Python source can have.
         assert "append" in text.lower() or f"{mode} is not supported" in text
         assert stored(name) == []
 
-    def test_a_row_that_cannot_be_a_message(self, spark: SparkSession, make: Any, write: Any, stored: Any) -> None:
+    def test_a_row_that_cannot_be_a_message_fails_the_write(
+        self, spark: SparkSession, make: Any, write: Any, stored: Any
+    ) -> None:
         name = make()
         frame = spark.sql(f"SELECT '{name}.a' AS subject, 'x' AS data, map('nats-rollup', 'all') AS headers")
         text = "row 0 of partition 0 cannot be a message: its header 'nats-rollup' is an instruction to the server"
@@ -157,7 +161,9 @@ class TestRefusals:
         assert stored(name) == []
 
 
-def test_sink_partitions_that_are_not_true(spark: SparkSession, make: Any, write: Any, stored: Any) -> None:
+def test_wrong_sink_partitions_fail_the_first_micro_batch(
+    spark: SparkSession, make: Any, write: Any, stored: Any
+) -> None:
     name = make()
     options = {"semantics": "transactional", "writeId": "w"}
     text = failure(lambda: write(rows(spark, name, 2000, 2), name, sinkPartitions="3", **options).save())
@@ -170,7 +176,7 @@ def test_sink_partitions_that_are_not_true(spark: SparkSession, make: Any, write
 
 
 @pytest.mark.parametrize("semantics", ["dedupe", "transactional", "none"])
-def test_from_stream_to_stream(
+def test_a_query_stores_each_row_once(
     spark: SparkSession, make: Any, stored: Any, with_js: Any, server: NatsServer, tmp_path: Path, semantics: str
 ) -> None:
     source, sink = make(), make()

@@ -1,4 +1,4 @@
-"""What is refused on the driver before any task runs: the sink's writers are made there."""
+"""Errors of the sink on the driver, before any task runs: Spark makes the writers there."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ TRANSACTIONAL = {"semantics": "transactional"}
         ({}, {"password": "hunter2"}, "use 'passwordEnv'"),
     ],
 )
-def test_streams_and_options(
+def test_unsuitable_streams_and_options_are_refused(
     make: Any, writer: Any, config: dict[str, Any], options: dict[str, str], message: str, streaming: bool
 ) -> None:
     name = make(**config)
@@ -122,7 +122,9 @@ def test_streams_and_options(
         ({"writeId": "a"}, True, "a streaming query has its own id"),
     ],
 )
-def test_options_of_one_kind(make: Any, writer: Any, options: dict[str, str], streaming: bool, message: str) -> None:
+def test_options_of_another_kind_of_write_are_refused(
+    make: Any, writer: Any, options: dict[str, str], streaming: bool, message: str
+) -> None:
     with pytest.raises(OptionError, match=re.escape(message)):
         writer(BOTH, make(), streaming=streaming, **options)
 
@@ -141,25 +143,27 @@ def test_options_of_one_kind(make: Any, writer: Any, options: dict[str, str], st
         (BOTH | {"msgId": "string"}, {"semantics": "none"}, "'msgId': it belongs to semantics=dedupe"),
     ],
 )
-def test_columns(make: Any, writer: Any, columns: dict[str, str], options: dict[str, str], message: str) -> None:
+def test_unsuitable_columns_are_refused(
+    make: Any, writer: Any, columns: dict[str, str], options: dict[str, str], message: str
+) -> None:
     with pytest.raises(OptionError, match=r"^(column|option) ") as caught:
         writer(columns, make(), **options)
     assert message in str(caught.value)
 
 
-def test_what_is_fine(make: Any, writer: Any) -> None:
+def test_names_of_columns_and_options_ignore_case(make: Any, writer: Any) -> None:
     for headers in ("map<string,string>", "map<string,array<string>>"):
         writer({"SUBJECT": "string", "Data": "binary", "headers": headers, "msgid": "string"}, make())
     writer(BOTH, make(), streaming=True, checkpointLocation="/somewhere", queryName="q")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_overwriting(make: Any, writer: Any, streaming: bool) -> None:
+def test_overwriting_is_refused(make: Any, writer: Any, streaming: bool) -> None:
     with pytest.raises(OptionError, match=r"mode 'overwrite'.*use \.mode\('append'\)"):
         writer(BOTH, make(), overwrite=True, streaming=streaming)
 
 
-def test_mirrors(make: Any, writer: Any, with_js: Any, stream_name: Callable[[], str]) -> None:
+def test_a_mirror_is_refused(make: Any, writer: Any, with_js: Any, stream_name: Callable[[], str]) -> None:
     from nats.js.api import StreamSource
 
     origin, mirror = make(), stream_name()
@@ -168,7 +172,9 @@ def test_mirrors(make: Any, writer: Any, with_js: Any, stream_name: Callable[[],
         writer(BOTH, mirror)
 
 
-def test_a_stream_that_acknowledges_before_it_writes(make: Any, writer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_dedupe_refuses_a_stream_that_acknowledges_before_it_writes(
+    make: Any, writer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     name = make(allow_atomic=False, persist_mode="async")
     with pytest.raises(PlanningError, match="persist_mode=async, so a server that is killed loses rows"):
         writer(BOTH, name)
@@ -177,6 +183,6 @@ def test_a_stream_that_acknowledges_before_it_writes(make: Any, writer: Any, cap
     assert "persist_mode=async" in caplog.text
 
 
-def test_a_short_window_is_warned_of(make: Any, writer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_short_duplicate_window_is_logged(make: Any, writer: Any, caplog: pytest.LogCaptureFixture) -> None:
     writer(BOTH, make(duplicate_window=5))
     assert "its duplicate window is 5 s" in caplog.text

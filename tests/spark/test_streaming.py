@@ -18,8 +18,6 @@ from jetstream_ext.testing import NatsServer
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.timeout(300)
-
 
 class Query:
     """A streaming query from a stream into Parquet."""
@@ -97,7 +95,7 @@ def make(with_js: Any, more: Any, stream_name: Callable[[], str]) -> Callable[[i
     return stream
 
 
-def test_offsets_and_restarts(query: Query, make: Any, more: Any) -> None:
+def test_a_restart_continues_at_the_offset(query: Query, make: Any, more: Any) -> None:
     name = make(100)
     query.run(name)
     more(name, 50)
@@ -108,13 +106,13 @@ def test_offsets_and_restarts(query: Query, make: Any, more: Any) -> None:
     assert all(list(offset) == ["v", "streams"] and offset["v"] == 1 for offset in query.offsets())
 
 
-def test_limits_and_lag(query: Query, make: Any) -> None:
+def test_limits_bound_micro_batches_and_lag_counts_the_rest(query: Query, make: Any) -> None:
     if not query.limited:
         pytest.skip("Spark 4.2 has limits")
     name = make(100)
     done = query.run(name, maxOffsetsPerTrigger="30")
     assert [offset["streams"][name]["seq"] for offset in query.offsets()] == [30, 60, 90, 100]
-    # (The sum of its sources: over Connect a progress does not have it itself.)
+    # The sum over its sources, because a progress has no total with Spark Connect.
     batches = [one for one in done.recentProgress if sum(source["numInputRows"] for source in one["sources"])]
     assert [lag(progress) for progress in batches] == [
         {name: 70},
@@ -125,7 +123,7 @@ def test_limits_and_lag(query: Query, make: Any) -> None:
     assert query.seqs() == list(range(1, 101))
 
 
-def test_limits_are_refused_where_there_are_none(query: Query, make: Any) -> None:
+def test_limits_are_refused_before_spark_4_2(query: Query, make: Any) -> None:
     from pyspark.errors import PySparkException
 
     if query.limited:
@@ -135,16 +133,18 @@ def test_limits_are_refused_where_there_are_none(query: Query, make: Any) -> Non
 
 
 @pytest.mark.parametrize("start", ["earliest", "latest"])
-def test_a_restart_in_every_gap_of_a_micro_batch(query: Query, make: Any, more: Any, start: str) -> None:
+def test_a_restart_at_any_point_of_a_micro_batch_reads_every_row_once(
+    query: Query, make: Any, more: Any, start: str
+) -> None:
     name, options = make(20), {"startingOffsets": start}
     query.run(name, **options)
-    # A start that moves is pinned by a first micro-batch without rows.
+    # A start that depends on the moment is pinned by a first micro-batch without rows.
     assert query.offsets()[0]["streams"][name]["seq"] == 20
-    # After the write, before the commit log (and more came meanwhile).
+    # After the write, before the commit log (more rows arrived meanwhile).
     query.forget("commits")
     more(name, 20)
     query.run(name, **options)
-    # After the offset log, before the write: every attempt at the micro-batch fails, then the query is started again.
+    # After the offset log, before the write: every attempt at the micro-batch fails, then the query is restarted.
     more(name, 5)
     with pytest.raises(Exception, match="no_such"):
         query.run(name, failing="no_such", **options)
@@ -155,7 +155,7 @@ def test_a_restart_in_every_gap_of_a_micro_batch(query: Query, make: Any, more: 
     assert query.seqs() == list(range(1 if start == "earliest" else 21, 51))
 
 
-def test_a_continuous_query(query: Query, make: Any, more: Any) -> None:
+def test_a_running_query_reads_new_messages(query: Query, make: Any, more: Any) -> None:
     name = make(10)
     running = query.start(name, now=False)
     try:
@@ -168,7 +168,7 @@ def test_a_continuous_query(query: Query, make: Any, more: Any) -> None:
     assert query.seqs() == list(range(1, 41))
 
 
-def test_several_streams(query: Query, spark: SparkSession, make: Any) -> None:
+def test_several_streams_are_read_together(query: Query, spark: SparkSession, make: Any) -> None:
     one, other = make(10), make(20)
     query.run(f"{one},{other}")
     counts = spark.read.schema("stream string").parquet(str(query.out)).groupBy("stream").count().collect()
@@ -183,7 +183,7 @@ def test_several_streams(query: Query, spark: SparkSession, make: Any) -> None:
         ({"startingOfsets": "latest"}, "did you mean 'startingOffsets'"),
     ],
 )
-def test_options(query: Query, make: Any, options: dict[str, str], message: str) -> None:
+def test_invalid_options_fail_the_query(query: Query, make: Any, options: dict[str, str], message: str) -> None:
     from pyspark.errors import PySparkException
 
     with pytest.raises(PySparkException) as caught:
@@ -193,7 +193,7 @@ def test_options(query: Query, make: Any, options: dict[str, str], message: str)
 
 @pytest.fixture(params=[False, True], ids=["off", "on"])
 def push_down(request: pytest.FixtureRequest, spark: SparkSession) -> Iterator[bool]:
-    """Spark's own switch."""
+    """Switch Spark's filter push-down off or on."""
     if request.param and tuple(map(int, spark.version.split(".")[:2])) < (4, 1):
         pytest.skip("Spark 4.1 has it")
     spark.conf.set("spark.sql.python.filterPushdown.enabled", str(request.param).lower())
@@ -214,13 +214,13 @@ def test_filters_are_pushed_down_by_option(spark: SparkSession, server: NatsServ
     assert frame().where("subject = 'other'").count() == 0
     assert frame().where("seq = 1 OR subject = 'other'").count() == 1
     parts = frame().where("seq > 40 AND seq <= 43").selectExpr("spark_partition_id() AS part").distinct().count()
-    assert parts == (2 if push_down else 1)  # only the range itself was cut up
+    assert parts == (2 if push_down else 1)  # only the narrowed range was cut into partitions
 
 
-def test_a_frame_is_right_however_often_it_is_used(
+def test_a_frame_used_several_times_has_all_its_rows(
     spark: SparkSession, server: NatsServer, make: Any, push_down: bool
 ) -> None:
-    """Spark keeps what it planned with one filter for other queries of the frame: nothing may be taken from it."""
+    """Spark reuses the partitions planned with one filter for other queries of the frame, so they must lack no rows."""
     frame = spark.read.format("jetstream").option("servers", server.url).load(make(100))
     assert frame.where("seq <= 10").count() == 10
     assert frame.count() == 100

@@ -1,4 +1,4 @@
-"""Subject filters."""
+"""Subject filters match the same subjects as on the server."""
 
 import re
 
@@ -23,13 +23,13 @@ def matches(filter_: str, subject: str) -> bool:
 
 
 @given(FILTERS, SUBJECTS)
-def test_matches_as_the_server_does(filter_: str, subject: str) -> None:
+def test_filters_match_as_on_the_server(filter_: str, subject: str) -> None:
     assert covers(filter_, subject) == matches(filter_, subject)
     assert SubjectMatcher([filter_]).mask([subject.encode()]) == [matches(filter_, subject)]
 
 
 @given(FILTERS, FILTERS, SUBJECTS)
-def test_a_wider_filter_matches_all_that_the_narrower_does(wide: str, narrow: str, subject: str) -> None:
+def test_a_wider_filter_matches_whatever_the_narrower_one_does(wide: str, narrow: str, subject: str) -> None:
     if covers(wide, narrow) and matches(narrow, subject):
         assert matches(wide, subject)
 
@@ -49,11 +49,11 @@ def test_a_wider_filter_matches_all_that_the_narrower_does(wide: str, narrow: st
         ("a.*.c", "a.b.*", False),
     ],
 )
-def test_covers(wide: str, narrow: str, expected: bool) -> None:
+def test_covers_compares_filters(wide: str, narrow: str, expected: bool) -> None:
     assert covers(wide, narrow) is expected
 
 
-def test_any_filter_lets_through_and_answers_are_kept() -> None:
+def test_any_of_several_filters_may_match() -> None:
     matcher = SubjectMatcher(["a.*", "b"])
     subjects = [b"a.1", b"b", b"c", b"a.1", b"a.\xff"]
     assert matcher.mask(subjects) == [True, True, False, True, True]

@@ -1,4 +1,4 @@
-"""One partition, written as an executor does, without Spark around it."""
+"""One partition, written as an executor writes it, without Spark."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.errors import ReplayError, SinkError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Message
-from jetstream_ext.spark.write import Done, Task, write_partition
+from jetstream_ext.spark.sink import Task, Written, write_partition
 from jetstream_ext.testing import NatsServer
 
 QUERY = "q1"
@@ -58,8 +58,8 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
 
 
 @pytest.fixture
-def write(server: NatsServer, stream: str, cache: Connections) -> Callable[..., Done]:
-    def run(rows: Any, batch: int = 0, partition: int = 0, semantics: str = "transactional", **options: str) -> Done:
+def write(server: NatsServer, stream: str, cache: Connections) -> Callable[..., Written]:
+    def run(rows: Any, batch: int = 0, partition: int = 0, semantics: str = "transactional", **options: str) -> Written:
         given = {"servers": server.url, "stream": stream, "semantics": semantics, "requestTimeout": "3"} | options
         if semantics == "transactional":
             given.setdefault("sinkPartitions", "2")
@@ -71,7 +71,7 @@ def write(server: NatsServer, stream: str, cache: Connections) -> Callable[..., 
 
 
 def chunks(stream: str, rows: Any) -> Iterator[list[Message]]:
-    """Rows as numbers, ten at a time; an exception among them is raised."""
+    """Yield numbered rows, ten at a time; raise an exception among them."""
     chunk: list[Message] = []
     for row in rows:
         if isinstance(row, Exception):
@@ -98,18 +98,18 @@ def last(with_js: Any, stream: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("semantics", ["dedupe", "transactional", "none"])
-def test_rows_in_order(write: Any, stored: Any, semantics: str) -> None:
-    assert write(range(2500), semantics=semantics) == Done(2500)
+def test_rows_are_stored_in_order(write: Any, stored: Any, semantics: str) -> None:
+    assert write(range(2500), semantics=semantics) == Written(QUERY, 2500)
     assert stored() == list(range(2500))
 
 
 @pytest.mark.parametrize("semantics", ["dedupe", "transactional", "none"])
-def test_no_rows(write: Any, stored: Any, semantics: str) -> None:
-    assert write([], semantics=semantics) == Done(0)
+def test_a_partition_without_rows_stores_nothing(write: Any, stored: Any, semantics: str) -> None:
+    assert write([], semantics=semantics) == Written(QUERY, 0)
     assert stored() == []
 
 
-def test_ids(write: Any, with_js: Any, stream: str) -> None:
+def test_ids_name_query_batch_partition_row_and_content(write: Any, with_js: Any, stream: str) -> None:
     write([5, 5, 6], batch=3, partition=1, semantics="dedupe")
     messages = with_js(lambda js: jsx.DirectGet(js, stream).scan().to_list())
     ids = [message.headers["Nats-Msg-Id"] for message in messages]
@@ -117,7 +117,7 @@ def test_ids(write: Any, with_js: Any, stream: str) -> None:
     assert ids[0].rpartition(":")[2] == ids[1].rpartition(":")[2] != ids[2].rpartition(":")[2]
 
 
-def test_dedupe_again(write: Any, stored: Any) -> None:
+def test_dedupe_stores_repeated_rows_once(write: Any, stored: Any) -> None:
     with pytest.raises(ZeroDivisionError):
         write([*range(150), ZeroDivisionError()], semantics="dedupe")
     write(range(200), semantics="dedupe")
@@ -127,34 +127,34 @@ def test_dedupe_again(write: Any, stored: Any) -> None:
     assert len(stored()) == 400
 
 
-def test_dedupe_of_rows_in_another_order_loses_none(write: Any, stored: Any) -> None:
+def test_dedupe_loses_no_row_that_comes_in_another_order(write: Any, stored: Any) -> None:
     write([1, 2, 3], semantics="dedupe")
     write([2, 1, 3], semantics="dedupe")
     assert Counter(stored()) == {1: 2, 2: 2, 3: 1}
 
 
 class TestTransactions:
-    def test_markers(self, write: Any, with_js: Any, stream: str) -> None:
+    def test_a_marker_and_the_layout_are_stored(self, write: Any, with_js: Any, stream: str) -> None:
         write(range(2500), batch=7, partition=1)
         assert last(with_js, stream, "1").items() >= {"batch": 7, "rows": 2500}.items()
         assert last(with_js, stream, "_layout") == {"v": 1, "batch": 7, "partitions": 2}
 
-    def test_again(self, write: Any, stored: Any) -> None:
+    def test_repeated_rows_are_stored_once(self, write: Any, stored: Any) -> None:
         rows = range(2500)
-        assert write(rows) == Done(2500)
-        assert write(rows) == Done(2500, skipped=2500)
+        assert write(rows) == Written(QUERY, 2500)
+        assert write(rows) == Written(QUERY, 2500, skipped=2500)
         assert stored() == list(rows)
-        assert write(rows, batch=1) == Done(2500)
+        assert write(rows, batch=1) == Written(QUERY, 2500)
         assert len(stored()) == 5000
 
-    def test_the_rest_of_it(self, write: Any, stored: Any) -> None:
+    def test_a_retry_stores_the_remaining_rows(self, write: Any, stored: Any) -> None:
         with pytest.raises(ZeroDivisionError):
             write([*range(2100), ZeroDivisionError()])
         assert stored() in (list(range(999)), list(range(1998)))
         assert write(range(2500)).rows == 2500
         assert stored() == list(range(2500))
 
-    def test_the_rest_of_it_with_other_transactions(self, write: Any, stored: Any) -> None:
+    def test_a_retry_with_other_transactions_stores_the_remaining_rows(self, write: Any, stored: Any) -> None:
         with pytest.raises(ZeroDivisionError):
             write([*range(2100), ZeroDivisionError()])
         write(range(2500), transactionRows="70")
@@ -171,8 +171,8 @@ class TestTransactions:
             write(rows)
         assert stored() == list(range(2500))
 
-    def test_an_attempt_that_ended_early_is_gone_on_with(self, write: Any, stored: Any) -> None:
-        # Spark ends the input of an attempt whose upstream fails as if that were all.
+    def test_an_attempt_that_ended_early_is_continued(self, write: Any, stored: Any) -> None:
+        # Spark ends the input of an attempt whose upstream fails as if it were complete.
         write(range(1234))
         assert write(range(2500)).skipped == 999
         assert stored() == list(range(2500))
@@ -199,14 +199,16 @@ class TestTransactions:
         assert stored() == list(range(10))
         write(range(10), batch=1, sinkPartitions="3")
 
-    def test_two_attempts_at_once(self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """While the first is between reading the marker and storing, the second stores everything."""
+    def test_two_attempts_at_once_store_each_row_once(
+        self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """After the first has read the marker and before it stores, the second stores everything."""
         publish, others = fenced_write.publish_atomic, [True]
 
         async def late(js: JetStreamContext, messages: Any, **options: Any) -> Any:
             if others:
                 others.clear()
-                cache = Connections()  # another process's
+                cache = Connections()  # as of another process
                 monkeypatch.setattr(connection, "connections", lambda: cache)
                 await asyncio.to_thread(write, range(2500))
                 cache.close()
@@ -217,7 +219,7 @@ class TestTransactions:
         assert stored() == list(range(2500))
 
     @pytest.mark.parametrize("stored_before", [True, False])
-    def test_an_unknown_outcome(
+    def test_an_unknown_outcome_is_resolved(
         self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch, stored_before: bool
     ) -> None:
         publish, calls = fenced_write.publish_atomic, [0]
@@ -234,7 +236,7 @@ class TestTransactions:
         write(range(3500))
         assert stored() == list(range(3500))
 
-    def test_what_passes_is_tried_again_and_what_does_not_is_raised(
+    def test_transient_errors_are_retried_and_others_are_raised(
         self, write: Any, stored: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         publish = fenced_write.publish_atomic
@@ -255,7 +257,7 @@ class TestTransactions:
             write(range(10), batch=1)
         assert stored() == list(range(10))
 
-    def test_what_does_not_pass_in_time(self, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_transient_error_that_lasts_too_long_is_raised(self, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         async def busy(js: JetStreamContext, messages: Any, **options: Any) -> Any:
             raise AtomicPublishTooManyInflightError("busy")
 
@@ -264,12 +266,16 @@ class TestTransactions:
         with pytest.raises(SinkError, match=r"partition 0 of micro-batch 0: nothing could be stored for 0\.2 s: busy"):
             write(range(10))
 
-    def test_a_foreign_message_in_the_markers_place(self, write: Any, with_js: Any, stream: str) -> None:
+    def test_a_foreign_message_on_the_subject_of_a_marker_is_refused(
+        self, write: Any, with_js: Any, stream: str
+    ) -> None:
         with_js(lambda js: js.publish(f"_spark.{stream}.{QUERY}.0", b"hello"))
         with pytest.raises(ReplayError, match="is not a record of this sink"):
             write(range(10))
 
-    def test_rollup(self, write: Any, with_js: Any, stream: str, server: NatsServer, cache: Connections) -> None:
+    def test_rollup_keeps_only_the_newest_records(
+        self, write: Any, with_js: Any, stream: str, server: NatsServer, cache: Connections
+    ) -> None:
         config = StreamConfig(
             name=stream,
             subjects=[f"{stream}.*", f"_spark.{stream}.>"],
@@ -297,7 +303,7 @@ class TestTransactions:
     ],
 )
 @pytest.mark.parametrize(("data", "headers"), [(bytes(2 << 20), None), (b"", {"A": "1\r\nNats-Rollup: all"})])
-def test_rows_among_which_is_one_that_cannot_be_are_named(
+def test_an_error_names_the_rows_among_which_one_is_invalid(
     stream: str,
     server: NatsServer,
     cache: Connections,
@@ -315,7 +321,7 @@ def test_rows_among_which_is_one_that_cannot_be_are_named(
         write_partition(options, StreamState(stream, "", {"subjects": [">"]}), Task(QUERY, 0, 1), [rows])
 
 
-def test_a_row_that_is_refused_is_named(stream: str, server: NatsServer, cache: Connections) -> None:
+def test_an_error_names_the_row_that_was_refused(stream: str, server: NatsServer, cache: Connections) -> None:
     options = WriteOptions.parse({"servers": server.url, "stream": stream, "requestTimeout": "3"}, streaming=True)
     small = [(f"{stream}.1", b"", None, None)] * 10
     messages = [(f"{stream}.1", bytes(2 << 20) if row == 3 else b"", None, None) for row in range(5)]

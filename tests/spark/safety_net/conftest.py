@@ -131,7 +131,7 @@ def _reader(kind: type, options: dict[str, str], method: str) -> Any:
 
 
 class _Task(TaskContext):
-    """What a task knows of itself."""
+    """The context of a task."""
 
     def __new__(cls, *_: object) -> Self:
         return object.__new__(cls)
@@ -168,12 +168,12 @@ class Sink:
         source.streamWriter(schema, False)
 
     def write(self, parts: Iterable[Iterable[Message]], *, batch: int = 0, attempt: int = 0) -> None:
-        """Write a micro-batch, given by partition, up to and with its commit."""
+        """Write a micro-batch, given by partition, and commit it."""
         source, schema = self._source()
         self._store(source.streamWriter(schema, False), parts, batch, attempt, (batch,))
 
     def save(self, parts: Iterable[Iterable[Message]], attempt: int = 0) -> None:
-        """Write a DataFrame, given by partition, up to and with its commit."""
+        """Write a DataFrame, given by partition, and commit it."""
         source, schema = self._source()
         self._store(source.writer(schema, False), parts, 0, attempt, ())
 
@@ -199,7 +199,7 @@ class Sink:
 
 
 def _record_batches(rows: Iterator[Row], names: list[str]) -> Iterator[pa.RecordBatch]:
-    """Hand rows over a few at a time."""
+    """Yield rows a few at a time."""
     schema = pa.schema([pa.field(name, pa.binary() if name == "data" else pa.string()) for name in names])
     some: list[dict[str, Any]] = []
     for row in rows:
@@ -263,7 +263,7 @@ def publish(with_js: Any) -> Callable[[list[tuple[str, bytes]]], None]:
 
 @pytest.fixture
 def stored(with_js: Any) -> Callable[[str, str], Counter[bytes]]:
-    """Count what a stream has on a subject, by its data: ``stored(stream, subject)``."""
+    """Count the messages of a stream on a subject, by their data: ``stored(stream, subject)``."""
 
     async def scan(js: JetStreamContext, stream: str, subject: str) -> Counter[bytes]:
         return Counter(
@@ -309,7 +309,7 @@ def requests_seen(server: NatsServer) -> Callable[[str], Any]:
 
 
 class MeasuredServer(NatsServer):
-    """A server that says how many messages it has sent."""
+    """A server that reports how many messages it has sent."""
 
     def sent(self) -> int:
         with urllib.request.urlopen(f"{self.endpoints['monitoring'][0]}/varz") as answer:

@@ -1,4 +1,4 @@
-"""Buckets as tables: every key whoever answers, and a plan whose size does not grow with the keys."""
+"""Buckets as tables: every key, whichever replica or mirror replies, and a plan that does not grow with the keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EPIC = "Spark: the same rows on every replay, through every failure, at any size
 
 
 def _require(condition: bool, what: str) -> None:
-    """Fail in a way that no expected failure takes for its own."""
+    """Fail the test with an error that no ``xfail`` mark accepts."""
     if not condition:
         pytest.fail(what)
 
@@ -34,7 +34,7 @@ def test_a_partial_mirror_that_answers_hides_no_key(
             await js.publish(f"$KV.{bucket}.other.last")
         only_others = StreamSource(name=f"KV_{bucket}", filter_subject=f"$KV.{bucket}.other.>")
         await js.add_stream(StreamConfig(name=mirror, mirror=only_others, mirror_direct=True, allow_direct=True))
-        # The server chooses who answers: wait until it is the mirror now and then.
+        # The server chooses the responder: wait until the mirror is chosen sometimes.
         async with asyncio.timeout(10):
             while True:
                 answer = await js._nc.request(f"$JS.API.DIRECT.GET.KV_{bucket}", b'{"seq":1}')

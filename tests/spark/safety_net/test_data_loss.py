@@ -1,4 +1,4 @@
-"""With ``failOnDataLoss`` a read either has every row that was there when it was planned, or it fails."""
+"""With ``failOnDataLoss``, a read either has every row that was stored when it was planned, or it fails."""
 
 from __future__ import annotations
 

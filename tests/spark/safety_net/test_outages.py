@@ -1,4 +1,4 @@
-"""The driver's questions while the server is away for a moment: asked again within ``requestTimeout``, not once."""
+"""Requests of the driver while the server is down for a moment: retried within ``requestTimeout``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nats.js.api import StreamConfig
 
 from jetstream_ext.testing import NatsCluster, NatsServer
 
-QUESTIONS = [
+REQUESTS = [
     "initial offset",
     "latest offset",
     "available now",
@@ -42,10 +42,10 @@ async def _fill(url: str, replicas: int = 1) -> str:
 
 
 @pytest.fixture(scope="module")
-def questions(
+def requests(
     stream_query: Any, batch_read: Any, bucket_read: Any, sink: Any
 ) -> Callable[..., dict[str, Callable[[], Any]]]:
-    """Prepare every question, so that what is left is to ask it."""
+    """Prepare every request up to the point of sending it."""
 
     def prepare(url: str, timeout: int = 5) -> dict[str, Callable[[], Any]]:
         options = {"servers": url, "requestTimeout": f"{timeout}"}
@@ -61,21 +61,21 @@ def questions(
             "sink": sink("S", **options).plan,
             "bucket plan": bucket_read("B", **options).partitions,
         }
-        assert list(answers) == QUESTIONS
+        assert list(answers) == REQUESTS
         return answers
 
     return prepare
 
 
 @pytest.fixture(scope="module")
-def asked(questions: Any) -> Iterator[dict[str, Future[Any]]]:
-    """Ask all questions of a server that dies before it answers, and is back a moment later."""
+def sent(requests: Any) -> Iterator[dict[str, Future[Any]]]:
+    """Send all requests to a server that dies before it replies and restarts a moment later."""
     with NatsServer() as server:
         asyncio.run(_fill(server.url))
-        prepared = questions(server.url)
-        server.pause()  # what is asked now is on its way, and lost with the server
+        prepared = requests(server.url)
+        server.pause()  # requests sent now are lost with the server
         with ThreadPoolExecutor(len(prepared)) as pool:
-            futures = {name: pool.submit(question) for name, question in prepared.items()}
+            futures = {name: pool.submit(request) for name, request in prepared.items()}
             time.sleep(0.5)
             assert not any(future.done() for future in futures.values())
             server.kill()
@@ -84,38 +84,38 @@ def asked(questions: Any) -> Iterator[dict[str, Future[Any]]]:
 
 
 @pytest.fixture(scope="module")
-def asked_in_election(questions: Any) -> Iterator[dict[str, Future[Any]]]:
-    """Ask all questions about a stream whose leader was killed; the others need 4 to 9 s to elect a new one."""
+def sent_in_election(requests: Any) -> Iterator[dict[str, Future[Any]]]:
+    """Send all requests about a stream whose leader was killed; the others need 4 to 9 s to elect a new one."""
     with NatsCluster(3) as cluster:
         leader = asyncio.run(_fill(cluster.url, replicas=3))
         [gone] = [server for server in cluster.servers if server.name == leader]
-        prepared = questions(",".join(url for url in cluster.urls if url != gone.url), timeout=12)
+        prepared = requests(",".join(url for url in cluster.urls if url != gone.url), timeout=12)
         del prepared["bucket plan"]
         gone.kill()
         with ThreadPoolExecutor(len(prepared)) as pool:
-            futures = {name: pool.submit(question) for name, question in prepared.items()}
+            futures = {name: pool.submit(request) for name, request in prepared.items()}
         yield futures
 
 
-@pytest.mark.parametrize("question", QUESTIONS[:-1])
-def test_a_question_outlives_the_leader_of_its_stream(asked_in_election: dict[str, Future[Any]], question: str) -> None:
-    asked_in_election[question].result()
+@pytest.mark.parametrize("kind", REQUESTS[:-1])
+def test_a_request_survives_the_leader_of_its_stream(sent_in_election: dict[str, Future[Any]], kind: str) -> None:
+    sent_in_election[kind].result()
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_a_question_outlives_the_server_that_was_asked(asked: dict[str, Future[Any]], question: str) -> None:
-    asked[question].result()
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_a_request_survives_its_server(sent: dict[str, Future[Any]], kind: str) -> None:
+    sent[kind].result()
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_a_question_waits_for_a_server_that_is_away(questions: Any, question: str) -> None:
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_a_request_waits_for_a_server_that_is_down(requests: Any, kind: str) -> None:
     with NatsServer() as server:
         asyncio.run(_fill(server.url))
-        ask = questions(server.url)[question]
+        send = requests(server.url)[kind]
         server.kill()
         restart = threading.Timer(0.3, server.restart)
         restart.start()
         try:
-            ask()
+            send()
         finally:
             restart.join()

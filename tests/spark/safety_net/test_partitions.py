@@ -1,4 +1,4 @@
-"""How a read is cut into partitions: by its rows, wherever the stream starts, and once for all attempts."""
+"""The partitions of a read: cut by its rows, wherever the stream starts, and the same for all attempts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EPIC = "Spark: the same rows on every replay, through every failure, at any size
 
 
 def _require(condition: bool, what: str) -> None:
-    """Fail in a way that no expected failure takes for its own."""
+    """Fail the test with an error that no ``xfail`` mark accepts."""
     if not condition:
         pytest.fail(what)
 

@@ -35,7 +35,7 @@ ROWS = 30
 
 
 def _require(condition: bool, what: str) -> None:
-    """Fail in a way that no expected failure takes for its own."""
+    """Fail the test with an error that no ``xfail`` mark accepts."""
     if not condition:
         pytest.fail(what)
 
@@ -53,7 +53,7 @@ async def _roll_up(js: JetStreamContext, name: str) -> None:
 
 
 async def _expire(js: JetStreamContext, name: str) -> None:
-    """Wait until the third message is gone."""
+    """Wait until the third message has expired."""
     async with asyncio.timeout(10):
         while True:
             try:
@@ -63,7 +63,7 @@ async def _expire(js: JetStreamContext, name: str) -> None:
             await asyncio.sleep(0.05)
 
 
-# By what takes a row away: the source's configuration, headers of the third message, and what is done meanwhile.
+# Causes of a lost row: the source's configuration, headers of the third message, and an action between the attempts.
 VANISHING: dict[str, tuple[dict[str, Any], dict[str, str], Any]] = {
     "delete": ({}, {}, _delete),
     "per-subject limit": ({"max_msgs_per_subject": 1}, {}, _replace),
@@ -181,7 +181,7 @@ def test_a_transactional_task_stores_its_remaining_rows_after_an_earlier_row_van
 
 
 class Pipeline:
-    """A query of Spark's from one stream to another."""
+    """A Spark query from one stream to another."""
 
     def __init__(self, spark: SparkSession, url: str, source: str, out: str, folder: Path) -> None:
         self.spark, self.url, self.source, self.out = spark, url, source, out
@@ -207,7 +207,7 @@ def pipeline(spark: SparkSession, server: Any, make_stream: Any, tmp_path: Path)
 
 @pytest.fixture
 def small_batches(spark: SparkSession) -> Iterator[None]:
-    """The sink gets rows while the task goes on, not when the partition is complete."""
+    """The sink gets rows while the task is running, not when the partition is complete."""
     name = "spark.sql.execution.arrow.maxRecordsPerBatch"
     before = spark.conf.get(name)
     spark.conf.set(name, "100")
@@ -245,7 +245,6 @@ def losing_a_row_and_failing(url: str, source: str, out: str) -> Any:
     return work
 
 
-@pytest.mark.timeout(300)
 @row_by_row
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize(

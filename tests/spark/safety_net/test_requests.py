@@ -1,4 +1,4 @@
-"""What a read costs the server: messages sent for rows, and requests for a plan, an idle query and a partition."""
+"""The cost of a read for the server: messages sent for rows, and requests for a plan, an idle query and a partition."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MESSAGES = 20_000
 
 
 def _require(condition: bool, what: str) -> None:
-    """Fail in a way that no expected failure takes for its own."""
+    """Fail the test with an error that no ``xfail`` mark accepts."""
     if not condition:
         pytest.fail(what)
 
@@ -109,7 +109,7 @@ def test_the_identity_of_a_stream_is_checked_once_for_all_partitions(
 
 
 class Distance:
-    """A proxy that brings every answer some milliseconds late, in a thread of its own."""
+    """A proxy that delays every reply by some milliseconds, in a separate thread."""
 
     def __init__(self, url: str, delay: float) -> None:
         self._port = urlsplit(url).port

@@ -1,4 +1,4 @@
-"""How much a micro-batch has: so many rows, however many sequences they are spread over."""
+"""The row limits of a micro-batch, however many sequences its rows are spread over."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sparse(make_stream: Any, publish: Any, with_js: Any) -> Callable[[], str]:
 
 
 def _micro_batches(query: Any) -> list[int]:
-    """Return how many rows the micro-batches have until nothing is left."""
+    """Return how many rows each micro-batch has until all are read."""
     counts: list[int] = []
     at = query.initial()
     while (end := query.latest(at)) != at:

@@ -1,4 +1,4 @@
-"""Queries whose streams change: one that is added on a restart, and those that a pattern finds."""
+"""Queries whose streams change: a stream is added on a restart, and a pattern finds new ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_stream_added_on_a_restart_starts_at_the_starting_time(
     old, added = make_stream(10), make_stream(10)
     when = (with_js(lambda js: js.get_msg(old, 1)).time - timedelta(hours=1)).isoformat()
     query = stream_query(old, startingTime=when)
-    # Spark before 4.2 hands over neither the start of a micro-batch nor a limit.
+    # Spark before 4.2 passes neither the start of a micro-batch nor a limit.
     begin = query.reader.latestOffset()
     query = stream_query(f"{old},{added}", startingTime=when)
     end = query.reader.latestOffset()

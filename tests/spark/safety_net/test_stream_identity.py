@@ -1,4 +1,4 @@
-"""Which stream a checkpoint belongs to: the same one after a restart or a restore, and what `onRecreate` makes of another."""
+"""The stream of a checkpoint: it stays the same after a restart or a restore, and `onRecreate` decides about another one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ no_option = pytest.mark.xfail(strict=True, raises=ValueError, reason=f"{EPIC}: t
 
 
 def _require(condition: bool, what: str) -> None:
-    """Fail in a way that no expected failure takes for its own."""
+    """Fail the test with an error that no ``xfail`` mark accepts."""
     if not condition:
         pytest.fail(what)
 
@@ -164,7 +164,7 @@ def test_on_recreate_fail_refuses_a_recreated_stream_even_where_losses_are_toler
 
 @no_option
 @pytest.mark.parametrize(("choice", "expected"), [("earliest", range(1, 16)), ("keep", range(11, 16))])
-def test_on_recreate_decides_where_a_recreated_stream_goes_on(
+def test_on_recreate_decides_where_a_recreated_stream_continues(
     make_stream: Any, stream_query: Any, with_js: Any, choice: str, expected: range
 ) -> None:
     name = make_stream(10)
@@ -174,9 +174,9 @@ def test_on_recreate_decides_where_a_recreated_stream_goes_on(
     assert query.seqs(end, query.latest(end)) == list(expected)
 
 
-def test_an_offset_of_version_1_goes_on(make_stream: Any, stream_query: Any, with_js: Any) -> None:
+def test_an_offset_of_version_1_is_continued(make_stream: Any, stream_query: Any, with_js: Any) -> None:
     name = make_stream(10)
-    # As STREAM.INFO words it: nats-py's datetime has lost the nanoseconds.
+    # As STREAM.INFO returns it, because nats-py's datetime lacks the nanoseconds.
     answer = with_js(lambda js: _stream_info(js, name))
     start = {"v": 1, "streams": {name: {"created": answer["created"], "seq": 4}}}
     query = stream_query(name)

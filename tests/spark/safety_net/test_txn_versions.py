@@ -41,7 +41,7 @@ def test_the_markers_of_a_query_do_not_grow_with_its_micro_batches(
 
 
 @no_option
-def test_a_micro_batch_that_comes_again_stores_nothing(make_stream: Any, sink: Any, stored: Any) -> None:
+def test_a_repeated_micro_batch_stores_nothing(make_stream: Any, sink: Any, stored: Any) -> None:
     out = make_stream()
     for batch in (0, 1, 1, 0):
         _save(sink, out, batch)

@@ -1,4 +1,4 @@
-"""Rows that were acknowledged a moment ago are read, whoever answers."""
+"""Rows that were acknowledged just before are read, whichever replica or mirror answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Connections]:
 
 
 async def publish(js: JetStreamContext, subject: str) -> PubAck:
-    """Publish; again where nobody took it, as in an election."""
+    """Publish, and retry while the stream has no leader."""
     deadline = asyncio.get_running_loop().time() + 30
     while True:
         try:
@@ -60,8 +60,7 @@ def read_and_write(with_js: Any, url: str, stream: str) -> None:
     with_js(rounds, url)
 
 
-@pytest.mark.timeout(180)
-def test_replicas(with_js: Any, cache: Connections) -> None:
+def test_replicas_return_acknowledged_rows(with_js: Any, cache: Connections) -> None:
     with NatsCluster() as cluster:
         config = StreamConfig(name="R", subjects=["R.*"], allow_direct=True, num_replicas=3)
         with_js(lambda js: js.add_stream(config), cluster.servers[0].url)
@@ -72,7 +71,9 @@ def test_replicas(with_js: Any, cache: Connections) -> None:
             read_and_write(with_js, server.url, "R")
 
 
-def test_mirrors(with_js: Any, cache: Connections, server: NatsServer, stream_name: Callable[[], str]) -> None:
+def test_mirrors_return_acknowledged_rows(
+    with_js: Any, cache: Connections, server: NatsServer, stream_name: Callable[[], str]
+) -> None:
     name, mirror = stream_name(), stream_name()
 
     async def make(js: JetStreamContext) -> None:

@@ -1,7 +1,6 @@
-"""Atomic batches when things go wrong around them: cancellation at any point, servers that die, pause or forget."""
+"""Atomic batches when replies are unexpected, or the server dies or does not answer."""
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -19,93 +18,11 @@ from jetstream_ext.testing import NatsServer
 MakeStream = Callable[..., Awaitable[str]]
 
 
-async def payloads(js: JetStreamContext, stream: str) -> list[bytes]:
-    return [message.data for message in await jsx.DirectGet(js, stream).scan().to_list()]
-
-
-async def count(js: JetStreamContext, stream: str) -> int:
-    return (await js.stream_info(stream)).state.messages
-
-
-async def count_after_all(js: JetStreamContext, stream: str) -> int:
-    """Count when everything is stored that was on its way: the ack of a message sent after it says so."""
-    return (await js.publish(f"{stream}.fence")).seq - 1
-
-
-async def _cancel_after(ticks: int, work: Awaitable[object]) -> None:
-    task = asyncio.ensure_future(work)
-    for _ in range(ticks):
-        await asyncio.sleep(0)
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-
-
-@pytest.mark.usefixtures("level")
-class TestCancellation:
-    async def test_of_add_leaves_the_batch_usable(
-        self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any
-    ) -> None:
-        for ticks in range(20):
-            stream = await make_stream()
-            batch = jsx.AtomicBatch(js, ack_every=1)
-            await _cancel_after(ticks, batch.add(f"{stream}.a", b"maybe"))
-            assert batch._session._waiters == {}, "nobody waits any more"
-            size = batch.size
-            assert size in (0, 1)
-            await batch.add(f"{stream}.a", b"after")
-            ack = await batch.commit_eob()
-            assert ack.batch_size == size + 1
-            assert await payloads(js, stream) == [b"maybe"] * size + [b"after"]
-            await leak_check.assert_clean()
-
-    async def test_of_the_block_stores_all_or_nothing(
-        self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any
-    ) -> None:
-        for ticks in range(1, 60, 2):
-            stream = await make_stream()
-            batch = jsx.AtomicBatch(js, ack_every=1)
-
-            async def block(batch: jsx.AtomicBatch = batch, stream: str = stream) -> None:
-                async with batch:
-                    for _ in range(3):
-                        await batch.add(f"{stream}.a", b"x")
-
-            await _cancel_after(ticks, block())
-            assert (batch.state, await count_after_all(js, stream)) in {
-                ("discarded", 0), ("unknown", 0), ("unknown", 3), ("committed", 3),
-            }  # fmt: skip
-            await leak_check.assert_clean()
-
-    async def test_of_a_commit_says_that_nobody_knows(
-        self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any
-    ) -> None:
-        seen = set()
-        for ticks in range(1, 40):
-            stream = await make_stream()
-            batch = jsx.AtomicBatch(js)
-            await batch.add(f"{stream}.a", b"1")
-            await _cancel_after(ticks, batch.commit(f"{stream}.a", b"2"))
-            seen.add(batch.state)
-            outcome = await batch.resolve() if batch.state == "unknown" else batch.state
-            await batch.discard()
-            assert await count(js, stream) == (2 if outcome in ("stored", "committed") else 0)
-            await leak_check.assert_clean()
-        assert "unknown" in seen
-
-    async def test_of_publish_atomic(self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any) -> None:
-        for ticks in range(0, 40, 2):
-            stream = await make_stream()
-            await _cancel_after(ticks, jsx.publish_atomic(js, [jsx.BatchMessage(f"{stream}.a")] * 5))
-            assert await count_after_all(js, stream) in (0, 5)
-            await leak_check.assert_clean()
-
-
-class TestOddReplies:
-    async def test_an_empty_answer_to_the_commit(
+class TestUnexpectedReplies:
+    async def test_an_empty_answer_to_the_commit_leaves_the_outcome_unknown(
         self, js: JetStreamContext, nc: Client, make_stream: MakeStream, leak_check: Any
     ) -> None:
-        stream = await make_stream(no_ack=True)  # nobody else will answer
+        stream = await make_stream(no_ack=True)  # the server will not answer
         batch = jsx.AtomicBatch(js, ack_first=False, timeout=30)
         await batch.add(f"{stream}.a", b"1")
         committing = asyncio.ensure_future(batch.commit_eob())
@@ -118,7 +35,7 @@ class TestOddReplies:
         assert await batch.resolve() == "stored"
         await leak_check.assert_clean()
 
-    async def test_an_ack_that_nobody_asked_for(
+    async def test_an_ack_without_a_commit_leaves_the_outcome_unknown(
         self, js: JetStreamContext, nc: Client, make_stream: MakeStream, leak_check: Any
     ) -> None:
         stream = await make_stream()
@@ -135,7 +52,7 @@ class TestOddReplies:
         assert await batch.resolve() == "not_stored"
         await leak_check.assert_clean()
 
-    async def test_a_sequence_that_is_used_again_before_its_refusal_is_heard(
+    async def test_a_sequence_can_be_reused_before_its_refusal_is_raised(
         self, js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, leak_check: Any
     ) -> None:
         stream = await make_stream(max_msg_size=300)
@@ -159,8 +76,8 @@ class TestOddReplies:
         await leak_check.assert_clean()
 
 
-class TestBadConnections:
-    async def test_a_commit_that_is_not_answered(
+class TestConnections:
+    async def test_an_unanswered_commit_leaves_the_outcome_unknown(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
         stream = await own_stream()
@@ -177,7 +94,7 @@ class TestBadConnections:
         with pytest.raises(errors.BatchOutcomeUnknownError):
             await batch.add(f"{stream}.a", b"2")
 
-    async def test_an_add_that_is_not_answered(
+    async def test_an_unanswered_add_fails_the_batch(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
         stream = await own_stream()
@@ -189,7 +106,7 @@ class TestBadConnections:
         assert batch.state == "failed"
         own_server.resume()
 
-    async def test_a_commit_that_meets_a_dying_server(
+    async def test_a_server_killed_during_the_commit_leaves_the_outcome_unknown(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
         stream = await own_stream()
@@ -203,7 +120,7 @@ class TestBadConnections:
             with pytest.raises(errors.BatchOutcomeUnknownError, match="connection was lost"):
                 await committing
 
-    async def test_a_batch_outlives_its_connection_and_hears_of_the_next_one_s_end(
+    async def test_a_batch_notices_the_loss_of_its_second_connection(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
         stream = await own_stream()
@@ -222,7 +139,9 @@ class TestBadConnections:
             with pytest.raises(errors.BatchOutcomeUnknownError, match="connection was lost"):
                 await committing
 
-    async def test_a_closed_connection(self, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream) -> None:
+    async def test_a_closed_connection_is_an_error(
+        self, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream
+    ) -> None:
         stream = await own_stream()
         batch = jsx.AtomicBatch(own_js)
         await batch.add(f"{stream}.a", b"1")
@@ -233,8 +152,8 @@ class TestBadConnections:
         await batch.discard()
         assert batch.state == "discarded"
 
-    async def test_discarded_while_it_opens(self, stream_name: Callable[[], str]) -> None:
-        # Behind a domain the API level has to be asked for, and that takes a while.
+    async def test_discard_while_the_batch_opens_stores_nothing(self, stream_name: Callable[[], str]) -> None:
+        # Behind a domain the batch requests the API level before it opens.
         async with NatsServer(config="jetstream { domain: hub }") as server:
             nc = await nats.connect(server.url)
             js = nc.jetstream(domain="hub")

@@ -1,4 +1,4 @@
-"""A streaming query's place in its streams, without Spark around it."""
+"""The position of a streaming query in its streams, without Spark."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ import jetstream_ext as jsx
 from jetstream_ext.spark import streaming
 from jetstream_ext.spark.errors import DataLossError, PlanningError
 from jetstream_ext.spark.options import ReadOptions
-from jetstream_ext.spark.streaming import Follower, Limit
+from jetstream_ext.spark.streaming import Follower
 
 Offset = dict[str, Any]
 
@@ -57,28 +57,30 @@ def spans(parts: list[Any]) -> list[tuple[int, int]]:
     return [(part.first, part.last) for part in parts]
 
 
-async def test_from_the_earliest(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+async def test_an_earliest_start_reads_the_whole_stream(
+    js: JetStreamContext, make: Callable[..., Awaitable[str]]
+) -> None:
     name = await make(10)
     query = follower(name)
     start = await query.initial(js)
     assert seqs(start) == {name: 0}
-    end = await query.latest(js, start, None)
+    end = await query.latest(js, start)
     assert seqs(end) == {name: 10}
     assert spans(await query.plan(js, start, end)) == [(1, 5), (6, 10)]
-    assert await query.latest(js, end, None) == end
+    assert await query.latest(js, end) == end
     assert spans(await query.plan(js, end, end)) == []
     await more(js, name, 1)
-    later = await query.latest(js, end, None)
-    # As many partitions, whatever there is: a sink's ids hold their numbers.
+    later = await query.latest(js, end)
+    # The number of partitions is constant, because the ids of a sink contain the partition.
     assert spans(await query.plan(js, end, later)) == [(11, 11), (12, 11)]
     assert query.reported() == later
 
 
-async def test_partitions_come_from_offsets_alone(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+async def test_partitions_depend_on_offsets_only(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
     name = await make(100)
     query = follower(name, minPartitions="4")
     start = await query.initial(js)
-    end = await query.latest(js, start, None)
+    end = await query.latest(js, start)
     before = spans(await query.plan(js, start, end))
     await js.purge_stream(name, seq=60)
     await more(js, name, 50, 10_000)
@@ -88,7 +90,7 @@ async def test_partitions_come_from_offsets_alone(js: JetStreamContext, make: Ca
 
 
 @pytest.mark.parametrize("options", [{"startingOffsets": "latest"}, {"startingTime": "2100-01-01T00:00:00Z"}])
-async def test_a_start_that_moves_is_pinned(
+async def test_a_start_that_depends_on_the_moment_is_pinned(
     js: JetStreamContext, make: Callable[..., Awaitable[str]], options: dict[str, str]
 ) -> None:
     name = await make(10)
@@ -96,64 +98,66 @@ async def test_a_start_that_moves_is_pinned(
     start = await query.initial(js)
     await more(js, name, 2)
     assert await query.initial(js) == start
-    assert await query.latest(js, start, None) == start  # batch 0 is empty and puts it into the checkpoint
-    end = await query.latest(js, start, None)
+    assert await query.latest(js, start) == start  # batch 0 is empty and puts it into the checkpoint
+    end = await query.latest(js, start)
     assert (seqs(start), seqs(end)) == ({name: 10}, {name: 12})
-    # The query died before batch 0 was committed: the start is resolved again, later, and the batch's end stays.
+    # The query died before batch 0 was committed: the start is resolved again, later, and the end of the batch stays.
     again = follower(name, **options)
     await more(js, name, 3)
     moved = await again.initial(js)
     assert seqs(moved) == {name: 15}
     assert await again.plan(js, moved, start) == []
-    assert seqs(await again.latest(js, start, None)) == {name: 15}
+    assert seqs(await again.latest(js, start)) == {name: 15}
 
 
-async def test_spark_before_4_2(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+async def test_spark_before_4_2_passes_no_start(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
     name = await make(10)
     query = follower(name, startingOffsets="latest")
-    pinned = await query.latest(js, None, None)
+    pinned = await query.latest(js, None)
     await more(js, name, 2)
     assert seqs(pinned) == seqs(await query.initial(js)) == {name: 10}
-    assert seqs(await query.latest(js, None, None)) == {name: 12}
-    assert seqs(await query.latest(js, None, None)) == {name: 12}
+    assert seqs(await query.latest(js, None)) == {name: 12}
+    assert seqs(await query.latest(js, None)) == {name: 12}
     earliest = follower(name)
-    assert seqs(await earliest.latest(js, None, None)) == {name: 12}
+    assert seqs(await earliest.latest(js, None)) == {name: 12}
     assert seqs(await earliest.initial(js)) == {name: 0}
 
 
-async def test_a_start_by_sequence(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+async def test_a_query_starts_at_a_sequence(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
     name = await make(10)
     query = follower(name, startingOffsets=json.dumps({name: 4}))
     start = await query.initial(js)
-    end = await query.latest(js, start, None)
+    end = await query.latest(js, start)
     assert (seqs(start), spans(await query.plan(js, start, end))) == ({name: 3}, [(4, 6), (7, 10)])
     with pytest.raises(DataLossError, match="before the start at 12"):
         await follower(name, startingOffsets=json.dumps({name: 12})).initial(js)
     waiting = follower(name, startingOffsets=json.dumps({name: 11}))
     start = await waiting.initial(js)
-    assert await waiting.latest(js, start, None) == start
+    assert await waiting.latest(js, start) == start
 
 
-async def test_a_start_by_time(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+async def test_a_query_starts_at_a_time(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
     name = await make(10)
     when = (await jsx.DirectGet(js, name).get(4)).time.isoformat()
     query = follower(name, startingTime=when)
     start = await query.initial(js)
     assert 1 <= seqs(start)[name] <= 3
-    # Asked again later it is the same: nothing to pin.
-    assert seqs(await query.latest(js, start, None)) == {name: 10}
-    assert seqs(await follower(name, startingTime=when).latest(js, None, None)) == {name: 10}
+    # A later request returns the same start, so nothing is pinned.
+    assert seqs(await query.latest(js, start)) == {name: 10}
+    assert seqs(await follower(name, startingTime=when).latest(js, None)) == {name: 10}
     await more(js, name, 5)
     assert await follower(name, startingTime=when).initial(js) == start
 
 
-async def test_limits(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+async def test_streams_share_a_limit_by_their_backlogs(
+    js: JetStreamContext, make: Callable[..., Awaitable[str]]
+) -> None:
     large, small = await make(90), await make(10)
     query = follower(large, small)
     offset = await query.initial(js)
     taken = []
     for _ in range(30):
-        last, offset = offset, await query.latest(js, offset, Limit(rows=20))
+        last, offset = offset, await query.latest(js, offset, rows=20)
         if offset == last:
             break
         taken.append(tuple(seqs(offset)[name] for name in (large, small)))
@@ -162,53 +166,53 @@ async def test_limits(js: JetStreamContext, make: Callable[..., Awaitable[str]])
     assert all(sum(after) - sum(before) <= 21 for before, after in itertools.pairwise(taken))
     state = (await js.stream_info(large)).state
     each = state.bytes / state.messages
-    by_size = await follower(large).latest(js, await follower(large).initial(js), Limit(size=int(each * 30.5)))
+    by_size = await follower(large).latest(js, await follower(large).initial(js), size=int(each * 30.5))
     assert seqs(by_size) == {large: 30}
-    least = await follower(large).latest(js, await follower(large).initial(js), Limit(size=1))
+    least = await follower(large).latest(js, await follower(large).initial(js), size=1)
     assert seqs(least) == {large: 1}
 
 
-async def test_a_limit_does_not_count_a_head_that_is_gone(
-    js: JetStreamContext, make: Callable[..., Awaitable[str]]
-) -> None:
+async def test_a_limit_does_not_count_a_purged_head(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
     name = await make(50)
     await js.purge_stream(name, seq=41)
     query = follower(name)
-    assert seqs(await query.latest(js, await query.initial(js), Limit(rows=5))) == {name: 45}
+    assert seqs(await query.latest(js, await query.initial(js), rows=5)) == {name: 45}
 
 
-async def test_available_now(js: JetStreamContext, make: Callable[..., Awaitable[str]]) -> None:
+async def test_available_now_ends_at_the_messages_stored_before(
+    js: JetStreamContext, make: Callable[..., Awaitable[str]]
+) -> None:
     name = await make(10)
     query = follower(name)
     await query.freeze(js)
     await more(js, name, 5)
-    end = await query.latest(js, await query.initial(js), None)
+    end = await query.latest(js, await query.initial(js))
     assert seqs(end) == {name: 10}
-    assert await query.latest(js, end, None) == end
+    assert await query.latest(js, end) == end
     latest = follower(name, startingOffsets="latest")
     await latest.freeze(js)
     await more(js, name, 5)
     start = await latest.initial(js)
-    assert await latest.latest(js, start, None) == await latest.latest(js, start, None) == start
+    assert await latest.latest(js, start) == await latest.latest(js, start) == start
 
 
-async def test_a_stream_that_comes_and_one_that_goes(
+async def test_a_restart_can_add_and_remove_streams(
     js: JetStreamContext, make: Callable[..., Awaitable[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = await make(10), await make(5)
     first = follower(one)
-    start = await first.latest(js, await first.initial(js), None)
+    start = await first.latest(js, await first.initial(js))
     both = follower(one, other)
-    end = await both.latest(js, start, None)
+    end = await both.latest(js, start)
     assert seqs(end) == {one: 10, other: 5}
     parts = await both.plan(js, start, end)
     assert ({part.stream for part in parts}, spans(parts)) == ({other}, [(1, 2), (3, 5)])
     pinned = follower(one, other, startingOffsets="latest")
-    added = await pinned.latest(js, start, None)
+    added = await pinned.latest(js, start)
     assert seqs(added) == {one: 10, other: 5}
-    assert await pinned.plan(js, start, added) == []  # and the next batch goes on from there
+    assert await pinned.plan(js, start, added) == []  # and the next micro-batch continues there
     only = follower(other)
-    gone = await only.latest(js, end, None)
+    gone = await only.latest(js, end)
     assert seqs(gone) == {other: 5}
     with pytest.raises(DataLossError, match=f"'{one}' was read by this query and is no longer among its streams"):
         await only.plan(js, end, gone)
@@ -222,81 +226,83 @@ class TestLoss:
         """A stream of 20, and an offset at 10."""
         name = await make(10)
         query = follower(name)
-        offset = await query.latest(js, await query.initial(js), None)
+        offset = await query.latest(js, await query.initial(js))
         await more(js, name, 10)
         return name, offset
 
-    async def test_a_purged_head(
+    async def test_a_purged_head_is_a_loss(
         self, js: JetStreamContext, read: tuple[str, Offset], caplog: pytest.LogCaptureFixture
     ) -> None:
         name, start = read
         await js.purge_stream(name, seq=15)
         query = follower(name)
-        end = await query.latest(js, start, None)
+        end = await query.latest(js, start)
         with pytest.raises(DataLossError, match=f"sequences 11 to 14 of stream '{name}' are gone .*starts at 15 now"):
             await query.plan(js, start, end)
         with caplog.at_level(logging.WARNING, "jetstream_ext"):
             assert spans(await follower(name, failOnDataLoss="false").plan(js, start, end)) == [(15, 17), (18, 20)]
         assert "sequences 11 to 14" in caplog.text
 
-    async def test_a_head_purged_up_to_the_offset(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
+    async def test_a_head_purged_up_to_the_offset_is_no_loss(
+        self, js: JetStreamContext, read: tuple[str, Offset]
+    ) -> None:
         name, start = read
         await js.purge_stream(name, seq=11)
         query = follower(name)
-        assert spans(await query.plan(js, start, await query.latest(js, start, None))) == [(11, 15), (16, 20)]
+        assert spans(await query.plan(js, start, await query.latest(js, start))) == [(11, 15), (16, 20)]
 
-    async def test_everything_purged(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
+    async def test_a_purge_of_everything_is_a_loss(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
         name, start = read
         await js.purge_stream(name)
         query = follower(name)
         with pytest.raises(DataLossError, match="sequences 11 to 20"):
-            await query.plan(js, start, await query.latest(js, start, None))
+            await query.plan(js, start, await query.latest(js, start))
 
-    async def test_interior_deletes_are_none(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
+    async def test_interior_deletes_are_no_loss(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
         name, start = read
         for seq in (12, 15):
             await js.delete_msg(name, seq)
         query = follower(name)
-        assert spans(await query.plan(js, start, await query.latest(js, start, None))) == [(11, 15), (16, 20)]
+        assert spans(await query.plan(js, start, await query.latest(js, start))) == [(11, 15), (16, 20)]
 
-    async def test_a_recreated_stream(
+    async def test_a_recreated_stream_is_a_loss(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]], read: tuple[str, Offset]
     ) -> None:
         name, start = read
-        old_end = await follower(name).latest(js, start, None)
+        old_end = await follower(name).latest(js, start)
         await js.delete_stream(name)
         await make(40, name)  # grown past the offset already
         with pytest.raises(DataLossError, match=f"'{name}' was deleted and re-created"):
-            await follower(name).latest(js, start, None)
+            await follower(name).latest(js, start)
         lax = follower(name, failOnDataLoss="false")
-        end = await lax.latest(js, start, None)
+        end = await lax.latest(js, start)
         assert seqs(end) == {name: 40}
         assert spans(await lax.plan(js, start, end)) == [(1, 20), (21, 40)]
         with pytest.raises(DataLossError, match="was deleted and re-created"):
             await follower(name).plan(js, start, end)
-        # A batch that was planned of the old stream cannot be replayed from the new one.
+        # A micro-batch of the old stream cannot be replayed from the new one.
         assert await lax.plan(js, start, old_end) == []
         with pytest.raises(DataLossError, match=r"sequences 11 to 20 .* are gone: it was deleted and re-created"):
             await follower(name).plan(js, start, old_end)
 
-    async def test_a_stream_that_lost_its_end(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
+    async def test_a_stream_that_lost_its_end_is_a_loss(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:
         name, start = read
         start["streams"][name]["seq"] = 30
         with pytest.raises(DataLossError, match="ends at sequence 20; the query has read up to 30 already"):
-            await follower(name).latest(js, start, None)
+            await follower(name).latest(js, start)
         lax = follower(name, failOnDataLoss="false")
-        end = await lax.latest(js, start, None)
+        end = await lax.latest(js, start)
         assert spans(await lax.plan(js, start, end)) == [(1, 10), (11, 20)]
         with pytest.raises(DataLossError, match=r"ended at sequence 20 .* had read up to 30 already"):
             await follower(name).plan(js, start, end)
 
-    async def test_an_end_that_goes_back_before_spark_4_2(
+    async def test_an_end_that_goes_back_is_a_loss_before_spark_4_2(
         self, js: JetStreamContext, read: tuple[str, Offset], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """There the query does not say where it is, and an offset that went back would have rows read again."""
+        """Before 4.2, Spark does not pass the start of a micro-batch, so an offset that went back would repeat rows."""
         name, _ = read
         query = follower(name)
-        offset = await query.latest(js, None, None)
+        offset = await query.latest(js, None)
         describe, lagging = streaming.readable_state, [5, 5, 5]
 
         async def elected_a_moment_ago(*arguments: Any) -> Any:
@@ -306,14 +312,14 @@ class TestLoss:
 
         monkeypatch.setattr(streaming, "readable_state", elected_a_moment_ago)
         monkeypatch.setattr(streaming, "_SETTLE", 60)
-        assert await query.latest(js, None, None) == offset
+        assert await query.latest(js, None) == offset
         assert not lagging
         lagging.extend([5] * 1000)
         monkeypatch.setattr(streaming, "_SETTLE", 0.3)
         with pytest.raises(DataLossError, match="ends at sequence 5; the query has read up to 20 already"):
-            await query.latest(js, None, None)
+            await query.latest(js, None)
 
-    async def test_a_missing_stream(
+    async def test_a_missing_stream_is_a_loss(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]], stream_name: Callable[[], str]
     ) -> None:
         missing = stream_name()
@@ -321,13 +327,13 @@ class TestLoss:
             await follower(missing).initial(js)
         lax = follower(missing, failOnDataLoss="false")
         start = await lax.initial(js)
-        assert await lax.latest(js, start, None) == start
+        assert await lax.latest(js, start) == start
         await make(3, missing)
-        end = await lax.latest(js, start, None)
+        end = await lax.latest(js, start)
         assert spans(await lax.plan(js, start, end)) == [(1, 1), (2, 3)]
 
     @pytest.mark.parametrize("retention", ["workqueue", "interest"])
-    async def test_rows_that_others_take_away(
+    async def test_streams_without_limits_retention_are_refused(
         self, js: JetStreamContext, make: Callable[..., Awaitable[str]], retention: str
     ) -> None:
         name = await make(0, retention=retention)
@@ -343,7 +349,7 @@ async def test_every_decision_is_a_debug_record(
     name = await make(10)
     query = follower(name)
     start = await query.initial(js)
-    end = await query.latest(js, start, None)
+    end = await query.latest(js, start)
     await query.plan(js, start, end)
     await query.freeze(js)
     records = [one.getMessage() for one in caplog.records if one.name == "jetstream_ext.spark"]

@@ -1,4 +1,4 @@
-"""What is made of a query's filters."""
+"""Filters that Spark pushes down."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +68,7 @@ SEQ, SUBJECT = ("seq",), ("subject",)
         ([EqualTo(SUBJECT, "a.b"), EqualTo(SUBJECT, "c")], PushedFilters(subjects=())),
     ],
 )
-def test_what_filters_leave(filters: list[Any], left: PushedFilters) -> None:
+def test_filters_narrow_the_read(filters: list[Any], left: PushedFilters) -> None:
     assert parse_pushed_filters(filters) == left
 
 
@@ -82,11 +82,11 @@ def test_what_filters_leave(filters: list[Any], left: PushedFilters) -> None:
         (("a.>",), ("a.b", "c"), ("a.b",)),
         (("a.b",), ("c.>",), None),
         ((), (), None),
-        (("a.b.>",), ("a.*.c",), ("a.*.c",)),  # no filter says exactly both: more is read, and filtered by Spark
+        (("a.b.>",), ("a.*.c",), ("a.*.c",)),  # no single filter expresses both: more is read, and Spark filters it
         (("a.b",), ("a.b.>",), None),
     ],
 )
-def test_together_with_the_filters_of_the_read(
+def test_pushed_filters_combine_with_those_of_the_read(
     subjects: tuple[str, ...] | None, own: tuple[str, ...], left: tuple[str, ...] | None
 ) -> None:
     assert PushedFilters(subjects=subjects).within(own) == left

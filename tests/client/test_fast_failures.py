@@ -1,4 +1,4 @@
-"""Fast ingest when things go wrong around it: cancellation at any point, servers that die, pause or do not answer."""
+"""Fast ingest when calls are cancelled, or the server dies or does not answer."""
 
 import asyncio
 import contextlib
@@ -19,8 +19,8 @@ from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
 
-# A transport of asyncio's that takes lists forgets there to say when it is full; mended in 3.12.9, 3.13.2 and 3.14.
-NEVER_BLOCKS = (3, 12) <= sys.version_info < (3, 12, 9) or (3, 13) <= sys.version_info < (3, 13, 2)
+# In these versions asyncio's `writelines` never pauses the writer (CVE-2024-12254); fixed in 3.12.9, 3.13.2 and 3.14.
+WRITES_NEVER_BLOCK = (3, 12) <= sys.version_info < (3, 12, 9) or (3, 13) <= sys.version_info < (3, 13, 2)
 
 
 @pytest.fixture
@@ -100,12 +100,12 @@ class TestCancellation:
             await _cancel_after(ticks, block() if call == "block" else pub.commit(f"{stream}.a", b"x"))
             assert pub._batch.state in (State.NEW, State.STARTING, State.OPEN, State.ENDED)
             if pub.end_reason is None and call == "commit":
-                await pub.discard()  # it did not get as far as the commit
+                await pub.discard()  # it was cancelled before the commit
             assert pub.end_reason is not None or pub.batch_seq == 0
             assert (await js.stream_info(stream)).state.messages <= 10
             await leak_check.assert_clean()
 
-    async def test_cancelled_commit_that_waits_for_its_turn(
+    async def test_a_block_cancelled_before_its_commit_discards_the_batch(
         self,
         js: JetStreamContext,
         own_server: NatsServer,
@@ -171,15 +171,15 @@ async def _cancel_after(ticks: int, work: Awaitable[object]) -> None:
         await task
 
 
-async def test_discard_while_the_batch_opens(stream_name: Callable[[], str]) -> None:
-    # Behind a domain the API level has to be asked for, and that takes a while.
+async def test_discard_while_the_batch_opens_sends_nothing(stream_name: Callable[[], str]) -> None:
+    # Behind a domain the batch requests the API level before it opens.
     async with NatsServer(config="jetstream { domain: hub }") as server:
         nc = await nats.connect(server.url)
         js = nc.jetstream(domain="hub")
         name = stream_name()
         await js.add_stream(name=name, subjects=[f"{name}.>"], allow_batched=True)
         assert (await jsx.FastPublisher(js).commit(f"{name}.a", b"1")).domain == "hub"
-        await nc.close()  # the level was learnt
+        await nc.close()  # the API level is cached
         nc = await nats.connect(server.url)
         js = nc.jetstream(domain="hub")
         await js.stream_info(name)
@@ -195,7 +195,7 @@ async def test_discard_while_the_batch_opens(stream_name: Callable[[], str]) -> 
         await nc.close()
 
 
-class TestBadConnections:
+class TestConnections:
     @pytest.mark.parametrize("mode", list(jsx.GapMode))
     async def test_a_lost_connection_ends_the_batch_with_the_exact_range(
         self,
@@ -246,7 +246,7 @@ class TestBadConnections:
         assert isinstance(adding, errors.BatchAbandonedError)
         assert pub.end_reason is jsx.EndReason.DISCONNECTED
 
-    async def test_a_commit_that_is_not_answered(
+    async def test_an_unanswered_commit_leaves_the_outcome_unknown(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
         stream = await own_stream()
@@ -259,7 +259,7 @@ class TestBadConnections:
         own_server.resume()
         assert (caught.value.outcome, pub.end_reason) == ("unknown", jsx.EndReason.TIMEOUT)
 
-    async def test_a_first_message_that_is_not_answered(
+    async def test_an_unanswered_first_message_leaves_the_outcome_unknown(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
         stream = await own_stream()
@@ -269,7 +269,9 @@ class TestBadConnections:
                 await jsx.FastPublisher(own_js, ack_timeout=0.2).add(f"{stream}.a", b"1")
         own_server.resume()
 
-    async def test_a_closed_connection(self, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream) -> None:
+    async def test_a_closed_connection_is_an_error(
+        self, own_nc: Client, own_js: JetStreamContext, own_stream: MakeStream
+    ) -> None:
         stream = await own_stream()
         used, unused = jsx.FastPublisher(own_js), jsx.FastPublisher(own_js)
         await used.add(f"{stream}.a", b"1")
@@ -281,8 +283,10 @@ class TestBadConnections:
         with pytest.raises(nats.errors.ConnectionClosedError):
             await unused.add(f"{stream}.a", b"2")
 
-    @pytest.mark.skipif(NEVER_BLOCKS, reason="asyncio's own defect CVE-2024-12254: no write is ever held back")
-    async def test_a_timeout_around_a_blocked_write_is_heard(
+    @pytest.mark.skipif(
+        WRITES_NEVER_BLOCK, reason="CVE-2024-12254 of asyncio: a full transport never pauses the writer"
+    )
+    async def test_a_timeout_around_a_blocked_write_takes_effect(
         self, own_nc: Client, own_js: JetStreamContext, own_server: NatsServer, own_stream: MakeStream
     ) -> None:
         # nats-py swallows the cancellation while its buffer is full.
@@ -297,7 +301,7 @@ class TestBadConnections:
                     await pub.add_many((f"{stream}.a", bytes(500_000)) for _ in range(100))
             assert asyncio.get_running_loop().time() - began < 3
         finally:
-            own_server.resume()  # closing a connection waits until what it holds is read
+            own_server.resume()  # closing a connection waits until its buffer is sent
         sent = pub.batch_seq
         assert sent > 1
         assert (await pub.commit_eob()).batch_size == sent

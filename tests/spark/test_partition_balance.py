@@ -1,4 +1,4 @@
-"""Partitions of filtered and gappy ranges have about as many messages each."""
+"""Partitions of filtered and gappy ranges have about the same number of messages."""
 
 import itertools
 from collections import Counter
@@ -31,7 +31,9 @@ async def plan(js: JetStreamContext, stream: str, **options: str) -> list[Sequen
     return await plan_read(js, ReadOptions.parse({"servers": "nats://unused", "stream": stream} | options))
 
 
-async def test_a_stream_with_most_of_it_deleted(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+async def test_partitions_are_even_where_most_messages_were_deleted(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
     stream = stream_name()
     await fill(js, stream, ["keep", *["drop"] * 20_000, *["keep"] * 1_000])
     await js.purge_stream(stream, subject=f"{stream}.drop")
@@ -41,7 +43,9 @@ async def test_a_stream_with_most_of_it_deleted(js: JetStreamContext, stream_nam
     assert all(200 <= count <= 300 for count in await counts(js, parts))
 
 
-async def test_a_filter_that_matches_in_one_place(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+async def test_partitions_are_even_where_a_filter_matches_in_one_place(
+    js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
     stream = stream_name()
     await fill(js, stream, [*["a"] * 15_000, *["b"] * 1_000, *["a"] * 4_000])
     parts = await plan(js, stream, minPartitions="4", subjects=f"{stream}.b")
@@ -50,7 +54,7 @@ async def test_a_filter_that_matches_in_one_place(js: JetStreamContext, stream_n
     assert all(200 <= count <= 300 for count in await counts(js, parts))
 
 
-async def test_a_dense_stream_is_not_asked(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+async def test_a_dense_stream_is_cut_by_sequence(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
     stream = stream_name()
     await fill(js, stream, ["a"] * 100)
     await js.delete_msg(stream, 50)

@@ -1,4 +1,4 @@
-"""Servers before 2.12 would store the messages of a batch as ordinary ones: nothing is ever sent to them."""
+"""Servers before 2.12 store the messages of a batch as ordinary ones, so nothing is sent to them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ LEAF = 'jetstream { domain: old }\nleafnodes { remotes [ { url: "nats-leaf://127
 
 @asynccontextmanager
 async def behind(version: str) -> AsyncIterator[JetStreamContext]:
-    """A stream ``S`` on a server of that version, seen through a new one without JetStream."""
+    """A stream ``S`` on a server of that version, behind a new one without JetStream."""
     with closing(HeldPort()) as port:
         hub = NatsServer(jetstream=False, config=HUB % port.port)
         port.make_way()
@@ -39,12 +39,12 @@ async def behind(version: str) -> AsyncIterator[JetStreamContext]:
                         await js.stream_info("S")
                         break
                     except nats.js.errors.ServiceUnavailableError:
-                        await asyncio.sleep(0.01)  # the two have not met yet
+                        await asyncio.sleep(0.01)  # the leaf has not connected yet
             yield js
             await nc.close()
 
 
-async def refused(js: JetStreamContext, version: str) -> None:
+async def assert_refused(js: JetStreamContext, version: str) -> None:
     for call in (
         lambda: jsx.AtomicBatch(js).add("s.a", b"x"),
         lambda: jsx.AtomicBatch(js, ack_first=False).add("s.a", b"x"),
@@ -59,22 +59,22 @@ async def refused(js: JetStreamContext, version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["2.10.26", "2.11.11"])
-async def test_an_old_server(version: str) -> None:
+async def test_nothing_is_sent_to_an_old_server(version: str) -> None:
     async with NatsServer(version=version) as server:
         nc = await nats.connect(server.url)
         await nc.jetstream().add_stream(name="S", subjects=["s.>"], allow_atomic=True)
-        await refused(nc.jetstream(), "older" if version.startswith("2.10") else version)
+        await assert_refused(nc.jetstream(), "older" if version.startswith("2.10") else version)
         await nc.close()
 
 
-async def test_an_old_server_behind_a_new_one() -> None:
-    # The greeting is the new server's; only the stream itself tells who would take the messages.
+async def test_nothing_is_sent_to_an_old_server_behind_a_new_one() -> None:
+    # The INFO is the new server's; only the stream's answer names the server that would take the messages.
     async with behind("2.11.11") as js:
-        await refused(js, "2.11.11")
+        await assert_refused(js, "2.11.11")
 
 
 @pytest.mark.parametrize("version", ["2.12.0", "2.12.8"])
-async def test_a_server_without_the_marker_behind_one_that_has_it(version: str) -> None:
+async def test_a_batch_commits_on_a_server_without_the_marker_behind_one_with_it(version: str) -> None:
     async with behind(version) as js:
         async with jsx.AtomicBatch(js) as batch:
             for i in range(3):
@@ -83,8 +83,8 @@ async def test_a_server_without_the_marker_behind_one_that_has_it(version: str) 
         assert (await js.stream_info("S")).state.messages == 3
 
 
-async def test_expectations_that_2_12_0_would_compare_with_another_subject() -> None:
-    # Sent as they are, the batch would be stored although its expectation does not hold.
+async def test_subject_expectations_are_refused_on_2_12_0() -> None:
+    # 2.12.0 compares them with another subject: it would store a batch whose expectation does not hold.
     async with NatsServer(version="2.12.0") as server:
         nc = await nats.connect(server.url)
         js = nc.jetstream()
@@ -112,14 +112,14 @@ async def test_expectations_that_2_12_0_would_compare_with_another_subject() -> 
         await nc.close()
 
 
-NO_QUESTIONS = """
+NO_LOOKUPS = """
 authorization { users = [ { user: u, password: p, permissions: {
     publish: { deny: ["$JS.API.STREAM.NAMES", "$JS.API.STREAM.INFO.>"] } } } ] }
 """
 
 
-async def test_a_user_who_may_not_ask(caplog: pytest.LogCaptureFixture) -> None:
-    async with NatsServer(config=NO_QUESTIONS) as server:
+async def test_a_client_without_permission_to_look_up_streams_can_publish(caplog: pytest.LogCaptureFixture) -> None:
+    async with NatsServer(config=NO_LOOKUPS) as server:
         nc = await nats.connect(server.url, user="u", password="p")
         js = nc.jetstream()
         await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True)
@@ -128,6 +128,6 @@ async def test_a_user_who_may_not_ask(caplog: pytest.LogCaptureFixture) -> None:
                 batch = jsx.AtomicBatch(js)
                 await batch.add("s.a", b"1")
                 await batch.commit("s.a", b"2")
-        async with asyncio.timeout(1):  # it is not asked again
+        async with asyncio.timeout(1):  # the lookup is not repeated
             await jsx.publish_atomic(js, [jsx.BatchMessage("s.a")])
         await nc.close()

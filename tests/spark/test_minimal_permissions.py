@@ -1,6 +1,6 @@
-"""The connector asks for nothing that it has no permission for: with those of docs/spark.md no server refuses anything.
+"""The connector sends no request that needs other permissions than docs/spark.md lists.
 
-What is refused goes unanswered, so it would cost its whole timeout even where there is a way round.
+A server does not reply to a request that it refuses, so each would cost its whole timeout even where a fallback exists.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.kv import JetStreamKvDataSource, plan_kv
 from jetstream_ext.spark.options import KvOptions, ReadOptions, WriteOptions
 from jetstream_ext.spark.planning import plan_read
-from jetstream_ext.spark.sink import check_sink
+from jetstream_ext.spark.sink import Task, check_sink, write_partition
 from jetstream_ext.spark.source import JetStreamDataSource
-from jetstream_ext.spark.write import Task, write_partition
 from jetstream_ext.testing import NatsServer
 
 SECRET = "pass"
@@ -89,7 +88,9 @@ def given(guarded: NatsServer, with_js: Any) -> Callable[[str], dict[str, str]]:
 
 @pytest.mark.parametrize(("user", "tail_check"), [("reader", "true"), ("trusting", "false")])
 @pytest.mark.parametrize("subjects", ["S.1", "S.*"])
-def test_reading(given: Any, cache: Connections, user: str, tail_check: str, subjects: str) -> None:
+def test_reading_needs_only_the_documented_permissions(
+    given: Any, cache: Connections, user: str, tail_check: str, subjects: str
+) -> None:
     options = given(user) | {"stream": "S", "tailCheck": tail_check, "subjects": subjects, "minPartitions": "3"}
     read, schema = ReadOptions.parse(options), JetStreamDataSource(options).schema()
     with cache.lend(read.connection, "driver") as lease:
@@ -102,7 +103,9 @@ def test_reading(given: Any, cache: Connections, user: str, tail_check: str, sub
 @pytest.mark.parametrize(
     ("user", "semantics"), [("writer", "dedupe"), ("writer", "none"), ("transactional", "transactional")]
 )
-def test_writing(given: Any, cache: Connections, user: str, semantics: str) -> None:
+def test_writing_needs_only_the_documented_permissions(
+    given: Any, cache: Connections, user: str, semantics: str
+) -> None:
     options = given(user) | {"stream": "S", "semantics": semantics}
     if semantics == "transactional":
         options["sinkPartitions"] = "1"
@@ -115,7 +118,7 @@ def test_writing(given: Any, cache: Connections, user: str, semantics: str) -> N
     assert done.rows == 2500
 
 
-def test_buckets(given: Any, cache: Connections) -> None:
+def test_buckets_need_only_the_documented_permissions(given: Any, cache: Connections) -> None:
     options = given("buckets") | {"bucket": "B"}
     read, schema = KvOptions.parse(options), JetStreamKvDataSource(options).schema()
     with cache.lend(read.connection, "driver") as lease:
