@@ -50,7 +50,7 @@ class _Inboxes:
         """
         connection = self._connection
         connection.check_usable()
-        frames.check_size(b"", payload, connection.max_payload)
+        frames.check_size(len(payload), connection.max_payload)
         handler = InboxHandler(partial(self._notify, received), partial(self._notify, self._disconnected))
         inbox = self._open[key] = await connection.inbox(handler, timeout=timeout)
         command = frames.pub(subject.encode(), inbox.subject.encode(), b"", payload)
@@ -120,7 +120,7 @@ async def read_blocks(
                         subject, payload = sent.request.address(api)
                         await inboxes.send(subject, payload, partial(machine.receive, sent), timeout, sent)
                     except nats.errors.ConnectionReconnectingError as error:
-                        machine.not_sent(error, loop.time())
+                        machine.interrupted(error, loop.time())
                 case range_read.DropReply(sent):
                     inboxes.close(sent)
                 case range_read.AskLeader(requests):

@@ -17,7 +17,7 @@ from jetstream_ext.client.api import api_level
 from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription
 from jetstream_ext.client.context import Context
 from jetstream_ext.errors import RequestTimeoutError
-from jetstream_ext.protocol.fast import Ended, Event, FastBatch, Transition
+from jetstream_ext.protocol.fast import Ended, Event, FastBatch
 from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
@@ -374,7 +374,7 @@ class FastSession:
     def __init__(
         self, context: Context, *, handlers: Mapping[type[Event], Callable[[Any], object] | None], **batch: Any
     ) -> None:
-        self.batch: FastBatch = FastBatch(**batch, on_transition=self._log_transition)
+        self.batch: FastBatch = FastBatch(**batch)
         self.now: Callable[[], float]
         """The clock of the batch, once it is open."""
         self._context = context
@@ -521,9 +521,6 @@ class FastSession:
         self._changed.set()
         self._changed.clear()
         self._arm()
-
-    def _log_transition(self, change: Transition) -> None:
-        _log.debug("batch %s: %s -> %s (%s)", self.batch.batch_id, change.old.name, change.new.name, change.event.value)
 
     def _call(self, handler: Callable[[Any], object], event: Event) -> None:
         try:

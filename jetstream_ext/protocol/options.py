@@ -1,4 +1,4 @@
-"""Checks of arguments, and the publish options as headers: one rule of each kind, for every caller."""
+"""Checks of arguments, and the publish options as headers."""
 
 from __future__ import annotations
 
@@ -150,6 +150,6 @@ def rfc3339(when: datetime, name: str) -> str:
     if when.tzinfo is None or when.utcoffset() is None:
         raise ValueError(f"{name} must be timezone-aware, not {when!r}")
     try:
-        return when.astimezone(UTC).isoformat()  # RFC 3339 has no offsets with seconds
+        return when.astimezone(UTC).isoformat()  # in UTC, because RFC 3339 has no offsets with seconds
     except OverflowError:
         raise ValueError(f"{name} must be in the years 1 to 9999 in UTC, not {when!r}") from None

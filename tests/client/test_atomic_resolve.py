@@ -80,7 +80,7 @@ async def test_a_commit_that_never_arrived_is_not_stored(
     batch = jsx.AtomicBatch(js, timeout=0.5)
     await batch.add_many(messages(name, count))
     await js.publish(f"{name}.0", b"another publisher's")
-    with pytest.raises(errors.BatchOutcomeUnknownError, match="all stored or none"):
+    with pytest.raises(errors.BatchOutcomeUnknownError, match="all or none of its"):
         await batch.commit_eob()
     assert await batch.resolve() == "not_stored"
     assert batch.state == "failed"
