@@ -224,7 +224,7 @@ async def test_resolve_needs_an_ended_batch(js: JetStreamContext, make_stream: M
     name = await make_stream()
     batch = jsx.AtomicBatch(js)
     for _ in range(2):
-        with pytest.raises(errors.BatchError, match="has not ended"):
+        with pytest.raises(errors.BatchError, match="is still open"):
             await batch.resolve()
         await batch.add(f"{name}.1")
     await batch.discard()

@@ -168,7 +168,7 @@ def test_resolve_only_looks_into_an_unknown_outcome(state: State, doubt: Doubt) 
 
 def test_resolve_of_open_duplicate_and_separately_stored_batches() -> None:
     for state in (NEW, OPEN, COMMITTING):
-        with pytest.raises(errors.BatchError, match="has not ended"):
+        with pytest.raises(errors.BatchError, match="is still open"):
             at(state).doubt()
     duplicate = at(COMMITTING)
     duplicate.receive(duplicate.sent, *refusal(10201))
