@@ -346,7 +346,7 @@ class _Ingest:
                 return await once(message, headers)
             except nats.js.errors.NoStreamResponseError as error:
                 if await self._has_no_stream(message.subject):
-                    raise self._failure("has a subject that no stream listens on") from error
+                    raise self._failure("has a subject that no stream stores") from error
                 await self._pause(error)
             except nats.js.errors.APIError as error:
                 if error.code not in _RETRIED_STATUSES and error.err_code != ErrorCode.DUPLICATE_IN_PROCESS:

@@ -506,7 +506,7 @@ async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
                 raise
     if tx.state == "failed":
         raise BatchAbandonedError(
-            f"bucket {bucket.name!r}: nothing is written; the commit of the transaction was lost",
+            f"bucket {bucket.name!r}: nothing was written, because the commit was lost; run the transaction again",
             batch_id=unknown.batch_id,
             outcome="not_stored",
         ) from unknown

@@ -423,8 +423,8 @@ class _Source:
         retry = Retry(_SETTLE, first_pause=_SETTLE_PAUSE, factor=1.0)
         while position > (state := await self.look()).last_seq + 1:
             lost = PositionLostError(
-                f"stream {self._stream!r} ends at sequence {state.last_seq}, before the position {position}: the end of "
-                "the stream was lost, or the position belongs to another stream",
+                f"stream {self._stream!r} ends at sequence {state.last_seq}, before the position {position}: the "
+                "stream lost its last messages, or the position belongs to another stream",
                 stream=self._stream,
                 expected=position,
                 got=state.last_seq + 1,

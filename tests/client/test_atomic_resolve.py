@@ -158,7 +158,7 @@ async def test_a_recreated_stream_leaves_the_outcome_unknown(
     with pytest.raises(errors.BatchOutcomeUnknownError, match="no longer exists"):
         await batch.resolve()
     await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)
-    with pytest.raises(errors.BatchOutcomeUnknownError, match="created again"):
+    with pytest.raises(errors.BatchOutcomeUnknownError, match="re-created"):
         await batch.resolve()
 
 

@@ -121,7 +121,7 @@ def test_messages_are_checked_against_the_newest_limit_of_the_server(max_payload
     machine.limit_messages(max_payload)
     large = message(payload=bytes(1000))
     if max_payload == 100:
-        with pytest.raises(errors.MaxPayloadError, match="limit of 100"):
+        with pytest.raises(errors.MaxPayloadError, match="max_payload of 100"):
             add(machine, large)
         assert isinstance(machine.add_many(iter([large]), 1).stopped, errors.MaxPayloadError)
     else:

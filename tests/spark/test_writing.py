@@ -194,7 +194,7 @@ class TestTransactions:
         write(range(10), partition=1)
         with pytest.raises(ReplayError, match="was first stored with 2 partitions and now has 3"):
             write(range(10), partition=0, sinkPartitions="3")
-        with pytest.raises(ReplayError, match="there is a partition 2"):
+        with pytest.raises(ReplayError, match="a partition with index 2"):
             write(range(10), partition=2)
         assert stored() == list(range(10))
         write(range(10), batch=1, sinkPartitions="3")
