@@ -191,7 +191,7 @@ class AtomicSession:
     async def _open_for(self, first: Encoded, message: BatchMessage) -> None:
         connection = self._context.connection
         connection.check_usable()
-        # A server before 2.12 stores the messages of a batch as ordinary ones. The connected server's INFO says nothing
+        # A server before 2.12 stores the messages of a batch as separate ones. The connected server's INFO says nothing
         # about the stream's leader, which may be an older server; the stream's answer does.
         owner = await lookup_stream(self._context, message.subject, message.stream, self._timeout)
         if owner is None:
@@ -246,7 +246,7 @@ class AtomicSession:
         try:
             await self._context.connection.write(block.data, block.messages, block.size, timeout=self._timeout)
         except (nats.errors.Error, OSError) as error:
-            self.machine.lost(f"a write to the connection failed ({error!r})")
+            self.machine.lost(f"writing to the connection failed ({error!r})")
             self._settle()
 
     def _abandon_commit(self) -> None:
@@ -316,7 +316,7 @@ async def _find_commit(
 
     `cause` is the error that left the outcome unknown; a BatchOutcomeUnknownError of this call is raised from it.
     """
-    why = "no leader answered"
+    why = "the stream's leader did not answer"
     try:
         async with asyncio.timeout(timeout):
             while True:
@@ -330,7 +330,8 @@ async def _find_commit(
     except (NeverKnown, nats.errors.Error, nats.js.errors.APIError) as error:
         why = str(error)
     raise BatchOutcomeUnknownError(
-        f"batch {commit.batch_id}: could not find out whether it is stored: {why}",
+        f"batch {commit.batch_id}: the outcome is unknown: {why}; either all of its {commit.size} messages are stored or "
+        "none",
         batch_id=commit.batch_id,
         sent=commit.size,
         acked=commit.staged,
@@ -346,8 +347,8 @@ async def _find_earlier(context: Context, commit: Commit, timeout: float) -> Bat
     except TimeoutError as error:
         stream = commit.opened.name if commit.opened else ""
         raise RequestTimeoutError(
-            f"stream {stream!r} was not read to the end within {timeout:g} s: it may have an earlier batch "
-            f"{commit.batch_id}"
+            f"stream {stream!r}: the search for an earlier batch {commit.batch_id} did not finish within {timeout:g} s; "
+            "that batch may be stored"
         ) from error
 
 

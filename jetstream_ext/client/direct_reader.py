@@ -172,7 +172,8 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
                 return decode_single(stream, received[0], connection.server_version)
             if retried:
                 raise MessagesLostError(
-                    f"stream {stream!r}: the connection was lost while a direct get was being answered", expected=0
+                    f"stream {stream!r}: the connection was lost before the direct get was answered; repeat it",
+                    expected=0,
                 )
         except nats.errors.ConnectionReconnectingError:
             if retried:
@@ -254,7 +255,10 @@ class MessageBatch:
 
     async def _next_block(self) -> Block | None:
         if self._failure is not None:
-            raise JetStreamExtError(f"this read ended early and cannot be continued: {self._failure!r}")
+            raise JetStreamExtError(
+                "this read failed or was cancelled and cannot be continued; start another one after the last message "
+                f"received ({self._failure!r})"
+            )
         if self._closed:
             return None
         self._check_alone()

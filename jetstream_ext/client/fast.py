@@ -186,7 +186,7 @@ class FastPublisher:
         Raises:
             BatchError: The batch has ended; the error says why, what is stored, and holds the server's final ack.
             UnsupportedFeatureError: The server is older than 2.14. Nothing was sent; if the library could not know the
-                version before, the error says that this one message was stored as an ordinary one.
+                version before, the error says that this one message is stored as a separate message.
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
 
         Cancellation: While the call waits for room or for the connection, nothing is sent and the message has no
@@ -541,7 +541,10 @@ class FastSession:
 
     def _handler_failed(self, error: BaseException) -> None:
         asyncio.get_running_loop().call_exception_handler(
-            {"message": f"a handler of batch {self.batch.batch_id} failed", "exception": error}
+            {
+                "message": f"batch {self.batch.batch_id}: a callback (on_flow, on_gap or on_error) raised",
+                "exception": error,
+            }
         )
 
     def _arm(self) -> None:

@@ -293,9 +293,9 @@ class AtomicBatchMachine:
         elif self.sent and self._has_marker:
             outgoing = []
         else:
-            why = "a server before 2.14 can only commit on a message, and all are sent: commit with a last message"
+            why = "this server (before 2.14) needs a message for the commit, and all messages are sent; end the batch with commit(subject, payload)"
             raise errors.EmptyBatchError(
-                f"batch {self.batch_id}: {why if self.sent else 'there is nothing to commit'}",
+                f"batch {self.batch_id}: {why if self.sent else 'the batch is empty, so there is nothing to commit'}",
                 **self._facts("not_stored"),
             )
         self._commit_has_message, self._commit_held, self._held = last is not None, None if last else held, None
@@ -331,7 +331,9 @@ class AtomicBatchMachine:
         """Return the ack of a commit that was answered, or raise what ended the batch."""
         if self.ack is None:
             self.check_open()
-            raise BatchError(f"batch {self.batch_id} was not committed", **self._facts("not_stored"))
+            raise BatchError(
+                f"batch {self.batch_id} was not committed; nothing of it is stored", **self._facts("not_stored")
+            )
         return self.ack
 
     def leave(self) -> bool:
@@ -355,7 +357,9 @@ class AtomicBatchMachine:
             BatchError: The batch has not ended, or it failed in a way that cannot be looked into.
         """
         if not self.ended:
-            raise BatchError(f"batch {self.batch_id} has not ended: commit or discard it", **self._facts("unknown"))
+            raise BatchError(
+                f"batch {self.batch_id} is still open; commit or discard it before resolve()", **self._facts("unknown")
+            )
         if self.state is UNKNOWN:
             return Doubt.COMMIT
         if self.state is FAILED:
@@ -417,7 +421,7 @@ class AtomicBatchMachine:
         if ack is not None:
             self._apply(Input.FOUND_STORED, ack=ack)
         else:
-            why = "the stream has none of its messages: it was not committed"
+            why = "the stream has none of its messages, so it was not committed"
             self._apply(Input.FOUND_NOTHING, why, cause=self.error)
 
     # -- how ------------------------------------------------------------------------------------------------------
@@ -431,8 +435,8 @@ class AtomicBatchMachine:
             raise ValueError("expected_last_seq can only be on the first message of an atomic batch")
         if expectations.subject in self._written:
             raise ValueError(
-                f"expected_last_subject_seq on {expectations.subject!r}: an earlier message of the batch wrote to that "
-                "subject"
+                f"expected_last_subject_seq on {expectations.subject!r}: an earlier message of the batch already has this "
+                "subject; put the expectation on that message"
             )
         self._check_server(message, self._server_version)
 
@@ -493,11 +497,9 @@ class AtomicBatchMachine:
                     f"not for {self.batch_id!r} with {self.size}",
                     frame=payload,
                 )
-            self._apply(
-                Input.ACKNOWLEDGED, "the server says that it committed the batch, but no commit was sent", ack=reply
-            )
+            self._apply(Input.ACKNOWLEDGED, "the server acknowledged a commit that was not sent", ack=reply)
         elif reply is wire.Reply.ORDINARY:
-            detail = f"{self.sent} messages of batch {self.batch_id} may be stored as ordinary ones"
+            detail = f"{self.sent} messages of batch {self.batch_id} may be stored as separate messages"
             self._apply(Input.STORED_SEPARATELY, error=ATOMIC.unsupported(detail=detail))
         elif answers_commit:
             raise ResponseError("the answer to the commit is empty", frame=header)
@@ -554,7 +556,7 @@ class AtomicBatchMachine:
     def _ending(self, why: str, cause: BaseException | None) -> JetStreamExtError:
         error: JetStreamExtError
         if self.state is UNKNOWN:
-            what = f"either all or none of its {self.size} messages are stored"
+            what = f"either all of its {self.size} messages are stored or none (see AtomicBatch.resolve)"
             error = errors.BatchOutcomeUnknownError(f"batch {self.batch_id}: {why}; {what}", **self._facts("unknown"))
         else:
             what = "nothing of the batch is stored"

@@ -107,7 +107,7 @@ def find_commit(commit: Commit) -> Plan:
     """Find out what became of a commit; raise NotYetKnown or NeverKnown, with the reason, if it cannot be known."""
     opened, after = commit.opened, commit.after
     if opened is None:
-        raise NeverKnown("the stream could not be looked up when the batch was opened")
+        raise NeverKnown("the state of the stream could not be read when the batch was opened")
     state = yield from _state(opened)
     if state.last_seq < after:
         raise NotYetKnown("the stream's leader lacks messages that the stream had when the batch was opened")
@@ -128,15 +128,15 @@ def find_commit(commit: Commit) -> Plan:
     for _ in range(_LOOKS):
         state = yield from _state(opened)
         if state.leader != leader:
-            raise NotYetKnown("the stream changed its leader")
+            raise NotYetKnown("the stream's leader changed during the search")
         if state.last_seq >= (until or 0):
             break
         yield Pause()
     else:
         # The leader may have refused messages when it applied them. A new fence names the sequence without them.
-        raise NotYetKnown("the leader has not applied everything that is on its way")
+        raise NotYetKnown("the stream's leader has not yet applied all messages that it accepted")
     if until is None and state.replicated:
-        raise NotYetKnown("the leader does not say which sequence it will reach")
+        raise NotYetKnown("the refusal by the stream's leader does not name its last sequence")
 
     search = Search(commit.batch_id, commit.size, after, contiguous=state.contiguous)
     yield from _read(state, search)
@@ -145,15 +145,13 @@ def find_commit(commit: Commit) -> Plan:
     state = yield from _state(opened)
     if state.leader != leader or not state.leader_is_certain:
         # The reads may have come from a server that had been replaced without knowing it.
-        raise NotYetKnown("the stream's leader does not hear from a majority")
+        raise NotYetKnown("the stream's leader changed, or has lost its majority")
     if search.room:
-        raise NeverKnown(
-            "messages were removed from the stream since then, and the batch's own may have been among them"
-        )
+        raise NeverKnown("the stream has removed messages since the batch was opened, possibly those of the batch")
     if session != commit.session and not commit.staged:
         # With an acknowledged message the fence is proof all the same: it makes the server forget that message, and a
         # batch cannot begin in the middle.
-        raise NeverKnown("the connection was replaced, and the commit may still be on its way through the old one")
+        raise NeverKnown("the client has reconnected, and the commit may still arrive over the old connection")
     return None
 
 
@@ -180,7 +178,7 @@ def _state(opened: StreamState) -> Generator[Question, Any, StreamState]:
     if state is None:
         raise NeverKnown("the stream no longer exists")
     if state.created != opened.created:
-        raise NeverKnown("the stream was deleted and created again")
+        raise NeverKnown("the stream was deleted and re-created")
     return state
 
 
@@ -260,7 +258,7 @@ def _fenced(replies: FenceReplies, stream: str) -> int | None:
     """Return the sequence that the leader will reach, if the second refusal names one."""
     killed, marked = (_refusal(header, payload, stream) for header, payload in replies[1:])
     if killed.err_code not in _FORGOTTEN or marked.code == 503:
-        raise NotYetKnown(f"the stream's leader does not answer for the batch: {killed.description}")
+        raise NotYetKnown(f"the stream's leader did not confirm that it dropped the batch: {killed.description}")
     found = _LAST_SEQ.search(marked.description or "")
     return int(found[1]) if found else None
 
@@ -269,10 +267,10 @@ def _refusal(header: bytes, payload: bytes, stream: str) -> ServerError:
     try:
         reply = read_reply(header, payload)
     except ResponseError as error:
-        raise NotYetKnown(f"the answer to a fence is malformed: {error}") from error
+        raise NotYetKnown(f"the answer to a fence message is malformed: {error}") from error
     if not isinstance(reply, ServerError):
-        raise NotYetKnown("the server did not refuse a message that cannot be stored")
+        raise NotYetKnown("the server did not refuse a fence message")
     answering = orjson.loads(payload).get("stream", stream) if payload else stream
     if answering != stream:
-        raise NeverKnown(f"the batch's last subject now belongs to stream {answering!r}")
+        raise NeverKnown(f"the subject of the batch's last message now belongs to stream {answering!r}")
     return reply

@@ -116,7 +116,7 @@ def _check_headers(message: BatchMessage) -> Expectations | None:
 
 class Reply(enum.Enum):
     STAGED = "the server has the message"
-    ORDINARY = "the server stored the message as an ordinary one: it does not know batches"
+    ORDINARY = "the server does not know batches and stored a separate message"
 
 
 def read_reply(header: bytes, payload: bytes) -> Reply | BatchAck | ServerError:
@@ -150,7 +150,7 @@ def refusal_error(
     """Return the error for a refusal of `what`; `in_doubt`: it is the first answer since the connection was lost."""
     if _reached_no_stream(refusal):
         return errors.NoStreamError(
-            f"batch {batch_id}: no stream listens on the subject of {what}: it does not exist, or it has no leader",
+            f"batch {batch_id}: no stream stores the subject of {what}, or the stream has no leader",
             **facts,
         )
     if in_doubt and isinstance(refusal, errors.AtomicPublishIncompleteError):
@@ -162,7 +162,10 @@ def refusal_error(
         lost.__cause__ = refusal
         return lost
     if isinstance(refusal, errors.AtomicPublishDisabledError):
-        text = "the stream does not take atomic batches; turn on allow_atomic"
+        text = (
+            "atomic batches are disabled on the stream; nothing is stored; enable them with allow_atomic=True "
+            "(jetstream_ext.ensure_stream)"
+        )
     else:
         text = f"{what} was refused: {refusal.description}; nothing of the batch is stored"
     return errors.batch_refusal(refusal, f"batch {batch_id}: {text}", **facts)

@@ -211,7 +211,7 @@ class ReplyDecoder:
         except ValueError:
             raise ResponseError("a direct-get reply has a sequence that is not a number", frame=raws[0]) from None
         if seqs[0] <= self._floor or seqs[-1] >> 64 or any(map(ge, seqs, seqs[1:])):
-            raise ResponseError(f"the sequences of a direct-get reply do not ascend from {self._floor}")
+            raise ResponseError(f"the sequences of a direct-get reply do not increase after {self._floor}")
         self.last_seq = self._floor = seqs[-1]
         self.count += len(seqs)
         bodies = [body for _, body, _ in frames]
@@ -224,9 +224,10 @@ class ReplyDecoder:
     def _lost(self, last: bytes, prev: bytes) -> MessagesLostError:
         got = h.count(last) if last else None
         expected = max(h.count(prev), self._floor)
+        until = "" if got is None else f" and up to {got}"
         return MessagesLostError(
-            f"stream {self._asked!r}: messages after sequence {expected} did not arrive "
-            f"(the reply continues after {got}): the consumer is too slow, or a connection was dropped",
+            f"stream {self._asked!r}: messages after sequence {expected}{until} were lost in transit (a slow consumer or a "
+            f"lost connection); repeat the read, or continue it after {expected}",
             expected=expected,
             got=got,
         )
@@ -325,17 +326,19 @@ def status_error(stream: str, header: bytes, server_version: str = "") -> JetStr
         )
     if code == 413:
         return errors.TooManySubjectsError(
-            f"stream {stream!r}: the filters match more subjects than the server answers at once ({text}); "
-            "ask for fewer at a time"
+            f"stream {stream!r}: the filters match more subjects than one answer can hold ({text}); "
+            "use narrower filters"
         )
     if code == 503:
         return errors.DirectGetDisabledError(
-            f"stream {stream!r}: no server answers direct gets. The stream does not exist, lacks allow_direct, or none "
-            "of its replicas is available",
+            f"stream {stream!r}: no server answers direct gets: the stream does not exist, lacks allow_direct, or none "
+            "of its replicas is available; enable direct gets with allow_direct=True (jetstream_ext.ensure_stream)",
             stream=stream,
         )
     if code == 500:
-        return errors.ServerError(f"stream {stream!r}: the server failed: {text}", code=500, description=text)
+        return errors.ServerError(
+            f"stream {stream!r}: the server reported an internal error: {text}", code=500, description=text
+        )
     return ResponseError(f"stream {stream!r}: unexpected status {code} {text}", frame=header)
 
 

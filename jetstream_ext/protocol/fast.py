@@ -42,7 +42,7 @@ class State(enum.Enum):
 
     NEW = "new"
     # The reply to the first message decides whether anything may follow it: a server without fast ingest stores every
-    # message, pings too, as an ordinary one.
+    # message, including pings, as a separate message.
     STARTING = "starting"
     # Messages go out as the window allows. While a caller waits, the server is pinged every `stall_ping` seconds,
     # because the answer recovers a lost ack. An idle batch is kept alive by a ping every `keepalive` seconds, because
@@ -95,7 +95,7 @@ class Ending:
 
 
 _UNKNOWN, _ABANDONED = errors.BatchOutcomeUnknownError, errors.BatchAbandonedError
-_REST: Final = "messages without an acknowledgement: {unacknowledged}"
+_REST: Final = "unacknowledged messages: {unacknowledged}"
 
 # fmt: off
 DONE: Final = Ending(EndReason.COMMITTED)
@@ -113,9 +113,10 @@ GONE: Final = Ending(
 NO_START: Final = Ending(
     EndReason.TIMEOUT, _UNKNOWN,
     "no answer to the first message within {wait:g} s: the server may be older than {since}, "
-    "or the stream may have no_ack set")
+    "or the stream may have no_ack set; messages up to {sent} may be stored")
 SILENCE: Final = Ending(
-    EndReason.TIMEOUT, _UNKNOWN, "no acknowledgement beyond message {acked} of {sent} within {wait:g} s")
+    EndReason.TIMEOUT, _UNKNOWN,
+    "the server acknowledged {acked} of {sent} messages and then nothing for {wait:g} s; later messages may be stored")
 NO_COMMIT: Final = Ending(
     EndReason.TIMEOUT, _UNKNOWN, "no answer to the commit within {wait:g} s; messages up to {sent} may be stored")
 FORGOTTEN: Final = Ending(  # perhaps because it has committed the batch, and the final ack was lost
@@ -627,9 +628,13 @@ class FastBatch:
         if failure is not None:
             raise copy.copy(failure) from failure.__cause__  # one object raised twice would chain its tracebacks
         if self.state is NEW:
-            raise self._error(errors.EmptyBatchError, "nothing was sent, so there is nothing to ping or to commit")
+            raise self._error(
+                errors.EmptyBatchError, "the batch is empty, so there is nothing to ping for or to commit"
+            )
         if self.state is SUSPENDED:
-            text = "the connection is lost; nothing is sent until the server has answered on a new one"
+            text = (
+                "the connection was lost; the batch takes no messages until the server has answered after the reconnect"
+            )
             raise self._error(errors.BatchClosedError, text, "unknown")
         ended = f"has ended ({self.end_reason.value})" if self.end_reason else "is being committed"
         raise self._error(errors.BatchClosedError, f"the batch {ended}")
@@ -658,7 +663,7 @@ class FastBatch:
             error = self._refused_batch(reply)
         elif ending is NO_FEATURE:
             assert reply is not None
-            error = FAST_INGEST.unsupported(detail=f"message {reply.seq} was stored as an ordinary one")
+            error = FAST_INGEST.unsupported(detail=f"message {reply.seq} is stored, as a separate message")
         elif ending.error is not None:
             text = ending.text.format(
                 acked=self.acked, sent=self.sent, wait=self.ack_timeout, since=FAST_INGEST.since,
@@ -681,9 +686,11 @@ class FastBatch:
         assert isinstance(said, BatchFlowGap)
         if said.seq > said.first_lost:
             return self._lost(said.first_lost, said.last_lost)
-        text = f"the server received message {said.seq} after {said.first_lost - 1}"
+        text = f"the server received message {said.seq} after message {said.first_lost - 1}"
         return self._error(
-            _ABANDONED, f"{text}: another publisher uses the batch id; use a batch_id of its own", "partial"
+            _ABANDONED,
+            f"{text}, because another publisher uses the same batch id; give each its own batch_id",
+            "partial",
         )
 
     def _lost(self, first: int, last: int) -> BatchError:
@@ -701,16 +708,19 @@ class FastBatch:
             error = errors.server_error(code=400, err_code=ErrorCode.FAST_UNKNOWN_BATCH)
         if first and error.code == 503 and error.err_code is None:
             subject = self._wire.subject.decode()
-            text = f"no stream listens on subject {subject!r}, or it has no leader; nothing is stored"
+            text = f"no stream stores subject {subject!r}, or the stream has no leader; nothing is stored"
             return self._error(errors.NoStreamError, text, "not_stored")
         return self._refused_message(error, reply.seq, "not_stored" if first else "unknown")
 
     def _refused_message(self, error: ServerError, seq: int, outcome: Outcome) -> BatchError:
         text = f"message {seq} was refused: {error.description}"
         if error.err_code == ErrorCode.FAST_DISABLED:
-            text = "the stream does not take fast ingest; nothing is stored; turn on allow_batched (jetstream_ext.ensure_stream)"
+            text = (
+                "fast ingest is disabled on the stream; nothing is stored; enable it with allow_batched=True "
+                "(jetstream_ext.ensure_stream)"
+            )
         elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
-            text = f"the server does not know the batch; it acknowledged {self.acked} of {self.sent} messages"
+            text = f"the server no longer has the batch; it acknowledged {self.acked} of {self.sent} messages"
         return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self._facts(outcome))
 
     def _error(self, kind: type[BatchError], text: str, outcome: Outcome | None = None, **fields: Any) -> BatchError:

@@ -188,7 +188,7 @@ def _said(header: bytes, payload: bytes) -> Said:
         status = h.parse_status(header)
         if status is not None:
             code, text = status
-            description = "no stream listens on the subject" if code == 503 else text
+            description = "no stream stores the subject" if code == 503 else text
             return Refusal(server_error(code=code, description=description))
     reply = parse_object("a fast-ingest reply", payload)
     kind = reply.get("type")

@@ -147,7 +147,7 @@ FAST_INGEST: Final = Feature(
     since="2.14",
     api_level=4,
     option="allow_batched",
-    older="stores every message, pings too, as an ordinary one",
+    older="stores every message, including pings, as a separate message",
 )
 CONSUMER_RESET: Final = Feature(
     title="consumer reset",

@@ -49,7 +49,7 @@ def check_size(size: int, max_payload: int) -> None:
     """Raise MaxPayloadError if a message's headers and payload together are over the server's limit, in bytes."""
     if size > max_payload:
         raise MaxPayloadError(
-            f"a message of {size} bytes (headers included) is over the server's limit of {max_payload}"
+            f"the message has {size} bytes with its headers, more than the server's max_payload of {max_payload}"
         )
 
 

@@ -75,7 +75,7 @@ def checked_row(block: bytes) -> Row:
     """Return `reply_row` of a block that must be a message's; raise ResponseError if it is not."""
     row = reply_row(block)
     if not row:
-        raise ResponseError("a message of a direct-get reply lacks a header of the server", frame=block)
+        raise ResponseError("a message in a direct-get reply lacks a header that the server adds", frame=block)
     return row
 
 
@@ -174,7 +174,7 @@ def line_number(line: bytes) -> int:
 def count(value: bytes) -> int:
     """Return a sequence or a count that a server sent; raise ResponseError if it is not from 0 to 2**64-1."""
     if not value.isdigit() or len(value) > 20 or (number := int(value)) >> 64:
-        raise ResponseError("a header of the server is not a number", frame=value)
+        raise ResponseError("a header from the server should be a number and is not", frame=value)
     return number
 
 

@@ -41,7 +41,7 @@ def ttl_value(ttl: TTL) -> str:
 def check_int(value: int, name: str, *, low: int = 1, high: int | None = None) -> int:
     """Return `value` if it is an int from `low` to `high`; raise ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        span = f"from {low} to {high}" if high is not None else f"from {low} up"
+        span = f"from {low} to {high}" if high is not None else f"of at least {low}"
         raise ValueError(f"{name} must be an integer {span}, not {value!r}")
     return value
 

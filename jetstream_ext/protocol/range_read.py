@@ -280,7 +280,7 @@ class RangeRead:
             return True
         if reply.lost:
             error = MessagesLostError(
-                f"stream {self._stream!r}: the connection was lost while a direct get was being answered",
+                f"stream {self._stream!r}: the connection was lost before the direct get was answered completely",
                 expected=reply.decoder.last_seq,
             )
             self.interrupted(error, now)
@@ -323,12 +323,12 @@ class RangeRead:
             self._go_back(gaps[0].stop)
             self._enter(State.RECONNECTING, f"dropped an answer of mirror {rows.stream!r} with {len(gaps)} gaps")
         elif gaps:
-            _log.debug("stream %r: %d gaps in an answer of mirror %r to prove", self._stream, len(gaps), rows.stream)
+            _log.debug("stream %r: checking %d gaps in an answer of mirror %r", self._stream, len(gaps), rows.stream)
             self._gaps, self._mirror = gaps, rows.stream
 
     def _missing(self, seq: int, now: float) -> None:
         """Read again from a message that the leader has and no responder delivered."""
-        mirror = f" (a mirror answers: {self._mirror!r})" if self._mirror else ""
+        mirror = f" (mirror {self._mirror!r} answers)" if self._mirror else ""
         self._mirror = ""
         self._go_back(seq)
         if self._patience_ends(now):
@@ -386,6 +386,6 @@ class RangeRead:
                 f"stream {self._stream!r}: no answer to a direct get within {self._timeout:.4g} s"
             )
         return RequestTimeoutError(
-            f"stream {self._stream!r}: the answer to a direct get stopped after {messages} messages, and nothing came "
-            f"for {self._timeout:.4g} s (an API imported from another account must be exported with response_type stream)"
+            f"stream {self._stream!r}: the answer to a direct get stopped after {messages} messages, with nothing more for "
+            f"{self._timeout:.4g} s (if the API is imported from another account, its export needs response_type stream)"
         )

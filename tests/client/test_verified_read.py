@@ -96,5 +96,5 @@ async def test_messages_that_no_responder_has_are_a_timeout(
         await send(self, subject.replace(origin, name), *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(direct_reader._Inboxes, "send", only_to_the_mirror)
-    with pytest.raises(RequestTimeoutError, match=rf"has sequence 2, .* within 1\.5 s \(a mirror answers: '{name}'\)"):
+    with pytest.raises(RequestTimeoutError, match=rf"has sequence 2, .* within 1\.5 s \(mirror '{name}' answers\)"):
         await read(js, origin, timeout=1.5)

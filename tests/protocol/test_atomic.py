@@ -121,7 +121,7 @@ def test_messages_are_checked_against_the_newest_limit_of_the_server(max_payload
     machine.limit_messages(max_payload)
     large = message(payload=bytes(1000))
     if max_payload == 100:
-        with pytest.raises(errors.MaxPayloadError, match="limit of 100"):
+        with pytest.raises(errors.MaxPayloadError, match="max_payload of 100"):
             add(machine, large)
         assert isinstance(machine.add_many(iter([large]), 1).stopped, errors.MaxPayloadError)
     else:
@@ -168,7 +168,7 @@ def test_resolve_only_looks_into_an_unknown_outcome(state: State, doubt: Doubt) 
 
 def test_resolve_of_open_duplicate_and_separately_stored_batches() -> None:
     for state in (NEW, OPEN, COMMITTING):
-        with pytest.raises(errors.BatchError, match="has not ended"):
+        with pytest.raises(errors.BatchError, match="is still open"):
             at(state).doubt()
     duplicate = at(COMMITTING)
     duplicate.receive(duplicate.sent, *refusal(10201))

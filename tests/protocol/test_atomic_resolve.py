@@ -162,7 +162,7 @@ def lose_the_majority(look: int, world: World) -> None:
         ({"state": None}, {}, NeverKnown, "no longer exists"),
         ({"moved": recreate}, {}, NeverKnown, "created again"),
         ({"state": replace(STATE, last_seq=6)}, {}, NotYetKnown, "lacks messages"),
-        ({"moved": replace_leader}, {}, NotYetKnown, "changed its leader"),
+        ({"moved": replace_leader}, {}, NotYetKnown, "leader changed"),
         ({"moved": replace_leader_at_the_end}, {}, NotYetKnown, "majority"),
         ({"moved": lose_the_majority}, {}, NotYetKnown, "majority"),
         ({"mark": refused(10071, "wrong last sequence: 11")}, {}, NotYetKnown, "has not applied everything"),

@@ -347,7 +347,7 @@ def test_a_server_that_changes_its_headers_in_mid_reply(name: bytes) -> None:
 def test_a_reply_that_begins_before_the_requested_sequence_is_refused() -> None:
     """A responder that always answers with the stream's first messages would be asked for the rest indefinitely."""
     assert ReplyDecoder("D", start=4).feed([message(4, 0)]).seqs == [4]
-    with pytest.raises(errors.ResponseError, match="ascend from 4"):
+    with pytest.raises(errors.ResponseError, match="increase after 4"):
         ReplyDecoder("D", start=5).feed([message(4, 0)])
 
 

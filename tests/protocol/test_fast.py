@@ -234,7 +234,7 @@ def test_deadline_ends_the_batch_with_its_outcome(state: State) -> None:
         assert (machine.end_reason, type(machine.error)) == (EndReason.GAP, errors.BatchGapError)
     elif state is P:
         assert (machine.end_reason, type(machine.error)) == (EndReason.DISCONNECTED, errors.BatchAbandonedError)
-        assert "messages without an acknowledgement: 1 to 5" in str(machine.error)
+        assert "unacknowledged messages: 1 to 5" in str(machine.error)
     else:
         assert machine.end_reason is EndReason.TIMEOUT
         assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
@@ -291,7 +291,7 @@ def test_lost_connection_in_every_state(state: State, acked: int) -> None:
         return
     assert isinstance(error, errors.BatchOutcomeUnknownError if state is C else errors.BatchAbandonedError)
     text = f"{acked + 1} to {machine.sent}" if acked < machine.sent else "none"
-    assert f"without an acknowledgement: {text}" in str(error)
+    assert f"unacknowledged messages: {text}" in str(error)
     assert error.outcome == ("unknown" if acked < machine.sent or state is C else "stored")
 
 

@@ -158,7 +158,7 @@ class TestStalled:
         assert (machine.end_reason, now) == (EndReason.TIMEOUT, 15.0)
 
     def test_timeout_error_has_the_last_refusal(self) -> None:
-        for end, text in ((False, "no acknowledgement beyond"), (True, "no answer to the commit")):
+        for end, text in ((False, "and then nothing for"), (True, "no answer to the commit")):
             machine = batch(gap=GapMode.OK)
             machine.waiting(0.0)
             seq, op = (6, 3) if end else (5, 4)

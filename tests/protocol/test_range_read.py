@@ -180,7 +180,7 @@ class TestSilence:
         assert script.sent[-1].request.seq == 2
         error = failure(script.expire())
         assert isinstance(error, errors.RequestTimeoutError)
-        assert "stopped after 1 messages, and nothing came for 5 s" in str(error)
+        assert "stopped after 1 messages, with nothing more for 5 s" in str(error)
         assert script.delivered == [1, 2]
         assert script.now == 2 * TIMEOUT
 
