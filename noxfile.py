@@ -35,6 +35,7 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
         [
             "-m",
             "pytest",
+            "tests/bench/test_figures.py",
             "tests/client/test_sourcing_over_a_leaf.py",
             "tests/conformance/test_feature_table.py",
             "tests/kv/test_bank.py",

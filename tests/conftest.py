@@ -72,7 +72,6 @@ LONGEST = (
 )
 # Each of these tests starts JVMs of its own.
 SPARK_PROCESSES = (
-    "tests/bench/test_figures.py",
     "tests/spark/test_secrets.py",
     "tests/docs/test_pages.py::test_a_page_does_what_it_says[tutorial]",
     "tests/docs/test_pages.py::test_a_page_does_what_it_says[spark-pipeline]",

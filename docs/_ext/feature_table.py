@@ -11,12 +11,44 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetstream_ext.protocol.feature_table import markdown_table
+from jetstream_ext.protocol import feature_table as features
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 BEGIN, END = "<!-- feature table -->\n", "<!-- end of feature table -->\n"
+
+
+def markdown_table() -> str:
+    """Return the table in Markdown."""
+    head = ["feature", "here", *features.RELEASES, "API level", "the stream needs", "an older server"]
+    lines = [head, ["---", "---", *[":-:"] * (len(features.RELEASES) + 1), "---", "---"]]
+    lines += (
+        [
+            feature.title,
+            feature.calls,
+            *("yes" if feature.on(release) else "no" for release in features.RELEASES),
+            str(feature.api_level or ""),
+            f"`{feature.option}`" if feature.option else "",
+            feature.older,
+        ]
+        for feature in features.FEATURES
+    )
+    lines += (
+        [
+            quirk.title,
+            quirk.calls,
+            *(
+                quirk.since if quirk.release.startswith(f"{release}.") else "yes" if quirk.feature.on(release) else "no"
+                for release in features.RELEASES
+            ),
+            str(quirk.feature.api_level),
+            f"`{quirk.feature.option}`",
+            f"{quirk.release}: {quirk.wrong}",
+        ]
+        for quirk in features.QUIRKS
+    )
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -131,8 +131,7 @@ def batch_ack(machine: atomic.AtomicBatchMachine) -> None:
 
 def replied(payload: bytes, header: bytes = b"", seq: int | None = None) -> Event:
     def event(machine: atomic.AtomicBatchMachine) -> object:
-        happened = machine.receive(seq or machine.sent, header, payload)
-        return happened.error if isinstance(happened, atomic.MessageRefused) else None
+        return machine.receive(seq or machine.sent, header, payload)
 
     return event
 

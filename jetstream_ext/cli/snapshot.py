@@ -12,6 +12,7 @@ from rich.text import Text
 
 from jetstream_ext.cli.connection import Target, connected, connection_options
 from jetstream_ext.cli.output import console, count, printable, table, text_or_base64, write_json
+from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueSnapshot
 from jetstream_ext.kv import snapshot as take_snapshot
 
@@ -82,6 +83,9 @@ async def _take(
             raise click.ClickException(f"bucket {bucket!r} does not exist") from error
         try:
             return await take_snapshot(kv, list(keys) or None, at=at, strict=not partial)
+        except HistoryUnavailableError as error:
+            problem = str(error).partition(";")[0]  # the advice after it is for Python
+            raise click.ClickException(f"{problem}; --partial shows the rest") from error
         except ValueError as error:
             raise click.ClickException(str(error)) from error
 

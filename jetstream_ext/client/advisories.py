@@ -45,7 +45,7 @@ class AbandonedBatches:
 
     async def __aenter__(self) -> Self:
         if self._inbox is not None:
-            raise RuntimeError(f"the watch on {self._subject} is already in use; call watch_abandoned again")
+            raise RuntimeError(f"the watch on {self._subject} is already open; call watch_abandoned() for another one")
         connection, timeout = self._js.connection, self._js.timeout
         connection.check_usable()
         handler = InboxHandler(self._receive, disconnected=lambda: None)
@@ -53,7 +53,7 @@ class AbandonedBatches:
         try:
             # nats-py's ping overtakes what is still in its buffer; the second ping follows the subscription.
             for _ in range(2):
-                await connection.bounded(self._js.nc.flush(math.ceil(timeout) + 1), timeout, "the answer to a ping")
+                await connection.bounded(self._js.nc.flush(math.ceil(timeout) + 1), timeout, "the server's PONG")
         except BaseException:
             await self.aclose()
             raise
@@ -77,12 +77,14 @@ class AbandonedBatches:
             try:
                 abandoned, domain = parse_abandoned(body[header_size:])
             except ResponseError as error:
-                _log.warning("%s: ignored a message: %s", self._subject, error)  # any client may publish there
+                _log.warning(
+                    "%s: ignored a malformed advisory: %s", self._subject, error
+                )  # any client may publish there
                 continue
             if self._domain is not None and domain not in (None, self._domain):
                 continue
             if len(self._pending) >= _PENDING_LIMIT:
-                _log.warning("%s: dropped an advisory: %d are waiting to be read", self._subject, _PENDING_LIMIT)
+                _log.warning("%s: dropped an advisory, because %d are unread", self._subject, _PENDING_LIMIT)
                 return
             self._pending.append(abandoned)
             self._changed.set()

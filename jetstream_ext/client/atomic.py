@@ -293,7 +293,9 @@ class AtomicBatches:
         Cancellation: As for `publish_atomic_many`.
         """
         if self._listed:
-            raise RuntimeError("these batches were published already: call publish_atomic_many again")
+            raise RuntimeError(
+                "this result of publish_atomic_many() was already consumed; call publish_atomic_many again"
+            )
         self._listed = True
         try:
             return [ack async for ack in self._acks]
@@ -366,7 +368,7 @@ async def _publish(
         if commits:
             fates = await asyncio.gather(*(commit.committed() for commit in commits), return_exceptions=True)
             notes = (f"{fate.batch_id} stored" if isinstance(fate, BatchAck) else repr(fate) for fate in fates)
-            error.add_note("batches whose commit was in flight: " + ", ".join(notes))
+            error.add_note("outcomes of the batches whose commits were in flight: " + ", ".join(notes))
         raise
     finally:
         for commit in commits:

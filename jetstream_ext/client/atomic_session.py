@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterable, Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -22,7 +21,7 @@ from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import atomic_resolve, frames
-from jetstream_ext.protocol.atomic import AtomicBatchMachine, Doubt, Event, MessageRefused, State, Transition
+from jetstream_ext.protocol.atomic import AtomicBatchMachine, Doubt, State
 from jetstream_ext.protocol.atomic_resolve import Commit, FenceReplies, NeverKnown, NotYetKnown, Plan, Question
 from jetstream_ext.protocol.atomic_wire import Block, Encoded
 from jetstream_ext.protocol.frames import Frame
@@ -44,24 +43,8 @@ _RETRIED: Final = (
     nats.errors.ConnectionReconnectingError,
 )
 
-_log: Final = logging.getLogger("jetstream_ext.atomic")
-
-_Waiter = asyncio.Future[Event | None]
-"""Done with the meaning of the reply when it arrives, or with None when the batch has ended."""
-
-
-def _log_transition(change: Transition) -> None:
-    if _log.isEnabledFor(logging.DEBUG):
-        _log.debug(
-            "batch %s: %s -> %s (%s); %d messages, %d sent, %d acknowledged",
-            change.batch_id,
-            change.before.name,
-            change.after.name,
-            type(change.event).__name__,
-            change.size,
-            change.sent,
-            change.staged,
-        )
+_Waiter = asyncio.Future[JetStreamExtError | None]
+"""Done when the reply has come, with the refusal if only this message was refused, or when the batch is over."""
 
 
 class AtomicSession:
@@ -82,7 +65,6 @@ class AtomicSession:
             ack_first=ack_first,
             ack_every=ack_every,
             in_one_go=in_one_go,
-            on_transition=_log_transition,
         )
         self._context = context
         self._timeout = context.resolve_timeout(timeout)
@@ -209,7 +191,7 @@ class AtomicSession:
     async def _open_for(self, first: Encoded, message: BatchMessage) -> None:
         connection = self._context.connection
         connection.check_usable()
-        # A server before 2.12 stores the messages of a batch as ordinary ones. The connected server's INFO says nothing
+        # A server before 2.12 stores the messages of a batch as separate ones. The connected server's INFO says nothing
         # about the stream's leader, which may be an older server; the stream's answer does.
         owner = await lookup_stream(self._context, message.subject, message.stream, self._timeout)
         if owner is None:
@@ -264,7 +246,7 @@ class AtomicSession:
         try:
             await self._context.connection.write(block.data, block.messages, block.size, timeout=self._timeout)
         except (nats.errors.Error, OSError) as error:
-            self.machine.lost(f"a write to the connection failed ({error!r})")
+            self.machine.lost(f"writing to the connection failed ({error!r})")
             self._settle()
 
     def _abandon_commit(self) -> None:
@@ -283,17 +265,17 @@ class AtomicSession:
 
     async def _reply(self, seq: int, waiter: _Waiter) -> None:
         """Wait for a reply; raise if it is the refusal of this one message."""
-        event: Event | None = None
+        refusal: JetStreamExtError | None = None
         try:
             async with asyncio.timeout(self._timeout):
-                event = await waiter
+                refusal = await waiter
         except TimeoutError:
             self.machine.lost(f"no answer within {self._timeout:g} s")
         finally:
             self._forget(seq, waiter)
             self._settle()
-        if isinstance(event, MessageRefused):
-            raise event.error
+        if refusal is not None:
+            raise refusal
 
     def _receive(self, received: list[Frame]) -> None:
         for frame in received:
@@ -301,12 +283,12 @@ class AtomicSession:
             token = subject.rpartition(b".")[2]
             if not token.isdigit():
                 continue  # not a reply subject of this batch
-            event = self.machine.receive(int(token), header, payload)
+            refusal = self.machine.receive(int(token), header, payload)
             waiter = self._waiters.pop(int(token), None)
             if waiter is not None and not waiter.done():
-                waiter.set_result(event)
-            elif isinstance(event, MessageRefused):
-                self.machine.refused_unheard(event)
+                waiter.set_result(refusal)
+            elif refusal is not None:
+                self.machine.refused_unheard(refusal)
         self._settle()
 
     def _disconnected(self) -> None:
@@ -334,7 +316,7 @@ async def _find_commit(
 
     `cause` is the error that left the outcome unknown; a BatchOutcomeUnknownError of this call is raised from it.
     """
-    why = "no leader answered"
+    why = "the stream's leader did not answer"
     try:
         async with asyncio.timeout(timeout):
             while True:
@@ -348,7 +330,8 @@ async def _find_commit(
     except (NeverKnown, nats.errors.Error, nats.js.errors.APIError) as error:
         why = str(error)
     raise BatchOutcomeUnknownError(
-        f"batch {commit.batch_id}: could not find out whether it is stored: {why}",
+        f"batch {commit.batch_id}: the outcome is unknown: {why}; either all of its {commit.size} messages are stored or "
+        "none",
         batch_id=commit.batch_id,
         sent=commit.size,
         acked=commit.staged,
@@ -364,8 +347,8 @@ async def _find_earlier(context: Context, commit: Commit, timeout: float) -> Bat
     except TimeoutError as error:
         stream = commit.opened.name if commit.opened else ""
         raise RequestTimeoutError(
-            f"stream {stream!r} was not read to the end within {timeout:g} s: it may have an earlier batch "
-            f"{commit.batch_id}"
+            f"stream {stream!r}: the search for an earlier batch {commit.batch_id} did not finish within {timeout:g} s; "
+            "that batch may be stored"
         ) from error
 
 

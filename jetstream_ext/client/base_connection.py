@@ -75,7 +75,7 @@ def call_handler(handler: Callable[..., None], *arguments: object) -> None:
         handler(*arguments)
     except (Exception, asyncio.CancelledError) as error:  # no suspension here: the handler itself raised it
         asyncio.get_running_loop().call_exception_handler(
-            {"message": "jetstream_ext could not process a message from the server", "exception": error}
+            {"message": "jetstream_ext: the handler of a server message raised", "exception": error}
         )
 
 

@@ -240,7 +240,7 @@ class Connection(BaseConnection):
 
 
 _FALLBACK_WARNING = (
-    "this version of nats-py has other internals than jetstream_ext supports (2.16 to 2.x); jetstream_ext uses nats-py's "
+    "jetstream_ext does not know the internals of this version of nats-py (supported: 2.16 to 2.x); it uses nats-py's "
     "public interface instead, which is several times slower"
 )
 _CONNECTION_ATTRIBUTE = "_jetstream_ext_connection"

@@ -49,7 +49,7 @@ _ALLOWED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "flow_control": ((None, True), _BY_FLOW_CONTROL),
     "ack_wait": (_UNSET, _BY_FLOW_CONTROL),
     "backoff": (_UNSET, _BY_FLOW_CONTROL),
-    "idle_heartbeat": ((None, 0, _HEARTBEAT), "servers replace it with 1 s, on which the reading server relies"),
+    "idle_heartbeat": ((None, 0, _HEARTBEAT), "the server sets it to 1 s, which the reading server relies on"),
     "max_deliver": ((None, 0, -1), "a lost message must be delivered again, without a limit"),
     "deliver_group": (_UNSET, "the reading server joins no group and would receive nothing"),
     "inactive_threshold": (_UNSET, "the server would delete the consumer while the reading server is away"),
@@ -113,7 +113,7 @@ async def reset_consumer(
         check_sequence(seq, "seq")
     if time is not None:
         if seq is not None:
-            raise ValueError("seq and time exclude each other")
+            raise ValueError("give seq or time, not both")
         rfc3339(time, "time")
     context = Context(js)
     api = Api(context, timeout)
@@ -130,7 +130,7 @@ async def reset_consumer(
         found = await get_at_leader(context, stream, {"start_time": rfc3339(time, "time")}, api.remaining)
         seq = end if found is None else found.seq
     answer = await api.ask(f"CONSUMER.RESET.{stream}.{consumer}", None if seq is None else {"seq": seq})
-    with reading(f"the reset of consumer {consumer!r}, which has happened,"):
+    with reading(f"consumer {consumer!r} (which is now reset)"):
         return ConsumerReset.from_response(answer)
 
 
@@ -239,7 +239,7 @@ async def create_source_consumer(
 def _start(policy: DeliverPolicy | None, seq: int | None, time: datetime | None) -> DeliverPolicy:
     """Return the deliver policy for the options; raise ValueError if they contradict each other."""
     if seq is not None and time is not None:
-        raise ValueError("opt_start_seq and opt_start_time exclude each other: give one, not both")
+        raise ValueError("give opt_start_seq or opt_start_time, not both")
     implied = DeliverPolicy.ALL
     if seq is not None:
         check_sequence(seq, "opt_start_seq")
@@ -248,10 +248,10 @@ def _start(policy: DeliverPolicy | None, seq: int | None, time: datetime | None)
         rfc3339(time, "opt_start_time")
         implied = DeliverPolicy.BY_START_TIME
     policy = implied if policy is None else DeliverPolicy(policy)
-    needed = _START_OPTIONS.get(policy)
-    if needed != _START_OPTIONS.get(implied):
-        needs = f"needs {needed} and no other start" if needed else "takes no start"
-        raise ValueError(f"deliver_policy {policy.value!r} {needs}")
+    needed, given = _START_OPTIONS.get(policy), _START_OPTIONS.get(implied)
+    if needed != given:
+        options = f"{needed}, not {given}" if needed and given else needed or f"no {given}"
+        raise ValueError(f"deliver_policy {policy.value!r} {'needs' if needed else 'takes'} {options}")
     return policy
 
 
@@ -261,12 +261,12 @@ def _check_config(config: ConsumerConfig, filter_subject: str | None) -> None:
         if getattr(config, name) != getattr(default, name):
             raise ValueError(f"give {name} as an argument of create_source_consumer, not in config")
     if config.filter_subjects and filter_subject is not None:
-        raise ValueError("filter_subject and config.filter_subjects exclude each other")
+        raise ValueError("give filter_subject or config.filter_subjects, not both")
     for subject in config.filter_subjects or ():
         check_filter(subject)
     refused = [(name, reason) for name, (allowed, reason) in _ALLOWED.items() if getattr(config, name) not in allowed]
     if (config.max_ack_pending or 0) < 0:
-        refused.append(("max_ack_pending", "it must limit the unacknowledged messages; None is 1000"))
+        refused.append(("max_ack_pending", "flow control needs a limit of unacknowledged messages; None means 1000"))
     if refused:
         name, reason = refused[0]
         raise ValueError(f"a source consumer cannot have {name}={getattr(config, name)!r}: {reason} (ADR-60)")
@@ -359,7 +359,7 @@ async def source_health(js: JetStreamContext, stream: str, *, timeout: float | N
     check_name(stream, "stream name")
     api = Api(Context(js), timeout)
     info = await api.ask(f"STREAM.INFO.{stream}")
-    with reading(f"stream {stream!r} or an origin of it"):
+    with reading(f"stream {stream!r} or one of its origins"):
         config, domain = info["config"], info.get("domain")
         mirror, sources = config.get("mirror"), config.get("sources") or []
         rows = [*([info["mirror"]] if info.get("mirror") else []), *(info.get("sources") or [])]
@@ -391,13 +391,16 @@ async def _health(
         if errors:
             state, detail = SourceState.FAILED, str(errors[0])
         elif last_active is None:
-            state, detail = SourceState.WAITING, "it has not heard from its origin yet"
+            state, detail = SourceState.WAITING, "nothing has arrived from its origin yet"
             if domain and (entry.get("external") or {}).get("api") == f"$JS.{domain}.API":
                 state = SourceState.MISCONFIGURED
-                detail = f"its external API is that of its own domain {domain!r}; remove external, or it stays unread"
+                detail = (
+                    f"its external API prefix names the reading server's own domain {domain!r}, so nothing is ever read; "
+                    "remove external"
+                )
         elif last_active > _STALLED_AFTER:
             seconds = last_active.total_seconds()
-            state, detail = SourceState.STALLED, f"it last heard from its origin {seconds:.0f} s ago"
+            state, detail = SourceState.STALLED, f"nothing has arrived from its origin for {seconds:.0f} s"
     return SourceHealth(
         name=entry["name"],
         consumer=(entry.get("consumer") or {}).get("name"),
@@ -415,7 +418,7 @@ async def _origin(api: Api, entry: Mapping[str, Any]) -> tuple[SourceState, str,
     """Ask the origin of `entry` for its state, the cause, and the number of pending messages."""
     name, consumer = entry["name"], entry.get("consumer")
     prefix = (entry.get("external") or {}).get("api") or api.context.prefix
-    where = f"stream {name!r}" if prefix == DEFAULT_PREFIX else f"stream {name!r} behind {prefix}"
+    where = f"stream {name!r}" if prefix == DEFAULT_PREFIX else f"stream {name!r} at API prefix {prefix}"
     try:
         if consumer is None:
             await api.ask(f"STREAM.INFO.{name}", prefix=prefix)
@@ -423,8 +426,8 @@ async def _origin(api: Api, entry: Mapping[str, Any]) -> tuple[SourceState, str,
         info = await api.ask(f"CONSUMER.INFO.{name}.{consumer['name']}", prefix=prefix)
     except NotFoundError as error:
         if error.err_code == ErrorCode.STREAM_NOT_FOUND or consumer is None:
-            return SourceState.STREAM_MISSING, f"there is no {where}", None
-        return SourceState.CONSUMER_MISSING, f"there is no consumer {consumer['name']!r} on {where}", None
+            return SourceState.STREAM_MISSING, f"{where} does not exist", None
+        return SourceState.CONSUMER_MISSING, f"consumer {consumer['name']!r} on {where} does not exist", None
     except (ServiceUnavailableError, RequestTimeoutError, ServerError) as error:
         return SourceState.UNREACHABLE, f"{where} does not answer: {error}", None
     config = info.get("config") or {}

@@ -50,7 +50,7 @@ class _Inboxes:
         """
         connection = self._connection
         connection.check_usable()
-        frames.check_size(b"", payload, connection.max_payload)
+        frames.check_size(len(payload), connection.max_payload)
         handler = InboxHandler(partial(self._notify, received), partial(self._notify, self._disconnected))
         inbox = self._open[key] = await connection.inbox(handler, timeout=timeout)
         command = frames.pub(subject.encode(), inbox.subject.encode(), b"", payload)
@@ -120,7 +120,7 @@ async def read_blocks(
                         subject, payload = sent.request.address(api)
                         await inboxes.send(subject, payload, partial(machine.receive, sent), timeout, sent)
                     except nats.errors.ConnectionReconnectingError as error:
-                        machine.not_sent(error, loop.time())
+                        machine.interrupted(error, loop.time())
                 case range_read.DropReply(sent):
                     inboxes.close(sent)
                 case range_read.AskLeader(requests):
@@ -172,7 +172,8 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
                 return decode_single(stream, received[0], connection.server_version)
             if retried:
                 raise MessagesLostError(
-                    f"stream {stream!r}: the connection was lost while a direct get was being answered", expected=0
+                    f"stream {stream!r}: the connection was lost before the direct get was answered; repeat it",
+                    expected=0,
                 )
         except nats.errors.ConnectionReconnectingError:
             if retried:
@@ -254,7 +255,10 @@ class MessageBatch:
 
     async def _next_block(self) -> Block | None:
         if self._failure is not None:
-            raise JetStreamExtError(f"this read ended early and cannot be continued: {self._failure!r}")
+            raise JetStreamExtError(
+                "this read failed or was cancelled and cannot be continued; start another one after the last message "
+                f"received ({self._failure!r})"
+            )
         if self._closed:
             return None
         self._check_alone()

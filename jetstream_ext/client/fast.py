@@ -17,7 +17,7 @@ from jetstream_ext.client.api import api_level
 from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription
 from jetstream_ext.client.context import Context
 from jetstream_ext.errors import RequestTimeoutError
-from jetstream_ext.protocol.fast import Ended, Event, FastBatch, Transition
+from jetstream_ext.protocol.fast import Ended, Event, FastBatch
 from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
@@ -186,7 +186,7 @@ class FastPublisher:
         Raises:
             BatchError: The batch has ended; the error says why, what is stored, and holds the server's final ack.
             UnsupportedFeatureError: The server is older than 2.14. Nothing was sent; if the library could not know the
-                version before, the error says that this one message was stored as an ordinary one.
+                version before, the error says that this one message is stored as a separate message.
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
 
         Cancellation: While the call waits for room or for the connection, nothing is sent and the message has no
@@ -374,7 +374,7 @@ class FastSession:
     def __init__(
         self, context: Context, *, handlers: Mapping[type[Event], Callable[[Any], object] | None], **batch: Any
     ) -> None:
-        self.batch: FastBatch = FastBatch(**batch, on_transition=self._log_transition)
+        self.batch: FastBatch = FastBatch(**batch)
         self.now: Callable[[], float]
         """The clock of the batch, once it is open."""
         self._context = context
@@ -522,9 +522,6 @@ class FastSession:
         self._changed.clear()
         self._arm()
 
-    def _log_transition(self, change: Transition) -> None:
-        _log.debug("batch %s: %s -> %s (%s)", self.batch.batch_id, change.old.name, change.new.name, change.event.value)
-
     def _call(self, handler: Callable[[Any], object], event: Event) -> None:
         try:
             result = handler(event)
@@ -544,7 +541,10 @@ class FastSession:
 
     def _handler_failed(self, error: BaseException) -> None:
         asyncio.get_running_loop().call_exception_handler(
-            {"message": f"a handler of batch {self.batch.batch_id} failed", "exception": error}
+            {
+                "message": f"batch {self.batch.batch_id}: a callback (on_flow, on_gap or on_error) raised",
+                "exception": error,
+            }
         )
 
     def _arm(self) -> None:

@@ -171,12 +171,14 @@ class FencedWriter:
                 if follower.data == record:
                     return BatchAck(self.stream, follower.seq, batch_size=len(messages) + 1)
                 self.fence = follower.seq
-                raise RequestTimeoutError(f"{self._name}: {where} is an earlier one whose answer was lost") from error
+                raise RequestTimeoutError(
+                    f"{self._name}: {where} is an earlier one of this writer, whose answer was lost; this one is not stored"
+                ) from error
         if newest is None and self.fence:
             raise RecordMovedError(f"{self._name}: {where} was removed", name=self._name) from error
         if newest is not None and newest.seq != self.fence:
             raise RecordMovedError(
-                f"{self._name}: {where} is another writer's (sequence {newest.seq}, expected {self.fence})",
+                f"{self._name}: another writer has stored {where} (sequence {newest.seq}, expected {self.fence})",
                 name=self._name,
                 seq=newest.seq,
                 record=newest,
@@ -186,7 +188,8 @@ class FencedWriter:
             raise error
         # A former leader that does not know its successor has refused the store, or has answered the read.
         raise RequestTimeoutError(
-            f"{self._name}: the server refused {where}, although it follows the newest one; nothing was stored"
+            f"{self._name}: the server refused {where} although sequence {self.fence} is still the newest, as after a change of "
+            "leader; nothing was stored"
         ) from error
 
     async def _find(self, retry: Retry, request: Mapping[str, object]) -> StoredMsg | None:

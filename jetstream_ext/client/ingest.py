@@ -169,7 +169,9 @@ class _Source:
             return f"{self._run}-{self._taken}"
         name = self._msg_id(entry)
         if isinstance(name, str) and not name.strip():
-            raise ValueError(f"msg_id returned no id for message {self._taken - 1}: servers ignore an empty id")
+            raise ValueError(
+                f"msg_id returned an empty id for message {self._taken - 1}, which servers ignore; return a unique text"
+            )
         return name
 
 
@@ -229,7 +231,10 @@ class _Ingest:
         elif isinstance(entry, tuple) and entry and isinstance(entry[0], str):
             subject = entry[0]
         named = f"message {self._stored}" + (f" (subject {subject!r})" if subject is not None else "")
-        text = f"{named} {what}; the {self._stored} before it are stored"
+        before = {0: "nothing is stored", 1: "the message before it is stored"}.get(
+            self._stored, f"the {self._stored} messages before it are stored"
+        )
+        text = f"{named} {what}; {before}"
         return IngestError(text, index=self._stored, subject=subject, report=self._report())
 
     def _confirm(self, count: int) -> None:
@@ -254,7 +259,7 @@ class _Ingest:
         try:
             self._on_progress(IngestProgress(self._stored, rate, len(self._window)))
         except Exception as error:
-            loop.call_exception_handler({"message": "on_progress of an ingest failed", "exception": error})
+            loop.call_exception_handler({"message": "ingest: the callback on_progress raised", "exception": error})
 
     async def _pause(self, error: Exception) -> None:
         """Wait before the next attempt, or give up."""
@@ -341,7 +346,7 @@ class _Ingest:
                 return await once(message, headers)
             except nats.js.errors.NoStreamResponseError as error:
                 if await self._has_no_stream(message.subject):
-                    raise self._failure("has a subject that no stream listens on") from error
+                    raise self._failure("has a subject that no stream stores") from error
                 await self._pause(error)
             except nats.js.errors.APIError as error:
                 if error.code not in _RETRIED_STATUSES and error.err_code != ErrorCode.DUPLICATE_IN_PROCESS:

@@ -137,7 +137,7 @@ def _needs(wanted: StreamConfig) -> Iterator[Feature]:
 
 def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
     """Return the stream that was created or changed, or raise if it is not as wanted."""
-    with reading(f"stream {wanted.name!r}, which now exists,"):
+    with reading(f"stream {wanted.name!r} (which now exists)"):
         found = _stream_info(info)
         version, level = answering_server(info["config"])
     diff = dict.fromkeys(_missing(wanted, found.config), (True, False)) | _diff(wanted, found.config)
@@ -150,7 +150,9 @@ def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo
                     detail=f"stream {wanted.name!r} now exists without it",
                 )
         raise StreamConfigMismatchError(
-            f"stream {wanted.name!r}: the server stored another configuration: {_describe(diff)}", diff=diff
+            f"stream {wanted.name!r} was created or updated, but the server stored another configuration: "
+            f"{_describe(diff)}",
+            diff=diff,
         )
     return found
 

@@ -222,7 +222,7 @@ class VerifiedReader:
         if not trusted:
             raise _UnverifiedError(f"only stream {responder!r} answered, a mirror that does not hold the same messages")
         if reached < need:
-            raise _UnverifiedError(f"no replica that answered had sequence {need}")
+            raise _UnverifiedError(f"no replica with sequence {need} answered")
 
     async def _mirrors_all(self, responder: str) -> bool:
         try:
@@ -243,7 +243,7 @@ class VerifiedReader:
                     joined.stream = block.stream
                     joined.extend(block)
         except MessagesLostError:
-            raise _UnverifiedError("replies broke off") from None
+            raise _UnverifiedError("a reply was incomplete") from None
         assert plan.end is not None
         return Answer(joined, pending=plan.end.num_pending, up_to_seq=plan.end.up_to_seq or 0)
 
@@ -262,4 +262,4 @@ class VerifiedReader:
         return Retry(self._timeout, first_pause=_FIRST_PAUSE, longest_pause=LAG_PAUSE, factor=1.5)
 
     async def _pause(self, retry: Retry, doubt: _UnverifiedError) -> None:
-        await retry.pause_or_raise(RequestTimeoutError(f"{self._what}: {doubt}, for {self._timeout:g} s"))
+        await retry.pause_or_raise(RequestTimeoutError(f"{self._what}: {doubt} (tried for {self._timeout:g} s)"))

@@ -74,13 +74,14 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
         ack = await bucket.js.publish(subject, found.data, timeout=bucket.timeout, headers=headers)
     except nats.errors.TimeoutError:
         raise RequestTimeoutError(
-            f"no answer within {bucket.timeout:g} s: key {key!r} of bucket {bucket.name!r} may have been written"
+            f"bucket {bucket.name!r}: no answer within {bucket.timeout:g} s; key {key!r} may have been written"
         ) from None
     except nats.js.errors.APIError as refusal:
         error = server_error(code=400, err_code=refusal.err_code, description=refusal.description or "")
         if isinstance(error, WrongLastSequenceError):
             raise KeyConflictError(
-                f"key {key!r} was changed while it was touched; it is no longer at revision {found.seq}",
+                f"bucket {bucket.name!r}: another client changed key {key!r} during touch(), so it is no longer at revision "
+                f"{found.seq}; nothing was written",
                 keys=(key,),
                 code=error.code,
                 err_code=error.err_code,
@@ -89,8 +90,8 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
             ) from refusal
         if isinstance(error, MessageTTLDisabledError):
             message = (
-                f"bucket {bucket.name!r} does not allow TTLs (key {key!r}); turn them on once, "
-                "with `await jetstream_ext.kv.enable(kv, ttl=True)`"
+                f"bucket {bucket.name!r}: TTLs are disabled (key {key!r}); nothing was written; enable them with "
+                "`await jetstream_ext.kv.enable(kv, ttl=True)`"
             )
             raise batch_refusal(error, message, outcome="not_stored") from refusal
         raise
@@ -153,7 +154,7 @@ async def enable(
         stored = answer["config"]
         diff = {name: (value, got) for name, value in missing.items() if (got := stored.get(name) or False) != value}
         if diff:
-            _check_supported(bucket, stored, diff, "the server ignored it")
+            _check_supported(bucket, stored, diff, "the server ignored the option")
             raise StreamConfigMismatchError(
                 f"bucket {bucket.name!r}: the server stored other values than requested (requested, stored): {diff}",
                 diff=diff,

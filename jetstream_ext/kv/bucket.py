@@ -47,7 +47,10 @@ class Bucket:
             answer = await Api(self.context, self.timeout).ask(f"STREAM.INFO.{self.stream}", request or None)
         except NotFoundError as error:
             raise BucketNotFoundError(
-                code=404, err_code=error.err_code, description=f"there is no bucket {self.name!r}", stream=self.stream
+                code=404,
+                err_code=error.err_code,
+                description=f"bucket {self.name!r} does not exist",
+                stream=self.stream,
             ) from error
         if not (isinstance(answer.get("config"), dict) and isinstance(answer.get("state"), dict)):
             raise ResponseError(
@@ -67,8 +70,8 @@ class Bucket:
         state = parse_stream_state(await self.info(), self.stream)
         if mirror := state.config.get("mirror"):
             raise BadBucketError(  # nats-py finds no key there either
-                description=f"bucket {self.name!r} is a mirror: its keys are those of stream {mirror.get('name')!r}, "
-                "under that bucket's name; read that bucket, for which its mirrors answer direct gets",
+                description=f"bucket {self.name!r} is a mirror of stream {mirror.get('name')!r}; open the bucket of that stream "
+                "instead (its mirrors answer its direct gets)",
                 stream=self.stream,
             )
         if direct:

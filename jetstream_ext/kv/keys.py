@@ -26,7 +26,7 @@ def check_key(key: str) -> None:
 def check_keys(keys: Iterable[str]) -> dict[str, None]:
     """Return `keys` without repetitions, in order; raise as `check_key` does, and TypeError for a single key."""
     if isinstance(keys, str | bytes):
-        raise TypeError("keys must be a collection of keys, not a single one")
+        raise TypeError(f"keys must be a collection of keys, not {type(keys).__name__}")
     wanted = dict.fromkeys(keys)
     for key in wanted:
         if not isinstance(key, str) or not _KEY.fullmatch(key):
@@ -45,7 +45,7 @@ def check_filters(filters: Sequence[str] | None) -> list[str]:
     if filters is None:
         return [EVERYTHING]
     if isinstance(filters, str | bytes):
-        raise TypeError("filters must be a collection of filters, not a single one")
+        raise TypeError(f"filters must be a collection of filters, not {type(filters).__name__}")
     wanted = list(dict.fromkeys(filters))
     if not wanted:
         raise ValueError("filters must not be empty; leave them out to read the whole bucket")
@@ -53,7 +53,7 @@ def check_filters(filters: Sequence[str] | None) -> list[str]:
         if not isinstance(pattern, str):
             raise TypeError(f"a filter must be str, not {type(pattern).__name__}")
         if not _FILTER.fullmatch(pattern):
-            raise InvalidKeyError(f"filter {pattern!r} is neither a key nor a pattern of keys")
+            raise InvalidKeyError(f"filter {pattern!r} is neither a key nor a key pattern (with * and >)")
     return [EVERYTHING] if EVERYTHING in wanted else wanted
 
 

@@ -288,7 +288,7 @@ async def _revision_at(bucket: Bucket, state: StreamState, when: datetime) -> in
         await asyncio.sleep(ahead + 0.001)
         state = await bucket.state()
     if state.now <= when:
-        raise ValueError(f"at lies in the future: the server's clock is {state.now.isoformat()}")
+        raise ValueError(f"at must not be in the future; the server's clock shows {state.now.isoformat()}")
     after = when + _MICROSECOND
     if state.last_time < after:
         return state.last_seq
@@ -310,11 +310,15 @@ async def _read_past(
     what, keys = f"bucket {bucket.name!r} at revision {point.revision}", verdict.unavailable
     if strict and keys:
         shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
-        raise HistoryUnavailableError(f"{what}: the stored history no longer has the value of {shown}", keys=keys)
+        raise HistoryUnavailableError(
+            f"{what}: the history needed for {shown} is no longer stored; keep more history, or leave such keys out with "
+            "snapshot(strict=False)",
+            keys=keys,
+        )
     if strict and verdict.lost:
         raise HistoryUnavailableError(
-            f"{what}: messages up to it have expired or were purged from the stream since, so keys that left no message "
-            "may be missing"
+            f"{what}: keys may be missing, because messages up to this revision may have expired or been purged; "
+            "snapshot(strict=False) returns the rest"
         )
     return verdict, point
 

@@ -32,10 +32,11 @@ class Staged:
 
 
 class Staging:
-    """The reads and writes of one transaction; `prefix` comes before the key in a subject."""
+    """The reads and writes of one transaction; `prefix` comes before the key in a subject, `bucket` is for errors."""
 
-    def __init__(self, prefix: str, *, max_payload: int) -> None:
+    def __init__(self, prefix: str, *, bucket: str, max_payload: int) -> None:
         self._prefix = prefix
+        self._bucket = bucket
         self._max_payload = max_payload
         self.reads: dict[str, KeyValueEntry | None] = {}
         """What was read, delete markers included; None: the key had no message."""
@@ -49,9 +50,11 @@ class Staging:
 
     def create(self, key: str, value: bytes, ttl: TTL | None = None) -> None:
         """Stage a value for a key that must not exist; raise KeyConflictError if the transaction knows that it does."""
-        known = self.writes.get(key) or self.reads.get(key)
+        staged, found = self.writes.get(key), self.reads.get(key)
+        known = staged or found
         if known is not None and known.operation == "PUT":
-            raise _conflict(f"key {key!r} cannot be created: it exists", (key,))
+            why = _exists(found.revision) if found and not staged else "this transaction already writes it"
+            raise self._conflict(f"key {key!r} cannot be created, because {why}", (key,))
         self.write("PUT", key, value, ttl, creates=True)
 
     def write(
@@ -73,7 +76,10 @@ class Staging:
         check_key(key)
         value = payload_bytes(value)
         if len(value) > self._max_payload:
-            raise MaxPayloadError(f"key {key!r}: {len(value)} bytes are over the server's limit of {self._max_payload}")
+            raise MaxPayloadError(
+                f"bucket {self._bucket!r}: the value of key {key!r} has {len(value)} bytes, more than the server's "
+                f"max_payload of {self._max_payload}"
+            )
         if ttl is not None:
             ttl_value(ttl)
         if last is not None:
@@ -82,12 +88,15 @@ class Staging:
         earlier = self.writes.get(key)
         if earlier is not None:
             if last is not None:
-                raise ValueError(f"key {key!r} was written in this transaction: it has no revision yet")
+                raise ValueError(
+                    f"bucket {self._bucket!r}: key {key!r} was already written in this transaction, so it has no revision "
+                    "to compare with"
+                )
             expected, creates = earlier.expected, earlier.creates
         elif key in self.reads:
             expected, creates = _revision_of(self.reads[key]), False
             if last is not None and last != expected:
-                raise _conflict(_moved(key, expected, last), (key,))
+                raise self._conflict(_moved(key, expected, last), (key,))
         self.writes[key] = Staged(operation, value, ttl, expected, creates)
 
     # -- the commit -----------------------------------------------------------------------------------------------
@@ -154,18 +163,20 @@ class Staging:
             if staged is None or not staged.creates:
                 wrong[key] = _moved(key, revision, expected)
             elif entry is not None and entry.operation == "PUT":
-                wrong[key] = f"key {key!r} cannot be created: it exists, at revision {revision}"
+                wrong[key] = f"key {key!r} cannot be created, because {_exists(revision)}"
             else:
                 self.writes[key] = replace(staged, expected=revision)
                 found_markers = True
         if wrong:
-            return _conflict(
-                "; ".join([*wrong.values()][:5]), wrong, stale_read=not self.reads.keys().isdisjoint(wrong)
+            return self._conflict(
+                ", ".join([*wrong.values()][:5]), wrong, stale_read=not self.reads.keys().isdisjoint(wrong)
             )
         if found_markers:
             return None
-        why = "another client wrote to the bucket" if self.needs_fence else "an expectation did not hold, and holds now"
-        return _conflict(why, (), stale_read=True)
+        why = "another client wrote to the bucket"
+        if not self.needs_fence:
+            why = "the server reported a conflict, but every key is at its expected revision now"
+        return self._conflict(f"{why}; run the transaction again", (), stale_read=True)
 
     def moved(self, now: Mapping[str, KeyValueEntry | None]) -> KeyConflictError | None:
         """Return the conflict if a key that was read has changed."""
@@ -174,7 +185,18 @@ class Staging:
             for key, entry in self.reads.items()
             if (revision := _revision_of(now[key])) != _revision_of(entry)
         }
-        return _conflict("; ".join([*wrong.values()][:5]), wrong, stale_read=True) if wrong else None
+        return self._conflict(", ".join([*wrong.values()][:5]), wrong, stale_read=True) if wrong else None
+
+    def _conflict(self, message: str, keys: Iterable[str], *, stale_read: bool = False) -> KeyConflictError:
+        return KeyConflictError(
+            f"bucket {self._bucket!r}: nothing was written; {message}",
+            keys=tuple(keys),
+            stale_read=stale_read,
+            code=400,
+            err_code=ErrorCode.WRONG_LAST_SEQUENCE,
+            description="wrong last sequence",
+            outcome="not_stored",
+        )
 
 
 def _revision_of(entry: KeyValueEntry | None) -> int:
@@ -193,13 +215,5 @@ def _moved(key: str, revision: int, expected: int) -> str:
     return f"key {key!r} is at revision {revision}, not {expected}"
 
 
-def _conflict(message: str, keys: Iterable[str], *, stale_read: bool = False) -> KeyConflictError:
-    return KeyConflictError(
-        message,
-        keys=tuple(keys),
-        stale_read=stale_read,
-        code=400,
-        err_code=ErrorCode.WRONG_LAST_SEQUENCE,
-        description="wrong last sequence",
-        outcome="not_stored",
-    )
+def _exists(revision: int) -> str:
+    return f"it exists (at revision {revision})"

@@ -62,7 +62,7 @@ class Transaction:
 
     def __init__(self, bucket: Bucket, *, with_id: bool = False) -> None:
         self._bucket = bucket
-        self._staging = Staging(bucket.prefix, max_payload=bucket.context.connection.max_payload)
+        self._staging = Staging(bucket.prefix, bucket=bucket.name, max_payload=bucket.context.connection.max_payload)
         self._batch_id = NUID().next().decode()
         self._with_id = with_id
         self._batch: AtomicBatch | None = None
@@ -275,24 +275,30 @@ class Transaction:
         bucket, writes, error = f"bucket {self._bucket.name!r}", self._staging.writes, refusal
         if isinstance(refusal, AtomicPublishDisabledError):
             message = (
-                f"{bucket} does not allow atomic batches, which transactions need; turn them on once, "
-                "with `await jetstream_ext.kv.enable(kv, atomic=True)`"
+                f"{bucket}: atomic batches, which a transaction needs, are disabled; nothing was written; enable them with "
+                "`await jetstream_ext.kv.enable(kv, atomic=True)`"
             )
         elif isinstance(refusal, MessageTTLDisabledError):
             keys = ", ".join(repr(key) for key, staged in writes.items() if staged.ttl is not None)
             message = (
-                f"{bucket} does not allow TTLs (key {keys}); turn them on once, "
-                "with `await jetstream_ext.kv.enable(kv, ttl=True)`"
+                f"{bucket}: TTLs are disabled (key {keys}); nothing was written; enable them with "
+                "`await jetstream_ext.kv.enable(kv, ttl=True)`"
             )
         elif isinstance(refusal, AtomicPublishTooLargeError):
-            message = f"{bucket}: {len(writes)} keys are more than the server accepts in one batch: {refusal}"
+            message = (
+                f"{bucket}: the transaction has {len(writes)} keys, more than the server accepts in one batch; nothing was "
+                f"written ({refusal.description})"
+            )
         elif isinstance(refusal, AtomicPublishIncompleteError):
             # No caller awaits the refusal of a message that is too large for the bucket, so the batch is incomplete.
             limit = int((await self._bucket.state(direct=False)).config.get("max_msg_size", -1))
             key = next((key for key in writes if 0 <= limit < len(writes[key].value)), None)
             if key is None:
                 return refusal
-            message = f"key {key!r}: {len(writes[key].value)} bytes are over the {limit} that {bucket} allows"
+            message = (
+                f"{bucket}: the value of key {key!r} has {len(writes[key].value)} bytes, more than the limit of {limit} "
+                "(max_msg_size); nothing was written"
+            )
             error = MessageTooLargeError(
                 code=400, err_code=ErrorCode.MESSAGE_TOO_LARGE, description="message size exceeds maximum allowed"
             )
@@ -310,7 +316,9 @@ class Transaction:
         Cancellation: Safe; the outcome stays unknown, and `resolve` can be called again.
         """
         if self._state != "unknown" or self._batch is None:
-            raise BatchClosedError(f"the outcome of this transaction is known: {self._state}", batch_id=self._batch_id)
+            raise BatchClosedError(
+                f"this transaction is {self._state}; there is nothing to resolve", batch_id=self._batch_id
+            )
         outcome = await self._batch.resolve(timeout=timeout)
         if outcome == "stored":
             assert self._batch.ack is not None
@@ -498,7 +506,7 @@ async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
                 raise
     if tx.state == "failed":
         raise BatchAbandonedError(
-            f"bucket {bucket.name!r}: nothing is written; the commit of the transaction was lost",
+            f"bucket {bucket.name!r}: nothing was written, because the commit was lost; run the transaction again",
             batch_id=unknown.batch_id,
             outcome="not_stored",
         ) from unknown

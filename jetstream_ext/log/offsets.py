@@ -93,7 +93,7 @@ class OffsetStore:
             await self._open()
         except BucketNotFoundError:
             creating = self._js.create_key_value(bucket=self.bucket, history=1, replicas=replicas)
-            what = f"the answer to the creation of bucket {self.bucket!r}"
+            what = f"the creation of bucket {self.bucket!r}"
             await self._context.connection.bounded(creating, self._timeout, what)
         return self
 

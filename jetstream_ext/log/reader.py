@@ -325,7 +325,7 @@ class LogReader:
         """Raise an error for the removed messages, or log a warning and return where to continue."""
         what = f"stream {self.stream!r}: sequences {position} to {first - 1} were removed before they were read"
         if self.subject is not None:
-            what += f" (which of them match {self.subject!r} cannot be known)"
+            what += f" (it is unknown how many of them matched {self.subject!r})"
         if not self._skips:
             raise PositionLostError(
                 f"{what}; seek to {first} to continue after them", stream=self.stream, expected=position, got=first
@@ -410,7 +410,7 @@ class _Source:
             self.created = state.created
         elif state.created != self.created:
             raise StreamRecreatedError(
-                f"stream {self._stream!r} was deleted and created again at {state.created}; the position belongs to the "
+                f"stream {self._stream!r} was deleted and re-created at {state.created}; the position belongs to the "
                 f"stream that was created at {self.created}",
                 stream=self._stream,
                 expected=self.created,
@@ -423,8 +423,8 @@ class _Source:
         retry = Retry(_SETTLE, first_pause=_SETTLE_PAUSE, factor=1.0)
         while position > (state := await self.look()).last_seq + 1:
             lost = PositionLostError(
-                f"stream {self._stream!r} ends at sequence {state.last_seq}, before the position {position}: the end of "
-                "the stream was lost, or the position belongs to another stream",
+                f"stream {self._stream!r} ends at sequence {state.last_seq}, before the position {position}: the "
+                "stream lost its last messages, or the position belongs to another stream",
                 stream=self._stream,
                 expected=position,
                 got=state.last_seq + 1,

@@ -253,7 +253,7 @@ class _Worker:
                 f"subject {subject!r} holds the position of worker {self.name!r}; use another subject"
             )
         if (self.state is None or not self.state.stores(subject)) and not (await self._look()).stores(subject):
-            raise BadSubjectError(f"subject {subject!r} is not one of the output stream {self.stream!r}")
+            raise BadSubjectError(f"output stream {self.stream!r} does not store subject {subject!r}")
 
     async def _store(self, parts: list[tuple[list[BatchMessage], int]]) -> None:
         """Commit all of it, in as few batches as the server takes."""
@@ -280,10 +280,14 @@ class _Worker:
         except RecordMovedError as moved:
             what = f"worker {self.name!r} on stream {self.stream!r}"
             if moved.record is None:
-                raise FencedError(f"{what}: its position was removed from {self.subject!r}", name=self.name) from moved
+                raise FencedError(
+                    f"{what}: its position on {self.subject!r} was removed; stop this worker (a restarted one begins "
+                    "at the reader's start again)",
+                    name=self.name,
+                ) from moved
             seq = self._decode(moved.record).seq
             raise FencedError(
-                f"{what}: another worker of this name was started and is at sequence {seq}; this one must stop, and can "
+                f"{what}: another worker of this name has taken over and is at sequence {seq}; stop this one, which can "
                 "store nothing more",
                 name=self.name,
                 seq=seq,
@@ -297,7 +301,7 @@ class _Worker:
         except ValueError as error:
             raise ValueError(
                 f"stream {stored.stream!r}: message {stored.seq} on {stored.subject!r} is not the position of a worker; "
-                "nothing else may be published on that subject"
+                "only workers may publish on this subject"
             ) from error
 
     async def _look(self) -> StreamState:
@@ -328,20 +332,20 @@ def _check_output_stream(state: StreamState, subject: str, server_version: str, 
     advice: list[str] = []
     if not config.get("allow_atomic"):
         diff["allow_atomic"] = (True, False)
-        advice.append("turn on allow_atomic")
+        advice.append("enable allow_atomic (jetstream_ext.ensure_stream)")
     if not state.stores(subject):
         diff["subjects"] = ((*state.subjects, subject), state.subjects)
         advice.append(f"add {subject!r} (or a wildcard that matches it) to its subjects")
     transform = config.get("subject_transform") or {}
     if transform and covers(str(transform.get("src") or ">"), subject):
         diff["subject_transform"] = (None, transform)
-        advice.append(f"its subject_transform stores {subject!r} under another subject")
+        advice.append(f"exclude {subject!r} from its subject_transform, which would store it under another subject")
     if not may_vanish and (limits := _removing_limits(state)):
         diff |= limits
         advice.append(
-            f"its limits ({', '.join(limits)}) can remove the position, and a worker would then start from the reader's "
-            "start again: use a stream without them (allow_msg_ttl exempts the position from max_age, discard 'new' from "
-            "the others), or pass position_may_vanish=True"
+            f"use a stream without limits that can remove the position ({', '.join(limits)}), after which a worker would "
+            "begin again at the reader's start (allow_msg_ttl exempts the position from max_age, discard='new' from "
+            "max_msgs and max_bytes), or pass position_may_vanish=True"
         )
     if diff:
         raise StreamConfigMismatchError(

@@ -1,1 +1,1 @@
-"""Sans-IO machines: bytes in, bytes and decisions out. No sockets, clocks, loops or randomness; `now` is an argument."""
+"""Sans-IO machines: bytes go in, bytes and decisions come out. No sockets, clocks, event loops or randomness."""

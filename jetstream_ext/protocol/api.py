@@ -15,27 +15,34 @@ ABANDONED: Final = "$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED"
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def parse_answer(subject: str, payload: bytes) -> dict[str, Any]:
-    """Parse the answer to a JetStream API request; raise ServerError for a refusal, ResponseError if it is malformed."""
+def parse_object(what: str, payload: bytes) -> dict[str, Any]:
+    """Parse `what`, a JSON object; raise ResponseError if it is malformed."""
     try:
-        answer = orjson.loads(payload)
+        parsed = orjson.loads(payload)
     except orjson.JSONDecodeError as error:
-        raise ResponseError(f"the answer on {subject} is not JSON", frame=payload) from error
-    if not isinstance(answer, dict):
-        raise ResponseError(f"the answer on {subject} is not a JSON object", frame=payload)
+        raise ResponseError(f"{what} is not JSON", frame=payload) from error
+    if not isinstance(parsed, dict):
+        raise ResponseError(f"{what} is not a JSON object", frame=payload)
+    return parsed
+
+
+def parse_answer(subject: str, payload: bytes) -> dict[str, Any]:
+    """Parse the answer to a JetStream API request; raise ServerError for a refusal, ResponseError if malformed."""
+    answer = parse_object(f"the answer on {subject}", payload)
     if "error" in answer:
         raise parse_refusal(answer["error"], payload)
     return answer
 
 
-def parse_batch_ack(reply: dict[str, Any]) -> BatchAck:
-    """Return the final ack of either kind of batch; raise ValueError or TypeError if a field is missing or malformed."""
+def parse_batch_ack(reply: dict[str, Any], payload: bytes) -> BatchAck:
+    """Return the final ack of either kind of batch; raise ResponseError if a field is missing or malformed."""
     stream, seq = reply.get("stream"), reply.get("seq")
     batch, count = reply.get("batch"), reply.get("count", 0)
+    malformed = ResponseError("the ack of a batch is malformed", frame=payload)
     if not (isinstance(stream, str) and isinstance(seq, int) and isinstance(batch, str) and isinstance(count, int)):
-        raise TypeError("a batch ack needs stream, seq, batch and count")
+        raise malformed
     if seq < 0 or count < 0:
-        raise ValueError("a batch ack has a negative seq or count")
+        raise malformed
     return BatchAck(stream, seq, batch, count, domain=_text(reply.get("domain")), val=_text(reply.get("val")))
 
 
@@ -52,7 +59,7 @@ def parse_refusal(error: object, payload: bytes = b"") -> ServerError:
 
 
 def _text(value: object) -> str | None:
-    # Not str() of anything: a list nested a thousand deep raises RecursionError.
+    # Not str() of every value: it raises RecursionError for a list that is nested a thousand deep.
     return str(value) if isinstance(value, str | int | float) else None
 
 

@@ -1,7 +1,7 @@
-"""The messages of an atomic batch on the wire: what is refused before it is sent, what goes out, what comes back.
+"""The messages of an atomic batch on the wire: the checks before they are sent, their encoding, and the replies.
 
-Everything of a message but its batch sequence is encoded when it is checked. The sequence and a commit are added when it
-is sent, so a message that is held back, or sent again after a refusal, is encoded once.
+A message is encoded when it is checked. Only its batch sequence and a commit are added when it is sent, so a message
+that is held back, or sent again after a refusal, is encoded once.
 """
 
 from __future__ import annotations
@@ -12,24 +12,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-import orjson
-
-from jetstream_ext.errors import (
-    AtomicPublishDisabledError,
-    AtomicPublishIncompleteError,
-    BadHeaderError,
-    BatchAbandonedError,
-    ErrorCode,
-    JetStreamExtError,
-    MaxPayloadError,
-    NoStreamError,
-    ResponseError,
-    ServerError,
-    batch_refusal,
-    server_error,
-)
+from jetstream_ext import errors
+from jetstream_ext.errors import BadHeaderError, ErrorCode, JetStreamExtError, ServerError
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.api import parse_batch_ack, parse_refusal
+from jetstream_ext.protocol.api import parse_batch_ack, parse_object, parse_refusal
+from jetstream_ext.protocol.frames import check_size
 from jetstream_ext.protocol.options import given_headers, message_headers, payload_bytes
 from jetstream_ext.protocol.subjects import SubjectCache
 from jetstream_ext.types import BatchAck, BatchMessage
@@ -44,7 +31,7 @@ NO_OPTIONS: Final = (None,) * 7
 END: Final = b"\r\n\r\n"
 COMMIT: Final = b"\r\nNats-Batch-Commit: 1" + END
 MARKER: Final = b"\r\nNats-Batch-Commit: eob" + END
-# A message is measured with the longest sequence that it can get and a commit. What passes then fits when it is sent.
+# A message is measured with a commit and the longest sequence that it can get, so that it still fits when it is sent.
 _LONGEST: Final = len(b"%d" % (1 << 32)) + len(COMMIT)
 
 # The refusals of a single message: the server drops it and keeps the batch.
@@ -52,26 +39,19 @@ _OF_ONE_MESSAGE: Final = frozenset(
     {ErrorCode.MESSAGE_TOO_LARGE, ErrorCode.TOO_MANY_REQUESTS, ErrorCode.ATOMIC_MISSING_SEQUENCE}
 )
 
-# -- out ----------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class Expectations:
-    """What a message expects, as far as its place in the batch decides whether it can.
+    """The expectations of a message that are allowed only at some places of a batch."""
 
-    Attributes:
-        last_seq: It expects a last sequence of the stream.
-        subject: The subject of which it expects a last sequence, or None.
-    """
-
-    last_seq: bool
-    subject: str | None
+    last_seq: bool  # it expects a last sequence of the stream
+    subject: str | None  # the subject of which it expects a last sequence
 
 
 Encoded = tuple[str, bytes, bytes, bytes, bool | None, Expectations | None]
-"""A checked message without its batch sequence: its subject, the same in bytes, its header block up to the sequence, its
-payload, whether its sender wants a reply (None leaves it to the batch), and its expectations. A plain tuple: there is
-one for each message."""
+"""A checked message without its batch sequence: its subject, the subject in bytes, its header block up to the sequence,
+its payload, whether its sender wants a reply (None: the batch decides), and its expectations. It is a plain tuple
+because there is one for each message."""
 
 
 class Block(NamedTuple):
@@ -79,29 +59,19 @@ class Block(NamedTuple):
 
     data: bytes
     messages: int
-    size: int
-    """The bytes of their payloads."""
-    awaited: int
-    """The sequence whose reply must be awaited before anything else is sent, or 0."""
-    last_asked: int
-    """The highest sequence that asks for a reply, or 0."""
-    stopped: BaseException | None = None
-    """For messages from a source: what it raised (``StopIteration`` at its end), or the refusal of one of them."""
+    size: int  # bytes of their payloads
+    awaited: int  # the sequence whose reply must be awaited before anything else is sent, or 0
+    last_asked: int  # the highest sequence that asks for a reply, or 0
+    stopped: BaseException | None = None  # what the source raised (StopIteration at its end), or a message's refusal
 
 
 class Encoder:
-    """Checks and encodes the messages of one batch.
-
-    Args:
-        batch_id: The batch's id.
-        max_payload: The server's limit for headers and payload together, in bytes.
-    """
+    """Checks and encodes the messages of one batch; `max_payload` bounds headers and payload together, in bytes."""
 
     def __init__(self, batch_id: str, max_payload: int) -> None:
         own = h.encode([(h.BATCH_ID, batch_id)])[: -len(h.CRLF)]
         self._tail = own[len(h.VERSION) :] + f"{h.BATCH_SEQUENCE}: ".encode()
-        self.plain: bytes = h.VERSION + self._tail
-        """The header block of a message without headers, up to the sequence."""
+        self.plain: bytes = h.VERSION + self._tail  # the header block of a message without headers, up to the sequence
         self.max_payload: int = max_payload
         self.subjects: SubjectCache = SubjectCache()
 
@@ -111,29 +81,18 @@ class Encoder:
         return self.max_payload - len(self.plain) - _LONGEST
 
     def encode(self, message: BatchMessage, ack: bool | None) -> Encoded:
-        """Return a message that is ready for its sequence.
-
-        Raises:
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message is refused.
-        """
+        """Return a message that is ready for its sequence; raise what `AtomicBatchMachine.prepare` raises."""
         name, payload = message.subject, message.payload
         if options_of(message) == NO_OPTIONS and type(payload) is bytes:
             # Nearly every message of a bulk.
-            self._check_size(self.plain, payload)
+            check_size(len(self.plain) + _LONGEST + len(payload), self.max_payload)
             return name, self.subjects.encode(name), self.plain, payload, ack, None
         expectations = _check_headers(message)
         subject = self.subjects.encode(name)
         payload = payload_bytes(payload)
         head = h.encode(message_headers(message))[: -len(END)] + self._tail
-        self._check_size(head, payload)
+        check_size(len(head) + _LONGEST + len(payload), self.max_payload)
         return name, subject, head, payload, ack, expectations
-
-    def _check_size(self, head: bytes, payload: bytes) -> None:
-        size = len(head) + _LONGEST + len(payload)
-        if size > self.max_payload:
-            raise MaxPayloadError(
-                f"a message of {size} bytes (headers included) is over the server's limit of {self.max_payload}"
-            )
 
 
 def _check_headers(message: BatchMessage) -> Expectations | None:
@@ -144,7 +103,7 @@ def _check_headers(message: BatchMessage) -> Expectations | None:
         if not isinstance(name, str):
             raise TypeError(f"a header's name must be str, not {type(name).__name__}")
         if name.lower() in _MANAGED:
-            raise BadHeaderError(f"header {name!r} belongs to the batch itself")
+            raise BadHeaderError(f"header {name!r} is set by the batch itself")
         if name.lower() == h.EXPECTED_LAST_MSG_ID.lower():
             raise BadHeaderError(f"header {name!r} cannot be used in an atomic batch")
         lowered[name.lower()] = value
@@ -155,42 +114,25 @@ def _check_headers(message: BatchMessage) -> Expectations | None:
     return Expectations(last_seq, subject) if last_seq or subject is not None else None
 
 
-# -- in -----------------------------------------------------------------------------------------------------------
-
-
 class Reply(enum.Enum):
-    """A reply without content."""
-
     STAGED = "the server has the message"
-    ORDINARY = "the server stored the message as an ordinary one: it does not know batches"
+    ORDINARY = "the server does not know batches and stored a separate message"
 
 
 def read_reply(header: bytes, payload: bytes) -> Reply | BatchAck | ServerError:
-    """Return what a reply says; a refusal is returned, not raised.
-
-    Raises:
-        ResponseError: The reply is malformed.
-    """
+    """Return what a reply says; a refusal is returned, and ResponseError is raised for a malformed reply."""
     if not payload:
         status = h.parse_status(header) if header else None
         if status is None:
             return Reply.STAGED
         code, text = status
-        return server_error(code=code, description=text or "no responders")
-    try:
-        reply = orjson.loads(payload)
-    except orjson.JSONDecodeError:
-        raise ResponseError("the reply to a batch message is not JSON", frame=payload) from None
-    if not isinstance(reply, dict):
-        raise ResponseError("the reply to a batch message is not a JSON object", frame=payload)
+        return errors.server_error(code=code, description=text or "no responders")
+    reply = parse_object("the reply to a batch message", payload)
     if reply.get("error") is not None:
         return parse_refusal(reply["error"], payload)
     if "batch" not in reply:
         return Reply.ORDINARY
-    try:
-        return parse_batch_ack(reply)
-    except (TypeError, ValueError):
-        raise ResponseError("the ack of a batch is malformed", frame=payload) from None
+    return parse_batch_ack(reply, payload)
 
 
 def _reached_no_stream(refusal: ServerError) -> bool:
@@ -205,30 +147,25 @@ def refuses_one_message(refusal: ServerError) -> bool:
 def refusal_error(
     refusal: ServerError, batch_id: str, what: str, *, in_doubt: bool, facts: dict[str, Any]
 ) -> JetStreamExtError:
-    """Return the error that a refusal becomes.
-
-    Args:
-        refusal: What the server said.
-        batch_id: The batch.
-        what: What it refused, in words.
-        in_doubt: The connection was lost, and this is the first answer since.
-        facts: The fields of the batch error.
-    """
+    """Return the error for a refusal of `what`; `in_doubt`: it is the first answer since the connection was lost."""
     if _reached_no_stream(refusal):
-        return NoStreamError(
-            f"batch {batch_id}: no stream listens on the subject of {what}: it does not exist, or its leader is away",
+        return errors.NoStreamError(
+            f"batch {batch_id}: no stream stores the subject of {what}, or the stream has no leader",
             **facts,
         )
-    if in_doubt and isinstance(refusal, AtomicPublishIncompleteError):
-        lost = BatchAbandonedError(
+    if in_doubt and isinstance(refusal, errors.AtomicPublishIncompleteError):
+        lost = errors.BatchAbandonedError(
             f"batch {batch_id}: the connection was lost, and the server no longer has the whole batch; "
             "nothing of it is stored",
             **facts,
         )
         lost.__cause__ = refusal
         return lost
-    if isinstance(refusal, AtomicPublishDisabledError):
-        text = "the stream does not take atomic batches; turn on allow_atomic"
+    if isinstance(refusal, errors.AtomicPublishDisabledError):
+        text = (
+            "atomic batches are disabled on the stream; nothing is stored; enable them with allow_atomic=True "
+            "(jetstream_ext.ensure_stream)"
+        )
     else:
         text = f"{what} was refused: {refusal.description}; nothing of the batch is stored"
-    return batch_refusal(refusal, f"batch {batch_id}: {text}", **facts)
+    return errors.batch_refusal(refusal, f"batch {batch_id}: {text}", **facts)

@@ -2,15 +2,12 @@
 
 A reply to a batch request is a run of messages and one end-of-batch frame (EOB). Every message names the sequence of
 the message before it in the same reply (``Nats-Last-Sequence``, 0 on the first), and the EOB names the last one sent:
-together they prove that nothing was dropped on the way. Servers send the reply without flow control, so they
-cut a slow consumer off, and only the chain shows that.
+together they prove that nothing was dropped on the way. Servers send the reply without flow control and cut off a slow
+consumer, which only this chain shows.
 
-What tells the frames apart, on every server from 2.10 on:
-
-* EOB: inline status 204 *without* ``Nats-Sequence``. A stored message can carry a status line of its own (servers
-  before 2.12.8 return it) and an empty payload is an ordinary message; both have ``Nats-Sequence``.
-* a message: ``Nats-Sequence``. The server's headers come last, so the last of each name counts.
-* refusals: status 404, 408, 412, 413, 500, 503.
+On every server from 2.10 on, a message has ``Nats-Sequence``; of the headers with that name the last one is the
+server's. The EOB has status 204 and no ``Nats-Sequence``, and a refusal has status 404, 408, 412, 413, 500 or 503. A
+status line alone proves nothing: a stored message can carry one, and servers before 2.12.8 return it.
 """
 
 from __future__ import annotations
@@ -24,17 +21,8 @@ from typing import Any, Final
 
 import orjson
 
-from jetstream_ext.errors import (
-    BadRequestError,
-    DirectGetDisabledError,
-    JetStreamExtError,
-    MessageNotFoundError,
-    MessagesLostError,
-    RequiredApiLevelError,
-    ResponseError,
-    ServerError,
-    TooManySubjectsError,
-)
+from jetstream_ext import errors
+from jetstream_ext.errors import JetStreamExtError, MessageNotFoundError, MessagesLostError, ResponseError
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame, parts
@@ -42,7 +30,7 @@ from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.protocol.stored_msg import StoredMsg
 
 DEFAULT_MAX_BYTES: Final = 8 * 1024 * 1024
-"""How many bytes one reply may carry. The server's own default (64 MiB) is also where it cuts slow consumers."""
+"""How many bytes one reply may carry. At its own default of 64 MiB the server also cuts off slow consumers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +48,12 @@ class Request:
     max_bytes: int | None = None
 
     def address(self, api: str) -> tuple[str, bytes]:
-        """Return subject and payload of the request to the direct-get subject `api`.
-
-        A last message is asked for in the subject-appended form, for which permission on that subject is enough.
-        """
-        return (api, orjson.dumps(self.body())) if self.last_by_subj is None else (f"{api}.{self.last_by_subj}", b"")
+        """Return subject and payload of the request to the direct-get subject `api`."""
+        if self.last_by_subj is not None:
+            return f"{api}.{self.last_by_subj}", b""  # for this form permission on that subject is enough
+        return api, orjson.dumps(self.body())
 
     def body(self) -> dict[str, Any]:
-        """Return the request's fields."""
         body: dict[str, Any] = {}
         for name in ("seq", "next_by_subj", "last_by_subj", "multi_last", "up_to_seq", "batch", "max_bytes"):
             value = getattr(self, name)
@@ -84,7 +70,7 @@ class Request:
 class Block:
     """Some consecutive messages of one reply, as columns of equal length.
 
-    A message is its header block and payload in one piece; what else it has is cut out when it is asked for.
+    A body is a message's header block and payload in one piece; its other fields are cut out on access.
     """
 
     stream: str = ""
@@ -96,13 +82,11 @@ class Block:
         return len(self.seqs)
 
     def keep(self, start: int, stop: int) -> None:
-        """Keep rows ``start … stop - 1``."""
         self.seqs = self.seqs[start:stop]
         self.bodies = self.bodies[start:stop]
         self.header_sizes = self.header_sizes[start:stop]
 
     def select(self, mask: Sequence[bool]) -> None:
-        """Keep the rows where `mask` is true."""
         self.seqs = list(compress(self.seqs, mask))
         self.bodies = list(compress(self.bodies, mask))
         self.header_sizes = list(compress(self.header_sizes, mask))
@@ -120,12 +104,12 @@ class Block:
 
     @property
     def rows(self) -> list[h.Row]:
-        """Return each message's header lines (see `headers.reply_row`; `ROW_STREAM` may be empty)."""
+        """Each message's header lines (see `headers.reply_row`; `ROW_STREAM` may be empty)."""
         return list(self.each_row())
 
     def each_row(self) -> Iterator[h.Row]:
-        """Yield the same one by one: thousands of lists at once keep the garbage collector busy."""
-        prefix = _prefix(self.stream.encode())
+        """Yield `rows` one by one: thousands of lists at once keep the garbage collector busy."""
+        prefix = b"NATS/1.0\r\nNats-Stream: %b\r\nNats-Subject: " % self.stream.encode()
         skip = len(prefix)
         for body, size in zip(self.bodies, self.header_sizes, strict=True):
             # Without stored headers one split gives the same places, the last of them empty.
@@ -134,12 +118,10 @@ class Block:
 
     @property
     def subjects(self) -> list[bytes]:
-        """The subjects."""
         return [row[h.ROW_SUBJECT] for row in self.rows]
 
     @property
     def datas(self) -> list[bytes]:
-        """The payloads."""
         return [body[size:] for body, size in zip(self.bodies, self.header_sizes, strict=True)]
 
     def pending(self, index: int) -> int:
@@ -148,11 +130,9 @@ class Block:
         return h.line_number(row[h.ROW_PENDING])
 
     def message(self, index: int) -> StoredMsg:
-        """Return one row as a message."""
         return StoredMsg.from_wire(self.stream, self.seqs[index], self.bodies[index], self.header_sizes[index])
 
     def messages(self) -> Iterator[StoredMsg]:
-        """Return the rows as messages, made one by one as they are taken."""
         return map(StoredMsg.from_wire, repeat(self.stream), self.seqs, self.bodies, self.header_sizes)
 
 
@@ -160,31 +140,19 @@ class Block:
 class EndOfBatch:
     """What the end of a reply said."""
 
-    num_pending: int
-    """Matching messages beyond this reply."""
-    last_seq: int
-    """The last sequence in this reply (0: none)."""
-    up_to_seq: int | None = None
-    """`multi_last` only: the sequence the answer is consistent at."""
-    found: bool = True
-    """False: the server answered 404 instead."""
-
-
-def _prefix(stream: bytes) -> bytes:
-    return b"NATS/1.0\r\nNats-Stream: %b\r\nNats-Subject: " % stream
+    num_pending: int  # matching messages beyond this reply
+    last_seq: int  # the last sequence in this reply (0: none)
+    up_to_seq: int | None = None  # `multi_last` only: the sequence at which the answer is consistent
+    found: bool = True  # False: the server answered 404 instead
 
 
 class ReplyDecoder:
-    """Decodes the reply to one batch request and checks that it is whole.
+    """Decodes the reply to one batch request and checks that it is complete.
 
-    Feed it frames in the order they came. It is finished when `end` is set, or `broken`: then what was returned so
-    far is good, and the rest has to be asked for again from `last_seq` on.
-
-    Args:
-        stream: The stream that was asked, for errors.
-        start: The first sequence that was asked for. What is before it is refused; asking for the rest of such an
-            answer would never end.
-        server_version: The connected server's version, for errors.
+    Feed it frames in the order they came. It is finished when `end` is set, or `broken`: then everything returned so
+    far is good, and the rest must be requested again from `last_seq` on. Sequences before `start` are refused, because
+    requesting the rest of such an answer would never end. `stream` and `server_version` (of the connected server) are
+    for errors.
     """
 
     def __init__(self, stream: str, *, start: int = 1, server_version: str = "") -> None:
@@ -192,8 +160,7 @@ class ReplyDecoder:
         self.broken: MessagesLostError | None = None
         self.last_seq: int = 0
         self.count: int = 0
-        self.size: int = 0
-        """About how many bytes of subjects, stored headers and payloads came so far: what `max_bytes` counts."""
+        self.size: int = 0  # about the bytes of all subjects, stored headers and payloads: what `max_bytes` counts
         self._asked = stream
         self._server_version = server_version
         self._floor = start - 1
@@ -208,15 +175,15 @@ class ReplyDecoder:
 
         Raises:
             UnsupportedFeatureError: The server does not support batches.
-            DirectGetDisabledError, BadRequestError, TooManySubjectsError, ServerError: The server refused.
+            JetStreamExtError: The server refused; see `status_error`.
             ResponseError: A frame is not a direct-get reply.
         """
         frames = list(frames)
         raws: list[bytes] = []
         prev, stream_line = self._prev, self._stream_line
         for place, (_, body, size) in enumerate(frames):
-            # Nearly every message: the server's six lines end its header block as they ended the first one of the
-            # reply, whose names were looked at.
+            # Nearly every message: the server's six lines end its header block as in the first message of the reply,
+            # whose names were checked.
             row = body[:size].rsplit(b"\r\n", 8)
             if len(row) == 9 and row[1] == stream_line and row[6][20:] == prev:
                 raws.append(prev := row[3][15:])
@@ -244,32 +211,32 @@ class ReplyDecoder:
         except ValueError:
             raise ResponseError("a direct-get reply has a sequence that is not a number", frame=raws[0]) from None
         if seqs[0] <= self._floor or seqs[-1] >> 64 or any(map(ge, seqs, seqs[1:])):
-            raise ResponseError(f"a direct-get reply does not go upwards from sequence {self._floor}")
+            raise ResponseError(f"the sequences of a direct-get reply do not increase after {self._floor}")
         self.last_seq = self._floor = seqs[-1]
         self.count += len(seqs)
         bodies = [body for _, body, _ in frames]
         sizes = [size for _, _, size in frames]
-        # What max_bytes counts, nearly: the lines that the server adds have about this length on every message.
+        # The lines that the server adds have about the same length on every message.
         self.size += sum(map(len, bodies)) - len(bodies) * self._added
         self._check_end()
         return Block(self._stream, seqs, bodies, sizes)
 
     def _lost(self, last: bytes, prev: bytes) -> MessagesLostError:
-        # Nothing at all where a message that was being read is gone.
         got = h.count(last) if last else None
         expected = max(h.count(prev), self._floor)
+        until = "" if got is None else f" and up to {got}"
         return MessagesLostError(
-            f"stream {self._asked!r}: messages after sequence {expected} were lost on the way "
-            f"(the reply goes on after {got}): a slow consumer or a dropped connection",
+            f"stream {self._asked!r}: messages after sequence {expected}{until} were lost in transit (a slow consumer or a "
+            f"lost connection); repeat the read, or continue it after {expected}",
             expected=expected,
             got=got,
         )
 
     def _general(self, header: bytes) -> bytes:
-        """Return a message's header block in the layout that `headers.reply_row` takes; nothing ends the reply."""
+        """Return a message's header block as `headers.reply_row` takes it, or nothing for the end of the reply."""
         row = h.reply_row(header)
         if not row:
-            values = h.last_values(header)
+            values = dict(h.parse_lines(header))
             if h.SEQUENCE not in values:
                 self._finish(header, values)
                 return b""
@@ -296,15 +263,12 @@ class ReplyDecoder:
         self._stream_line = b"Nats-Stream: %b" % responder
 
     def _finish(self, header: bytes, values: dict[str, str]) -> None:
-        status = h.parse_status(header) if header else None
-        if status is None:
-            raise ResponseError("a direct-get reply has neither a sequence nor a status", frame=header)
-        code, _ = status
+        code, _ = _status(header)
+        if code == 404 and self._responder:
+            # multi_last: a message that was there when the server put the answer together is gone; ask again.
+            self.broken = self._lost(b"", self._prev)
+            return
         if code == 404:
-            if self._responder:
-                # multi_last: a message that was there when the answer was put together is gone; ask again.
-                self.broken = self._lost(b"", self._prev)
-                return
             self.end = EndOfBatch(num_pending=0, last_seq=0, found=False)
             return
         if code != 204:
@@ -317,39 +281,43 @@ class ReplyDecoder:
         )
 
     def _check_end(self) -> None:
-        # An empty page says 0: an end that names a message which did not come lost them all.
+        # The end names the last message, and an empty page says 0. If that message did not come, messages were lost.
         if self.end is not None and self.end.last_seq != self.last_seq:
             self.broken = self._lost(b"%d" % self.end.last_seq, self._prev)
             self.end = None
         elif self.end is not None and self.end.num_pending and not self.count:
-            # Asking for the rest of nothing would never end.
+            # Requesting the rest of such an answer would never end.
             raise ResponseError(f"stream {self._asked!r}: an answer without messages says that more follow")
 
 
 def not_found(stream: str) -> MessageNotFoundError:
-    """Return the error for a single get that found nothing."""
     return MessageNotFoundError(f"stream {stream!r}: no message found", stream=stream)
+
+
+def _status(header: bytes) -> tuple[int, str]:
+    status = h.parse_status(header) if header else None
+    if status is None:
+        raise ResponseError("a direct-get reply has neither a sequence nor a status", frame=header)
+    return status
 
 
 def status_error(stream: str, header: bytes, server_version: str = "") -> JetStreamExtError:
     """Return the error for a direct get that a server, of this version if known, refused."""
-    status = h.parse_status(header)
-    assert status is not None
-    code, text = status
+    code, text = _status(header)
     if code == 404:
         return not_found(stream)
     if code == 408 and text == "Empty Request":
-        # No request of ours is empty: the server dropped the fields that it does not know.
+        # This library sends no empty request: the server dropped the fields that it does not know.
         return feature_table.DIRECT_BATCH.unsupported(
             server_version=server_version,
             detail=f"the server of stream {stream!r} knows none of the request's fields",
         )
     if code == 408:
-        return BadRequestError(
+        return errors.BadRequestError(
             f"stream {stream!r}: the server refused the direct get: {text}", description=text, stream=stream
         )
     if code == 412:
-        return RequiredApiLevelError(
+        return errors.RequiredApiLevelError(
             f"stream {stream!r}: the server is older than the API level the request needs",
             code=412,
             err_code=10185,
@@ -357,36 +325,30 @@ def status_error(stream: str, header: bytes, server_version: str = "") -> JetStr
             outcome="not_stored",
         )
     if code == 413:
-        return TooManySubjectsError(
-            f"stream {stream!r}: the filters match more subjects than the server answers at once ({text}); "
-            "ask for fewer at a time"
+        return errors.TooManySubjectsError(
+            f"stream {stream!r}: the filters match more subjects than one answer can hold ({text}); "
+            "use narrower filters"
         )
     if code == 503:
-        return DirectGetDisabledError(
-            f"stream {stream!r}: no server answers direct gets. The stream does not exist, lacks allow_direct, or all "
-            "its replicas are away",
+        return errors.DirectGetDisabledError(
+            f"stream {stream!r}: no server answers direct gets: the stream does not exist, lacks allow_direct, or none "
+            "of its replicas is available; enable direct gets with allow_direct=True (jetstream_ext.ensure_stream)",
             stream=stream,
         )
     if code == 500:
-        return ServerError(f"stream {stream!r}: the server failed: {text}", code=500, description=text)
+        return errors.ServerError(
+            f"stream {stream!r}: the server reported an internal error: {text}", code=500, description=text
+        )
     return ResponseError(f"stream {stream!r}: unexpected status {code} {text}", frame=header)
 
 
 def decode_single(stream: str, frame: Frame, server_version: str = "") -> StoredMsg:
-    """Decode the reply to a request without a batch; the connected server's version is for errors.
-
-    Raises:
-        MessageNotFoundError: There is no such message.
-        DirectGetDisabledError, BadRequestError, ServerError: The server refused.
-        ResponseError: The frame is not a direct-get reply.
-    """
+    """Decode the reply to a request without a batch; raise what `status_error` returns, or ResponseError."""
     _, header, payload = parts(frame)
     if not header:
         raise ResponseError("a direct-get reply has no headers", frame=payload)
-    values = h.last_values(header)
+    values = dict(h.parse_lines(header))
     if h.SEQUENCE not in values:
-        if h.parse_status(header) is None:
-            raise ResponseError("a direct-get reply has neither a sequence nor a status", frame=header)
         raise status_error(stream, header, server_version)
     try:
         return StoredMsg(

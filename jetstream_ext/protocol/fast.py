@@ -1,33 +1,10 @@
 """A fast-ingest batch as a machine: one table of states and inputs (ADR-50, fast ingest; server API level 4).
 
-::
+`TABLE` says what every input does in every state, and nothing else changes the state. docs/design/fast-batch.md shows
+each reply in each state.
 
-                 first message            first reply               commit             final ack
-       NEW ───────────────► STARTING ───────────────► OPEN ───────────────► COMMITTING ──────► ENDED
-                                │                     ▲│  fail mode: gap, refusal  │             ▲
-                                │                     │├───────────► DRAINING ─────┼─────────────┤
-                    ok mode:    │      answer to the  ││ ok mode: connection lost                │
-                    connection  │    ping after the   │▼                                         │
-                    lost        ├────► reconnect ── SUSPENDED ─────────────────────────────────────┤
-                                └── refusal, silence, connection lost, unknown batch, discard ─────┘
-
-`TABLE` says what every input does in every state; nothing else changes the state. What the states stand for:
-
-* STARTING: the reply to the first message decides whether anything may follow it. A server without fast ingest stores
-  every message, pings too, as an ordinary one.
-* OPEN: messages go out as the window allows (`fast_window`). While a caller waits, the server is pinged every
-  `stall_ping` seconds, because the answer recovers a lost ack. An idle batch is kept alive by a ping every `keepalive`
-  seconds, because servers drop a batch after 10 s without a message.
-* SUSPENDED (ok mode): nothing is sent until the server has answered a ping on the new connection. That ping makes it
-  report what was lost with the old one. Reports that were lost with the old connection leave their messages in doubt.
-* COMMITTING: no ping is sent. The server forgets a batch that it has committed, and would answer a ping with "unknown
-  batch", with a false gap, or by opening a new batch. The last message is stored by an ordinary append, and the batch
-  ends with the end-of-batch marker: servers 2.14.0 to 2.14.2 never answer a committing message that is a duplicate or
-  fails a check. A marker that the server is known not to have taken (503, 429) is sent again.
-* DRAINING: the server has ended the batch, but its final ack, the only record of what is stored, is still to come.
-
-A deadline belongs to a wait. It starts when a caller begins to wait, when a ping goes out, or when a state is entered in
-which the server owes an answer; every sign of the server's life moves it.
+A deadline belongs to a wait. It starts when a caller begins to wait, when a ping goes out, or when a state is entered
+in which the server owes an answer; every sign of the server's life moves it.
 
 Any client may publish to an inbox. A reply that cannot be about this batch (malformed, of another batch, about messages
 that were never sent) changes nothing: a real reply that is missing is asked for again, or a deadline ends the wait.
@@ -37,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -56,15 +34,29 @@ from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessa
 KEPT_REPORTS: Final = 1000
 """How many of the newest gap and error reports a batch keeps."""
 
+_log: Final = logging.getLogger("jetstream_ext.fast")
+
 
 class State(enum.Enum):
     """Where a batch is: the columns of `TABLE`."""
 
     NEW = "new"
+    # The reply to the first message decides whether anything may follow it: a server without fast ingest stores every
+    # message, including pings, as a separate message.
     STARTING = "starting"
+    # Messages go out as the window allows. While a caller waits, the server is pinged every `stall_ping` seconds,
+    # because the answer recovers a lost ack. An idle batch is kept alive by a ping every `keepalive` seconds, because
+    # servers drop a batch after 10 s without a message.
     OPEN = "open"
+    # Only in ok mode: nothing is sent until the server has answered a ping on the new connection. That ping makes it
+    # report what was lost with the old one. Reports that were lost with it leave their messages in doubt.
     SUSPENDED = "suspended"
+    # No ping is sent: the server forgets a batch that it has committed, and would answer with "unknown batch", with a
+    # false gap, or by opening a new batch. The last message is stored by an ordinary append, and the batch ends with
+    # the end-of-batch marker: servers 2.14.0 to 2.14.2 never answer a committing message that is a duplicate or fails a
+    # check. A marker that the server is known not to have taken (503, 429) is sent again.
     COMMITTING = "committing"
+    # The server has ended the batch, but its final ack, the only record of what is stored, is still to come.
     DRAINING = "draining"
     ENDED = "ended"
 
@@ -78,9 +70,9 @@ class Input(enum.Enum):
     DISCARD = "the caller ends the batch without a commit"
     CONNECTION_LOST = "nats-py reconnects"
     CONNECTION_CLOSED = "the connection is lost for good"
-    DEADLINE = "no sign of the server while one is due"
+    DEADLINE = "no sign of the server before the deadline"
     ACK = "an ack frame"
-    ALL_ARRIVED = "the answer to a ping that follows every message, on the present connection"
+    ALL_ARRIVED = "the answer to a ping that follows every message, on the current connection"
     GAP = "messages did not reach the server"
     WENT_BACK = "the server received a sequence that it had before"
     MESSAGE_REFUSED = "an err frame: a check failed"
@@ -99,12 +91,11 @@ class Ending:
     reason: EndReason
     error: type[BatchError] | None = None
     text: str = ""
-    outcome: Outcome | None = "unknown"
-    """What the error says is stored; None: as far as the acks and reports tell."""
+    outcome: Outcome | None = "unknown"  # None: it follows from the acks and reports
 
 
 _UNKNOWN, _ABANDONED = errors.BatchOutcomeUnknownError, errors.BatchAbandonedError
-_REST: Final = "messages without an acknowledgement: {unacknowledged}"
+_REST: Final = "unacknowledged messages: {unacknowledged}"
 
 # fmt: off
 DONE: Final = Ending(EndReason.COMMITTED)
@@ -122,9 +113,10 @@ GONE: Final = Ending(
 NO_START: Final = Ending(
     EndReason.TIMEOUT, _UNKNOWN,
     "no answer to the first message within {wait:g} s: the server may be older than {since}, "
-    "or the stream may have no_ack set")
+    "or the stream may have no_ack set; messages up to {sent} may be stored")
 SILENCE: Final = Ending(
-    EndReason.TIMEOUT, _UNKNOWN, "no acknowledgement beyond message {acked} of {sent} within {wait:g} s")
+    EndReason.TIMEOUT, _UNKNOWN,
+    "the server acknowledged {acked} of {sent} messages and then nothing for {wait:g} s; later messages may be stored")
 NO_COMMIT: Final = Ending(
     EndReason.TIMEOUT, _UNKNOWN, "no answer to the commit within {wait:g} s; messages up to {sent} may be stored")
 FORGOTTEN: Final = Ending(  # perhaps because it has committed the batch, and the final ack was lost
@@ -143,12 +135,11 @@ class Keep(enum.Enum):
 
     STAY = enum.auto()
     RAISE = enum.auto()
-    """The call is refused: it raises."""
 
 
 _Step = State | Ending | Keep
 Cell = _Step | tuple[_Step, _Step]
-"""What an input does: enter a state, end the batch, or nothing. A pair is for fail mode and for ok mode."""
+"""What an input does: enter a state, end the batch, or change nothing. A pair is for fail mode and for ok mode."""
 
 NEW, STARTING, OPEN, SUSPENDED, COMMITTING, DRAINING, ENDED = State
 ___: Final = Keep.STAY
@@ -175,7 +166,7 @@ TABLE: Final[dict[Input, tuple[Cell, Cell, Cell, Cell, Cell, Cell, Cell]]] = {
     Input.SHORT_FINAL_ACK:   (___,      STOPPED,          STOPPED,          STOPPED,   (SHORT, DONE),   CAUSE,      ___),
     Input.ORDINARY_ACK:      (___,      NO_FEATURE,       NO_FEATURE,       NO_FEATURE, NO_FEATURE,     NO_FEATURE, ___),
 }  # fmt: skip
-"""What happens: ``___`` is nothing, and ``ERR`` raises."""
+"""What happens: ``___`` changes nothing, and with ``ERR`` the call raises BatchError."""
 
 _TABLES: Final[dict[GapMode, dict[tuple[State, Input], _Step]]] = {
     mode: {
@@ -198,18 +189,6 @@ _DROPPED: Final[dict[GapMode, set[ErrorCode]]] = {
 }
 
 
-# -- what a batch tells its shell ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Transition:
-    """A change of state."""
-
-    old: State
-    event: Input
-    new: State
-
-
 @dataclass(frozen=True, slots=True)
 class Ended:
     """The batch is over; nothing more will happen to it."""
@@ -223,12 +202,10 @@ Event = BatchFlowAck | BatchFlowGap | BatchFlowError | InDoubt | UnrecognisedRep
 class FastBatch:
     """One fast-ingest batch. Times are seconds of one monotonic clock; bytes go to the connection as they are.
 
-    The shell calls `open` once it has an inbox, listens on ``<inbox>.<batch_id>.>``, and passes everything on: replies to
-    `receive`, the connection's state to `disconnected` and `reconnected`, and the time to `handle_timer`. What sends
-    (`add`, `ping`, `commit`, …) raises BatchError and changes nothing where `TABLE` has ``ERR``.
-
-    The arguments are those of `FastPublisher`; `on_transition` is called with every change of state, once the batch is in
-    the new one.
+    The shell calls `open` once it has an inbox, listens on ``<inbox>.<batch_id>.>``, and passes everything on: replies
+    to `receive`, the connection's state to `disconnected` and `reconnected`, and the time to `handle_timer`. Calls that
+    send (`add`, `ping`, `commit`, …) raise BatchError and change nothing where `TABLE` has ``ERR``. The arguments are
+    those of `FastPublisher`.
     """
 
     def __init__(
@@ -241,23 +218,18 @@ class FastBatch:
         ack_timeout: float = 5.0,
         stall_ping: float = 1.0,
         keepalive: float = 5.0,
-        on_transition: Callable[[Transition], None] | None = None,
     ) -> None:
         self.batch_id: str = check_batch_id(batch_id)
         self.gap: GapMode = GapMode(gap)
         self.window: Window = Window(flow, max_outstanding_acks)
         self.ack_timeout: float = check_seconds(ack_timeout, "ack_timeout")
         self.state: State = NEW
-        self.sent: int = 0
-        """The highest batch sequence handed out for a message."""
-        self.pongs: int = 0
-        """How many pings were answered."""
+        self.sent: int = 0  # the highest batch sequence of a message
+        self.pongs: int = 0  # how many pings were answered
         self.end_reason: EndReason | None = None
         self.ack: BatchAck | None = None
-        self.error: JetStreamExtError | None = None
-        """What an operation on the ended batch raises; None after a commit or a discard."""
-        self.cause: BatchError | None = None
-        """Why the batch is DRAINING."""
+        self.error: JetStreamExtError | None = None  # of the ended batch; None after a commit or a discard
+        self.cause: BatchError | None = None  # why the batch is DRAINING
         self.gaps: deque[BatchFlowGap] = deque(maxlen=KEPT_REPORTS)
         self.gap_count: int = 0
         self.errors: deque[BatchFlowError] = deque(maxlen=KEPT_REPORTS)
@@ -268,7 +240,6 @@ class FastBatch:
         self._wire = FastWire(batch_id=batch_id, flow=flow, gap=self.gap)
         self._stall_ping = check_seconds(stall_ping, "stall_ping")
         self._keepalive = check_seconds(keepalive, "keepalive", zero=True) or math.inf
-        self._on_transition = on_transition
         self._waiting_since = math.inf  # the oldest wait without a sign of life since
         self._unanswered_since = math.inf  # the oldest ping without one
         self._asked_at = self._wrote_at = 0.0
@@ -292,44 +263,38 @@ class FastBatch:
 
     @property
     def acked(self) -> int:
-        """The highest batch sequence that the server acknowledged."""
         return self.window.acked
 
     # The goals of waits; see `reached`. Each raises what ended the batch if it cannot be reached any more.
 
     def can_ask(self) -> bool:
-        """Return whether a ping or the commit can be sent now."""
+        """Whether a ping or the commit can be sent now."""
         if self.state is NEW or self.state is COMMITTING or self.state is ENDED:
             self._raise()
         return self.state is OPEN
 
     def can_send(self) -> bool:
-        """Return whether a message can be sent now."""
         return (self.state is NEW or self.can_ask()) and self.room > 0
 
     def started(self) -> bool:
-        """Return whether what was sent is on a connection on which the server knows the batch."""
+        """Whether what was sent is on a connection on which the server knows the batch."""
         return self.state is OPEN or self.state is COMMITTING
 
     def committed(self) -> bool:
-        """Return whether the final ack has come."""
         return self.end_reason is EndReason.COMMITTED
 
     def is_settled(self, seq: int) -> bool:
-        """Return whether the server has dealt with everything up to `seq`.
+        """Whether the server has dealt with everything up to `seq`.
 
-        Servers acknowledge every `flow` messages only, so for the last ones the answer to a ping has to do: it comes
-        after everything before it was taken in, and after the report of any gap.
+        Servers acknowledge only every `flow` messages. For the last ones the answer to a ping is enough: the server
+        sends it after it has taken everything before the ping, and after it has reported any gap.
         """
         return max(self.window.acked, self.window.arrived) >= seq
 
     def reached(self, goal: Callable[[], bool]) -> bool:
-        """Return whether a wait for `goal` is over.
+        """Whether a wait for `goal` is over; raise BatchError if the batch has ended, other than by its commit.
 
-        While the batch drains it is not: the final ack, which belongs on the error, is still to come.
-
-        Raises:
-            BatchError: The batch has ended, other than by its commit.
+        While the batch drains it is not over: the final ack, which belongs on the error, is still to come.
         """
         if self.committed():
             return True
@@ -340,7 +305,7 @@ class FastBatch:
     # -- sending --------------------------------------------------------------------------------------------------
 
     def open(self, inbox: str) -> None:
-        """Set the prefix of the reply subjects, before the first message; raise if the batch was discarded meanwhile."""
+        """Set the prefix of the reply subjects before the first message; raise if the batch was discarded."""
         self._check(Input.MESSAGE)
         self._wire.open(inbox)
 
@@ -349,19 +314,11 @@ class FastBatch:
         self._wire.max_payload = max_payload
 
     def encode(self, message: BatchMessage) -> Encoded:
-        """Check and encode a message for `add`; the batch does not change.
-
-        Raises:
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: It cannot be sent.
-        """
+        """Check and encode a message for `add`; the batch does not change."""
         return self._wire.encode(message)
 
     def add(self, message: BatchMessage | Encoded, now: float) -> bytes:
-        """Return the bytes that publish `message`; it has a batch sequence from here on.
-
-        Raises:
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: As for `encode`.
-        """
+        """Return the bytes that publish `message`; it has a batch sequence from here on."""
         self._check(Input.MESSAGE)
         encoded = message if isinstance(message, Encoded) else self._wire.encode(message)
         data = self._wire.message(encoded, self.sent + 1)
@@ -379,11 +336,9 @@ class FastBatch:
     def add_many(self, entries: Iterator[Entry], now: float) -> tuple[bytes, int, int, BaseException | None]:
         """Take as many messages from `entries` as the window has room for, up to a block of about 1 MiB.
 
-        Only one is taken for a new batch: the first reply decides whether anything may follow.
-
-        Returns:
-            Their bytes, count, payload bytes, and the exception that ended them: ``StopIteration``, what `entries`
-            raises, or the refusal of a message. The messages before it have their sequences, the refused one has none.
+        A new batch takes only one. Returns the bytes, count and payload bytes of the messages, and the exception that
+        ended them: what `entries` raises (``StopIteration`` at its end), or the refusal of a message. The messages
+        before it have their sequences, the refused one has none.
         """
         self._check(Input.MESSAGE)
         out, size, stopped = self._wire.many(entries, 1 if self.state is NEW else self.room, self.sent)
@@ -424,7 +379,7 @@ class FastBatch:
     def reconnected(self, now: float) -> bytes:
         """Take the new connection; return the ping that finds out whether the server has the batch.
 
-        The shell is subscribed on the new connection, and has sent before the ping what it still had of the old one.
+        The shell is subscribed on the new connection, and sends its unsent bytes of the old one before the ping.
         """
         lost, self._connected = not self._connected, True
         if not lost or self.state is not SUSPENDED:
@@ -436,7 +391,7 @@ class FastBatch:
         return self._wire.ping(self.sent)
 
     def write_timed_out(self, now: float) -> list[Event]:
-        """Take that the connection took nothing for `ack_timeout` seconds, with messages in its buffer."""
+        """Note that the connection has written nothing of its buffer for `ack_timeout` seconds."""
         return self._happen(Input.DEADLINE, now)
 
     # -- time -----------------------------------------------------------------------------------------------------
@@ -447,12 +402,10 @@ class FastBatch:
             self._waiting_since = self._asked_at = now
 
     def not_waiting(self) -> None:
-        """Note that no caller waits any more."""
         if self.state is OPEN:
             self._waiting_since = math.inf
 
     def next_timer(self) -> float | None:
-        """Return when `handle_timer` is due, or None."""
         due = min(self._deadline, self._next_ask)
         return None if due == math.inf else due
 
@@ -524,7 +477,7 @@ class FastBatch:
     def _take(self, reply: Reply, now: float, events: list[Event]) -> bytes:
         said = reply.said
         if isinstance(said, Refusal) and reply.op in (wire.PING, wire.COMMIT_EOB):
-            # The server that refuses a question does not have the batch at present: that is no sign of life.
+            # A server that refuses a ping or the marker does not have the batch at present: that is no sign of life.
             self._refusal = said.error
         elif self.state is not DRAINING or reply.op != wire.PING:
             # The final ack answers the pings of a draining batch; other answers must not extend its wait indefinitely.
@@ -621,7 +574,6 @@ class FastBatch:
             self._raise()
 
     def _happen(self, event: Input, now: float, reply: Reply | None = None) -> list[Event]:
-        """Do what `TABLE` says; return what the shell has to know of it."""
         cell = self._table[self.state, event]
         if cell is ERR:
             self._raise()
@@ -648,12 +600,11 @@ class FastBatch:
         self._waiting_since = self._unanswered_since = math.inf
         if new in _OWES_AN_ANSWER:
             self._wait(now)
-        if self._on_transition is not None:
-            self._on_transition(Transition(old, event, new))
+        _log.debug("batch %s: %s -> %s (%s)", self.batch_id, old.name, new.name, event.value)
         return events
 
     def _doubts(self, new: State) -> list[Event]:
-        """Return what nothing is known of after SUSPENDED; what the ping proved to be lost is not in doubt."""
+        """Return the messages in doubt after SUSPENDED; those that the ping proved lost are not in doubt."""
         last = self.gaps[-1] if self.gaps and new is OPEN else None
         tail = self.sent + 1
         if last is not None and last.seq > self.sent and last.first_lost >= self._doubtful:
@@ -677,15 +628,19 @@ class FastBatch:
         if failure is not None:
             raise copy.copy(failure) from failure.__cause__  # one object raised twice would chain its tracebacks
         if self.state is NEW:
-            raise self._error(errors.EmptyBatchError, "nothing was sent: there is nothing to ask for or to commit")
+            raise self._error(
+                errors.EmptyBatchError, "the batch is empty, so there is nothing to ping for or to commit"
+            )
         if self.state is SUSPENDED:
-            text = "the connection is lost; nothing is sent until the server has answered on a new one"
+            text = (
+                "the connection was lost; the batch takes no messages until the server has answered after the reconnect"
+            )
             raise self._error(errors.BatchClosedError, text, "unknown")
         ended = f"has ended ({self.end_reason.value})" if self.end_reason else "is being committed"
         raise self._error(errors.BatchClosedError, f"the batch {ended}")
 
     def _facts(self, outcome: Outcome | None) -> dict[str, Any]:
-        """Return the fields of a `BatchError`; for None the outcome follows from what was reported."""
+        """Return the fields of a `BatchError`; without an outcome, the acks and reports decide it."""
         if outcome is None and not self.sent:
             outcome = "not_stored"
         elif outcome is None and self.acked < self.sent:
@@ -697,7 +652,6 @@ class FastBatch:
         }  # fmt: skip
 
     def _ending(self, ending: Ending, reply: Reply | None) -> tuple[EndReason, JetStreamExtError | None]:
-        """Return the reason and the error that go with an ending."""
         error: JetStreamExtError | None = None
         if ending is CAUSE:
             error = self.cause
@@ -709,7 +663,7 @@ class FastBatch:
             error = self._refused_batch(reply)
         elif ending is NO_FEATURE:
             assert reply is not None
-            error = FAST_INGEST.unsupported(detail=f"message {reply.seq} was stored as an ordinary one")
+            error = FAST_INGEST.unsupported(detail=f"message {reply.seq} is stored, as a separate message")
         elif ending.error is not None:
             text = ending.text.format(
                 acked=self.acked, sent=self.sent, wait=self.ack_timeout, since=FAST_INGEST.since,
@@ -732,9 +686,11 @@ class FastBatch:
         assert isinstance(said, BatchFlowGap)
         if said.seq > said.first_lost:
             return self._lost(said.first_lost, said.last_lost)
-        text = f"the server received message {said.seq} after {said.first_lost - 1}"
+        text = f"the server received message {said.seq} after message {said.first_lost - 1}"
         return self._error(
-            _ABANDONED, f"{text}: another publisher uses the batch id; use a batch_id of its own", "partial"
+            _ABANDONED,
+            f"{text}, because another publisher uses the same batch id; give each its own batch_id",
+            "partial",
         )
 
     def _lost(self, first: int, last: int) -> BatchError:
@@ -752,16 +708,19 @@ class FastBatch:
             error = errors.server_error(code=400, err_code=ErrorCode.FAST_UNKNOWN_BATCH)
         if first and error.code == 503 and error.err_code is None:
             subject = self._wire.subject.decode()
-            text = f"no stream listens on subject {subject!r}, or its leader is away; nothing is stored"
+            text = f"no stream stores subject {subject!r}, or the stream has no leader; nothing is stored"
             return self._error(errors.NoStreamError, text, "not_stored")
         return self._refused_message(error, reply.seq, "not_stored" if first else "unknown")
 
     def _refused_message(self, error: ServerError, seq: int, outcome: Outcome) -> BatchError:
         text = f"message {seq} was refused: {error.description}"
         if error.err_code == ErrorCode.FAST_DISABLED:
-            text = "the stream does not take fast ingest; nothing is stored; turn on allow_batched (jetstream_ext.ensure_stream)"
+            text = (
+                "fast ingest is disabled on the stream; nothing is stored; enable it with allow_batched=True "
+                "(jetstream_ext.ensure_stream)"
+            )
         elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
-            text = f"the server does not know the batch; it acknowledged {self.acked} of {self.sent} messages"
+            text = f"the server no longer has the batch; it acknowledged {self.acked} of {self.sent} messages"
         return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self._facts(outcome))
 
     def _error(self, kind: type[BatchError], text: str, outcome: Outcome | None = None, **fields: Any) -> BatchError:

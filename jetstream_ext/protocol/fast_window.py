@@ -4,34 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 
+from jetstream_ext.protocol.options import check_int
 from jetstream_ext.types import BatchFlowAck
 
 
 class Window:
     """Counts acknowledgements and refusals, and says up to which batch sequence messages may be sent.
 
-    At most `flow` times `max_outstanding_acks` messages are unacknowledged, `flow` being what the server last set. Acks
-    are cumulative; one that is older than what is known changes nothing. Gap reports do not move the window.
-
-    Args:
-        flow: Messages per ack to ask for, 1 to 65535.
-        max_outstanding_acks: Acks' worth of messages in the window, 1 to 3.
-
-    Raises:
-        ValueError: One of them is out of range.
+    At most `flow` times `max_outstanding_acks` messages are unacknowledged; the server may set another flow with each
+    ack. Acks are cumulative, and one that is older than the newest changes nothing. Gap reports do not move the window.
     """
 
     def __init__(self, flow: int, max_outstanding_acks: int) -> None:
-        self.flow: int = _in_range("flow", flow, 65535)
-        self._outstanding = _in_range("max_outstanding_acks", max_outstanding_acks, 3)
-        self.limit: int = self.flow * self._outstanding
-        """The highest batch sequence that may be sent."""
-        self.acked: int = 0
-        """The highest batch sequence that the server acknowledged."""
-        self.arrived: int = 0
-        """The highest batch sequence that a ping proved to have arrived, or to be reported as lost."""
-        self.settled_without_ack: int = 0
-        """The highest batch sequence that the window no longer counts although no ack covers it."""
+        self.flow: int = check_int(flow, "flow", high=65535)
+        self._outstanding = check_int(max_outstanding_acks, "max_outstanding_acks", high=3)
+        self.limit: int = self.flow * self._outstanding  # the highest batch sequence that may be sent
+        self.acked: int = 0  # the highest one that the server acknowledged
+        self.arrived: int = 0  # the highest one that a ping proved to have arrived, or to be reported as lost
+        self.settled_without_ack: int = 0  # the highest one that is no longer counted although no ack covers it
         self._proof = 0, 0  # what the newest ping proved to have arrived, and what was acknowledged then
         self._proof_at = 0.0
         # Runs [first, last] of refused messages above the newest ack. No ack covers them before a later message is
@@ -42,7 +32,7 @@ class Window:
 
     @property
     def base(self) -> int:
-        """The highest batch sequence up to which every message is dealt with."""
+        """The batch sequence up to which the window counts no message."""
         return max(self.settled_without_ack, self.acked)
 
     def acknowledge(self, ack: BatchFlowAck, sent: int) -> bool:
@@ -55,11 +45,10 @@ class Window:
         return True
 
     def acknowledge_final(self, count: int) -> None:
-        """Take the final ack, which covers `count` messages."""
         self.acked = max(self.acked, count)
 
     def refuse(self, seq: int, sent: int) -> None:
-        """Take the refusal of a message: it has no place in the window."""
+        """Take the refusal of a message: the window no longer counts it."""
         runs = self._refused
         newest = runs[-1][1] if runs else self.base
         if newest < seq <= sent:
@@ -74,7 +63,7 @@ class Window:
         """Take the proof, by a ping, that everything up to `seq` arrived.
 
         If the same proof comes again after `patience` seconds and the acks did not move, the unacknowledged messages
-        were refused and the reports of it are lost: the window counts them no more.
+        were refused and the reports of it are lost, so the window no longer counts them.
         """
         self.arrived = max(self.arrived, seq)
         if self._proof != (seq, self.acked):
@@ -93,9 +82,3 @@ class Window:
                 break
             runs.popleft()
         self.limit = self.base + self._refused_count + self.flow * self._outstanding
-
-
-def _in_range(name: str, value: int, highest: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= highest:
-        raise ValueError(f"{name} must be 1 to {highest}, not {value!r}")
-    return value

@@ -1,8 +1,7 @@
 """The wire format of fast ingest (ADR-50): the commands of one batch, and the server's replies to them.
 
-A message, a ping and the end of a batch are told apart by their reply subject alone:
-``<inbox>.<id>.<flow>.<gap>.<seq>.<op>.$FI``. It keeps the flow that was requested, whatever the server sets later. The
-server answers on the reply subject of the message that made it answer, so a reply says which message it is about.
+The operation is in the reply subject: ``<inbox>.<id>.<flow>.<gap>.<seq>.<op>.$FI``, always with the flow that was
+requested first. The server answers on the reply subject of the message that made it answer.
 
 Released servers type their control frames (``ack``, ``gap``, ``err``); the ADR's draft has one untyped frame for all
 three. Both decode to the same values. A reply without a type is a final ack (it names the batch), a refusal (it has an
@@ -15,11 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-import orjson
-
 from jetstream_ext.errors import ResponseError, ServerError, server_error
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.api import parse_batch_ack, parse_refusal
+from jetstream_ext.protocol.api import parse_batch_ack, parse_object, parse_refusal
 from jetstream_ext.protocol.frames import Frame, check_size, pub
 from jetstream_ext.protocol.options import message_headers, payload_bytes
 from jetstream_ext.protocol.subjects import SubjectCache
@@ -35,11 +32,8 @@ _MAX_DIGITS: Final = 20  # 2**64
 _BLOCK_BYTES: Final = 1 << 20  # a window of large messages must not be held in memory twice
 
 
-# -- commands -----------------------------------------------------------------------------------------------------
-
-
 class Encoded(NamedTuple):
-    """A message that was checked and encoded, and has no sequence yet."""
+    """A checked message without a sequence."""
 
     subject: bytes
     header: bytes
@@ -47,20 +41,17 @@ class Encoded(NamedTuple):
 
 
 class FastWire:
-    """Checks messages and encodes the commands of one batch. It knows nothing of the batch's state."""
+    """Checks messages and encodes the commands of one batch; `open` sets the prefix of the reply subjects."""
 
     def __init__(self, *, batch_id: str, flow: int, gap: GapMode) -> None:
-        self.max_payload: int = 1 << 20
-        """The server's limit for headers and payload together, in bytes."""
+        self.max_payload: int = 1 << 20  # the server's limit for headers and payload together, in bytes
         self._tokens = f".{batch_id}.{flow}.{gap.value}."
         self._reply = b""
         self._append_tail = b"." + APPEND + b".$FI"
-        self.subject: bytes = b""
-        """The first message's: pings and the end of the batch need a subject of the stream."""
+        self.subject: bytes = b""  # of the first message: pings and the end of the batch need a subject of the stream
         self._subjects = SubjectCache()
 
     def open(self, inbox: str) -> None:
-        """Set the prefix of the reply subjects."""
         self._reply = (inbox + self._tokens).encode()
 
     def encode(self, message: BatchMessage) -> Encoded:
@@ -73,11 +64,10 @@ class FastWire:
         pairs = message_headers(message)
         header = h.encode(pairs) if pairs else b""
         payload = payload_bytes(message.payload)
-        check_size(header, payload, self.max_payload)
+        check_size(len(header) + len(payload), self.max_payload)
         return Encoded(subject, header, payload)
 
     def message(self, encoded: Encoded, seq: int) -> bytes:
-        """Return the bytes that publish `encoded` as message number `seq` of the batch."""
         if seq == 1:
             self.subject = encoded.subject
         return pub(encoded.subject, self._reply_to(seq, START if seq == 1 else APPEND), encoded.header, encoded.payload)
@@ -92,8 +82,7 @@ class FastWire:
     def many(self, entries: Iterator[Entry], limit: int, sent: int) -> tuple[list[bytes], int, BaseException | None]:
         """Encode up to `limit` messages (and about 1 MiB) from `entries`, numbered from ``sent + 1``.
 
-        Returns:
-            Their bytes, the sum of their payloads' sizes, and the exception of `entries` or of a refused message.
+        Returns their bytes, the sum of their payloads' sizes, and the exception of `entries` or of a refused message.
         """
         out: list[bytes] = []
         size = 0
@@ -135,7 +124,6 @@ class FastWire:
         return out, size, None
 
     def ping(self, sent: int) -> bytes:
-        """Return the bytes that ask the server for its position, after `sent` messages."""
         return pub(self.subject, self._reply_to(max(1, sent), PING), b"", b"")
 
     def end(self, sent: int) -> bytes:
@@ -144,9 +132,6 @@ class FastWire:
 
     def _reply_to(self, seq: int, op: bytes) -> bytes:
         return b"%b%d.%b.$FI" % (self._reply, seq, op)
-
-
-# -- replies ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +156,7 @@ class OrdinaryAck:
 
 @dataclass(frozen=True, slots=True)
 class UnrecognisedReply:
-    """A reply of an unknown type, or one that cannot be about the batch; ``payload`` is the beginning of it."""
+    """A reply of an unknown type, or one that cannot be about the batch."""
 
     payload: bytes
 
@@ -189,11 +174,7 @@ class Reply:
 
 
 def decode(frame: Frame) -> Reply:
-    """Decode one reply.
-
-    Raises:
-        ResponseError: It is not a fast-ingest reply.
-    """
+    """Decode one reply; raise ResponseError if it is no fast-ingest reply."""
     subject, body, header_size = frame
     header, payload = body[:header_size], body[header_size:]
     words = subject.rsplit(b".", 3)
@@ -207,14 +188,9 @@ def _said(header: bytes, payload: bytes) -> Said:
         status = h.parse_status(header)
         if status is not None:
             code, text = status
-            description = "no stream listens on the subject" if code == 503 else text
+            description = "no stream stores the subject" if code == 503 else text
             return Refusal(server_error(code=code, description=description))
-    try:
-        reply = orjson.loads(payload)
-    except orjson.JSONDecodeError:
-        raise ResponseError("a fast-ingest reply is not JSON", frame=payload) from None
-    if not isinstance(reply, dict):
-        raise ResponseError("a fast-ingest reply is not a JSON object", frame=payload)
+    reply = parse_object("a fast-ingest reply", payload)
     kind = reply.get("type")
     if kind == "ack":
         return BatchFlowAck(_number(reply, "seq", payload), _number(reply, "msgs", payload))
@@ -229,13 +205,10 @@ def _said(header: bytes, payload: bytes) -> Said:
     if reply.get("error") is not None:
         return Refusal(parse_refusal(reply["error"], payload))
     if "batch" in reply:
-        try:
-            return parse_batch_ack(reply)
-        except (TypeError, ValueError):
-            raise ResponseError("the final ack of a batch is malformed", frame=payload) from None
+        return parse_batch_ack(reply, payload)
     if "stream" in reply and "seq" in reply:
         return OrdinaryAck()
-    raise ResponseError("a fast-ingest reply is of no known kind", frame=payload)
+    raise ResponseError("a fast-ingest reply is of an unknown kind", frame=payload)
 
 
 def _draft(reply: dict[str, Any], payload: bytes) -> Said:

@@ -1,8 +1,7 @@
 """Which servers have which feature: the one table behind the checks, their errors and the documentation.
 
-Pure data: a `Feature` begins with a line of servers, a `Quirk` is the fault of a single release. `client.features` asks
-a server, `docs/_ext/feature_table.py` draws the table, and `tests/conformance/test_feature_table.py` tries every row on
-every released line of servers.
+`client.features` asks a server, `docs/_ext/feature_table.py` draws the table, and
+`tests/conformance/test_feature_table.py` tries every row on every released line of servers.
 """
 
 from __future__ import annotations
@@ -18,23 +17,14 @@ RELEASES: Final = ("2.10", "2.11", "2.12", "2.14", "2.15")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """One row.
+    """A feature that begins with a line of servers."""
 
-    Attributes:
-        title: The feature's name in errors and in the documentation.
-        calls: The calls of this library that need it.
-        since: The first line of servers that has it.
-        api_level: The JetStream API level that has it (ADR-44); 0: it is older than levels.
-        option: The field of the stream's configuration that enables it, if there is one.
-        older: What an older server does with a request for it.
-    """
-
-    title: str
-    calls: str
-    since: str
-    api_level: int = 0
-    option: str = ""
-    older: str = ""
+    title: str  # its name in errors and in the documentation
+    calls: str  # the calls of this library that need it
+    since: str  # the first line of servers that has it
+    api_level: int = 0  # the JetStream API level that has it (ADR-44); 0: it is older than levels
+    option: str = ""  # the field of the stream's configuration that enables it, if there is one
+    older: str = ""  # what an older server does with a request for it
 
     def on(self, release: str) -> bool:
         """Whether the line of servers `release`, such as ``"2.12"``, has it."""
@@ -65,23 +55,14 @@ class Feature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quirk:
-    """A fault of a single release in one of its features.
+    """A fault of a single release in one of its features."""
 
-    Attributes:
-        title: The affected part of the feature, for errors and the documentation.
-        calls: The calls of this library that need it.
-        feature: The feature.
-        release: The release with the fault.
-        since: The first release without it.
-        wrong: What `release` does, after "which".
-    """
-
-    title: str
-    calls: str
+    title: str  # the affected part of the feature, in errors and in the documentation
+    calls: str  # the calls of this library that need it
     feature: Feature
-    release: str
-    since: str
-    wrong: str
+    release: str  # the release with the fault
+    since: str  # the first release without it
+    wrong: str  # what `release` does, after "which"
 
     def affects(self, server_version: str | None) -> bool:
         """Whether a server of this version (None: unknown) has the fault; a release candidate counts as its release."""
@@ -166,7 +147,7 @@ FAST_INGEST: Final = Feature(
     since="2.14",
     api_level=4,
     option="allow_batched",
-    older="stores every message, pings too, as an ordinary one",
+    older="stores every message, including pings, as a separate message",
 )
 CONSUMER_RESET: Final = Feature(
     title="consumer reset",
@@ -215,38 +196,6 @@ BY_OPTION: Final = {
     if feature.option and feature.api_level and feature not in (DIRECT_BATCH, ATOMIC_EOB)
 }
 """The feature that each option of a stream's configuration enables, for options that some tested server lacks."""
-
-
-def markdown_table() -> str:
-    """Return the table in Markdown."""
-    head = ["feature", "here", *RELEASES, "API level", "the stream needs", "an older server"]
-    lines = [head, ["---", "---", *[":-:"] * (len(RELEASES) + 1), "---", "---"]]
-    lines += (
-        [
-            feature.title,
-            feature.calls,
-            *("yes" if feature.on(release) else "no" for release in RELEASES),
-            str(feature.api_level or ""),
-            f"`{feature.option}`" if feature.option else "",
-            feature.older,
-        ]
-        for feature in FEATURES
-    )
-    lines += (
-        [
-            quirk.title,
-            quirk.calls,
-            *(
-                quirk.since if quirk.release.startswith(f"{release}.") else "yes" if quirk.feature.on(release) else "no"
-                for release in RELEASES
-            ),
-            str(quirk.feature.api_level),
-            f"`{quirk.feature.option}`",
-            f"{quirk.release}: {quirk.wrong}",
-        ]
-        for quirk in QUIRKS
-    )
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _numbers(release: str) -> tuple[int, ...]:

@@ -8,10 +8,8 @@ from typing import NamedTuple
 from jetstream_ext.errors import MaxPayloadError
 
 Frame = tuple[bytes, bytes, int]
-"""One delivered message: its subject, its header block and payload in one piece, and the size of the block.
-
-A plain tuple with one copy of the bytes: there are a million of them. `parts` cuts one up.
-"""
+"""One delivered message: its subject, its header block and payload in one piece, and the size of the block. It
+is a plain tuple, because a bulk read has a million of them; `parts` cuts it up."""
 
 
 def parts(frame: Frame) -> tuple[bytes, bytes, bytes]:
@@ -21,8 +19,6 @@ def parts(frame: Frame) -> tuple[bytes, bytes, bytes]:
 
 
 class MessageLine(NamedTuple):
-    """The control line of a delivered message."""
-
     subject: bytes
     sid: bytes
     header_size: int
@@ -36,31 +32,24 @@ def message_line(line: bytes) -> MessageLine | None:
     if numbers is None or not 3 <= len(words) - numbers <= 4:
         return None
     if not all(word.isdigit() and len(word) < 20 for word in words[-numbers:]):
-        return None  # not as servers write it: nats-py says what it is
+        return None  # not as servers write it: nats-py decides what it is
     total = int(words[-1])
     header_size = int(words[-2]) if numbers == 2 else 0
     return MessageLine(words[1], words[2], min(header_size, total), total)
 
 
 class Command(NamedTuple):
-    """One publish that this library made."""
-
     subject: str
     reply: str
     header: bytes
     payload: bytes
 
 
-def check_size(header: bytes, payload: bytes, max_payload: int) -> None:
-    """Refuse a message that the server would refuse for its size.
-
-    Raises:
-        MaxPayloadError: Headers and payload together are over `max_payload` bytes.
-    """
-    size = len(header) + len(payload)
+def check_size(size: int, max_payload: int) -> None:
+    """Raise MaxPayloadError if a message's headers and payload together are over the server's limit, in bytes."""
     if size > max_payload:
         raise MaxPayloadError(
-            f"a message of {size} bytes (headers included) is over the server's limit of {max_payload}"
+            f"the message has {size} bytes with its headers, more than the server's max_payload of {max_payload}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Gaps in a run of stream sequences: the one place that finds them."""
+"""Gaps in a run of stream sequences."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ from collections.abc import Iterator, Sequence
 
 
 def find_gaps(previous: int, seqs: Sequence[int], last: int) -> Iterator[range]:
-    """Yield the missing sequences behind `previous` and between `seqs`, up to `last`, as ranges.
+    """Yield the sequences after `previous`, up to `last`, that are missing before and between `seqs`, as ranges.
 
-    What is missing behind the end of `seqs` is no gap yet: more may follow. Append ``last + 1`` to include it.
-
-    Args:
-        previous: The sequence before the first one of interest.
-        seqs: Sequences over `previous`, ascending.
-        last: The last sequence of interest.
+    `seqs` are ascending and over `previous`. The sequences after the end of `seqs` are not missing yet, because more
+    may follow. Append ``last + 1`` to include them.
     """
     if not seqs or seqs[-1] - previous == len(seqs):
         return
@@ -26,28 +22,22 @@ def find_gaps(previous: int, seqs: Sequence[int], last: int) -> Iterator[range]:
 
 
 def first_gap(seqs: Sequence[int], first: int, last: int) -> int | None:
-    """Return the first sequence of ``first … last`` that is not in `seqs` (ascending); None: there is none."""
+    """Return the first sequence of ``first … last`` that is not in `seqs` (ascending), or None."""
     if len(seqs) == last - first + 1:
         return None
     return next((gap.start for gap in find_gaps(first - 1, [*seqs, last + 1], last)), None)
 
 
 class Gaps:
-    """What is missing of ``first … last`` in sequences that come in pieces, ascending.
-
-    Attributes:
-        lowest: The lowest missing sequence (0: none so far).
-        highest: The highest missing sequence (0: none so far).
-    """
+    """The missing sequences of ``first … last``; those that are there come in pieces, ascending."""
 
     def __init__(self, first: int, last: int) -> None:
-        self.lowest: int = 0
-        self.highest: int = 0
+        self.lowest: int = 0  # the lowest missing sequence (0: none so far)
+        self.highest: int = 0  # the highest one
         self._previous = first - 1
         self._last = last
 
     def add(self, seqs: Sequence[int]) -> None:
-        """Take the next sequences."""
         for gap in find_gaps(self._previous, seqs, self._last):
             self.lowest = self.lowest or gap.start
             self.highest = gap.stop - 1
@@ -55,6 +45,5 @@ class Gaps:
             self._previous = seqs[-1]
 
     def close(self) -> None:
-        """Take the end: no more sequences follow."""
         if self._previous < self._last:
             self.add([self._last + 1])

@@ -1,7 +1,7 @@
 """Message headers on the wire: a status line, then ``Name: value`` lines, then an empty line.
 
-A direct-get reply carries the stored headers first and the server's own after them, so of two lines with one name
-the *last* is the server's: a publisher can store ``Nats-Sequence: 77`` and must not mislead a reader.
+A direct-get reply has the stored headers first and the server's own after them. So of two lines with one name the
+*last* is the server's: a publisher that stores ``Nats-Sequence: 77`` must not mislead a reader.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_PENDING: Final = "Nats-Num-Pending"
 LAST_SEQUENCE: Final = "Nats-Last-Sequence"
 UP_TO_SEQUENCE: Final = "Nats-UpTo-Sequence"
 
-#: What a server adds to a direct-get reply; never part of a stored message's headers.
+# What a server adds to a direct-get reply; never part of a stored message's headers.
 REPLY_HEADERS: Final = frozenset({STREAM, SUBJECT, SEQUENCE, TIME_STAMP, NUM_PENDING, LAST_SEQUENCE, UP_TO_SEQUENCE})
 
 _OLD_UTC: Final = " +0000 UTC"
@@ -46,23 +46,15 @@ _NAME_CHARS: Final = frozenset("!#$%&'*+-.^_`|~0123456789ABCDEFGHIJKLMNOPQRSTUVW
 
 
 Row = list[bytes]
-"""The header lines of a message in a direct-get reply, by the `ROW_*` places."""
-
-ROW_SUBJECT: Final = 0
-"""The subject itself."""
-ROW_SEQUENCE: Final = 1
-ROW_TIME: Final = 2
-ROW_PENDING: Final = 3
-ROW_LAST: Final = 4
-ROW_STREAM: Final = 5
-ROW_STORED: Final = 6
-"""The stored header block without the server's lines, or nothing."""
+"""The header lines of a message in a direct-get reply, by the `ROW_*` places. The subject is there without its header's
+name, and the stored headers are one block without the server's lines, or nothing."""
+ROW_SUBJECT, ROW_SEQUENCE, ROW_TIME, ROW_PENDING, ROW_LAST, ROW_STREAM, ROW_STORED = range(7)
 
 
 def reply_row(block: bytes) -> Row:
-    """Cut up the header block of a message in a batched direct-get reply; an empty row: it is another block.
+    """Cut up the header block of a message in a batched direct-get reply; return an empty row for any other block.
 
-    Servers append exactly these six lines, in this order, after whatever was stored.
+    Servers append exactly these six lines, in this order, to the stored headers.
     """
     lines = block.rsplit(CRLF, 8)
     if (
@@ -80,28 +72,20 @@ def reply_row(block: bytes) -> Row:
 
 
 def checked_row(block: bytes) -> Row:
-    """Return `reply_row` of a block that was taken for a message without a look at all of its names.
-
-    Raises:
-        ResponseError: The block is not that of a message.
-    """
+    """Return `reply_row` of a block that must be a message's; raise ResponseError if it is not."""
     row = reply_row(block)
     if not row:
-        raise ResponseError("a message of a direct-get reply lacks a header of the server", frame=block)
+        raise ResponseError("a message in a direct-get reply lacks a header that the server adds", frame=block)
     return row
 
 
 def lay_out(block: bytes, values: Mapping[str, str]) -> bytes:
     """Return the header block of a reply in the layout that `reply_row` takes, whatever the server's order was.
 
-    Args:
-        block: The block.
-        values: The last value of each of its names.
-
-    Raises:
-        ResponseError: A line that servers append is missing.
+    `values` are the last values of its names. Raises ResponseError if a line that servers append is missing.
     """
-    stored = [line for line in block.split(CRLF)[1:] if _name(line) not in _REPLY_NAMES and line]
+    lines = block.split(CRLF)[1:]
+    stored = [line for line in lines if line and line.partition(b":")[0].strip() not in _REPLY_NAMES]
     try:
         appended = [f"{name}: {values[name]}".encode() for name in _APPENDED]
     except KeyError as missing:
@@ -109,17 +93,8 @@ def lay_out(block: bytes, values: Mapping[str, str]) -> bytes:
     return CRLF.join([VERSION, *stored, *appended, b"", b""])
 
 
-def _name(line: bytes) -> bytes:
-    return line.partition(b":")[0].strip()
-
-
 def check_header(name: str, value: str) -> None:
-    """Refuse a header that could end its line early or that the server would drop.
-
-    Raises:
-        BadHeaderError: The name is empty or has a character outside RFC 9110's tokens; the value has CR, LF or NUL.
-        TypeError: One of them is not a string.
-    """
+    """Raise BadHeaderError for a header that could end its line early or that the server would drop."""
     if not isinstance(name, str) or not isinstance(value, str):
         raise TypeError(
             f"header {name!r}: name and value must be str, not {type(name).__name__}, {type(value).__name__}"
@@ -137,8 +112,7 @@ _KNOWN_LIMIT: Final = 1024
 def encode(items: Iterable[tuple[str, str]]) -> bytes:
     """Encode a header block; every pair is checked.
 
-    Blanks around a value are left out, as nats-py does. Otherwise the same message id would differ for the server,
-    depending on the client.
+    Blanks around a value are left out, as nats-py does: otherwise a message id would depend on the client.
     """
     text = "NATS/1.0\r\n"
     for name, value in items:
@@ -154,24 +128,20 @@ def encode(items: Iterable[tuple[str, str]]) -> bytes:
 
 
 def rebuild(headers: Mapping[str, str] | None) -> bytes:
-    """Return the bytes that nats-py parsed into `headers`, as nearly as can be told."""
+    """Return the bytes that nats-py parsed into `headers`, as nearly as they can be known."""
     if not headers:
         return b""
     lines = dict(headers)
     first = VERSION
     if SEQUENCE not in lines and "Status" in lines:
-        # Where nats-py found both a status line and headers it leaves the headers in the description as well.
+        # If there are both a status line and headers, nats-py leaves the headers in the description as well.
         text = lines.pop("Description", "").split("\n")[0].strip()
         first += f" {lines.pop('Status')} {text}".rstrip().encode()
-    return b"\r\n".join([first, *(f"{name}: {value}".encode() for name, value in lines.items()), b"", b""])
+    return CRLF.join([first, *(f"{name}: {value}".encode() for name, value in lines.items()), b"", b""])
 
 
 def parse_status(block: bytes) -> tuple[int, str] | None:
-    """Return the inline status ``(code, text)`` of a header block, or None where it has none.
-
-    Raises:
-        ResponseError: The block is not a header block.
-    """
+    """Return the inline status ``(code, text)``, or None; raise ResponseError if `block` is not a header block."""
     line = block.partition(CRLF)[0]
     if not line.startswith(VERSION):
         raise ResponseError("a header block does not begin with NATS/1.0", frame=block)
@@ -193,33 +163,18 @@ def parse_lines(block: bytes) -> list[tuple[str, str]]:
     return pairs
 
 
-def last_values(block: bytes) -> dict[str, str]:
-    """Return the headers of a block, the last of each name."""
-    return dict(parse_lines(block))
-
-
 def line_value(line: bytes) -> bytes:
-    """Return the value of one header line."""
     return line.partition(b": ")[2]
 
 
 def line_number(line: bytes) -> int:
-    """Return the number in one header line.
-
-    Raises:
-        ResponseError: As for `count`.
-    """
     return count(line_value(line))
 
 
 def count(value: bytes) -> int:
-    """Return the number that a server sent: a sequence or a count, from 0 to 2**64-1.
-
-    Raises:
-        ResponseError: The value is not such a number.
-    """
+    """Return a sequence or a count that a server sent; raise ResponseError if it is not from 0 to 2**64-1."""
     if not value.isdigit() or len(value) > 20 or (number := int(value)) >> 64:
-        raise ResponseError("a header of the server is not a number", frame=value)
+        raise ResponseError("a header from the server should be a number and is not", frame=value)
     return number
 
 
@@ -240,12 +195,10 @@ def to_utc(text: str) -> bytes:
 
 
 def parse_time_ns(value: bytes) -> int:
-    """Return nanoseconds since the epoch of an RFC 3339 time in UTC with 0 to 9 fraction digits.
+    """Return the nanoseconds since the epoch of an RFC 3339 time in UTC, or raise ResponseError.
 
-    The form of ADR-31's examples, ``2022-08-06 00:29:27.5 +0000 UTC``, is taken too; no released server writes it.
-
-    Raises:
-        ResponseError: The value is not such a time.
+    The time has 0 to 9 fraction digits. The form of ADR-31's examples, ``2022-08-06 00:29:27.5 +0000 UTC``, is accepted
+    too; no released server writes it.
     """
     text = value.decode("ascii", "replace")
     if text.endswith(_OLD_UTC):

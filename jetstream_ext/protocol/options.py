@@ -1,4 +1,4 @@
-"""Checks of arguments, and the publish options as headers: one rule of each kind, for every caller."""
+"""Checks of arguments, and the publish options as headers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def ttl_value(ttl: TTL) -> str:
 def check_int(value: int, name: str, *, low: int = 1, high: int | None = None) -> int:
     """Return `value` if it is an int from `low` to `high`; raise ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        span = f"from {low} to {high}" if high is not None else f"from {low} up"
+        span = f"from {low} to {high}" if high is not None else f"of at least {low}"
         raise ValueError(f"{name} must be an integer {span}, not {value!r}")
     return value
 
@@ -150,6 +150,6 @@ def rfc3339(when: datetime, name: str) -> str:
     if when.tzinfo is None or when.utcoffset() is None:
         raise ValueError(f"{name} must be timezone-aware, not {when!r}")
     try:
-        return when.astimezone(UTC).isoformat()  # RFC 3339 has no offsets with seconds
+        return when.astimezone(UTC).isoformat()  # in UTC, because RFC 3339 has no offsets with seconds
     except OverflowError:
         raise ValueError(f"{name} must be in the years 1 to 9999 in UTC, not {when!r}") from None

@@ -6,26 +6,26 @@ The caller loops over `RangeRead.next_action` and does what it says. It hands in
 =============  ==========================================================  ===================================
 state          what happens                                                next state
 =============  ==========================================================  ===================================
-READING        rows come                                                   READING (they are delivered)
-READING        the plan is done, and nothing has to be proved              ENDED (`Done`)
+READING        rows arrive                                                 READING (they are delivered)
+READING        the plan is done, and everything is proved                  ENDED (`Done`)
 READING        the plan is done before the sequence to prove               PROVING
 READING        messages are lost, the connection is lost, or nothing       RECONNECTING; ENDED (`Fail`) the second
-               comes for `timeout` seconds                                 time at the same place
+               arrives for `timeout` seconds                               time at the same place
 READING        503: no responder                                           PAUSED; ENDED (`Fail`) if none answered
                                                                            before, or none for `timeout` seconds
 READING        the leader has a message that a mirror left out             PAUSED; ENDED (`Fail`) after `timeout`
                                                                            seconds without a new row
-READING        a mirror leaves out more than 64 runs of messages           RECONNECTING (the answer is thrown away)
+READING        a mirror leaves out more than 64 runs of messages           RECONNECTING (the answer is dropped)
 PROVING        the leader has no message in the rest of the range          ENDED (`Done`)
 PROVING        the leader has one                                          PAUSED or ENDED, as above
 PAUSED         the pause is over                                           RECONNECTING
 RECONNECTING   the connection is usable                                    READING
 =============  ==========================================================  ===================================
 
-What is proved: a replica of the stream has its messages in order and without gaps of its own. It can only lag, so the
-end of the range has to be proved. A mirror that answers under the stream's name (``mirror_direct``) can lack any
-message: it has limits of its own, perhaps a filter, perhaps a start in the middle. So every gap in a mirror's answer is
-proved, too, with one question to the leader for each.
+A replica of the stream has its messages in order and without gaps of its own, but it may lag. So only the end of the
+range needs a proof. A mirror that answers under the stream's name (``mirror_direct``) can lack any message: it has
+limits of its own, perhaps a filter, perhaps a start in the middle. So every gap in a mirror's answer also needs a
+proof, with one question to the leader for each.
 """
 
 from __future__ import annotations
@@ -46,14 +46,12 @@ from jetstream_ext.protocol.reads import Plan, Scan, SentRequest
 _log = logging.getLogger("jetstream_ext.direct")
 
 MAX_QUESTIONS: Final = 64
-"""Questions to the leader at once. To prove more gaps than these takes longer than to ask for the rows again."""
-# Answers in a row that are thrown away: where only a mirror is near, the stream itself never answers.
-_MAX_THROWN_AWAY: Final = 8
+"""Questions to the leader at once. To prove more gaps than these takes longer than to request the rows again."""
+# Answers in a row that are dropped at most: if only a mirror is near, the stream itself never answers.
+_MAX_ANSWERS_DROPPED: Final = 8
 
 
 class State(enum.Enum):
-    """What a read is doing; see the table of the module."""
-
     READING = "reading"
     PROVING = "proving"
     PAUSED = "paused"
@@ -63,15 +61,13 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Send `sent.request` with a reply inbox of its own; hand what comes to `receive`, or a failure to `not_sent`."""
+    """Send `sent.request` with a reply inbox of its own; hand replies to `receive`, or a failure to `interrupted`."""
 
     sent: SentRequest
 
 
 @dataclass(frozen=True, slots=True)
 class DropReply:
-    """Close the reply inbox of `sent`."""
-
     sent: SentRequest
 
 
@@ -89,22 +85,18 @@ class AwaitConnection:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Give `block` to the reader."""
-
     block: Block
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait until something is handed in, or until the time `until`; then call `handle_timer`."""
+    """Wait for a reply or a lost connection, at most until the time `until`; then call `handle_timer`."""
 
     until: float
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The read is over: raise `error`."""
-
     error: Exception
 
 
@@ -129,9 +121,9 @@ class RangeRead:
     Args:
         stream: The stream's name.
         plan: Which requests answer the read.
-        timeout: Seconds that may pass without an answer, and without a new row where responders are away or lag.
-        pause: Seconds between two requests to responders that are away or lag.
-        prove_to: Prove a `Scan` up to this sequence; None: take what responders answer.
+        timeout: Seconds that may pass without an answer, or without a new row while responders lag or do not answer.
+        pause: Seconds between two requests while responders lag or do not answer.
+        prove_to: Prove a `Scan` up to this sequence; None believes the responders.
         server_version: The connected server's version, for errors.
     """
 
@@ -166,17 +158,16 @@ class RangeRead:
         self._timer: float | None = None
         self._give_up_at: float | None = None
         self._answered = self._retried = self._silent = False
-        self._thrown_away = 0
+        self._answers_dropped = 0
         self._mirror = ""
 
     # -- what to do -----------------------------------------------------------------------------------------------
 
     def next_action(self, now: float) -> Action:
-        """Return what the caller must do next."""
         while True:
             if self._dropped:
                 return DropReply(self._dropped.pop())
-            # Before rows are delivered, so that the server has something to do while the reader has.
+            # Before rows are delivered, so that the server works while the reader does.
             if self.state is State.READING and (sent := self._plan.next_request()) is not None:
                 decoder = ReplyDecoder(self._stream, start=sent.request.seq or 1, server_version=self._server_version)
                 self._replies[sent] = _Reply(decoder)
@@ -204,10 +195,6 @@ class RangeRead:
                 assert self._timer is not None
                 return Wait(self._timer)
 
-    def next_timer(self) -> float | None:
-        """Return when `handle_timer` has something to do; None: not before something is handed in."""
-        return self._timer
-
     def _after(self, seq: int) -> Request:
         assert self._scan is not None
         return self._scan.request_after(seq)
@@ -225,20 +212,30 @@ class RangeRead:
             reply.frames = frames
 
     def disconnected(self) -> None:
-        """Note that the connection is lost: replies that did not arrive yet never will."""
+        """Note that the connection is lost, and with it the replies that have not arrived."""
         for reply in self._replies.values():
             reply.lost = True
 
-    def not_sent(self, error: Exception, now: float) -> None:
-        """Note that a request could not be sent because the connection is lost."""
-        self._interrupted(error, now)
+    def interrupted(self, error: Exception, now: float) -> None:
+        """Ask for the rest once more, or fail: a request could not be sent, or its reply is lost or refused."""
+        away = isinstance(error, DirectGetDisabledError)
+        hopeless = not self._answered or self._patience_ends(now) if away else self._retried or self._silent
+        resumable = self._plan.retry()
+        self._drop_replies()
+        if self._plan.done:
+            return
+        if hopeless or not resumable:
+            self._fail(error)
+        elif away:
+            self._start_pause(now, "no responder answers")
+        else:
+            self._retried, self._silent = True, isinstance(error, RequestTimeoutError)
+            self._enter(State.RECONNECTING, f"retry after {error}")
 
     def connected(self) -> None:
-        """Note that the connection is usable."""
         self._enter(State.READING, "the connection is usable")
 
     def handle_timer(self, now: float) -> None:
-        """Act on a timer that is due; otherwise do nothing."""
         if self._timer is None or now < self._timer:
             return
         if self.state is State.PAUSED:
@@ -246,10 +243,10 @@ class RangeRead:
         elif self.state is State.READING:
             reply = self._replies[self._plan.in_flight[0]]
             if not reply.frames and not reply.lost:
-                self._interrupted(self._silence(reply.decoder.count), now)
+                self.interrupted(self._silence(reply.decoder.count), now)
 
     def leader_answered(self, found: Sequence[int | None], now: float) -> None:
-        """Take the sequences that the leader found for the requests of `AskLeader`; None: there is no such message."""
+        """Take the sequences that the leader found for the requests of `AskLeader`; None is no message."""
         if not self._gaps:
             seq = found[0]
             if seq is None or seq > self._prove_to:
@@ -266,7 +263,7 @@ class RangeRead:
     # -- deciding -------------------------------------------------------------------------------------------------
 
     def _read(self, now: float) -> bool:
-        """Take what came of the oldest reply; return whether there is something new to do."""
+        """Take what has arrived of the oldest reply; return whether there is something new to do."""
         plan = self._plan
         if plan.done:
             if self._scan is None or self._before >= self._prove_to:
@@ -283,17 +280,17 @@ class RangeRead:
             return True
         if reply.lost:
             error = MessagesLostError(
-                f"stream {self._stream!r}: the connection was lost while a direct get was being answered",
+                f"stream {self._stream!r}: the connection was lost before the direct get was answered completely",
                 expected=reply.decoder.last_seq,
             )
-            self._interrupted(error, now)
+            self.interrupted(error, now)
         return reply.lost
 
     def _decode(self, sent: SentRequest, decoder: ReplyDecoder, frames: list[Frame], now: float) -> None:
         try:
             block = decoder.feed(frames)
         except DirectGetDisabledError as error:
-            self._interrupted(error, now)
+            self.interrupted(error, now)
             return
         except JetStreamExtError as error:
             self._fail(error)
@@ -307,31 +304,31 @@ class RangeRead:
                 if self._scan is not None:
                     self._check_responder(rows)
         if sent not in self._plan.in_flight:
-            return  # thrown away
+            return  # the answer was dropped
         if decoder.broken is not None:
-            self._interrupted(decoder.broken, now)
+            self.interrupted(decoder.broken, now)
         elif decoder.end is not None:
             self._silent = False
             self._plan.finish(sent, decoder.end)
             self._drop_replies()
 
     def _check_responder(self, rows: Block) -> None:
-        """Have the gaps of a mirror's answer proved, or throw it away where there are too many."""
+        """Note the gaps of a mirror's answer to prove them, or drop the answer if there are too many."""
         if rows.stream == self._stream:
-            self._thrown_away = 0
+            self._answers_dropped = 0
             return
         gaps = list(find_gaps(self._before, rows.seqs, self._prove_to))
-        if len(gaps) > MAX_QUESTIONS and self._thrown_away < _MAX_THROWN_AWAY:
-            self._thrown_away += 1
+        if len(gaps) > MAX_QUESTIONS and self._answers_dropped < _MAX_ANSWERS_DROPPED:
+            self._answers_dropped += 1
             self._go_back(gaps[0].stop)
-            self._enter(State.RECONNECTING, f"{len(gaps)} gaps in an answer of mirror {rows.stream!r}: thrown away")
+            self._enter(State.RECONNECTING, f"dropped an answer of mirror {rows.stream!r} with {len(gaps)} gaps")
         elif gaps:
-            _log.debug("stream %r: %d gaps in an answer of mirror %r to prove", self._stream, len(gaps), rows.stream)
+            _log.debug("stream %r: checking %d gaps in an answer of mirror %r", self._stream, len(gaps), rows.stream)
             self._gaps, self._mirror = gaps, rows.stream
 
     def _missing(self, seq: int, now: float) -> None:
-        """Ask again for a message that the leader has and no responder delivered."""
-        mirror = f" (a mirror answers: {self._mirror!r})" if self._mirror else ""
+        """Read again from a message that the leader has and no responder delivered."""
+        mirror = f" (mirror {self._mirror!r} answers)" if self._mirror else ""
         self._mirror = ""
         self._go_back(seq)
         if self._patience_ends(now):
@@ -342,7 +339,7 @@ class RangeRead:
                 )
             )
         else:
-            self._start_pause(now, f"the leader has sequence {seq}, which did not come{mirror}")
+            self._start_pause(now, f"the leader has sequence {seq}, which no responder delivered{mirror}")
 
     def _go_back(self, seq: int) -> None:
         """Keep only the rows before `seq`, and forget what is in flight."""
@@ -359,22 +356,6 @@ class RangeRead:
         self._retried = self._silent = False
         self._drop_replies()
 
-    def _interrupted(self, error: Exception, now: float) -> None:
-        """Ask for the rest once more, or fail."""
-        away = isinstance(error, DirectGetDisabledError)
-        hopeless = not self._answered or self._patience_ends(now) if away else self._retried or self._silent
-        resumable = self._plan.retry()
-        self._drop_replies()
-        if self._plan.done:
-            return
-        if hopeless or not resumable:
-            self._fail(error)
-        elif away:
-            self._start_pause(now, "no responder answers")
-        else:
-            self._retried, self._silent = True, isinstance(error, RequestTimeoutError)
-            self._enter(State.RECONNECTING, f"retry after {error}")
-
     def _patience_ends(self, now: float) -> bool:
         if self._give_up_at is None:
             self._give_up_at = now + self._timeout
@@ -389,7 +370,7 @@ class RangeRead:
         self._enter(State.ENDED, f"failed: {error}")
 
     def _drop_replies(self) -> None:
-        """Forget the replies to requests that do not count any more."""
+        """Forget the replies to requests that no longer count."""
         for sent in [sent for sent in self._replies if sent not in self._plan.in_flight]:
             del self._replies[sent]
             self._dropped.append(sent)
@@ -405,6 +386,6 @@ class RangeRead:
                 f"stream {self._stream!r}: no answer to a direct get within {self._timeout:.4g} s"
             )
         return RequestTimeoutError(
-            f"stream {self._stream!r}: the answer to a direct get stopped after {messages} messages, and nothing came "
-            f"for {self._timeout:.4g} s (an API imported from another account must be exported with response_type stream)"
+            f"stream {self._stream!r}: the answer to a direct get stopped after {messages} messages, with nothing more for "
+            f"{self._timeout:.4g} s (if the API is imported from another account, its export needs response_type stream)"
         )

@@ -1,7 +1,7 @@
-"""Which requests answer a read, and which rows of their replies count. No I/O, no time.
+"""Which requests answer a read, and which rows of their replies count.
 
-A `Plan` is what `range_read.RangeRead` drives: `Scan` is a whole range, `OneReply` one request, `MultiLast` the last
-message of many subjects at one point in time::
+`range_read.RangeRead` drives a `Plan`: `Scan` reads a whole range, `OneReply` is one request, `MultiLast` reads the
+last message of many subjects at one point in time::
 
     next_request() ──► request on the wire ──► accept(request, block)  ─► the rows to deliver
                                                finish(request, end)    ─► done, or more requests
@@ -29,10 +29,8 @@ class SentRequest:
     """A request in flight and what its reply has shown so far."""
 
     request: Request
-    start: int = 0
-    """The first sequence that it can answer (0: unknown)."""
-    count: int = 0
-    """How many messages it asked for."""
+    start: int = 0  # the first sequence that can be in the reply (0: unknown)
+    count: int = 0  # how many messages it asked for
     rows: int = 0
     size: int = 0
     first: int = 0
@@ -40,28 +38,21 @@ class SentRequest:
 
 
 class Plan(ABC):
-    """The requests of one read."""
-
     def __init__(self) -> None:
         self.done: bool = False
         self.end: EndOfBatch | None = None
-        """What the end of the read said, once it is done."""
+        # Requests whose replies still count, in the order of the replies. The replies to others are dropped unread.
         self.in_flight: deque[SentRequest] = deque()
-        """Requests whose replies still count, in the order of the replies. What leaves is to be dropped unread."""
 
     @abstractmethod
     def next_request(self) -> SentRequest | None:
-        """Return the next request to send; None: there is nothing to ask for now."""
+        """Return the next request to send, or None if no request is needed now."""
 
     @abstractmethod
     def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
-        """Take rows of the oldest reply and return those to deliver.
+        """Take the next rows of the oldest reply, at least one, and return those to deliver.
 
-        Args:
-            sent: The oldest request in flight.
-            block: Its next rows, at least one.
-            size: Bytes of its messages so far.
-            pending: How many matching messages the newest row says come after it.
+        `size` is the bytes of all its messages so far, `pending` how many matching messages follow its newest row.
         """
 
     @abstractmethod
@@ -70,7 +61,7 @@ class Plan(ABC):
 
     @abstractmethod
     def retry(self) -> bool:
-        """Go back to the last good row; False: that cannot be done without changing the answer."""
+        """Go back to the last good row; return False if that could change the answer."""
 
     def _send(self, request: Request, start: int = 0, count: int = 0) -> SentRequest:
         sent = SentRequest(request, start, count)
@@ -84,10 +75,8 @@ class Plan(ABC):
 class OneReply(Plan):
     """The plan of one request, which one reply answers.
 
-    Args:
-        request: The request.
-        whole: The reply counts only as a whole, because it shows one moment of one server: where it breaks off after
-            rows came, the read fails. Otherwise another request brings the rest of the batch.
+    With `whole`, the reply counts only as a whole, because it shows one moment of one server: if it breaks off after
+    rows came, the read fails. Otherwise another request brings the rest of the batch.
     """
 
     def __init__(self, request: Request, *, whole: bool = False) -> None:
@@ -97,7 +86,6 @@ class OneReply(Plan):
         self._rows = self._last = self._pending = 0
 
     def next_request(self) -> SentRequest | None:
-        """Return the request, once (and the rest of it after `retry`)."""
         if self.done or self.in_flight:
             return None
         request = self._request
@@ -106,13 +94,11 @@ class OneReply(Plan):
         return self._send(request)
 
     def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
-        """Take rows; all of them count."""
         self._rows += len(block)
         self._last, self._pending = block.seqs[-1], pending
         return block
 
     def finish(self, sent: SentRequest, end: EndOfBatch) -> None:
-        """Take the end."""
         self.in_flight.clear()
         if not end.found:  # a retry that found nothing more still ends where the rows before it ended
             end = replace(end, last_seq=self._last, found=self._rows > 0)
@@ -121,11 +107,11 @@ class OneReply(Plan):
         self._finish_early(end)
 
     def retry(self) -> bool:
-        """Ask for the rest, unless only the end of the reply is missing: the last message said the same."""
         if self._whole and self._rows:
             return False
         self.in_flight.clear()
         if self._rows and self._rows == self._request.batch:
+            # Only the end of the reply is missing, and the last message said the same.
             self._finish_early(EndOfBatch(self._pending, self._last))
         return True
 
@@ -134,16 +120,12 @@ class MultiLast(Plan):
     """The plan of a `multi_last` read: pages at one pinned point in time, with both cursors (ADR-31, revision 6).
 
     On 2.11 the EOB of a cut page counts one message too few, so the count on the page's last message decides whether
-    more follows. A 404 does not prove that there is nothing: servers with file storage also send it when they have not
-    reached `up_to_seq`. After a 404 on the first page the plan asks which sequence the server has reached, and uses
-    that as the point in time; after a 404 on a later page it asks once again, because another server had the point.
+    more follows. A 404 does not prove that no message matches: servers with file storage also send it when they have
+    not reached `up_to_seq`. After a 404 on the first page the plan asks which sequence the server has reached, and uses
+    that as the point in time. After a 404 on a later page it asks once more, because another server had the point.
 
-    Args:
-        request: The first page; its `batch` is the caller's limit for all pages together.
+    `request` is the first page; its `batch` is the caller's limit for all pages together.
     """
-
-    done: bool
-    end: EndOfBatch | None
 
     def __init__(self, request: Request) -> None:
         super().__init__()
@@ -153,7 +135,6 @@ class MultiLast(Plan):
         self._doubted = self._probing = False
 
     def next_request(self) -> SentRequest | None:
-        """Return the next page's request."""
         if self.done or self.in_flight:
             return None
         request = self._request
@@ -167,7 +148,6 @@ class MultiLast(Plan):
         return self._send(request)
 
     def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
-        """Take rows; all of them count, except those of the question which sequence the server has reached."""
         if self._probing:
             block.keep(0, 0)
             return block
@@ -177,7 +157,6 @@ class MultiLast(Plan):
         return block
 
     def finish(self, sent: SentRequest, end: EndOfBatch) -> None:
-        """Take the page's end."""
         self.in_flight.clear()
         if self._probing:
             self._probing = False
@@ -201,9 +180,8 @@ class MultiLast(Plan):
         return self._request.batch is not None and self._rows >= self._request.batch
 
     def retry(self) -> bool:
-        """Ask for the rest at the pinned point; impossible once rows came and the point is not known yet."""
         if self._rows and self._pinned is None:
-            return False
+            return False  # the point of the rows that came is not known
         self.in_flight.clear()
         if self._full:
             self._finish_early(EndOfBatch(self._pending, self._last, self._pinned))
@@ -213,27 +191,16 @@ class MultiLast(Plan):
 class Scan(Plan):
     """The plan of one range read.
 
-    One cursor, `position`: everything up to it was delivered. A request starts behind the cursor, except a *guess*: on
-    a dense, unfiltered range the next request can be sent before the reply to the last one has arrived, because its
-    start is known. A wrong guess costs nothing but itself: rows up to the cursor are dropped, and a guess that starts
-    beyond the cursor's successor is dropped and asked for again.
+    Everything up to the cursor, `position`, was delivered. A request starts behind the cursor, except a *guess*: on a
+    dense, unfiltered range the next request can be sent before the reply to the last one has arrived, because its start
+    is known. A wrong guess costs only itself: rows up to the cursor are dropped, and a guess that starts beyond the
+    cursor's successor is dropped and requested again.
 
-    The size of a request follows the messages: `max_bytes` bounds the memory, and a request asks for about as many
-    messages as fit. Servers count what is pending again for each request. On a stream with many deleted sequences that
-    costs more than the messages, so there requests grow beyond the guess by bytes.
-
-    Args:
-        subject: Filter on the server, or None.
-        seq: First sequence.
-        start_time: Start by time instead.
-        up_to_seq: Last sequence, or None for the end of the stream as the responder has it.
-        batch: Messages per request, or None to follow the messages.
-        max_bytes: Bytes per reply.
-        prefetch: Requests in flight at most.
+    `max_bytes` bounds the bytes of a reply. Without `batch`, a request asks for about as many messages as fit. Servers
+    count the pending messages again for each request. On a stream with many deleted sequences that costs more than the
+    messages, so there requests grow beyond the guess by bytes. Without `up_to_seq`, the range ends where the
+    responder's stream does.
     """
-
-    done: bool
-    end: EndOfBatch | None
 
     def __init__(
         self,
@@ -262,7 +229,6 @@ class Scan(Plan):
         self._pending = self._beyond = 0
 
     def next_request(self) -> SentRequest | None:
-        """Return the request behind the cursor, or a guess of the one after those in flight."""
         if self.done or self._reached or len(self.in_flight) >= self._prefetch:
             return None
         if not self.in_flight:
@@ -278,11 +244,11 @@ class Scan(Plan):
         count = self._batch
         if self.up_to_seq is not None:
             count = max(1, min(count, self.up_to_seq - start + 1))
-        by_time = self.start_time  # only until the first row has shown where that is
+        by_time = self.start_time  # None once the first row has arrived
         request = Request(
             seq=None if by_time else start,
             start_time=by_time,
-            # Without a subject 2.11.0 answers 404 where `start` itself was deleted.
+            # Without a subject, 2.11.0 answers 404 if the message at `start` was deleted.
             next_by_subj=self.subject or ">",
             batch=count,
             max_bytes=self._max_bytes,
@@ -290,7 +256,7 @@ class Scan(Plan):
         return self._send(request, 0 if by_time else start, count)
 
     def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
-        """Take rows; return them without those already delivered or beyond the range."""
+        """As `Plan.accept`; rows already delivered or beyond the range do not count."""
         seqs = block.seqs
         sent.rows += len(seqs)
         sent.size = size
@@ -301,7 +267,7 @@ class Scan(Plan):
         stop = len(seqs)
         if self.up_to_seq is not None and seqs[-1] >= self.up_to_seq:
             stop = bisect_right(seqs, self.up_to_seq)
-            # Only the end of the reply says what is pending: on 2.11 a message counts itself.
+            # Only the end of the reply has the right count of pending messages: on 2.11 a message counts itself.
             self._reached = True
             self._beyond += len(seqs) - stop
         if stop > start:
@@ -312,10 +278,10 @@ class Scan(Plan):
         return block
 
     def finish(self, sent: SentRequest, end: EndOfBatch) -> None:
-        """Take the end of the oldest reply; guesses that it makes wrong leave `in_flight`."""
+        """As `Plan.finish`; guesses that the reply makes wrong leave `in_flight`."""
         self.in_flight.popleft()
         self.end = replace(end, num_pending=end.num_pending + self._beyond, last_seq=self._last_seq)
-        # A lagging replica may answer "nothing" where another one just counted more; the plan asks once again.
+        # A lagging replica may find nothing after another one has counted more, so the plan asks once more.
         doubtful = not end.found and self._pending > 0
         self._pending = end.num_pending
         self.done = self._reached or (end.num_pending == 0 and not doubtful)
@@ -324,10 +290,9 @@ class Scan(Plan):
             self.in_flight.clear()
 
     def retry(self) -> bool:
-        """Start over behind the cursor."""
         self.in_flight.clear()
         if self._reached:
-            # All of the range came and only the end of the reply did not: the newest row said nearly the same.
+            # Only the end of the reply is missing, and the newest row said nearly the same.
             self._finish_early(EndOfBatch(self._pending + self._beyond, self._last_seq))
         return True
 
@@ -355,7 +320,7 @@ class Scan(Plan):
         return Request(seq=seq + 1, next_by_subj=self.subject or ">")
 
     def rewind(self, position: int) -> None:
-        """Go on behind `position` after all: the range holds more than the replies had."""
+        """Continue behind `position`: the range holds more than the replies had."""
         self.position = position
         origin, start_time = self._origin
         self.start_time = start_time if position == origin else None

@@ -1,9 +1,10 @@
-"""A message as the stream holds it, decoded when it is looked at."""
+"""A message as the stream stores it, decoded on access."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import final
 
 from jetstream_ext.protocol import headers as _headers
@@ -67,7 +68,7 @@ class StoredMsg:
 
     @classmethod
     def from_wire(cls, stream: str, seq: int, body: bytes, header_size: int) -> StoredMsg:
-        """Return the message of a batched direct-get reply; `body` is its header block and its payload."""
+        """Return a message of a batched direct-get reply; `body` is its header block and its payload."""
         self = _new(cls)
         self._stream = stream
         self._seq = seq
@@ -114,7 +115,7 @@ class StoredMsg:
     @property
     def time(self) -> datetime:
         if self._header_size:
-            # Six times as fast as through nanoseconds, and truncates the same digits.
+            # Six times as fast as by nanoseconds, and truncates the same digits.
             text = _headers.line_value(self._row()[_headers.ROW_TIME]).decode("ascii", "replace")
             try:
                 if text.endswith("Z"):
@@ -158,9 +159,5 @@ class StoredMsg:
     def __repr__(self) -> str:
         return f"StoredMsg({', '.join(f'{name}={value!r}' for name, value in self._fields().items())})"
 
-    def __reduce__(self) -> tuple[object, tuple[dict[str, object]]]:
-        return _restore_stored_msg, (self._fields(),)
-
-
-def _restore_stored_msg(fields: dict[str, object]) -> StoredMsg:
-    return StoredMsg(**fields)  # type: ignore[arg-type]
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(StoredMsg, **self._fields()), ()  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The state of a stream as its leader reports it: the one model of a ``STREAM.INFO`` answer."""
+"""The state of a stream as its leader reports it in the answer to ``STREAM.INFO``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jetstream_ext.errors import DirectGetDisabledError, ResponseError
 from jetstream_ext.protocol.feature_table import DIRECT_BATCH
 from jetstream_ext.protocol.subjects import covers
 
-# Followers start no election for 4 s after they heard from their leader. A leader that heard from a majority within this
-# time is therefore the only one.
+# Followers start no election for 4 s after they heard from their leader. So a leader that heard from a majority within
+# this time is the only one.
 _LEASE_NS: Final = 2_500_000_000
 _EPOCH: Final = datetime.fromtimestamp(0, UTC)
 
@@ -39,12 +39,10 @@ class StreamState:
 
     @property
     def created_at(self) -> datetime:
-        """The creation time."""
         return datetime.fromisoformat(self.created).astimezone(UTC)
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """The subjects that it stores."""
         return tuple(map(str, self.config.get("subjects") or ()))
 
     @property
@@ -149,7 +147,7 @@ def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamSta
 
 
 def answering_server(config: Mapping[str, Any]) -> tuple[str | None, int]:
-    """Return the version and API level of a stream's or consumer's leader, which it writes into the metadata from 2.11."""
+    """Return the version and API level of a stream's or consumer's leader; from 2.11 on they are in the metadata."""
     metadata = config.get("metadata") or {}
     version, level = metadata.get("_nats.ver"), str(metadata.get("_nats.level", ""))
     return str(version) if version else None, int(level) if level.isascii() and level.isdecimal() else 0

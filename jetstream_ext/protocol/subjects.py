@@ -7,16 +7,20 @@ from typing import Final
 
 from jetstream_ext.errors import BadSubjectError
 
-# A subject is part of a line of a text protocol in UTF-8: no control characters, white space or lone surrogates.
+# Subjects are parts of lines of a text protocol in UTF-8: no control characters, white space or lone surrogates.
 _FORBIDDEN_CHARACTERS: Final = frozenset(chr(code) for code in (*range(33), 127, *range(0xD800, 0xE000)))
+
+
+def _check_text(text: str, what: str) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"{what} must be str, not {type(text).__name__}")
+    if not text or not _FORBIDDEN_CHARACTERS.isdisjoint(text):
+        raise BadSubjectError(f"{what} {text!r} is empty or has white space or control characters")
 
 
 def check_subject(subject: str) -> None:
     """Raise BadSubjectError unless messages can be published to `subject`, and TypeError if it is not a str."""
-    if not isinstance(subject, str):
-        raise TypeError(f"a subject must be str, not {type(subject).__name__}")
-    if not subject or not _FORBIDDEN_CHARACTERS.isdisjoint(subject):
-        raise BadSubjectError(f"subject {subject!r} is empty or has white space or control characters")
+    _check_text(subject, "subject")
     for token in subject.split("."):
         if not token:
             raise BadSubjectError(f"subject {subject!r} has an empty token")
@@ -25,22 +29,18 @@ def check_subject(subject: str) -> None:
 
 
 def check_filter(subject: str) -> None:
-    """Raise BadSubjectError unless `subject` is a valid filter, with or without wildcards, and TypeError for no str."""
-    if not isinstance(subject, str):
-        raise TypeError(f"a subject filter must be str, not {type(subject).__name__}")
-    if not subject or not _FORBIDDEN_CHARACTERS.isdisjoint(subject):
-        raise BadSubjectError(f"subject filter {subject!r} is empty or has white space or control characters")
+    """Raise BadSubjectError unless `subject` is a valid filter, wildcards or not, and TypeError if it is not a str."""
+    _check_text(subject, "subject filter")
     tokens = subject.split(".")
     if not all(tokens) or ">" in tokens[:-1]:
         raise BadSubjectError(f"subject filter {subject!r} has an empty token, or a '>' that is not its last token")
 
 
 def check_name(name: str, what: str) -> None:
-    """Raise BadSubjectError unless `name` can be the name of a stream, consumer or bucket, TypeError for no str."""
-    if not isinstance(name, str):
-        raise TypeError(f"{what} must be str, not {type(name).__name__}")
-    if not name or not _FORBIDDEN_CHARACTERS.isdisjoint(name) or any(char in name for char in ".*>/\\"):
-        raise BadSubjectError(f"{what} {name!r} is empty or has characters that are not allowed in a name")
+    """Raise BadSubjectError unless `name` can name a stream, consumer or bucket, and TypeError if it is not a str."""
+    _check_text(name, what)
+    if not set(".*>/\\").isdisjoint(name):
+        raise BadSubjectError(f"{what} {name!r} has one of . * > / \\, which are not allowed in a name")
 
 
 def covers(wide: str, narrow: str) -> bool:
@@ -88,10 +88,7 @@ class SubjectMatcher:
 
 
 class SubjectCache(dict[str, bytes]):
-    """Checked subjects and their bytes. Streams are written through few subjects, so checking once is enough.
-
-    ``cache[subject]`` and ``cache.encode(subject)`` return the bytes, or raise as `check_subject` does.
-    """
+    """Checked subjects and their bytes; `encode` returns the bytes, or raises as `check_subject` does."""
 
     _LIMIT = 8192
 
@@ -102,4 +99,4 @@ class SubjectCache(dict[str, bytes]):
         known = self[subject] = subject.encode()
         return known
 
-    encode: Callable[..., bytes] = dict.__getitem__  # without a call in Python for what is known
+    encode: Callable[..., bytes] = dict.__getitem__  # no Python code runs for a known subject

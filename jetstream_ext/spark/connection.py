@@ -283,7 +283,7 @@ class WorkerConnection:
             self.opened = True
         except TimeoutError:
             raise ConnectError(
-                f"no connection to {servers} within {options.timeout:g} s: {self._last_error}"
+                f"no connection to {servers} within {options.timeout:g} s: {self._last_error or 'no answer'}"
             ) from self._last_error
         except (nats.errors.Error, OSError) as error:
             raise ConnectError(f"no connection to {servers}: {error}") from error
@@ -336,7 +336,7 @@ def _tls(options: ConnectionOptions) -> ssl.SSLContext:
             context.load_cert_chain(certificate, key, password="")
         except ssl.SSLError as error:
             raise OptionError(
-                f"options 'tlsCert', 'tlsKey': they are not a certificate and its (unencrypted) key: {error}"
+                f"options 'tlsCert', 'tlsKey': the files are not a certificate and its unencrypted key: {error}"
             ) from None
     return context
 

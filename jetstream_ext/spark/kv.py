@@ -119,7 +119,7 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
     if mirror := state.config.get("mirror"):
         origin = str(mirror.get("name")).removeprefix("KV_")
         raise PlanningError(
-            f"bucket {options.bucket!r} is a mirror of bucket {origin!r}; read that bucket instead (its mirrors answer as well)"
+            f"bucket {options.bucket!r} is a mirror of bucket {origin!r}; set 'bucket' to {origin!r} (its mirrors answer its reads)"
         )
     state.check_direct_reads(
         Context(context).connection.server_version,
@@ -218,9 +218,9 @@ async def _read(
         if unavailable:
             if options.strict:
                 raise HistoryUnavailableError(
-                    f"bucket {options.bucket!r}: {len(unavailable)} keys of {len(part.keys)} changed after revision "
-                    f"{part.revision}, and their values at that revision are no longer stored (such as {unavailable[0]!r}); "
-                    "keep more history, or use consistency=latest",
+                    f"bucket {options.bucket!r}: the values that {len(unavailable)} of {len(part.keys)} keys had at revision "
+                    f"{part.revision} are no longer stored (such as {unavailable[0]!r}); keep more history, or use "
+                    "consistency=latest",
                     keys=unavailable,
                 )
             entries |= (await _snapshot(bucket, unavailable, None, options))[0]

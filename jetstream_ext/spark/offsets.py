@@ -37,7 +37,10 @@ def decode(offset: Mapping[str, Any]) -> Positions:
     """Return the positions of an offset; raise OffsetError if it is not of this source, or of a later version."""
     version = offset.get("v", VERSION)
     if version != VERSION:
-        raise OffsetError(f"the checkpoint has offsets of version {version!r}; this is version {VERSION}")
+        raise OffsetError(
+            f"the checkpoint has offsets of version {version!r}, but this release of jetstream_ext reads version "
+            f"{VERSION}; use the release that wrote it, or start with a new checkpoint"
+        )
     try:
         return {
             str(name): Position(str(at["created"]), check_int(at["seq"], f"the sequence of stream {name!r}", low=0))

@@ -63,7 +63,7 @@ class OptionReader:
             if name in _INLINE_SECRETS:
                 self.fail(name, f"secrets are given by reference; use {_INLINE_SECRETS[name]!r}")
             close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {names[close[0]]!r}?" if close else f"known are: {', '.join(known)}"
+            hint = f"did you mean {names[close[0]]!r}?" if close else f"the options are: {', '.join(known)}"
             self.fail(name, f"there is no such option; {hint}")
 
     def __contains__(self, name: str) -> bool:
@@ -165,12 +165,12 @@ def _text_like(pattern: str, what: str) -> Callable[[str], str]:
 
 
 _subject = _text_checked_by(check_subject)
-_bucket = _text_like(r"[A-Za-z0-9_-]+", "a bucket name (characters of A-Z, a-z, 0-9, _ and -)")
+_bucket = _text_like(r"[A-Za-z0-9_-]+", "a valid bucket name (characters of A-Z, a-z, 0-9, _ and -)")
 
 
 def _positive(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text.strip()) or not int(text):
-        raise ValueError(f"{text!r} is not an integer from 1")
+        raise ValueError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
@@ -251,7 +251,7 @@ def _offset(value: Any) -> Bound:
         case int(seq) if not isinstance(value, bool) and 1 <= seq < 1 << 63:
             return seq
     raise ValueError(
-        f"{value!r} is not 'earliest', 'latest' or, in JSON such as {{\"ORDERS\": 42}}, a stream sequence (an integer from 1)"
+        f"{value!r} is not 'earliest', 'latest' or, in JSON such as {{\"ORDERS\": 42}}, a stream sequence (an integer of at least 1)"
     )
 
 
@@ -364,9 +364,9 @@ class ReadOptions:
             if end == "earliest":
                 reader.fail("endingOffsets", "a read cannot end at 'earliest'; give 'latest' or a last sequence")
             if isinstance(start, datetime) and isinstance(end, datetime) and start > end:
-                reader.fail("endingTime", f"stream {stream!r} would end before its start")
+                reader.fail("endingTime", f"the end of stream {stream!r} is before its start")
             if isinstance(start, int) and isinstance(end, int) and start > end + 1:
-                reader.fail("endingOffsets", f"stream {stream!r} would end at {end}, before its start {start}")
+                reader.fail("endingOffsets", f"the end of stream {stream!r} ({end}) is before its start ({start})")
         return read
 
 
@@ -394,12 +394,14 @@ class WriteOptions:
         reader = OptionReader(options, (*WRITE_OPTIONS, *CONNECTION_OPTIONS, *_SPARK_SINK_OPTIONS), _FOR_READING)
         stream, *more = reader.get_streams()
         if more:
-            reader.fail("stream", f"rows are written to one stream, not to {', '.join((stream, *more))}")
+            reader.fail("stream", f"a write goes to one stream, not to {', '.join((stream, *more))}")
         values = reader.values(cls)
         values["marker_prefix"] = values["marker_prefix"] or f"_spark.{stream}"
         write = cls(ConnectionOptions.parse(reader), stream, **values)
         if write.write_id is not None and streaming:
-            reader.fail("writeId", "it names a batch write; a streaming query has its own id, in its checkpoint")
+            reader.fail(
+                "writeId", "it is for batch writes; a streaming query takes its id from its checkpoint; leave it out"
+            )
         if write.write_id is not None and write.semantics == "none":
             reader.fail("writeId", "it has no effect with semantics=none; leave it out, or use dedupe")
         if write.semantics != "transactional":
@@ -448,13 +450,13 @@ WRITE_OPTIONS: Final = ("stream", *_declared(WriteOptions))
 KV_OPTIONS: Final = ("bucket", *_declared(KvOptions))
 _SPARK_SINK_OPTIONS: Final = ("checkpointLocation", "queryName")  # Spark passes them on to the sink
 
-_NO_END: Final = "it ends batch reads; a streaming query has no end (use trigger(availableNow=True))"
+_NO_END: Final = "it is for batch reads; a streaming query has no end (use trigger(availableNow=True))"
 _BATCH_ONLY: Final = {
     "endingOffsets": _NO_END,
     "endingTime": _NO_END,
     "pushDown": "Spark passes no filters to streaming reads; leave it out and use 'subjects'",
-    "maxBytesPerPartition": "the partitions of a micro-batch must not depend on what the stream holds when it is planned, "
-    "because a replay must have the same ones; set their number with 'minPartitions'",
+    "maxBytesPerPartition": "it is for batch reads, because a replayed micro-batch must have the same partitions; set their "
+    "number with 'minPartitions'",
 }
 _STREAMING_ONLY: Final = dict.fromkeys(
     ("maxOffsetsPerTrigger", "maxBytesPerTrigger"),

@@ -240,7 +240,7 @@ def report_lost_head(options: ReadOptions, state: StreamState, first: int, last:
     if first < state.first_seq:
         missing = f"sequences {first} to {min(last, state.first_seq - 1)} of stream {state.name!r}"
         report_data_loss(
-            options, f"{missing} are gone (expired, purged or deleted); it starts at {state.first_seq} now"
+            options, f"{missing} are gone (expired, purged or deleted); the stream now starts at {state.first_seq}"
         )
 
 
@@ -397,7 +397,7 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
     if first > state.last_seq + 1:
         report_data_loss(options, f"{what}, before the start at {first}; was it re-created?")
     if last > state.last_seq:
-        report_data_loss(options, f"{what}, before the end at {last}")
+        report_data_loss(options, f"{what}, before the end of the read at {last}")
     return SequenceRange(
         stream,
         max(first, state.first_seq),

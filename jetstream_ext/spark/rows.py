@@ -72,8 +72,8 @@ class Columns:
             name = known.get(field.name.lower())
             if name is None:
                 raise OptionError(
-                    f"column {field.name!r}: a message has the columns subject, data, headers and msgId only; select "
-                    "those (df.select('subject', 'data')), and put the other values into data or headers"
+                    f"column {field.name!r}: the sink writes only the columns subject, data, headers and msgId; select "
+                    "those (df.select('subject', 'data')), and put other values into data or headers"
                 )
             if name in where:
                 raise OptionError(f"column {field.name!r}: the schema has it twice")

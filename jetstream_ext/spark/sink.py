@@ -176,16 +176,18 @@ def _check_fast(options: WriteOptions, state: StreamState) -> None:
         )
     if state.config.get("persist_mode") == "async":
         # Such a stream acknowledges messages before it writes them.
-        what = f"{stream} has persist_mode=async, so a server that is killed loses rows it acknowledged"
+        what = f"{stream} has persist_mode=async, so a crash of the server loses acknowledged rows"
         if options.semantics == "dedupe":
-            raise PlanningError(f"{what}; create it without that, or use semantics=none if some rows may be lost")
+            raise PlanningError(
+                f"{what}; create the stream without persist_mode, or use semantics=none if rows may be lost"
+            )
         _log.warning("%s", what)
     if options.semantics == "dedupe":
         window = state.duplicate_window
         if not window:
             raise PlanningError(
-                f"{stream} has no duplicate window, so semantics=dedupe would repeat rows; set one, or use "
-                "semantics=transactional"
+                f"{stream} has no duplicate window, so semantics=dedupe would store retried rows twice; set duplicate_window, "
+                "or use semantics=transactional"
             )
         if window.total_seconds() < _SHORT_WINDOW:
             what = "%s: its duplicate window is %g s; rows of a micro-batch that is retried later are stored twice"
@@ -253,8 +255,8 @@ def write_partition(
     count = options.sink_partitions
     if count is not None and task.partition >= count:
         raise ReplayError(
-            f"stream {options.stream!r}: there is a partition {task.partition}, but the option sinkPartitions is {count}; "
-            f"correct it, or use df.repartition({count})"
+            f"stream {options.stream!r}: the rows have a partition with index {task.partition}, but the option sinkPartitions "
+            f"is {count}; correct the option, or use df.repartition({count})"
         )
     with connected(options.connection, "executor") as (lease, context):
         if options.semantics == "transactional":

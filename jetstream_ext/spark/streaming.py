@@ -195,7 +195,9 @@ class Follower:
         begun, ended = decode(start), decode(end)
         for stream in sorted(begun.keys() - ended.keys()):
             report_data_loss(
-                self._options, f"stream {stream!r} was read by this query and is no longer among its streams"
+                self._options,
+                f"stream {stream!r} is in the checkpoint of this query but not in the option 'stream'; add it again, or "
+                "start with a new checkpoint",
             )
         ranges: list[SequenceRange] = []
         heads: dict[str, int] = {}
@@ -313,8 +315,8 @@ class Follower:
         if settled.last_seq < seq:
             report_data_loss(
                 self._options,
-                f"stream {state.name!r} ends at sequence {settled.last_seq}; the query has read up to {seq} already, so "
-                "the stream lost its end",
+                f"stream {state.name!r} ends at sequence {settled.last_seq}, but the query has already read up to {seq}: "
+                "the stream lost its last messages",
             )
         return settled
 
@@ -346,8 +348,8 @@ class Follower:
         elif begin.seq > stop.seq and begin != (self._initial or {}).get(stream):
             report_data_loss(
                 self._options,
-                f"stream {stream!r} ended at sequence {stop.seq} when this micro-batch was planned; the query had read up to "
-                f"{begin.seq} already, so the stream lost its end",
+                f"stream {stream!r} ended at sequence {stop.seq} when this micro-batch was planned, but the query had already "
+                f"read up to {begin.seq}: the stream lost its last messages",
             )
             begin, recreated = Position(stop.created, 0), True
         from_head = recreated or (begin.seq == 0 and start == "earliest")
@@ -365,7 +367,7 @@ class Follower:
             return None
         state = await self._settled(context, state, span.last)
         if state.last_seq < span.last:
-            report_data_loss(options, f"{what} should be read, but the stream ends at {state.last_seq}")
+            report_data_loss(options, f"{what} cannot be read: the stream ends at {state.last_seq}")
         first = span.first
         if not span.from_head:
             report_lost_head(options, state, first, span.last)

@@ -53,8 +53,8 @@ PATIENCE: Final = 30.0
 
 _VERSION: Final = 1
 _ADVICE: Final = (
-    "the input is not the same each time (see the documentation on exactly-once), or its partitions have changed; "
-    "nothing was stored"
+    "nothing more was stored. The input changes between attempts (see the documentation on exactly-once), or its "
+    "partitions have changed"
 )
 
 
@@ -122,7 +122,7 @@ class MicroBatch:
                 return
         if layout.last.partitions != partitions:
             raise ReplayError(
-                f"{layout.what} had {layout.last.partitions} partitions before, and has {partitions} now, so its stored "
+                f"{layout.what} was first stored with {layout.last.partitions} partitions and now has {partitions}, so its stored "
                 f"rows cannot be recognized. Nothing was stored; set sinkPartitions to {layout.last.partitions} again, "
                 "together with df.repartition(n) or the source's minPartitions"
             )
@@ -254,14 +254,19 @@ class Transactions:
             stored = marker.rows if marker.batch == self._batch else 0
             if stored >= end:
                 if transaction.last and stored > end:
-                    raise ReplayError(f"{what}: {stored} of its rows are stored, and now it has only {end}; {_ADVICE}")
+                    raise ReplayError(
+                        f"{what}: {stored} of its rows are already stored, but now it has only {end}; {_ADVICE}"
+                    )
                 if stored == end and stored:
                     self._compare(transaction.after)
                 _log.debug("%s: rows %d to %d are already stored", what, start, end - 1)
                 self.skipped += len(messages)
                 return
             if stored < start:
-                raise ReplayError(f"{what}: the marker of {start} rows is gone from {self._marker.subject!r}")
+                raise ReplayError(
+                    f"{what}: the marker of the first {start} rows was removed from {self._marker.subject!r}; nothing more "
+                    "was stored"
+                )
             if stored > start:
                 some = transaction.before.copy()
                 _add_rows(some, messages[: stored - start])
@@ -282,10 +287,10 @@ class Transactions:
             ) from error
         except (BadHeaderError, MaxPayloadError) as error:
             first = marker.rows - len(messages)
-            raise SinkError(f"{what}: one of its rows {first} to {marker.rows - 1}: {error}") from error
+            raise SinkError(f"{what}: one of its rows {first} to {marker.rows - 1} was refused: {error}") from error
 
     def _compare(self, digest: blake2b) -> None:
         if digest.hexdigest() != self._marker.last.digest:
             raise ReplayError(
-                f"{self._marker.what}: {self._marker.last.rows} of its rows are stored, and now they differ; {_ADVICE}"
+                f"{self._marker.what}: {self._marker.last.rows} of its rows are already stored, but the rows of this attempt differ; {_ADVICE}"
             )

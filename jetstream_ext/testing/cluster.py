@@ -70,7 +70,7 @@ class NatsCluster(Lifecycle):
             RuntimeError: The cluster is started already.
         """
         if self._servers:
-            raise RuntimeError("the cluster is started already; stop() ends it")
+            raise RuntimeError("the cluster is already started; call stop() first")
         deadline = time.monotonic() + self._start_timeout
         with contextlib.ExitStack() as cleanup:
             ports = [HeldPort() for _ in range(self._n)]

@@ -104,7 +104,7 @@ class NatsServer(Lifecycle):
             RuntimeError: The server is started already.
         """
         if self._process is not None:
-            raise RuntimeError("the server is started already; stop() ends it, restart() restarts it")
+            raise RuntimeError("the server is already started; call stop() or restart()")
         binary = find_server(self._wanted_version)
         self._process = process = ServerProcess(binary, server_version(binary))
         try:

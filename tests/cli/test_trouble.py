@@ -170,7 +170,7 @@ def test_doctor_reports_a_mirror_of_a_missing_stream(
     name = stream_name()
     with_js(server.url, lambda js: js.add_stream(name=name, mirror=StreamSource(name=f"{name}-origin")))
     shown = run("doctor", "--stream", name).stdout
-    assert f"  {name}-origin: stream missing: there is no stream '{name}-origin'" in shown
+    assert f"  {name}-origin: stream missing: stream '{name}-origin' does not exist" in shown
 
 
 def test_invalid_files_and_names_are_reported(run: Run, tmp_path: Path, rows: Path) -> None:

@@ -127,32 +127,32 @@ class TestDebugRecords:
         caplog.set_level("DEBUG", logger="jetstream_ext.atomic")
         batch = jsx.AtomicBatch(js)
         await batch.add(f"{stream}.secret", b"hidden", headers={"Token": "hidden"})
-        changes = ["NEW -> OPEN (Opened); 0 messages, 0 sent, 0 acknowledged"]
+        changes = ["NEW -> OPEN (the server that takes the batch is known); 0 messages, 0 sent, 0 acknowledged"]
         if end == "commit":
             await batch.commit_eob()
             changes += [
-                "OPEN -> COMMITTING (CommitSent); 1 messages, 2 sent, 1 acknowledged",
-                "COMMITTING -> COMMITTED (Acknowledged); 1 messages, 2 sent, 1 acknowledged",
+                "OPEN -> COMMITTING (the commit was sent); 1 messages, 2 sent, 1 acknowledged",
+                "COMMITTING -> COMMITTED (the ack of the batch); 1 messages, 2 sent, 1 acknowledged",
             ]
         elif end == "refused":
             with pytest.raises(errors.WrongLastSequenceError):
                 await batch.commit(f"{stream}.a", b"hidden", expected_last_subject_seq=9)
             changes += [
-                "OPEN -> COMMITTING (CommitSent); 2 messages, 2 sent, 1 acknowledged",
-                "COMMITTING -> FAILED (BatchRefused); 2 messages, 2 sent, 1 acknowledged",
+                "OPEN -> COMMITTING (the commit was sent); 2 messages, 2 sent, 1 acknowledged",
+                "COMMITTING -> FAILED (any other refusal: the server has dropped the batch); 2 messages, 2 sent, 1 acknowledged",
             ]
         elif end == "lost":
             batch._session.machine.commit(None)
             batch._session.machine.lost("no answer")
             assert await batch.resolve() == "not_stored"
             changes += [
-                "OPEN -> COMMITTING (CommitSent); 1 messages, 2 sent, 1 acknowledged",
-                "COMMITTING -> UNKNOWN (AnswerLost); 1 messages, 2 sent, 1 acknowledged",
-                "UNKNOWN -> FAILED (FoundNothing); 1 messages, 2 sent, 1 acknowledged",
+                "OPEN -> COMMITTING (the commit was sent); 1 messages, 2 sent, 1 acknowledged",
+                "COMMITTING -> UNKNOWN (no reply in time, or the connection was lost while a reply was awaited); 1 messages, 2 sent, 1 acknowledged",
+                "UNKNOWN -> FAILED (`resolve` proved that nothing of the batch is stored); 1 messages, 2 sent, 1 acknowledged",
             ]
             batch._session._settle()
         else:
-            changes += ["OPEN -> DISCARDED (Discarded); 1 messages, 1 sent, 1 acknowledged"]
+            changes += ["OPEN -> DISCARDED (the caller discarded the batch); 1 messages, 1 sent, 1 acknowledged"]
         await batch.discard()
         await batch.discard()
         assert [record.getMessage() for record in caplog.records if record.name == "jetstream_ext.atomic"] == [

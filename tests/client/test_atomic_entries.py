@@ -73,8 +73,8 @@ async def test_add_many_and_publish_atomic_many_take_every_form(js: JetStreamCon
         (("a b", b""), ValueError, "subject"),
         (("a", "text"), TypeError, "str"),
         (("a", b"", {"K": "1\r\nL: 2"}), ValueError, "line break"),
-        (("a", b"", {"Nats-Batch-Id": "x"}), ValueError, "belongs to the batch"),
-        (("a", bytes(2 << 20)), Exception, "over the server's limit"),
+        (("a", b"", {"Nats-Batch-Id": "x"}), ValueError, "is set by the batch itself"),
+        (("a", bytes(2 << 20)), Exception, "more than the server's max_payload"),
     ],
     ids=lambda value: None if isinstance(value, type) else "",
 )

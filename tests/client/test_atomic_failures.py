@@ -12,7 +12,6 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.protocol.atomic import Event, MessageRefused
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -61,11 +60,11 @@ class TestUnexpectedReplies:
         machine = batch._session.machine
         receive, others = machine.receive, []
 
-        def next_one_at_once(seq: int, header: bytes, payload: bytes) -> Event | None:
-            event = receive(seq, header, payload)
-            if isinstance(event, MessageRefused):
+        def next_one_at_once(seq: int, header: bytes, payload: bytes) -> errors.JetStreamExtError | None:
+            refusal = receive(seq, header, payload)
+            if refusal is not None:
                 others.append(asyncio.ensure_future(batch.add(f"{stream}.a", b"2", ack=True)))
-            return event
+            return refusal
 
         monkeypatch.setattr(machine, "receive", next_one_at_once)
         with pytest.raises(errors.MessageTooLargeError):

@@ -1,4 +1,4 @@
-"""Servers before 2.12 store the messages of a batch as ordinary ones, so nothing is sent to them."""
+"""Servers before 2.12 store the messages of a batch as separate messages, so nothing is sent to them."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -89,7 +89,7 @@ async def test_a_commit_that_never_arrived_is_not_stored(
     batch = jsx.AtomicBatch(js)
     await batch.add_many(messages(name, count))
     await js.publish(f"{name}.0", b"another publisher's")
-    with pytest.raises(errors.BatchOutcomeUnknownError, match="all stored or none"):
+    with pytest.raises(errors.BatchOutcomeUnknownError, match="all or none of its"):
         await commit_unanswered(batch)
     assert await batch.resolve() == "not_stored"
     assert batch.state == "failed"
@@ -167,7 +167,7 @@ async def test_a_recreated_stream_leaves_the_outcome_unknown(
     with pytest.raises(errors.BatchOutcomeUnknownError, match="no longer exists"):
         await batch.resolve()
     await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)
-    with pytest.raises(errors.BatchOutcomeUnknownError, match="created again"):
+    with pytest.raises(errors.BatchOutcomeUnknownError, match="re-created"):
         await batch.resolve()
 
 
@@ -234,7 +234,7 @@ async def test_resolve_needs_an_ended_batch(js: JetStreamContext, make_stream: M
     name = await make_stream()
     batch = jsx.AtomicBatch(js)
     for _ in range(2):
-        with pytest.raises(errors.BatchError, match="has not ended"):
+        with pytest.raises(errors.BatchError, match="is still open"):
             await batch.resolve()
         await batch.add(f"{name}.1")
     await batch.discard()

@@ -36,7 +36,7 @@ def nc(nc: Client) -> Client:
 def expected() -> Iterator[None]:
     """Ignore the warning in tests of other behaviour."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "this version of nats-py has other internals", RuntimeWarning)
+        warnings.filterwarnings("ignore", "jetstream_ext does not know the internals", RuntimeWarning)
         yield
 
 

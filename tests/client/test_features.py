@@ -19,6 +19,10 @@ from jetstream_ext.errors import RequestTimeoutError, UnsupportedFeatureError
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.testing import NatsServer
 
+_SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "_ext" / "feature_table.py"))
+BEGIN, END = _SCRIPT["BEGIN"], _SCRIPT["END"]
+markdown_table, update = _SCRIPT["markdown_table"], _SCRIPT["update"]
+
 
 async def test_the_newest_server_has_every_feature(js: JetStreamContext, server: NatsServer) -> None:
     found = await jsx.features(js)
@@ -118,7 +122,7 @@ def test_errors_take_feature_and_level_from_the_table() -> None:
 
 
 def test_the_markdown_table_has_a_row_for_every_feature() -> None:
-    head, rule, *rows = feature_table.markdown_table().splitlines()
+    head, rule, *rows = markdown_table().splitlines()
     assert head.count("|") == rule.count("|")
     assert len(rows) == len(feature_table.FEATURES) + len(feature_table.QUIRKS)
     assert all(row.count("|") == head.count("|") for row in rows)
@@ -129,12 +133,10 @@ def test_the_markdown_table_has_a_row_for_every_feature() -> None:
 
 
 def test_the_table_of_the_readme_is_updated_in_place() -> None:
-    script = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "_ext" / "feature_table.py"))
-    begin, end, update = script["BEGIN"], script["END"], script["update"]
-    text = f"# Title\n{begin}old\n{end}The rest.\n"
-    assert update(text) == f"# Title\n{begin}\n{feature_table.markdown_table()}\n{end}The rest.\n"
+    text = f"# Title\n{BEGIN}old\n{END}The rest.\n"
+    assert update(text) == f"# Title\n{BEGIN}\n{markdown_table()}\n{END}The rest.\n"
     assert update(update(text)) == update(text)
-    for broken in ("", begin, end, f"{end}{begin}", text + text):
+    for broken in ("", BEGIN, END, f"{END}{BEGIN}", text + text):
         with pytest.raises(ValueError, match="feature table"):
             update(broken)
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")

@@ -220,8 +220,11 @@ async def test_transforms_belong_to_the_entry(
         ({"opt_start_time": datetime(2026, 1, 1)}, "aware"),  # noqa: DTZ001
         ({"opt_start_seq": 1, "opt_start_time": datetime.now(UTC)}, "not both"),
         ({"deliver_policy": DeliverPolicy.BY_START_SEQUENCE}, "needs opt_start_seq"),
-        ({"deliver_policy": DeliverPolicy.BY_START_TIME, "opt_start_seq": 1}, "needs opt_start_time"),
-        ({"deliver_policy": DeliverPolicy.NEW, "opt_start_seq": 1}, "takes no start"),
+        (
+            {"deliver_policy": DeliverPolicy.BY_START_TIME, "opt_start_seq": 1},
+            "needs opt_start_time, not opt_start_seq",
+        ),
+        ({"deliver_policy": DeliverPolicy.NEW, "opt_start_seq": 1}, "takes no opt_start_seq"),
         ({"deliver_policy": "often"}, "often"),
         ({"deliver_subject": "d.*"}, "wildcard"),
         ({"deliver_subject": "d..e"}, "empty token"),

@@ -104,4 +104,4 @@ async def test_messages_that_no_responder_has_are_a_timeout(
             await read(js, origin, timeout=timeout)
         said = str(late.value)
         assert timeout < 30, said
-    assert re.search(rf"has sequence 2, .* within {timeout:g} s \(a mirror answers: '{name}'\)", said)
+    assert re.search(rf"has sequence 2, .* within {timeout:g} s \(mirror '{name}' answers\)", said)

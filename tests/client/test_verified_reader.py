@@ -62,7 +62,7 @@ class Scripted(VerifiedReader):
         self.requests.append(request)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if answer is None:
-            raise module._UnverifiedError("replies broke off")
+            raise module._UnverifiedError("a reply was incomplete")
         return answer
 
 
@@ -107,7 +107,7 @@ class TestLastOf:
             None,
             answer(5, 9, up_to=9, stream="STRANGER"),
         ],
-        ids=["lags", "empty", "broke off", "of an unknown stream"],
+        ids=["lags", "empty", "incomplete", "of an unknown stream"],
     )
     async def test_a_refused_answer_is_requested_again(self, bad: Answer | None) -> None:
         good = answer(5, 9, up_to=9)
@@ -118,9 +118,9 @@ class TestLastOf:
     @pytest.mark.parametrize(
         ("bad", "why"),
         [
-            (answer(5, up_to=8), "had sequence 9"),
+            (answer(5, up_to=8), "no replica with sequence 9"),
             (answer(), "has caught up with the leader"),
-            (None, "broke off"),
+            (None, "was incomplete"),
             (answer(5, up_to=9, stream="STRANGER"), "'STRANGER'"),
         ],
     )

@@ -69,9 +69,9 @@ def test_collections_are_deduplicated_and_checked() -> None:
     assert list(check_keys([])) == []
     assert check_filters(None) == [">"]
     for wrong in ("abc", b"abc"):
-        with pytest.raises(TypeError, match="not a single one"):
+        with pytest.raises(TypeError, match=f"collection of keys, not {type(wrong).__name__}"):
             check_keys(wrong)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="not a single one"):
+        with pytest.raises(TypeError, match=f"collection of filters, not {type(wrong).__name__}"):
             check_filters(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         check_keys([b"a"])  # type: ignore[list-item]

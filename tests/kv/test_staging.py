@@ -20,7 +20,7 @@ def entry(key: str, revision: int, operation: str = "PUT") -> KeyValueEntry:
 
 @pytest.fixture
 def staging() -> Staging:
-    return Staging("$KV.B.", max_payload=1000)
+    return Staging("$KV.B.", bucket="B", max_payload=1000)
 
 
 def message(key: str, value: bytes = b"", **options: Any) -> BatchMessage:
@@ -132,7 +132,7 @@ def test_known_conflicts_are_raised_before_the_commit(staging: Staging) -> None:
         staging.write("PUT", "there", b"", last=6)
     with pytest.raises(KeyConflictError):
         staging.write("DEL", "there", last=6)
-    with pytest.raises(ValueError, match="no revision yet"):
+    with pytest.raises(ValueError, match="no revision to compare with"):
         staging.write("PUT", "mine", b"", last=1)
     staging.write("PUT", "there", b"", last=7)
     staging.create("gone", b"")
@@ -165,7 +165,9 @@ class TestRefusals:
         assert conflict is not None
         assert conflict.keys == ("a", "b")
         assert conflict.stale_read
-        assert str(conflict).startswith("key 'a' is at revision 9, not 3; key 'b' is at revision 0, not 4")
+        assert str(conflict).endswith(
+            "nothing was written; key 'a' is at revision 9, not 3, key 'b' is at revision 0, not 4"
+        )
 
     def test_condition_of_the_caller_is_not_a_stale_read(self, staging: Staging) -> None:
         staging.read("a", entry("a", 3))

@@ -1,90 +1,30 @@
-"""The atomic batch: every cell of the table in its docstring, what it sends, and what it refuses to."""
+"""The atomic batch: every cell of its table, and what it sends."""
 
+import logging
 import pickle
+import re
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any
 
 import orjson
 import pytest
+from atomic_batches import Command, add, batch, commit, message, refusal, visible
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jetstream_ext import errors
-from jetstream_ext.protocol import frames
-from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.atomic import (
-    TRANSITIONS,
-    Acknowledged,
-    AnswerLost,
-    AtomicBatchMachine,
-    BatchRefused,
-    CommitSent,
-    Discarded,
-    Disconnected,
-    Doubt,
-    Event,
-    FoundNothing,
-    FoundStored,
-    MessageRefused,
-    Opened,
-    ReplyMalformed,
-    Staged,
-    State,
-    StoredSeparately,
-    Transition,
-)
-from jetstream_ext.protocol.atomic_wire import Block
+from jetstream_ext.protocol.atomic import TABLE, AtomicBatchMachine, Doubt, Input, State
 from jetstream_ext.types import NEVER, BatchAck, BatchMessage
 
 NEW, OPEN, COMMITTING, COMMITTED = State.NEW, State.OPEN, State.COMMITTING, State.COMMITTED
 DISCARDED, FAILED, UNKNOWN = State.DISCARDED, State.FAILED, State.UNKNOWN
 LEVELS = pytest.mark.parametrize("level", [2, 3, 4, 5])
-Command = tuple[str, str, dict[str, str], bytes]
 STAGED = (b"", b"")
 NO_RESPONDERS = (b"NATS/1.0 503\r\nNats-Subject: a.1\r\n\r\n", b"")
 
 
-def batch(level: int = 4, *, version: str = "", **options: Any) -> AtomicBatchMachine:
-    machine = AtomicBatchMachine("b1", **options)
-    machine.open(machine.prepare(BatchMessage("a.1")), api_level=level, server_version=version, reply="_INBOX.r")
-    return machine
-
-
-def commands(block: Block) -> list[Command]:
-    """Subject, reply subject, headers and payload of everything in a block."""
-    sent = [(c.subject, c.reply, dict(h.parse_lines(c.header)), c.payload) for c in frames.parse_pubs(block.data)]
-    assert (len(sent), sum(len(payload) for *_, payload in sent)) == (block.messages, block.size)
-    return sent
-
-
-def add(machine: AtomicBatchMachine, message: BatchMessage, ack: bool | None = None) -> Command | None:
-    sent = commands(machine.add(machine.prepare(message, ack)))
-    assert len(sent) <= 1
-    return sent[0] if sent else None
-
-
-def commit(machine: AtomicBatchMachine, message: BatchMessage | None = None) -> list[Command]:
-    return commands(machine.commit(None if message is None else machine.prepare(message)))
-
-
-def message(subject: str = "a.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
-    return BatchMessage(subject, payload, **options)
-
-
-def refusal(err_code: int, code: int = 400) -> tuple[bytes, bytes]:
-    header = b"NATS/1.0 429 Too Many Requests\r\n\r\n" if err_code == 10167 else b""
-    body = {"error": {"code": code, "err_code": err_code, "description": "no"}, "stream": "A", "seq": 0}
-    return header, orjson.dumps(body)
-
-
 def ack(count: int, batch_id: str = "b1") -> tuple[bytes, bytes]:
     return b"", orjson.dumps({"stream": "A", "seq": 10 + count, "batch": batch_id, "count": count})
-
-
-def receive(machine: AtomicBatchMachine, seq: int, header: bytes, payload: bytes) -> errors.JetStreamExtError | None:
-    """Return the refusal after which the batch goes on."""
-    event = machine.receive(seq, header, payload)
-    return event.error if isinstance(event, MessageRefused) else None
 
 
 def plain(command: Command | None) -> Command:
@@ -97,7 +37,7 @@ def plain(command: Command | None) -> Command:
 
 
 def at(state: State, level: int = 4, **options: Any) -> AtomicBatchMachine:
-    """A batch with 2 messages that got into `state` as batches do."""
+    """Return a batch of two messages that entered `state` by public calls."""
     if state is NEW:
         return AtomicBatchMachine("b1", **options)
     machine = batch(level, **options)
@@ -106,69 +46,56 @@ def at(state: State, level: int = 4, **options: Any) -> AtomicBatchMachine:
     if state in (COMMITTING, COMMITTED, UNKNOWN):
         commit(machine)
     if state is COMMITTED:
-        receive(machine, machine.sent, *ack(2))
+        machine.receive(machine.sent, *ack(2))
     elif state is UNKNOWN:
         machine.lost("no answer within 5 s")
     elif state is DISCARDED:
         machine.discard()
     elif state is FAILED:
-        receive(machine, 1, *refusal(10174))
+        machine.receive(1, *refusal(10174))
     assert machine.state is state
     return machine
 
 
-def visible(machine: AtomicBatchMachine) -> tuple[Any, ...]:
-    return machine.state, machine.size, machine.sent, machine.staged, machine.ack, machine.error, machine.last_subject
-
-
 # -- the table
 
-SAMPLES: list[Event] = [
-    Opened(),
-    CommitSent(),
-    Discarded(),
-    Staged(1),
-    Acknowledged(BatchAck("A", 12, "b1", 2)),
-    StoredSeparately(),
-    MessageRefused(errors.MessageTooLargeError("no")),
-    BatchRefused(errors.WrongLastSequenceError("no")),
-    ReplyMalformed(errors.ResponseError("no")),
-    AnswerLost("silence"),
-    Disconnected(),
-    FoundStored(BatchAck("A", 12, "b1", 2)),
-    FoundNothing(),
-]
+
+def changes(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the records of changes of state, without their counts."""
+    return [record.getMessage().partition("; ")[0] for record in caplog.records]
 
 
-def test_every_event_is_in_the_table() -> None:
-    assert {type(event) for event in SAMPLES} == set(get_args(Event))
-    assert TRANSITIONS.keys() == set(State)
-    assert {event for row in TRANSITIONS.values() for event in row} == set(get_args(Event))
+def test_the_table_has_a_cell_for_every_input_in_every_state() -> None:
+    assert TABLE.keys() == set(Input)
+    assert {len(row) for row in TABLE.values()} == {len(State)}
 
 
-@pytest.mark.parametrize("event", SAMPLES, ids=lambda event: type(event).__name__)
+@pytest.mark.parametrize("event", list(Input), ids=lambda event: event.name)
 @pytest.mark.parametrize("state", list(State))
-def test_every_change_of_state_is_reported_once(state: State, event: Event) -> None:
-    reported: list[Transition] = []
-    machine = at(state, on_transition=reported.append)
-    for before, after in pairwise(reported):
-        assert before.after is after.before
-    reported.clear()
+def test_every_change_of_state_is_one_debug_record(
+    state: State, event: Input, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="jetstream_ext.atomic")
+    machine = at(state)
+    states = [re.findall(r"[A-Z]{3,}", change)[:2] for change in changes(caplog)]
+    assert all(former[1] == later[0] for former, later in pairwise(states))
+    caplog.clear()
     before = visible(machine)
-    machine._apply(event)
-    expected = TRANSITIONS[state].get(type(event), state)
-    assert machine.state is expected
-    assert [(each.before, each.event, each.after) for each in reported] == (
-        [(state, event, expected)] if expected is not state else []
-    )
-    if type(event) not in TRANSITIONS[state]:
+    machine._apply(event, "no", seq=1, ack=BatchAck("A", 12, "b1", 2))
+    cell = TABLE[event][list(State).index(state)]
+    assert machine.state is (cell or state)
+    if cell in (None, state):
+        assert changes(caplog) == []
+    else:
+        assert changes(caplog) == [f"batch b1: {state.name} -> {cell.name} ({event.value})"]
+    if cell is None:
         assert visible(machine) == before
 
 
 # -- operations in every state
 
 
-def test_a_batch_that_is_not_open_yet() -> None:
+def test_a_new_batch_can_only_be_opened_or_discarded() -> None:
     machine = at(NEW)
     with pytest.raises(errors.EmptyBatchError, match="nothing to commit"):
         machine.commit(None)
@@ -189,19 +116,19 @@ def test_a_batch_that_is_not_open_yet() -> None:
 
 
 @pytest.mark.parametrize("max_payload", [100, 10_000])
-def test_the_newest_limit_of_the_server_counts(max_payload: int) -> None:
+def test_messages_are_checked_against_the_newest_limit_of_the_server(max_payload: int) -> None:
     machine = at(OPEN)
     machine.limit_messages(max_payload)
     large = message(payload=bytes(1000))
     if max_payload == 100:
-        with pytest.raises(errors.MaxPayloadError, match="limit of 100"):
+        with pytest.raises(errors.MaxPayloadError, match="max_payload of 100"):
             add(machine, large)
         assert isinstance(machine.add_many(iter([large]), 1).stopped, errors.MaxPayloadError)
     else:
         assert add(machine, large)
 
 
-def test_a_clean_exit() -> None:
+def test_a_clean_exit_commits_an_open_batch_with_messages() -> None:
     for state, commits in ((NEW, False), (OPEN, True), (COMMITTED, False), (DISCARDED, False)):
         machine = at(state)
         assert machine.leave() is commits
@@ -218,14 +145,14 @@ def test_a_clean_exit() -> None:
 
 @pytest.mark.parametrize("sent", [True, False])
 @pytest.mark.parametrize("in_one_go", [True, False])
-def test_a_lost_connection_before_a_message_is_sent(in_one_go: bool, sent: bool) -> None:
+def test_a_lost_connection_ends_a_batch_that_is_sent_in_one_go(in_one_go: bool, sent: bool) -> None:
     machine = at(OPEN, in_one_go=in_one_go) if sent else batch(in_one_go=in_one_go)
     machine.cannot_send()
     assert machine.state is (FAILED if in_one_go and sent else OPEN)
 
 
 @pytest.mark.parametrize("state", list(State))
-def test_an_answer_that_is_no_longer_awaited(state: State) -> None:
+def test_a_cancelled_commit_leaves_the_outcome_unknown(state: State) -> None:
     machine = at(state)
     machine.commit_unheard()
     assert machine.state is (UNKNOWN if state is COMMITTING else state)
@@ -235,19 +162,19 @@ def test_an_answer_that_is_no_longer_awaited(state: State) -> None:
     ("state", "doubt"),
     [(COMMITTED, Doubt.NONE), (DISCARDED, Doubt.NONE), (FAILED, Doubt.NONE), (UNKNOWN, Doubt.COMMIT)],
 )
-def test_what_is_to_be_found_out(state: State, doubt: Doubt) -> None:
+def test_resolve_only_looks_into_an_unknown_outcome(state: State, doubt: Doubt) -> None:
     assert at(state).doubt() is doubt
 
 
-def test_what_cannot_be_found_out() -> None:
+def test_resolve_of_open_duplicate_and_separately_stored_batches() -> None:
     for state in (NEW, OPEN, COMMITTING):
-        with pytest.raises(errors.BatchError, match="has not ended"):
+        with pytest.raises(errors.BatchError, match="is still open"):
             at(state).doubt()
     duplicate = at(COMMITTING)
-    receive(duplicate, duplicate.sent, *refusal(10201))
+    duplicate.receive(duplicate.sent, *refusal(10201))
     assert duplicate.doubt() is Doubt.EARLIER
     separate = at(OPEN)
-    receive(separate, 2, *REPLIES["ordinary ack"])
+    separate.receive(2, *REPLIES["ordinary ack"])
     with pytest.raises(errors.UnsupportedFeatureError):
         separate.doubt()
 
@@ -280,7 +207,7 @@ def test_a_batch_that_is_not_open_takes_nothing(
 
 @LEVELS
 @pytest.mark.parametrize("state", list(State))
-def test_discard(state: State, level: int) -> None:
+def test_discard_ends_an_open_batch_and_makes_a_sent_commit_unknown(state: State, level: int) -> None:
     machine = at(state, level)
     machine.discard()
     machine.discard()
@@ -291,7 +218,7 @@ def test_discard(state: State, level: int) -> None:
 
 @LEVELS
 @pytest.mark.parametrize("state", list(State))
-def test_silence_and_disconnection(state: State, level: int) -> None:
+def test_a_lost_answer_fails_an_open_batch_and_makes_a_sent_commit_unknown(state: State, level: int) -> None:
     machine = at(state, level)
     machine.lost("no answer within 5 s")
     assert machine.state is {OPEN: FAILED, COMMITTING: UNKNOWN}.get(state, state)
@@ -344,21 +271,21 @@ REFUSED = {
 def test_a_late_reply_changes_nothing(state: State, reply: str, level: int) -> None:
     machine = at(state, level)
     before = visible(machine)
-    assert receive(machine, machine.sent, *REPLIES[reply]) is None
+    assert machine.receive(machine.sent, *REPLIES[reply]) is None
     assert visible(machine) == before
 
 
 @pytest.mark.parametrize("reply", REPLIES)
 def test_replies_to_the_newest_message_while_open(reply: str) -> None:
     machine = at(OPEN)
-    returned = receive(machine, 2, *REPLIES[reply])
+    returned = machine.receive(2, *REPLIES[reply])
     if reply == "staged":
         assert (returned, machine.state, machine.staged, machine.size) == (None, OPEN, 2, 2)
     elif reply in STILL_OPEN:
         assert type(returned) is REFUSED[reply]
         assert visible(machine) == (OPEN, 1, 1, 0, None, None, "a.1")
     elif reply in ("ack", "ack of another size"):
-        # Nobody sent a commit. It is not for us to say that nothing is stored.
+        # No commit was sent, but the client cannot claim that nothing is stored.
         assert (returned, machine.state) == (None, UNKNOWN)
         assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
     else:
@@ -372,7 +299,7 @@ def test_replies_to_the_newest_message_while_open(reply: str) -> None:
 def test_a_refusal_of_an_older_message_ends_the_batch(reply: str, seq: int) -> None:
     machine = at(OPEN)
     add(machine, message("a.3"))
-    assert receive(machine, seq, *REPLIES[reply]) is None
+    assert machine.receive(seq, *REPLIES[reply]) is None
     assert machine.state is FAILED
     assert type(machine.error) is REFUSED[reply]
     assert machine.error.outcome == "not_stored"  # type: ignore[attr-defined]
@@ -383,7 +310,7 @@ def test_a_refusal_of_an_older_message_ends_the_batch(reply: str, seq: int) -> N
 def test_a_refusal_of_the_first_message_ends_the_batch(reply: str) -> None:
     machine = batch()
     add(machine, message())
-    assert receive(machine, 1, *REPLIES[reply]) is None
+    assert machine.receive(1, *REPLIES[reply]) is None
     assert machine.state is FAILED
     assert pickle.loads(pickle.dumps(machine.error)).outcome == "not_stored"
 
@@ -396,7 +323,7 @@ def test_replies_to_the_commit(reply: str, last: BatchMessage | None, level: int
     steps = commit(machine, last)
     size = machine.size
     answer = ack(size) if reply == "ack" else REPLIES[reply]
-    returned = receive(machine, machine.sent, *answer)
+    returned = machine.receive(machine.sent, *answer)
     if reply == "ack":
         assert (returned, machine.state) == (None, COMMITTED)
         assert machine.ack == BatchAck("A", 10 + size, "b1", size)
@@ -408,7 +335,7 @@ def test_replies_to_the_commit(reply: str, last: BatchMessage | None, level: int
         # The same commit can be tried again, and is the same on the wire.
         again = commit(machine, last)
         assert again[-1] == steps[-1]
-        assert receive(machine, machine.sent, *ack(size)) is None
+        assert machine.receive(machine.sent, *ack(size)) is None
         assert machine.state is COMMITTED
     elif reply in REFUSED:
         assert (returned, machine.state) == (None, FAILED)
@@ -426,7 +353,7 @@ def test_replies_to_the_commit(reply: str, last: BatchMessage | None, level: int
 
 def test_a_message_is_staged_while_the_commit_is_under_way() -> None:
     machine = at(COMMITTING)
-    assert receive(machine, 2, *STAGED) is None
+    assert machine.receive(2, *STAGED) is None
     assert (machine.state, machine.staged) == (COMMITTING, 2)
 
 
@@ -436,7 +363,7 @@ def test_a_reply_to_what_was_never_sent_changes_nothing(state: State, reply: str
     machine = at(state)
     before = visible(machine)
     for seq in (0, machine.sent + 1, 1 << 70):
-        assert receive(machine, seq, *REPLIES[reply]) is None
+        assert machine.receive(seq, *REPLIES[reply]) is None
         assert visible(machine) == before
 
 
@@ -444,7 +371,7 @@ def test_refusals_of_the_two_newest_messages() -> None:
     machine = at(OPEN)
     add(machine, message("a.3"))
     for seq in (3, 2):
-        assert isinstance(receive(machine, seq, *NO_RESPONDERS), errors.NoStreamError)
+        assert isinstance(machine.receive(seq, *NO_RESPONDERS), errors.NoStreamError)
     assert (machine.state, machine.size, machine.sent, machine.last_subject) == (OPEN, 1, 1, "a.1")
     add(machine, message("a.2", expected_last_subject_seq=0))
     with pytest.raises(ValueError, match="an earlier message"):
@@ -453,29 +380,29 @@ def test_refusals_of_the_two_newest_messages() -> None:
 
 def test_a_refusal_of_an_earlier_message_during_the_commit_ends_the_batch() -> None:
     machine = at(COMMITTING)
-    assert receive(machine, 2, *refusal(10054)) is None
+    assert machine.receive(2, *refusal(10054)) is None
     assert machine.state is FAILED
 
 
-def test_staged_goes_up_only() -> None:
+def test_staged_never_decreases() -> None:
     machine = at(OPEN)
     for seq, staged in ((2, 2), (1, 2)):
-        receive(machine, seq, *STAGED)
+        machine.receive(seq, *STAGED)
         assert machine.staged == staged
 
 
 def test_a_batch_on_a_server_that_stored_it_as_ordinary_messages() -> None:
     machine = at(OPEN)
-    receive(machine, 1, b"", b'{"stream":"A", "seq":1}')
+    machine.receive(1, b"", b'{"stream":"A", "seq":1}')
     with pytest.raises(errors.UnsupportedFeatureError, match="2 messages of batch b1 may be stored"):
         add(machine, message())
 
 
-def test_a_refusal_that_nobody_heard_ends_the_batch() -> None:
-    # Its caller was cancelled: it was told that the message is part of the batch.
+def test_a_refusal_that_no_caller_awaits_ends_the_batch() -> None:
+    # Its caller was cancelled after the message had become part of the batch.
     machine = at(OPEN)
     refused = machine.receive(2, *refusal(10054))
-    assert isinstance(refused, MessageRefused)
+    assert isinstance(refused, errors.MessageTooLargeError)
     machine.refused_unheard(refused)
     assert machine.state is FAILED
     with pytest.raises(errors.MessageTooLargeError):
@@ -483,17 +410,17 @@ def test_a_refusal_that_nobody_heard_ends_the_batch() -> None:
 
 
 @pytest.mark.parametrize("state", [COMMITTING, COMMITTED, DISCARDED, UNKNOWN])
-def test_an_unheard_refusal_changes_nothing_later(state: State) -> None:
+def test_a_refusal_that_no_caller_awaits_changes_nothing_after_the_commit(state: State) -> None:
     machine = at(state)
     before = visible(machine)
-    machine.refused_unheard(MessageRefused(errors.MessageTooLargeError("no")))
+    machine.refused_unheard(errors.MessageTooLargeError("no"))
     assert visible(machine) == before
 
 
 @given(st.integers(1, 3), st.binary(max_size=30), st.binary(max_size=40), st.sampled_from([OPEN, COMMITTING]))
 def test_any_bytes_leave_a_batch_in_a_state_of_the_table(seq: int, header: bytes, payload: bytes, state: State) -> None:
     machine = at(state)
-    receive(machine, seq, header, payload)
+    machine.receive(seq, header, payload)
     assert machine.state in ({OPEN, FAILED} if state is OPEN else {OPEN, COMMITTING, FAILED, UNKNOWN})
 
 
@@ -531,7 +458,7 @@ def test_with_the_marker_a_last_message_commits_itself() -> None:
 
 @pytest.mark.parametrize("level", [2, 3])
 class TestHeldBack:
-    """Servers before 2.14 have no marker: the newest message waits, to carry the commit."""
+    """Servers before 2.14 have no marker, so the newest message is held back to carry the commit."""
 
     def test_the_newest_message_carries_the_commit(self, level: int) -> None:
         machine = batch(level)
@@ -543,24 +470,24 @@ class TestHeldBack:
             "a.2", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "2", "Nats-Batch-Commit": "1"}, b"x",
         )  # fmt: skip
 
-    def test_a_batch_of_one(self, level: int) -> None:
+    def test_a_single_message_carries_the_commit(self, level: int) -> None:
         machine = batch(level)
         add(machine, message())
         (step,) = commit(machine)
         assert step[2] == {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1", "Nats-Batch-Commit": "1"}
 
-    def test_a_last_message_lets_the_held_one_go_first(self, level: int) -> None:
+    def test_a_last_message_follows_the_held_one(self, level: int) -> None:
         machine = batch(level)
         add(machine, message())
         first, last = commit(machine, message("a.2"))
         assert plain(first)[:3] == ("a.1", "_INBOX.r", {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "1"})
         assert last[2]["Nats-Batch-Commit"] == "1"
 
-    def test_no_marker_is_ever_sent(self, level: int) -> None:
+    def test_the_marker_is_never_sent(self, level: int) -> None:
         # 2.12.0 would store it; 2.12.1 drops the batch.
         machine = at(OPEN, level)
         steps = commit(machine, message("a.3"))
-        receive(machine, machine.sent, *NO_RESPONDERS)
+        machine.receive(machine.sent, *NO_RESPONDERS)
         assert machine.state is OPEN
         with pytest.raises(errors.EmptyBatchError, match="only commit on a message"):
             commit(machine)
@@ -568,7 +495,7 @@ class TestHeldBack:
         (step,) = commit(machine, message("a.3"))
         assert step == steps[-1]
 
-    def test_what_the_caller_does_with_its_headers_and_payload_later_is_its_own(self, level: int) -> None:
+    def test_later_changes_to_headers_and_payload_have_no_effect(self, level: int) -> None:
         machine = batch(level)
         headers, payload = {"K": "v"}, bytearray(b"one")
         add(machine, message(payload=payload, headers=headers))  # type: ignore[arg-type]
@@ -583,10 +510,10 @@ class TestHeldBack:
         machine = batch(level, ack_every=1)
         for name in ("a.1", "a.2", "a.3"):
             add(machine, message(name))
-        assert receive(machine, 2, *refusal(10054)) is None
+        assert machine.receive(2, *refusal(10054)) is None
         assert machine.state is FAILED
 
-    def test_the_wish_for_a_reply_stays_with_its_message(self, level: int) -> None:
+    def test_a_requested_reply_stays_with_its_message(self, level: int) -> None:
         machine = batch(level, ack_first=False)
         add(machine, message(), ack=True)
         assert plain(add(machine, message("a.2"), ack=False))[1]
@@ -612,7 +539,7 @@ def test_an_empty_batch_cannot_be_committed(level: int) -> None:
         ({}, {1: False, 3: True}, [False, False, True, False]),
     ],
 )
-def test_which_messages_want_a_reply(options: dict[str, Any], asks: dict[int, bool], replies: list[bool]) -> None:
+def test_which_messages_ask_for_a_reply(options: dict[str, Any], asks: dict[int, bool], replies: list[bool]) -> None:
     machine = batch(**options)
     steps = [add(machine, message(), asks.get(seq)) for seq in range(1, 5)]
     assert [bool(step[1]) for step in steps if step] == replies
@@ -642,7 +569,7 @@ def test_sequences_on_the_wire_are_1_to_n_whatever_is_refused(level: int, data: 
         send(add(machine, message(subject, payload)))
         accepted.append((subject, payload))
         if level >= 4 and before and data.draw(st.booleans()):
-            assert receive(machine, machine.sent, *refusal(10054)) is not None
+            assert machine.receive(machine.sent, *refusal(10054)) is not None
             del staged[before + 1]
             accepted.pop()
     assert machine.size == len(accepted)
@@ -651,5 +578,5 @@ def test_sequences_on_the_wire_are_1_to_n_whatever_is_refused(level: int, data: 
             send(step)
     assert list(staged.values()) == accepted
     assert list(staged) == list(range(1, len(accepted) + 1))
-    receive(machine, machine.sent, *ack(len(accepted)))
+    machine.receive(machine.sent, *ack(len(accepted)))
     assert machine.state is COMMITTED

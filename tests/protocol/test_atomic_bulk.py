@@ -1,50 +1,17 @@
-"""The bulk road of the atomic batch sends what the other one sends; a lost connection and a found truth."""
+"""The atomic batch in bulk, after a lost connection, and after its outcome was found out."""
 
 from typing import Any
 
-import orjson
 import pytest
+from atomic_batches import Command, add, batch, commands, commit, message, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jetstream_ext import errors
-from jetstream_ext.protocol import frames
-from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.atomic import AtomicBatchMachine, MessageRefused, State
-from jetstream_ext.protocol.atomic_wire import Block
+from jetstream_ext.protocol.atomic import State
 from jetstream_ext.types import BatchAck, BatchMessage
 
-Command = tuple[str, str, dict[str, str], bytes]
 LEVELS = pytest.mark.parametrize("level", [2, 5])
-INCOMPLETE = orjson.dumps({"error": {"code": 400, "err_code": 10176, "description": "no"}, "stream": "A", "seq": 0})
-TOO_LARGE = orjson.dumps({"error": {"code": 400, "err_code": 10054, "description": "no"}, "stream": "A", "seq": 0})
-
-
-def batch(level: int = 4, *, version: str = "", **options: Any) -> AtomicBatchMachine:
-    machine = AtomicBatchMachine("b1", **options)
-    machine.open(machine.prepare(BatchMessage("a.1")), api_level=level, server_version=version, reply="_INBOX.r")
-    return machine
-
-
-def commands(block: Block) -> list[Command]:
-    """Subject, reply subject, headers and payload of everything in a block."""
-    sent = [(c.subject, c.reply, dict(h.parse_lines(c.header)), c.payload) for c in frames.parse_pubs(block.data)]
-    assert (len(sent), sum(len(payload) for *_, payload in sent)) == (block.messages, block.size)
-    return sent
-
-
-def add(machine: AtomicBatchMachine, message: BatchMessage, ack: bool | None = None) -> Command | None:
-    sent = commands(machine.add(machine.prepare(message, ack)))
-    assert len(sent) <= 1
-    return sent[0] if sent else None
-
-
-def commit(machine: AtomicBatchMachine, message: BatchMessage | None = None) -> list[Command]:
-    return commands(machine.commit(None if message is None else machine.prepare(message)))
-
-
-def message(subject: str = "a.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
-    return BatchMessage(subject, payload, **options)
 
 
 def reply_of(command: Command | None) -> str:
@@ -75,7 +42,9 @@ bad = st.sampled_from(
 
 @LEVELS
 @given(st.lists(messages | bad, max_size=25), st.integers(1, 200), st.data())
-def test_the_two_roads_are_one(level: int, given: list[BatchMessage], limit: int, data: st.DataObject) -> None:
+def test_bulk_and_single_messages_are_the_same_bytes(
+    level: int, given: list[BatchMessage], limit: int, data: st.DataObject
+) -> None:
     options = {
         "ack_first": data.draw(st.booleans()),
         "ack_every": data.draw(st.sampled_from([None, 1, 3])),
@@ -108,7 +77,7 @@ def test_the_two_roads_are_one(level: int, given: list[BatchMessage], limit: int
         assert commit(one) == commit(many)
 
 
-def test_a_source_that_fails_leaves_what_it_gave() -> None:
+def test_messages_before_a_failure_of_the_source_are_sent() -> None:
     machine = batch()
 
     def source() -> Any:
@@ -123,7 +92,7 @@ def test_a_source_that_fails_leaves_what_it_gave() -> None:
 
 @LEVELS
 @pytest.mark.parametrize(("ack_every", "waits"), [(None, [1000, 2000, 3000]), (300, [1200, 2400]), (7000, [])])
-def test_a_server_that_is_far_behind_is_waited_for(level: int, ack_every: int | None, waits: list[int]) -> None:
+def test_a_bulk_waits_for_a_server_that_is_far_behind(level: int, ack_every: int | None, waits: list[int]) -> None:
     machine = batch(level, ack_every=ack_every)
     source, asked = iter([message()] * 3500), []
     while True:
@@ -137,7 +106,7 @@ def test_a_server_that_is_far_behind_is_waited_for(level: int, ack_every: int | 
     assert machine.size == 3500
 
 
-def test_a_server_that_keeps_up_is_not_waited_for() -> None:
+def test_a_bulk_does_not_wait_for_a_server_that_keeps_up() -> None:
     machine = batch()
 
     def source() -> Any:
@@ -160,7 +129,7 @@ def test_a_closed_batch_takes_nothing_from_the_source() -> None:
 
 
 class TestDisconnection:
-    """The server keeps the batch by its id; whether it has all of it, the next reply tells."""
+    """The server keeps the batch by its id. The next reply tells whether the server has all of it."""
 
     def test_the_next_message_must_be_acknowledged(self) -> None:
         machine = batch(ack_first=False)
@@ -172,7 +141,7 @@ class TestDisconnection:
         machine.receive(4, b"", b"")
         assert reply_of(add(machine, message())) == ""
 
-    def test_in_bulk(self) -> None:
+    def test_a_bulk_waits_for_the_reply_to_its_next_message(self) -> None:
         machine = batch()
         add(machine, message())
         machine.disconnected(reply_awaited=False)
@@ -192,7 +161,7 @@ class TestDisconnection:
 
     @LEVELS
     @pytest.mark.parametrize("at_commit", [True, False])
-    def test_the_server_no_longer_has_it(self, level: int, at_commit: bool) -> None:
+    def test_a_batch_that_the_server_lost_is_abandoned(self, level: int, at_commit: bool) -> None:
         machine = batch(level)
         add(machine, message())
         add(machine, message())
@@ -201,29 +170,29 @@ class TestDisconnection:
             commit(machine)
         else:
             add(machine, message())
-        machine.receive(machine.sent, b"", INCOMPLETE)
+        machine.receive(machine.sent, *refusal(10176))
         assert machine.state is State.FAILED
         with pytest.raises(errors.BatchAbandonedError, match="connection was lost") as caught:
             add(machine, message())
         assert caught.value.outcome == "not_stored"
         assert isinstance(caught.value.__cause__, errors.AtomicPublishIncompleteError)
 
-    def test_without_one_it_is_the_server_s_refusal(self) -> None:
+    def test_10176_without_a_disconnection_is_the_servers_refusal(self) -> None:
         machine = batch()
         add(machine, message())
-        machine.receive(1, b"", INCOMPLETE)
+        machine.receive(1, *refusal(10176))
         assert isinstance(machine.error, errors.AtomicPublishIncompleteError)
 
-    def test_a_message_that_is_given_back_is_asked_for_again(self) -> None:
+    def test_the_message_after_a_refused_one_asks_for_a_reply(self) -> None:
         machine = batch()
         add(machine, message())
         machine.disconnected(reply_awaited=False)
         add(machine, message())
-        assert isinstance(machine.receive(2, b"", TOO_LARGE), MessageRefused)
+        assert isinstance(machine.receive(2, *refusal(10054)), errors.MessageTooLargeError)
         assert reply_of(add(machine, message())) == "_INBOX.r.2"
 
     @pytest.mark.parametrize("state", [State.COMMITTING, State.DISCARDED])
-    def test_in_other_states_it_says_nothing(self, state: State) -> None:
+    def test_in_other_states_it_changes_nothing(self, state: State) -> None:
         machine = batch()
         add(machine, message())
         commit(machine) if state is State.COMMITTING else machine.discard()
@@ -232,7 +201,7 @@ class TestDisconnection:
 
 
 class TestResolved:
-    def test_stored(self) -> None:
+    def test_a_found_batch_is_committed(self) -> None:
         machine, ack = batch(), BatchAck("S", 7, "b1", 1)
         add(machine, message())
         commit(machine)
@@ -243,7 +212,7 @@ class TestResolved:
             add(machine, message())
         assert caught.value.outcome == "stored"
 
-    def test_not_stored(self) -> None:
+    def test_a_batch_that_was_not_found_has_failed(self) -> None:
         machine = batch()
         add(machine, message())
         commit(machine)
@@ -255,7 +224,7 @@ class TestResolved:
         assert isinstance(caught.value.__cause__, errors.BatchOutcomeUnknownError)
 
     @pytest.mark.parametrize("end", ["open", "discard", "commit"])
-    def test_of_a_batch_whose_end_is_known(self, end: str) -> None:
+    def test_a_batch_with_a_known_outcome_does_not_change(self, end: str) -> None:
         machine = batch()
         add(machine, message())
         if end == "discard":

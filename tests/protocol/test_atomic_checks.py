@@ -1,52 +1,15 @@
-"""What an atomic batch refuses before it takes a sequence: all that the server would refuse only at commit."""
+"""The atomic batch refuses a message before it takes a sequence if the server would refuse it only at commit."""
 
 from typing import Any
 
-import orjson
 import pytest
+from atomic_batches import add, batch, commit, message, refusal, visible
 
 from jetstream_ext import errors
-from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.atomic import AtomicBatchMachine
-from jetstream_ext.protocol.atomic_wire import Block
-from jetstream_ext.types import BatchMessage
 
 LEVELS = pytest.mark.parametrize("level", [2, 3, 4, 5])
-Command = tuple[str, str, dict[str, str], bytes]
-TOO_LARGE = orjson.dumps({"error": {"code": 400, "err_code": 10054, "description": "no"}, "stream": "A", "seq": 0})
-
-
-def batch(level: int = 4, *, version: str = "", **options: Any) -> AtomicBatchMachine:
-    machine = AtomicBatchMachine("b1", **options)
-    machine.open(machine.prepare(BatchMessage("a.1")), api_level=level, server_version=version, reply="_INBOX.r")
-    return machine
-
-
-def commands(block: Block) -> list[Command]:
-    """Subject, reply subject, headers and payload of everything in a block."""
-    sent = [(c.subject, c.reply, dict(h.parse_lines(c.header)), c.payload) for c in frames.parse_pubs(block.data)]
-    assert (len(sent), sum(len(payload) for *_, payload in sent)) == (block.messages, block.size)
-    return sent
-
-
-def add(machine: AtomicBatchMachine, message: BatchMessage, ack: bool | None = None) -> Command | None:
-    sent = commands(machine.add(machine.prepare(message, ack)))
-    assert len(sent) <= 1
-    return sent[0] if sent else None
-
-
-def commit(machine: AtomicBatchMachine, message: BatchMessage | None = None) -> list[Command]:
-    return commands(machine.commit(None if message is None else machine.prepare(message)))
-
-
-def message(subject: str = "a.1", payload: bytes = b"x", **options: Any) -> BatchMessage:
-    return BatchMessage(subject, payload, **options)
-
-
-def visible(machine: AtomicBatchMachine) -> tuple[Any, ...]:
-    return machine.state, machine.size, machine.sent, machine.staged, machine.ack, machine.error, machine.last_subject
-
 
 BAD: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"subject": "a b"}, errors.BadSubjectError),
@@ -111,7 +74,7 @@ def test_a_message_that_just_fits_is_sent_whatever_its_sequence(level: int) -> N
 
 @LEVELS
 class TestExpectations:
-    def test_the_last_sequence_of_the_stream_on_the_first_message_only(self, level: int) -> None:
+    def test_expected_last_seq_is_allowed_on_the_first_message_only(self, level: int) -> None:
         machine = batch(level)
         add(machine, message(expected_last_seq=0))
         for bad in ({"expected_last_seq": 1}, {"headers": {"nats-expected-last-sequence": "1"}}):
@@ -121,7 +84,7 @@ class TestExpectations:
                 commit(machine, message("a.2", **bad))
         assert machine.size == 1
 
-    def test_the_last_sequence_of_a_subject_not_after_writing_to_it(self, level: int) -> None:
+    def test_expected_last_subject_seq_is_refused_after_a_write_to_the_subject(self, level: int) -> None:
         machine = batch(level)
         add(machine, message("a.1", expected_last_subject_seq=0))
         add(machine, message("a.2", expected_last_subject_seq=7))
@@ -138,7 +101,7 @@ class TestExpectations:
         assert machine.size == 4
 
     @pytest.mark.parametrize("version", ["2.12.0", "2.12.0-RC.6", "2.12.1", "2.12.8", "2.14.6", "2.15.1", "older", ""])
-    def test_2_12_0_gets_the_subject_wrong(self, level: int, version: str) -> None:
+    def test_expectations_on_subjects_are_refused_for_2_12_0(self, level: int, version: str) -> None:
         refused = version.startswith("2.12.0")
         for expecting in (
             message("a.2", expected_last_subject_seq=0),
@@ -164,23 +127,23 @@ class TestExpectations:
         add(machine, message("a.2", expected_last_subject_seq=0))
 
 
-def test_a_given_back_message_does_not_count_as_a_write() -> None:
+def test_a_message_that_the_server_refused_does_not_count_as_a_write() -> None:
     machine = batch()
     add(machine, message("a.1"))
     add(machine, message("a.2"))
-    machine.receive(2, b"", TOO_LARGE)
+    machine.receive(2, *refusal(10054))
     add(machine, message("a.2", expected_last_subject_seq=0))
     with pytest.raises(ValueError, match="earlier message"):
         add(machine, message("a.1", expected_last_subject_seq=0))
-    machine.receive(2, b"", TOO_LARGE)
+    machine.receive(2, *refusal(10054))
     add(machine, message("a.1"))
-    machine.receive(2, b"", TOO_LARGE)
+    machine.receive(2, *refusal(10054))
     with pytest.raises(ValueError, match="earlier message"):
         add(machine, message("a.1", expected_last_subject_seq=0))
 
 
 @LEVELS
-def test_the_caller_s_headers_are_not_changed(level: int) -> None:
+def test_headers_of_the_caller_are_not_changed(level: int) -> None:
     headers = {"K": "v"}
     machine = batch(level)
     add(machine, message(headers=headers, msg_id="m"))

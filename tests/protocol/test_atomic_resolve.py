@@ -1,4 +1,4 @@
-"""What has to be asked about a commit without an answer, and what the answers prove."""
+"""Which questions a commit without an answer needs, and what the answers prove."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ from jetstream_ext.protocol.atomic_resolve import (
     Plan,
     Question,
     Search,
-    fence,
     find_commit,
     find_earlier,
-    reached,
 )
 from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState
@@ -132,7 +130,7 @@ def test_a_stream_without_holes_proves_that_nothing_is_stored(direct: bool) -> N
     assert World(without(8, 9), state=state).follow(find_commit(commit(opened=state))) is None
 
 
-def test_the_leader_is_waited_for() -> None:
+def test_the_read_waits_until_the_leader_has_applied_everything() -> None:
     def moved(look: int, world: World) -> None:
         world.state = replace(STATE, last_seq=min(10, 6 + look))
 
@@ -163,13 +161,13 @@ def lose_the_majority(look: int, world: World) -> None:
         ({}, {"opened": None}, NeverKnown, "could not be looked up"),
         ({"state": None}, {}, NeverKnown, "no longer exists"),
         ({"moved": recreate}, {}, NeverKnown, "created again"),
-        ({"state": replace(STATE, last_seq=6)}, {}, NotYetKnown, "does not have the messages"),
-        ({"moved": replace_leader}, {}, NotYetKnown, "changed its leader"),
+        ({"state": replace(STATE, last_seq=6)}, {}, NotYetKnown, "lacks messages"),
+        ({"moved": replace_leader}, {}, NotYetKnown, "leader changed"),
         ({"moved": replace_leader_at_the_end}, {}, NotYetKnown, "majority"),
         ({"moved": lose_the_majority}, {}, NotYetKnown, "majority"),
         ({"mark": refused(10071, "wrong last sequence: 11")}, {}, NotYetKnown, "has not applied everything"),
         (
-            {"mark": refused(10164), "state": replace(STATE, replicated=True)}, {}, NotYetKnown, "does not say how far",
+            {"mark": refused(10164), "state": replace(STATE, replicated=True)}, {}, NotYetKnown, "does not say which sequence",
         ),
         ({"kill": (b"NATS/1.0 503\r\n\r\n", b"")}, {}, NotYetKnown, "does not answer for the batch"),
         ({"mark": (b"NATS/1.0 503\r\n\r\n", b"")}, {}, NotYetKnown, "does not answer for the batch"),
@@ -211,7 +209,7 @@ def header(batch: str, number: object) -> dict[str, str]:
 
 
 @given(st.data())
-def test_it_never_says_what_is_not_so(data: st.DataObject) -> None:
+def test_a_search_never_proves_what_is_false(data: st.DataObject) -> None:
     before, size, later = (data.draw(st.integers(low, 6)) for low in (0, 1, 0))
     stored, interleaved = data.draw(st.booleans()), data.draw(st.booleans())
     stream: list[dict[str, str]] = [{} for _ in range(before)]
@@ -236,23 +234,33 @@ def test_it_never_says_what_is_not_so(data: st.DataObject) -> None:
         assert not stored
 
 
-def test_ids_that_only_look_right() -> None:
+def test_similar_ids_and_sequences_are_not_the_batch() -> None:
     search = Search("b", 3, 0)
     for seq, headers in enumerate([header("b", "x"), header("b", 0), header("b", 4), header("B", 1), {}], 1):
         search.see(seq, headers)
     assert (search.last_seq, search.room) == (None, False)
 
 
-def test_the_fence() -> None:
-    kill, mark = fence("b1", "S")
-    assert dict(h.parse_lines(kill)) == {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "0"}
-    assert dict(h.parse_lines(mark)) == {
+def test_the_fence_is_two_messages_that_are_never_stored() -> None:
+    world = World(without())
+    world.follow(find_commit(commit()))
+    (fence,) = (each for each in world.asked if isinstance(each, AskFence))
+    assert dict(h.parse_lines(fence.kill)) == {"Nats-Batch-Id": "b1", "Nats-Batch-Sequence": "0"}
+    assert dict(h.parse_lines(fence.mark)) == {
         "Nats-Expected-Stream": "S", "Nats-Expected-Last-Sequence": "9223372036854775807",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("text", "seq"), [("wrong last sequence: 2022", 2022), ("wrong last sequence", None), ("", None), ("x: 7", None)]
+    ("text", "why"),
+    [
+        ("wrong last sequence: 2022", "has not applied everything"),
+        ("wrong last sequence", "does not say which sequence"),
+        ("", "does not say which sequence"),
+        ("x: 7", "does not say which sequence"),
+    ],
 )
-def test_how_far_the_leader_is(text: str, seq: int | None) -> None:
-    assert reached(text) == seq
+def test_the_second_refusal_may_name_the_sequence_that_the_leader_will_reach(text: str, why: str) -> None:
+    world = World(without(), state=replace(STATE, replicated=True), mark=refused(10071, text))
+    with pytest.raises(NotYetKnown, match=why):
+        world.follow(find_commit(commit()))

@@ -33,7 +33,7 @@ def message(
     status: bytes = b"",
     stream: bytes = b"D",
 ) -> Frame:
-    """A message of a batch reply, as the server lays it out: what was stored first, its own lines last."""
+    """A message of a batch reply as the server lays it out: the stored headers first, its own lines last."""
     block = b"NATS/1.0" + status + b"\r\n" + stored + SERVER % (stream, subject, seq, TIME, pending, last)
     return b"_INBOX.x", block + data, len(block)
 
@@ -267,7 +267,7 @@ def decoded(frames: Sequence[Frame], cuts: Sequence[int]) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 class TestReplies:
-    def test_whole(self, case: Case) -> None:
+    def test_decoding_in_one_piece(self, case: Case) -> None:
         decoder = ReplyDecoder("D")
         if case.error is not None:
             with pytest.raises(case.error) as caught:
@@ -284,19 +284,19 @@ class TestReplies:
         if case.headers is not None:
             assert [message.headers for message in block.messages()] == case.headers
 
-    def test_in_any_pieces(self, case: Case) -> None:
+    def test_decoding_in_any_pieces(self, case: Case) -> None:
         whole = decoded(case.frames, [])
         inner = range(1, len(case.frames))
         for cuts in itertools.chain([[]], ([cut] for cut in inner), [list(inner)]):
             assert decoded(case.frames, list(cuts)) == whole
 
-    def test_with_empty_pieces_between(self, case: Case) -> None:
+    def test_decoding_with_empty_pieces_between(self, case: Case) -> None:
         cuts = sorted([*range(len(case.frames) + 1)] * 2)
         assert decoded(case.frames, cuts) == decoded(case.frames, [])
 
 
 @pytest.mark.parametrize("frame", [message(520, 510), eob(0, 510)], ids=["message", "end"])
-def test_a_loss_at_the_beginning_is_named_by_what_was_asked_for(frame: Frame) -> None:
+def test_a_loss_at_the_beginning_names_the_requested_sequence(frame: Frame) -> None:
     decoder = ReplyDecoder("D", start=500)
     decoder.feed([frame])
     assert decoder.broken is not None
@@ -305,7 +305,7 @@ def test_a_loss_at_the_beginning_is_named_by_what_was_asked_for(frame: Frame) ->
 
 @pytest.mark.parametrize("version", ["", "2.10.26"])
 @pytest.mark.parametrize("case", [case for name, case in CASES.items() if name.startswith("2.10: ")], ids=str)
-def test_a_server_without_batches_is_named(case: Case, version: str) -> None:
+def test_the_error_names_a_server_without_batches(case: Case, version: str) -> None:
     decoder = ReplyDecoder("D", server_version=version)
     with pytest.raises(errors.UnsupportedFeatureError) as caught:
         decoder.feed(case.frames)
@@ -315,7 +315,7 @@ def test_a_server_without_batches_is_named(case: Case, version: str) -> None:
     assert "'D'" in str(caught.value)
 
 
-def test_rows_have_everything_the_server_said() -> None:
+def test_rows_have_all_headers_of_the_server() -> None:
     block = ReplyDecoder("ASKED").feed([message(4, 0, 8, b"m4", subject=b"d.\xc3\xa4", stream=b"MIRROR")])
     (stored,) = block.messages()
     assert (stored.stream, stored.subject, stored.seq, stored.num_pending, stored.last_seq) == (
@@ -334,7 +334,7 @@ def test_rows_have_everything_the_server_said() -> None:
 
 @pytest.mark.parametrize("name", [b"Nats-Subject", b"Nats-Sequence", b"Nats-Time-Stamp", b"Nats-Num-Pending"])
 def test_a_server_that_changes_its_headers_in_mid_reply(name: bytes) -> None:
-    """Only the first message's names are looked at while a reply is decoded."""
+    """Only the header names of the first message are checked while a reply is decoded."""
     changed = raw(block_of(message(2, 1)).replace(name + b": ", b"X" * len(name) + b": "))
     block = ReplyDecoder("D").feed([message(1, 0), changed])
     first, second = block.messages()
@@ -344,10 +344,10 @@ def test_a_server_that_changes_its_headers_in_mid_reply(name: bytes) -> None:
             use()
 
 
-def test_a_reply_does_not_begin_before_what_was_asked_for() -> None:
-    """Who always answers with the stream's first messages would be asked for the rest for ever."""
+def test_a_reply_that_begins_before_the_requested_sequence_is_refused() -> None:
+    """A responder that always answers with the stream's first messages would be asked for the rest indefinitely."""
     assert ReplyDecoder("D", start=4).feed([message(4, 0)]).seqs == [4]
-    with pytest.raises(errors.ResponseError, match="upwards from sequence 4"):
+    with pytest.raises(errors.ResponseError, match="increase after 4"):
         ReplyDecoder("D", start=5).feed([message(4, 0)])
 
 

@@ -1,4 +1,4 @@
-"""Whole fast batches over a link that loses messages and answers, against a small server of this file's own."""
+"""Whole fast batches over a link that loses messages and answers, against a small model of a server."""
 
 from dataclasses import dataclass, field
 from itertools import islice
@@ -77,7 +77,7 @@ class Server:
 def test_any_batch_over_any_link(
     mode: GapMode, flow: int, outstanding: int, count: int, block: int, lost: set[int], deaf: set[int]
 ) -> None:
-    """`lost`: batch sequences that never reach the server. `deaf`: the numbers of the answers that never come back."""
+    """Run a batch; `lost` are batch sequences that never reach the server, `deaf` the numbers of the lost answers."""
     machine = FastBatch(
         batch_id="b1", flow=10, gap=mode, max_outstanding_acks=outstanding, stall_ping=1.0,
         ack_timeout=60.0,
@@ -95,7 +95,7 @@ def test_any_batch_over_any_link(
         )
         for frame in server.take(arrived):
             answers += 1
-            # The first answer and the final one come: without them there is silence, which the timers' tests have.
+            # The first answer and the final one always arrive: test_fast_timers.py tests what follows without them.
             if answers == 1 or b'"batch"' in frame[1] or answers not in deaf:
                 _, out = machine.receive([frame], now)
                 acks.append(machine.acked)
@@ -140,7 +140,7 @@ def test_any_batch_over_any_link(
         assert machine.ack.batch_size == count
         assert len(server.stored) == count - len(lost)
     else:
-        # What ended it is the gap, where its report came; else only the final ack tells.
+        # The report of the gap ended the batch if it arrived; otherwise the final ack did.
         assert machine.end_reason in (EndReason.GAP, EndReason.ERROR)
         assert machine.error is not None
         assert machine.ack is not None

@@ -1,4 +1,4 @@
-"""What a fast batch puts on the wire, and what it refuses to."""
+"""The commands of a fast batch, and the messages that it refuses."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -106,7 +106,7 @@ def test_a_refused_message_changes_nothing(
     assert machine.add(message(), 6.0) == other.add(message(), 6.0)
 
 
-def test_caller_s_headers_are_not_changed() -> None:
+def test_headers_of_the_caller_are_not_changed() -> None:
     headers = {"K": "v"}
     opened().add(message(headers=headers, msg_id="m"), 0.0)
     assert headers == {"K": "v"}

@@ -1,4 +1,4 @@
-"""The timers of the fast batch, under a clock of the test's own."""
+"""The timers of the fast batch, on a virtual clock."""
 
 from typing import Any
 
@@ -158,7 +158,7 @@ class TestStalled:
         assert (machine.end_reason, now) == (EndReason.TIMEOUT, 15.0)
 
     def test_timeout_error_has_the_last_refusal(self) -> None:
-        for end, text in ((False, "no acknowledgement beyond"), (True, "no answer to the commit")):
+        for end, text in ((False, "and then nothing for"), (True, "no answer to the commit")):
             machine = batch(gap=GapMode.OK)
             machine.waiting(0.0)
             seq, op = (6, 3) if end else (5, 4)
@@ -257,7 +257,7 @@ class TestCommitting:
 
 
 class TestSuspended:
-    """In ok mode a lost connection need not be the end."""
+    """In ok mode a batch may survive a lost connection."""
 
     def test_ends_if_the_connection_is_not_back_in_time(self) -> None:
         machine = batch(gap=GapMode.OK)
@@ -292,7 +292,7 @@ class TestSuspended:
             machine.receive([reply(5, 4, None)], second)
         machine.receive([ack(2, seq=5, op=4)], 14.5)
         assert (machine.state, machine.acked, machine.is_settled(machine.sent)) == (State.OPEN, 2, True)
-        # What was acknowledged is known; of the rest a report may have been lost with the old connection.
+        # The acknowledged messages are stored. A report about the others may have been lost with the old connection.
         assert list(machine.in_doubt) == [InDoubt(1, 5)]
         assert machine.next_timer() == 34.0, "no caller waits; the batch is kept alive"
 

@@ -1,4 +1,4 @@
-"""What a server answers to fast ingest: raw frames of released servers and of the ADR's draft, decoded."""
+"""Replies to fast ingest: frames of released servers and of the ADR's draft, decoded."""
 
 from typing import Any
 
@@ -137,7 +137,7 @@ def test_malformed_replies_are_response_errors(payload: bytes) -> None:
     ],
 )
 def test_deeply_nested_replies_are_decoded_or_refused(payload: bytes, said: type[object] | None, depth: int) -> None:
-    # JSON libraries and Python have limits of their own for what is nested, and errors of their own for it.
+    # JSON libraries and Python limit the nesting, each with an error of its own.
     payload = payload.replace(b"%b", b"[" * depth + b"]" * depth)
     if said is None:
         with pytest.raises(errors.ResponseError):

@@ -1,4 +1,4 @@
-"""Gaps between sequences, wherever they are looked for."""
+"""Gaps between sequences."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Header blocks: what goes out is what comes in, and nothing can break out of its line."""
+"""Header blocks: encoding, decoding, and the refusal of values that could end their line."""
 
 import string
 from datetime import UTC, datetime, timedelta
@@ -25,7 +25,7 @@ def test_headers_are_encoded_in_their_order() -> None:
 
 
 @given(st.dictionaries(names, values, min_size=1))
-def test_what_is_encoded_is_decoded(headers: dict[str, str]) -> None:
+def test_encoded_headers_are_decoded_again(headers: dict[str, str]) -> None:
     block = h.encode(headers.items())
     # White space around a value is not part of it, for nats-py and for servers.
     assert h.parse_lines(block) == [(name, value.strip()) for name, value in headers.items()]
@@ -34,7 +34,7 @@ def test_what_is_encoded_is_decoded(headers: dict[str, str]) -> None:
 
 
 async def test_a_value_is_written_as_nats_py_writes_it() -> None:
-    # Servers tell message ids apart by every byte; a message may be sent by both roads.
+    # Servers compare message ids byte by byte, and nats-py may send the same message.
     nc = Client()
     for value in (" padded ", "tail  ", "\ttab", "\u00a0no break\u2003", "in the middle"):
         await nc._send_publish("s", "", b"", 0, {"Nats-Msg-Id": value})
@@ -44,7 +44,7 @@ async def test_a_value_is_written_as_nats_py_writes_it() -> None:
 @given(st.dictionaries(names, values, min_size=1))
 def test_nats_py_reads_the_same(headers: dict[str, str]) -> None:
     block = h.encode(headers.items())
-    assert Client._parse_header_lines(block[len(b"NATS/1.0\r\n") :]) == h.last_values(block)
+    assert Client._parse_header_lines(block[len(b"NATS/1.0\r\n") :]) == dict(h.parse_lines(block))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_nats_py_reads_the_same(headers: dict[str, str]) -> None:
         ("K", "a\0b"),
     ],
 )
-def test_what_could_break_out_of_its_line_is_refused(name: str, value: str) -> None:
+def test_headers_that_could_end_their_line_are_refused(name: str, value: str) -> None:
     with pytest.raises(BadHeaderError) as caught:
         h.check_header(name, value)
     assert repr(name) in str(caught.value)
@@ -73,7 +73,7 @@ def test_what_could_break_out_of_its_line_is_refused(name: str, value: str) -> N
 @pytest.mark.parametrize(
     ("name", "value"), [(b"K", "v"), ("K", b"v"), ("K", 1), ("K", None), (None, "v"), ("K", ["v"])]
 )
-def test_only_text_is_taken(name: object, value: object) -> None:
+def test_headers_must_be_text(name: object, value: object) -> None:
     with pytest.raises(TypeError, match="must be str"):
         h.check_header(name, value)  # type: ignore[arg-type]
 
@@ -87,7 +87,7 @@ def test_only_text_is_taken(name: object, value: object) -> None:
         (b"NATS/1.0 503\r\nNats-Subject: $JS.API.DIRECT.GET.ND\r\n\r\n", (503, "")),
         (b"NATS/1.0 404 Message Not Found\r\n\r\n", (404, "Message Not Found")),
         (b"NATS/1.0 204 EOB\r\nNats-Num-Pending: 7\r\n\r\n", (204, "EOB")),
-        (b"NATS/1.0 503", (503, "")),  # cut short: still the code it begins with
+        (b"NATS/1.0 503", (503, "")),  # cut short, but the code is complete
         (b"NATS/1.0 408 \xff\r\n\r\n", (408, "\ufffd")),
     ],
 )
@@ -96,7 +96,7 @@ def test_status(block: bytes, status: tuple[int, str] | None) -> None:
 
 
 @pytest.mark.parametrize("block", [b"", b"HTTP/1.1 200\r\n\r\n", b"NATS/1.0 abc\r\n\r\n", b"NATS/1.0 -1\r\n\r\n"])
-def test_what_is_no_status_is_refused_with_its_bytes(block: bytes) -> None:
+def test_an_invalid_status_is_a_response_error_with_its_bytes(block: bytes) -> None:
     with pytest.raises(ResponseError) as caught:
         h.parse_status(block)
     assert caught.value.frame == block
@@ -113,17 +113,17 @@ def test_any_bytes_are_a_status_none_or_a_response_error(block: bytes) -> None:
 
 
 def test_a_status_of_absurd_length_is_a_response_error() -> None:
-    # int() itself refuses texts of more than 4300 digits, with a ValueError that nobody expects.
+    # int() itself refuses texts of more than 4300 digits, with a ValueError.
     with pytest.raises(ResponseError):
         h.parse_status(b"NATS/1.0 " + b"1" * 5000 + b"\r\n\r\n")
 
 
 def test_of_two_lines_with_one_name_the_last_counts() -> None:
     block = b"NATS/1.0\r\nNats-Sequence: 77\r\nX: 1\r\nNats-Sequence: 5\r\nX: 2\r\n\r\n"
-    assert h.last_values(block) == {"Nats-Sequence": "5", "X": "2"}
+    assert dict(h.parse_lines(block)) == {"Nats-Sequence": "5", "X": "2"}
 
 
-def test_stored_headers_are_without_the_server_s_own() -> None:
+def test_stored_headers_exclude_the_servers_headers() -> None:
     lines = "".join(f"{name}: 1\r\n" for name in h.REPLY_HEADERS)
     block = f"NATS/1.0\r\nX: 1\r\n{lines}Nats-Msg-Id: 2\r\nNats-Batch-Id: 3\r\n\r\n".encode()
     assert h.decode_stored(block) == {"X": "1", "Nats-Msg-Id": "2", "Nats-Batch-Id": "3"}
@@ -165,7 +165,7 @@ def test_times_are_exact(second: int, ns: int, digits: int) -> None:
         b"2026-11-20T21:23:31.12aZ", b"2022-08-06 00:29:27 +0100 UTC", b" +0000 UTC", b"\xff", b"20261120T212331Z",
     ],
 )  # fmt: skip
-def test_what_is_no_utc_time_is_refused(text: bytes) -> None:
+def test_invalid_times_are_refused(text: bytes) -> None:
     with pytest.raises(ResponseError, match="not RFC 3339") as caught:
         h.parse_time_ns(text)
     assert caught.value.frame == text
@@ -175,7 +175,7 @@ def test_what_is_no_utc_time_is_refused(text: bytes) -> None:
     ("text", "ns"),
     [(b"2022-08-06 00:29:27.587861324 +0000 UTC", 587861324), (b"2022-08-06 00:29:27 +0000 UTC", 0)],
 )
-def test_the_form_of_the_adr_s_examples_is_understood(text: bytes, ns: int) -> None:
+def test_times_in_the_form_of_the_adr_are_accepted(text: bytes, ns: int) -> None:
     assert h.parse_time_ns(text) == 1_659_745_767 * 1_000_000_000 + ns
 
 

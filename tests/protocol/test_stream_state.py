@@ -1,4 +1,4 @@
-"""What the leader of a stream says of it, and what follows from that."""
+"""The state of a stream as its leader reports it, and what follows from it."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any

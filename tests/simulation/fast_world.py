@@ -18,7 +18,7 @@ from typing import Any
 from fast_server import Frame, Server
 
 from jetstream_ext import errors
-from jetstream_ext.protocol.fast import Event, FastBatch, State, Transition
+from jetstream_ext.protocol.fast import Event, FastBatch, Input, State
 from jetstream_ext.testing.reference.wire.protocol import Publish
 from jetstream_ext.types import BatchMessage, EndReason, GapMode
 
@@ -30,6 +30,21 @@ REFUSED = 10**6  # an expected sequence that no stream has
 
 class WrongError(AssertionError):
     """The machine did what it must not do."""
+
+
+class WatchedBatch(FastBatch):
+    """A batch that hands every change of its state to `changed`."""
+
+    def __init__(self, changed: Callable[[State, Input], None], **options: Any) -> None:
+        super().__init__(**options)
+        self._changed = changed
+
+    def _happen(self, event: Input, *details: Any) -> list[Event]:
+        before = self.state
+        events = super()._happen(event, *details)
+        if self.state is not before:
+            self._changed(before, event)
+        return events
 
 
 class World:
@@ -45,7 +60,8 @@ class World:
         self.server = Server(random.choice(VERSIONS), seed, max_msg_size=TOO_LARGE)
         flow = random.choice((1, 2, 3, 10, 500))
         self.outstanding = random.randint(1, 3)
-        self.machine = FastBatch(
+        self.machine = WatchedBatch(
+            self._changed,
             batch_id="b",
             flow=flow,
             max_outstanding_acks=self.outstanding,
@@ -53,7 +69,6 @@ class World:
             ack_timeout=ACK_TIMEOUT,
             stall_ping=random.choice((0.2, 1.0, 3.0)),
             keepalive=random.choice((0.0, 2.0, 5.0)),
-            on_transition=self._transition,
         )
         self.state = self.machine.state
         self.machine.open("i")
@@ -99,11 +114,11 @@ class World:
         self._settle()
         self._check_end()
 
-    def _transition(self, change: Transition) -> None:
-        if change.old is not self.state or change.new is not self.machine.state or change.old is change.new:
-            raise WrongError(f"{change} after {self.state}")
-        self.state = change.new
-        self.say(f"  {change.old.name} -> {change.new.name} ({change.event.value})")
+    def _changed(self, before: State, event: Input) -> None:
+        if before is not self.state:
+            raise WrongError(f"{event} found {before} after {self.state}")
+        self.state = self.machine.state
+        self.say(f"  {before.name} -> {self.state.name} ({event.value})")
 
     def _settle(self) -> None:
         """Let what is on its way arrive, so that it is known what is stored."""

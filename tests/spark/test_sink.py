@@ -170,7 +170,7 @@ def test_wrong_sink_partitions_fail_the_first_micro_batch(
     assert "sinkPartitions is 3, but the rows had 2 partitions; set it to 2" in text
     assert len(stored(name)) == 2000
     text = failure(lambda: write(rows(spark, name, 2000, 3), name, sinkPartitions="3", **options).save())
-    assert "had 2 partitions before, and has 3 now" in text
+    assert "was first stored with 2 partitions and now has 3" in text
     write(rows(spark, name, 2000, 2), name, sinkPartitions="2", **options).save()
     assert len(stored(name)) == 2000
 

@@ -89,12 +89,12 @@ TRANSACTIONAL = {"semantics": "transactional"}
         ({}, {"subject": "other.subject"}, "'other.subject' is not among the subjects of stream"),
         ({}, {"subject": "a.*"}, "'subject': subject 'a.*' has a wildcard"),
         ({}, {"stream": "NOT_THERE"}, "stream 'NOT_THERE' does not exist"),
-        ({}, {"stream": "A,B"}, "rows are written to one stream"),
+        ({}, {"stream": "A,B"}, "a write goes to one stream"),
         ({}, {"semantic": "none"}, "did you mean 'semantics'"),
         ({}, {"semantics": "exactly"}, "not one of dedupe, transactional, none"),
         ({}, {"startingOffsets": "latest"}, "belongs to reading"),
         ({}, {"sinkPartitions": "3"}, "belongs to semantics=transactional, not dedupe"),
-        ({}, TRANSACTIONAL | {"sinkPartitions": "0"}, "'sinkPartitions': '0' is not an integer from 1"),
+        ({}, TRANSACTIONAL | {"sinkPartitions": "0"}, "'sinkPartitions': '0' is not an integer of at least 1"),
         ({}, TRANSACTIONAL | {"sinkPartitions": "2", "transactionRows": "1000"}, "more than the 1000 messages"),
         ({}, {"domain": "a", "apiPrefix": "b"}, "cannot be combined"),
         ({}, {"natsHeaders": "keep"}, "not one of refuse, strip"),
@@ -176,7 +176,7 @@ def test_dedupe_refuses_a_stream_that_acknowledges_before_it_writes(
     make: Any, writer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = make(allow_atomic=False, persist_mode="async")
-    with pytest.raises(PlanningError, match="persist_mode=async, so a server that is killed loses rows"):
+    with pytest.raises(PlanningError, match="persist_mode=async, so a crash of the server loses acknowledged rows"):
         writer(BOTH, name)
     assert not caplog.text
     writer(BOTH, name, semantics="none")

@@ -178,7 +178,7 @@ def test_several_streams_are_read_together(query: Query, spark: SparkSession, ma
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"endingOffsets": "latest"}, "'endingoffsets': it ends batch reads"),
+        ({"endingOffsets": "latest"}, "'endingoffsets': it is for batch reads"),
         ({"maxBytesPerPartition": "1m"}, "set their number with 'minPartitions'"),
         ({"startingOfsets": "latest"}, "did you mean 'startingOffsets'"),
     ],

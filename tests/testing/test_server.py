@@ -78,7 +78,7 @@ def test_can_be_started_again_with_an_empty_store() -> None:
 
 
 def test_refuses_to_start_twice(own_server: NatsServer) -> None:
-    with pytest.raises(RuntimeError, match="started already"):
+    with pytest.raises(RuntimeError, match="already started"):
         own_server.start()
     assert own_server.running
 

@@ -58,10 +58,10 @@ class Rule:
             raise ValueError(f"{type(self).__name__}: unknown kind {self.kind!r}; the kinds are {', '.join(KINDS)}")
         if self.kind and not isinstance(self, REPLY_RULES):
             raise ValueError(
-                f"{type(self).__name__}: kind is for rules about replies, and this one is about messages of clients"
+                f"{type(self).__name__}: kind applies only to rules about replies, and this rule is about client messages"
             )
         if self.nth < 1 or (self.times is not None and self.times < 1):
-            raise ValueError(f"{type(self).__name__}: nth and times count from 1")
+            raise ValueError(f"{type(self).__name__}: nth and times must be at least 1")
         if not 0 < self.chance <= 1:
             raise ValueError(f"{type(self).__name__}: chance must be above 0 and at most 1, not {self.chance}")
 

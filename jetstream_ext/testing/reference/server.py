@@ -59,7 +59,7 @@ class VirtualClock:
             ValueError: `seconds` is negative.
         """
         if seconds < 0:
-            raise ValueError(f"a clock cannot move back, so advance({seconds:g}) is refused")
+            raise ValueError(f"advance({seconds:g}): a clock cannot move back")
         self._now += round(seconds * SECOND)
         for listener in list(self._listeners):
             listener()
