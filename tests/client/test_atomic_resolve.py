@@ -226,7 +226,7 @@ async def test_after_a_restart_only_an_acknowledged_batch_can_be_resolved(
         assert await batch.resolve() == "not_stored"
     else:
         # The commit may still be on its way through the old connection.
-        with pytest.raises(errors.BatchOutcomeUnknownError, match="old one"):
+        with pytest.raises(errors.BatchOutcomeUnknownError, match="old connection"):
             await batch.resolve()
 
 
