@@ -12,9 +12,9 @@ nox.needs_version = ">=2025.2.9"  # nox.project.dependency_groups
 nox.options.sessions = ["lint", "types", "tests"]
 
 PROJECT = nox.project.load_toml("pyproject.toml")
-# The tests mostly wait for their servers. With more workers on two processors, the Python workers of a JVM do not start
-# within the 10 s that Spark gives them.
-PARALLEL = ["-n", "3"]
+# More processes would not make the tests faster on two processors. They would delay the start of Spark's Python workers,
+# for which Spark waits 10 s.
+PARALLEL = ["-n", "6"]
 
 
 def group(name: str) -> list[str]:
