@@ -46,7 +46,7 @@ class TestUnexpectedReplies:
         async with asyncio.timeout(30):
             while batch.state == "open":
                 await asyncio.sleep(0.001)
-        with pytest.raises(errors.BatchOutcomeUnknownError, match="no commit was sent"):
+        with pytest.raises(errors.BatchOutcomeUnknownError, match="a commit that was not sent"):
             await batch.commit_eob()
         assert await batch.resolve() == "not_stored"
         await leak_check.assert_clean()

@@ -131,7 +131,7 @@ async def test_a_failed_write_ends_the_batch(
         with monkeypatch.context() as patch:
             patch.setattr(connection_of(nc), "write", fails)
             expected = errors.BatchOutcomeUnknownError if commit else errors.BatchAbandonedError
-            with pytest.raises(expected, match="a write to the connection failed"):
+            with pytest.raises(expected, match="writing to the connection failed"):
                 await (batch.commit(f"{name}.a") if commit else batch.add(f"{name}.a"))
         assert batch.state == ("unknown" if commit else "failed")
         assert await batch.resolve() == "not_stored"

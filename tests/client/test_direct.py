@@ -342,7 +342,7 @@ class TestRefusals:
         scan = jsx.DirectGet(js, "NO_SUCH_STREAM").scan()
         with pytest.raises(errors.DirectGetDisabledError):
             await scan.to_list()
-        with pytest.raises(errors.JetStreamExtError, match="ended early"):
+        with pytest.raises(errors.JetStreamExtError, match="cannot be continued"):
             await scan.to_list()
         await scan.aclose()
 

@@ -102,7 +102,7 @@ class TestIds:
         assert len(await messages(js, stream)) == 2
 
     async def test_empty_ids_are_refused_or_replaced(self, js: JetStreamContext, stream: str) -> None:
-        with pytest.raises(ValueError, match="no id for message 2"):
+        with pytest.raises(ValueError, match="an empty id for message 2"):
             await jsx.ingest(
                 js, [(f"{stream}.a", b"%d" % i) for i in range(5)], msg_id=lambda entry: "ab"[int(entry[1]) :][:1]
             )

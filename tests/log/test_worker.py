@@ -184,7 +184,7 @@ async def test_a_newer_worker_fences_the_older_one(
     await asyncio.wait_for(held.wait(), 30)
     await work(LogReader(js, source), target, doubled(target), max_messages=7)
     go_on.set()
-    with pytest.raises(errors.FencedError, match="another worker of this name was started") as caught:
+    with pytest.raises(errors.FencedError, match="another worker of this name has taken over") as caught:
         await zombie
     assert (caught.value.name, caught.value.seq) == ("w", 41)
     assert await outputs(js, target) == [b"%d" % (2 * n) for n in range(1, 41)]

@@ -183,7 +183,7 @@ async def test_an_unexplained_refusal_raises_after_patience(
         raise errors.WrongLastSequenceError(code=400, err_code=10071, outcome="not_stored")
 
     monkeypatch.setattr(FencedWriter, "_publish", refuse)
-    with pytest.raises(errors.RequestTimeoutError, match="although it follows the newest one"):
+    with pytest.raises(errors.RequestTimeoutError, match="is still the newest"):
         await exactly_once(
             LogReader(js, source), target, handler(target), name="w", prefix=f"{target}.at", patience=0.3
         )

@@ -489,7 +489,7 @@ class TestHeldBack:
         steps = commit(machine, message("a.3"))
         machine.receive(machine.sent, *NO_RESPONDERS)
         assert machine.state is OPEN
-        with pytest.raises(errors.EmptyBatchError, match="only commit on a message"):
+        with pytest.raises(errors.EmptyBatchError, match="needs a message for the commit"):
             commit(machine)
         assert machine.state is OPEN
         (step,) = commit(machine, message("a.3"))

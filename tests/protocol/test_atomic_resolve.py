@@ -158,26 +158,26 @@ def lose_the_majority(look: int, world: World) -> None:
 @pytest.mark.parametrize(
     ("world", "facts", "verdict", "why"),
     [
-        ({}, {"opened": None}, NeverKnown, "could not be looked up"),
+        ({}, {"opened": None}, NeverKnown, "could not be read when the batch was opened"),
         ({"state": None}, {}, NeverKnown, "no longer exists"),
-        ({"moved": recreate}, {}, NeverKnown, "created again"),
+        ({"moved": recreate}, {}, NeverKnown, "re-created"),
         ({"state": replace(STATE, last_seq=6)}, {}, NotYetKnown, "lacks messages"),
         ({"moved": replace_leader}, {}, NotYetKnown, "leader changed"),
         ({"moved": replace_leader_at_the_end}, {}, NotYetKnown, "majority"),
         ({"moved": lose_the_majority}, {}, NotYetKnown, "majority"),
-        ({"mark": refused(10071, "wrong last sequence: 11")}, {}, NotYetKnown, "has not applied everything"),
+        ({"mark": refused(10071, "wrong last sequence: 11")}, {}, NotYetKnown, "has not yet applied all messages"),
         (
-            {"mark": refused(10164), "state": replace(STATE, replicated=True)}, {}, NotYetKnown, "does not say which sequence",
+            {"mark": refused(10164), "state": replace(STATE, replicated=True)}, {}, NotYetKnown, "does not name its last sequence",
         ),
-        ({"kill": (b"NATS/1.0 503\r\n\r\n", b"")}, {}, NotYetKnown, "does not answer for the batch"),
-        ({"mark": (b"NATS/1.0 503\r\n\r\n", b"")}, {}, NotYetKnown, "does not answer for the batch"),
-        ({"kill": refused(10071)}, {}, NotYetKnown, "does not answer for the batch"),
+        ({"kill": (b"NATS/1.0 503\r\n\r\n", b"")}, {}, NotYetKnown, "did not confirm that it dropped the batch"),
+        ({"mark": (b"NATS/1.0 503\r\n\r\n", b"")}, {}, NotYetKnown, "did not confirm that it dropped the batch"),
+        ({"kill": refused(10071)}, {}, NotYetKnown, "did not confirm that it dropped the batch"),
         ({"kill": (b"", b"")}, {}, NotYetKnown, "did not refuse"),
         ({"kill": (b"", b'{"stream":"S","seq":7}')}, {}, NotYetKnown, "did not refuse"),
         ({"mark": (b"", b"no JSON")}, {}, NotYetKnown, "malformed"),
         ({"kill": refused(10176, stream="T")}, {}, NeverKnown, "belongs to stream 'T'"),
         ({"messages": without(8, 9, 10)}, {}, NeverKnown, "removed"),
-        ({"session": 1}, {"staged": 0}, NeverKnown, "old one"),
+        ({"session": 1}, {"staged": 0}, NeverKnown, "the old connection"),
     ],
 )  # fmt: skip
 def test_what_leaves_the_outcome_open(
@@ -254,10 +254,10 @@ def test_the_fence_is_two_messages_that_are_never_stored() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("wrong last sequence: 2022", "has not applied everything"),
-        ("wrong last sequence", "does not say which sequence"),
-        ("", "does not say which sequence"),
-        ("x: 7", "does not say which sequence"),
+        ("wrong last sequence: 2022", "has not yet applied all messages"),
+        ("wrong last sequence", "does not name its last sequence"),
+        ("", "does not name its last sequence"),
+        ("x: 7", "does not name its last sequence"),
     ],
 )
 def test_the_second_refusal_may_name_the_sequence_that_the_leader_will_reach(text: str, why: str) -> None:

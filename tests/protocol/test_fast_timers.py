@@ -131,7 +131,7 @@ class TestStalled:
         assert machine.handle_timer(14.9)[0] == []
         machine.handle_timer(15.0)
         assert machine.end_reason is EndReason.TIMEOUT
-        assert "beyond message 0 of 5 within 5 s" in str(machine.error)
+        assert "acknowledged 0 of 5 messages and then nothing for 5 s" in str(machine.error)
 
     def test_any_sign_of_the_server_extends_it(self) -> None:
         machine = batch()
@@ -274,7 +274,7 @@ class TestSuspended:
         machine = batch(gap=GapMode.OK)
         machine.disconnected(10.0)
         for operation in (machine.commit, machine.ping):
-            with pytest.raises(errors.BatchClosedError, match="nothing is sent until"):
+            with pytest.raises(errors.BatchClosedError, match="takes no messages until"):
                 operation(11.0)
         with pytest.raises(errors.BatchClosedError):
             machine.add(MESSAGE, 11.0)

@@ -153,7 +153,7 @@ async def test_an_unanswered_api_prefix_is_named(server: NatsServer, js: JetStre
     [
         ("2", "8", "sequences 2 to 4 of stream .* are gone .*; the stream now starts at 5", [(5, 8)]),
         ("30", "40", "ends at sequence 10, before the start at 30; was it re-created", []),
-        ("6", "12", "ends at sequence 10, before the end at 12", [(6, 10)]),
+        ("6", "12", "ends at sequence 10, before the end of the read at 12", [(6, 10)]),
     ],
 )
 async def test_missing_sequences_are_a_loss(

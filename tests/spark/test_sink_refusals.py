@@ -119,7 +119,7 @@ def test_unsuitable_streams_and_options_are_refused(
         (TRANSACTIONAL, True, "'sinkPartitions': it is missing"),
         ({"semantics": "none", "writeId": "a"}, False, "'writeId': it has no effect"),
         ({"writeId": "a b"}, False, "'writeId': 'a b' is not"),
-        ({"writeId": "a"}, True, "a streaming query has its own id"),
+        ({"writeId": "a"}, True, "a streaming query takes its id from its checkpoint"),
     ],
 )
 def test_options_of_another_kind_of_write_are_refused(
@@ -136,7 +136,7 @@ def test_options_of_another_kind_of_write_are_refused(
         (BOTH | {"subject": "int"}, {}, "column 'subject': it is int, but must be string"),
         ({"data": "string"}, {}, "column 'subject': it is missing"),
         ({"subject": "string"}, {}, "column 'data': it is missing"),
-        (BOTH | {"seq": "int"}, {}, "column 'seq': a message has the columns"),
+        (BOTH | {"seq": "int"}, {}, "column 'seq': the sink writes only the columns"),
         (BOTH | {"DATA": "binary"}, {}, "column 'DATA': the schema has it twice"),
         (BOTH, {"subject": "s"}, "there is a column 'subject' as well"),
         (BOTH | {"headers": "array<string>"}, {}, "column 'headers': it is array<string>"),

@@ -317,7 +317,7 @@ def test_an_error_names_the_rows_among_which_one_is_invalid(
         given |= {"sinkPartitions": "2", "transactionRows": "10"}
     options = WriteOptions.parse(given, streaming=True)
     rows = [(f"{stream}.1", b"1", None, None)] * 14 + [(f"{stream}.1", data, headers, None)]
-    with pytest.raises(SinkError, match=rf"{where}: .*(limit|line break)"):
+    with pytest.raises(SinkError, match=rf"{where}( was refused)?: .*(max_payload|line break)"):
         write_partition(options, StreamState(stream, "", {"subjects": [">"]}), Task(QUERY, 0, 1), [rows])
 
 

@@ -235,7 +235,7 @@ def test_counts_of_a_plan_restart_with_every_server() -> None:
     ids=str,
 )
 def test_rule_that_can_never_match_is_refused(rule: type[Rule], arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"subject|kind|count|chance"):
+    with pytest.raises(ValueError, match=r"subject|kind|nth|chance"):
         rule(**arguments)
 
 
