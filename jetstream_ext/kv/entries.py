@@ -76,12 +76,15 @@ class KeyValueSnapshot(Mapping[str, KeyValueEntry]):
     # The dict's own views: those of Mapping look up every key again.
 
     def keys(self) -> KeysView[str]:
+        """Return the keys."""
         return self._entries.keys()
 
     def values(self) -> ValuesView[KeyValueEntry]:
+        """Return the entries."""
         return self._entries.values()
 
     def items(self) -> ItemsView[str, KeyValueEntry]:
+        """Return the pairs of key and entry."""
         return self._entries.items()
 
     def __repr__(self) -> str:
