@@ -116,9 +116,8 @@ def lint(session: nox.Session) -> None:
     session.install(*group("lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
-    if "importlinter" in PROJECT["tool"]:
-        session.install("-e", ".")  # import-linter finds the package by importing it
-        session.run("lint-imports")
+    session.install("-e", ".")  # import-linter finds the package by importing it
+    session.run("lint-imports")
 
 
 @nox.session
@@ -229,11 +228,6 @@ for arguments, extra in (
     done = subprocess.run([sys.executable, "-I", *arguments], capture_output=True, text=True, env={"PATH": ""})
     assert done.returncode == 1 and f"jetstream-ext[{extra}]" in done.stderr.splitlines()[-1], done.stderr
 """
-
-
-def lowest(requirement: str) -> str:
-    """Return a requirement of the oldest release that it allows."""
-    return re.sub(r">=([^,]+).*", r"==\1", requirement)
 
 
 SPARK = {

@@ -241,11 +241,13 @@ class IngestError(JetStreamExtError):
             message itself is the cause, no message after it is stored.
         subject: The subject of that message, if it was taken from the source.
         report: The report up to then.
+        in_doubt: How many messages from `index` on were sent and not answered; each of them may be stored.
     """
 
     index: int = 0
     subject: str | None = None
     report: IngestReport | None = None
+    in_doubt: int = 0
 
 
 Outcome = Literal["not_stored", "partial", "stored", "unknown"]

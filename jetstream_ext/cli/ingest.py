@@ -85,7 +85,11 @@ def command(
     except IngestError as error:
         # `ingest` counts the messages of this run; the user counts rows of the file.
         index = job.skipped + error.index
-        text = f"row {index + 1} of {file}: {_reason(error)}; {_stored_before(index)}"
+        stored = _stored_before(index)
+        if error.in_doubt:
+            stored = f"{stored}; " if index else ""
+            stored += f"{count(error.in_doubt, 'row')} from it on may be stored; continue with --resume"
+        text = f"row {index + 1} of {file}: {_reason(error)}; {stored}"
         raise click.ClickException(text) from error
     rows = job.skipped + report.stored
     if as_json:

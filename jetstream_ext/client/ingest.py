@@ -221,8 +221,11 @@ class _Ingest:
         seconds = asyncio.get_running_loop().time() - self._began
         return IngestReport(self._stored, self._duplicates, self._resent, self._batches, seconds)
 
-    def _failure(self, what: str, entry: Entry | None = None) -> IngestError:
-        """Return the error about `entry`, by default the oldest message of the window."""
+    def _failure(self, what: str, entry: Entry | None = None, *, in_doubt: int = 0) -> IngestError:
+        """Return the error about `entry`, by default the oldest message of the window.
+
+        `in_doubt` counts the messages from this one on that were sent and not answered.
+        """
         if entry is None and self._window:
             entry = self._window[0]
         subject = None
@@ -230,12 +233,16 @@ class _Ingest:
             subject = entry.subject
         elif isinstance(entry, tuple) and entry and isinstance(entry[0], str):
             subject = entry[0]
-        named = f"message {self._stored}" + (f" (subject {subject!r})" if subject is not None else "")
-        before = {0: "nothing is stored", 1: "the message before it is stored"}.get(
-            self._stored, f"the {self._stored} messages before it are stored"
-        )
-        text = f"{named} {what}; {before}"
-        return IngestError(text, index=self._stored, subject=subject, report=self._report())
+        text = f"message {self._stored}" + (f" (subject {subject!r})" if subject is not None else "") + f" {what}"
+        if self._stored:
+            before = "message before it is" if self._stored == 1 else f"{self._stored} messages before it are"
+            text += f"; the {before} stored"
+        elif not in_doubt:
+            text += "; nothing is stored"
+        if in_doubt:
+            after = f" and the {in_doubt - 1} after it" if in_doubt > 1 else ""
+            text += f"; it{after} may be stored"
+        return IngestError(text, index=self._stored, subject=subject, report=self._report(), in_doubt=in_doubt)
 
     def _confirm(self, count: int) -> None:
         """Take the oldest `count` messages out of the window: they are stored."""
@@ -267,8 +274,9 @@ class _Ingest:
             await self._retry.pause(error)
         except nats.errors.Error:
             gone = isinstance(error, _CONNECTION_GONE)
-            why = "the connection is closed" if gone else f"nothing was stored for {self._retry.give_up_after:g} s"
-            raise self._failure(f"could not be stored: {why} ({error})") from error
+            why = "the connection is closed" if gone else f"no ack for {self._retry.give_up_after:g} s"
+            what = f"was not acknowledged: {why} ({error})"
+            raise self._failure(what, in_doubt=len(self._window)) from error
 
     async def _connected(self) -> None:
         connection = self._context.connection

@@ -320,7 +320,7 @@ def status_error(stream: str, header: bytes, server_version: str = "") -> JetStr
         return errors.RequiredApiLevelError(
             f"stream {stream!r}: the server is older than the API level the request needs",
             code=412,
-            err_code=10185,
+            err_code=errors.ErrorCode.REQUIRED_API_LEVEL,
             description=text,
             outcome="not_stored",
         )

@@ -715,8 +715,13 @@ class FastBatch:
     def _refused_message(self, error: ServerError, seq: int, outcome: Outcome) -> BatchError:
         text = f"message {seq} was refused: {error.description}"
         if error.err_code == ErrorCode.FAST_DISABLED:
+            stored = (
+                "nothing is stored"
+                if outcome == "not_stored"
+                else f"{self.acked} of {self.sent} messages are acknowledged"
+            )
             text = (
-                "fast ingest is disabled on the stream; nothing is stored; enable it with allow_batched=True "
+                f"fast ingest is disabled on the stream; {stored}; enable it with allow_batched=True "
                 "(jetstream_ext.ensure_stream)"
             )
         elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:

@@ -185,8 +185,30 @@ class TestRefusals:
 
     async def test_a_closed_connection_is_an_error(self, own_nc: Any, own_js: JetStreamContext) -> None:
         await own_nc.close()
-        with pytest.raises(errors.IngestError, match="connection is closed"):
+        with pytest.raises(errors.IngestError, match=r"connection is closed.*nothing is stored"):
             await jsx.ingest(own_js, [("s.1", b"x")])
+
+    async def test_messages_without_an_answer_may_be_stored(
+        self, own_server: NatsServer, own_js: JetStreamContext
+    ) -> None:
+        await own_js.add_stream(name="S", subjects=["s.>"], allow_batched=True)
+
+        async def source() -> AsyncIterator[tuple[str, bytes]]:
+            yield "s.1", b"first"
+            own_server.pause()
+            for _ in range(9):
+                yield "s.1", b"later"
+
+        try:
+            with pytest.raises(errors.IngestError, match=r"was not acknowledged: .*may be stored$") as caught:
+                await jsx.ingest(own_js, source(), flow=100, timeout=1.0, ack_timeout=0.5)
+        finally:
+            own_server.resume()
+        assert 0 < caught.value.in_doubt == 10 - caught.value.index
+        assert "nothing is stored" not in str(caught.value)
+        async with asyncio.timeout(30):
+            while (await own_js.stream_info("S")).state.messages <= caught.value.index:
+                await asyncio.sleep(0.05)
 
 
 class TestProgress:
