@@ -61,8 +61,13 @@ class JetStreamExtError(nats.errors.Error):
         return self.message or type(self).__name__
 
     # By identity: nats-py's API errors compare fields and have no hash.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
+    @override
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    @override
+    def __hash__(self) -> int:
+        return id(self)
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,7 +140,7 @@ class BadRequestError(JetStreamExtError, nats.js.errors.BadRequestError):
 
     @override
     def __post_init__(self) -> None:
-        self.message = self.message or self.description
+        self.message: str = self.message or self.description
         self.description = self.description or self.message
         super().__post_init__()
 
@@ -225,7 +230,7 @@ class BadHeaderError(JetStreamExtError, nats.errors.BadHeaderError, ValueError):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.key = self.message  # nats-py's field
+        self.key: str = self.message  # nats-py's field
 
 
 class MaxPayloadError(JetStreamExtError, nats.errors.MaxPayloadError, ValueError):
@@ -307,7 +312,7 @@ class NoStreamError(BatchError, nats.js.errors.NoStreamResponseError):
     @override
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.description = self.message  # nats-py's field
+        self.description: str = self.message  # nats-py's field
 
 
 class ErrorCode(enum.IntEnum):
@@ -388,7 +393,7 @@ class ServerError(JetStreamExtError, nats.js.errors.APIError):
 
     @override
     def __post_init__(self) -> None:
-        self.message = self.message or self.description
+        self.message: str = self.message or self.description
         self.description = self.description or self.message
         super().__post_init__()
 
@@ -420,7 +425,10 @@ class KeyConflictError(WrongLastSequenceError, nats.js.errors.KeyWrongLastSequen
 
     keys: tuple[str, ...] = ()
     stale_read: bool = False
-    __str__ = JetStreamExtError.__str__
+
+    @override
+    def __str__(self) -> str:
+        return JetStreamExtError.__str__(self)
 
 
 class StreamMismatchError(BatchServerError, codes=(ErrorCode.STREAM_MISMATCH,)):

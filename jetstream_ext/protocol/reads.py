@@ -172,8 +172,8 @@ class MultiLast(Plan):
             self._pinned = end.up_to_seq
         if not sent.rows:
             self._pending = 0
-        self.end = EndOfBatch(self._pending, self._last, self._pinned, found=bool(self._rows))
-        self.done = self._full or self._pending == 0
+        self.end: EndOfBatch | None = EndOfBatch(self._pending, self._last, self._pinned, found=bool(self._rows))
+        self.done: bool = self._full or self._pending == 0
 
     @property
     def _full(self) -> bool:
@@ -280,7 +280,7 @@ class Scan(Plan):
     def finish(self, sent: SentRequest, end: EndOfBatch) -> None:
         """As `Plan.finish`; guesses that the reply makes wrong leave `in_flight`."""
         self.in_flight.popleft()
-        self.end = replace(end, num_pending=end.num_pending + self._beyond, last_seq=self._last_seq)
+        self.end: EndOfBatch | None = replace(end, num_pending=end.num_pending + self._beyond, last_seq=self._last_seq)
         # A lagging replica may find nothing after another one has counted more, so the plan asks once more.
         doubtful = not end.found and self._pending > 0
         self._pending = end.num_pending
@@ -324,6 +324,7 @@ class Scan(Plan):
         self.position = position
         origin, start_time = self._origin
         self.start_time = start_time if position == origin else None
-        self.done = self._reached = self._dense = False
+        self.done: bool = False
+        self._reached = self._dense = False
         self._beyond = 0
         self.in_flight.clear()

@@ -252,7 +252,7 @@ class WorkerConnection:
         self.options = options
         self.client: Client = Client()
         self.refusal: str | None = None
-        self.opening = asyncio.Lock()
+        self.opening: asyncio.Lock = asyncio.Lock()
         self.opened: bool = False
         self.users: int = 0
         self.expiry: asyncio.TimerHandle | None = None

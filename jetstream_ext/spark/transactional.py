@@ -139,7 +139,7 @@ class StoredRecord(Generic[_Record]):
     """The newest record on a subject of the sink, and the fence that it is for the next one."""
 
     def __init__(self, of: MicroBatch, name: str, kind: type[_Record], what: str = "") -> None:
-        self.what = f"stream {of.options.stream!r}, {what}micro-batch {of.batch}"
+        self.what: str = f"stream {of.options.stream!r}, {what}micro-batch {of.batch}"
         self.subject: str = f"{of.options.marker_prefix}.{of.writer}.{name}"
         self.last: _Record = kind()  # the record that was read or stored last
         self._kind: type[_Record] = kind

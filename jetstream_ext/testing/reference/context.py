@@ -79,7 +79,7 @@ class ServerContext:
         self.timers: Timers = Timers()
         self.random: Random = Random(seed)  # noqa: S311 — must be reproducible, and protects no secret
         self.router: Router = Router(profile, self.random)
-        self.send = self.router.send
+        self.send: Callable[..., None] = self.router.send
         self.server_id: str = "N" + "".join(self.random.choices(_BASE32, k=55))
 
     def call_later(self, seconds: float, call: Callable[[], None]) -> TimerHandle:
