@@ -13,7 +13,8 @@ import jetstream_ext as jsx
 from jetstream_ext.testing import NatsServer
 
 COUNT = 2_000
-# The leaf node connects by WebSocket, because the server reports the random port that it chose for it.
+# The leaf node connects by WebSocket, because a server reports its random WebSocket port, but not its random leaf-node
+# port.
 HUB = "jetstream { domain: hub }\nleafnodes { port: -1 }\nwebsocket { port: -1, no_tls: true }"
 EDGE = "jetstream { domain: edge }\nleafnodes { reconnect: 1, remotes: [ { url: '%s' } ] }"
 

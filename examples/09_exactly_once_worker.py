@@ -34,13 +34,13 @@ async def main(url: str) -> None:
         await jsx.ensure_stream(js, name="LOUD", subjects=subjects, allow_direct=True, allow_atomic=True)
         await jsx.ingest(js, (("words", WORDS[n % 3].encode()) for n in range(MESSAGES)))
 
-        killed = 0
+        cancelled = 0
         for _ in range(5):  # cancel each worker at a random moment
             worker = asyncio.create_task(work(js, to_the_end=False))
             await asyncio.sleep(random.uniform(0.005, 0.1))
-            killed += worker.cancel()
+            cancelled += worker.cancel()
             await asyncio.wait([worker])
-        print(f"{killed} workers cancelled; the last one handled {await work(js, to_the_end=True)} words")
+        print(f"{cancelled} workers cancelled; the last one handled {await work(js, to_the_end=True)} words")
 
         found = [msg.subject async for msg in log.LogReader(js, "LOUD", subject="loud.*")]
         print({subject: found.count(subject) for subject in sorted(set(found))})

@@ -19,6 +19,6 @@ def named(rows: list[str]) -> set[str]:
 def test_the_page_names_every_option_and_no_other() -> None:
     if not PAGE.is_file():
         pytest.skip("no documentation beside the tests")
-    tables = PAGE.read_text(encoding="utf-8").partition("## Options")[2].partition("### What else")[0]
+    tables = PAGE.read_text(encoding="utf-8").partition("## Options")[2].partition("### Notes")[0]
     cells = [line.split(" | ")[0] for line in tables.splitlines() if line.startswith("| `")]
     assert named(cells) == STREAMS | BUCKETS
