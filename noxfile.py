@@ -206,7 +206,7 @@ def package(session: nox.Session) -> None:
     with session.chdir(session.create_tmp()):
         session.run("pyright", "--verifytypes", "jetstream_ext", "--ignoreexternal")
     run_built(session, wheel, sdist, session.posargs or ["tests/cli", "tests/test_examples.py", *_OF_A_PACKAGE])
-    run_built(session, sdist, sdist, session.posargs or ["tests/cli", *_OF_A_PACKAGE])
+    run_built(session, sdist, sdist, session.posargs or _OF_A_PACKAGE)
 
 
 _OF_A_PACKAGE = ["tests/test_imports.py", "tests/testing"]
