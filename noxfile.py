@@ -193,7 +193,8 @@ def package(session: nox.Session) -> None:
     """Build wheel and sdist, and check them as a user gets them; arguments after `--` go to pytest.
 
     The wheel alone, without extras, imports little and names the extras that it lacks. A user's type checker learns the
-    type of everything in it. The tests nearest to a user pass with the installed wheel, and with the installed sdist.
+    type of everything in it. The tests nearest to a user pass with the installed wheel, and the tests of the imports and of
+    the test servers with the installed sdist.
     """
     sdist, wheel = build(session)
     session.run("python", "-m", "venv", "--clear", str(Path(session.create_tmp()) / "venv"))
