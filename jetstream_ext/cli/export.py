@@ -181,14 +181,14 @@ class _Part:
         except FileNotFoundError:
             return begin
         except (orjson.JSONDecodeError, TypeError) as error:
-            text = f"{self._journal} is not a valid journal; start again without --resume"
+            text = f"{self._journal} is not a valid journal; --overwrite starts again"
             raise click.ClickException(text) from error
         if dataclasses.replace(begin, end=found.end, seq=found.seq, messages=found.messages, size=found.size) != found:
             raise click.ClickException(
-                f"{self.path} belongs to another export (stream, subject, start or format); start without --resume"
+                f"{self.path} belongs to an export with another stream, subject, start or format; --overwrite starts again"
             )
         if not self.path.is_file() or self.path.stat().st_size < found.size:
-            raise click.ClickException(f"{self.path} is shorter than its journal says; start again without --resume")
+            raise click.ClickException(f"{self.path} is shorter than its journal says; --overwrite starts again")
         return found
 
     def add(self, message: StoredMsg) -> None:
