@@ -126,7 +126,7 @@ class _Journal:
 
     stream: str
     created: str  # tells streams of the same name apart
-    subject: str  # the filter; empty is none
+    subject: str  # the filter; "" selects all subjects
     first: int
     format: str
     end: int = 0  # the last sequence of the export

@@ -41,7 +41,7 @@ class Seq:
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """The first message that was stored at or after a time, by the server's clock; if there is none, the next one.
+    """The first message stored at or after a time, by the server's clock, or else the next message to be stored.
 
     Args:
         when: A timezone-aware datetime.

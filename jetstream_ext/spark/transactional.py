@@ -79,7 +79,7 @@ _Record = TypeVar("_Record", Marker, Layout)
 
 
 def _decode(kind: type[_Record], stored: StoredMsg | None) -> _Record:
-    """Return the record in a message, the default if there is none; raise ReplayError for any other message."""
+    """Return the record in a message, or the default without a message; raise ReplayError for any other message."""
     if stored is None:
         return kind()
     try:

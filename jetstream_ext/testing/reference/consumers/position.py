@@ -48,7 +48,7 @@ class Cursor:
         return self._count(self.next) if len(self._stream.store) else 0
 
     def take(self) -> StoredMessage | None:
-        """Return the next new message and move past it; `None` if there is none yet.
+        """Return the next new message and move past it, or `None` at the end of the stream.
 
         A deleted message of the `last_per_subject` list also gives `None`: a real server then waits for the next message
         or request.
