@@ -315,6 +315,19 @@ class NoStreamError(BatchError, nats.js.errors.NoStreamResponseError):
         self.description: str = self.message  # nats-py's field
 
 
+class Status(enum.IntEnum):
+    """The statuses that servers send as the ``code`` of an error, or as the status line of a reply."""
+
+    END_OF_BATCH = 204
+    NOT_FOUND = 404
+    BAD_REQUEST = 408
+    REQUIRED_API_LEVEL = 412
+    TOO_MANY_SUBJECTS = 413
+    TOO_MANY_REQUESTS = 429
+    INTERNAL_ERROR = 500
+    UNAVAILABLE = 503
+
+
 class ErrorCode(enum.IntEnum):
     """The server error codes (``err_code``) that this library knows; `SERVER_ERRORS` maps them to classes.
 
@@ -537,6 +550,11 @@ def server_error(
     """Return the error for a server's refusal; an unknown code gives a plain `ServerError`."""
     cls = SERVER_ERRORS.get(err_code or 0, ServerError)
     return cls(message, code=code, err_code=err_code, description=description)
+
+
+def reached_no_stream(refusal: ServerError) -> bool:
+    """Return whether a message reached no stream: none stores the subject, or the stream has no leader."""
+    return refusal.code == Status.UNAVAILABLE and refusal.err_code is None
 
 
 def batch_refusal(error: ServerError, message: str, **batch: Any) -> BatchServerError:

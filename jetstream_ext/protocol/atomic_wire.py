@@ -135,20 +135,16 @@ def read_reply(header: bytes, payload: bytes) -> Reply | BatchAck | ServerError:
     return parse_batch_ack(reply, payload)
 
 
-def _reached_no_stream(refusal: ServerError) -> bool:
-    return refusal.code == 503 and refusal.err_code is None
-
-
 def refuses_one_message(refusal: ServerError) -> bool:
     """Return whether the server still has the batch, without the message that it refused."""
-    return _reached_no_stream(refusal) or refusal.err_code in _OF_ONE_MESSAGE
+    return errors.reached_no_stream(refusal) or refusal.err_code in _OF_ONE_MESSAGE
 
 
 def refusal_error(
     refusal: ServerError, batch_id: str, what: str, *, in_doubt: bool, facts: dict[str, Any]
 ) -> JetStreamExtError:
     """Return the error for a refusal of `what`; `in_doubt`: it is the first answer since the connection was lost."""
-    if _reached_no_stream(refusal):
+    if errors.reached_no_stream(refusal):
         return errors.NoStreamError(
             f"batch {batch_id}: no stream stores the subject of {what}, or the stream has no leader",
             **facts,

@@ -22,7 +22,7 @@ from typing import Any, Final
 import orjson
 
 from jetstream_ext import errors
-from jetstream_ext.errors import JetStreamExtError, MessageNotFoundError, MessagesLostError, ResponseError
+from jetstream_ext.errors import JetStreamExtError, MessageNotFoundError, MessagesLostError, ResponseError, Status
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame, parts
@@ -264,14 +264,14 @@ class ReplyDecoder:
 
     def _finish(self, header: bytes, values: dict[str, str]) -> None:
         code, _ = _status(header)
-        if code == 404 and self._responder:
+        if code == Status.NOT_FOUND and self._responder:
             # multi_last: a message that was there when the server put the answer together is gone; ask again.
             self.broken = self._lost(b"", self._prev)
             return
-        if code == 404:
+        if code == Status.NOT_FOUND:
             self.end = EndOfBatch(num_pending=0, last_seq=0, found=False)
             return
-        if code != 204:
+        if code != Status.END_OF_BATCH:
             raise status_error(self._asked, header, self._server_version)
         up_to = values.get(h.UP_TO_SEQUENCE)
         self.end = EndOfBatch(
@@ -304,40 +304,40 @@ def _status(header: bytes) -> tuple[int, str]:
 def status_error(stream: str, header: bytes, server_version: str = "") -> JetStreamExtError:
     """Return the error for a direct get that a server, of this version if known, refused."""
     code, text = _status(header)
-    if code == 404:
+    if code == Status.NOT_FOUND:
         return not_found(stream)
-    if code == 408 and text == "Empty Request":
+    if code == Status.BAD_REQUEST and text == "Empty Request":
         # This library sends no empty request: the server dropped the fields that it does not know.
         return feature_table.DIRECT_BATCH.unsupported(
             server_version=server_version,
             detail=f"the server of stream {stream!r} knows none of the request's fields",
         )
-    if code == 408:
+    if code == Status.BAD_REQUEST:
         return errors.BadRequestError(
             f"stream {stream!r}: the server refused the direct get: {text}", description=text, stream=stream
         )
-    if code == 412:
+    if code == Status.REQUIRED_API_LEVEL:
         return errors.RequiredApiLevelError(
             f"stream {stream!r}: the server is older than the API level the request needs",
-            code=412,
+            code=code,
             err_code=errors.ErrorCode.REQUIRED_API_LEVEL,
             description=text,
             outcome="not_stored",
         )
-    if code == 413:
+    if code == Status.TOO_MANY_SUBJECTS:
         return errors.TooManySubjectsError(
             f"stream {stream!r}: the filters match more subjects than one answer can hold ({text}); "
             "use narrower filters"
         )
-    if code == 503:
+    if code == Status.UNAVAILABLE:
         return errors.DirectGetDisabledError(
             f"stream {stream!r}: no server answers direct gets: the stream does not exist, lacks allow_direct, or none "
             "of its replicas is available; enable direct gets with allow_direct=True (jetstream_ext.ensure_stream)",
             stream=stream,
         )
-    if code == 500:
+    if code == Status.INTERNAL_ERROR:
         return errors.ServerError(
-            f"stream {stream!r}: the server reported an internal error: {text}", code=500, description=text
+            f"stream {stream!r}: the server reported an internal error: {text}", code=code, description=text
         )
     return ResponseError(f"stream {stream!r}: unexpected status {code} {text}", frame=header)
 

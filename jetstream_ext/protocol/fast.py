@@ -130,20 +130,20 @@ NO_FEATURE: Final = Ending(EndReason.ERROR)
 # fmt: on
 
 
-class Keep(enum.Enum):
+class NoChange(enum.Enum):
     """The cells of `TABLE` that change nothing."""
 
-    STAY = enum.auto()
-    RAISE = enum.auto()
+    IGNORE = enum.auto()
+    REFUSE = enum.auto()
 
 
-_Step = State | Ending | Keep
+_Step = State | Ending | NoChange
 Cell = _Step | tuple[_Step, _Step]
 """What an input does: enter a state, end the batch, or change nothing. A pair is for fail mode and for ok mode."""
 
 NEW, STARTING, OPEN, SUSPENDED, COMMITTING, DRAINING, ENDED = State
-___: Final = Keep.STAY
-ERR: Final = Keep.RAISE
+___: Final = NoChange.IGNORE
+ERR: Final = NoChange.REFUSE
 
 TABLE: Final[dict[Input, tuple[Cell, Cell, Cell, Cell, Cell, Cell, Cell]]] = {
     #                         NEW       STARTING          OPEN              SUSPENDED  COMMITTING       DRAINING    ENDED
@@ -218,6 +218,7 @@ class FastBatch:
         ack_timeout: float = 5.0,
         stall_ping: float = 1.0,
         keepalive: float = 5.0,
+        max_payload: int = 1 << 20,
     ) -> None:
         self.batch_id: str = check_batch_id(batch_id)
         self.gap: GapMode = GapMode(gap)
@@ -237,7 +238,7 @@ class FastBatch:
         self.in_doubt: deque[InDoubt] = deque(maxlen=KEPT_REPORTS)
 
         self._table = _TABLES[self.gap]
-        self._wire = FastWire(batch_id=batch_id, flow=flow, gap=self.gap)
+        self._wire = FastWire(batch_id=batch_id, flow=flow, gap=self.gap, max_payload=max_payload)
         self._stall_ping = check_seconds(stall_ping, "stall_ping")
         self._keepalive = check_seconds(keepalive, "keepalive", zero=True) or math.inf
         self._waiting_since = math.inf  # the oldest wait without a sign of life since
@@ -577,7 +578,7 @@ class FastBatch:
         cell = self._table[self.state, event]
         if cell is ERR:
             self._raise()
-        if isinstance(cell, Keep):
+        if isinstance(cell, NoChange):
             return []
         old, events = self.state, list[Event]()
         if isinstance(cell, Ending):
@@ -706,7 +707,7 @@ class FastBatch:
             error = reply.said.error
         else:  # a gap of message 1, which only another batch can have
             error = errors.server_error(code=400, err_code=ErrorCode.FAST_UNKNOWN_BATCH)
-        if first and error.code == 503 and error.err_code is None:
+        if first and errors.reached_no_stream(error):
             subject = self._wire.subject.decode()
             text = f"no stream stores subject {subject!r}, or the stream has no leader; nothing is stored"
             return self._error(errors.NoStreamError, text, "not_stored")

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from jetstream_ext.errors import ResponseError, ServerError, server_error
+from jetstream_ext.errors import ResponseError, ServerError, Status, server_error
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import parse_batch_ack, parse_object, parse_refusal
 from jetstream_ext.protocol.frames import Frame, check_size, pub
@@ -43,8 +43,8 @@ class Encoded(NamedTuple):
 class FastWire:
     """Checks messages and encodes the commands of one batch; `open` sets the prefix of the reply subjects."""
 
-    def __init__(self, *, batch_id: str, flow: int, gap: GapMode) -> None:
-        self.max_payload: int = 1 << 20  # the server's limit for headers and payload together, in bytes
+    def __init__(self, *, batch_id: str, flow: int, gap: GapMode, max_payload: int) -> None:
+        self.max_payload: int = max_payload  # the server's limit for headers and payload together, in bytes
         self._tokens = f".{batch_id}.{flow}.{gap.value}."
         self._reply = b""
         self._append_tail = b"." + APPEND + b".$FI"
@@ -70,6 +70,8 @@ class FastWire:
     def message(self, encoded: Encoded, seq: int) -> bytes:
         if seq == 1:
             self.subject = encoded.subject
+            # The limit may have changed since the message was encoded.
+            check_size(len(encoded.header) + len(encoded.payload), self.max_payload)
         return pub(encoded.subject, self._reply_to(seq, START if seq == 1 else APPEND), encoded.header, encoded.payload)
 
     def plain(self, subject: str, payload: bytes, seq: int) -> bytes:
@@ -188,7 +190,7 @@ def _said(header: bytes, payload: bytes) -> Said:
         status = h.parse_status(header)
         if status is not None:
             code, text = status
-            description = "no stream stores the subject" if code == 503 else text
+            description = "no stream stores the subject" if code == Status.UNAVAILABLE else text
             return Refusal(server_error(code=code, description=description))
     reply = parse_object("a fast-ingest reply", payload)
     kind = reply.get("type")
