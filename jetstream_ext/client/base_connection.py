@@ -138,6 +138,15 @@ class BaseConnection(ABC):
         finally:
             task.cancel()
 
+    async def _flushed(self, writing: Coroutine[Any, Any, Any], timeout: float) -> None:
+        """Await a write of nats-py; raise ConnectionReconnectingError for an error of the socket."""
+        try:
+            await self.bounded(writing, timeout, "room in the write buffer of the connection")
+        except nats.errors.Error:
+            raise  # nats-py's timeouts are OSErrors too
+        except OSError as error:
+            raise nats.errors.ConnectionReconnectingError from error
+
     async def request(self, subject: str, payload: bytes, timeout: float) -> Msg:
         """Send a request and return the answer, or raise RequestTimeoutError after `timeout` seconds."""
         what = f"the answer on {subject}"

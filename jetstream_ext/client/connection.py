@@ -131,8 +131,7 @@ class Connection(BaseConnection):
     async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
         self.write_nowait(data, messages, payload_bytes)
         if self.nc._pending_data_size > self.nc._max_pending_size > 0:
-            flushing = self.nc._flush_pending(force_flush=True)
-            await self.bounded(flushing, timeout, "room in the write buffer of the connection")
+            await self._flushed(self.nc._flush_pending(force_flush=True), timeout)
 
     # -- reading ------------------------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ class FallbackConnection(BaseConnection):
 
     async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
         self.check_usable()
-        await self.bounded(_shielded(self._publish_soon(data)), timeout, "room in the write buffer of the connection")
+        await self._flushed(_shielded(self._publish_soon(data)), timeout)
 
     def _publish_soon(self, data: bytes) -> asyncio.Task[None]:
         task = self._spawn(self._publish(data))

@@ -116,7 +116,7 @@ async def test_a_connection_lost_during_publish_atomic_fails_the_batch(
     assert caught.value.outcome == "not_stored"
 
 
-@pytest.mark.parametrize("error", [OSError("broken pipe"), nats.errors.ConnectionClosedError()])
+@pytest.mark.parametrize("error", [nats.errors.ConnectionReconnectingError(), nats.errors.ConnectionClosedError()])
 async def test_a_failed_write_ends_the_batch(
     js: JetStreamContext, nc: Client, make_stream: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

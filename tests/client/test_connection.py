@@ -14,6 +14,7 @@ from nats.protocol.parser import Parser
 from jetstream_ext.client import context
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
 from jetstream_ext.client.connection import _CLOSED_SIDS_KEPT, Connection, connection_of
+from jetstream_ext.client.fallback import FallbackConnection
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.direct import ReplyDecoder
 from jetstream_ext.protocol.frames import Frame, parts
@@ -388,6 +389,25 @@ async def test_a_write_times_out_while_nats_py_flushes() -> None:
         async with asyncio.timeout(0.01):
             await connection.write(b"PUB a 5\r\nabcde\r\n", 1, 5, timeout=5)
     assert nc._pending == [b"PUB a 5\r\nabcde\r\n"]
+
+
+async def test_a_broken_socket_is_a_lost_connection() -> None:
+    nc = Recorder()
+    nc._max_pending_size = 10
+    nc._flusher_task = None  # then nats-py flushes within the call
+
+    class Broken:
+        def writelines(self, data: list[bytes]) -> None:
+            pass
+
+        async def drain(self) -> None:
+            raise BrokenPipeError("broken pipe")
+
+    nc._transport = Broken()  # type: ignore[assignment]
+    for connection in (connection_of(nc), FallbackConnection(nc, dict)):
+        with pytest.raises(nats.errors.ConnectionReconnectingError) as caught:
+            await connection.write(b"PUB a 20\r\n" + bytes(20) + b"\r\n", 1, 20, timeout=5)
+        assert isinstance(caught.value.__cause__, BrokenPipeError)
 
 
 # -- the connection itself
