@@ -18,7 +18,7 @@ from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, I
 from jetstream_ext.client.context import Context
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.fast import Ended, Event, FastBatch
-from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, UnrecognisedReply
+from jetstream_ext.protocol.fast_wire import BatchFlowError, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.types import (
@@ -193,16 +193,16 @@ class FastPublisher:
         sequence (`batch_seq` does not count it). After that the message is sent and counted. The batch stays usable.
         """
         session = self._session
-        if options or not session.clear:
+        if options or not session.can_send:
             return await self.add_message(BatchMessage(subject, payload, **options))
         return await self._publish(self._batch.add_plain(subject, payload, session.now()), len(payload))
 
     async def add_message(self, message: BatchMessage) -> FastPubAck:
         """Publish one `BatchMessage`; arguments, errors, result and cancellation as for `add`."""
         session = self._session
-        encoded = session.encode(message)
-        if not session.clear:
-            await session.turn()
+        encoded = self._batch.encode(message)
+        if not session.can_send:
+            await session.wait_turn()
         return await self._publish(self._batch.add(encoded, session.now()), len(encoded.payload))
 
     async def _publish(self, command: bytes, size: int) -> FastPubAck:
@@ -234,8 +234,8 @@ class FastPublisher:
         if isinstance(messages, AsyncIterable):
             source = aiter(messages)
             while True:
-                if not session.clear:
-                    await session.turn()  # before a message is taken: a cancelled call loses none
+                if not session.can_send:
+                    await session.wait_turn()  # before a message is taken: a cancelled call loses none
                 try:
                     entry = await anext(source)
                 except StopAsyncIteration:
@@ -245,8 +245,8 @@ class FastPublisher:
         entries = iter(messages)
         stopped: BaseException | None = None
         while stopped is None:
-            if not session.clear:
-                await session.turn()
+            if not session.can_send:
+                await session.wait_turn()
             data, count, size, stopped = batch.add_many(entries, session.now())
             if count:
                 await session.write(data, count, size)
@@ -273,7 +273,7 @@ class FastPublisher:
         batch, session = self._batch, self._session
         if not batch.sent:
             return
-        await session.ready(batch.can_ask)
+        await session.wait_ready(batch.can_ask)
         sent = batch.sent
         if not batch.is_settled(sent):
             await session.write(batch.ping(session.now()), 1, 0)
@@ -289,7 +289,7 @@ class FastPublisher:
         Cancellation: The batch stays usable.
         """
         batch, session = self._batch, self._session
-        await session.ready(batch.can_ask)
+        await session.wait_ready(batch.can_ask)
         before = batch.pongs
         await session.write(batch.ping(session.now()), 1, 0)
         await session.wait(lambda: batch.pongs > before)
@@ -318,10 +318,11 @@ class FastPublisher:
             BatchOutcomeUnknownError: The ack did not arrive; the messages may be stored.
             BatchError: The batch had ended.
 
-        Cancellation: The batch is discarded; a commit that was sent still ends it on the server.
+        Cancellation: Before the commit is sent, the batch stays usable. After that the batch is discarded here, and the
+            commit still ends it on the server.
         """
         batch, session = self._batch, self._session
-        await session.ready(batch.can_ask)
+        await session.wait_ready(batch.can_ask)
         command = batch.commit(session.now())
         try:
             await session.write(command, 1, 0)
@@ -344,7 +345,7 @@ class FastPublisher:
 
         Cancellation: The batch stays open.
         """
-        return await self._session.closed()
+        return await self._session.wait_closed()
 
     async def __aenter__(self) -> Self:
         return self
@@ -374,15 +375,15 @@ class FastSession:
     def __init__(
         self, context: Context, *, handlers: Mapping[type[Event], Callable[[Any], object] | None], **batch: Any
     ) -> None:
-        self.batch: FastBatch = FastBatch(**batch)
-        self.now: Callable[[], float]
-        """The clock of the batch, once it is open."""
         self._context = context
         self._handlers = handlers
-        self._connection: BaseConnection | None = None
+        self._connection: BaseConnection = context.connection
+        self.batch: FastBatch = FastBatch(max_payload=self._connection.max_payload, **batch)
+        self.now: Callable[[], float] = _loop_time
+        """The clock of the batch; from `_open` on the loop's own method, which is faster."""
         self._inbox: InboxSubscription | None = None
         self._turn = asyncio.Lock()
-        self._senders = 0  # callers in `turn`
+        self._senders = 0  # callers in `wait_turn`
         self._waiters = 0  # callers in `wait`
         self._changed = asyncio.Event()  # set and cleared at once, to wake all waiters
         self._timer: asyncio.TimerHandle | None = None
@@ -391,36 +392,29 @@ class FastSession:
     # -- callers --------------------------------------------------------------------------------------------------
 
     @property
-    def clear(self) -> bool:
+    def can_send(self) -> bool:
         """Whether a message can be sent without waiting."""
-        connection = self._connection
-        return not self._senders and connection is not None and connection.usable and self.batch.has_room
+        return not self._senders and self._connection.usable and self.batch.has_room
 
-    def encode(self, message: BatchMessage) -> Encoded:
-        if self._connection is None:
-            self.batch.set_max_payload(self._context.connection.max_payload)
-        return self.batch.encode(message)
-
-    async def turn(self) -> None:
+    async def wait_turn(self) -> None:
         """Wait until a message can be sent; callers get their turn in the order of their calls."""
         self._senders += 1
         try:
             async with self._turn:
-                await self.ready(self.batch.can_send)
+                await self.wait_ready(self.batch.can_send)
         finally:
             self._senders -= 1
 
-    async def ready(self, goal: Callable[[], bool]) -> None:
+    async def wait_ready(self, goal: Callable[[], bool]) -> None:
         """Wait for `goal` on a usable connection; open the batch if it is new."""
         while True:
             await self.wait(goal)
-            connection = self._connection
-            if connection is None:
+            if self._inbox is None:
                 await self._open()
-            elif connection.usable:
+            elif self._connection.usable:
                 return
             elif not self.batch.sent:
-                connection.check_usable()
+                self._connection.check_usable()
             else:
                 self._disconnected()  # nats-py has noticed the loss, but its reader task has not ended yet
 
@@ -442,7 +436,7 @@ class FastSession:
             if not self._waiters:
                 batch.not_waiting()
 
-    async def closed(self) -> EndReason:
+    async def wait_closed(self) -> EndReason:
         """Wait for the end of the batch without sending anything."""
         while self.batch.end_reason is None:
             await self._changed.wait()
@@ -450,7 +444,6 @@ class FastSession:
 
     async def write(self, data: bytes, messages: int, size: int) -> None:
         """Write bytes of the batch; if that ends the batch, raise its error."""
-        assert self._connection is not None
         batch = self.batch
         try:
             await self._connection.write(data, messages, size, timeout=batch.ack_timeout)
@@ -468,7 +461,7 @@ class FastSession:
     # -- the connection -------------------------------------------------------------------------------------------
 
     async def _open(self) -> None:
-        connection = self._context.connection
+        connection = self._connection
         connection.check_usable()
         level = await api_level(self._context)
         if not FAST_INGEST.at(level):
@@ -477,26 +470,24 @@ class FastSession:
             )
         handler = InboxHandler(self._receive, self._disconnected, self._reconnected)
         tail = f".{self.batch.batch_id}.>"
-        self._inbox = await connection.inbox(handler, tail=tail, timeout=self.batch.ack_timeout)
+        inbox = await connection.inbox(handler, tail=tail, timeout=self.batch.ack_timeout)
         try:
-            self.batch.open(self._inbox.subject)
+            self.batch.open(inbox.subject)
         except BaseException:
-            self._inbox.close()
+            inbox.close()
             raise
         self.batch.set_max_payload(connection.max_payload)
         self.now = asyncio.get_running_loop().time
-        self._connection = connection
+        self._inbox = inbox
 
     def _receive(self, frames: list[Frame]) -> None:
         self.deliver(*self.batch.receive(frames, self.now()))
 
     def _disconnected(self) -> None:
-        assert self._connection is not None
         for_good = self._connection.closed or self._connection.nc.is_draining
         self.deliver(self.batch.disconnected(self.now(), for_good=for_good))
 
     def _reconnected(self) -> None:
-        assert self._connection is not None
         self.batch.set_max_payload(self._connection.max_payload)
         self.deliver([], self.batch.reconnected(self.now()))
 
@@ -505,7 +496,6 @@ class FastSession:
     def deliver(self, events: list[Event], out: bytes = b"") -> None:
         """Send `out`, call the handlers of `events`, wake the waiters."""
         if out:
-            assert self._connection is not None
             try:
                 self._connection.write_nowait(out, 1, 0)
             except nats.errors.Error:
@@ -564,3 +554,7 @@ class FastSession:
             self.deliver(events, out)
         else:
             self._arm()
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()

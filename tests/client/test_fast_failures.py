@@ -84,6 +84,22 @@ class TestCancellation:
         assert (await pub.commit_eob()).batch_size == 2
         assert await payloads(js, stream) == [b"1", b"2"]
 
+    async def test_commit_cancelled_before_it_is_sent_leaves_the_batch_usable(
+        self, own_server: NatsServer, own_js: JetStreamContext, own_stream: MakeStream
+    ) -> None:
+        stream = await own_stream()
+        pub = jsx.FastPublisher(own_js)
+        own_server.pause()
+        adding = asyncio.create_task(pub.add(f"{stream}.a", b"1"))
+        while pub._batch.state is not State.STARTING:
+            await asyncio.sleep(0)
+        await _cancel_after(5, pub.commit_eob())
+        own_server.resume()
+        await adding
+        assert pub.end_reason is None
+        assert (await pub.commit(f"{stream}.a", b"2")).batch_size == 2
+        assert await payloads(own_js, stream) == [b"1", b"2"]
+
     @pytest.mark.parametrize("call", ["commit", "block"])
     async def test_cancelled_commit_leaves_nothing_open(
         self, js: JetStreamContext, make_stream: MakeStream, leak_check: Any, call: str
