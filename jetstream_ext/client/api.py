@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -20,7 +21,7 @@ from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client.base_connection import mark_retrieved
 from jetstream_ext.client.context import Context
-from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ResponseError, ServerError
+from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ResponseError, ServerError, Status
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import parse_answer
 from jetstream_ext.protocol.stored_msg import StoredMsg
@@ -29,6 +30,8 @@ from jetstream_ext.types import BatchAck
 
 LAG_PAUSE: Final = 0.05
 """Seconds between two checks whether a leader, a replica or a mirror has caught up."""
+SETTLE: Final = 3.0
+"""Seconds that a newly elected leader may take to apply what its predecessor had acknowledged."""
 
 # Seconds before an unanswered request is repeated: a new leader does not know the requests to a leader that died.
 _REPEAT_AFTER: Final = 1.0
@@ -77,13 +80,17 @@ class Api:
         except RequestTimeoutError:
             raise RequestTimeoutError(f"no answer on {subject} within {self.timeout:.4g} s") from None
         except nats.errors.NoRespondersError as error:
-            raise ServiceUnavailableError(code=503, description=f"no server answers on {subject}") from error
+            raise ServiceUnavailableError(
+                code=Status.UNAVAILABLE, description=f"no server answers on {subject}"
+            ) from error
         try:
             return parse_answer(subject, reply.data)
         except ServerError as refusal:
-            if refusal.code != 404:
+            if refusal.code != Status.NOT_FOUND:
                 raise
-            raise NotFoundError(code=404, err_code=refusal.err_code, description=refusal.description) from refusal
+            raise NotFoundError(
+                code=refusal.code, err_code=refusal.err_code, description=refusal.description
+            ) from refusal
 
     async def level(self) -> int:
         """Return the API level of the JetStream that answers (0: before 2.11); raise as `ask` does."""
@@ -112,12 +119,22 @@ async def stream_state(context: Context, stream: str, timeout: float | None = No
     return parse_stream_state(await Api(context, timeout).ask(f"STREAM.INFO.{stream}", repeat=True), stream)
 
 
+async def settled_state(
+    look: Callable[[], Awaitable[StreamState]], seq: int, timeout: float | None = None
+) -> StreamState:
+    """Return what `look` says once it has the sequence `seq`, or after `timeout` seconds (None: `SETTLE`)."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + (SETTLE if timeout is None else timeout)
+    while (state := await look()).last_seq < seq and loop.time() < deadline:  # noqa: ASYNC110 - there is no event
+        await asyncio.sleep(LAG_PAUSE)
+    return state
+
+
 async def wait_for_sequence(context: Context, stream: str, seq: int, timeout: float) -> None:
     """Wait until the leader's last sequence is at least `seq`; raise RequestTimeoutError after `timeout` seconds."""
     try:
         async with asyncio.timeout(timeout):
-            while (await stream_state(context, stream, timeout)).last_seq < seq:  # noqa: ASYNC110 - there is no event
-                await asyncio.sleep(LAG_PAUSE)
+            await settled_state(lambda: stream_state(context, stream, timeout), seq, math.inf)
     except TimeoutError:
         raise RequestTimeoutError(f"stream {stream!r} did not reach sequence {seq} within {timeout:.4g} s") from None
 
@@ -132,7 +149,7 @@ async def get_at_leader(
         if error.err_code == ErrorCode.MESSAGE_NOT_FOUND:
             return None
         raise
-    with reading(f"a message of stream {stream!r}"):
+    with malformed_as_error(f"a message of stream {stream!r}"):
         found = answer["message"]
         block = base64.b64decode(found["hdrs"]) if found.get("hdrs") else b""
         return StoredMsg(
@@ -146,7 +163,7 @@ async def get_at_leader(
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
+def malformed_as_error(what: str) -> Iterator[None]:
     """Raise ResponseError if the block finds a field of the answer about `what` missing or malformed."""
     try:
         yield

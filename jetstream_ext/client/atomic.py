@@ -210,7 +210,7 @@ class AtomicBatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            await self._session.leave()
+            await self._session.finish()
         else:
             self._session.discard()
 

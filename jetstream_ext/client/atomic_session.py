@@ -15,14 +15,15 @@ import nats.js.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import LAG_PAUSE, api_level, get_at_leader, lookup_stream, remember_ack, stream_state
+from jetstream_ext.client.api import api_level, get_at_leader, lookup_stream, remember_ack, settled_state, stream_state
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import atomic_resolve, frames
-from jetstream_ext.protocol.atomic import AtomicBatchMachine, Doubt, State
-from jetstream_ext.protocol.atomic_resolve import Commit, FenceReplies, NeverKnown, NotYetKnown, Plan, Question
+from jetstream_ext.protocol.atomic import AtomicBatchMachine, State, Unresolved
+from jetstream_ext.protocol.atomic_resolve import Commit, FenceReplies, NeverKnown, NotYetKnown, Plan, Query
 from jetstream_ext.protocol.atomic_wire import Block, Encoded
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import as_message, check_seconds
@@ -35,13 +36,6 @@ _BLOCK: Final = 1 << 15
 _RESOLVE_TIMEOUTS: Final = 4
 # Seconds to wait for one answer of `resolve`. During an election no server answers, and the plan starts again.
 _ANSWER_TIMEOUT: Final = 2.0
-_RETRIED: Final = (
-    NotYetKnown,
-    JetStreamExtError,
-    nats.js.errors.ServiceUnavailableError,
-    nats.errors.NoRespondersError,
-    nats.errors.ConnectionReconnectingError,
-)
 
 _Waiter = asyncio.Future[JetStreamExtError | None]
 """Done when the reply has come, with the refusal if only this message was refused, or when the batch is over."""
@@ -151,9 +145,9 @@ class AtomicSession:
         self.machine.discard()
         self._settle()
 
-    async def leave(self) -> None:
+    async def finish(self) -> None:
         """Do what a clean exit of ``async with`` does."""
-        if self.machine.leave():
+        if self.machine.finish():
             try:
                 await self.commit(None)
             finally:
@@ -164,13 +158,12 @@ class AtomicSession:
         """Return the ack of the batch if it is stored, or None."""
         machine = self.machine
         timeout = _RESOLVE_TIMEOUTS * self._timeout if timeout is None else check_seconds(timeout, "timeout")
-        doubt = machine.doubt()
-        commit = Commit(
-            machine.batch_id, machine.size, machine.staged, machine.last_subject, *self._opened, self._session
-        )
-        if doubt is Doubt.COMMIT:
+        unresolved = machine.unresolved()
+        facts = machine.batch_id, machine.size, machine.staged, machine.last_subject
+        commit = Commit(*facts, *self._opened, self._session)
+        if unresolved is Unresolved.COMMIT:
             machine.resolved(await _find_commit(self._context, commit, timeout, machine.error))
-        elif doubt is Doubt.EARLIER:
+        elif unresolved is Unresolved.EARLIER:
             machine.resolved(await _find_earlier(self._context, commit, timeout))
             machine.result()
         return machine.ack
@@ -245,12 +238,12 @@ class AtomicSession:
     async def _write(self, block: Block) -> None:
         try:
             await self._context.connection.write(block.data, block.messages, block.size, timeout=self._timeout)
-        except (nats.errors.Error, OSError) as error:
+        except nats.errors.Error as error:
             self.machine.lost(f"writing to the connection failed ({error!r})")
             self._settle()
 
     def _abandon_commit(self) -> None:
-        self.machine.commit_unheard()
+        self.machine.commit_cancelled()
         self._settle()
 
     # -- replies --------------------------------------------------------------------------------------------------
@@ -288,7 +281,7 @@ class AtomicSession:
             if waiter is not None and not waiter.done():
                 waiter.set_result(refusal)
             elif refusal is not None:
-                self.machine.refused_unheard(refusal)
+                self.machine.refusal_unobserved(refusal)
         self._settle()
 
     def _disconnected(self) -> None:
@@ -316,19 +309,20 @@ async def _find_commit(
 
     `cause` is the error that left the outcome unknown; a BatchOutcomeUnknownError of this call is raised from it.
     """
+    retry = Retry(timeout, transient=_may_be_known_later)
+    retry.start()
     why = "the stream's leader did not answer"
     try:
         async with asyncio.timeout(timeout):
             while True:
                 try:
                     return await _follow(context, atomic_resolve.find_commit(commit), _ANSWER_TIMEOUT)
-                except _RETRIED as error:
+                except Exception as error:
                     why, cause = str(error) or why, error
-                await asyncio.sleep(LAG_PAUSE)
-    except TimeoutError:
-        why = f"{why} (tried for {timeout:g} s)"
-    except (NeverKnown, nats.errors.Error, nats.js.errors.APIError) as error:
-        why = str(error)
+                    await retry.pause_if_transient(error)
+    except (TimeoutError, NotYetKnown, NeverKnown, nats.errors.Error) as error:
+        if isinstance(error, TimeoutError) or _may_be_known_later(error):
+            why += f" (tried for {timeout:g} s)"
     raise BatchOutcomeUnknownError(
         f"batch {commit.batch_id}: the outcome is unknown: {why}; either all of its {commit.size} messages are stored or "
         "none",
@@ -337,6 +331,10 @@ async def _find_commit(
         acked=commit.staged,
         outcome="unknown",
     ) from cause
+
+
+def _may_be_known_later(error: Exception) -> bool:
+    return isinstance(error, NotYetKnown) or is_transient_read(error)
 
 
 async def _find_earlier(context: Context, commit: Commit, timeout: float) -> BatchAck | None:
@@ -357,18 +355,18 @@ async def _follow(context: Context, plan: Plan, timeout: float) -> BatchAck | No
     answer: object = None
     while True:
         try:
-            question = plan.send(answer)
+            query = plan.send(answer)
         except StopIteration as verdict:
             ack: BatchAck | None = verdict.value
             return ack
-        answer = await _ask(context, question, timeout)
+        answer = await _ask(context, query, timeout)
 
 
-async def _ask(context: Context, question: Question, timeout: float) -> Any:
-    match question:
-        case atomic_resolve.AskState(stream):
+async def _ask(context: Context, query: Query, timeout: float) -> Any:
+    match query:
+        case atomic_resolve.AskState(stream, seq):
             try:
-                return await stream_state(context, stream, timeout)
+                return await settled_state(lambda: stream_state(context, stream, timeout), seq)
             except nats.js.errors.NotFoundError:
                 return None
         case atomic_resolve.AskMessage(stream, request):
@@ -380,26 +378,24 @@ async def _ask(context: Context, question: Question, timeout: float) -> Any:
                     search.see(message.seq, message.headers)
         case atomic_resolve.AskFence(subject, kill, mark):
             return await _send_fence(context, subject.encode(), kill, mark, timeout)
-        case atomic_resolve.Pause():
-            await asyncio.sleep(atomic_resolve.PAUSE)
     return None
 
 
 async def _send_fence(context: Context, subject: bytes, kill: bytes, mark: bytes, timeout: float) -> FenceReplies:
     """Send both messages of a fence in one write; return the connection's session and the two replies."""
     replies: dict[bytes, tuple[bytes, bytes]] = {}
-    complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     def receive(received: list[Frame]) -> None:
         for frame in received:
             name, header, payload = frames.parts(frame)
             replies[name.rpartition(b".")[2]] = header, payload
         if replies.keys() >= {b"kill", b"mark"} and not complete.done():
-            complete.set_result(None)
+            complete.set_result(True)
 
     def disconnected() -> None:
         if not complete.done():
-            complete.set_exception(nats.errors.ConnectionReconnectingError())
+            complete.set_result(False)
 
     connection = context.connection
     connection.check_usable()
@@ -410,7 +406,8 @@ async def _send_fence(context: Context, subject: bytes, kill: bytes, mark: bytes
         session = connection.session
         await connection.write(data, 2, 0, timeout=timeout)
         async with asyncio.timeout(timeout):
-            await complete
+            if not await complete:
+                raise nats.errors.ConnectionReconnectingError
     except TimeoutError:
         raise RequestTimeoutError(f"no answer on {subject.decode()} within {timeout:g} s") from None
     finally:

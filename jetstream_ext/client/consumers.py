@@ -22,7 +22,7 @@ from nats.js.api import (
 )
 from nats.js.errors import NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.api import Api, get_at_leader, reading, stream_state
+from jetstream_ext.client.api import Api, get_at_leader, malformed_as_error, stream_state
 from jetstream_ext.client.concurrency import gather_bounded
 from jetstream_ext.client.context import Context
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError
@@ -118,7 +118,7 @@ async def reset_consumer(
     context = Context(js)
     api = Api(context, timeout)
     info = await api.ask(f"CONSUMER.INFO.{stream}.{consumer}")
-    with reading(f"consumer {consumer!r}"):
+    with malformed_as_error(f"consumer {consumer!r}"):
         version, level = answering_server(info.get("config") or {})
     if not feature_table.CONSUMER_RESET.at(level):
         raise feature_table.CONSUMER_RESET.unsupported(
@@ -130,7 +130,7 @@ async def reset_consumer(
         found = await get_at_leader(context, stream, {"start_time": rfc3339(time, "time")}, api.remaining)
         seq = end if found is None else found.seq
     answer = await api.ask(f"CONSUMER.RESET.{stream}.{consumer}", None if seq is None else {"seq": seq})
-    with reading(f"consumer {consumer!r} (which is now reset)"):
+    with malformed_as_error(f"consumer {consumer!r} (which is now reset)"):
         return ConsumerReset.from_response(answer)
 
 
@@ -359,7 +359,7 @@ async def source_health(js: JetStreamContext, stream: str, *, timeout: float | N
     check_name(stream, "stream name")
     api = Api(Context(js), timeout)
     info = await api.ask(f"STREAM.INFO.{stream}")
-    with reading(f"stream {stream!r} or one of its origins"):
+    with malformed_as_error(f"stream {stream!r} or one of its origins"):
         config, domain = info["config"], info.get("domain")
         mirror, sources = config.get("mirror"), config.get("sources") or []
         rows = [*([info["mirror"]] if info.get("mirror") else []), *(info.get("sources") or [])]

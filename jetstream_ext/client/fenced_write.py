@@ -137,7 +137,7 @@ class FencedWriter:
                 ack = await self._find_out(failure, messages, record, retry)
                 break
             except Exception as error:
-                await retry.pause(error)
+                await retry.pause_if_transient(error)
         self.fence = ack.seq
         self._in_doubt.clear()
         return ack

@@ -11,17 +11,16 @@ from functools import partial
 from typing import Final
 
 import nats.errors
-import nats.js.errors
 from nats.js import JetStreamContext
+from nats.js.errors import APIError, NoStreamResponseError
 from nats.nuid import NUID
 
 from jetstream_ext.client.api import stream_name
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.fast import FastPublisher
-from jetstream_ext.client.retry import Retry
+from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
     BatchError,
-    ErrorCode,
     FastPublishDisabledError,
     FastPublishMirrorError,
     IngestError,
@@ -37,7 +36,6 @@ ProgressHandler = Callable[[IngestProgress], None]
 
 _NO_FAST_INGEST: Final = (FastPublishDisabledError, FastPublishMirrorError, RequiredApiLevelError)
 _CONNECTION_GONE: Final = (nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError)
-_RETRIED_STATUSES: Final = frozenset({429, 503})
 _EXPECTATIONS: Final = frozenset({h.EXPECTED_LAST_SEQ, h.EXPECTED_LAST_SUBJECT_SEQ, h.EXPECTED_LAST_MSG_ID})
 
 
@@ -197,7 +195,7 @@ class _Ingest:
         self._on_progress = on_progress
         self._progress_every = progress_every
         self._progress_at, self._progress_stored = -math.inf, 0  # of the newest report
-        self._retry = Retry(timeout, transient=lambda error: not isinstance(error, _CONNECTION_GONE))
+        self._retry = Retry(timeout)
         self._stored = self._duplicates = self._resent = self._batches = 0
         self._refused: tuple[Entry, Exception] | None = None
         self._began = asyncio.get_running_loop().time()
@@ -270,13 +268,14 @@ class _Ingest:
 
     async def _pause(self, error: Exception) -> None:
         """Wait before the next attempt, or give up."""
-        try:
-            await self._retry.pause(error)
-        except nats.errors.Error:
-            gone = isinstance(error, _CONNECTION_GONE)
-            why = "the connection is closed" if gone else f"no ack for {self._retry.give_up_after:g} s"
-            what = f"was not acknowledged: {why} ({error})"
-            raise self._failure(what, in_doubt=len(self._window)) from error
+        why = "the connection is closed"
+        if not isinstance(error, _CONNECTION_GONE):
+            try:
+                await self._retry.pause_until_deadline(error)
+                return
+            except nats.errors.Error:
+                why = f"no ack for {self._retry.give_up_after:g} s"
+        raise self._failure(f"was not acknowledged: {why} ({error})", in_doubt=len(self._window)) from error
 
     async def _connected(self) -> None:
         connection = self._context.connection
@@ -352,17 +351,13 @@ class _Ingest:
             await self._connected()
             try:
                 return await once(message, headers)
-            except nats.js.errors.NoStreamResponseError as error:
-                if await self._has_no_stream(message.subject):
-                    raise self._failure("has a subject that no stream stores") from error
-                await self._pause(error)
-            except nats.js.errors.APIError as error:
-                if error.code not in _RETRIED_STATUSES and error.err_code != ErrorCode.DUPLICATE_IN_PROCESS:
-                    raise self._failure(f"was refused: {error.description}") from error
-                await self._pause(error)
             except nats.errors.MaxPayloadError as error:  # after a reconnect the limit may be lower
                 raise self._failure(f"was refused: {error}") from error
             except nats.errors.Error as error:
+                if isinstance(error, NoStreamResponseError) and await self._has_no_stream(message.subject):
+                    raise self._failure("has a subject that no stream stores") from error
+                if isinstance(error, APIError) and not is_transient(error):
+                    raise self._failure(f"was refused: {error.description}") from error
                 await self._pause(error)
 
     async def _publish_alone(self, message: BatchMessage, headers: dict[str, str]) -> bool:
@@ -390,5 +385,5 @@ class _Ingest:
         """Return whether no stream has the subject, for certain; a stream without a leader does not answer either."""
         try:
             return await stream_name(self._context, subject, self._ack_timeout) is None
-        except (nats.errors.Error, nats.js.errors.APIError):
+        except nats.errors.Error:
             return False  # no answer, or no permission to ask

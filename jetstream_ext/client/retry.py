@@ -18,16 +18,14 @@ from jetstream_ext.errors import (
     ErrorCode,
     MessagesLostError,
     PositionLostError,
-    RequestTimeoutError,
     ServerError,
+    Status,
 )
 
 _T = TypeVar("_T")
 
 _TRANSIENT: Final = (
-    RequestTimeoutError,
     MessagesLostError,
-    DirectGetDisabledError,  # the caller has checked allow_direct at the leader, so only the responders are away
     BatchAbandonedError,
     BatchOutcomeUnknownError,
     AtomicPublishIncompleteError,
@@ -38,19 +36,28 @@ _TRANSIENT: Final = (
     nats.errors.ConnectionReconnectingError,
     nats.errors.StaleConnectionError,
 )
-# The answers of a cluster that is electing its leaders.
-_ELECTING: Final = frozenset({ErrorCode.CLUSTER_UNAVAILABLE, ErrorCode.NOT_LEADER, ErrorCode.STREAM_OFFLINE})
+# The answers of a cluster that is electing its leaders; of servers without resources; and to a message of which another
+# copy is on its way to the replicas.
+_TRANSIENT_CODES: Final = {
+    ErrorCode.CLUSTER_UNAVAILABLE, ErrorCode.NOT_LEADER, ErrorCode.STREAM_OFFLINE, ErrorCode.INSUFFICIENT_RESOURCES,
+    ErrorCode.DUPLICATE_IN_PROCESS,
+}  # fmt: skip
 
 
 def is_transient(error: BaseException) -> bool:
     """Return whether the same call may succeed later: no leader, connection or answer, or an overloaded server."""
     if isinstance(error, PositionLostError):
         return False
-    if isinstance(error, APIError) and error.err_code in _ELECTING:
+    if isinstance(error, APIError) and (error.err_code in _TRANSIENT_CODES or error.code == Status.TOO_MANY_REQUESTS):
         return True
     if isinstance(error, ServerError) and error.retryable:
         return True
     return isinstance(error, _TRANSIENT)
+
+
+def is_transient_read(error: BaseException) -> bool:
+    """As `is_transient`, for direct gets from a stream that allows them: without a responder, all are away for now."""
+    return is_transient(error) or isinstance(error, DirectGetDisabledError)
 
 
 class Retry:
@@ -94,13 +101,13 @@ class Retry:
             return self.give_up_after
         return max(0.001, self._deadline - asyncio.get_running_loop().time())
 
-    async def pause(self, error: Exception) -> None:
+    async def pause_if_transient(self, error: Exception) -> None:
         """Wait before the next attempt, or raise `error` if it is not transient or the deadline has passed."""
         if not self._transient(error):
             raise error
-        await self.pause_or_raise(error)
+        await self.pause_until_deadline(error)
 
-    async def pause_or_raise(self, error: Exception) -> None:
+    async def pause_until_deadline(self, error: Exception) -> None:
         """Wait before the next attempt, or raise `error`, transient or not, if the deadline has passed."""
         now = asyncio.get_running_loop().time()
         if self._deadline is None:
@@ -117,4 +124,4 @@ class Retry:
             try:
                 return await attempt()
             except Exception as error:
-                await self.pause(error)
+                await self.pause_if_transient(error)

@@ -10,7 +10,7 @@ from nats.js import JetStreamContext
 from nats.js.api import DEFAULT_PREFIX, StreamConfig, StreamInfo, StreamSource
 from nats.js.errors import NotFoundError
 
-from jetstream_ext.client.api import Api, reading
+from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.context import Context
 from jetstream_ext.errors import ErrorCode, ServerError, StreamConfigMismatchError
 from jetstream_ext.protocol import feature_table
@@ -97,7 +97,7 @@ def _without_external(config: StreamConfig, prefix: str) -> StreamConfig:
 
 
 async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
-    with reading(f"stream {wanted.name!r}"):
+    with malformed_as_error(f"stream {wanted.name!r}"):
         found = _stream_info(info)
     if diff := _diff(wanted, found.config):
         raise StreamConfigMismatchError(
@@ -137,7 +137,7 @@ def _needs(wanted: StreamConfig) -> Iterator[Feature]:
 
 def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
     """Return the stream that was created or changed, or raise if it is not as wanted."""
-    with reading(f"stream {wanted.name!r} (which now exists)"):
+    with malformed_as_error(f"stream {wanted.name!r} (which now exists)"):
         found = _stream_info(info)
         version, level = answering_server(info["config"])
     diff = dict.fromkeys(_missing(wanted, found.config), (True, False)) | _diff(wanted, found.config)

@@ -262,4 +262,4 @@ class VerifiedReader:
         return Retry(self._timeout, first_pause=_FIRST_PAUSE, longest_pause=LAG_PAUSE, factor=1.5)
 
     async def _pause(self, retry: Retry, doubt: _UnverifiedError) -> None:
-        await retry.pause_or_raise(RequestTimeoutError(f"{self._what}: {doubt} (tried for {self._timeout:g} s)"))
+        await retry.pause_until_deadline(RequestTimeoutError(f"{self._what}: {doubt} (tried for {self._timeout:g} s)"))

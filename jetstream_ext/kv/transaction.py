@@ -471,7 +471,7 @@ async def retry_transaction(
             failure = error
         finally:
             await tx.discard()
-        await retry.pause(failure)
+        await retry.pause_if_transient(failure)
 
 
 def _may_run_again(error: Exception) -> bool:
@@ -491,7 +491,7 @@ async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
     except BatchOutcomeUnknownError as error:
         unknown = error
     while tx.state == "unknown":
-        await retry.pause_or_raise(unknown)
+        await retry.pause_until_deadline(unknown)
         try:
             window = (await bucket.state(direct=False)).duplicate_window or timedelta(0)
             if tx.can_repeat and loop.time() + bucket.timeout - sent < window.total_seconds():

@@ -12,16 +12,11 @@ from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.api import get_at_leader, stream_state
+from jetstream_ext.client.api import get_at_leader, settled_state, stream_state
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import (
-    DirectGetDisabledError,
-    PositionLostError,
-    StreamConfigMismatchError,
-    StreamRecreatedError,
-)
+from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
+from jetstream_ext.errors import PositionLostError, StreamConfigMismatchError
 from jetstream_ext.log.offsets import OffsetStore
 from jetstream_ext.log.positions import First, Last, Seq, Start, Stored, StoredOffset, Time, check_start
 from jetstream_ext.protocol.direct import Request
@@ -41,9 +36,6 @@ _GROUP_BYTES: Final = 4 << 20
 _REQUEST_BYTES: Final = 1 << 20
 # The most sequences of a group: a filter can leave few messages among many sequences.
 _WIDEST: Final = 1 << 40
-# Seconds that a newly elected leader may take to apply what its predecessor had acknowledged.
-_SETTLE: Final = 3.0
-_SETTLE_PAUSE: Final = 0.1
 # The first pause at the end of the stream, in seconds; it doubles up to `poll`.
 _FIRST_PAUSE: Final = 0.005
 
@@ -197,16 +189,7 @@ class LogReader:
         Cancellation: Safe; nothing is left behind.
         """
         with self._exclusive():
-            retry = Retry(self._patience)
-            while True:
-                try:
-                    if self._position is None:
-                        return await self._resolve()
-                    if self.created is None:
-                        await self._look()
-                    return self._position
-                except Exception as error:
-                    await self._pause(error, retry)
+            return await self._retry().call(self._locate)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -265,14 +248,15 @@ class LogReader:
         """Make messages ready; return False if the stream has no more for `wait` seconds (None: indefinitely)."""
         loop = asyncio.get_running_loop()
         deadline = math.inf if wait is None else loop.time() + wait
-        retry = Retry(self._patience)
+        retry = self._retry()
         pause = min(_FIRST_PAUSE, self._poll)
         while True:
             try:
                 if await self._advance():
                     return True
             except Exception as error:
-                await self._pause(error, retry)
+                await retry.pause_if_transient(error)
+                self._state = None
                 continue
             retry.reset()
             left = deadline - loop.time()
@@ -282,11 +266,11 @@ class LogReader:
             await asyncio.sleep(min(pause, left))
             pause = min(pause * 2, self._poll)
 
-    async def _pause(self, error: Exception, retry: Retry) -> None:
-        if isinstance(error, DirectGetDisabledError) and not self._source.checked:
-            raise error  # the leader reports it, so it lasts; the same error from a responder is transient
-        await retry.pause(error)
-        self._state = None
+    def _retry(self) -> Retry:
+        # Direct gets that the leader calls disabled stay disabled; once it allows them, the responders are only away.
+        return Retry(
+            self._patience, transient=lambda error: (is_transient_read if self._source.checked else is_transient)(error)
+        )
 
     async def _advance(self) -> bool:
         """Make messages ready; return False if the stream ends before the position, as its leader reports."""
@@ -337,14 +321,26 @@ class LogReader:
         self._state = await self._source.look()
         return self._state
 
+    async def _locate(self) -> int:
+        if self._position is None:
+            return await self._resolve()
+        if self.created is None:
+            await self._look()
+        return self._position
+
     async def _resolve(self) -> int:
         """Look up the position of the start."""
         start = self._start
         if isinstance(start, Stored):
             start = await self.offsets.fetch(start.name) or start.default
-        if isinstance(start, StoredOffset):
-            self._source.bind(start)
+        if isinstance(start, StoredOffset) and start.stream != self.stream:
+            raise ValueError(
+                f"the stored position of {start.name!r} belongs to stream {start.stream!r}, and this reader reads "
+                f"{self.stream!r}; take another name"
+            )
         state = await self._look()
+        if isinstance(start, StoredOffset):
+            state.check_created(start.created)
         if isinstance(start, Seq | StoredOffset):
             position = start.seq
         elif isinstance(start, First):
@@ -408,47 +404,21 @@ class _Source:
             self.checked = True
         if self.created is None:
             self.created = state.created
-        elif state.created != self.created:
-            raise StreamRecreatedError(
-                f"stream {self._stream!r} was deleted and re-created at {state.created}; the position belongs to the "
-                f"stream that was created at {self.created}",
-                stream=self._stream,
-                expected=self.created,
-                found=state.created,
-            )
+        state.check_created(self.created)
         return state
 
     async def look_at(self, position: int) -> StreamState:
         """Return the stream's state once `position` is at most one after its end; raise an error if it stays beyond."""
-        retry = Retry(_SETTLE, first_pause=_SETTLE_PAUSE, factor=1.0)
-        while position > (state := await self.look()).last_seq + 1:
-            lost = PositionLostError(
+        state = await settled_state(self.look, position - 1)
+        if position > state.last_seq + 1:
+            raise PositionLostError(
                 f"stream {self._stream!r} ends at sequence {state.last_seq}, before the position {position}: the "
                 "stream lost its last messages, or the position belongs to another stream",
                 stream=self._stream,
                 expected=position,
                 got=state.last_seq + 1,
             )
-            await retry.pause_or_raise(lost)
         return state
-
-    def bind(self, offset: StoredOffset) -> None:
-        """Expect the stream that a stored position belongs to; raise an error if it is another one."""
-        if offset.stream != self._stream:
-            raise ValueError(
-                f"the stored position of {offset.name!r} belongs to stream {offset.stream!r}, and this reader reads "
-                f"{self._stream!r}; take another name"
-            )
-        if self.created is None:
-            self.created = offset.created
-        elif self.created != offset.created:
-            raise StreamRecreatedError(
-                f"stream {self._stream!r} was created at {self.created}; the stored position of {offset.name!r} belongs "
-                f"to the stream that was created at {offset.created}",
-                stream=self._stream,
-                expected=offset.created,
-                found=self.created,
-            )
 
     async def find(self, start: object, last: int) -> int:
         """Return the sequence of a start that depends on the moment; `last` was the stream's last sequence before."""

@@ -84,7 +84,7 @@ TABLE: Final[dict[Input, tuple[State | None, ...]]] = {
 _NEXT: Final = {(state, event): after for event, row in TABLE.items() for state, after in zip(State, row, strict=True)}
 
 
-class Doubt(enum.Enum):
+class Unresolved(enum.Enum):
     """What `resolve` must find out about a batch that has ended."""
 
     NONE = "its outcome is known"
@@ -336,7 +336,7 @@ class AtomicBatchMachine:
             )
         return self.ack
 
-    def leave(self) -> bool:
+    def finish(self) -> bool:
         """Return whether a clean exit of the block must commit; a batch without messages is discarded.
 
         Raises:
@@ -350,7 +350,7 @@ class AtomicBatchMachine:
             self.check_open()
         return False
 
-    def doubt(self) -> Doubt:
+    def unresolved(self) -> Unresolved:
         """Return what `resolve` must find out.
 
         Raises:
@@ -361,13 +361,13 @@ class AtomicBatchMachine:
                 f"batch {self.batch_id} is still open; commit or discard it before resolve()", **self._facts("unknown")
             )
         if self.state is UNKNOWN:
-            return Doubt.COMMIT
+            return Unresolved.COMMIT
         if self.state is FAILED:
             if isinstance(self.error, errors.AtomicPublishDuplicateMessageIDError):
-                return Doubt.EARLIER
+                return Unresolved.EARLIER
             if not isinstance(self.error, BatchError) or self.error.outcome != "not_stored":
                 self.check_open()
-        return Doubt.NONE
+        return Unresolved.NONE
 
     # -- what the server and the connection do ----------------------------------------------------------------------
 
@@ -376,7 +376,7 @@ class AtomicBatchMachine:
 
         Returns:
             The refusal of the newest message alone, after which the batch goes on; None for every other reply. If no
-            caller awaits the refusal, pass it on to `refused_unheard`.
+            caller awaits the refusal, pass it on to `refusal_unobserved`.
         """
         if self.state not in (OPEN, COMMITTING) or not 0 < seq <= self.sent:
             return None  # too late, or a reply to nothing that was sent
@@ -386,7 +386,7 @@ class AtomicBatchMachine:
             self._apply(Input.REPLY_MALFORMED, str(error), cause=error)
             return None
 
-    def refused_unheard(self, refusal: JetStreamExtError) -> None:
+    def refusal_unobserved(self, refusal: JetStreamExtError) -> None:
         """Fail the batch: no caller awaits this refusal, so a message is missing that was reported as added."""
         if self.state is OPEN:
             self._apply(Input.BATCH_REFUSED, error=refusal)
@@ -411,7 +411,7 @@ class AtomicBatchMachine:
         if self._in_one_go and self.sent:
             self.lost("the connection was lost while the batch was being sent")
 
-    def commit_unheard(self) -> None:
+    def commit_cancelled(self) -> None:
         """Take the end of the wait for the answer to the commit: its caller was cancelled."""
         if self.state is COMMITTING:
             self._apply(Input.DISCARDED, _DISCARDED_TOO_LATE)

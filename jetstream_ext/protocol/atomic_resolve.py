@@ -18,18 +18,14 @@ from typing import Any, Final
 
 import orjson
 
-from jetstream_ext.errors import ErrorCode, ResponseError, ServerError
+from jetstream_ext.errors import ErrorCode, ResponseError, ServerError, Status
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.atomic_wire import read_reply
+from jetstream_ext.protocol.gaps import find_gaps
 from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.stream_state import StreamState, recreated
 from jetstream_ext.types import BatchAck
 
-PAUSE: Final = 0.05
-"""Seconds between two looks at a leader that has not applied everything yet."""
-
-# During an election no server answers. So an attempt waits 2 s at most, and then begins again.
-_LOOKS: Final = round(2.0 / PAUSE)
 # An expectation that no stream meets: the refusal says how far the stream is. (The largest that servers parse.)
 _IMPOSSIBLE_SEQ: Final = (1 << 63) - 1
 _LAST_SEQ: Final = re.compile(r"wrong last sequence: (\d+)\Z")
@@ -62,9 +58,13 @@ class NotYetKnown(Exception):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class AskState:
-    """What is the state of the stream? The answer is a `StreamState`, or None if there is no such stream."""
+    """What is the state of the stream, once it has reached `seq` or had a few seconds to?
+
+    The answer is a `StreamState`, or None if there is no such stream.
+    """
 
     stream: str
+    seq: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +93,9 @@ class AskFence:
     mark: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Wait for `PAUSE` seconds."""
-
-
-Question = AskState | AskMessage | AskRange | AskFence | Pause
+Query = AskState | AskMessage | AskRange | AskFence
 FenceReplies = tuple[int, tuple[bytes, bytes], tuple[bytes, bytes]]
-Plan = Generator[Question, Any, BatchAck | None]
+Plan = Generator[Query, Any, BatchAck | None]
 
 
 def find_commit(commit: Commit) -> Plan:
@@ -125,14 +120,10 @@ def find_commit(commit: Commit) -> Plan:
     replies: FenceReplies = yield AskFence(commit.last_subject, *_fence(commit.batch_id, state.name))
     session, until = replies[0], _fenced(replies, state.name)
     leader = state.leader
-    for _ in range(_LOOKS):
-        state = yield from _state(opened)
-        if state.leader != leader:
-            raise NotYetKnown("the stream's leader changed during the search")
-        if state.last_seq >= (until or 0):
-            break
-        yield Pause()
-    else:
+    state = yield from _state(opened, until or 0)
+    if state.leader != leader:
+        raise NotYetKnown("the stream's leader changed during the search")
+    if state.last_seq < (until or 0):
         # The leader may have refused messages when it applied them. A new fence names the sequence without them.
         raise NotYetKnown("the stream's leader has not yet applied all messages that it accepted")
     if until is None and state.replicated:
@@ -173,16 +164,16 @@ def find_earlier(commit: Commit, now: datetime) -> Plan:
     return None if ending.last_seq is None else _ack(commit, state, ending.last_seq)
 
 
-def _state(opened: StreamState) -> Generator[Question, Any, StreamState]:
-    state: StreamState | None = yield AskState(opened.name)
+def _state(opened: StreamState, seq: int = 0) -> Generator[Query, Any, StreamState]:
+    state: StreamState | None = yield AskState(opened.name, seq)
     if state is None:
         raise NeverKnown("the stream no longer exists")
-    if state.created != opened.created:
+    if recreated(opened.created, state.created):
         raise NeverKnown("the stream was deleted and re-created")
     return state
 
 
-def _read(state: StreamState, search: Search) -> Generator[Question, Any, None]:
+def _read(state: StreamState, search: Search) -> Generator[Query, Any, None]:
     """Show `search` the stream from where it is to the last sequence in `state`."""
     end = state.last_seq
     if state.allows_direct and search.next_seq <= end:
@@ -222,10 +213,9 @@ class Search:
 
     def skip(self, to: int) -> None:
         """Note that the stream has no more messages up to the sequence `to`."""
-        missing = to + 1 - self.next_seq
-        if missing > 0:
-            self._hole = max(self._hole, missing) if self._contiguous else self._hole + missing
-            self.next_seq = to + 1
+        for gap in find_gaps(self.next_seq - 1, (to + 1,), to):
+            self._hole = max(self._hole, len(gap)) if self._contiguous else self._hole + len(gap)
+            self.next_seq = gap.stop
 
     @property
     def room(self) -> bool:
@@ -257,7 +247,7 @@ def _fence(batch_id: str, stream: str) -> tuple[bytes, bytes]:
 def _fenced(replies: FenceReplies, stream: str) -> int | None:
     """Return the sequence that the leader will reach, if the second refusal names one."""
     killed, marked = (_refusal(header, payload, stream) for header, payload in replies[1:])
-    if killed.err_code not in _FORGOTTEN or marked.code == 503:
+    if killed.err_code not in _FORGOTTEN or marked.code == Status.UNAVAILABLE:
         raise NotYetKnown(f"the stream's leader did not confirm that it dropped the batch: {killed.description}")
     found = _LAST_SEQ.search(marked.description or "")
     return int(found[1]) if found else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from jetstream_ext.errors import DirectGetDisabledError, ResponseError
+from jetstream_ext.errors import DirectGetDisabledError, ResponseError, StreamRecreatedError
 from jetstream_ext.protocol.feature_table import DIRECT_BATCH
 from jetstream_ext.protocol.subjects import covers
 
@@ -95,6 +95,17 @@ class StreamState:
         """How long it remembers message ids."""
         return _duration(self.config.get("duplicate_window"))
 
+    def check_created(self, created: str) -> None:
+        """Raise StreamRecreatedError if a position in the stream that was created at `created` is of no use here."""
+        if recreated(created, self.created):
+            raise StreamRecreatedError(
+                f"stream {self.name!r} was deleted and re-created at {self.created}; the position belongs to the "
+                f"stream that was created at {created}",
+                stream=self.name,
+                expected=created,
+                found=self.created,
+            )
+
     def stores(self, subject: str) -> bool:
         """Whether it stores messages on the literal `subject`."""
         return any(covers(pattern, subject) for pattern in self.subjects)
@@ -111,6 +122,11 @@ class StreamState:
             raise DIRECT_BATCH.unsupported(
                 server_version=self.server_version or server_version, api_level=self.api_level
             )
+
+
+def recreated(before: str, now: str) -> bool:
+    """Return whether two streams of one name are different ones, by their creation times (empty: there was none)."""
+    return before not in ("", now)
 
 
 def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamState:

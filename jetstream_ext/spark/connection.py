@@ -25,7 +25,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.retry import Retry
+from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.spark.errors import ConnectError, OptionError, RefusedError
 from jetstream_ext.spark.options import ConnectionOptions
 
@@ -65,13 +65,13 @@ async def ask(timeout: float, request: Callable[[], Awaitable[_Result]]) -> _Res
 
     Every request of the driver goes through here. It must change nothing on the server.
     """
-    retry = Retry(timeout)
+    retry = Retry(timeout, transient=is_transient_read)
     retry.start()
     while True:
         try:
             return await request()
         except Exception as error:
-            await retry.pause(error)
+            await retry.pause_if_transient(error)
             _log.debug("sending the request again after %s: %s", type(error).__name__, error)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from jetstream_ext.protocol.options import check_int
+from jetstream_ext.protocol.stream_state import recreated
 from jetstream_ext.spark.errors import OffsetError
 
 VERSION: Final = 1
@@ -68,7 +69,7 @@ def lag(progress: Any) -> dict[str, int]:
         for stream, at in latest.items():
             # No message of a re-created stream was read.
             read = end.get(stream)
-            since = read.seq if read is not None and read.created == at.created else 0
+            since = 0 if read is None or recreated(read.created, at.created) else read.seq
             behind[stream] = max(behind.get(stream, 0), at.seq - since, 0)
     return behind
 

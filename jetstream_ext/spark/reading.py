@@ -17,6 +17,7 @@ from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block
 from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.headers import REPLY_HEADERS, ROW_STORED, ROW_SUBJECT, ROW_TIME, Row
 from jetstream_ext.protocol.reads import Scan
+from jetstream_ext.protocol.stream_state import recreated
 from jetstream_ext.protocol.subjects import SubjectMatcher
 from jetstream_ext.spark.connection import connected
 from jetstream_ext.spark.options import ReadOptions
@@ -77,7 +78,7 @@ async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceR
     if not suspicious and not part.created:
         return
     state = await state_of(context, part.stream)
-    if state is None or (part.created and state.created != part.created):
+    if state is None or recreated(part.created, state.created):
         report_data_loss(options, f"stream {part.stream!r} was deleted or re-created while it was read")
     elif suspicious and state.first_seq > gap:
         lost = f"sequences {gap} to {state.first_seq - 1} of stream {part.stream!r}"

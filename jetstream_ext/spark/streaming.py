@@ -23,7 +23,8 @@ from nats.js import JetStreamContext
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.client.api import settled_state
+from jetstream_ext.protocol.stream_state import StreamState, recreated
 from jetstream_ext.spark.connection import run_on_driver
 from jetstream_ext.spark.errors import OptionError
 from jetstream_ext.spark.offsets import Position, Positions, decode, encode
@@ -61,8 +62,6 @@ _log = logging.getLogger("jetstream_ext.spark")
 
 # Spark asks for the latest offset every 10 ms. While there is no new message, the server is asked this often.
 _IDLE_PAUSE: Final = 0.1
-# How long a newly elected leader may lag behind what the previous one answered.
-_SETTLE: Final = 3.0
 
 
 class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -246,7 +245,7 @@ class Follower:
         for stream in self._options.streams:
             state = await readable_state(context, self._options, stream)
             known = before.get(stream)
-            if state is not None and known is not None and known.created == state.created:
+            if state is not None and known is not None and not recreated(known.created, state.created):
                 state = await self._not_behind(context, state, known.seq)
             ends[stream] = decode(initial)[stream] if state is None else Position(state.created, state.last_seq)
         self._latest = dict(ends)
@@ -276,7 +275,7 @@ class Follower:
             last = state.last_seq
             if self._target is not None:
                 target = self._target.get(stream)
-                last = min(last, target.seq) if target is not None and target.created == state.created else 0
+                last = 0 if target is None or recreated(target.created, state.created) else min(last, target.seq)
             begin = max(before.seq, state.first_seq - 1)
             if last > begin:
                 backlogs[stream] = Position(before.created, begin), state, last - begin
@@ -301,7 +300,7 @@ class Follower:
         stream = state.name
         if not before.created:
             return Position(state.created, 0), state  # the stream did not exist when the query started
-        if before.created != state.created:
+        if recreated(before.created, state.created):
             report_data_loss(self._options, f"stream {stream!r} was deleted and re-created at {state.created}")
             return Position(state.created, 0), state
         if state.last_seq >= before.seq or begun == self._initial:
@@ -322,12 +321,13 @@ class Follower:
 
     async def _settled(self, context: JetStreamContext, state: StreamState, seq: int) -> StreamState:
         """Wait until the leader has `seq`: a newly elected one may lag for a moment."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + _SETTLE
-        while state.last_seq < seq and loop.time() < deadline:
-            await asyncio.sleep(_IDLE_PAUSE)
-            state = await readable_state(context, self._options, state.name) or state
-        return state
+        if state.last_seq >= seq:
+            return state
+
+        async def look() -> StreamState:
+            return await readable_state(context, self._options, state.name) or state
+
+        return await settled_state(look, seq)
 
     # -- what to read -------------------------------------------------------------------------------------------
 
@@ -339,11 +339,10 @@ class Follower:
                 begin = Position(stop.created, start - 1)
             else:
                 begin = Position(stop.created, 0 if start == "earliest" else stop.seq)
-        recreated = False
-        if begin.created != stop.created:
-            if begin.created:
-                report_data_loss(self._options, f"stream {stream!r} was deleted and re-created at {stop.created}")
-            begin, recreated = Position(stop.created, 0), True
+        from_head = not begin.created or (begin.seq == 0 and start == "earliest")
+        if recreated(begin.created, stop.created):
+            report_data_loss(self._options, f"stream {stream!r} was deleted and re-created at {stop.created}")
+            begin, from_head = Position(stop.created, 0), True
         # A start that was resolved again, later, may be behind the end that the micro-batch keeps: then it has no rows.
         elif begin.seq > stop.seq and begin != (self._initial or {}).get(stream):
             report_data_loss(
@@ -351,8 +350,7 @@ class Follower:
                 f"stream {stream!r} ended at sequence {stop.seq} when this micro-batch was planned, but the query had already "
                 f"read up to {begin.seq}: the stream lost its last messages",
             )
-            begin, recreated = Position(stop.created, 0), True
-        from_head = recreated or (begin.seq == 0 and start == "earliest")
+            begin, from_head = Position(stop.created, 0), True
         return SequenceRange(stream, begin.seq + 1, stop.seq, from_head=from_head, created=stop.created)
 
     async def _plan_stream(self, context: JetStreamContext, span: SequenceRange) -> tuple[SequenceRange, int] | None:
@@ -362,7 +360,7 @@ class Follower:
         if state is None:
             return None
         what = f"sequences {span.first} to {span.last} of stream {stream!r}"
-        if state.created != span.created:
+        if recreated(span.created, state.created):
             report_data_loss(options, f"{what} are gone: it was deleted and re-created at {state.created}")
             return None
         state = await self._settled(context, state, span.last)

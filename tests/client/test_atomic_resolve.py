@@ -1,16 +1,19 @@
 """`resolve`: whether a batch is stored although the answer to its commit was lost."""
 
 import asyncio
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import nats
+import nats.errors
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
+from jetstream_ext.client.base_connection import notify_disconnected
 from jetstream_ext.client.connection import Connection, connection_of
 from jetstream_ext.testing import NatsServer
 
@@ -228,6 +231,56 @@ async def test_after_a_restart_only_an_acknowledged_batch_can_be_resolved(
         # The commit may still be on its way through the old connection.
         with pytest.raises(errors.BatchOutcomeUnknownError, match="old connection"):
             await batch.resolve()
+
+
+async def test_resolve_does_not_repeat_what_cannot_succeed(
+    js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = await make_stream()
+    batch = jsx.AtomicBatch(js)
+    await batch.add(f"{name}.0")
+    with pytest.raises(errors.BatchOutcomeUnknownError):
+        await commit_unanswered(batch)
+    asked = 0
+
+    async def malformed(*_: Any) -> None:
+        nonlocal asked
+        asked += 1
+        raise errors.ResponseError("the answer is malformed")
+
+    monkeypatch.setattr("jetstream_ext.client.atomic_session.stream_state", malformed)
+    with pytest.raises(errors.BatchOutcomeUnknownError, match=r"unknown: the answer is malformed; either") as caught:
+        await batch.resolve(timeout=60)
+    assert asked == 1
+    assert isinstance(caught.value.__cause__, errors.ResponseError)
+
+
+async def test_a_connection_lost_during_the_search_leaves_no_unretrieved_error(
+    js: JetStreamContext,
+    nc: Client,
+    make_stream: MakeStream,
+    lost_commits: list[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    loop_is_quiet: list[dict[str, Any]],
+) -> None:
+    name = await make_stream()
+    batch = jsx.AtomicBatch(js)
+    await batch.add(f"{name}.0")
+    with pytest.raises(errors.BatchOutcomeUnknownError):
+        await commit_unanswered(batch)
+    connection = connection_of(nc)
+    assert isinstance(connection, Connection)
+
+    async def lost(*_: Any, **__: Any) -> None:
+        notify_disconnected(connection._handlers.values())
+        raise nats.errors.ConnectionReconnectingError
+
+    monkeypatch.setattr(connection, "write", lost)
+    with pytest.raises(errors.BatchOutcomeUnknownError, match="tried for"):
+        await batch.resolve(timeout=0.3)
+    gc.collect()
+    await asyncio.sleep(0)
+    assert loop_is_quiet == []
 
 
 async def test_resolve_needs_an_ended_batch(js: JetStreamContext, make_stream: MakeStream) -> None:

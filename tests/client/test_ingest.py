@@ -8,6 +8,7 @@ from typing import Any
 
 import nats
 import nats.errors
+import nats.js.errors
 import pytest
 from nats.js import JetStreamContext
 
@@ -209,6 +210,31 @@ class TestRefusals:
         async with asyncio.timeout(30):
             while (await own_js.stream_info("S")).state.messages <= caught.value.index:
                 await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [nats.js.errors.APIError(code=429, err_code=10167), nats.js.errors.ServerError(code=500, err_code=10009)],
+    ids=["overload", "election"],
+)
+async def test_a_transient_refusal_is_no_error(
+    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch, refusal: Exception
+) -> None:
+    publish, refusals = js.publish, [refusal] * 2
+
+    async def overloaded(*arguments: Any, **options: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return await publish(*arguments, **options)
+
+    async def unanswered(publisher: jsx.FastPublisher) -> None:
+        raise errors.RequestTimeoutError
+
+    monkeypatch.setattr(js, "publish", overloaded)
+    monkeypatch.setattr(jsx.FastPublisher, "commit_eob", unanswered)  # so that messages are published one by one
+    report = await jsx.ingest(js, [(f"{stream}.a", b"%d" % i) for i in range(5)])
+    assert (report.stored, refusals) == (5, [])
+    assert [each.data for each in await messages(js, stream)] == [b"%d" % i for i in range(5)]
 
 
 class TestProgress:

@@ -7,7 +7,7 @@ import nats.js.errors
 import pytest
 
 from jetstream_ext import errors
-from jetstream_ext.client.retry import Retry, is_transient
+from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
 
 
 @pytest.mark.parametrize(
@@ -15,13 +15,14 @@ from jetstream_ext.client.retry import Retry, is_transient
     [
         errors.RequestTimeoutError(),
         errors.MessagesLostError(),
-        errors.DirectGetDisabledError(),
         errors.BatchOutcomeUnknownError(),
         errors.BatchAbandonedError(),
         errors.NoStreamError(),
         errors.AtomicPublishTooManyInflightError(),
         errors.server_error(code=503, err_code=10008),
         nats.js.errors.APIError(code=500, err_code=10009),
+        nats.js.errors.APIError(code=429, err_code=10167),
+        nats.js.errors.APIError(code=409, err_code=10158),  # a copy of the message is being stored
         nats.js.errors.ServiceUnavailableError(code=503),
         nats.errors.NoRespondersError(),
         nats.errors.ConnectionReconnectingError(),
@@ -36,6 +37,7 @@ def test_transient_errors(error: Exception) -> None:
     "error",
     [
         errors.PositionLostError(),
+        errors.DirectGetDisabledError(),
         errors.StreamRecreatedError(),
         errors.FencedError(),
         errors.WrongLastSequenceError(),
@@ -51,13 +53,19 @@ def test_permanent_errors(error: Exception) -> None:
     assert not is_transient(error)
 
 
+def test_a_read_that_the_stream_allows_may_find_a_responder_later() -> None:
+    assert is_transient_read(errors.DirectGetDisabledError())
+    assert is_transient_read(errors.RequestTimeoutError())
+    assert not is_transient_read(errors.ResponseError())
+
+
 async def test_a_retry_gives_up_and_raises_the_last_error() -> None:
     retry = Retry(0.2)
     begun = asyncio.get_running_loop().time()
 
     async def pause_and_pause() -> None:
         while True:
-            await retry.pause(errors.RequestTimeoutError())
+            await retry.pause_if_transient(errors.RequestTimeoutError())
 
     with pytest.raises(errors.RequestTimeoutError):
         await pause_and_pause()
@@ -66,13 +74,13 @@ async def test_a_retry_gives_up_and_raises_the_last_error() -> None:
 
 async def test_an_error_that_is_not_transient_is_raised_at_once() -> None:
     with pytest.raises(ZeroDivisionError):
-        await Retry(60).pause(ZeroDivisionError())
+        await Retry(60).pause_if_transient(ZeroDivisionError())
 
 
 async def test_progress_restarts_the_deadline() -> None:
     retry = Retry(1e-9)
     for _ in range(3):
-        await retry.pause(errors.RequestTimeoutError())
+        await retry.pause_if_transient(errors.RequestTimeoutError())
         retry.reset()
 
 
@@ -85,11 +93,11 @@ async def test_pauses_grow_to_the_longest_and_jitter_shortens_them(monkeypatch: 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     retry = Retry(60, first_pause=0.1, longest_pause=0.5)
     for _ in range(4):
-        await retry.pause(errors.RequestTimeoutError())
+        await retry.pause_if_transient(errors.RequestTimeoutError())
     assert pauses == [0.1, 0.2, 0.4, 0.5]
     pauses.clear()
     jittered = Retry(60, first_pause=0.1, longest_pause=0.5, jitter=True)
     for _ in range(20):
-        await jittered.pause(errors.RequestTimeoutError())
+        await jittered.pause_if_transient(errors.RequestTimeoutError())
     assert all(0 <= pause <= 0.5 for pause in pauses)
     assert len(set(pauses)) > 1

@@ -11,6 +11,7 @@ from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
 from jetstream_ext import errors
+from jetstream_ext.client import api
 from jetstream_ext.log import Last, LogReader, Seq
 from jetstream_ext.log import reader as reader_module
 from jetstream_ext.testing import NatsServer
@@ -201,7 +202,7 @@ async def test_a_stream_recreated_during_a_read_is_detected(
 async def test_a_position_beyond_the_end_raises(
     js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader_module, "_SETTLE", 0.3)
+    monkeypatch.setattr(api, "SETTLE", 0.3)
     name = await make_stream(20)
     reader = LogReader(js, name, start=Seq(23))
     with pytest.raises(errors.PositionLostError, match="ends at sequence 20") as caught:

@@ -112,6 +112,29 @@ async def test_a_commit_after_the_position_was_deleted_needs_a_fetch(
     assert (await store.commit(reader, name="r", position=2)).seq == 2
 
 
+@pytest.mark.parametrize(
+    "refusal",
+    [nats.js.errors.APIError(code=429, err_code=10167), nats.js.errors.ServerError(code=500, err_code=10009)],
+    ids=["overload", "election"],
+)
+async def test_a_transient_refusal_of_a_commit_is_no_error(
+    js: JetStreamContext, make_stream: Make, make_store: Store, monkeypatch: pytest.MonkeyPatch, refusal: Exception
+) -> None:
+    name, store = await make_stream(5), await make_store()
+    reader = LogReader(js, name)
+    await reader.read(3)
+    publish, refusals = js.publish, [refusal] * 2
+
+    async def overloaded(*arguments: Any, **options: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return await publish(*arguments, **options)
+
+    monkeypatch.setattr(js, "publish", overloaded)
+    stored = await store.commit(reader, name="r")
+    assert (await store.fetch("r"), refusals) == (stored, [])
+
+
 async def test_a_position_of_another_or_recreated_stream_is_refused(
     js: JetStreamContext, make_stream: Make, make_store: Store, more: More
 ) -> None:
@@ -124,8 +147,11 @@ async def test_a_position_of_another_or_recreated_stream_is_refused(
     await js.delete_stream(name)
     await js.add_stream(name=name, subjects=[f"{name}.>"], allow_direct=True, allow_atomic=True)
     await more(name, 1, 9)
+    reader = LogReader(js, name, start=Stored("r"), offsets=store)
     with pytest.raises(errors.StreamRecreatedError):
-        await LogReader(js, name, start=Stored("r"), offsets=store).read()
+        await reader.read()
+    reader.seek(1)
+    assert len(await reader.read()) == 9, "the reader can read the new stream"
 
 
 async def test_a_value_that_is_not_a_position_is_refused(

@@ -74,9 +74,10 @@ def test_the_page_names_every_public_name() -> None:
 
 
 def test_the_figures_of_the_page_are_those_of_the_code() -> None:
+    from jetstream_ext.client import api
     from jetstream_ext.log import reader, worker
 
-    assert (reader._GROUP, reader._GROUP_BYTES, reader._SETTLE) == (4096, 4 << 20, 3.0)
+    assert (reader._GROUP, reader._GROUP_BYTES, api.SETTLE) == (4096, 4 << 20, 3.0)
     assert (reader._FIRST_PAUSE, worker._IDLE) == (0.005, 5.0)
     signature = inspect.signature(log.LogReader)
     assert signature.parameters["poll"].default == 0.25

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetstream_ext import errors
-from jetstream_ext.protocol.atomic import TABLE, AtomicBatchMachine, Doubt, Input, State
+from jetstream_ext.protocol.atomic import TABLE, AtomicBatchMachine, Input, State, Unresolved
 from jetstream_ext.types import NEVER, BatchAck, BatchMessage
 
 NEW, OPEN, COMMITTING, COMMITTED = State.NEW, State.OPEN, State.COMMITTING, State.COMMITTED
@@ -131,16 +131,16 @@ def test_messages_are_checked_against_the_newest_limit_of_the_server(max_payload
 def test_a_clean_exit_commits_an_open_batch_with_messages() -> None:
     for state, commits in ((NEW, False), (OPEN, True), (COMMITTED, False), (DISCARDED, False)):
         machine = at(state)
-        assert machine.leave() is commits
+        assert machine.finish() is commits
         assert machine.state is (DISCARDED if state is NEW else state)
     for state in (COMMITTING, FAILED, UNKNOWN):
         machine = at(state)
         with pytest.raises(errors.BatchError):
-            machine.leave()
+            machine.finish()
         assert machine.state is state
     machine = at(FAILED)
     machine.discard()
-    assert machine.leave() is False
+    assert machine.finish() is False
 
 
 @pytest.mark.parametrize("sent", [True, False])
@@ -154,29 +154,34 @@ def test_a_lost_connection_ends_a_batch_that_is_sent_in_one_go(in_one_go: bool, 
 @pytest.mark.parametrize("state", list(State))
 def test_a_cancelled_commit_leaves_the_outcome_unknown(state: State) -> None:
     machine = at(state)
-    machine.commit_unheard()
+    machine.commit_cancelled()
     assert machine.state is (UNKNOWN if state is COMMITTING else state)
 
 
 @pytest.mark.parametrize(
-    ("state", "doubt"),
-    [(COMMITTED, Doubt.NONE), (DISCARDED, Doubt.NONE), (FAILED, Doubt.NONE), (UNKNOWN, Doubt.COMMIT)],
+    ("state", "unresolved"),
+    [
+        (COMMITTED, Unresolved.NONE),
+        (DISCARDED, Unresolved.NONE),
+        (FAILED, Unresolved.NONE),
+        (UNKNOWN, Unresolved.COMMIT),
+    ],
 )
-def test_resolve_only_looks_into_an_unknown_outcome(state: State, doubt: Doubt) -> None:
-    assert at(state).doubt() is doubt
+def test_resolve_only_looks_into_an_unknown_outcome(state: State, unresolved: Unresolved) -> None:
+    assert at(state).unresolved() is unresolved
 
 
 def test_resolve_of_open_duplicate_and_separately_stored_batches() -> None:
     for state in (NEW, OPEN, COMMITTING):
         with pytest.raises(errors.BatchError, match="is still open"):
-            at(state).doubt()
+            at(state).unresolved()
     duplicate = at(COMMITTING)
     duplicate.receive(duplicate.sent, *refusal(10201))
-    assert duplicate.doubt() is Doubt.EARLIER
+    assert duplicate.unresolved() is Unresolved.EARLIER
     separate = at(OPEN)
     separate.receive(2, *REPLIES["ordinary ack"])
     with pytest.raises(errors.UnsupportedFeatureError):
-        separate.doubt()
+        separate.unresolved()
 
 
 @LEVELS
@@ -403,7 +408,7 @@ def test_a_refusal_that_no_caller_awaits_ends_the_batch() -> None:
     machine = at(OPEN)
     refused = machine.receive(2, *refusal(10054))
     assert isinstance(refused, errors.MessageTooLargeError)
-    machine.refused_unheard(refused)
+    machine.refusal_unobserved(refused)
     assert machine.state is FAILED
     with pytest.raises(errors.MessageTooLargeError):
         commit(machine)
@@ -413,7 +418,7 @@ def test_a_refusal_that_no_caller_awaits_ends_the_batch() -> None:
 def test_a_refusal_that_no_caller_awaits_changes_nothing_after_the_commit(state: State) -> None:
     machine = at(state)
     before = visible(machine)
-    machine.refused_unheard(errors.MessageTooLargeError("no"))
+    machine.refusal_unobserved(errors.MessageTooLargeError("no"))
     assert visible(machine) == before
 
 

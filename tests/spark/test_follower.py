@@ -12,6 +12,7 @@ from nats.js import JetStreamContext
 from nats.js.api import StreamConfig
 
 import jetstream_ext as jsx
+from jetstream_ext.client import api
 from jetstream_ext.spark import streaming
 from jetstream_ext.spark.errors import DataLossError, PlanningError
 from jetstream_ext.spark.options import ReadOptions
@@ -22,7 +23,7 @@ Offset = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "_SETTLE", 0.3)
+    monkeypatch.setattr(api, "SETTLE", 0.3)
 
 
 @pytest.fixture
@@ -313,11 +314,11 @@ class TestLoss:
             return replace(state, last_seq=lagging.pop()) if lagging else state
 
         monkeypatch.setattr(streaming, "readable_state", elected_a_moment_ago)
-        monkeypatch.setattr(streaming, "_SETTLE", 60)
+        monkeypatch.setattr(api, "SETTLE", 60)
         assert await query.latest(js, None) == offset
         assert not lagging
         lagging.extend([5] * 1000)
-        monkeypatch.setattr(streaming, "_SETTLE", 0.3)
+        monkeypatch.setattr(api, "SETTLE", 0.3)
         with pytest.raises(DataLossError, match="ends at sequence 5, but the query has already read up to 20"):
             await query.latest(js, None)
 
