@@ -213,14 +213,12 @@ async def lookup_stream(
             if name is None:
                 return None
             state = await stream_state(context, name, timeout)
-    except NotFoundError:
-        return None
-    except (TimeoutError, RequestTimeoutError):
+    except TimeoutError:
         cache.paused_until = now + cache.pause
         cache.pause = min(cache.pause * 2, _LONGEST_PAUSE)
         return None
     except (APIError, ResponseError):
-        return None  # the server's refusal of the batch will say more
+        return None  # no such stream, or the server's refusal of the batch will say more
     cache.pause = _CACHE_TTL
     cache.streams = {name: known for name, known in cache.streams.items() if now - known[0] < _CACHE_TTL}
     cache.streams[state.name] = now, state, state.last_seq

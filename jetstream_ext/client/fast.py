@@ -379,7 +379,7 @@ class FastSession:
         self._handlers = handlers
         self._connection: BaseConnection = context.connection
         self.batch: FastBatch = FastBatch(max_payload=self._connection.max_payload, **batch)
-        self.now: Callable[[], float] = _loop_time
+        self.now: Callable[[], float] = lambda: asyncio.get_running_loop().time()
         """The clock of the batch; from `_open` on the loop's own method, which is faster."""
         self._inbox: InboxSubscription | None = None
         self._turn = asyncio.Lock()
@@ -554,7 +554,3 @@ class FastSession:
             self.deliver(events, out)
         else:
             self._arm()
-
-
-def _loop_time() -> float:
-    return asyncio.get_running_loop().time()

@@ -278,10 +278,9 @@ class _Ingest:
         raise self._failure(f"was not acknowledged: {why} ({error})", in_doubt=len(self._window)) from error
 
     async def _connected(self) -> None:
-        connection = self._context.connection
-        while not connection.usable:
+        while True:
             try:
-                connection.check_usable()
+                return self._context.connection.check_usable()
             except nats.errors.Error as error:
                 await self._pause(error)
 

@@ -68,7 +68,8 @@ class VerifiedReader:
             MessageNotFoundError: The leader has no such message.
             RequestTimeoutError: No answer, or the leader does not reach the needed sequence, within the timeout.
         """
-        clock = Api(self._context, self._timeout)
+        retry = self._retry()
+        retry.start()
         with contextlib.suppress(MessageNotFoundError):
             found = await read_one(self._context, self._stream, request, self._timeout)
             if found.seq == request.seq:
@@ -77,8 +78,8 @@ class VerifiedReader:
             # the stream's, which the mirror lacks.
             if found.seq >= self._need and (request.last_by_subj is not None or found.stream == self._stream):
                 return found
-        await wait_for_sequence(self._context, self._stream, self._need, max(0.001, clock.remaining))
-        at_leader = await get_at_leader(self._context, self._stream, request.body(), max(0.001, clock.remaining))
+        await wait_for_sequence(self._context, self._stream, self._need, retry.remaining)
+        at_leader = await get_at_leader(self._context, self._stream, request.body(), retry.remaining)
         if at_leader is None:
             raise not_found(self._stream)
         return at_leader

@@ -189,7 +189,7 @@ class LogReader:
         Cancellation: Safe; nothing is left behind.
         """
         with self._exclusive():
-            return await self._retry().call(self._locate)
+            return await self._retry().call(self._resolve)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class LogReader:
     async def _advance(self) -> bool:
         """Make messages ready; return False if the stream ends before the position, as its leader reports."""
         while not self._ready:
-            position = await self._resolve() if self._position is None else self._position
+            position = await self._resolve()
             state = self._state
             if state is None or position > state.last_seq:
                 state = self._state = await self._source.look_at(position)
@@ -321,15 +321,12 @@ class LogReader:
         self._state = await self._source.look()
         return self._state
 
-    async def _locate(self) -> int:
-        if self._position is None:
-            return await self._resolve()
-        if self.created is None:
-            await self._look()
-        return self._position
-
     async def _resolve(self) -> int:
-        """Look up the position of the start."""
+        """Return the position; look up the start and the stream, unless that is done."""
+        if self._position is not None:
+            if self.created is None:
+                await self._look()
+            return self._position
         start = self._start
         if isinstance(start, Stored):
             start = await self.offsets.fetch(start.name) or start.default

@@ -716,11 +716,8 @@ class FastBatch:
     def _refused_message(self, error: ServerError, seq: int, outcome: Outcome) -> BatchError:
         text = f"message {seq} was refused: {error.description}"
         if error.err_code == ErrorCode.FAST_DISABLED:
-            stored = (
-                "nothing is stored"
-                if outcome == "not_stored"
-                else f"{self.acked} of {self.sent} messages are acknowledged"
-            )
+            acked = f"{self.acked} of {self.sent} messages are acknowledged"
+            stored = "nothing is stored" if outcome == "not_stored" else acked
             text = (
                 f"fast ingest is disabled on the stream; {stored}; enable it with allow_batched=True "
                 "(jetstream_ext.ensure_stream)"
