@@ -80,17 +80,13 @@ class Api:
         except RequestTimeoutError:
             raise RequestTimeoutError(f"no answer on {subject} within {self.timeout:.4g} s") from None
         except nats.errors.NoRespondersError as error:
-            raise ServiceUnavailableError(
-                code=Status.UNAVAILABLE, description=f"no server answers on {subject}"
-            ) from error
+            raise ServiceUnavailableError(Status.UNAVAILABLE, f"no server answers on {subject}") from error
         try:
             return parse_answer(subject, reply.data)
         except ServerError as refusal:
             if refusal.code != Status.NOT_FOUND:
                 raise
-            raise NotFoundError(
-                code=refusal.code, err_code=refusal.err_code, description=refusal.description
-            ) from refusal
+            raise NotFoundError(refusal.code, refusal.description, refusal.err_code) from refusal
 
     async def level(self) -> int:
         """Return the API level of the JetStream that answers (0: before 2.11); raise as `ask` does."""
