@@ -111,6 +111,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: rank.get(scope_of(item.nodeid), len(rank)))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+    """Drop the traceback entries that have no line: pytest cannot print them, and its worker process would die instead.
+
+    CPython 3.11 makes such an entry where a test's timeout arrives between two lines.
+    """
+    error = call.excinfo and call.excinfo.value
+    while error is not None:
+        entry = error.__traceback__
+        while entry is not None:
+            while entry.tb_next is not None and entry.tb_next.tb_lineno is None:
+                entry.tb_next = entry.tb_next.tb_next
+            entry = entry.tb_next
+        error = error.__cause__ or error.__context__
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[NatsServer]:
     """A server that all tests share: use names of your own, and do not kill, pause or restart it."""
