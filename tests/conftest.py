@@ -11,6 +11,7 @@ import os
 import uuid
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import nats
@@ -46,6 +47,11 @@ os.environ.setdefault("SPARK_LAUNCHER_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSe
 os.environ.setdefault(
     "SPARK_SUBMIT_OPTS",
     "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData -Dspark.ui.enabled=false -Dspark.sql.shuffle.partitions=2",
+)
+
+# Its Python daemons import once what each of their workers would import again.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent / "spark" / "preload"), os.environ.get("PYTHONPATH")])
 )
 
 # What `pytest -n` starts first, the longest first, so that no worker is left alone with it at the end.
