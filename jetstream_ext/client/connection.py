@@ -305,5 +305,4 @@ def bucket_parts(kv: KeyValue) -> tuple[JetStreamContext, str, str, str]:
 
 def open_bucket(js: JetStreamContext, name: str) -> KeyValue:
     """Return nats-py's bucket `name` without a request; the first read of it finds out whether it exists."""
-    stream, prefix = KV_STREAM_TEMPLATE.format(bucket=name), KV_PRE_TEMPLATE.format(bucket=name)
-    return KeyValue(name=name, stream=stream, pre=prefix, js=js, direct=False)
+    return KeyValue(name, KV_STREAM_TEMPLATE.format(bucket=name), KV_PRE_TEMPLATE.format(bucket=name), js, direct=False)

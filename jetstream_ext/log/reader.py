@@ -34,7 +34,6 @@ from jetstream_ext.protocol.subjects import check_filter
 _log = logging.getLogger("jetstream_ext")
 
 _FIRST: Final = First()
-_EVERYTHING: Final = ">"
 # Messages and bytes of a group, about. A group costs two requests, which should be few compared with its messages.
 _GROUP: Final = 4096
 _GROUP_BYTES: Final = 4 << 20
@@ -453,12 +452,12 @@ class _Source:
     async def find(self, start: object, state: StreamState) -> int:
         """Return the sequence of a start that depends on the moment; `state` is the stream's state before."""
         found: StoredMsg | None = None
-        subject = self._subject or _EVERYTHING
+        subject = self._subject or ">"
         if isinstance(start, Time):
             return await first_since(self._context, state, start.when, self.timeout, subject=subject)
         if isinstance(start, Last):
             found = await get_at_leader(self._context, self._stream, {"last_by_subj": subject}, self.timeout)
-            if found is None and subject == _EVERYTHING and state.messages:
+            if found is None and subject == ">" and state.messages:
                 # For ``>``, servers look only at the last sequence, which may be deleted.
                 reader = VerifiedReader(self._context, self._stream, self.timeout, need=0)
                 found = await reader.newest_up_to(state.last_seq, state.first_seq)

@@ -78,16 +78,13 @@ def matcher(filters: Collection[str]) -> Callable[[str], bool]:
     if ">" in filters:
         return lambda _: True
     literals = frozenset(filter(is_literal, filters))
-    patterns = [_regex(pattern) for pattern in filters if pattern not in literals]
+    patterns = [pattern.split(".") for pattern in filters if pattern not in literals]
     if not patterns:
         return literals.__contains__
-    match = re.compile("|".join(patterns)).fullmatch
-    return lambda subject: subject in literals or match(subject) is not None
-
-
-def _regex(pattern: str) -> str:
     tokens = {"*": r"[^.]+", ">": r".+"}
-    return r"\.".join(tokens.get(token) or re.escape(token) for token in pattern.split("."))
+    regex = "|".join(r"\.".join(tokens.get(token) or re.escape(token) for token in each) for each in patterns)
+    match = re.compile(regex).fullmatch
+    return lambda subject: subject in literals or match(subject) is not None
 
 
 class SubjectMatcher:

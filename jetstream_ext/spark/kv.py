@@ -25,7 +25,6 @@ from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueEntry, snapshot
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.reads import resolve_revision
-from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.spark.connection import ask, connected, run_on_driver
 from jetstream_ext.spark.errors import PlanningError
 from jetstream_ext.spark.options import KvOptions
@@ -119,7 +118,9 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
         )
     try:
         bucket.check(state)
-        revision = await _revision(bucket, options, state)
+        revision = state.last_seq
+        if (as_of := options.as_of) is not None:
+            revision = (await ask(bucket.timeout, lambda: resolve_revision(bucket, state, as_of))).revision
     except BadBucketError as error:
         raise PlanningError(f"option 'bucket': {error.description}") from error
     except ValueError as error:
@@ -132,13 +133,6 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
     _log.debug("planned %d partitions of bucket %r: %d keys at revision %d", parts, options.bucket, len(keys), revision)
     cuts = [len(keys) * part // parts for part in range(parts + 1)]
     return [KeyRange(tuple(keys[start:stop]), revision) for start, stop in pairwise(cuts)]
-
-
-async def _revision(bucket: Bucket, options: KvOptions, state: StreamState) -> int:
-    as_of = options.as_of
-    if as_of is None:
-        return state.last_seq
-    return (await ask(bucket.timeout, lambda: resolve_revision(bucket, state, as_of))).revision
 
 
 # -- on the executors ---------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
+from jetstream_ext.client import api
 from jetstream_ext.client.api import first_since, get_at_leader, stream_state
 from jetstream_ext.client.context import Context
 from jetstream_ext.errors import ResponseError
@@ -117,4 +118,22 @@ async def test_a_time_finds_the_same_message_on_every_server(version: str) -> No
                     assert await first_since(Context(js), state, when) == min(left, default=11)
                     odd = [seq for seq in left if seq % 2]
                     assert await first_since(Context(js), state, when, subject=f"{name}.1") == min(odd, default=11)
+        await nc.close()
+
+
+async def test_an_earlier_answer_to_a_time_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "START_TIME_LEVEL", 0)
+    async with NatsServer(version="2.11.11") as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream(timeout=10)
+        await js.add_stream(name="S", subjects=["S"], allow_direct=True, storage="memory")
+        for _ in range(10):
+            await js.publish("S")
+        when = (await jsx.DirectGet(js, "S").get(9)).time
+        for seq in (4, 5, 6):
+            await js.delete_msg("S", seq)
+        answer = await get_at_leader(Context(js), "S", {"start_time": when.isoformat(), "next_by_subj": ">"})
+        assert answer is not None
+        assert answer.seq == 8
+        assert await first_since(Context(js), await stream_state(Context(js), "S"), when) == 9
         await nc.close()
