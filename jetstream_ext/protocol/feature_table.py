@@ -27,7 +27,7 @@ class Feature:
     older: str = ""  # what an older server does with a request for it
 
     def on(self, release: str) -> bool:
-        """Whether the line of servers `release`, such as ``"2.12"``, has it."""
+        """Whether the line of servers `release`, such as ``"2.12"``, or a version of a server has it."""
         return _numbers(release) >= _numbers(self.since)
 
     def at(self, api_level: int) -> bool:
@@ -190,6 +190,9 @@ FENCED_BATCHES: Final = Quirk(
 QUIRKS: Final = (FENCED_BATCHES,)
 """The faults of single releases."""
 
+START_TIME_LEVEL: Final = 2
+"""Servers below this API level answer `start_time` with an earlier or later message if sequences were deleted."""
+
 BY_OPTION: Final = {
     feature.option: feature
     for feature in FEATURES
@@ -199,4 +202,4 @@ BY_OPTION: Final = {
 
 
 def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")))
+    return tuple(int(part) for part in release.partition("-")[0].split(".") if part.isdecimal())

@@ -17,11 +17,10 @@ from typing import Any, Final
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.api import get_at_leader, stream_state
+from jetstream_ext.client.api import first_since, stream_state
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.errors import BadSubjectError, ErrorCode
-from jetstream_ext.protocol.direct import Request
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import check_subject, covers, overlap
 from jetstream_ext.spark.connection import ask
@@ -289,10 +288,8 @@ async def first_from(context: JetStreamContext, state: StreamState, bound: Bound
     if isinstance(bound, int):
         return bound
     if isinstance(bound, datetime):
-        # The leader is asked: a replica may not have the message yet.
-        js, request = Context(context), Request(start_time=bound).body()
-        found = await ask(js.timeout, lambda: get_at_leader(js, state.name, request))
-        return state.last_seq + 1 if found is None else found.seq
+        js = Context(context)
+        return await ask(js.timeout, lambda: first_since(js, state, bound))
     return state.first_seq if bound == "earliest" else state.last_seq + 1
 
 

@@ -95,6 +95,9 @@ def test_the_table_and_the_dataclass_have_the_same_features() -> None:
         assert feature.since in feature_table.RELEASES
         assert feature.at(9)
         assert feature.on("2.15")
+        assert feature.on(f"{feature.since}.0-RC.1")
+        assert not feature.on("2.9.25")
+        assert not feature.on("")
         assert (feature.api_level == 0) == (feature.since == "2.10")
         assert not feature.api_level or not feature.at(feature.api_level - 1)
         assert bool(feature.older) == (feature.since != "2.10")
