@@ -1,4 +1,4 @@
-"""What much more takes: memory must not grow with the number of messages. A process of its own per run, for its peak."""
+"""Peak memory by number of messages, which must not matter; each run has its own process, so that it has its own peak."""
 
 import asyncio
 import resource
