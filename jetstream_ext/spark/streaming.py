@@ -363,7 +363,7 @@ class Follower:
             return None
         what = f"sequences {span.first} to {span.last} of stream {stream!r}"
         if state.created != span.created:
-            report_data_loss(options, f"{what} are gone: it was deleted and re-created at {state.created}")
+            report_data_loss(options, f"{what} are lost: the stream was deleted and re-created at {state.created}")
             return None
         state = await self._settled(context, state, span.last)
         if state.last_seq < span.last:

@@ -191,7 +191,10 @@ class StoredRecord(Generic[_Record]):
 
     def _explained(self, error: Exception) -> Exception:
         if _is_transient(error):
-            return SinkError(f"{self.what}: nothing could be stored for {PATIENCE:g} s: {error}")
+            return SinkError(
+                f"{self.what}: the sink stored nothing for {PATIENCE:g} s, because of repeated errors: {error}; let Spark "
+                "retry the task, or restart the query"
+            )
         return error
 
 
@@ -264,8 +267,9 @@ class Transactions:
                 return
             if stored < start:
                 raise ReplayError(
-                    f"{what}: the marker of the first {start} rows was removed from {self._marker.subject!r}; nothing more "
-                    "was stored"
+                    f"{what}: the marker of the first {start} rows was removed from {self._marker.subject!r}, so a replay "
+                    "cannot recognise these rows; nothing more was stored; do not let limits or purges of the stream "
+                    "remove markers"
                 )
             if stored > start:
                 some = transaction.before.copy()
