@@ -171,7 +171,7 @@ def build(session: nox.Session) -> tuple[Path, Path]:
 
 
 def run_built(session: nox.Session, built: Path, sdist: Path, tests: list[str]) -> None:
-    """Install `built`, and run tests of the sdist in a folder without the package, so that they import what is installed."""
+    """Install `built`, and run tests of the sdist in a folder without the package, so that they import `built`."""
     session.install("--force-reinstall", "--no-deps", str(built))
     unpacked = Path(session.create_tmp()) / "unpacked"
     shutil.rmtree(unpacked, ignore_errors=True)

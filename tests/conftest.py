@@ -1,7 +1,7 @@
 """Fixtures shared by all tests: one real server per session, one connection per test; clusters; a server in a container.
 
 Tests with a container need a running container engine; ``.ci/container-engine`` starts one. Without an engine they are
-skipped with the reason. ``JETSTREAM_EXT_REQUIRE_CONTAINER=1`` makes them fail instead, so that a job that starts an engine
+skipped with the reason. ``JETSTREAM_EXT_REQUIRE_CONTAINER=1`` makes them fail instead, so that a job with an engine
 cannot pass by skipping them.
 """
 

@@ -187,7 +187,8 @@ class _Part:
             raise click.ClickException(text) from error
         if dataclasses.replace(begin, end=found.end, seq=found.seq, messages=found.messages, size=found.size) != found:
             raise click.ClickException(
-                f"{self.path} belongs to an export with another stream, subject, start or format; --overwrite discards it and starts again"
+                f"{self.path} belongs to an export with another stream, subject, start or format; "
+                "--overwrite discards it and starts again"
             )
         if not self.path.is_file() or self.path.stat().st_size < found.size:
             raise click.ClickException(

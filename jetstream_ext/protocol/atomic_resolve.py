@@ -1,4 +1,4 @@
-"""Whether a stream stored an atomic batch whose commit was not answered: which question to ask next, and what the answers prove.
+"""Whether a stream stored an atomic batch whose commit was not answered: questions, and what the answers prove.
 
 A `Plan` yields a question, is sent its answer, and returns the verdict: the ack that the commit should have had, or
 None, which proves that nothing of the batch is stored or will be. `client.atomic_session` asks.
@@ -77,7 +77,7 @@ class AskMessage:
 
 @dataclass(frozen=True, slots=True)
 class AskRange:
-    """Which messages are stored? `search` sees those that `DirectGet.scan` finds with the options; the answer is None."""
+    """Which messages are stored? `search` sees those that `DirectGet.scan` finds with the options. Answer: None."""
 
     stream: str
     search: Search
@@ -245,7 +245,7 @@ class _Ending(Search):
 def _fence(batch_id: str, stream: str) -> tuple[bytes, bytes]:
     """Return the header blocks of two messages that are never stored.
 
-    The first makes the server drop the batch, if it still has it: no batch continues with sequence 0 (10176). The second
+    The first makes the server drop the batch if it has it: no batch continues with sequence 0 (10176). The second
     expects a last sequence that no stream has, and its refusal (10071) names the last sequence that the leader has
     assigned. That includes messages that are still being replicated and cannot be read yet.
     """

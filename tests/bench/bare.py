@@ -122,7 +122,7 @@ def publish_atomic(bare: Bare, batches: list[bytes]) -> int:
 
 
 def read(bare: Bare, stream: str, count: int, batch: int, max_bytes: int) -> int:
-    """Read messages 1 to `count` with two requests in flight; return the number of sent messages, as the server reports it."""
+    """Read messages 1 to `count` with two requests in flight; return the number that the server reports."""
     subject = f"$JS.API.DIRECT.GET.{stream}".encode()
 
     def ask(seq: int) -> None:

@@ -1,4 +1,4 @@
-"""Peak memory by number of messages, which must not matter; each run has its own process, so that it has its own peak."""
+"""Peak memory, which must not grow with the number of messages. Each run is a separate process with its own peak."""
 
 import asyncio
 import resource

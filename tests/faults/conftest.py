@@ -63,7 +63,7 @@ async def connect() -> AsyncIterator[Connect]:
 
 
 async def _end_reconnects() -> None:
-    """Cancel reconnect tasks that nats-py has lost track of, because it lost the new connection at once and began another.
+    """Cancel reconnect tasks that nats-py has lost track of: it lost the new connection at once and began another one.
 
     Such a task retries indefinitely. The end of the loop cancels it once, and before Python 3.12 a timeout may swallow
     that cancellation.

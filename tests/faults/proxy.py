@@ -32,7 +32,7 @@ class Proxy:
         await self._listener.wait_closed()
 
     def cut(self, *, refuse: bool = False) -> None:
-        """Abort every connection; bytes in transit are lost. With `refuse`, end new connections at once, until `accept`."""
+        """Abort every connection; bytes in transit are lost. With `refuse`, end new ones at once, until `accept`."""
         self._accepting = not refuse
         for link in self._links:
             link.cancel()

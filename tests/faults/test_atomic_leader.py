@@ -1,9 +1,9 @@
 """Atomic batches while the leader of their stream dies: between add and commit, and between commit and its answer.
 
 Each round kills (or freezes) the server that leads most of the streams, while each of these streams has an open batch.
-When all servers are back, the test checks that every batch is stored as a whole or not at all, that the outcome which its
-client got is true or "unknown", and that `resolve` returns the truth. ``JETSTREAM_EXT_ATOMIC_BATCHES`` is the number of batches and
-``JETSTREAM_EXT_ATOMIC_SEED`` the first seed; ``python -m nox -s full -- atomic_faults`` tries 200.
+When all servers are back, the test checks that every batch is stored as a whole or not at all, that the outcome which
+its client got is true or "unknown", and that `resolve` returns the truth. ``JETSTREAM_EXT_ATOMIC_BATCHES`` is the number
+of batches and ``JETSTREAM_EXT_ATOMIC_SEED`` the first seed; ``python -m nox -s full -- atomic_faults`` tries 200.
 """
 
 import asyncio

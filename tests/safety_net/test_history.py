@@ -1,4 +1,4 @@
-"""Reads of the past return what a key was, or report it as unavailable, even if the bucket's limits have changed since."""
+"""Reads of the past return what a key was, or report it as unavailable, even if the bucket's limits have changed."""
 
 import asyncio
 from collections.abc import Callable

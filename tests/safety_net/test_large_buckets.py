@@ -59,7 +59,7 @@ async def test_snapshot_ends_when_a_writer_is_faster(
         nonlocal rounds
         if ".DIRECT.GET." in frame.subject and rounds < most:
             rounds += 1
-            # More than one reply can hold, so that there is always more to read; at least a tenth of the reader's timeout.
+            # More than one reply can hold, so that there is always more to read. It takes a tenth of the timeout or more.
             await asyncio.gather(put_all_again(), asyncio.sleep(0.3))
         return frame
 

@@ -71,7 +71,7 @@ def test_spark_sends_no_password_to_a_server_without_tls(tmp_path: Path, how: st
 
 
 class LosesTls:
-    """Offers TLS until a client has authenticated, drops the connection at its first request, and offers none after that."""
+    """Offers TLS until a client has authenticated, drops it at its first request, and offers no TLS after that."""
 
     def __init__(self) -> None:
         self.met = False
