@@ -303,7 +303,7 @@ async def _publish(
     except IngestError as error:
         refusal = f"; the server said: {lease.connection.refusal}" if lease.connection.refusal else ""
         place = f"row {first + error.index} of partition {task.partition}"
-        raise SinkError(f"stream {options.stream!r}: {place} was refused: {error}{refusal}") from error
+        raise SinkError(f"stream {options.stream!r}: {place}: {error}{refusal}") from error
     except (BadHeaderError, MaxPayloadError) as error:
         place = f"row {first} of partition {task.partition}, or a later one,"
         raise SinkError(f"stream {options.stream!r}: {place} could not be stored: {error}") from error
