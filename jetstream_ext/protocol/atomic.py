@@ -295,7 +295,7 @@ class AtomicBatchMachine:
         else:
             why = "this server (before 2.14) needs a message for the commit, and all messages are sent; end the batch with commit(subject, payload)"
             raise errors.EmptyBatchError(
-                f"batch {self.batch_id}: {why if self.sent else 'the batch is empty, so there is nothing to commit'}",
+                f"batch {self.batch_id}: {why if self.sent else 'the batch has no messages; add one before a commit'}",
                 **self._facts("not_stored"),
             )
         self._commit_has_message, self._commit_held, self._held = last is not None, None if last else held, None

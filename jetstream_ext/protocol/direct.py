@@ -266,7 +266,7 @@ class ReplyDecoder:
         self._stream_line = b"Nats-Stream: %b" % responder
 
     def _finish(self, header: bytes, values: dict[str, str]) -> None:
-        code, _ = _status(header)
+        code, _ = _status(self._asked, header)
         if code == 404 and self._responder:
             # multi_last: a message that was there when the server put the answer together is gone; ask again.
             self.broken = self._lost(b"", self._prev)
@@ -298,10 +298,11 @@ def not_found(stream: str, request: Request | None = None) -> MessageNotFoundErr
     return MessageNotFoundError(f"stream {stream!r}: no message found{asked}", stream=stream)
 
 
-def _status(header: bytes) -> tuple[int, str]:
+def _status(stream: str, header: bytes) -> tuple[int, str]:
     status = h.parse_status(header) if header else None
     if status is None:
-        raise ResponseError("a direct-get reply has neither a sequence nor a status", frame=header)
+        text = f"stream {stream!r}: malformed direct-get reply: it has neither a sequence nor a status"
+        raise ResponseError(text, frame=header)
     return status
 
 
@@ -309,7 +310,7 @@ def status_error(
     stream: str, header: bytes, server_version: str = "", request: Request | None = None
 ) -> JetStreamExtError:
     """Return the error for a direct get that a server, of this version if known, refused."""
-    code, text = _status(header)
+    code, text = _status(stream, header)
     if code == 404:
         return not_found(stream, request)
     if code == 408 and text == "Empty Request":

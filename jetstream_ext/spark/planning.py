@@ -114,7 +114,7 @@ def partition(ranges: Sequence[SequenceRange], *, min_partitions: int, max_bytes
 def partition_evenly(ranges: Sequence[SequenceRange], count: int) -> list[SequenceRange]:
     """Cut `ranges` into `count` partitions by their sequences alone, so that a replay has the same partitions.
 
-    A sink recognizes replayed rows by partition and index, whatever the streams hold by then. There are `count`
+    A sink recognises replayed rows by partition and index, whatever the streams hold by then. There are `count`
     partitions even if some of them are empty; none for no ranges.
     """
     parts = partition([replace(span, size=len(span)) for span in ranges], min_partitions=count, max_bytes=1 << 80)

@@ -102,7 +102,7 @@ class _Writer:
         )
 
     def abort(self, messages: list[Any], batchId: int = 0) -> None:  # noqa: N803
-        # Stored rows stay; they are recognized when the micro-batch is replayed.
+        # Stored rows stay; they are recognised when the micro-batch is replayed.
         done = sum(message is not None for message in messages)
         _log.warning(
             "stream %r: micro-batch %d failed; %d of its tasks had finished, and their rows stay in the stream",

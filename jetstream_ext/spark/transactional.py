@@ -2,7 +2,7 @@
 
 A *marker* holds how many rows of which micro-batch a partition has stored, and their digest. Each marker names the one
 before (`FencedWriter`), so of two attempts at the same partition only one can store; the other reads the new marker and
-continues behind it. The *layout record* holds the number of partitions of a micro-batch: rows are recognized by partition
+continues behind it. The *layout record* holds the number of partitions of a micro-batch: rows are recognised by partition
 and index, so the same rows in other partitions would look new. Spark tells a task its partition but not their number,
 which is why the option ``sinkPartitions`` exists; the driver checks it at the end of each micro-batch.
 
@@ -123,7 +123,7 @@ class MicroBatch:
         if layout.last.partitions != partitions:
             raise ReplayError(
                 f"{layout.what} was first stored with {layout.last.partitions} partitions and now has {partitions}, so its stored "
-                f"rows cannot be recognized. Nothing was stored; set sinkPartitions to {layout.last.partitions} again, "
+                f"rows cannot be recognised. Nothing was stored; set sinkPartitions to {layout.last.partitions} again, "
                 "together with df.repartition(n) or the source's minPartitions"
             )
 
