@@ -1,10 +1,10 @@
 """Run all benchmarks, and record the figures.
 
     python tests/bench                        measures, writes docs/bench.json, and renders it into the pages
-    python tests/bench --quick --out FILE     tiny sizes, which prove only that everything runs; the pages stay
+    python tests/bench --quick --out FILE     tiny sizes, which only prove that everything runs; the pages do not change
     python tests/bench --only read kv         some groups, shown only
 
-Each group runs in a process of its own, one after the other; every case of a group runs once per round, in turn.
+The groups run one after the other, each in a separate process; every case of a group runs once per round, in turn.
 """
 
 import argparse
