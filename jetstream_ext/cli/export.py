@@ -181,9 +181,7 @@ class _Part:
         except FileNotFoundError:
             return begin
         except (orjson.JSONDecodeError, TypeError) as error:
-            text = (
-                f"{self._journal} is not a valid journal; --overwrite discards the unfinished export and starts again"
-            )
+            text = f"{self._journal} is not a valid journal; --overwrite discards the export and starts again"
             raise click.ClickException(text) from error
         if dataclasses.replace(begin, end=found.end, seq=found.seq, messages=found.messages, size=found.size) != found:
             raise click.ClickException(
@@ -191,9 +189,7 @@ class _Part:
                 "--overwrite discards it and starts again"
             )
         if not self.path.is_file() or self.path.stat().st_size < found.size:
-            raise click.ClickException(
-                f"{self.path} is shorter than its journal says; --overwrite discards it and starts again"
-            )
+            raise click.ClickException(f"{self.path} is shorter than its journal says; --overwrite starts again")
         return found
 
     def add(self, message: StoredMsg) -> None:

@@ -43,10 +43,7 @@ _RESUME_HINT: Final = "the same command with --resume continues"
 @click.option("--data-from", metavar="COLUMN", help="The column with the payload; the default is the row as JSON.")
 @click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE (default: from its suffix).")
 @click.option(
-    "--create",
-    multiple=True,
-    metavar="SUBJECT",
-    help="Subject of the stream, which is created if it does not exist; repeatable.",
+    "--create", multiple=True, metavar="SUBJECT", help="Create a missing stream with subject SUBJECT; repeatable."
 )
 @click.option("--skip", type=click.IntRange(0), default=0, metavar="ROWS", help="Skip the first ROWS rows.")
 @click.option("--resume", is_flag=True, help="Continue after the rows that the stream already has.")

@@ -172,8 +172,7 @@ class FencedWriter:
                     return BatchAck(self.stream, follower.seq, batch_size=len(messages) + 1)
                 self.fence = follower.seq
                 raise RequestTimeoutError(
-                    f"{self._name}: {where} is an earlier one of this writer, stored although its answer was lost; the new one is "
-                    "not stored; repeat the call"
+                    f"{self._name}: {where} is an earlier one, whose answer was lost; the new one is not stored; repeat the call"
                 ) from error
         if newest is None and self.fence:
             raise RecordMovedError(f"{self._name}: {where} was removed", name=self._name) from error

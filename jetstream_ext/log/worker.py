@@ -253,9 +253,7 @@ class _Worker:
                 f"subject {subject!r} holds the position of worker {self.name!r}; use another subject"
             )
         if (self.state is None or not self.state.stores(subject)) and not (await self._look()).stores(subject):
-            text = (
-                f"output stream {self.stream!r} does not store subject {subject!r}; nothing of this commit was stored"
-            )
+            text = f"output stream {self.stream!r} does not store subject {subject!r}, so nothing was stored"
             raise BadSubjectError(f"{text}; add the subject to the stream, or use another one")
 
     async def _store(self, parts: list[tuple[list[BatchMessage], int]]) -> None:

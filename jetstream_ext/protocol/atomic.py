@@ -332,8 +332,7 @@ class AtomicBatchMachine:
         if self.ack is None:
             self.check_open()
             raise BatchError(
-                f"batch {self.batch_id} is still open, so it has no ack; nothing of it is stored; commit it first",
-                **self._facts("not_stored"),
+                f"batch {self.batch_id} is still open: nothing is stored; commit it first", **self._facts("not_stored")
             )
         return self.ack
 

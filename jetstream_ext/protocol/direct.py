@@ -301,22 +301,19 @@ def not_found(stream: str, request: Request | None = None) -> MessageNotFoundErr
 def _status(stream: str, header: bytes) -> tuple[int, str]:
     status = h.parse_status(header) if header else None
     if status is None:
-        text = f"stream {stream!r}: malformed direct-get reply: it has neither a sequence nor a status"
-        raise ResponseError(text, frame=header)
+        raise ResponseError(f"stream {stream!r}: a direct-get reply has neither a sequence nor a status", frame=header)
     return status
 
 
-def status_error(
-    stream: str, header: bytes, server_version: str = "", request: Request | None = None
-) -> JetStreamExtError:
+def status_error(stream: str, header: bytes, server: str = "", asked: Request | None = None) -> JetStreamExtError:
     """Return the error for a direct get that a server, of this version if known, refused."""
     code, text = _status(stream, header)
     if code == 404:
-        return not_found(stream, request)
+        return not_found(stream, asked)
     if code == 408 and text == "Empty Request":
         # This library sends no empty request: the server dropped the fields that it does not know.
         return feature_table.DIRECT_BATCH.unsupported(
-            server_version=server_version,
+            server_version=server,
             detail=f"the server of stream {stream!r} did not recognise any field of the request",
         )
     if code == 408:
@@ -353,7 +350,7 @@ def decode_single(stream: str, frame: Frame, server_version: str = "", request: 
     """Decode the reply to a request without a batch; raise what `status_error` returns, or ResponseError."""
     _, header, payload = parts(frame)
     if not header:
-        raise ResponseError(f"stream {stream!r}: malformed direct-get reply: it has no headers", frame=payload)
+        raise ResponseError(f"stream {stream!r}: a direct-get reply has no headers", frame=payload)
     values = dict(h.parse_lines(header))
     if h.SEQUENCE not in values:
         raise status_error(stream, header, server_version, request)
@@ -367,5 +364,4 @@ def decode_single(stream: str, frame: Frame, server_version: str = "", request: 
             time_ns=h.parse_time_ns(values[h.TIME_STAMP].encode()),
         )
     except (KeyError, ValueError) as error:
-        text = f"stream {stream!r}: malformed direct-get reply: a header is missing or malformed: {error}"
-        raise ResponseError(text, frame=header) from None
+        raise ResponseError(f"stream {stream!r}: malformed direct-get header: {error}", frame=header) from None

@@ -99,8 +99,7 @@ _UNKNOWN, _ABANDONED = errors.BatchOutcomeUnknownError, errors.BatchAbandonedErr
 DONE: Final = Ending(EndReason.COMMITTED)
 LEFT: Final = Ending(EndReason.DISCARDED)
 LEFT_COMMIT: Final = Ending(
-    EndReason.DISCARDED, _UNKNOWN,
-    "the batch was discarded before its commit was answered; {rest}")
+    EndReason.DISCARDED, _UNKNOWN, "the batch was discarded before its commit was answered; {rest}")
 CUT: Final = Ending(EndReason.DISCONNECTED, _ABANDONED, "the connection was lost; {rest}", None)
 CUT_COMMIT: Final = Ending(
     EndReason.DISCONNECTED, _UNKNOWN, "the connection was lost before the commit was answered; {rest}")

@@ -407,9 +407,7 @@ class WriteOptions:
         if write.semantics != "transactional":
             for name in ("sinkPartitions", "markerPrefix", "transactionRows"):
                 if name in reader:
-                    reader.fail(
-                        name, f"it applies only to semantics=transactional, not to {write.semantics}; leave it out"
-                    )
+                    reader.fail(name, f"it is for semantics=transactional, not for {write.semantics}; leave it out")
         elif write.sink_partitions is None and (streaming or write.write_id is not None):
             reader.fail(
                 "sinkPartitions",

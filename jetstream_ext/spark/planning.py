@@ -395,9 +395,7 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
     report_lost_head(options, state, first, state.last_seq)
     what = f"stream {stream!r} ends at sequence {state.last_seq}"
     if first > state.last_seq + 1:
-        report_data_loss(
-            options, f"{what}, before the start at {first}; the stream may have been deleted and re-created"
-        )
+        report_data_loss(options, f"{what}, before the start at {first}; the stream may have been re-created")
     if last > state.last_seq:
         report_data_loss(options, f"{what}, before the end of the read at {last}")
     return SequenceRange(

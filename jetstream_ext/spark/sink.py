@@ -104,12 +104,7 @@ class _Writer:
     def abort(self, messages: list[Any], batchId: int = 0) -> None:  # noqa: N803
         # Stored rows stay; they are recognised when the micro-batch is replayed.
         done = sum(message is not None for message in messages)
-        _log.warning(
-            "stream %r: micro-batch %d failed; %d of its tasks had finished, and their rows stay in the stream",
-            self._options.stream,
-            batchId,
-            done,
-        )
+        _log.warning("stream %r: micro-batch %d failed after %d tasks were stored", self._options.stream, batchId, done)
 
 
 class JetStreamWriter(_Writer, DataSourceArrowWriter):
@@ -207,10 +202,7 @@ def _check_transactional(options: WriteOptions, state: StreamState) -> None:
             f"(jetstream_ext.ensure_stream) or 'nats stream edit {state.name} --allow-atomic-publish' (nats-server 2.12)"
         )
     if state.config.get("subject_transform"):
-        raise PlanningError(
-            f"{stream} has a subject transform, so semantics=transactional cannot find its markers; use a stream without "
-            "one, or semantics=dedupe"
-        )
+        raise PlanningError(f"{stream} has a subject transform, which hides the sink's markers; use semantics=dedupe")
     markers = f"{options.marker_prefix}.>"
     if not any(covers(subject, markers) for subject in state.subjects):
         raise PlanningError(

@@ -191,10 +191,7 @@ class StoredRecord(Generic[_Record]):
 
     def _explained(self, error: Exception) -> Exception:
         if _is_transient(error):
-            return SinkError(
-                f"{self.what}: the sink stored nothing for {PATIENCE:g} s, because of repeated errors: {error}; let Spark "
-                "retry the task, or restart the query"
-            )
+            return SinkError(f"{self.what}: nothing was stored for {PATIENCE:g} s; restart the query: {error}")
         return error
 
 
@@ -267,9 +264,8 @@ class Transactions:
                 return
             if stored < start:
                 raise ReplayError(
-                    f"{what}: the marker of the first {start} rows was removed from {self._marker.subject!r}, so a replay "
-                    "cannot recognise these rows; nothing more was stored; do not let limits or purges of the stream "
-                    "remove markers"
+                    f"{what}: the marker of the first {start} rows was removed from {self._marker.subject!r}; nothing more "
+                    "was stored; keep limits and purges of the stream from removing markers"
                 )
             if stored > start:
                 some = transaction.before.copy()

@@ -265,7 +265,7 @@ class TestTransactions:
         monkeypatch.setattr("jetstream_ext.spark.transactional.PATIENCE", 0.2)
         with pytest.raises(
             SinkError,
-            match=r"partition 0 of micro-batch 0: the sink stored nothing for 0\.2 s, because of repeated errors: busy",
+            match=r"partition 0 of micro-batch 0: nothing was stored for 0\.2 s; restart the query: busy",
         ):
             write(range(10))
 
