@@ -15,6 +15,8 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 # More processes would not make the tests faster on two processors. They would delay the start of Spark's Python workers,
 # for which Spark waits 10 s.
 PARALLEL = ["-n", "6"]
+# The tests start hundreds of interpreters: let them share what one of them compiled, whatever the caller has set.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def group(name: str) -> list[str]:

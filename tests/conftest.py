@@ -11,6 +11,7 @@ import os
 import uuid
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import nats
@@ -47,6 +48,11 @@ os.environ.setdefault("SPARK_LAUNCHER_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSe
 os.environ.setdefault(
     "SPARK_SUBMIT_OPTS",
     "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData -Dspark.ui.enabled=false -Dspark.sql.shuffle.partitions=2",
+)
+
+# Spark's Python daemons import these modules once; otherwise each of their workers would import them again.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent / "spark" / "preload"), os.environ.get("PYTHONPATH")])
 )
 
 # The scopes that `pytest -n` starts first, longest first. Otherwise one worker would run a long scope alone at the end.
@@ -110,6 +116,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         rank = {scope: place for place, scope in enumerate(LONGEST)}
         items.sort(key=lambda item: rank.get(scope_of(item.nodeid), len(rank)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+    """Drop the traceback entries that have no line: pytest cannot print them, and its worker process would die instead.
+
+    CPython 3.11 makes such an entry where a test's timeout arrives between two lines.
+    """
+    error = call.excinfo and call.excinfo.value
+    while error is not None:
+        entry = error.__traceback__
+        while entry is not None:
+            while entry.tb_next is not None and entry.tb_next.tb_lineno is None:
+                entry.tb_next = entry.tb_next.tb_next
+            entry = entry.tb_next
+        error = error.__cause__ or error.__context__
 
 
 @pytest.fixture(scope="session")
