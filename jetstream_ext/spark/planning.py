@@ -113,7 +113,7 @@ def partition(ranges: Sequence[SequenceRange], *, min_partitions: int, max_bytes
 def partition_evenly(ranges: Sequence[SequenceRange], count: int) -> list[SequenceRange]:
     """Cut `ranges` into `count` partitions by their sequences alone, so that a replay has the same partitions.
 
-    A sink recognizes replayed rows by partition and index, whatever the streams hold by then. There are `count`
+    A sink recognises replayed rows by partition and index, whatever the streams hold by then. There are `count`
     partitions even if some of them are empty; none for no ranges.
     """
     parts = partition([replace(span, size=len(span)) for span in ranges], min_partitions=count, max_bytes=1 << 80)
@@ -392,7 +392,7 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
     report_lost_head(options, state, first, state.last_seq)
     what = f"stream {stream!r} ends at sequence {state.last_seq}"
     if first > state.last_seq + 1:
-        report_data_loss(options, f"{what}, before the start at {first}; was it re-created?")
+        report_data_loss(options, f"{what}, before the start at {first}; the stream may have been re-created")
     if last > state.last_seq:
         report_data_loss(options, f"{what}, before the end of the read at {last}")
     return SequenceRange(

@@ -107,10 +107,10 @@ def test_the_error_of_a_feature_names_the_version_that_it_needs() -> None:
     error = feature_table.FAST_INGEST.unsupported(server_version="2.12.8", api_level=3, detail="nothing was sent")
     assert isinstance(error, UnsupportedFeatureError)
     assert str(error) == (
-        "fast ingest: needs nats-server 2.14 (JetStream API level 4), and this is 2.12.8 (level 3); nothing was sent"
+        "fast ingest needs nats-server 2.14 (JetStream API level 4), but the server is 2.12.8 (level 3); nothing was sent"
     )
     assert (error.feature, error.required_api_level, error.server_version) == ("fast ingest", 4, "2.12.8")
-    assert str(feature_table.ATOMIC.unsupported()).endswith("and this is an older server")
+    assert str(feature_table.ATOMIC.unsupported()).endswith("but the server is older")
 
 
 def test_errors_take_feature_and_level_from_the_table() -> None:
