@@ -11,7 +11,6 @@ import os
 import uuid
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import nats
