@@ -49,11 +49,6 @@ os.environ.setdefault(
     "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData -Dspark.ui.enabled=false -Dspark.sql.shuffle.partitions=2",
 )
 
-# Spark's Python daemons import these modules once; otherwise each of their workers would import them again.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [str(Path(__file__).parent / "spark" / "preload"), os.environ.get("PYTHONPATH")])
-)
-
 # The scopes that `pytest -n` starts first, longest first. Otherwise one worker would run a long scope alone at the end.
 LONGEST = (
     "spark session",
