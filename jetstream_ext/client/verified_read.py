@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from nats.js.errors import NotFoundError
+from nats.js.errors import NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.api import LAG_PAUSE, Api, get_at_leader, stream_state, wait_for_sequence
+from jetstream_ext.client.api import LAG_PAUSE, get_at_leader, stream_state, wait_for_sequence
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct_reader import read_blocks, read_one
 from jetstream_ext.client.retry import Retry
@@ -68,7 +68,8 @@ class VerifiedReader:
             MessageNotFoundError: The leader has no such message.
             RequestTimeoutError: No answer, or the leader does not reach the needed sequence, within the timeout.
         """
-        clock = Api(self._context, self._timeout)
+        retry = self._retry()
+        retry.start()
         with contextlib.suppress(MessageNotFoundError):
             found = await read_one(self._context, self._stream, request, self._timeout)
             if found.seq == request.seq:
@@ -77,8 +78,8 @@ class VerifiedReader:
             # the stream's, which the mirror lacks.
             if found.seq >= self._need and (request.last_by_subj is not None or found.stream == self._stream):
                 return found
-        await wait_for_sequence(self._context, self._stream, self._need, max(0.001, clock.remaining))
-        at_leader = await get_at_leader(self._context, self._stream, request.body(), max(0.001, clock.remaining))
+        await wait_for_sequence(self._context, self._stream, self._need, retry.remaining)
+        at_leader = await get_at_leader(self._context, self._stream, request.body(), retry.remaining)
         if at_leader is None:
             raise not_found(self._stream)
         return at_leader
@@ -226,14 +227,13 @@ class VerifiedReader:
 
     async def _mirrors_all(self, responder: str) -> bool:
         try:
-            mirror = (await Api(self._context, self._timeout).ask(f"STREAM.INFO.{responder}"))["config"]
-        except (NotFoundError, ServerError):
+            mirror = await stream_state(self._context, responder, self._timeout)
+        except (NotFoundError, ServiceUnavailableError, ServerError):
             return False  # it is in another account or domain, so that its configuration is unknown
-        source = mirror.get("mirror") or {}
-        if source.get("name") != self._stream or any(source.get(name) for name in _PART):
+        if mirror.origin.get("name") != self._stream or any(mirror.origin.get(name) for name in _PART):
             return False
-        origin = (await stream_state(self._context, self._stream, self._timeout)).config
-        return all(mirror.get(name) == origin.get(name) for name in _SAME)
+        origin = await stream_state(self._context, self._stream, self._timeout)
+        return all(mirror.config.get(name) == origin.config.get(name) for name in _SAME)
 
     async def _ask(self, request: Request) -> Answer:
         plan, joined = OneReply(request, whole=True), Block()
