@@ -63,15 +63,14 @@ class _Inboxes:
     def _lost(self) -> None:
         self._notify(self._disconnected, nats.errors.ConnectionClosedError() if self._connection.closed else None)
 
-    async def wait(self, until: float) -> bool:
-        """Wait for a message or the loss of the connection; return False if the loop's clock reaches `until` first."""
+    async def wait(self, until: float) -> None:
+        """Wait for a message, the loss of the connection, or the time `until` of the loop's clock."""
+        timer = asyncio.get_running_loop().call_at(until, self._woken.set)
         try:
-            async with asyncio.timeout_at(until):
-                await self._woken.wait()
-        except TimeoutError:
-            return False
+            await self._woken.wait()
+        finally:
+            timer.cancel()
         self._woken.clear()
-        return True
 
     def close(self, key: SentRequest) -> None:
         if (inbox := self._open.pop(key, None)) is not None:
@@ -178,7 +177,8 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
                 await connection.wait_usable(remaining())
                 read.connected()
             await inboxes.send(subject, payload, read.receive, remaining())
-            if not await inboxes.wait(deadline):
+            await inboxes.wait(deadline)
+            if read.state is State.READING:
                 read.expired()
         except nats.errors.ConnectionReconnectingError as error:
             read.not_sent(error)
