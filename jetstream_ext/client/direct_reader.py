@@ -43,10 +43,7 @@ class _Inboxes:
     ) -> None:
         """Send a request; `received` is called with the messages to its reply inbox, until `close`.
 
-        Raises:
-            MaxPayloadError: The request is over the server's limit. Nothing was sent.
-            ConnectionClosedError, ConnectionDrainingError, ConnectionReconnectingError: nats-py's; nothing was sent.
-            RequestTimeoutError: The server does not read.
+        An error other than RequestTimeoutError (the server does not read) means that nothing was sent.
         """
         connection = self._connection
         connection.check_usable()
@@ -237,15 +234,12 @@ class MessageBatch:
         return self
 
     async def __anext__(self) -> StoredMsg:
-        for message in self._ready:
-            return message
         while True:
-            block = await self._next_block()
-            if block is None:
-                raise StopAsyncIteration
-            self._ready = block.messages()
             for message in self._ready:
                 return message
+            if (block := await self._next_block()) is None:
+                raise StopAsyncIteration
+            self._ready = block.messages()
 
     async def to_list(self) -> list[StoredMsg]:
         """Return all remaining messages, in the order of their sequences.

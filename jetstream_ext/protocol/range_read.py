@@ -60,33 +60,25 @@ class Input(enum.Enum):
     CONNECTED = "the connection is usable"
 
 
-class Keep(enum.Enum):
-    """The cells of `TABLE` that change nothing."""
-
-    STAY = enum.auto()
-    RAISE = enum.auto()
-
-
 READING, PROVING, PAUSED, RECONNECTING, ENDED = State
-___: Final = Keep.STAY
-ERR: Final = Keep.RAISE
+ERR: Final = None
 
-TABLE: Final[dict[Input, tuple[State | Keep | tuple[State, State], ...]]] = {
+TABLE: Final[dict[Input, tuple[State | tuple[State, State] | None, ...]]] = {
     #                     READING                PROVING          PAUSED        RECONNECTING  ENDED
-    Input.COMPLETE:      (ENDED,                 ENDED,           ERR,          ENDED,        ___),
+    Input.COMPLETE:      (ENDED,                 ENDED,           ERR,          ENDED,        ENDED),
     Input.SHORT:         (PROVING,               ERR,             ERR,          ERR,          ERR),
     Input.GAPS:          (PROVING,               ERR,             ERR,          ERR,          ERR),
     Input.TOO_MANY_GAPS: (RECONNECTING,          ERR,             ERR,          ERR,          ERR),
     Input.GAPS_PROVED:   (ERR,                   READING,         ERR,          ERR,          ERR),
     Input.MISSING:       (ERR,                   (PAUSED, ENDED), ERR,          ERR,          ERR),
     Input.NO_RESPONDER:  ((PAUSED, ENDED),       ERR,             ERR,          ERR,          ERR),
-    Input.INTERRUPTED:   ((RECONNECTING, ENDED), ERR,             ERR,          ___,          ___),
+    Input.INTERRUPTED:   ((RECONNECTING, ENDED), ERR,             ERR,          RECONNECTING, ENDED),
     Input.REFUSED:       (ENDED,                 ERR,             ERR,          ERR,          ERR),
-    Input.FAILED:        (ENDED,                 ENDED,           ENDED,        ENDED,        ___),
+    Input.FAILED:        (ENDED,                 ENDED,           ENDED,        ENDED,        ENDED),
     Input.PAUSE_OVER:    (ERR,                   ERR,             RECONNECTING, ERR,          ERR),
     Input.CONNECTED:     (ERR,                   ERR,             ERR,          READING,      ERR),
 }  # fmt: skip
-"""Where an input leads: ``___`` ignores it, ``ERR`` raises RuntimeError.
+"""Where an input leads; with ``ERR`` it raises RuntimeError.
 
 Of a pair, the second is for a read that gives up: the second INTERRUPTED at one place; MISSING and NO_RESPONDER after
 `timeout` seconds without a new row; NO_RESPONDER before any answer.
@@ -172,11 +164,12 @@ class _Read:
     def _happen(self, event: Input, error: Exception | None = None, why: str = "", *, give_up: bool = False) -> None:
         """Do what `TABLE` says."""
         before, cell = self.state, _CELLS[self.state, event]
-        if cell is ___:
-            return
         if cell is ERR:
             raise RuntimeError(f"stream {self._stream!r}: {event.name} cannot happen to a read that is {before.name}")
-        self.state, self._timer = cell[give_up] if isinstance(cell, tuple) else cell, None
+        after = cell[give_up] if isinstance(cell, tuple) else cell
+        if after is before:
+            return
+        self.state, self._timer = after, None
         if self.state is ENDED:
             self.error = error
         _log.debug("stream %r: %s -> %s: %s", self._stream, before.value, self.state.value, why or error or event.value)
@@ -199,7 +192,7 @@ class SingleRead(_Read):
         self._happen(Input.COMPLETE)
 
     def disconnected(self, closed: Exception | None) -> None:
-        """Note that the connection is lost; `closed` is the error if that is for good."""
+        """As `RangeRead.disconnected`."""
         text = f"stream {self._stream!r}: the connection was lost before the direct get was answered; repeat it"
         self.not_sent(closed or MessagesLostError(text, expected=0))
 
@@ -278,7 +271,7 @@ class RangeRead(_Read):
                 assert self._scan is not None
                 behind = [gap.start - 1 for gap in self._gaps[:MAX_LEADER_REQUESTS]] or [self._before]
                 return AskLeader(tuple(map(self._scan.request_after, behind)))
-            if self._rows is not None:
+            if self._rows is not None and not self._gaps:
                 rows, self._rows = self._rows, None
                 self._before = rows.seqs[-1]
                 self._give_up_at = None
@@ -313,19 +306,12 @@ class RangeRead(_Read):
         """Note that a request was not sent because the connection is lost."""
         self._replies[sent].lost, self._replies[sent].error = True, error
 
-    def failed(self, error: Exception) -> None:
-        if self.state is PROVING:
-            self._rows = None
-        super().failed(error)
-
     def handle_timer(self, now: float) -> None:
         if self._timer is None or now < self._timer:
             return
         if self.state is PAUSED:
             self._happen(Input.PAUSE_OVER)
-            return
-        reply = self._replies[self._plan.in_flight[0]]
-        if not reply.frames and not reply.lost:
+        elif not (reply := self._replies[self._plan.in_flight[0]]).frames and not reply.lost:
             self._interrupt(self._silence(reply.decoder.count), now)
 
     def leader_answered(self, found: Sequence[int | None], now: float) -> None:
