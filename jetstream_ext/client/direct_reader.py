@@ -159,7 +159,7 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
             async with asyncio.timeout_at(deadline), aclosing(read_blocks(context, stream, plan, timeout)) as blocks:
                 async for block in blocks:
                     return next(block.messages())
-            raise not_found(stream)
+            raise not_found(stream, request)
         except TimeoutError:
             read.expired()
     subject, payload = request.address(f"{context.prefix}.DIRECT.GET.{stream}")
@@ -185,7 +185,7 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
             read.failed(error)
         finally:
             inboxes.close_all()
-    return read.result(connection.server_version)
+    return read.result(connection.server_version, request)
 
 
 class MessageBatch:

@@ -205,12 +205,12 @@ class SingleRead(_Read):
         what = "the connection was lost and did not come back" if self.state is RECONNECTING else _NO_ANSWER
         self.failed(RequestTimeoutError(f"stream {self._stream!r}: {what} within {self._timeout:.4g} s"))
 
-    def result(self, server_version: str) -> StoredMsg:
+    def result(self, server_version: str = "", request: Request | None = None) -> StoredMsg:
         """Return the message of a read that has ENDED, or raise its error."""
         if self.error is not None:
             raise self.error
         assert self._answer is not None
-        return decode_single(self._stream, self._answer, server_version)
+        return decode_single(self._stream, self._answer, server_version, request)
 
 
 class RangeRead(_Read):

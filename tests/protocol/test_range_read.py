@@ -203,7 +203,7 @@ class TestSingle:
         read.receive([row(7, 0, 0)])
         read.disconnected(None)
         read.expired()
-        assert (read.state, read.result("").seq) == (State.ENDED, 7)
+        assert (read.state, read.result().seq) == (State.ENDED, 7)
 
     def test_a_lost_request_is_sent_once_more(self) -> None:
         read = self.read()
@@ -212,7 +212,7 @@ class TestSingle:
         assert read.state is State.RECONNECTING
         read.connected()
         read.receive([row(7, 0, 0)])
-        assert read.result("").seq == 7
+        assert read.result().seq == 7
 
     @pytest.mark.parametrize(("closed", "error"), [(None, errors.MessagesLostError), (closed, type(closed))])
     def test_the_second_loss_is_an_error(self, closed: Exception | None, error: type[Exception]) -> None:
@@ -221,7 +221,7 @@ class TestSingle:
         read.connected()
         read.disconnected(closed)
         with pytest.raises(error):
-            read.result("")
+            read.result()
 
     @pytest.mark.parametrize(("lost", "what"), [(False, "no answer"), (True, "did not come back")])
     def test_the_timeout_names_what_was_awaited(self, lost: bool, what: str) -> None:
@@ -230,7 +230,7 @@ class TestSingle:
             read.disconnected(None)
         read.expired()
         with pytest.raises(errors.RequestTimeoutError, match=rf"'S': .*{what} .*within 5 s"):
-            read.result("")
+            read.result()
 
 
 class TestReading:
