@@ -1,7 +1,6 @@
 """The tables of states in the design pages, drawn from the machines: each cell is a machine that was driven there.
 
-In a page, the directive ``state-table`` has the argument ``atomic``, ``fast-fail`` or ``fast-ok``. For each cell a new
-machine is brought into the state of the column by its public methods; then the event of the row happens, and the cell
+In a page, the directive ``state-table`` has one of the names of `TABLES` as its argument. For each cell a new machine is brought into the state of the column by its public methods; then the event of the row happens, and the cell
 says what came of it. A state that this module cannot reach breaks the build.
 """
 
@@ -15,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from jetstream_ext import errors
-from jetstream_ext.protocol import atomic, fast
+from jetstream_ext.protocol import atomic, fast, range_read
 from jetstream_ext.protocol.fast import State as FastState
 from jetstream_ext.protocol.feature_table import ATOMIC_EOB
+from jetstream_ext.protocol.range_read import MAX_LEADER_REQUESTS, RangeRead
+from jetstream_ext.protocol.range_read import State as ReadState
+from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.types import BatchAck, BatchMessage, GapMode
 
 if TYPE_CHECKING:
@@ -37,12 +39,16 @@ MESSAGE = BatchMessage("a.1", b"x")
 
 @dataclass(frozen=True)
 class Row:
-    """An event; `only` names the states in which it can happen, `code` the error code that it brings."""
+    """An event; `only` names the states in which it can happen, `code` the error code that it brings.
+
+    `at` is the way into a state, if it is not that of the other rows.
+    """
 
     name: str
     event: Event
     only: frozenset[str] | None = None
     code: int | None = None
+    at: Callable[[Any], Machine] | None = None
 
 
 def table(states: Iterable[Any], at: Callable[[Any], Machine], rows: Iterable[Row]) -> Table:
@@ -51,7 +57,8 @@ def table(states: Iterable[Any], at: Callable[[Any], Machine], rows: Iterable[Ro
     merged: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         cells = tuple(
-            cell(at(state), row) if row.only is None or state.name in row.only else CANNOT_BE for state in states
+            cell((row.at or at)(state), row) if row.only is None or state.name in row.only else CANNOT_BE
+            for state in states
         )
         merged.setdefault(cells, []).append(row.name)
     return ["", *(state.name for state in states)], [["; ".join(names), *cells] for cells, names in merged.items()]
@@ -273,10 +280,159 @@ def fast_table(mode: GapMode) -> Table:
     return table(states, lambda state: fast_batch(state, mode), FAST)
 
 
+# -- the range read ---------------------------------------------------------------------------------------------
+
+LAST = 200
+"""The sequence that the reads prove."""
+LATE = 1000.0
+"""A time after every deadline."""
+
+
+def messages(*seqs: int, stream: str = "S", last: int = 0, pending: int | None = None) -> list[Any]:
+    """Return the frames of a reply: its messages, of which the first names `last`, and its end if `pending` follow."""
+    found = []
+    for seq in seqs:
+        found += status(
+            f"\r\nNats-Stream: {stream}\r\nNats-Subject: a\r\nNats-Sequence: {seq}\r\n"
+            "Nats-Time-Stamp: 2026-01-01T00:00:00Z\r\n"
+            f"Nats-Num-Pending: {pending or 9}\r\nNats-Last-Sequence: {last}"
+        )
+        last = seq
+    if pending is not None:
+        found += status(f" 204 EOB\r\nNats-Num-Pending: {pending}\r\nNats-Last-Sequence: {last}")
+    return found
+
+
+def status(line: str) -> list[Any]:
+    frame = f"NATS/1.0{line}\r\n\r\n".encode()
+    return [(b"_INBOX.x", frame, len(frame))]
+
+
+def carried_out(machine: RangeRead, now: float = 0.0) -> None:
+    """Do what the machine asks for, until it waits or ends."""
+    while isinstance(machine.next_action(now), range_read.SendRequest | range_read.DropReply | range_read.Deliver):
+        pass
+
+
+def arrived(frames: list[Any], now: float = 0.0) -> Event:
+    def event(machine: RangeRead) -> None:
+        machine.receive(machine._plan.in_flight[0], frames)  # noqa: SLF001 - the newest request
+        carried_out(machine, now)
+
+    return event
+
+
+def leader_found(seq: int | None, now: float = 0.0) -> Event:
+    def event(machine: RangeRead) -> None:
+        machine.leader_answered([seq], now)
+        carried_out(machine, now)
+
+    return event
+
+
+def connection_lost(machine: RangeRead) -> None:
+    machine.disconnected()
+    carried_out(machine)
+
+
+def connection_usable(machine: RangeRead) -> None:
+    machine.connected()
+    carried_out(machine)
+
+
+def time_passed(machine: RangeRead) -> None:
+    machine.handle_timer(LATE)
+
+
+def each(*events: Event) -> Event:
+    def event(machine: RangeRead) -> None:
+        for each in events:
+            each(machine)
+
+    return event
+
+
+FAILURE = errors.RequestTimeoutError("no connection")
+PAUSE_AND_RETRY = each(time_passed, connection_usable)
+
+
+def new_read(state: ReadState) -> RangeRead:
+    machine = RangeRead("S", Scan(up_to_seq=LAST, max_bytes=1 << 20, prefetch=1), 5.0, pause=0.05, prove_to=LAST)
+    carried_out(machine)
+    return reached(machine, state)
+
+
+def read_in(state: ReadState) -> RangeRead:
+    """Return a read of the first message that got into `state`."""
+    machine = new_read(ReadState.READING)
+    arrived(messages(1, pending=9))(machine)
+    if state in (ReadState.PROVING, ReadState.ENDED):
+        arrived(messages(2, pending=0))(machine)
+    if state is ReadState.PAUSED:
+        arrived(status(" 503"))(machine)
+    elif state is ReadState.RECONNECTING:
+        connection_lost(machine)
+    elif state is ReadState.ENDED:
+        leader_found(None)(machine)
+    return reached(machine, state)
+
+
+def read_with_gaps(state: ReadState) -> RangeRead:
+    machine = read_in(ReadState.READING)
+    arrived(messages(5, stream="M"))(machine)
+    return reached(machine, state)
+
+
+READING, PROVING = frozenset({"READING"}), frozenset({"PROVING"})
+MANY = list(range(3, 2 * MAX_LEADER_REQUESTS + 5, 2))
+
+RANGE_READ: list[Row] = [
+    Row("messages arrive from a replica", arrived(messages(5)), READING),
+    Row("a mirror's messages arrive with gaps", arrived(messages(5, stream="M")), READING),
+    Row(
+        f"a mirror's messages arrive with more than {MAX_LEADER_REQUESTS} gaps",
+        arrived(messages(*MANY, stream="M")),
+        READING,
+    ),
+    Row("the leader has no message in the gaps", leader_found(5), PROVING, at=read_with_gaps),
+    Row("the last reply ends before the end of the range", arrived(messages(5, pending=0)), READING),
+    Row("the last reply ends at the end of the range", arrived(messages(LAST, pending=0)), READING),
+    Row("the leader has no later message in the range", leader_found(None), PROVING),
+    Row("the leader has a message that no responder delivered", leader_found(5), PROVING),
+    Row(
+        "the leader has one, `timeout` seconds after the last new message",
+        each(leader_found(5), PAUSE_AND_RETRY, arrived(status(" 404")), leader_found(5, LATE)),
+        PROVING,
+    ),
+    Row("503", arrived(status(" 503")), READING),
+    Row("503 before any message", arrived(status(" 503")), READING, at=new_read),
+    Row(
+        "503 `timeout` seconds after the last new message",
+        each(arrived(status(" 503")), PAUSE_AND_RETRY, arrived(status(" 503"), LATE)),
+        READING,
+    ),
+    Row("messages of a reply are lost", arrived(messages(5, last=4)), READING),
+    Row("nothing arrives for `timeout` seconds", time_passed, READING),
+    Row("nothing arrives, the second time at one place", each(time_passed, connection_usable, time_passed), READING),
+    Row("the connection is lost", connection_lost),
+    Row(
+        "messages or the connection are lost, the second time at one place",
+        each(connection_lost, connection_usable, connection_lost),
+        READING,
+    ),
+    Row("408", arrived(status(" 408 Bad Request")), READING),
+    Row("a malformed reply", arrived(status(" 299")), READING),
+    Row("a request, the leader's answer or the reconnect fails", lambda machine: machine.failed(FAILURE)),
+    Row("the pause is over", time_passed, frozenset({"PAUSED"})),
+    Row("the connection is usable", connection_usable, frozenset({"RECONNECTING"})),
+]
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "atomic": lambda: table(atomic.State, atomic_batch, ATOMIC),
     "fast-fail": lambda: fast_table(GapMode.FAIL),
     "fast-ok": lambda: fast_table(GapMode.OK),
+    "range-read": lambda: table(ReadState, read_in, RANGE_READ),
 }
 
 

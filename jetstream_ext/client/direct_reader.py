@@ -1,4 +1,4 @@
-"""Direct gets over a connection: `RangeRead` decides; this module sends, waits and delivers."""
+"""Direct gets over a connection: `RangeRead` and `SingleRead` decide; this module sends, waits and delivers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jetstream_ext.client.api import LAG_PAUSE, get_at_leader, stream_state, wai
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
 from jetstream_ext.client.concurrency import gather_bounded
 from jetstream_ext.client.context import Context
-from jetstream_ext.errors import JetStreamExtError, MessagesLostError, RequestTimeoutError
+from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import frames, range_read
-from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, decode_single, not_found
+from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, not_found
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.range_read import RangeRead
+from jetstream_ext.protocol.range_read import Action, RangeRead, SingleRead, State
 from jetstream_ext.protocol.reads import OneReply, Plan, Scan, SentRequest
 from jetstream_ext.protocol.stored_msg import StoredMsg
 
@@ -27,7 +27,7 @@ from jetstream_ext.protocol.stored_msg import StoredMsg
 class _Inboxes:
     """The reply inboxes of one read, and one wait for a message to any of them or for the loss of the connection."""
 
-    def __init__(self, context: Context, disconnected: Callable[[], None]) -> None:
+    def __init__(self, context: Context, disconnected: Callable[[Exception | None], None]) -> None:
         self._connection = context.connection
         self._disconnected = disconnected
         self._open: dict[SentRequest | None, InboxSubscription] = {}
@@ -43,15 +43,12 @@ class _Inboxes:
     ) -> None:
         """Send a request; `received` is called with the messages to its reply inbox, until `close`.
 
-        Raises:
-            MaxPayloadError: The request is over the server's limit. Nothing was sent.
-            ConnectionClosedError, ConnectionDrainingError, ConnectionReconnectingError: nats-py's; nothing was sent.
-            RequestTimeoutError: The server does not read.
+        An error other than RequestTimeoutError (the server does not read) means that nothing was sent.
         """
         connection = self._connection
         connection.check_usable()
         frames.check_size(len(payload), connection.max_payload)
-        handler = InboxHandler(partial(self._notify, received), partial(self._notify, self._disconnected))
+        handler = InboxHandler(partial(self._notify, received), self._lost)
         inbox = self._open[key] = await connection.inbox(handler, timeout=timeout)
         command = frames.pub(subject.encode(), inbox.subject.encode(), b"", payload)
         await connection.write(command, 1, len(payload), timeout=timeout)
@@ -60,15 +57,17 @@ class _Inboxes:
         receive(*arguments)
         self._woken.set()
 
-    async def wait(self, until: float) -> bool:
-        """Wait for a message or the loss of the connection; return False if the loop's clock reaches `until` first."""
+    def _lost(self) -> None:
+        self._notify(self._disconnected, nats.errors.ConnectionClosedError() if self._connection.closed else None)
+
+    async def wait(self, until: float) -> None:
+        """Wait for a message, the loss of the connection, or the time `until` of the loop's clock."""
+        timer = asyncio.get_running_loop().call_at(until, self._woken.set)
         try:
-            async with asyncio.timeout_at(until):
-                await self._woken.wait()
-        except TimeoutError:
-            return False
+            await self._woken.wait()
+        finally:
+            timer.cancel()
         self._woken.clear()
-        return True
 
     def close(self, key: SentRequest) -> None:
         if (inbox := self._open.pop(key, None)) is not None:
@@ -106,33 +105,41 @@ async def read_blocks(
         found = await get_at_leader(context, stream, request.body(), timeout)
         return None if found is None else found.seq
 
+    async def perform(action: Action) -> None:
+        match action:
+            case range_read.Wait(until):
+                await inboxes.wait(until)
+                machine.handle_timer(loop.time())
+            case range_read.SendRequest(sent):
+                subject, payload = sent.request.address(api)
+                try:
+                    await inboxes.send(subject, payload, partial(machine.receive, sent), timeout, sent)
+                except nats.errors.ConnectionReconnectingError as error:
+                    machine.not_sent(sent, error)
+            case range_read.DropReply(sent):
+                inboxes.close(sent)
+            case range_read.AskLeader(requests):
+                found = await gather_bounded(ask_leader, requests, limit=len(requests))
+                machine.leader_answered(found, loop.time())
+            case range_read.AwaitConnection():
+                await connection.wait_usable(timeout)
+                machine.connected()
+
     inboxes = _Inboxes(context, machine.disconnected)
     try:
         while True:
             match machine.next_action(loop.time()):
                 case range_read.Deliver(block):
                     yield block
-                case range_read.Wait(until):
-                    await inboxes.wait(until)
-                    machine.handle_timer(loop.time())
-                case range_read.SendRequest(sent):
-                    try:
-                        subject, payload = sent.request.address(api)
-                        await inboxes.send(subject, payload, partial(machine.receive, sent), timeout, sent)
-                    except nats.errors.ConnectionReconnectingError as error:
-                        machine.interrupted(error, loop.time())
-                case range_read.DropReply(sent):
-                    inboxes.close(sent)
-                case range_read.AskLeader(requests):
-                    found = await gather_bounded(ask_leader, requests, limit=len(requests))
-                    machine.leader_answered(found, loop.time())
-                case range_read.AwaitConnection():
-                    await connection.wait_usable(timeout)
-                    machine.connected()
                 case range_read.Fail(failure):
                     raise failure
                 case range_read.Done():
                     return
+                case action:
+                    try:
+                        await perform(action)
+                    except Exception as error:
+                        machine.failed(error)
     finally:
         inboxes.close_all()
 
@@ -144,7 +151,7 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
     """
     loop, connection = asyncio.get_running_loop(), context.connection
     deadline = loop.time() + timeout
-    silence = f"stream {stream!r}: no answer to a direct get within {timeout:.4g} s"
+    read = SingleRead(stream, timeout)
     if request.start_time is not None:
         # A batch of one message: an older server would ignore start_time in a single get and answer another message.
         plan = OneReply(replace(request, batch=1))
@@ -152,36 +159,33 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
             async with asyncio.timeout_at(deadline), aclosing(read_blocks(context, stream, plan, timeout)) as blocks:
                 async for block in blocks:
                     return next(block.messages())
+            raise not_found(stream, request)
         except TimeoutError:
-            raise RequestTimeoutError(silence) from None
-        raise not_found(stream, request)
+            read.expired()
     subject, payload = request.address(f"{context.prefix}.DIRECT.GET.{stream}")
-    retried = False
 
     def remaining() -> float:
         return max(0.001, deadline - loop.time())  # without time left, a wait fails at its first suspension
 
-    while True:
-        received: list[Frame] = []
-        inboxes = _Inboxes(context, lambda: None)
+    while read.state is not State.ENDED:
+        inboxes = _Inboxes(context, read.disconnected)
         try:
-            await inboxes.send(subject, payload, received.extend, remaining())
-            if not await inboxes.wait(deadline):
-                raise RequestTimeoutError(silence)
-            if received:
-                return decode_single(stream, received[0], connection.server_version, request)
-            if retried:
-                raise MessagesLostError(
-                    f"stream {stream!r}: the connection was lost before the direct get was answered; repeat it",
-                    expected=0,
-                )
-        except nats.errors.ConnectionReconnectingError:
-            if retried:
-                raise
+            if read.state is State.RECONNECTING:
+                await connection.wait_usable(remaining())
+                read.connected()
+            await inboxes.send(subject, payload, read.receive, remaining())
+            await inboxes.wait(deadline)
+            if read.state is State.READING:
+                read.expired()
+        except nats.errors.ConnectionReconnectingError as error:
+            read.not_sent(error)
+        except RequestTimeoutError:
+            read.expired()
+        except Exception as error:
+            read.failed(error)
         finally:
             inboxes.close_all()
-        retried = True
-        await connection.wait_usable(remaining())
+    return read.result(connection.server_version, request)
 
 
 class MessageBatch:
@@ -230,15 +234,12 @@ class MessageBatch:
         return self
 
     async def __anext__(self) -> StoredMsg:
-        for message in self._ready:
-            return message
         while True:
-            block = await self._next_block()
-            if block is None:
-                raise StopAsyncIteration
-            self._ready = block.messages()
             for message in self._ready:
                 return message
+            if (block := await self._next_block()) is None:
+                raise StopAsyncIteration
+            self._ready = block.messages()
 
     async def to_list(self) -> list[StoredMsg]:
         """Return all remaining messages, in the order of their sequences.

@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from nats.js.errors import NotFoundError
+from nats.js.errors import NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.api import LAG_PAUSE, Api, get_at_leader, stream_state, wait_for_sequence
+from jetstream_ext.client.api import LAG_PAUSE, get_at_leader, stream_state, wait_for_sequence
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct_reader import read_blocks, read_one
 from jetstream_ext.client.retry import Retry
@@ -47,9 +47,9 @@ class Answer:
 class VerifiedReader:
     """The verified reads of one call.
 
-    `timeout` limits, in seconds, the wait for an answer and for a responder that has caught up. A responder must have the
-    sequence `need`: the leader's last one when the read began, or the reader's own write. Errors name what is read:
-    `what`, or else the stream.
+    `timeout` limits, in seconds, the wait for an answer and for a responder that has caught up; then every read raises
+    RequestTimeoutError. A responder must have the sequence `need`: the leader's last one when the read began, or the
+    reader's own write. Errors name what is read: `what`, or else the stream.
     """
 
     def __init__(self, context: Context, stream: str, timeout: float, *, need: int, what: str = "") -> None:
@@ -66,7 +66,6 @@ class VerifiedReader:
 
         Raises:
             MessageNotFoundError: The leader has no such message.
-            RequestTimeoutError: No answer, or the leader does not reach the needed sequence, within the timeout.
         """
         retry = self._retry()
         retry.start()
@@ -92,7 +91,6 @@ class VerifiedReader:
 
         Raises:
             TooManySubjectsError: The subjects match too many.
-            RequestTimeoutError: No responder that has caught up answered in time.
             LookupError: `up_to` is no longer stored.
         """
         retry = self._retry()
@@ -140,9 +138,6 @@ class VerifiedReader:
         """Return the oldest message of a subject and the number of its messages, or None if it has none.
 
         The subject is known to have no messages up to the sequence `after`.
-
-        Raises:
-            RequestTimeoutError: No responder that has caught up answered in time.
         """
         retry = self._retry()
         request = Request(seq=1, next_by_subj=subject, batch=1, max_bytes=DEFAULT_MAX_BYTES)
@@ -158,11 +153,7 @@ class VerifiedReader:
                 await self._pause(retry, doubt)
 
     async def log(self, first: int, last: int) -> AsyncGenerator[Block, None]:
-        """Yield the messages from sequence `first` to `last` in order; the leader proves that they are complete.
-
-        Raises:
-            RequestTimeoutError: No responder that has them answered in time.
-        """
+        """Yield the messages from sequence `first` to `last` in order; the leader proves that they are complete."""
         position, retry = first - 1, self._retry()
         while position < last:
             plan = Scan(seq=position + 1, up_to_seq=last, max_bytes=DEFAULT_MAX_BYTES)
@@ -182,9 +173,6 @@ class VerifiedReader:
         """Pass the messages after `position` to `take`, up to an end that no reply of this read has passed.
 
         Return the last message, or None.
-
-        Raises:
-            RequestTimeoutError: No responder that has them answered in time.
         """
         retry = self._retry()
         newest: StoredMsg | None = None
@@ -227,14 +215,13 @@ class VerifiedReader:
 
     async def _mirrors_all(self, responder: str) -> bool:
         try:
-            mirror = (await Api(self._context, self._timeout).ask(f"STREAM.INFO.{responder}"))["config"]
-        except (NotFoundError, ServerError):
+            mirror = await stream_state(self._context, responder, self._timeout)
+        except (NotFoundError, ServiceUnavailableError, ServerError):
             return False  # it is in another account or domain, so that its configuration is unknown
-        source = mirror.get("mirror") or {}
-        if source.get("name") != self._stream or any(source.get(name) for name in _PART):
+        if mirror.origin.get("name") != self._stream or any(mirror.origin.get(name) for name in _PART):
             return False
-        origin = (await stream_state(self._context, self._stream, self._timeout)).config
-        return all(mirror.get(name) == origin.get(name) for name in _SAME)
+        origin = await stream_state(self._context, self._stream, self._timeout)
+        return all(mirror.config.get(name) == origin.config.get(name) for name in _SAME)
 
     async def _ask(self, request: Request) -> Answer:
         plan, joined = OneReply(request, whole=True), Block()

@@ -1,31 +1,12 @@
-"""One read by direct gets, as a machine without I/O: requests, retries, timers, and the proof that nothing is missing.
+"""Reads by direct gets as machines without I/O: `RangeRead` for many messages, `SingleRead` for one.
 
-The caller loops over `RangeRead.next_action` and does what it says. It hands in what happens: `receive`,
-`leader_answered`, `disconnected`, `connected`, `not_sent`, and `handle_timer` at the time of `Wait`.
-
-=============  ==========================================================  ===================================
-state          what happens                                                next state
-=============  ==========================================================  ===================================
-READING        rows arrive                                                 READING (they are delivered)
-READING        the plan is done, and everything is proved                  ENDED (`Done`)
-READING        the plan is done before the sequence to prove               PROVING
-READING        messages are lost, the connection is lost, or nothing       RECONNECTING; ENDED (`Fail`) the second
-               arrives for `timeout` seconds                               time at the same place
-READING        503: no responder                                           PAUSED; ENDED (`Fail`) if none answered
-                                                                           before, or none for `timeout` seconds
-READING        the leader has a message that a mirror left out             PAUSED; ENDED (`Fail`) after `timeout`
-                                                                           seconds without a new row
-READING        a mirror leaves out more than 64 runs of messages           RECONNECTING (the answer is dropped)
-PROVING        the leader has no message in the rest of the range          ENDED (`Done`)
-PROVING        the leader has one                                          PAUSED or ENDED, as above
-PAUSED         the pause is over                                           RECONNECTING
-RECONNECTING   the connection is usable                                    READING
-=============  ==========================================================  ===================================
+`TABLE` says what every input does in every state, and nothing else changes the state. docs/design/range-read.md shows
+each event in each state. The caller loops over `RangeRead.next_action`, does what it says, and hands in what happens.
 
 A replica of the stream has its messages in order and without gaps of its own, but it may lag. So only the end of the
 range needs a proof. A mirror that answers under the stream's name (``mirror_direct``) can lack any message: it has
 limits of its own, perhaps a filter, perhaps a start in the middle. So every gap in a mirror's answer also needs a
-proof, with one question to the leader for each.
+proof, with one request to the leader for each.
 """
 
 from __future__ import annotations
@@ -38,30 +19,78 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from jetstream_ext.errors import DirectGetDisabledError, JetStreamExtError, MessagesLostError, RequestTimeoutError
-from jetstream_ext.protocol.direct import Block, ReplyDecoder, Request
+from jetstream_ext.protocol.direct import Block, ReplyDecoder, Request, decode_single
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.gaps import find_gaps
 from jetstream_ext.protocol.reads import Plan, Scan, SentRequest
+from jetstream_ext.protocol.stored_msg import StoredMsg
 
 _log = logging.getLogger("jetstream_ext.direct")
 
-MAX_QUESTIONS: Final = 64
-"""Questions to the leader at once. To prove more gaps than these takes longer than to request the rows again."""
+MAX_LEADER_REQUESTS: Final = 64
+"""Requests to the leader at once. To prove more gaps than these takes longer than to request the rows again."""
 # Answers in a row that are dropped at most: if only a mirror is near, the stream itself never answers.
 _MAX_ANSWERS_DROPPED: Final = 8
 
 
 class State(enum.Enum):
+    """Where a read is: the columns of `TABLE`."""
+
     READING = "reading"
-    PROVING = "proving"
+    PROVING = "proving"  # the leader is asked for the gaps in a mirror's rows, or for the rest of the range
     PAUSED = "paused"
-    RECONNECTING = "reconnecting"
+    RECONNECTING = "reconnecting"  # the next request needs a usable connection
     ENDED = "ended"
+
+
+class Input(enum.Enum):
+    """What can happen to a read, except that rows arrive: the rows of `TABLE`."""
+
+    COMPLETE = "everything was delivered, and nothing is left to prove"
+    SHORT = "the replies end before the sequence to prove"
+    GAPS = "a mirror's rows have gaps"
+    TOO_MANY_GAPS = "a mirror's rows have too many gaps to ask the leader for each"
+    GAPS_PROVED = "the leader has no message in the gaps"
+    MISSING = "the leader has a message that no responder delivered"
+    NO_RESPONDER = "no responder answers"
+    INTERRUPTED = "the connection or messages are lost, or a reply stops"
+    REFUSED = "the server refuses a request, or a reply breaks the protocol"
+    FAILED = "a request, the leader's answer or the reconnect fails"
+    PAUSE_OVER = "the pause is over"
+    CONNECTED = "the connection is usable"
+
+
+READING, PROVING, PAUSED, RECONNECTING, ENDED = State
+ERR: Final = None
+
+TABLE: Final[dict[Input, tuple[State | tuple[State, State] | None, ...]]] = {
+    #                     READING                PROVING          PAUSED        RECONNECTING  ENDED
+    Input.COMPLETE:      (ENDED,                 ENDED,           ERR,          ENDED,        ENDED),
+    Input.SHORT:         (PROVING,               ERR,             ERR,          ERR,          ERR),
+    Input.GAPS:          (PROVING,               ERR,             ERR,          ERR,          ERR),
+    Input.TOO_MANY_GAPS: (RECONNECTING,          ERR,             ERR,          ERR,          ERR),
+    Input.GAPS_PROVED:   (ERR,                   READING,         ERR,          ERR,          ERR),
+    Input.MISSING:       (ERR,                   (PAUSED, ENDED), ERR,          ERR,          ERR),
+    Input.NO_RESPONDER:  ((PAUSED, ENDED),       ERR,             ERR,          ERR,          ERR),
+    Input.INTERRUPTED:   ((RECONNECTING, ENDED), ERR,             ERR,          RECONNECTING, ENDED),
+    Input.REFUSED:       (ENDED,                 ERR,             ERR,          ERR,          ERR),
+    Input.FAILED:        (ENDED,                 ENDED,           ENDED,        ENDED,        ENDED),
+    Input.PAUSE_OVER:    (ERR,                   ERR,             RECONNECTING, ERR,          ERR),
+    Input.CONNECTED:     (ERR,                   ERR,             ERR,          READING,      ERR),
+}  # fmt: skip
+"""Where an input leads; with ``ERR`` it raises RuntimeError.
+
+Of a pair, the second is for a read that gives up: the second INTERRUPTED at one place; MISSING and NO_RESPONDER after
+`timeout` seconds without a new row; NO_RESPONDER before any answer.
+"""
+
+_CELLS: Final = {(state, event): cell for event, row in TABLE.items() for state, cell in zip(State, row, strict=True)}
+_NO_ANSWER: Final = "no answer to a direct get"
 
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Send `sent.request` with a reply inbox of its own; hand replies to `receive`, or a failure to `interrupted`."""
+    """Send `sent.request` with a reply inbox of its own; hand replies to `receive`, or call `not_sent`."""
 
     sent: SentRequest
 
@@ -105,6 +134,7 @@ class Done:
     """The read is over: everything was delivered."""
 
 
+# After an action that fails in another way, the caller calls `failed`.
 Action = SendRequest | DropReply | AskLeader | AwaitConnection | Deliver | Wait | Fail | Done
 
 
@@ -112,11 +142,79 @@ Action = SendRequest | DropReply | AskLeader | AwaitConnection | Deliver | Wait 
 class _Reply:
     decoder: ReplyDecoder
     frames: list[Frame] = field(default_factory=list)
-    lost: bool = False
+    lost: bool = False  # nothing comes after `frames`
+    error: Exception | None = None  # why, if it is not the lost connection
 
 
-class RangeRead:
-    """The machine of one read. All times are the caller's clock, in seconds.
+class _Read:
+    def __init__(self, stream: str, timeout: float) -> None:
+        self.state: State = READING
+        self.error: Exception | None = None  # of a read that has ENDED; None if it is complete
+        self._stream = stream
+        self._timeout = timeout
+        self._timer: float | None = None
+
+    def connected(self) -> None:
+        self._happen(Input.CONNECTED)
+
+    def failed(self, error: Exception) -> None:
+        """Take an error of the caller's own: it could not do what the machine needs."""
+        self._happen(Input.FAILED, error)
+
+    def _happen(self, event: Input, error: Exception | None = None, why: str = "", *, give_up: bool = False) -> None:
+        """Do what `TABLE` says."""
+        before, cell = self.state, _CELLS[self.state, event]
+        if cell is ERR:
+            raise RuntimeError(f"stream {self._stream!r}: {event.name} cannot happen to a read that is {before.name}")
+        after = cell[give_up] if isinstance(cell, tuple) else cell
+        if after is before:
+            return
+        self.state, self._timer = after, None
+        if self.state is ENDED:
+            self.error = error
+        _log.debug("stream %r: %s -> %s: %s", self._stream, before.value, self.state.value, why or error or event.value)
+
+
+class SingleRead(_Read):
+    """The machine of one get: its request is sent once more if its answer is lost with the connection.
+
+    The caller sends the request while the state is READING, and waits for the connection while it is RECONNECTING, for
+    at most `timeout` seconds in total.
+    """
+
+    def __init__(self, stream: str, timeout: float) -> None:
+        super().__init__(stream, timeout)
+        self._answer: Frame | None = None
+        self._retried = False
+
+    def receive(self, frames: list[Frame]) -> None:
+        self._answer = frames[0]
+        self._happen(Input.COMPLETE)
+
+    def disconnected(self, closed: Exception | None) -> None:
+        """As `RangeRead.disconnected`."""
+        text = f"stream {self._stream!r}: the connection was lost before the direct get was answered; repeat it"
+        self.not_sent(closed or MessagesLostError(text, expected=0))
+
+    def not_sent(self, error: Exception) -> None:
+        self._happen(Input.INTERRUPTED, error, give_up=self._retried)
+        self._retried = True
+
+    def expired(self) -> None:
+        """Note that `timeout` seconds have passed."""
+        what = "the connection was lost and did not come back" if self.state is RECONNECTING else _NO_ANSWER
+        self.failed(RequestTimeoutError(f"stream {self._stream!r}: {what} within {self._timeout:.4g} s"))
+
+    def result(self, server_version: str = "", request: Request | None = None) -> StoredMsg:
+        """Return the message of a read that has ENDED, or raise its error."""
+        if self.error is not None:
+            raise self.error
+        assert self._answer is not None
+        return decode_single(self._stream, self._answer, server_version, request)
+
+
+class RangeRead(_Read):
+    """The machine of a read of many messages. All times are the caller's clock, in seconds.
 
     Args:
         stream: The stream's name.
@@ -137,10 +235,8 @@ class RangeRead:
         prove_to: int | None = None,
         server_version: str = "",
     ) -> None:
-        self.state: State = State.READING
-        self._stream = stream
+        super().__init__(stream, timeout)
         self._plan = plan
-        self._timeout = timeout
         self._pause = pause
         self._server_version = server_version
         self._scan: Scan | None = None
@@ -154,8 +250,6 @@ class RangeRead:
         self._dropped: list[SentRequest] = []
         self._rows: Block | None = None
         self._gaps: list[range] = []  # of `_rows`, which are held back until the leader has answered
-        self._error: Exception | None = None
-        self._timer: float | None = None
         self._give_up_at: float | None = None
         self._answered = self._retried = self._silent = False
         self._answers_dropped = 0
@@ -168,97 +262,69 @@ class RangeRead:
             if self._dropped:
                 return DropReply(self._dropped.pop())
             # Before rows are delivered, so that the server works while the reader does.
-            if self.state is State.READING and (sent := self._plan.next_request()) is not None:
+            if (self.state is READING or self.state is PROVING) and (sent := self._plan.next_request()) is not None:
                 decoder = ReplyDecoder(self._stream, start=sent.request.seq or 1, server_version=self._server_version)
                 self._replies[sent] = _Reply(decoder)
                 _log.debug("stream %r: request sent: %s", self._stream, sent.request)
                 return SendRequest(sent)
-            if self._gaps:
-                return AskLeader(tuple(self._after(gap.start - 1) for gap in self._gaps[:MAX_QUESTIONS]))
-            if self._rows is not None:
+            if self.state is PROVING:
+                assert self._scan is not None
+                behind = [gap.start - 1 for gap in self._gaps[:MAX_LEADER_REQUESTS]] or [self._before]
+                return AskLeader(tuple(map(self._scan.request_after, behind)))
+            if self._rows is not None and not self._gaps:
                 rows, self._rows = self._rows, None
                 self._before = rows.seqs[-1]
                 self._give_up_at = None
                 return Deliver(rows)
-            if self.state is State.READING:
-                if not self._read(now):
-                    if self._timer is None:
-                        self._timer = now + self._timeout
-                    return Wait(self._timer)
-            elif self.state is State.PROVING:
-                return AskLeader((self._after(self._before),))
-            elif self.state is State.RECONNECTING:
+            if self.state is RECONNECTING:
                 return AwaitConnection()
-            elif self.state is State.ENDED:
-                return Done() if self._error is None else Fail(self._error)
-            else:
-                assert self._timer is not None
+            if self.state is ENDED:
+                return Done() if self.error is None else Fail(self.error)
+            if self.state is PAUSED or not self._read(now):
+                if self._timer is None:
+                    self._timer = now + (self._pause if self.state is PAUSED else self._timeout)
                 return Wait(self._timer)
-
-    def _after(self, seq: int) -> Request:
-        assert self._scan is not None
-        return self._scan.request_after(seq)
 
     # -- what happens ---------------------------------------------------------------------------------------------
 
     def receive(self, sent: SentRequest, frames: list[Frame]) -> None:
         """Take frames of a reply, in order; they are decoded when the reply is the oldest."""
         reply = self._replies.get(sent)
-        if reply is None:
+        if reply is None or reply.lost:
             return
         if reply.frames:
             reply.frames += frames
         else:
             reply.frames = frames
 
-    def disconnected(self) -> None:
-        """Note that the connection is lost, and with it the replies that have not arrived."""
+    def disconnected(self, closed: Exception | None = None) -> None:
+        """Note that the connection is lost, and the rest of all replies; `closed` is the error if that is for good."""
         for reply in self._replies.values():
-            reply.lost = True
+            reply.lost, reply.error = True, reply.error or closed
 
-    def interrupted(self, error: Exception, now: float) -> None:
-        """Ask for the rest once more, or fail: a request could not be sent, or its reply is lost or refused."""
-        away = isinstance(error, DirectGetDisabledError)
-        hopeless = not self._answered or self._patience_ends(now) if away else self._retried or self._silent
-        resumable = self._plan.retry()
-        self._drop_replies()
-        if self._plan.done:
-            return
-        if hopeless or not resumable:
-            self._fail(error)
-        elif away:
-            self._start_pause(now, "no responder answers")
-        else:
-            self._retried, self._silent = True, isinstance(error, RequestTimeoutError)
-            self._enter(State.RECONNECTING, f"retry after {error}")
-
-    def connected(self) -> None:
-        self._enter(State.READING, "the connection is usable")
+    def not_sent(self, sent: SentRequest, error: Exception) -> None:
+        """Note that a request was not sent because the connection is lost."""
+        self._replies[sent].lost, self._replies[sent].error = True, error
 
     def handle_timer(self, now: float) -> None:
         if self._timer is None or now < self._timer:
             return
-        if self.state is State.PAUSED:
-            self._enter(State.RECONNECTING, "the pause is over")
-        elif self.state is State.READING:
-            reply = self._replies[self._plan.in_flight[0]]
-            if not reply.frames and not reply.lost:
-                self.interrupted(self._silence(reply.decoder.count), now)
+        if self.state is PAUSED:
+            self._happen(Input.PAUSE_OVER)
+        elif not (reply := self._replies[self._plan.in_flight[0]]).frames and not reply.lost:
+            self._interrupt(self._silence(reply.decoder.count), now)
 
     def leader_answered(self, found: Sequence[int | None], now: float) -> None:
         """Take the sequences that the leader found for the requests of `AskLeader`; None is no message."""
-        if not self._gaps:
-            seq = found[0]
-            if seq is None or seq > self._prove_to:
-                self._enter(State.ENDED, f"the leader has nothing after sequence {self._before}")
-            else:
-                self._missing(seq, now)
-            return
-        asked, self._gaps = self._gaps[:MAX_QUESTIONS], self._gaps[MAX_QUESTIONS:]
-        for gap, seq in zip(asked, found, strict=True):
-            if seq is not None and seq < gap.stop:
-                self._missing(seq, now)
-                return
+        asked, self._gaps = self._gaps[:MAX_LEADER_REQUESTS], self._gaps[MAX_LEADER_REQUESTS:]
+        stops = [gap.stop for gap in asked] or [self._prove_to + 1]
+        missing = next((seq for seq, stop in zip(found, stops, strict=True) if seq is not None and seq < stop), None)
+        if missing is not None:
+            self._missing(missing, now)
+        elif not asked:
+            self._happen(Input.COMPLETE, why=f"the leader has nothing after sequence {self._before}")
+        elif not self._gaps:
+            self._happen(Input.GAPS_PROVED)
 
     # -- deciding -------------------------------------------------------------------------------------------------
 
@@ -267,33 +333,43 @@ class RangeRead:
         plan = self._plan
         if plan.done:
             if self._scan is None or self._before >= self._prove_to:
-                self._enter(State.ENDED, "the read is complete")
+                self._happen(Input.COMPLETE)
             else:
-                self._enter(State.PROVING, f"nothing came after sequence {self._before}")
+                self._happen(Input.SHORT, why=f"nothing came after sequence {self._before}")
             return True
         oldest = plan.in_flight[0]
         reply = self._replies[oldest]
         if reply.frames:
             frames, reply.frames = reply.frames, []
             self._timer = None
-            self._decode(oldest, reply.decoder, frames, now)
+            self._decode(oldest, reply, frames, now)
             return True
         if reply.lost:
-            error = MessagesLostError(
-                f"stream {self._stream!r}: the connection was lost before the direct get was answered completely",
-                expected=reply.decoder.last_seq,
-            )
-            self.interrupted(error, now)
+            text = f"stream {self._stream!r}: the connection was lost before the direct get was answered completely"
+            self._interrupt(reply.error or MessagesLostError(text, expected=reply.decoder.last_seq), now)
         return reply.lost
 
-    def _decode(self, sent: SentRequest, decoder: ReplyDecoder, frames: list[Frame], now: float) -> None:
+    def _interrupt(self, error: Exception, now: float) -> None:
+        """Ask for the rest once more, or give up."""
+        away = isinstance(error, DirectGetDisabledError)
+        give_up = not self._answered or self._patience_ends(now) if away else self._retried or self._silent
+        resumable = self._plan.retry()
+        self._drop_replies()
+        if self._plan.done:
+            return
+        if not away:
+            self._retried, self._silent = True, isinstance(error, RequestTimeoutError)
+        self._happen(Input.NO_RESPONDER if away else Input.INTERRUPTED, error, give_up=give_up or not resumable)
+
+    def _decode(self, sent: SentRequest, reply: _Reply, frames: list[Frame], now: float) -> None:
+        decoder = reply.decoder
         try:
             block = decoder.feed(frames)
         except DirectGetDisabledError as error:
-            self.interrupted(error, now)
+            self._interrupt(error, now)
             return
         except JetStreamExtError as error:
-            self._fail(error)
+            self._happen(Input.REFUSED, error)
             return
         if block.seqs:
             self._answered = True
@@ -306,7 +382,7 @@ class RangeRead:
         if sent not in self._plan.in_flight:
             return  # the answer was dropped
         if decoder.broken is not None:
-            self.interrupted(decoder.broken, now)
+            reply.lost, reply.error = True, decoder.broken
         elif decoder.end is not None:
             self._silent = False
             self._plan.finish(sent, decoder.end)
@@ -318,28 +394,27 @@ class RangeRead:
             self._answers_dropped = 0
             return
         gaps = list(find_gaps(self._before, rows.seqs, self._prove_to))
-        if len(gaps) > MAX_QUESTIONS and self._answers_dropped < _MAX_ANSWERS_DROPPED:
+        if not gaps:
+            return
+        why = f"an answer of mirror {rows.stream!r} has {len(gaps)} gaps"
+        if len(gaps) > MAX_LEADER_REQUESTS and self._answers_dropped < _MAX_ANSWERS_DROPPED:
             self._answers_dropped += 1
             self._go_back(gaps[0].stop)
-            self._enter(State.RECONNECTING, f"dropped an answer of mirror {rows.stream!r} with {len(gaps)} gaps")
-        elif gaps:
-            _log.debug("stream %r: checking %d gaps in an answer of mirror %r", self._stream, len(gaps), rows.stream)
-            self._gaps, self._mirror = gaps, rows.stream
+            self._happen(Input.TOO_MANY_GAPS, why=why)
+        else:
+            self._gaps, self._mirror = gaps, f" (mirror {rows.stream!r} answers)"
+            self._happen(Input.GAPS, why=why)
 
     def _missing(self, seq: int, now: float) -> None:
         """Read again from a message that the leader has and no responder delivered."""
-        mirror = f" (mirror {self._mirror!r} answers)" if self._mirror else ""
-        self._mirror = ""
         self._go_back(seq)
-        if self._patience_ends(now):
-            self._fail(
-                RequestTimeoutError(
-                    f"stream {self._stream!r}: the leader has sequence {seq}, but no replica or mirror that answers "
-                    f"direct gets delivered it within {self._timeout:g} s{mirror}"
-                )
-            )
-        else:
-            self._start_pause(now, f"the leader has sequence {seq}, which no responder delivered{mirror}")
+        late = RequestTimeoutError(
+            f"stream {self._stream!r}: the leader has sequence {seq}, but no replica or mirror that answers direct gets "
+            f"delivered it within {self._timeout:g} s{self._mirror}"
+        )
+        why = f"the leader has sequence {seq}, which no responder delivered{self._mirror}"
+        self._mirror = ""
+        self._happen(Input.MISSING, late, why, give_up=self._patience_ends(now))
 
     def _go_back(self, seq: int) -> None:
         """Keep only the rows before `seq`, and forget what is in flight."""
@@ -352,7 +427,6 @@ class RangeRead:
             else:
                 self._rows = rows = None
         self._scan.rewind(self._before if rows is None else rows.seqs[-1])
-        self._error = None
         self._retried = self._silent = False
         self._drop_replies()
 
@@ -361,31 +435,17 @@ class RangeRead:
             self._give_up_at = now + self._timeout
         return now >= self._give_up_at
 
-    def _start_pause(self, now: float, why: str) -> None:
-        self._enter(State.PAUSED, why)
-        self._timer = now + self._pause
-
-    def _fail(self, error: Exception) -> None:
-        self._error = error
-        self._enter(State.ENDED, f"failed: {error}")
-
     def _drop_replies(self) -> None:
         """Forget the replies to requests that no longer count."""
         for sent in [sent for sent in self._replies if sent not in self._plan.in_flight]:
             del self._replies[sent]
             self._dropped.append(sent)
 
-    def _enter(self, state: State, why: str) -> None:
-        _log.debug("stream %r: %s -> %s: %s", self._stream, self.state.value, state.value, why)
-        self.state = state
-        self._timer = None
-
     def _silence(self, messages: int) -> RequestTimeoutError:
-        if not messages:
-            return RequestTimeoutError(
-                f"stream {self._stream!r}: no answer to a direct get within {self._timeout:.4g} s"
+        what = f"{_NO_ANSWER} within {self._timeout:.4g} s"
+        if messages:
+            what = (
+                f"the answer to a direct get stopped after {messages} messages, with nothing more for {self._timeout:.4g} s "
+                "(if the API is imported from another account, its export needs response_type stream)"
             )
-        return RequestTimeoutError(
-            f"stream {self._stream!r}: the answer to a direct get stopped after {messages} messages, with nothing more for "
-            f"{self._timeout:.4g} s (if the API is imported from another account, its export needs response_type stream)"
-        )
+        return RequestTimeoutError(f"stream {self._stream!r}: {what}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ class StreamState:
     name: str
     created: str
     config: Mapping[str, Any]
+    origin: Mapping[str, Any] = field(default_factory=dict)  # what it mirrors and how, if it is a mirror
     first_seq: int = 1  # the lowest sequence that it holds; ``last_seq + 1`` if it is empty
     last_seq: int = 0  # the last sequence that it assigned
     messages: int = 0
@@ -145,6 +146,7 @@ def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamSta
             name=str(config["name"]),
             created=created,
             config=dict(config),
+            origin=dict((config.get("mirror") or {}).items()),
             first_seq=max(1, int(state["first_seq"])) if messages else last_seq + 1,
             last_seq=last_seq,
             messages=messages,

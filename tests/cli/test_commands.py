@@ -19,6 +19,7 @@ from nats.js import JetStreamContext
 import jetstream_ext
 import jetstream_ext.kv
 from jetstream_ext.cli import connection
+from jetstream_ext.client import api
 from jetstream_ext.testing import NatsServer, ReferenceServer
 
 
@@ -52,6 +53,21 @@ def test_doctor_names_a_feature_that_an_older_server_lacks(run: Run, ok: Json, d
 
 def test_doctor_finds_every_feature_on_the_newest_server(ok: Json) -> None:
     assert ok("doctor")["missing"] == {}
+
+
+@pytest.mark.parametrize("page", [{}, {"total": "many"}, {"total": 1, "streams": 1}, {"total": 1, "streams": [1]}])
+def test_doctor_reports_a_malformed_list_of_streams(
+    run: Run, monkeypatch: pytest.MonkeyPatch, page: dict[str, object]
+) -> None:
+    ask = api.Api.ask
+
+    async def answer(self: api.Api, what: str, *arguments: object, **options: object) -> object:
+        return page if what == "STREAM.LIST" else await ask(self, what, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(api.Api, "ask", answer)
+    done = run("doctor")
+    assert done.exit_code == 1
+    assert "malformed" in done.stderr
 
 
 def test_snapshot_shows_a_bucket_now_and_at_a_revision(

@@ -309,3 +309,36 @@ async def test_a_connection_closed_in_mid_read_ends_it(fake: Responder, server: 
             await waiting
     await scan.aclose()
     assert not nc._subs
+
+
+@pytest.mark.parametrize("read", [lambda d: d.get(1), lambda d: d.scan().to_list()], ids=["get", "scan"])
+async def test_a_connection_closed_after_a_loss_is_not_a_lost_message(
+    fake: Responder, server: NatsServer, read: Callable[[jsx.DirectGet], Awaitable[object]]
+) -> None:
+    fake.answers = [lambda _: []]
+    nc = await nats.connect(server.url, reconnect_time_wait=0.02, error_cb=quiet, connect_timeout=10)
+    reading = asyncio.ensure_future(read(jsx.DirectGet(nc.jetstream(), fake.stream, timeout=60)))
+    async with asyncio.timeout(30):
+        for count in (1, 2):
+            while len(fake.requests) < count:
+                await asyncio.sleep(0.01)
+            if count == 1:
+                nc._transport._io_writer.transport.abort()
+        await nc.close()
+        with pytest.raises(nats.errors.ConnectionClosedError):
+            await reading
+
+
+@pytest.mark.parametrize(
+    "read", [lambda d: d.get(1), lambda d: d.get_last("a"), lambda d: d.scan().to_list()], ids=["get", "last", "scan"]
+)
+async def test_a_connection_that_stays_away_is_a_timeout_that_names_the_whole_timeout(
+    own_server: NatsServer, read: Callable[[jsx.DirectGet], Awaitable[object]]
+) -> None:
+    nc = await nats.connect(own_server.url, max_reconnect_attempts=-1, error_cb=quiet, connect_timeout=10)
+    own_server.kill()
+    while nc.is_connected:
+        await asyncio.sleep(0.01)
+    with pytest.raises(errors.RequestTimeoutError, match=r"did not come back within 0\.3 s"):
+        await read(jsx.DirectGet(nc.jetstream(), "S", timeout=0.3))
+    await nc.close()

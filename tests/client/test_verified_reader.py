@@ -6,11 +6,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from nats.js.errors import NotFoundError
+from nats.js.errors import NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client import verified_read as module
 from jetstream_ext.client.verified_read import Answer, VerifiedReader
-from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.errors import RequestTimeoutError, ResponseError, ServerError
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState
@@ -67,26 +67,18 @@ class Scripted(VerifiedReader):
 
 
 @pytest.fixture(autouse=True)
-def mirrors(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
-    """The configurations of the other streams."""
-    known: dict[str, dict[str, Any]] = {}
-
-    class Api:
-        def __init__(self, *_: Any) -> None: ...
-
-        async def ask(self, what: str) -> dict[str, Any]:
-            name = what.rpartition(".")[2]
-            if name not in known:
-                raise NotFoundError
-            return {"config": known[name]}
+def mirrors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The configurations of the other streams, or the errors of their leaders."""
+    known: dict[str, Any] = {}
 
     async def get_at_leader(log: Log, _: str, request: Mapping[str, Any], __: float) -> StoredMsg | None:
         return log.find(request)
 
     async def stream_state(log: Log, stream: str, _: float) -> StreamState:
-        return StreamState(name=stream, created="", config=CONFIG, last_seq=log.last, messages=len(log.messages))
+        if isinstance(config := known.get(stream, CONFIG), Exception):
+            raise config
+        return StreamState(stream, "", config, config.get("mirror", {}), last_seq=log.last, messages=len(log.messages))
 
-    monkeypatch.setattr(module, "Api", Api)
     monkeypatch.setattr(module, "get_at_leader", get_at_leader)
     monkeypatch.setattr(module, "stream_state", stream_state)
     return known
@@ -168,15 +160,23 @@ class TestMirrors:
             ({**CONFIG, "max_msgs_per_subject": -1, "mirror": {"name": "KV_B"}}, False),
             ({**CONFIG, "max_age": 7, "mirror": {"name": "KV_B"}}, False),
             ({**CONFIG, "allow_msg_ttl": False, "mirror": {"name": "KV_B"}}, False),
+            (NotFoundError(), False),
+            (ServiceUnavailableError(), False),
+            (ServerError("no"), False),
         ],
     )
     async def test_a_mirror_is_trusted_if_it_holds_the_same_messages_as_its_origin(
-        self, mirrors: dict[str, Any], config: dict[str, Any], trusted: bool
+        self, mirrors: dict[str, Any], config: object, trusted: bool
     ) -> None:
         mirrors["M"] = config
         of_mirror, own = answer(9, up_to=9, stream="M"), answer(9, up_to=9)
         source = Scripted(Log(s9="b"), 9, of_mirror, own)
         assert await source.last_of(["$KV.B.a"]) is (of_mirror if trusted else own)
+
+    async def test_a_malformed_answer_about_a_mirror_is_raised(self, mirrors: dict[str, Any]) -> None:
+        mirrors["M"] = ResponseError("malformed")
+        with pytest.raises(ResponseError):
+            await Scripted(Log(s9="b"), 9, answer(9, up_to=9, stream="M")).last_of(["$KV.B.a"])
 
 
 class TestNewestUpTo:

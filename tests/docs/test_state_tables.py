@@ -11,6 +11,8 @@ import pytest
 
 from jetstream_ext.protocol.atomic import State as AtomicState
 from jetstream_ext.protocol.fast import State as FastState
+from jetstream_ext.protocol.range_read import TABLE
+from jetstream_ext.protocol.range_read import State as ReadState
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -38,7 +40,7 @@ def cells(table: tuple[list[str], list[list[str]]]) -> dict[tuple[str, str], str
 
 
 def test_every_state_has_a_column(tables: ModuleType) -> None:
-    for name, states in [("atomic", AtomicState), ("fast-ok", FastState)]:
+    for name, states in [("atomic", AtomicState), ("fast-ok", FastState), ("range-read", ReadState)]:
         head, _ = tables.TABLES[name]()
         assert head[1:] == [state.name for state in states]
     head, _ = tables.TABLES["fast-fail"]()
@@ -70,10 +72,27 @@ def test_every_code_of_a_batch_has_a_row(tables: ModuleType) -> None:
         ("fast-fail", "10208", "COMMITTING", "**ENDED** ERROR `BatchOutcomeUnknownError` (unknown)"),
         ("fast-ok", "the connection is lost", "OPEN", "**SUSPENDED**"),
         ("fast-ok", "`ack` frame", "NEW", ""),
+        ("range-read", "the connection is lost", "READING", "**RECONNECTING**"),
+        ("range-read", "the connection is lost", "PAUSED", "·"),
+        ("range-read", "the leader has no message in the gaps", "PROVING", "**READING**"),
+        ("range-read", "503 before any message", "READING", "**ENDED** `DirectGetDisabledError`"),
+        ("range-read", "the pause is over", "READING", ""),
     ],
 )
 def test_what_a_cell_says(tables: ModuleType, table: str, event: str, state: str, said: str) -> None:
     assert cells(tables.TABLES[table]())[event, state] == said
+
+
+def test_the_page_of_the_range_read_shows_every_change_in_its_table(tables: ModuleType) -> None:
+    shown = {
+        (state, said.split("**")[1])
+        for (_, state), said in cells(tables.TABLES["range-read"]()).items()
+        if said.startswith("**")
+    }
+    for row in TABLE.values():
+        for state, cell in zip(ReadState, row, strict=True):
+            after = {(state.name, each.name) for each in (cell if isinstance(cell, tuple) else (cell,)) if each}
+            assert after - {(state.name, state.name)} <= shown
 
 
 def test_a_state_without_a_way_to_it_is_an_error(tables: ModuleType) -> None:

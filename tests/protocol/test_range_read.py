@@ -17,7 +17,9 @@ from jetstream_ext.protocol import reads
 from jetstream_ext.protocol.direct import Request
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import (
-    MAX_QUESTIONS,
+    ERR,
+    MAX_LEADER_REQUESTS,
+    TABLE,
     Action,
     AskLeader,
     AwaitConnection,
@@ -25,8 +27,10 @@ from jetstream_ext.protocol.range_read import (
     Done,
     DropReply,
     Fail,
+    Input,
     RangeRead,
     SendRequest,
+    SingleRead,
     State,
     Wait,
 )
@@ -117,6 +121,116 @@ def scan(up_to: int | None = None, batch: int = 4, prefetch: int = 1) -> Scan:
 def failure(action: Action) -> Exception:
     assert isinstance(action, Fail)
     return action.error
+
+
+class TestTable:
+    def test_it_has_a_cell_for_every_input_in_every_state(self) -> None:
+        assert TABLE.keys() == set(Input)
+        assert {len(row) for row in TABLE.values()} == {len(State)}
+
+    @pytest.mark.parametrize("event", list(Input), ids=lambda event: event.name)
+    @pytest.mark.parametrize("state", list(State))
+    @pytest.mark.parametrize("give_up", [False, True])
+    def test_every_change_of_state_is_one_debug_record(
+        self, state: State, event: Input, give_up: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.DEBUG, logger="jetstream_ext.direct")
+        machine = Script(scan()).machine
+        machine.state = state
+        cell = TABLE[event][list(State).index(state)]
+        if cell is ERR:
+            with pytest.raises(RuntimeError, match=event.name):
+                machine._happen(event, give_up=give_up)
+        else:
+            machine._happen(event, give_up=give_up)
+        after = cell[give_up] if isinstance(cell, tuple) else cell or state
+        assert machine.state is after
+        said = [f"stream 'S': {state.value} -> {after.value}: {event.value}"]
+        assert caplog.messages == ([] if after is state else said)
+
+    def test_an_ended_read_takes_late_inputs(self) -> None:
+        script = Script(scan())
+        assert isinstance(script.answer(reply([1])), Done)
+        script.machine.receive(script.sent[0], reply([1]))
+        script.machine.disconnected()
+        script.machine.handle_timer(1e9)
+        script.machine.failed(ValueError())
+        assert isinstance(script.act(), Done)
+
+
+class TestFailed:
+    """The caller could not do what the machine asked for."""
+
+    error = errors.RequestTimeoutError("late")
+
+    def test_a_request(self) -> None:
+        script = Script(scan())
+        script.machine.next_action(0.0)
+        script.machine.failed(self.error)
+        assert failure(script.act()) is self.error
+
+    def test_a_reconnect(self) -> None:
+        script = Script(scan())
+        script.act()
+        script.machine.disconnected()
+        assert isinstance(script.act(), AwaitConnection)
+        script.machine.failed(self.error)
+        assert failure(script.act()) is self.error
+
+    def test_the_proof_of_the_end(self) -> None:
+        script = Script(scan(9), prove_to=9)
+        script.answer(reply([1]))
+        script.machine.failed(self.error)
+        assert failure(script.act()) is self.error
+        assert script.delivered == [1]
+
+    def test_rows_without_the_proof_of_their_gaps_are_not_delivered(self) -> None:
+        script = Script(scan(9), prove_to=9)
+        script.answer(reply([2, 3], stream="M"))
+        script.machine.failed(self.error)
+        assert failure(script.act()) is self.error
+        assert script.delivered == []
+
+
+class TestSingle:
+    closed = nats.errors.ConnectionClosedError()
+
+    def read(self) -> SingleRead:
+        return SingleRead("S", TIMEOUT)
+
+    def test_an_answer_ends_it(self) -> None:
+        read = self.read()
+        read.receive([row(7, 0, 0)])
+        read.disconnected(None)
+        read.expired()
+        assert (read.state, read.result().seq) == (State.ENDED, 7)
+
+    def test_a_lost_request_is_sent_once_more(self) -> None:
+        read = self.read()
+        read.disconnected(None)
+        read.not_sent(self.closed)  # of the same loss
+        assert read.state is State.RECONNECTING
+        read.connected()
+        read.receive([row(7, 0, 0)])
+        assert read.result().seq == 7
+
+    @pytest.mark.parametrize(("closed", "error"), [(None, errors.MessagesLostError), (closed, type(closed))])
+    def test_the_second_loss_is_an_error(self, closed: Exception | None, error: type[Exception]) -> None:
+        read = self.read()
+        read.disconnected(None)
+        read.connected()
+        read.disconnected(closed)
+        with pytest.raises(error):
+            read.result()
+
+    @pytest.mark.parametrize(("lost", "what"), [(False, "no answer"), (True, "did not come back")])
+    def test_the_timeout_names_what_was_awaited(self, lost: bool, what: str) -> None:
+        read = self.read()
+        if lost:
+            read.disconnected(None)
+        read.expired()
+        with pytest.raises(errors.RequestTimeoutError, match=rf"'S': .*{what} .*within 5 s"):
+            read.result()
 
 
 class TestReading:
@@ -238,9 +352,18 @@ class TestConnection:
     def test_a_request_that_could_not_be_sent_is_sent_again(self) -> None:
         script = Script(scan())
         assert isinstance(script.machine.next_action(0.0), SendRequest)
-        script.machine.interrupted(nats.errors.ConnectionReconnectingError(), 0.0)
+        script.machine.not_sent(script.plan.in_flight[0], nats.errors.ConnectionReconnectingError())
         script.reconnect()
         assert isinstance(script.answer(reply([1])), Done)
+
+    def test_the_second_loss_of_a_closed_connection_is_its_error(self) -> None:
+        script = Script(scan())
+        script.act()
+        script.machine.disconnected()
+        script.reconnect()
+        script.act()
+        script.machine.disconnected(closed := nats.errors.ConnectionClosedError())
+        assert failure(script.act()) is closed
 
     def test_one_answer_is_never_continued(self) -> None:
         script = Script(OneReply(Request(seq=1, batch=9), whole=True))
@@ -290,7 +413,7 @@ class TestProof:
         script.answer(reply([1]))
         assert isinstance(script.leader(found), Done)
 
-    def test_a_range_that_came_to_its_end_needs_no_question(self) -> None:
+    def test_a_range_that_came_to_its_end_needs_no_request_to_the_leader(self) -> None:
         assert isinstance(Script(scan(2), prove_to=2).answer(reply([1, 2])), Done)
 
     def test_only_the_part_to_prove_is_proved(self) -> None:
@@ -350,7 +473,7 @@ class TestProof:
         script.expire()
         script.reconnect()
         script.answer([row(3, 0, 2, "M"), row(6, 4, 0, "M")])  # 4 was lost: the second failure at one place
-        assert script.machine.state is State.ENDED
+        assert script.machine.state is State.PROVING
         script.leader(2)
         script.expire()
         script.reconnect()
@@ -358,7 +481,7 @@ class TestProof:
         assert script.delivered == [1, 2, 6]
 
     def test_an_answer_with_many_gaps_is_dropped_some_times_and_then_proved(self) -> None:
-        count = 2 * (MAX_QUESTIONS + 1)
+        count = 2 * (MAX_LEADER_REQUESTS + 1)
         evens = list(range(2, count + 1, 2))
         script = Script(scan(count, batch=1000), prove_to=count)
         thrown_away = 0
@@ -367,8 +490,8 @@ class TestProof:
             script.reconnect()
         assert thrown_away == 8
         assert script.now == 0.0, "it is asked again at once"
-        script.leader(*evens[:MAX_QUESTIONS])
-        assert isinstance(script.leader(*evens[MAX_QUESTIONS:]), Done)
+        script.leader(*evens[:MAX_LEADER_REQUESTS])
+        assert isinstance(script.leader(*evens[MAX_LEADER_REQUESTS:]), Done)
         assert script.delivered == evens
 
     def test_a_read_by_time_is_proved_by_time(self) -> None:
@@ -403,13 +526,13 @@ def test_every_change_is_one_debug_record(caplog: pytest.LogCaptureFixture) -> N
         script.leader(None)
     said = [record.message.removeprefix("stream 'S': ").split(": ", 1) for record in caplog.records]
     assert all(record.name == "jetstream_ext.direct" for record in caplog.records)
-    silence = "retry after stream 'S': the answer to a direct get stopped after 1 messages"
+    silence = "stream 'S': the answer to a direct get stopped after 1 messages"
     expected = [
         ("request sent", "seq=1"),
         ("reading -> reconnecting", silence),
         ("reconnecting -> reading", "the connection is usable"),
         ("request sent", "seq=2"),
-        ("reading -> paused", "no responder answers"),
+        ("reading -> paused", "no server answers direct gets"),
         ("paused -> reconnecting", "the pause is over"),
         ("reconnecting -> reading", "usable"),
         ("request sent", "seq=2"),
@@ -541,7 +664,7 @@ class World:
                 case DropReply(sent):
                     self.open.pop(sent, None)
                 case AskLeader(requests):
-                    assert len(requests) <= MAX_QUESTIONS
+                    assert len(requests) <= MAX_LEADER_REQUESTS
                     self.machine.leader_answered([self.leader(request) for request in requests], self.now)
                 case AwaitConnection():
                     self.machine.connected()
@@ -558,7 +681,7 @@ class World:
 
     def send(self, sent: SentRequest) -> None:
         if self.rng.random() < self.cluster.trouble / 10:
-            self.machine.interrupted(nats.errors.ConnectionReconnectingError(), self.now)
+            self.machine.not_sent(sent, nats.errors.ConnectionReconnectingError())
             return
         frames = self.cluster.frames(sent.request, self.matches)
         pieces: list[list[Frame]] = []

@@ -89,6 +89,7 @@ def test_the_configuration_that_the_server_returns() -> None:
         {"state": {"messages": "x", "last_seq": 1, "first_seq": 1}},
         {"ts": "now"},
         {"cluster": {"replicas": [3]}},
+        {"config": {"name": "S", "mirror": ["ORIGIN"]}},
     ],
 )
 def test_a_malformed_answer_is_a_response_error_that_names_the_stream(broken: dict[str, Any]) -> None:
