@@ -15,6 +15,7 @@ from jetstream_ext.cli.output import console, count, printable, table, text_or_b
 from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueSnapshot
 from jetstream_ext.kv import snapshot as take_snapshot
+from jetstream_ext.kv.bucket import open_bucket
 
 
 def _moment(text: str) -> int | datetime:
@@ -78,7 +79,7 @@ async def _take(
 ) -> KeyValueSnapshot:
     async with connected(where) as js:
         try:
-            kv = await js.key_value(bucket)
+            kv = await open_bucket(js, bucket)
         except (NotFoundError, InvalidBucketNameError) as error:
             raise click.ClickException(f"bucket {bucket!r} does not exist") from error
         try:

@@ -22,6 +22,14 @@ from jetstream_ext.protocol.stream_state import StreamState, parse_stream_state
 _LOOKUPS_IN_FLIGHT: Final = 32
 
 
+async def open_bucket(js: JetStreamContext, name: str, timeout: float | None = None) -> KeyValue:
+    """Return nats-py's `KeyValue` of a bucket; raises as ``js.key_value``, and RequestTimeoutError."""
+    context = Context(js)
+    return await context.connection.bounded(
+        js.key_value(name), context.resolve_timeout(timeout), f"the state of bucket {name!r}"
+    )
+
+
 class Bucket:
     """A bucket for the length of one call; each request waits up to `timeout` seconds (None: the context's own)."""
 

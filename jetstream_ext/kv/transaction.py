@@ -351,7 +351,8 @@ class Transaction:
             self._state = "failed"  # the server compares ids before revisions
             raise await self._find_conflict() or refusal from refusal
         except Exception as error:
-            raise _unknown(bucket, self._batch_id, error)
+            unknown = _unknown(bucket, self._batch_id, error)
+            raise unknown from unknown.__cause__
         else:
             self._accept(ack)
         self._state = "committed"
@@ -505,8 +506,9 @@ async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
             if tx.state != "unknown":
                 raise
             unknown = _unknown(bucket, unknown.batch_id, error)
-            if not (unknown.__cause__ is None or is_transient(unknown.__cause__)):
-                raise unknown
+            cause = unknown.__cause__
+            if cause is not None and not is_transient(cause):
+                raise unknown from cause
     if tx.state == "failed":
         raise BatchAbandonedError(
             f"bucket {bucket.name!r}: nothing was written, because the commit was lost; run the transaction again",

@@ -15,7 +15,7 @@ from jetstream_ext.client.context import Context
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import FencedError
-from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.bucket import Bucket, open_bucket
 from jetstream_ext.kv.entries import operation
 from jetstream_ext.kv.keys import check_key
 from jetstream_ext.log.positions import StoredOffset
@@ -203,9 +203,7 @@ class OffsetStore:
 
     async def _open(self) -> Bucket:
         if self._opened is None:
-            opening = self._js.key_value(self.bucket)
-            what = f"the state of bucket {self.bucket!r}"
-            self._opened = Bucket(await self._context.connection.bounded(opening, self._timeout, what), self._timeout)
+            self._opened = Bucket(await open_bucket(self._js, self.bucket, self._timeout), self._timeout)
         return self._opened
 
 

@@ -24,6 +24,7 @@ from jetstream_ext.client.api import Api
 from jetstream_ext.client.context import Context
 from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueEntry, snapshot
+from jetstream_ext.kv.bucket import open_bucket
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.spark.connection import ask, connected, run_on_driver
 from jetstream_ext.spark.errors import PlanningError
@@ -211,7 +212,7 @@ async def _read(
     context: JetStreamContext, options: KvOptions, part: KeyRange
 ) -> AsyncGenerator[list[KeyValueEntry], None]:
     """Yield the entries of a part, some at a time."""
-    bucket = await context.key_value(options.bucket)
+    bucket = await open_bucket(context, options.bucket)
     for first in range(0, len(part.keys), _KEYS_AT_ONCE):
         keys = part.keys[first : first + _KEYS_AT_ONCE]
         entries, unavailable = await _snapshot(bucket, keys, part.revision, options)
