@@ -178,7 +178,7 @@ async def _list_subjects(context: JetStreamContext, stream: str, pattern: str) -
     offset, last, total, complete = 0, 0, -1, True
     while True:
         request = {"subjects_filter": pattern, "offset": offset}
-        info = await ask(js.timeout, lambda: Api(js).ask(f"STREAM.INFO.{stream}", request, repeat=True))  # noqa: B023
+        info = await ask(js.timeout, lambda left: Api(js, left).ask(f"STREAM.INFO.{stream}", request, repeat=True))  # noqa: B023
         page = info["state"].get("subjects") or {}
         count = int(info.get("total", len(page)))
         if total < 0:

@@ -251,7 +251,7 @@ async def state_of(context: JetStreamContext, stream: str) -> StreamState | None
     """
     js = Context(context)
     try:
-        return await ask(js.timeout, lambda: stream_state(js, stream))
+        return await ask(js.timeout, lambda left: stream_state(js, stream, left))
     except NotFoundError as error:
         if error.err_code == ErrorCode.STREAM_NOT_FOUND:
             return None
@@ -291,17 +291,16 @@ async def first_from(context: JetStreamContext, state: StreamState, bound: Bound
     if isinstance(bound, datetime):
         # The leader is asked: a replica may not have the message yet.
         js, request = Context(context), Request(start_time=bound).body()
-        found = await ask(js.timeout, lambda: get_at_leader(js, state.name, request))
+        found = await ask(js.timeout, lambda left: get_at_leader(js, state.name, request, left))
         return state.last_seq + 1 if found is None else found.seq
     return state.first_seq if bound == "earliest" else state.last_seq + 1
 
 
 async def _count(context: JetStreamContext, stream: str, subject: str | None, seq: int) -> int:
     """Return how many messages match `subject` from `seq` on; approximate, because a replica may answer."""
-    direct = DirectGet(context, stream)
 
-    async def probe() -> int:
-        batch = direct.batch(1, subject=subject, seq=seq)
+    async def probe(left: float) -> int:
+        batch = DirectGet(context, stream, timeout=left).batch(1, subject=subject, seq=seq)
         return len(await batch.to_list()) + (batch.num_pending or 0)
 
     return await ask(Context(context).timeout, probe)

@@ -293,7 +293,7 @@ async def _publish(
             if publisher.error_count:
                 raise publisher.errors[0].error
     except IngestError as error:
-        refusal = f"; the server said: {lease.connection.refusal}" if lease.connection.refusal else ""
+        refusal = f"; the server said: {lease.connection.client.refusal}" if lease.connection.client.refusal else ""
         raise SinkError(f"row {first + error.index} of partition {task.partition}: {error}{refusal}") from error
     except (BadHeaderError, MaxPayloadError) as error:
         raise SinkError(f"row {first} of partition {task.partition}, or one after it: {error}") from error
