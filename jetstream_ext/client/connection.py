@@ -403,6 +403,8 @@ class OwnClient(Client):
         server = self._current_server
         encrypted = self.options["tls_handshake_first"] or self._server_info.get("tls_required")
         if self._needs_tls and not encrypted and server is not None and not server.uri.scheme.startswith("ws"):
+            if self._transport is not None:
+                self._transport.close()  # type: ignore[no-untyped-call] # nats-py leaves it open
             raise JetStreamExtError("the server does not offer TLS, but TLS is required; nothing was sent")
         return super()._connect_command()
 
