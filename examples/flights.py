@@ -71,9 +71,9 @@ def read_table(file: str) -> DataFrame:
 
 
 def load_flights(count: int | None) -> DataFrame:
-    """Return the flights in the order of departure.
+    """Return the flights in the order of departure; a flight that never left has its scheduled time.
 
-    The data set dates a flight by its scheduled day. For a flight that never left, this uses the scheduled time.
+    The data set gives only the scheduled day of a flight.
     """
     flights = read_table("flights.csv.zip")
     departure = flights["dep_time"].fillna(flights["sched_dep_time"])

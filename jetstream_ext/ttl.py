@@ -116,7 +116,7 @@ def with_ttl(config: _Config, *, marker_ttl: float | timedelta | None = None) ->
     if config.mirror is not None:
         raise ValueError("a mirror cannot have a marker_ttl: it copies the delete markers of its origin")
     if config.deny_purge:
-        raise ValueError("marker_ttl and deny_purge exclude each other: delete markers need purges")
+        raise ValueError("marker_ttl and deny_purge cannot be combined: delete markers need purges")
     return config.evolve(
         allow_msg_ttl=True, allow_rollup_hdrs=True, deny_purge=False, subject_delete_marker_ttl=float(seconds)
     )

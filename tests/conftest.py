@@ -1,8 +1,8 @@
 """Fixtures shared by all tests: one real server per session, one connection per test; clusters; a server in a container.
 
-A container needs an engine that answers; ``.ci/container-engine`` brings one. Where there is none, tests that want one
-are skipped, with the reason; ``JETSTREAM_EXT_REQUIRE_CONTAINER=1`` turns that into a failure, so that a job that brings an
-engine cannot pass by skipping.
+Tests with a container need a running container engine; ``.ci/container-engine`` starts one. Without an engine they are
+skipped with the reason. ``JETSTREAM_EXT_REQUIRE_CONTAINER=1`` makes them fail instead, so that a job with an engine
+cannot pass by skipping them.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.testing import NatsCluster, NatsServer
 
-# How long an example takes says something of the machine, and nothing of what is tested.
+# The time of an example depends on the machine, so a deadline would only make tests fail at random.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
@@ -41,14 +41,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# Spark's JVMs live for seconds here: an optimising compiler, parallel collectors and a web page do not pay for themselves.
+# Spark's JVMs live only for seconds here, so an optimising compiler, parallel collectors and the web UI cost more than
+# they gain.
 os.environ.setdefault("SPARK_LAUNCHER_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 os.environ.setdefault(
     "SPARK_SUBMIT_OPTS",
     "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData -Dspark.ui.enabled=false -Dspark.sql.shuffle.partitions=2",
 )
 
-# What `pytest -n` starts first, the longest first, so that no worker is left alone with it at the end.
+# The scopes that `pytest -n` starts first, longest first. Otherwise one worker would run a long scope alone at the end.
 LONGEST = (
     "spark session",
     "spark faults",
@@ -70,7 +71,7 @@ LONGEST = (
     "tests/conformance/test_differential.py",
     "tests/conformance/test_streams.py",
 )
-# Each of these tests starts JVMs of its own.
+# Each of these tests starts its own JVMs.
 SPARK_PROCESSES = (
     "tests/spark/test_secrets.py",
     "tests/docs/test_pages.py::test_a_page_does_what_it_says[tutorial]",
@@ -81,7 +82,7 @@ SPARK_PROCESSES = (
 
 
 def scope_of(nodeid: str) -> str:
-    """Return the name of the tests that one worker runs one after the other: a file, or those that share a JVM."""
+    """Return the name of the group of tests that one worker runs in turn: a file, or the tests that share a JVM."""
     if nodeid.startswith(SPARK_PROCESSES):
         return "spark processes"
     if nodeid.startswith(("tests/spark/test_faults.py", "tests/spark/safety_net/test_replays.py")):
@@ -100,7 +101,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return scope_of(nodeid)
 
-    config.option.loadscopereorder = False  # the order is that of the collection
+    config.option.loadscopereorder = False  # keep the order of the collection
     return Scopes(config, log)
 
 
@@ -111,9 +112,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: rank.get(scope_of(item.nodeid), len(rank)))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+    """Drop the traceback entries that have no line: pytest cannot print them, and its worker process would die instead.
+
+    CPython 3.11 makes such an entry where a test's timeout arrives between two lines.
+    """
+    error = call.excinfo and call.excinfo.value
+    while error is not None:
+        entry = error.__traceback__
+        while entry is not None:
+            while entry.tb_next is not None and entry.tb_next.tb_lineno is None:
+                entry.tb_next = entry.tb_next.tb_next
+            entry = entry.tb_next
+        error = error.__cause__ or error.__context__
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[NatsServer]:
-    """A server that all tests share: use names of your own, and do not kill, pause or restart it."""
+    """A server that all tests share: use unique names, and do not kill, pause or restart it."""
     with NatsServer() as server:
         yield server
 
@@ -127,7 +144,7 @@ def own_server() -> Iterator[NatsServer]:
 
 @pytest.fixture
 async def nc(server: NatsServer) -> AsyncIterator[Client]:
-    """A connection of this test's own."""
+    """A connection for this test only."""
     nc = await nats.connect(server.url, connect_timeout=10)
     try:
         yield nc
@@ -143,12 +160,12 @@ def js(nc: Client) -> JetStreamContext:
 
 @pytest.fixture
 def stream_name() -> Callable[[], str]:
-    """A factory of names that no other stream or bucket of the session has; good as subject tokens too."""
+    """A factory of names that are unique in the session, for streams, buckets and subject tokens."""
     return lambda: f"T{uuid.uuid4().hex[:12]}"
 
 
 class LeakCheck:
-    """What a connection and the loop hold beyond what they held at the beginning."""
+    """Compares the subscriptions, tasks and timers of a connection and the loop with those at the beginning."""
 
     def __init__(self, nc: Client) -> None:
         self.nc = nc
@@ -166,7 +183,7 @@ class LeakCheck:
         return tuple(now - then for now, then in zip(self._held(), self.before, strict=True))  # type: ignore[return-value]
 
     async def assert_clean(self) -> None:
-        """Fail unless nothing is left: subscriptions and timers at once, tasks within some seconds."""
+        """Fail if subscriptions or timers are left now, or tasks after 30 s."""
         subscriptions, _, timers = self.leaked()
         assert (subscriptions, timers) == (set(), set())
         async with asyncio.timeout(30):
@@ -176,21 +193,21 @@ class LeakCheck:
 
 @pytest.fixture
 async def leak_check(nc: Client, js: JetStreamContext) -> LeakCheck:
-    """Proof that nothing is left behind on `nc`."""
-    await js.account_info()  # nats-py's own response subscription is there from the first request on
+    """A check for leaks on `nc`, begun before the test."""
+    await js.account_info()  # the first request creates nats-py's own response subscription
     return LeakCheck(nc)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[NatsCluster]:
-    """Three servers that a module's tests share; whoever breaks one of them mends it."""
+    """Three servers that the tests of a module share; a test that breaks one of them must restore it."""
     with NatsCluster(3) as cluster:
         yield cluster
 
 
 @pytest.fixture
 async def cluster_nc(cluster: NatsCluster) -> AsyncIterator[Client]:
-    """A connection to the cluster that never gives up."""
+    """A connection to the cluster that reconnects indefinitely."""
 
     async def quiet(error: Exception) -> None:
         pass
@@ -207,10 +224,10 @@ WaitForInterest = Callable[[JetStreamContext, str], Awaitable[None]]
 
 @pytest.fixture
 def wait_for_interest() -> WaitForInterest:
-    """A wait until a message on a subject gets to its stream, for streams that were just made on a cluster.
+    """Wait until a message on a subject reaches its stream; needed after a stream was created on a cluster.
 
-    The server that answers for the creation is not the one a client publishes through; that one hears a moment later
-    of who is interested in the subject, and says until then that nobody is.
+    The client may publish through another server than the one that created the stream. That server learns of the
+    stream's interest in the subject a moment later, and answers "no responders" until then.
     """
 
     async def wait_for_interest(js: JetStreamContext, subject: str) -> None:
@@ -221,7 +238,7 @@ def wait_for_interest() -> WaitForInterest:
                 except nats.js.errors.NoStreamResponseError:
                     await asyncio.sleep(0.02)
                 except nats.js.errors.BadRequestError:
-                    return  # 10060: it is the stream that says so
+                    return  # 10060: the stream has answered, because its name is not "none"
 
     return wait_for_interest
 
@@ -230,7 +247,7 @@ def wait_for_interest() -> WaitForInterest:
 async def make_replicated(
     cluster_nc: Client, stream_name: Callable[[], str], wait_for_interest: WaitForInterest
 ) -> AsyncIterator[Callable[..., Awaitable[str]]]:
-    """Create a stream on all servers of the cluster (or as given); its subjects are ``<name>.>``, unless it is a mirror."""
+    """Create a stream with three replicas (or as given); its subjects are ``<name>.>``, unless it is a mirror."""
     js = cluster_nc.jetstream(timeout=10)
     made: list[str] = []
 
@@ -251,7 +268,7 @@ async def make_replicated(
                     nats.errors.ConnectionReconnectingError,
                     nats.errors.StaleConnectionError,
                 ):
-                    await asyncio.sleep(0.2)  # the cluster is still recovering from the test before
+                    await asyncio.sleep(0.2)  # the cluster is still recovering from the previous test
         made.append(name)
         if "mirror" not in config:
             await wait_for_interest(js, f"{name}.new")
@@ -259,12 +276,12 @@ async def make_replicated(
 
     yield make
     for name in reversed(made):
-        with contextlib.suppress(nats.errors.Error):  # what a test broke may still be recovering
+        with contextlib.suppress(nats.errors.Error):  # a server that the test broke may still be recovering
             await js.delete_stream(name)
 
 
 def no_container(image: str) -> str | None:
-    """Return why there can be no container here."""
+    """Return why this machine cannot run a container of the image, or None."""
     try:
         import docker
         import docker.errors
@@ -281,7 +298,7 @@ def no_container(image: str) -> str | None:
         try:
             client.images.pull(image)
         except docker.errors.APIError:
-            return f"the engine has no image {image}, and cannot pull it"
+            return f"the engine has no image {image} and cannot pull it"
     except docker.errors.APIError as error:
         return f"the engine refuses: {error.explanation}"
     finally:
@@ -291,10 +308,10 @@ def no_container(image: str) -> str | None:
 
 @pytest.fixture(scope="session")
 def container_url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The URL of a server in a container; the test is skipped, with the reason, where there can be none."""
+    """The URL of a server in a container; the test is skipped with the reason if the machine cannot run one."""
     image = request.config.getoption("--nats-image") or DEFAULT_IMAGE
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # testcontainers' own
+        warnings.simplefilter("ignore")  # from testcontainers itself
         if reason := no_container(image):
             if os.environ.get("JETSTREAM_EXT_REQUIRE_CONTAINER"):
                 pytest.fail(f"a container is required: {reason}", pytrace=False)

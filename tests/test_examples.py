@@ -1,4 +1,4 @@
-"""Every numbered example, run as its first line says, against a real server of its own."""
+"""Every numbered example, run as its first line says, against a separate real server."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}  # public: the undersc
 
 
 def private_accesses(source: str) -> Iterator[str]:
-    """Accesses to a private attribute of something that is not the class's own instance (or another of its own)."""
+    """Accesses to private attributes, except through `self` and other instances of the same class."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
             if node.attr not in NAMED_TUPLE and not (isinstance(node.value, ast.Name) and node.value.id in OWN):

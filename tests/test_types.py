@@ -28,7 +28,7 @@ def ids(value: object) -> str:
 
 
 def stored(headers: bytes = b"", time: bytes = b"2026-11-20T21:23:31.295694403Z", data: bytes = b"payload") -> Any:
-    """A message as the bulk road makes it."""
+    """A message as bulk reads create it."""
     decoder = ReplyDecoder("S")
     block = (
         b"NATS/1.0\r\n"

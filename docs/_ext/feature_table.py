@@ -1,8 +1,8 @@
 """The table of features in the documentation and in the README, both from `jetstream_ext.protocol.feature_table`.
 
 In a page, the directive `feature-table` is the table. For the README, ``python docs/_ext/feature_table.py README.md``
-replaces what stands between ``<!-- feature table -->`` and ``<!-- end of feature table -->``; with ``--check`` it only
-says, by its exit status, whether that is up to date.
+replaces the text between ``<!-- feature table -->`` and ``<!-- end of feature table -->``; with ``--check`` it changes
+nothing, and its exit status shows whether the table is up to date.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BEGIN, END = "<!-- feature table -->\n", "<!-- end of feature table -->\n"
 
 def markdown_table() -> str:
     """Return the table in Markdown."""
-    head = ["feature", "here", *features.RELEASES, "API level", "the stream needs", "an older server"]
+    head = ["feature", "calls", *features.RELEASES, "API level", "stream option", "behaviour of older servers"]
     lines = [head, ["---", "---", *[":-:"] * (len(features.RELEASES) + 1), "---", "---"]]
     lines += (
         [
@@ -71,10 +71,10 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def update(text: str) -> str:
-    """Return a Markdown text with the table of today between its two marks.
+    """Return a Markdown text with the current table between its two marks.
 
     Raises:
-        ValueError: The marks are not there, once each.
+        ValueError: A mark is missing or occurs twice.
     """
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)

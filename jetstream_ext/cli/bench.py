@@ -58,7 +58,7 @@ _THEIRS: Final = "#a0a0a0"
     "--messages",
     type=click.IntRange(1),
     default=100_000,
-    help="Messages that the fastest calls move; slower calls move a fraction of them.",
+    help="Number of messages for the fastest calls; slower calls use a fraction of it.",
     **_NUMBER,
 )
 @click.option("--size", type=click.IntRange(0), default=128, help="Bytes per payload.", **_NUMBER)
@@ -361,7 +361,7 @@ def _show(outcome: _Outcome) -> None:
                 call = Text(case.name, "bold" if case.ours else "")
                 rates.add_row(call, *(f"{rate:,.0f}" for rate in figures), f"{case.median / base.median:.1f}")
         screen.print(rates)
-    screen.print("Times nats-py: relative to its fastest call.", style="dim")
+    screen.print('Column "times nats-py": relative to the fastest call of nats-py.', style="dim")
     for name, release in outcome.left_out.items():
         screen.print(f"left out: {name} needs nats-server {release}", markup=False)
 

@@ -101,7 +101,7 @@ def _load_context(name: str) -> Settings:
     for each in fields(Settings):
         values[each.name] = found.get(each.name) or each.default
         if not isinstance(values[each.name], type(each.default)):
-            wanted = "true or false" if isinstance(each.default, bool) else "a text"
+            wanted = "true or false" if isinstance(each.default, bool) else "a string"
             raise click.ClickException(f"context {name!r}: {each.name!r} is not {wanted} ({path})")
     for unsupported in ("nsc", "user_jwt", "socks_proxy"):
         if found.get(unsupported):

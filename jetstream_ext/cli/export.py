@@ -30,7 +30,7 @@ _REPORT_EVERY: Final = 500
 @click.command("export", short_help="Write a stream to a file.")
 @click.argument("stream")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE; its suffix is the default.")
+@click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE (default: from its suffix).")
 @click.option("--subject", default="", metavar="FILTER", help="Export only messages of this subject or filter.")
 @click.option(
     "--start-seq", type=click.IntRange(1), default=1, metavar="SEQ", show_default=True, help="Start at this sequence."
@@ -181,11 +181,12 @@ class _Part:
         except FileNotFoundError:
             return begin
         except (orjson.JSONDecodeError, TypeError) as error:
-            text = f"{self._journal} is not a valid journal; --overwrite starts again"
+            text = f"{self._journal} is not a valid journal; --overwrite discards the export and starts again"
             raise click.ClickException(text) from error
         if dataclasses.replace(begin, end=found.end, seq=found.seq, messages=found.messages, size=found.size) != found:
             raise click.ClickException(
-                f"{self.path} belongs to an export with another stream, subject, start or format; --overwrite starts again"
+                f"{self.path} belongs to an export with another stream, subject, start or format; "
+                "--overwrite discards it and starts again"
             )
         if not self.path.is_file() or self.path.stat().st_size < found.size:
             raise click.ClickException(f"{self.path} is shorter than its journal says; --overwrite starts again")

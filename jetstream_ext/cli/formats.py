@@ -57,7 +57,7 @@ class Rows:
 
     def __init__(self, path: Path, form: str) -> None:
         if not path.is_file():
-            raise RowError(f"{path} is not a regular file; ingest reads a file twice")
+            raise RowError(f"{path} is not a regular file; ingest reads the file twice, so it cannot read from a pipe")
         self._path = path
         self._form = form
         self.position: int = 0

@@ -41,9 +41,9 @@ _RESUME_HINT: Final = "the same command with --resume continues"
 @click.option("--subject-from", metavar="COLUMN", help="The column with each row's subject; the default is 'subject'.")
 @click.option("--subject", metavar="SUBJECT", help="The subject; {column} stands for a row's value.")
 @click.option("--data-from", metavar="COLUMN", help="The column with the payload; the default is the row as JSON.")
-@click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE; its suffix is the default.")
+@click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE (default: from its suffix).")
 @click.option(
-    "--create", multiple=True, metavar="SUBJECT", help="Create a missing stream with this subject; repeatable."
+    "--create", multiple=True, metavar="SUBJECT", help="Create a missing stream with subject SUBJECT; repeatable."
 )
 @click.option("--skip", type=click.IntRange(0), default=0, metavar="ROWS", help="Skip the first ROWS rows.")
 @click.option("--resume", is_flag=True, help="Continue after the rows that the stream already has.")
@@ -188,7 +188,7 @@ class _Ingest:
         def value(match: re.Match[str]) -> str:
             found = row.get(match[1])
             if isinstance(found, bool) or not isinstance(found, str | int):
-                what = "has no value" if found is None else "is neither a text nor an integer"
+                what = "has no value" if found is None else "is neither a string nor an integer"
                 raise RowError(f"{place}: column {match[1]!r} {what}; the subject needs it")
             return str(found)
 

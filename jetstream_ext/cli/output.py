@@ -147,7 +147,7 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, nats.js.errors.APIError) and not isinstance(error, IngestError):
         described = error.description or type(error).__name__
         if error.err_code in _NOT_ENABLED:
-            return f"JetStream is off for this account, or on this server ({described})"
+            return f"JetStream is not enabled for this account or on this server ({described})"
         if isinstance(error, nats.js.errors.ServiceUnavailableError):
             answer = described if "no server answers on" in described else "no server answers"  # nats-py gives no text
             if error.err_code is None:

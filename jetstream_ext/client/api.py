@@ -8,6 +8,7 @@ import binascii
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,8 @@ from jetstream_ext.client.context import Context
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ResponseError, ServerError
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import parse_answer
+from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
+from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState, parse_stream_state
 from jetstream_ext.types import BatchAck
@@ -143,6 +146,36 @@ async def get_at_leader(
             headers=h.decode_stored(block),
             time_ns=h.parse_time_ns(h.to_utc(str(found["time"]))),
         )
+
+
+async def first_since(
+    context: Context, state: StreamState, when: datetime, timeout: float | None = None, *, subject: str = ">"
+) -> int:
+    """Return the first sequence that was stored at `when` or later on `subject`; one after the last if there is none.
+
+    `state` is from just before the call, so that no message stored meanwhile is skipped. The leader is asked, because a
+    replica may lag. Raises as `Api.ask` does.
+    """
+    end = state.last_seq + 1
+    if state.last_time < when:
+        return end
+
+    async def ask(**request: object) -> StoredMsg | None:
+        return await get_at_leader(context, state.name, {**request, "next_by_subj": subject}, timeout)
+
+    if state.api_level >= START_TIME_LEVEL:
+        found = await ask(start_time=rfc3339(when, "time"))
+        if found is None or found.time >= when:
+            return end if found is None else found.seq
+    first, low, high = end, state.first_seq, end
+    while low < high:
+        middle = (low + high) // 2
+        found = await ask(seq=middle)
+        if found is not None and found.time < when:
+            low = found.seq + 1
+        else:
+            high, first = middle, end if found is None else found.seq
+    return first
 
 
 @contextmanager

@@ -35,6 +35,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
+from nats.js.client import KV_PRE_TEMPLATE, KV_STREAM_TEMPLATE
 from nats.js.kv import KeyValue
 from nats.js.manager import JetStreamManager
 
@@ -317,6 +318,11 @@ def jetstream_parts(js: JetStreamManager) -> tuple[Client, str, float]:
 def bucket_parts(kv: KeyValue) -> tuple[JetStreamContext, str, str, str]:
     """Return a bucket's JetStream context, its name, its stream, and the subject prefix of its keys."""
     return kv._js, kv._name, kv._stream, kv._pre
+
+
+def open_bucket(js: JetStreamContext, name: str) -> KeyValue:
+    """Return nats-py's bucket `name` without a request; the first read of it finds out whether it exists."""
+    return KeyValue(name, KV_STREAM_TEMPLATE.format(bucket=name), KV_PRE_TEMPLATE.format(bucket=name), js, direct=False)
 
 
 # -- connections of this package's own -----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from nats.js.api import (
 )
 from nats.js.errors import NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.api import Api, get_at_leader, reading, stream_state
+from jetstream_ext.client.api import Api, first_since, reading, stream_state
 from jetstream_ext.client.concurrency import gather_bounded
 from jetstream_ext.client.context import Context
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError
@@ -125,10 +125,8 @@ async def reset_consumer(
             server_version=version or context.connection.server_version, api_level=level, detail="nothing was changed"
         )
     if time is not None:
-        # The end first: a message that is stored between the two requests must not be skipped.
-        end = (await stream_state(context, stream, api.remaining)).last_seq + 1
-        found = await get_at_leader(context, stream, {"start_time": rfc3339(time, "time")}, api.remaining)
-        seq = end if found is None else found.seq
+        state = await stream_state(context, stream, api.remaining)
+        seq = await first_since(context, state, time, api.remaining)
     answer = await api.ask(f"CONSUMER.RESET.{stream}.{consumer}", None if seq is None else {"seq": seq})
     with reading(f"consumer {consumer!r} (which is now reset)"):
         return ConsumerReset.from_response(answer)

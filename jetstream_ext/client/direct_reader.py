@@ -154,7 +154,7 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
                     return next(block.messages())
         except TimeoutError:
             raise RequestTimeoutError(silence) from None
-        raise not_found(stream)
+        raise not_found(stream, request)
     subject, payload = request.address(f"{context.prefix}.DIRECT.GET.{stream}")
     retried = False
 
@@ -169,7 +169,7 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
             if not await inboxes.wait(deadline):
                 raise RequestTimeoutError(silence)
             if received:
-                return decode_single(stream, received[0], connection.server_version)
+                return decode_single(stream, received[0], connection.server_version, request)
             if retried:
                 raise MessagesLostError(
                     f"stream {stream!r}: the connection was lost before the direct get was answered; repeat it",

@@ -172,7 +172,7 @@ class FencedWriter:
                     return BatchAck(self.stream, follower.seq, batch_size=len(messages) + 1)
                 self.fence = follower.seq
                 raise RequestTimeoutError(
-                    f"{self._name}: {where} is an earlier one of this writer, whose answer was lost; this one is not stored"
+                    f"{self._name}: {where} is an earlier one, whose answer was lost; the new one is not stored; repeat the call"
                 ) from error
         if newest is None and self.fence:
             raise RecordMovedError(f"{self._name}: {where} was removed", name=self._name) from error
@@ -188,8 +188,8 @@ class FencedWriter:
             raise error
         # A former leader that does not know its successor has refused the store, or has answered the read.
         raise RequestTimeoutError(
-            f"{self._name}: the server refused {where} although sequence {self.fence} is still the newest, as after a change of "
-            "leader; nothing was stored"
+            f"{self._name}: the server refused {where}, although sequence {self.fence} is still the newest (this can happen "
+            "after a change of leader); nothing was stored; repeat the call"
         ) from error
 
     async def _find(self, retry: Retry, request: Mapping[str, object]) -> StoredMsg | None:

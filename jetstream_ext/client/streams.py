@@ -101,7 +101,8 @@ async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> Strea
         found = _stream_info(info)
     if diff := _diff(wanted, found.config):
         raise StreamConfigMismatchError(
-            f"stream {wanted.name!r} exists with another configuration: {_describe(diff)}; nothing was changed",
+            f"stream {wanted.name!r} exists with another configuration: {_describe(diff)}; nothing was changed; "
+            "pass the existing values, or change the stream with js.update_stream",
             diff=diff,
         )
     missing = _missing(wanted, found.config)
@@ -137,7 +138,7 @@ def _needs(wanted: StreamConfig) -> Iterator[Feature]:
 
 def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo:
     """Return the stream that was created or changed, or raise if it is not as wanted."""
-    with reading(f"stream {wanted.name!r} (which now exists)"):
+    with reading(f"stream {wanted.name!r} (which was created or updated)"):
         found = _stream_info(info)
         version, level = answering_server(info["config"])
     diff = dict.fromkeys(_missing(wanted, found.config), (True, False)) | _diff(wanted, found.config)
@@ -147,7 +148,7 @@ def _checked(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> StreamInfo
                 raise feature.unsupported(
                     server_version=version or api.context.connection.server_version,
                     api_level=level,
-                    detail=f"stream {wanted.name!r} now exists without it",
+                    detail=f"stream {wanted.name!r} was created or updated without this feature",
                 )
         raise StreamConfigMismatchError(
             f"stream {wanted.name!r} was created or updated, but the server stored another configuration: "

@@ -80,7 +80,7 @@ class VerifiedReader:
         await wait_for_sequence(self._context, self._stream, self._need, max(0.001, clock.remaining))
         at_leader = await get_at_leader(self._context, self._stream, request.body(), max(0.001, clock.remaining))
         if at_leader is None:
-            raise not_found(self._stream)
+            raise not_found(self._stream, request)
         return at_leader
 
     async def last_of(self, subjects: Sequence[str], *, up_to: StoredMsg | None = None, limited: bool = True) -> Answer:

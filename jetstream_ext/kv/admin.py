@@ -62,10 +62,9 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
     found = await bucket.get_at_leader(last_by_subj=subject)
     if found is None or operation(found.headers)[0] != "PUT":
         raise nats.js.errors.KeyNotFoundError(message=f"key {key!r} of bucket {bucket.name!r}")
-    connected = bucket.context.nc.connected_server_version
-    if (connected.major, connected.minor) < (2, 11):
+    if not BY_OPTION["allow_msg_ttl"].on(bucket.context.connection.server_version):
         # Older servers store the header and never expire the key. But the bucket's leader may be a newer server.
-        _check_supported(bucket, (await bucket.info())["config"], ["allow_msg_ttl"], "nothing was written")
+        _check_supported(bucket, (await bucket.unchecked_state()).config, ["allow_msg_ttl"], "nothing was written")
     headers = {name: value for name, value in found.headers.items() if not name.lower().startswith("nats-")}
     if ttl is not NEVER:
         headers |= ROLLUP_HEADERS
@@ -148,7 +147,7 @@ async def enable(
         wanted |= {"subject_delete_marker_ttl": marker_ttl, "allow_rollup_hdrs": True, "deny_purge": False}
     bucket = Bucket(kv, timeout)
     api = Api(bucket.context, bucket.timeout)
-    found = (await bucket.info())["config"]
+    found = (await bucket.unchecked_state()).config
     missing = {name: value for name, value in wanted.items() if (found.get(name) or False) != value}
     if missing:
         _check_supported(bucket, found, missing, "nothing was changed")

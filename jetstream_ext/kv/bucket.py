@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
-from nats.js import JetStreamContext
 from nats.js.errors import BadBucketError, BucketNotFoundError, NotFoundError
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.api import Api, get_at_leader
+from jetstream_ext.client.api import Api, get_at_leader, reading, stream_state
 from jetstream_ext.client.concurrency import gather_bounded
 from jetstream_ext.client.connection import bucket_parts
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.verified_read import VerifiedReader
-from jetstream_ext.errors import ResponseError
 from jetstream_ext.kv.entries import KeyValueEntry, entry_of, record_of
 from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState, parse_stream_state
+from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.subjects import is_literal
 
-_LOOKUPS_IN_FLIGHT: Final = 32
-
-
-async def open_bucket(js: JetStreamContext, name: str, timeout: float | None = None) -> KeyValue:
-    """Return nats-py's `KeyValue` of a bucket; raises as ``js.key_value``, and RequestTimeoutError."""
-    context = Context(js)
-    return await context.connection.bounded(
-        js.key_value(name), context.resolve_timeout(timeout), f"the state of bucket {name!r}"
-    )
+LOOKUPS_IN_FLIGHT: Final = 64
 
 
 class Bucket:
     """A bucket for the length of one call; each request waits up to `timeout` seconds (None: the context's own)."""
-
-    js: JetStreamContext
-    name: str
-    stream: str
-    prefix: str
 
     def __init__(self, kv: KeyValue, timeout: float | None = None) -> None:
         if not isinstance(kv, KeyValue):
@@ -49,33 +36,25 @@ class Bucket:
         """Return the subject of a key, or of a pattern of keys."""
         return self.prefix + key
 
-    async def info(self, **request: object) -> dict[str, Any]:
-        """Return the leader's answer to ``STREAM.INFO``; raises as `Api.ask` does, and BucketNotFoundError."""
-        try:
-            answer = await Api(self.context, self.timeout).ask(f"STREAM.INFO.{self.stream}", request or None)
-        except NotFoundError as error:
-            raise BucketNotFoundError(
-                code=404,
-                err_code=error.err_code,
-                description=f"bucket {self.name!r} does not exist",
-                stream=self.stream,
-            ) from error
-        if not (isinstance(answer.get("config"), dict) and isinstance(answer.get("state"), dict)):
-            raise ResponseError(
-                f"bucket {self.name!r}: the leader's answer to STREAM.INFO lacks the configuration or the state"
-            )
-        return answer
+    async def unchecked_state(self) -> StreamState:
+        """Return the state of the bucket's stream at its leader; raises as `stream_state` does, and BucketNotFoundError."""
+        with self._not_found():
+            return await stream_state(self.context, self.stream, self.timeout)
 
     async def state(self, *, direct: bool = True) -> StreamState:
-        """Return the state of the bucket's stream as its leader reports it.
+        """Return the state of the bucket's stream at its leader; raises as `unchecked_state` and `check` do."""
+        state = await self.unchecked_state()
+        self.check(state, direct=direct)
+        return state
+
+    def check(self, state: StreamState, *, direct: bool = True) -> None:
+        """Check that the bucket can be read.
 
         Raises:
-            Exception: As `info` does.
             DirectGetDisabledError: With `direct`: the bucket does not allow direct gets.
             UnsupportedFeatureError: With `direct`: the server is older than 2.11.
             BadBucketError: The bucket is a mirror of another bucket.
         """
-        state = parse_stream_state(await self.info(), self.stream)
         if mirror := state.config.get("mirror"):
             raise BadBucketError(  # nats-py finds no key there either
                 description=f"bucket {self.name!r} is a mirror of stream {mirror.get('name')!r}; open the bucket of that stream "
@@ -83,9 +62,54 @@ class Bucket:
                 stream=self.stream,
             )
         if direct:
-            how = "enable it with `await jetstream_ext.kv.enable(kv, direct=True)`"
+            how = f"enable it with `await jetstream_ext.kv.enable(kv, direct=True)` or 'nats stream edit {self.stream} --allow-direct'"
             state.check_direct_reads(self.context.connection.server_version, how=how)
-        return state
+
+    async def list_keys(self, patterns: Iterable[str]) -> list[str]:
+        """Return the keys among `patterns`, and the stored keys that match the others.
+
+        The list has every matching key that is stored during the whole call. Raises as `unchecked_state` does.
+        """
+        keys: dict[str, None] = {}
+        for pattern in patterns:
+            if is_literal(pattern):
+                keys[pattern] = None
+            else:
+                keys.update(dict.fromkeys(await self._list_matching(pattern)))
+        return list(keys)
+
+    async def _list_matching(self, pattern: str) -> list[str]:
+        subjects: dict[str, Any] = {}
+        last, offset, overlap = "", 0, 1
+        while True:
+            request = {"subjects_filter": self.subject(pattern), "offset": offset}
+            with self._not_found():
+                answer = await Api(self.context, self.timeout).ask(f"STREAM.INFO.{self.stream}", request, repeat=True)
+            with reading(f"the keys of bucket {self.name!r}"):
+                page, total = dict(answer["state"].get("subjects") or {}), int(answer.get("total") or 0)
+                if len(page) < min(2, total - offset):
+                    raise ValueError("keys are missing")
+            # Pages are parts of a sorted list. If two of them do not overlap, keys were removed and others moved up.
+            if offset and (not page or min(page) > last):
+                offset = max(0, offset - overlap)
+                continue
+            subjects |= page
+            if offset + len(page) >= total:
+                return [subject[len(self.prefix) :] for subject in subjects]
+            last, overlap = max(page), len(page) // 10 + 1
+            offset += len(page) - overlap
+
+    @contextmanager
+    def _not_found(self) -> Iterator[None]:
+        try:
+            yield
+        except NotFoundError as error:
+            raise BucketNotFoundError(
+                code=404,
+                err_code=error.err_code,
+                description=f"bucket {self.name!r} does not exist",
+                stream=self.stream,
+            ) from error
 
     def reader(self, need: int) -> VerifiedReader:
         """Return verified reads; `need` is the leader's last sequence when the call began."""
@@ -102,4 +126,4 @@ class Bucket:
             message = await self.get_at_leader(last_by_subj=self.subject(key))
             return key, None if message is None else entry_of(self.name, key, record_of(message))
 
-        return dict(await gather_bounded(read, keys, limit=_LOOKUPS_IN_FLIGHT))
+        return dict(await gather_bounded(read, keys, limit=LOOKUPS_IN_FLIGHT))

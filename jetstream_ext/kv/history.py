@@ -119,7 +119,7 @@ class Verdict:
     entries: dict[str, KeyValueEntry]
     unavailable: tuple[str, ...]  # keys whose state is not known, sorted
     complete: bool  # there can be no other key
-    lost: bool  # there may well have been another key; then `complete` is False
+    lost: bool  # another key may have existed; then `complete` is False
 
 
 class Past:

@@ -1,9 +1,9 @@
-"""The keys and filters that a bucket accepts (ADR-8), and which keys a filter matches."""
+"""The keys and filters that a bucket accepts (ADR-8)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from nats.js.errors import InvalidKeyError
@@ -55,25 +55,3 @@ def check_filters(filters: Sequence[str] | None) -> list[str]:
         if not _FILTER.fullmatch(pattern):
             raise InvalidKeyError(f"filter {pattern!r} is neither a key nor a key pattern (with * and >)")
     return [EVERYTHING] if EVERYTHING in wanted else wanted
-
-
-def is_literal(pattern: str) -> bool:
-    """Whether a checked filter is a single key."""
-    return "*" not in pattern and not pattern.endswith(">")
-
-
-def matcher(filters: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that tells whether a key matches one of the checked `filters`."""
-    if EVERYTHING in filters:
-        return lambda _: True
-    literals = frozenset(pattern for pattern in filters if is_literal(pattern))
-    patterns = [_regex(pattern) for pattern in filters if not is_literal(pattern)]
-    if not patterns:
-        return literals.__contains__
-    match = re.compile("|".join(patterns)).fullmatch
-    return lambda key: key in literals or match(key) is not None
-
-
-def _regex(pattern: str) -> str:
-    tokens = {"*": r"[^.]+", ">": r".+"}
-    return r"\.".join(tokens.get(token) or re.escape(token) for token in pattern.split("."))

@@ -10,18 +10,20 @@ from typing import Final
 
 from nats.js.kv import KeyValue
 
+from jetstream_ext.client.api import first_since
 from jetstream_ext.client.concurrency import gather_bounded
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import HistoryUnavailableError, TooManySubjectsError
-from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.bucket import LOOKUPS_IN_FLIGHT, Bucket
 from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot, Record, Row, Subjects, record_of, rows_of
 from jetstream_ext.kv.history import Latest, Past, Verdict
-from jetstream_ext.kv.keys import EVERYTHING, check_filters, check_keys, is_literal, matcher
+from jetstream_ext.kv.keys import EVERYTHING, check_filters, check_keys
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.options import check_sequence, rfc3339
 from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.subjects import is_literal, matcher
 
 # With so many messages per key or more, asking for the keys by name costs less than reading the whole log.
 _DEEP: Final = 3
@@ -29,7 +31,6 @@ _DEEP: Final = 3
 _SMALL_LOG: Final = 16_000
 # So many messages of the log cost as much as looking up the last message of one key up to some revision.
 _ROWS_PER_LOOKUP: Final = 40
-_LOOKUPS_IN_FLIGHT: Final = 64
 # Keys per request. Servers answer for 1024 subjects; if one answers for fewer, the chunk is halved.
 _CHUNK: Final = 1_000
 _CHUNK_BYTES: Final = 128 * 1024
@@ -188,19 +189,10 @@ async def _read_at_once(
 
 
 async def _list_keys(bucket: Bucket, patterns: list[str]) -> list[str] | None:
-    """Return the given keys, and those that match a pattern now; None if they cannot be listed."""
-    names = {pattern: None for pattern in patterns if is_literal(pattern)}
-    cut = len(bucket.prefix)
-    for pattern in patterns:
-        if not is_literal(pattern):
-            info = await bucket.info(subjects_filter=bucket.subject(pattern))
-            listed = info["state"].get("subjects") or {}
-            if int(info.get("total") or 0) > len(listed):
-                return None
-            if not all(map(is_literal, listed)):
-                return None  # servers store a subject with a wildcard, but a request for it is one for all its matches
-            names.update((subject[cut:], None) for subject in listed)
-    return list(names)
+    """Return the given keys, and those that match a pattern now; None if some cannot be read by name."""
+    names = await bucket.list_keys(patterns)
+    # Servers store a subject with a wildcard, but a request for it is one for all its matches.
+    return names if all(map(is_literal, names)) else None
 
 
 async def _read_by_name(
@@ -254,7 +246,7 @@ def _chunks(bucket: Bucket, keys: Sequence[str]) -> list[Sequence[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _ResolvedRevision:
+class ResolvedRevision:
     """What the `at` of a caller means."""
 
     revision: int
@@ -263,21 +255,22 @@ class _ResolvedRevision:
     is_newest: bool  # nothing had been written after it when the leader was asked
 
 
-async def _resolve_revision(bucket: Bucket, state: StreamState, at: int | datetime) -> _ResolvedRevision:
+async def resolve_revision(bucket: Bucket, state: StreamState, at: int | datetime) -> ResolvedRevision:
+    """Return what `at` means, from the bucket's state now; raises as `get_many` does."""
     if isinstance(at, datetime):
         rfc3339(at, "at")
         when = at.astimezone(UTC)
-        return _ResolvedRevision(await _revision_at(bucket, state, when), when, since=when, is_newest=False)
+        return ResolvedRevision(await _revision_at(bucket, state, when), when, since=when, is_newest=False)
     if isinstance(at, bool) or not isinstance(at, int):
         raise TypeError(f"at must be a revision or a datetime, not {type(at).__name__}")
     if check_sequence(at, "at") > state.last_seq:
         raise ValueError(f"bucket {bucket.name!r} has no revision {at} yet; its last is {state.last_seq}")
     if at == state.last_seq:
-        return _ResolvedRevision(at, state.last_time, since=state.last_time, is_newest=True)
+        return ResolvedRevision(at, state.last_time, since=state.last_time, is_newest=True)
     message = await bucket.get_at_leader(seq=at, next_by_subj=">")
     time = state.last_time if message is None else message.time
     exact = message is not None and message.seq == at
-    return _ResolvedRevision(at, time, since=time if exact else state.created_at, is_newest=False)
+    return ResolvedRevision(at, time, since=time if exact else state.created_at, is_newest=False)
 
 
 async def _revision_at(bucket: Bucket, state: StreamState, when: datetime) -> int:
@@ -288,22 +281,18 @@ async def _revision_at(bucket: Bucket, state: StreamState, when: datetime) -> in
         await asyncio.sleep(ahead + 0.001)
         state = await bucket.state()
     if state.now <= when:
-        raise ValueError(f"at must not be in the future; the server's clock shows {state.now.isoformat()}")
-    after = when + _MICROSECOND
-    if state.last_time < after:
-        return state.last_seq
-    found = await bucket.get_at_leader(start_time=after.isoformat())
-    # For a time after the last message, some servers answer with an earlier one.
-    if found is None or found.time < after:
-        return state.last_seq
-    return found.seq - 1
+        raise ValueError(
+            f"bucket {bucket.name!r}: the time {when.isoformat()} is in the future; the server's clock shows "
+            f"{state.now.isoformat()}"
+        )
+    return await first_since(bucket.context, state, when + _MICROSECOND, bucket.timeout) - 1
 
 
 async def _read_past(
     bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, at: int | datetime, *, strict: bool
-) -> tuple[Verdict, _ResolvedRevision]:
+) -> tuple[Verdict, ResolvedRevision]:
     """Return what is known of `at`; with `strict`, raise HistoryUnavailableError unless that is everything."""
-    point = await _resolve_revision(bucket, state, at)
+    point = await resolve_revision(bucket, state, at)
     if point.revision > state.last_seq:
         state = await bucket.state()  # `_revision_at` has waited for that time
     verdict = await _judge_past(bucket, subjects, patterns, state, point)
@@ -324,7 +313,7 @@ async def _read_past(
 
 
 async def _judge_past(
-    bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, point: _ResolvedRevision
+    bucket: Bucket, subjects: Subjects, patterns: list[str], state: StreamState, point: ResolvedRevision
 ) -> Verdict:
     past = Past(subjects, revision=point.revision, history=state.max_msgs_per_subject)
     if point.revision < state.lowest_seq:
@@ -359,7 +348,7 @@ async def _judge_past(
     return past.verdict(named=named, listed=names or (), wild=wild, missing=missing, lost=lost)
 
 
-def _may_have_expired(state: StreamState, past: Past, point: _ResolvedRevision) -> bool:
+def _may_have_expired(state: StreamState, past: Past, point: ResolvedRevision) -> bool:
     """Whether keys may have expired since and left no message."""
     markers_stay = min(state.marker_ttl or timedelta(0), state.max_age or timedelta.max)
     if state.now - point.since < markers_stay:
@@ -405,7 +394,7 @@ async def _feed_by_name(
         elif (oldest := await source.oldest_of(bucket.subject(key), revision)) is not None:
             past.feed_oldest(record_of(oldest[0]), oldest[1])
 
-    await gather_bounded(feed_oldest, [key for key in moved if not past.knows(key)], limit=_LOOKUPS_IN_FLIGHT)
+    await gather_bounded(feed_oldest, [key for key in moved if not past.knows(key)], limit=LOOKUPS_IN_FLIGHT)
     return missing
 
 

@@ -11,11 +11,12 @@ from nats.js import JetStreamContext
 from nats.js.errors import BucketNotFoundError
 from nats.nuid import NUID
 
+from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import FencedError
-from jetstream_ext.kv.bucket import Bucket, open_bucket
+from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import operation
 from jetstream_ext.kv.keys import check_key
 from jetstream_ext.log.positions import StoredOffset
@@ -203,7 +204,9 @@ class OffsetStore:
 
     async def _open(self) -> Bucket:
         if self._opened is None:
-            self._opened = Bucket(await open_bucket(self._js, self.bucket, self._timeout), self._timeout)
+            bucket = Bucket(open_bucket(self._js, self.bucket), self._timeout)
+            await bucket.unchecked_state()
+            self._opened = bucket
         return self._opened
 
 

@@ -139,7 +139,7 @@ class StoredOffset:
                 return cls(name, str(body["stream"]), str(body["created"]), int(body["seq"]), revision, str(writer))
         except (KeyError, TypeError, ValueError):
             pass
-        raise ValueError(f"the stored value of {name!r} is not a position: {data[:80]!r}")
+        raise ValueError(f"the stored value of {name!r} is not a position: {data[:80]!r}; use another name")
 
 
 def encode_position(stream: str, created: str, seq: int, **writer: str | int) -> bytes:

@@ -12,10 +12,11 @@ from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.api import get_at_leader, stream_state
+from jetstream_ext.client.api import first_since, get_at_leader, stream_state
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.retry import Retry
+from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import (
     DirectGetDisabledError,
     PositionLostError,
@@ -24,7 +25,6 @@ from jetstream_ext.errors import (
 )
 from jetstream_ext.log.offsets import OffsetStore
 from jetstream_ext.log.positions import First, Last, Seq, Start, Stored, StoredOffset, Time, check_start
-from jetstream_ext.protocol.direct import Request
 from jetstream_ext.protocol.gaps import first_gap
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.stored_msg import StoredMsg
@@ -34,7 +34,6 @@ from jetstream_ext.protocol.subjects import check_filter
 _log = logging.getLogger("jetstream_ext")
 
 _FIRST: Final = First()
-_EVERYTHING: Final = ">"
 # Messages and bytes of a group, about. A group costs two requests, which should be few compared with its messages.
 _GROUP: Final = 4096
 _GROUP_BYTES: Final = 4 << 20
@@ -350,7 +349,7 @@ class LogReader:
         elif isinstance(start, First):
             position = state.first_seq
         else:
-            position = await self._source.find(start, state.last_seq)
+            position = await self._source.find(start, state)
         self._at_head = isinstance(start, First)
         self._position = position
         return position
@@ -450,31 +449,16 @@ class _Source:
                 found=self.created,
             )
 
-    async def find(self, start: object, last: int) -> int:
-        """Return the sequence of a start that depends on the moment; `last` was the stream's last sequence before."""
+    async def find(self, start: object, state: StreamState) -> int:
+        """Return the sequence of a start that depends on the moment; `state` is the stream's state before."""
         found: StoredMsg | None = None
+        subject = self._subject or ">"
         if isinstance(start, Time):
-            found = await self._ask(Request(start_time=start.when, next_by_subj=self._subject))
-            if found is not None and found.time < start.when:
-                found = None  # the answer of some servers for a time in the future
-        elif isinstance(start, Last):
-            subject = self._subject or _EVERYTHING
-            found = await self._ask(Request(last_by_subj=subject))
-            if found is None and subject == _EVERYTHING:
-                found = await self._newest(last)
-        return last + 1 if found is None else found.seq
-
-    async def _newest(self, last: int) -> StoredMsg | None:
-        """Return the newest message by bisection: for ``>`` servers look only at the last sequence, maybe deleted."""
-        newest = await self._ask(Request(seq=1, next_by_subj=_EVERYTHING))
-        while newest is not None and newest.seq < last:
-            middle = (newest.seq + last + 1) // 2
-            found = await self._ask(Request(seq=middle, next_by_subj=_EVERYTHING))
-            if found is None:
-                last = middle - 1
-            else:
-                newest = found
-        return newest
-
-    async def _ask(self, request: Request) -> StoredMsg | None:
-        return await get_at_leader(self._context, self._stream, request.body(), self.timeout)
+            return await first_since(self._context, state, start.when, self.timeout, subject=subject)
+        if isinstance(start, Last):
+            found = await get_at_leader(self._context, self._stream, {"last_by_subj": subject}, self.timeout)
+            if found is None and subject == ">" and state.messages:
+                # For ``>``, servers look only at the last sequence, which may be deleted.
+                reader = VerifiedReader(self._context, self._stream, self.timeout, need=0)
+                found = await reader.newest_up_to(state.last_seq, state.first_seq)
+        return state.last_seq + 1 if found is None else found.seq

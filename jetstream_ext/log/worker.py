@@ -253,7 +253,8 @@ class _Worker:
                 f"subject {subject!r} holds the position of worker {self.name!r}; use another subject"
             )
         if (self.state is None or not self.state.stores(subject)) and not (await self._look()).stores(subject):
-            raise BadSubjectError(f"output stream {self.stream!r} does not store subject {subject!r}")
+            text = f"output stream {self.stream!r} does not store subject {subject!r}, so nothing was stored"
+            raise BadSubjectError(f"{text}; add the subject to the stream, or use another one")
 
     async def _store(self, parts: list[tuple[list[BatchMessage], int]]) -> None:
         """Commit all of it, in as few batches as the server takes."""
@@ -300,8 +301,8 @@ class _Worker:
             return StoredOffset.decode(self.name, stored.data, stored.seq)
         except ValueError as error:
             raise ValueError(
-                f"stream {stored.stream!r}: message {stored.seq} on {stored.subject!r} is not the position of a worker; "
-                "only workers may publish on this subject"
+                f"stream {stored.stream!r}: message {stored.seq} on {stored.subject!r} is not the position of a worker, so "
+                "another program published on this subject; delete that message, or use another prefix"
             ) from error
 
     async def _look(self) -> StreamState:
@@ -343,9 +344,9 @@ def _check_output_stream(state: StreamState, subject: str, server_version: str, 
     if not may_vanish and (limits := _removing_limits(state)):
         diff |= limits
         advice.append(
-            f"use a stream without limits that can remove the position ({', '.join(limits)}), after which a worker would "
-            "begin again at the reader's start (allow_msg_ttl exempts the position from max_age, discard='new' from "
-            "max_msgs and max_bytes), or pass position_may_vanish=True"
+            f"remove its limits that can delete the position ({', '.join(limits)}), or set allow_msg_ttl (for max_age) or "
+            "discard='new' (for max_msgs and max_bytes), or pass position_may_vanish=True (a worker whose position is "
+            "deleted begins again at the reader's start)"
         )
     if diff:
         raise StreamConfigMismatchError(

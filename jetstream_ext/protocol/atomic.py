@@ -295,7 +295,7 @@ class AtomicBatchMachine:
         else:
             why = "this server (before 2.14) needs a message for the commit, and all messages are sent; end the batch with commit(subject, payload)"
             raise errors.EmptyBatchError(
-                f"batch {self.batch_id}: {why if self.sent else 'the batch is empty, so there is nothing to commit'}",
+                f"batch {self.batch_id}: {why if self.sent else 'the batch has no messages; add one before a commit'}",
                 **self._facts("not_stored"),
             )
         self._commit_has_message, self._commit_held, self._held = last is not None, None if last else held, None
@@ -332,7 +332,7 @@ class AtomicBatchMachine:
         if self.ack is None:
             self.check_open()
             raise BatchError(
-                f"batch {self.batch_id} was not committed; nothing of it is stored", **self._facts("not_stored")
+                f"batch {self.batch_id} is still open: nothing is stored; commit it first", **self._facts("not_stored")
             )
         return self.ack
 

@@ -1,11 +1,11 @@
-"""Whether a stream stored an atomic batch whose commit was not answered: what to ask next, and what the answers prove.
+"""Whether a stream stored an atomic batch whose commit was not answered: questions, and what the answers prove.
 
 A `Plan` yields a question, is sent its answer, and returns the verdict: the ack that the commit should have had, or
 None, which proves that nothing of the batch is stored or will be. `client.atomic_session` asks.
 
 A stored batch is a run of sequences, and each of its messages has the batch's id in a header. So one message with the
 id proves that all were stored, and a stream in which nothing is missing proves that none was. Messages that were
-removed since then leave holes. If the whole batch fits into a hole, nothing can be known.
+removed since then leave holes. If a hole has room for the whole batch, the outcome cannot be known.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.types import BatchAck
 
 PAUSE: Final = 0.05
-"""Seconds between two looks at a leader that has not applied everything yet."""
+"""Seconds between two requests to a leader that has not applied every message yet."""
 
-# During an election no server answers. So an attempt waits 2 s at most, and then begins again.
+# During an election no server answers, so an attempt waits at most 2 s before the next one begins.
 _LOOKS: Final = round(2.0 / PAUSE)
-# An expectation that no stream meets: the refusal says how far the stream is. (The largest that servers parse.)
+# An expectation that no stream meets (the largest that servers parse): the refusal names the stream's last sequence.
 _IMPOSSIBLE_SEQ: Final = (1 << 63) - 1
 _LAST_SEQ: Final = re.compile(r"wrong last sequence: (\d+)\Z")
 # After these refusals of the fence's first message the server does not have the batch.
 _FORGOTTEN: Final = frozenset({ErrorCode.ATOMIC_DISABLED, ErrorCode.ATOMIC_INCOMPLETE, ErrorCode.ATOMIC_TOO_LARGE})
-# Servers remember message ids for the duplicate window. A minute more is for clocks that differ.
+# Servers remember message ids for the duplicate window; the extra minute covers clocks that differ.
 _CLOCK_SKEW: Final = timedelta(seconds=60)
 
 
@@ -77,7 +77,7 @@ class AskMessage:
 
 @dataclass(frozen=True, slots=True)
 class AskRange:
-    """Which messages are stored? `search` sees those that `DirectGet.scan` finds with the options. No answer."""
+    """Which messages are stored? `search` sees those that `DirectGet.scan` finds with the options. Answer: None."""
 
     stream: str
     search: Search
@@ -112,7 +112,7 @@ def find_commit(commit: Commit) -> Plan:
     if state.last_seq < after:
         raise NotYetKnown("the stream's leader lacks messages that the stream had when the batch was opened")
 
-    # The last message on the batch's last subject may be the batch's, which proves everything.
+    # If the last message on the batch's last subject belongs to the batch, the whole batch is stored.
     last: StoredMsg | None = yield AskMessage(state.name, {"last_by_subj": commit.last_subject})
     if last is not None and last.seq > after:
         newest = Search(commit.batch_id, commit.size, last.seq - 1)
@@ -120,8 +120,8 @@ def find_commit(commit: Commit) -> Plan:
         if newest.last_seq is not None:
             return _ack(commit, state, newest.last_seq)
 
-    # Written to the connection that carried the commit, so after it: the refusals prove that the leader has dealt with
-    # the commit, and say which sequence its stream will reach. Then everything since the batch was opened is read.
+    # The fence follows the commit on the same connection. So its refusals prove that the leader has processed the
+    # commit, and name the sequence that the stream will reach. Then every message since the batch was opened is read.
     replies: FenceReplies = yield AskFence(commit.last_subject, *_fence(commit.batch_id, state.name))
     session, until = replies[0], _fenced(replies, state.name)
     leader = state.leader
@@ -133,7 +133,7 @@ def find_commit(commit: Commit) -> Plan:
             break
         yield Pause()
     else:
-        # The leader may have refused messages when it applied them. A new fence names the sequence without them.
+        # The leader may have refused messages when it applied them; the next attempt's fence does not count them.
         raise NotYetKnown("the stream's leader has not yet applied all messages that it accepted")
     if until is None and state.replicated:
         raise NotYetKnown("the refusal by the stream's leader does not name its last sequence")
@@ -144,13 +144,13 @@ def find_commit(commit: Commit) -> Plan:
         return _ack(commit, state, search.last_seq)
     state = yield from _state(opened)
     if state.leader != leader or not state.leader_is_certain:
-        # The reads may have come from a server that had been replaced without knowing it.
+        # A former leader that does not know its successor may have answered the reads.
         raise NotYetKnown("the stream's leader changed, or has lost its majority")
     if search.room:
         raise NeverKnown("the stream has removed messages since the batch was opened, possibly those of the batch")
     if session != commit.session and not commit.staged:
-        # With an acknowledged message the fence is proof all the same: it makes the server forget that message, and a
-        # batch cannot begin in the middle.
+        # If the server had acknowledged a message, the fence is proof on any connection: it makes the server drop that
+        # message, and a batch cannot start in the middle.
         raise NeverKnown("the client has reconnected, and the commit may still arrive over the old connection")
     return None
 
@@ -183,7 +183,7 @@ def _state(opened: StreamState) -> Generator[Question, Any, StreamState]:
 
 
 def _read(state: StreamState, search: Search) -> Generator[Question, Any, None]:
-    """Show `search` the stream from where it is to the last sequence in `state`."""
+    """Pass the messages after those that `search` has seen to it, up to the last sequence in `state`."""
     end = state.last_seq
     if state.allows_direct and search.next_seq <= end:
         yield AskRange(state.name, search, {"seq": search.next_seq, "up_to_seq": end, "confirm": True})
@@ -200,9 +200,9 @@ def _ack(commit: Commit, state: StreamState, last_seq: int) -> BatchAck:
 
 
 class Search:
-    """Looks for a batch among the messages of a stream behind the sequence `after`; it sees them in order.
+    """Looks for a batch among the messages of a stream after the sequence `after`; it sees them in order.
 
-    `contiguous`: the messages of a batch follow each other. On a stream with sources they need not.
+    `contiguous`: the messages of a batch have consecutive sequences. On a stream with sources they may not.
     """
 
     def __init__(self, batch_id: str, size: int, after: int, *, contiguous: bool = True) -> None:
@@ -229,12 +229,12 @@ class Search:
 
     @property
     def room(self) -> bool:
-        """Whether the batch could have been where messages are missing."""
+        """Whether a run of missing messages has room for the batch."""
         return self._hole >= self._size
 
 
 class _Ending(Search):
-    """Looks for the last message of a batch: servers leave the commit on it, or put it there for a marker."""
+    """Looks for the last message of a batch: it has the commit header, which servers add if a marker committed it."""
 
     def see(self, seq: int, headers: Mapping[str, str]) -> None:
         ends = h.BATCH_COMMIT in headers and headers.get(h.BATCH_SEQUENCE) == str(self._size)
@@ -245,9 +245,9 @@ class _Ending(Search):
 def _fence(batch_id: str, stream: str) -> tuple[bytes, bytes]:
     """Return the header blocks of two messages that are never stored.
 
-    The first makes the server drop the batch, if it still has it: no batch goes on with sequence 0 (10176). The second
-    expects a last sequence that no stream has, and its refusal (10071) names the sequence that the leader has given
-    out: what is under way to its followers is counted, though it cannot be read yet.
+    The first makes the server drop the batch if it has it: no batch continues with sequence 0 (10176). The second
+    expects a last sequence that no stream has, and its refusal (10071) names the last sequence that the leader has
+    assigned. That includes messages that are still being replicated and cannot be read yet.
     """
     kill = h.encode([(h.BATCH_ID, batch_id), (h.BATCH_SEQUENCE, "0")])
     mark = h.encode([(h.EXPECTED_STREAM, stream), (h.EXPECTED_LAST_SEQ, str(_IMPOSSIBLE_SEQ))])

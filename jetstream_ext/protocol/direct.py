@@ -209,9 +209,9 @@ class ReplyDecoder:
         try:
             seqs = list(map(int, raws))
         except ValueError:
-            raise ResponseError("a direct-get reply has a sequence that is not a number", frame=raws[0]) from None
+            raise self._malformed("a sequence is not a number", raws[0]) from None
         if seqs[0] <= self._floor or seqs[-1] >> 64 or any(map(ge, seqs, seqs[1:])):
-            raise ResponseError(f"the sequences of a direct-get reply do not increase after {self._floor}")
+            raise self._malformed(f"the sequences do not increase after {self._floor}")
         self.last_seq = self._floor = seqs[-1]
         self.count += len(seqs)
         bodies = [body for _, body, _ in frames]
@@ -220,6 +220,9 @@ class ReplyDecoder:
         self.size += sum(map(len, bodies)) - len(bodies) * self._added
         self._check_end()
         return Block(self._stream, seqs, bodies, sizes)
+
+    def _malformed(self, problem: str, frame: bytes = b"") -> ResponseError:
+        return ResponseError(f"stream {self._asked!r}: malformed direct-get reply: {problem}", frame=frame)
 
     def _lost(self, last: bytes, prev: bytes) -> MessagesLostError:
         got = h.count(last) if last else None
@@ -257,13 +260,13 @@ class ReplyDecoder:
         if responder == self._responder:
             return
         if self._responder:
-            raise ResponseError("one direct-get reply came from two streams", frame=header)
+            raise self._malformed("it came from two streams", header)
         self._responder = responder
         self._stream = responder.decode("utf-8", "replace")
         self._stream_line = b"Nats-Stream: %b" % responder
 
     def _finish(self, header: bytes, values: dict[str, str]) -> None:
-        code, _ = _status(header)
+        code, _ = _status(self._asked, header)
         if code == 404 and self._responder:
             # multi_last: a message that was there when the server put the answer together is gone; ask again.
             self.broken = self._lost(b"", self._prev)
@@ -287,30 +290,31 @@ class ReplyDecoder:
             self.end = None
         elif self.end is not None and self.end.num_pending and not self.count:
             # Requesting the rest of such an answer would never end.
-            raise ResponseError(f"stream {self._asked!r}: an answer without messages says that more follow")
+            raise self._malformed("it has no messages, but num_pending is not 0")
 
 
-def not_found(stream: str) -> MessageNotFoundError:
-    return MessageNotFoundError(f"stream {stream!r}: no message found", stream=stream)
+def not_found(stream: str, request: Request | None = None) -> MessageNotFoundError:
+    asked = "" if request is None else f" for the request {request.body()}"
+    return MessageNotFoundError(f"stream {stream!r}: no message found{asked}", stream=stream)
 
 
-def _status(header: bytes) -> tuple[int, str]:
+def _status(stream: str, header: bytes) -> tuple[int, str]:
     status = h.parse_status(header) if header else None
     if status is None:
-        raise ResponseError("a direct-get reply has neither a sequence nor a status", frame=header)
+        raise ResponseError(f"stream {stream!r}: a direct-get reply has neither a sequence nor a status", frame=header)
     return status
 
 
-def status_error(stream: str, header: bytes, server_version: str = "") -> JetStreamExtError:
+def status_error(stream: str, header: bytes, server: str = "", asked: Request | None = None) -> JetStreamExtError:
     """Return the error for a direct get that a server, of this version if known, refused."""
-    code, text = _status(header)
+    code, text = _status(stream, header)
     if code == 404:
-        return not_found(stream)
+        return not_found(stream, asked)
     if code == 408 and text == "Empty Request":
         # This library sends no empty request: the server dropped the fields that it does not know.
         return feature_table.DIRECT_BATCH.unsupported(
-            server_version=server_version,
-            detail=f"the server of stream {stream!r} knows none of the request's fields",
+            server_version=server,
+            detail=f"the server of stream {stream!r} did not recognise any field of the request",
         )
     if code == 408:
         return errors.BadRequestError(
@@ -342,14 +346,14 @@ def status_error(stream: str, header: bytes, server_version: str = "") -> JetStr
     return ResponseError(f"stream {stream!r}: unexpected status {code} {text}", frame=header)
 
 
-def decode_single(stream: str, frame: Frame, server_version: str = "") -> StoredMsg:
+def decode_single(stream: str, frame: Frame, server_version: str = "", request: Request | None = None) -> StoredMsg:
     """Decode the reply to a request without a batch; raise what `status_error` returns, or ResponseError."""
     _, header, payload = parts(frame)
     if not header:
-        raise ResponseError("a direct-get reply has no headers", frame=payload)
+        raise ResponseError(f"stream {stream!r}: a direct-get reply has no headers", frame=payload)
     values = dict(h.parse_lines(header))
     if h.SEQUENCE not in values:
-        raise status_error(stream, header, server_version)
+        raise status_error(stream, header, server_version, request)
     try:
         return StoredMsg(
             stream=values[h.STREAM],
@@ -360,4 +364,4 @@ def decode_single(stream: str, frame: Frame, server_version: str = "") -> Stored
             time_ns=h.parse_time_ns(values[h.TIME_STAMP].encode()),
         )
     except (KeyError, ValueError) as error:
-        raise ResponseError(f"a direct-get reply has a missing or malformed header: {error}", frame=header) from None
+        raise ResponseError(f"stream {stream!r}: malformed direct-get header: {error}", frame=header) from None

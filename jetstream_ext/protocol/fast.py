@@ -95,21 +95,20 @@ class Ending:
 
 
 _UNKNOWN, _ABANDONED = errors.BatchOutcomeUnknownError, errors.BatchAbandonedError
-_REST: Final = "unacknowledged messages: {unacknowledged}"
-
 # fmt: off
 DONE: Final = Ending(EndReason.COMMITTED)
 LEFT: Final = Ending(EndReason.DISCARDED)
-LEFT_COMMIT: Final = Ending(EndReason.DISCARDED, _UNKNOWN, "the batch was discarded before its commit was answered")
-CUT: Final = Ending(EndReason.DISCONNECTED, _ABANDONED, f"the connection was lost; {_REST}", None)
+LEFT_COMMIT: Final = Ending(
+    EndReason.DISCARDED, _UNKNOWN, "the batch was discarded before its commit was answered; {rest}")
+CUT: Final = Ending(EndReason.DISCONNECTED, _ABANDONED, "the connection was lost; {rest}", None)
 CUT_COMMIT: Final = Ending(
-    EndReason.DISCONNECTED, _UNKNOWN, f"the connection was lost before the commit was answered; {_REST}")
+    EndReason.DISCONNECTED, _UNKNOWN, "the connection was lost before the commit was answered; {rest}")
 NO_RESUME: Final = Ending(
     EndReason.DISCONNECTED, _ABANDONED,
-    f"the connection was lost, and the server did not answer on a new one within {{wait:g}} s; {_REST}", None)
+    "the connection was lost, and the server did not answer on a new one within {wait:g} s; {rest}", None)
 GONE: Final = Ending(
     EndReason.DISCONNECTED, _ABANDONED,
-    f"the connection was lost, and the server no longer knows the batch; {_REST}", None)
+    "the connection was lost, and the server no longer knows the batch; {rest}", None)
 NO_START: Final = Ending(
     EndReason.TIMEOUT, _UNKNOWN,
     "no answer to the first message within {wait:g} s: the server may be older than {since}, "
@@ -121,7 +120,9 @@ NO_COMMIT: Final = Ending(
     EndReason.TIMEOUT, _UNKNOWN, "no answer to the commit within {wait:g} s; messages up to {sent} may be stored")
 FORGOTTEN: Final = Ending(  # perhaps because it has committed the batch, and the final ack was lost
     EndReason.ERROR, _UNKNOWN, "the server no longer knows the batch; messages up to {sent} may be stored")
-STOPPED: Final = Ending(EndReason.ERROR, _ABANDONED, "the server ended the batch at message {acked} of {sent}", "partial")
+STOPPED: Final = Ending(
+    EndReason.ERROR, _ABANDONED,
+    "the server ended the batch after message {acked} of {sent}; later messages are not stored", "partial")
 # The errors of these depend on a reply; see `FastBatch._ending`.
 REFUSED: Final = Ending(EndReason.ERROR)
 SHORT: Final = Ending(EndReason.ERROR)
@@ -628,16 +629,14 @@ class FastBatch:
         if failure is not None:
             raise copy.copy(failure) from failure.__cause__  # one object raised twice would chain its tracebacks
         if self.state is NEW:
-            raise self._error(
-                errors.EmptyBatchError, "the batch is empty, so there is nothing to ping for or to commit"
-            )
+            raise self._error(errors.EmptyBatchError, "the batch has no messages; add one before flush() or a commit")
         if self.state is SUSPENDED:
             text = (
                 "the connection was lost; the batch takes no messages until the server has answered after the reconnect"
             )
             raise self._error(errors.BatchClosedError, text, "unknown")
         ended = f"has ended ({self.end_reason.value})" if self.end_reason else "is being committed"
-        raise self._error(errors.BatchClosedError, f"the batch {ended}")
+        raise errors.BatchClosedError(f"batch {self.batch_id} {ended}", **self._facts(None))
 
     def _facts(self, outcome: Outcome | None) -> dict[str, Any]:
         """Return the fields of a `BatchError`; without an outcome, the acks and reports decide it."""
@@ -667,7 +666,8 @@ class FastBatch:
         elif ending.error is not None:
             text = ending.text.format(
                 acked=self.acked, sent=self.sent, wait=self.ack_timeout, since=FAST_INGEST.since,
-                unacknowledged=f"{self.acked + 1} to {self.sent}" if self.sent > self.acked else "none",
+                rest=f"messages {self.acked + 1} to {self.sent} are not acknowledged and may be stored"
+                if self.sent > self.acked else "every message was acknowledged",
             )  # fmt: skip
             refusal = self._refusal if ending.reason is EndReason.TIMEOUT else None
             if refusal is not None:
@@ -713,19 +713,19 @@ class FastBatch:
         return self._refused_message(error, reply.seq, "not_stored" if first else "unknown")
 
     def _refused_message(self, error: ServerError, seq: int, outcome: Outcome) -> BatchError:
-        text = f"message {seq} was refused: {error.description}"
+        stored = f"{self.acked} of {self.sent} messages are acknowledged, the others may be stored"
+        if outcome == "not_stored" or (outcome == "partial" and seq == 1):
+            stored = "nothing is stored"
+        elif outcome == "partial":
+            stored = "neither it nor any later message is stored; earlier ones are stored up to the error's `acked`"
+        text = f"message {seq} was refused: {error.description}; {stored}"
         if error.err_code == ErrorCode.FAST_DISABLED:
-            stored = (
-                "nothing is stored"
-                if outcome == "not_stored"
-                else f"{self.acked} of {self.sent} messages are acknowledged"
-            )
             text = (
                 f"fast ingest is disabled on the stream; {stored}; enable it with allow_batched=True "
                 "(jetstream_ext.ensure_stream)"
             )
         elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
-            text = f"the server no longer has the batch; it acknowledged {self.acked} of {self.sent} messages"
+            text = f"the server no longer has the batch; {stored}"
         return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self._facts(outcome))
 
     def _error(self, kind: type[BatchError], text: str, outcome: Outcome | None = None, **fields: Any) -> BatchError:

@@ -27,7 +27,7 @@ class Feature:
     older: str = ""  # what an older server does with a request for it
 
     def on(self, release: str) -> bool:
-        """Whether the line of servers `release`, such as ``"2.12"``, has it."""
+        """Whether the line of servers `release`, such as ``"2.12"``, or a version of a server has it."""
         return _numbers(release) >= _numbers(self.since)
 
     def at(self, api_level: int) -> bool:
@@ -38,13 +38,13 @@ class Feature:
         self, *, server_version: str | None = None, api_level: int | None = None, detail: str = ""
     ) -> UnsupportedFeatureError:
         """Return the error for a server that lacks it; `detail` says what is stored or changed."""
-        needs = f"{self.title}: needs nats-server {self.since}"
+        needs = f"{self.title} needs nats-server {self.since}"
         if self.api_level:
             needs += f" (JetStream API level {self.api_level})"
-        found = server_version or "an older server"
+        found = server_version or "older"
         if api_level is not None:
             found += f" (level {api_level})"
-        message = f"{needs}, and this is {found}"
+        message = f"{needs}, but the server is {found}"
         return UnsupportedFeatureError(
             f"{message}; {detail}" if detail else message,
             feature=self.title,
@@ -72,7 +72,7 @@ class Quirk:
         """Raise UnsupportedFeatureError if a server of this version has the fault; `detail` says what is stored."""
         if self.affects(server_version):
             raise UnsupportedFeatureError(
-                f"{self.title}: needs nats-server {self.since}, and this is {server_version}, which {self.wrong}; {detail}",
+                f"{self.title} needs nats-server {self.since}, but the server is {server_version}, which {self.wrong}; {detail}",
                 feature=self.feature.title,
                 required_api_level=self.feature.api_level,
                 server_version=server_version,
@@ -115,7 +115,7 @@ ATOMIC: Final = Feature(
     since="2.12",
     api_level=2,
     option="allow_atomic",
-    older="stores every message at once, on its own",
+    older="stores each message immediately, as an ordinary message",
 )
 ATOMIC_EOB: Final = Feature(
     title="end-of-batch marker",
@@ -123,7 +123,7 @@ ATOMIC_EOB: Final = Feature(
     since="2.14",
     api_level=4,
     option="allow_atomic",
-    older="2.12.0: stores the marker; 2.12.1 and later: refuses",
+    older="2.12.0 stores the marker as a message; later 2.12 releases refuse it",
 )
 COUNTERS: Final = Feature(
     title="counter stream",
@@ -190,6 +190,9 @@ FENCED_BATCHES: Final = Quirk(
 QUIRKS: Final = (FENCED_BATCHES,)
 """The faults of single releases."""
 
+START_TIME_LEVEL: Final = 2
+"""Servers below this API level answer `start_time` with an earlier or later message if sequences were deleted."""
+
 BY_OPTION: Final = {
     feature.option: feature
     for feature in FEATURES
@@ -199,4 +202,4 @@ BY_OPTION: Final = {
 
 
 def _numbers(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")))
+    return tuple(int(part) for part in release.partition("-")[0].split(".") if part.isdecimal())

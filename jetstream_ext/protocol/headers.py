@@ -174,7 +174,7 @@ def line_number(line: bytes) -> int:
 def count(value: bytes) -> int:
     """Return a sequence or a count that a server sent; raise ResponseError if it is not from 0 to 2**64-1."""
     if not value.isdigit() or len(value) > 20 or (number := int(value)) >> 64:
-        raise ResponseError("a header from the server should be a number and is not", frame=value)
+        raise ResponseError("a header that the server adds is not a number from 0 to 2**64-1", frame=value)
     return number
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from jetstream_ext.errors import BadSubjectError
@@ -67,13 +68,32 @@ def overlap(one: str, other: str) -> bool:
     return len(ones) == len(others)
 
 
+def is_literal(pattern: str) -> bool:
+    """Whether a filter has no wildcard; a token such as ``a*``, which is none to a server, counts as one."""
+    return "*" not in pattern and ">" not in pattern
+
+
+def matcher(filters: Collection[str]) -> Callable[[str], bool]:
+    """Return a function that tells whether a stored message's subject matches one of `filters`."""
+    if ">" in filters:
+        return lambda _: True
+    literals = frozenset(filter(is_literal, filters))
+    patterns = [pattern.split(".") for pattern in filters if pattern not in literals]
+    if not patterns:
+        return literals.__contains__
+    tokens = {"*": r"[^.]+", ">": r".+"}
+    regex = "|".join(r"\.".join(tokens.get(token) or re.escape(token) for token in each) for each in patterns)
+    match = re.compile(regex).fullmatch
+    return lambda subject: subject in literals or match(subject) is not None
+
+
 class SubjectMatcher:
     """Matches subjects of stored messages against filters, with a cache: the subjects of a stream repeat."""
 
     _CACHE_LIMIT = 65_536
 
-    def __init__(self, filters: Iterable[str]) -> None:
-        self._filters = tuple(filters)
+    def __init__(self, filters: Collection[str]) -> None:
+        self._matches = matcher(filters)
         self._known: dict[bytes, bool] = {}
 
     def mask(self, subjects: Sequence[bytes]) -> list[bool]:
@@ -82,8 +102,7 @@ class SubjectMatcher:
         if len(known) > self._CACHE_LIMIT:
             known.clear()
         for subject in set(subjects).difference(known):
-            text = subject.decode("utf-8", "replace")
-            known[subject] = any(covers(each, text) for each in self._filters)
+            known[subject] = self._matches(subject.decode("utf-8", "replace"))
         return [known[subject] for subject in subjects]
 
 

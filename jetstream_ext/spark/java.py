@@ -15,7 +15,7 @@ MINIMUM_JAVA = 17
 """The oldest major version of Java that Spark 4 runs on."""
 
 _ADVICE = f"""\
-Spark 4 runs on Java {MINIMUM_JAVA} or newer ({MINIMUM_JAVA} and 21 are the ones it is tested with). To install it:
+Spark 4 needs Java {MINIMUM_JAVA} or newer (Spark is tested with {MINIMUM_JAVA} and 21). To install it:
     Debian, Ubuntu   sudo apt install openjdk-17-jre-headless
     macOS            brew install --cask temurin@21
     Windows          winget install EclipseAdoptium.Temurin.21.JDK

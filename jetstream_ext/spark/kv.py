@@ -12,24 +12,23 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from nats.js import JetStreamContext
-from nats.js.errors import InvalidKeyError
+from nats.js.errors import BadBucketError, InvalidKeyError
 from nats.js.kv import KeyValue
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import BinaryType, DataType, LongType, StringType, StructType, TimestampType
 
-from jetstream_ext.client.api import Api
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueEntry, snapshot
-from jetstream_ext.kv.bucket import open_bucket
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.kv.reads import resolve_revision
 from jetstream_ext.spark.connection import ask, connected, run_on_driver
 from jetstream_ext.spark.errors import PlanningError
 from jetstream_ext.spark.options import KvOptions
-from jetstream_ext.spark.planning import first_from, state_of
+from jetstream_ext.spark.planning import state_of
 from jetstream_ext.spark.source import check_schema, schema_of
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ _COLUMNS: Final[dict[str, DataType]] = {
 }
 _KEYS_PER_PARTITION: Final = 50_000
 _KEYS_AT_ONCE: Final = 10_000
-_MAX_LISTINGS: Final = 5
 
 
 class JetStreamKvDataSource(DataSource):
@@ -108,87 +106,36 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
     """Return the partitions of a read.
 
     Raises:
-        PlanningError: The bucket does not exist, or the revision is in the future.
+        PlanningError: The bucket does not exist or is a mirror, or the revision or the time is in the future.
         DirectGetDisabledError: The bucket lacks ``allow_direct``.
         TimeoutError: No answer within ``requestTimeout``.
     """
-    state = await state_of(context, f"KV_{options.bucket}")
+    kv = open_bucket(context, options.bucket)
+    bucket = Bucket(kv)
+    state = await state_of(context, bucket.stream)
     if state is None:
         raise PlanningError(
             f"bucket {options.bucket!r} does not exist; check 'bucket', 'servers', 'domain' and 'apiPrefix'"
         )
-    if mirror := state.config.get("mirror"):
-        origin = str(mirror.get("name")).removeprefix("KV_")
-        raise PlanningError(
-            f"bucket {options.bucket!r} is a mirror of bucket {origin!r}; set 'bucket' to {origin!r} (its mirrors answer its reads)"
-        )
-    state.check_direct_reads(
-        Context(context).connection.server_version,
-        how=f"enable it with jetstream_ext.kv.enable(kv, direct=True) or 'nats stream edit {state.name} --allow-direct'",
-    )
-    keys, last = await _list_keys(context, options, state)
-    revision = await _revision(context, options, state, last)
+    try:
+        bucket.check(state)
+        revision = state.last_seq
+        if (as_of := options.as_of) is not None:
+            revision = (
+                await ask(bucket.timeout, lambda left: resolve_revision(Bucket(kv, left), state, as_of))
+            ).revision
+    except BadBucketError as error:
+        raise PlanningError(f"option 'bucket': {error.description}") from error
+    except ValueError as error:
+        raise PlanningError(f"option 'asOf': {error}") from error
+    # Listed afterwards, so that no key of that revision is missing.
+    keys = sorted(await ask(bucket.timeout, lambda left: Bucket(kv, left).list_keys(options.keys)))
     if not keys or not revision:
         return []
     parts = max(min(options.min_partitions, len(keys)), -(-len(keys) // _KEYS_PER_PARTITION))
     _log.debug("planned %d partitions of bucket %r: %d keys at revision %d", parts, options.bucket, len(keys), revision)
     cuts = [len(keys) * part // parts for part in range(parts + 1)]
     return [KeyRange(tuple(keys[start:stop]), revision) for start, stop in pairwise(cuts)]
-
-
-async def _revision(context: JetStreamContext, options: KvOptions, state: StreamState, last: int) -> int:
-    if options.as_of is None:
-        return last
-    if not isinstance(options.as_of, int):
-        return await first_from(context, state, options.as_of) - 1
-    if options.as_of > state.last_seq:
-        raise PlanningError(
-            f"option 'asOf': bucket {options.bucket!r} is at revision {state.last_seq}; it has no revision "
-            f"{options.as_of} yet"
-        )
-    return options.as_of
-
-
-async def _list_keys(context: JetStreamContext, options: KvOptions, state: StreamState) -> tuple[list[str], int]:
-    """Return the keys, sorted, and the revision at which they were listed."""
-    prefix = f"$KV.{options.bucket}."
-    patterns = [key for key in options.keys if key.endswith(">") or "*" in key.split(".")]
-    keys = set(options.keys).difference(patterns)
-    last = state.last_seq
-    for pattern in [">"] if ">" in patterns else patterns:
-        for _ in range(_MAX_LISTINGS):
-            subjects, listed_at, complete = await _list_subjects(context, state.name, prefix + pattern)
-            if complete:
-                break
-        else:
-            if options.strict:
-                raise PlanningError(
-                    f"bucket {options.bucket!r}: keys are deleted faster than they can be listed; use "
-                    "consistency=latest, or fewer keys at a time"
-                )
-        keys.update(subject.removeprefix(prefix) for subject in subjects)
-        last = min(last, listed_at) if options.as_of is None and len(patterns) == 1 else last
-    return sorted(keys), last
-
-
-async def _list_subjects(context: JetStreamContext, stream: str, pattern: str) -> tuple[list[str], int, bool]:
-    """Return subjects of a stream, the last sequence at the first page, and whether no page can lack a subject."""
-    js = Context(context)
-    subjects: dict[str, Any] = {}
-    offset, last, total, complete = 0, 0, -1, True
-    while True:
-        request = {"subjects_filter": pattern, "offset": offset}
-        info = await ask(js.timeout, lambda left: Api(js, left).ask(f"STREAM.INFO.{stream}", request, repeat=True))  # noqa: B023
-        page = info["state"].get("subjects") or {}
-        count = int(info.get("total", len(page)))
-        if total < 0:
-            last, total = int(info["state"]["last_seq"]), count
-        elif count < total:
-            complete = False  # a key went away, so the pages behind it moved up
-        subjects.update(page)
-        offset += len(page)
-        if not page or offset >= count:
-            return list(subjects), last, complete
 
 
 # -- on the executors ---------------------------------------------------------------------------------------------
@@ -212,7 +159,7 @@ async def _read(
     context: JetStreamContext, options: KvOptions, part: KeyRange
 ) -> AsyncGenerator[list[KeyValueEntry], None]:
     """Yield the entries of a part, some at a time."""
-    bucket = await open_bucket(context, options.bucket)
+    bucket = open_bucket(context, options.bucket)
     for first in range(0, len(part.keys), _KEYS_AT_ONCE):
         keys = part.keys[first : first + _KEYS_AT_ONCE]
         entries, unavailable = await _snapshot(bucket, keys, part.revision, options)

@@ -64,7 +64,7 @@ class OptionReader:
                 self.fail(name, f"secrets are given by reference; use {_INLINE_SECRETS[name]!r}")
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {names[close[0]]!r}?" if close else f"the options are: {', '.join(known)}"
-            self.fail(name, f"there is no such option; {hint}")
+            self.fail(name, f"unknown option; {hint}")
 
     def __contains__(self, name: str) -> bool:
         return name.lower() in self._options
@@ -407,7 +407,7 @@ class WriteOptions:
         if write.semantics != "transactional":
             for name in ("sinkPartitions", "markerPrefix", "transactionRows"):
                 if name in reader:
-                    reader.fail(name, f"it belongs to semantics=transactional, not {write.semantics}; leave it out")
+                    reader.fail(name, f"it is for semantics=transactional, not for {write.semantics}; leave it out")
         elif write.sink_partitions is None and (streaming or write.write_id is not None):
             reader.fail(
                 "sinkPartitions",
@@ -454,7 +454,7 @@ _NO_END: Final = "it is for batch reads; a streaming query has no end (use trigg
 _BATCH_ONLY: Final = {
     "endingOffsets": _NO_END,
     "endingTime": _NO_END,
-    "pushDown": "Spark passes no filters to streaming reads; leave it out and use 'subjects'",
+    "pushDown": "Spark does not push filters into streaming reads; leave it out and use 'subjects'",
     "maxBytesPerPartition": "it is for batch reads, because a replayed micro-batch must have the same partitions; set their "
     "number with 'minPartitions'",
 }
@@ -462,8 +462,8 @@ _STREAMING_ONLY: Final = dict.fromkeys(
     ("maxOffsetsPerTrigger", "maxBytesPerTrigger"),
     "it limits streaming reads and has no effect on a batch read; leave it out",
 )
-_FOR_READING: Final = {name: "it belongs to reading; leave it out" for name in READ_OPTIONS if name != "stream"}
+_FOR_READING: Final = {name: "it applies only to reads; leave it out" for name in READ_OPTIONS if name != "stream"}
 _FOR_WRITING: Final = {
-    **{name: "it belongs to writing; leave it out" for name in WRITE_OPTIONS if name != "stream"},
-    "subject": "it belongs to writing; to read some subjects only, use 'subjects'",
+    **{name: "it applies only to writes; leave it out" for name in WRITE_OPTIONS if name != "stream"},
+    "subject": "it applies only to writes; to read some subjects only, use 'subjects'",
 }

@@ -17,11 +17,10 @@ from typing import Any, Final
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.api import get_at_leader, stream_state
+from jetstream_ext.client.api import first_since, stream_state
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.errors import BadSubjectError, ErrorCode
-from jetstream_ext.protocol.direct import Request
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import check_subject, covers, overlap
 from jetstream_ext.spark.connection import ask
@@ -114,7 +113,7 @@ def partition(ranges: Sequence[SequenceRange], *, min_partitions: int, max_bytes
 def partition_evenly(ranges: Sequence[SequenceRange], count: int) -> list[SequenceRange]:
     """Cut `ranges` into `count` partitions by their sequences alone, so that a replay has the same partitions.
 
-    A sink recognizes replayed rows by partition and index, whatever the streams hold by then. There are `count`
+    A sink recognises replayed rows by partition and index, whatever the streams hold by then. There are `count`
     partitions even if some of them are empty; none for no ranges.
     """
     parts = partition([replace(span, size=len(span)) for span in ranges], min_partitions=count, max_bytes=1 << 80)
@@ -289,10 +288,8 @@ async def first_from(context: JetStreamContext, state: StreamState, bound: Bound
     if isinstance(bound, int):
         return bound
     if isinstance(bound, datetime):
-        # The leader is asked: a replica may not have the message yet.
-        js, request = Context(context), Request(start_time=bound).body()
-        found = await ask(js.timeout, lambda left: get_at_leader(js, state.name, request, left))
-        return state.last_seq + 1 if found is None else found.seq
+        js = Context(context)
+        return await ask(js.timeout, lambda left: first_since(js, state, bound, left))
     return state.first_seq if bound == "earliest" else state.last_seq + 1
 
 
@@ -394,7 +391,7 @@ async def _resolve(context: JetStreamContext, options: ReadOptions, state: Strea
     report_lost_head(options, state, first, state.last_seq)
     what = f"stream {stream!r} ends at sequence {state.last_seq}"
     if first > state.last_seq + 1:
-        report_data_loss(options, f"{what}, before the start at {first}; was it re-created?")
+        report_data_loss(options, f"{what}, before the start at {first}; the stream may have been re-created")
     if last > state.last_seq:
         report_data_loss(options, f"{what}, before the end of the read at {last}")
     return SequenceRange(

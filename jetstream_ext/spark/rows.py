@@ -92,7 +92,7 @@ class Columns:
             raise OptionError("column 'subject': it is missing; add it, or give the option 'subject' for all rows")
         if "msgId" in where and options.semantics != "dedupe":
             raise OptionError(
-                f"column 'msgId': it belongs to semantics=dedupe, not {options.semantics}; drop it"
+                f"column 'msgId': it is for semantics=dedupe, not for {options.semantics}; drop it"
                 + (" (servers refuse a whole transaction that has a known id)" if options.sink_partitions else "")
             )
         headers = where.get("headers")

@@ -102,9 +102,9 @@ class _Writer:
         )
 
     def abort(self, messages: list[Any], batchId: int = 0) -> None:  # noqa: N803
-        # Stored rows stay; they are recognized when the micro-batch is replayed.
+        # Stored rows stay; they are recognised when the micro-batch is replayed.
         done = sum(message is not None for message in messages)
-        _log.warning("stream %r: micro-batch %d failed after %d of its tasks", self._options.stream, batchId, done)
+        _log.warning("stream %r: micro-batch %d failed after %d tasks were stored", self._options.stream, batchId, done)
 
 
 class JetStreamWriter(_Writer, DataSourceArrowWriter):
@@ -128,8 +128,8 @@ class JetStreamStreamWriter(_Writer, _StreamWriter):
         batch = context.getLocalProperty("streaming.sql.batchId")
         if not query or not batch:
             raise SinkError(
-                "this version of Spark does not tell its tasks the query and the micro-batch, so replayed rows could not be "
-                "recognized; use foreachBatch, and df.write with a writeId"
+                "this version of Spark does not pass the query id and the micro-batch id to its tasks, so the sink could not "
+                "recognise replayed rows; nothing was stored; write in foreachBatch, with df.write and the option writeId"
             )
         return self._write(query, int(batch), iterator, arrow=_HAS_STREAM_ARROW)
 
@@ -202,7 +202,7 @@ def _check_transactional(options: WriteOptions, state: StreamState) -> None:
             f"(jetstream_ext.ensure_stream) or 'nats stream edit {state.name} --allow-atomic-publish' (nats-server 2.12)"
         )
     if state.config.get("subject_transform"):
-        raise PlanningError(f"{stream} has a subject transform, so the sink could not find its markers again")
+        raise PlanningError(f"{stream} has a subject transform, which hides the sink's markers; use semantics=dedupe")
     markers = f"{options.marker_prefix}.>"
     if not any(covers(subject, markers) for subject in state.subjects):
         raise PlanningError(
@@ -294,9 +294,11 @@ async def _publish(
                 raise publisher.errors[0].error
     except IngestError as error:
         refusal = f"; the server said: {lease.connection.client.refusal}" if lease.connection.client.refusal else ""
-        raise SinkError(f"row {first + error.index} of partition {task.partition}: {error}{refusal}") from error
+        place = f"row {first + error.index} of partition {task.partition}"
+        raise SinkError(f"stream {options.stream!r}: {place}: {error}{refusal}") from error
     except (BadHeaderError, MaxPayloadError) as error:
-        raise SinkError(f"row {first} of partition {task.partition}, or one after it: {error}") from error
+        place = f"row {first} of partition {task.partition}, or a later one,"
+        raise SinkError(f"stream {options.stream!r}: {place} could not be stored: {error}") from error
 
 
 def _joined(chunks: Iterable[Sequence[Message]], busy: Callable[[], bool]) -> Iterator[list[Message]]:

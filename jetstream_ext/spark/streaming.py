@@ -5,7 +5,7 @@ Spark keeps the offsets; no state here has to survive the process. Two rules:
 * Spark asks for the initial offset again if a query stops before its first micro-batch is committed, and does not record
   the first answer. So a start that depends on the moment (``latest``, or a time after the last message) is *pinned*: the
   first micro-batch ends where it starts. It is empty, and puts the start into the checkpoint.
-* A replay of a micro-batch must have the same partitions, or a sink would not recognize its rows. So the partitions
+* A replay of a micro-batch must have the same partitions, or a sink would not recognise its rows. So the partitions
   depend only on the offsets and the options.
 """
 
@@ -363,7 +363,7 @@ class Follower:
             return None
         what = f"sequences {span.first} to {span.last} of stream {stream!r}"
         if state.created != span.created:
-            report_data_loss(options, f"{what} are gone: it was deleted and re-created at {state.created}")
+            report_data_loss(options, f"{what} are lost: the stream was deleted and re-created at {state.created}")
             return None
         state = await self._settled(context, state, span.last)
         if state.last_seq < span.last:

@@ -2,7 +2,7 @@
 
 A *marker* holds how many rows of which micro-batch a partition has stored, and their digest. Each marker names the one
 before (`FencedWriter`), so of two attempts at the same partition only one can store; the other reads the new marker and
-continues behind it. The *layout record* holds the number of partitions of a micro-batch: rows are recognized by partition
+continues behind it. The *layout record* holds the number of partitions of a micro-batch: rows are recognised by partition
 and index, so the same rows in other partitions would look new. Spark tells a task its partition but not their number,
 which is why the option ``sinkPartitions`` exists; the driver checks it at the end of each micro-batch.
 
@@ -123,7 +123,7 @@ class MicroBatch:
         if layout.last.partitions != partitions:
             raise ReplayError(
                 f"{layout.what} was first stored with {layout.last.partitions} partitions and now has {partitions}, so its stored "
-                f"rows cannot be recognized. Nothing was stored; set sinkPartitions to {layout.last.partitions} again, "
+                f"rows cannot be recognised. Nothing was stored; set sinkPartitions to {layout.last.partitions} again, "
                 "together with df.repartition(n) or the source's minPartitions"
             )
 
@@ -191,7 +191,7 @@ class StoredRecord(Generic[_Record]):
 
     def _explained(self, error: Exception) -> Exception:
         if _is_transient(error):
-            return SinkError(f"{self.what}: nothing could be stored for {PATIENCE:g} s: {error}")
+            return SinkError(f"{self.what}: nothing was stored for {PATIENCE:g} s; restart the query: {error}")
         return error
 
 
@@ -265,7 +265,7 @@ class Transactions:
             if stored < start:
                 raise ReplayError(
                     f"{what}: the marker of the first {start} rows was removed from {self._marker.subject!r}; nothing more "
-                    "was stored"
+                    "was stored; keep limits and purges of the stream from removing markers"
                 )
             if stored > start:
                 some = transaction.before.copy()

@@ -1,10 +1,10 @@
-"""Measure everything, and write it down.
+"""Run all benchmarks, and record the figures.
 
     python tests/bench                        measures, writes docs/bench.json, and renders it into the pages
-    python tests/bench --quick --out FILE     tiny sizes, which prove only that everything runs; the pages stay
+    python tests/bench --quick --out FILE     tiny sizes, which only prove that everything runs; the pages do not change
     python tests/bench --only read kv         some groups, shown only
 
-Each group runs in a process of its own, one after the other; every case of a group runs once per round, in turn.
+The groups run one after the other, each in a separate process; every case of a group runs once per round, in turn.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from record import Group, whole
 
 from jetstream_ext.spark.java import JavaError, require_java
 
-# Which module measures which groups. Those that take most memory come last.
+# The module of each group. The groups that need the most memory come last.
 MODULES = {
     "publish": "publish",
     "publish_500": "publish",
@@ -41,7 +41,7 @@ QUIET = 0.5
 
 
 def run_group(name: str, *, quick: bool) -> dict[str, Any]:
-    """Run a group in a process of its own."""
+    """Run a group in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         into = Path(folder) / "group.json"
         command = [sys.executable, __file__, "--child", name, "--out", str(into), *(["--quick"] if quick else [])]
@@ -80,7 +80,7 @@ def main() -> None:
     everything = set(options.only) == set(MODULES)
     if any(name.startswith("spark") for name in options.only):
         try:
-            require_java()  # before minutes are spent on the other groups
+            require_java()  # before the other groups take minutes
         except JavaError as error:
             sys.exit(str(error))
     load = os.getloadavg()[0]

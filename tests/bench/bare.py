@@ -1,4 +1,4 @@
-"""The limits: a blocking socket that does the least that the wire demands.
+"""The limits: a blocking socket with the least work that the protocol allows.
 
 The writer's frames are joined before the clock starts, the reader only counts end-of-batch frames: what is left is the
 server, the kernel and one pass over the bytes.
@@ -16,7 +16,7 @@ _EOB = re.compile(rb"NATS/1\.0 204 EOB\r\nNats-Num-Pending: (\d+)\r\nNats-Last-S
 
 
 class Bare:
-    """A connection without a client."""
+    """A connection without a client library."""
 
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
@@ -31,7 +31,7 @@ class Bare:
         self.until(b"PONG\r\n")
 
     def until(self, mark: bytes) -> bytes:
-        """Read to `mark` and return what came, with it."""
+        """Read up to and including `mark`, and return what was read."""
         while mark not in self.buffer:
             self.more()
         head, _, self.buffer = self.buffer.partition(mark)
@@ -87,7 +87,7 @@ def publish(bare: Bare, first: bytes, blocks: list[bytes], end: bytes, flow: int
             bare.more()
             for match in _ACK.finditer(bare.buffer):
                 acked = max(acked, int(match[1]))
-            # An ack cut in two is kept: its beginning is after the last line break.
+            # Keep the start of an incomplete ack: it follows the last line break.
             bare.buffer = bare.buffer[bare.buffer.rfind(b"\n") + 1 :]
         bare.socket.sendall(block)
     bare.socket.sendall(end)
@@ -112,7 +112,7 @@ def atomic_frames(subjects: list[bytes], payload: bytes, count: int, batch: byte
 
 
 def publish_atomic(bare: Bare, batches: list[bytes]) -> int:
-    """Write atomic batches one after another; return how many messages the server says it stored."""
+    """Write atomic batches one after another; return the number of stored messages, as the server reports it."""
     stored = 0
     for batch in batches:
         bare.socket.sendall(batch)
@@ -122,7 +122,7 @@ def publish_atomic(bare: Bare, batches: list[bytes]) -> int:
 
 
 def read(bare: Bare, stream: str, count: int, batch: int, max_bytes: int) -> int:
-    """Read messages 1 to `count` with two requests in flight; return how many the server says it sent."""
+    """Read messages 1 to `count` with two requests in flight; return the number that the server reports."""
     subject = f"$JS.API.DIRECT.GET.{stream}".encode()
 
     def ask(seq: int) -> None:

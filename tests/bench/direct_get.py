@@ -1,4 +1,4 @@
-"""What a scan costs, by the size of its requests and with headers, against a bare socket that only counts frames."""
+"""The cost of a scan by request size, with and without headers, compared with a bare socket that only counts frames."""
 
 import asyncio
 
@@ -44,7 +44,7 @@ async def scan(js: JetStreamContext, name: str, batch: int | None) -> int:
 
 
 async def by_hand(js: JetStreamContext, name: str, count: int) -> int:
-    """What a nats-py user writes today."""
+    """The same read with nats-py alone."""
     nc, read, seq = js._nc, 0, 1
     inbox = nc.new_inbox()
     subscription = await nc.subscribe(inbox)
@@ -86,7 +86,7 @@ async def _measure(url: str, group: Group, messages: int, size: int, rounds: int
     cases[BY_HAND] = lambda: by_hand(js, "PLAIN", messages // 4)
     for number in range(rounds + 1):  # the first warms up
         for case, measure in cases.items():
-            await asyncio.sleep(0.05)  # let the server finish what the last case left it
+            await asyncio.sleep(0.05)  # let the server finish the work of the last case
             clock = Clock()
             count = await measure()
             if number:

@@ -1,4 +1,4 @@
-"""What key-value reads cost per key, next to what nats-py's own do: by name, a whole bucket, and by its size."""
+"""The cost of key-value reads per key, compared with nats-py: keys by name, a whole bucket, and by its size."""
 
 import asyncio
 import time
@@ -15,11 +15,11 @@ from jetstream_ext.testing import NatsServer
 COST = "µs per key"
 SIZES = (1_000, 10_000, 100_000, 1_000_000)
 GATHER, GET_MANY, WATCHALL, SNAPSHOT = "asyncio.gather(kv.get)", "get_many", "kv.watchall()", "snapshot"
-LEAST = 100_000  # keys per measurement: a small bucket is read as often as that takes
+LEAST = 100_000  # keys per measurement: a small bucket is read repeatedly
 
 
 async def bucket(js: JetStreamContext, keys: int, size: int) -> KeyValue:
-    """A bucket of so many keys with values of so many bytes."""
+    """A bucket of `keys` keys with values of `size` bytes."""
     kv = await kvx.enable(await js.create_key_value(bucket=f"K{keys}"))
     await js.update_stream((await js.stream_info(f"KV_K{keys}")).config.evolve(allow_batched=True))
     value = b"x" * size
@@ -103,7 +103,7 @@ async def _measure(url: str, group: Group, sizes: list[int], rounds: int, least:
     for cases in (comparison, growth):
         for number in range(rounds + 1):  # the first warms up
             for case, (read, keys, times) in cases.items():
-                await asyncio.sleep(0.05)  # let the server finish what the last case left it
+                await asyncio.sleep(0.05)  # let the server finish the work of the last case
                 start = time.perf_counter()
                 for _ in range(times):
                     assert await read() == keys, case

@@ -1,4 +1,4 @@
-"""What much more takes: memory must not grow with the number of messages. A process of its own per run, for its peak."""
+"""Peak memory, which must not grow with the number of messages. Each run is a separate process with its own peak."""
 
 import asyncio
 import resource

@@ -1,4 +1,4 @@
-"""What publishing and reading cost: this library, plain nats-py, and a bare socket that does the least the wire demands.
+"""The cost of publishing and reading: this library, plain nats-py, and a bare socket with the least possible work.
 
 Every round runs every case once, in turn, so that a machine that slows down slows them all.
 """
@@ -20,7 +20,7 @@ from jetstream_ext.testing import NatsServer
 SUBJECTS = [f"bench.{i}" for i in range(10)]
 OUTSTANDING = 2
 PUBLISHERS = 8
-ATOMIC = 1000  # messages in an atomic batch: what servers allow by default
+ATOMIC = 1000  # messages in an atomic batch: the default limit of servers
 SHARE = "slowest, of the mean"
 
 JS_PUBLISH, PUBLISH_ASYNC = "js.publish", "js.publish_async"
@@ -37,7 +37,7 @@ GET_MSG, BY_HAND, SCAN, BARE_READ = (
 
 
 class Bench:
-    """The cases; each returns how many messages it moved."""
+    """The cases; each returns the number of messages that it published or read."""
 
     def __init__(self, nc: Client, url: str, messages: int, size: int, flow: int) -> None:
         self.nc = nc
@@ -194,7 +194,7 @@ class Bench:
         return count
 
     async def hand_written(self) -> int:
-        """What a nats-py user writes today: a subscription, a request, messages until the end of the batch."""
+        """The same read with nats-py alone: a subscription, a request, messages until the end of the batch."""
         read, seq, count = 0, 1, self.messages // 2
         inbox = self.nc.new_inbox()
         subscription = await self.nc.subscribe(inbox)
@@ -272,7 +272,7 @@ async def _measure(url: str, group: Group, messages: int, size: int, rounds: int
             if group.name != "read":
                 await bench.fresh()
             case = prepare()
-            await asyncio.sleep(0.05)  # let the server finish what the last case left it
+            await asyncio.sleep(0.05)  # let the server finish the work of the last case
             clock = Clock()
             count = await case()
             if number:

@@ -1,4 +1,4 @@
-"""What the benchmarks say: figures by group, case and measure, with the machine and the versions they were taken on.
+"""The record of the benchmarks: figures by group, case and measure, with the machine and the versions.
 
 {"taken": …, "quick": …, "machine": {…}, "versions": {…},
  "groups": {group: {"conditions": {…}, "figures": {case: {measure: {"min", "median", "max", "runs"}}}}}}
@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 
 class Group:
-    """The figures of cases that were run in turn."""
+    """The figures of cases that run in turn."""
 
     def __init__(self, name: str, **conditions: object) -> None:
         self.name = name
@@ -45,21 +45,21 @@ class Group:
 
 
 def summary(runs: list[float]) -> Json:
-    """Return the least, the median and the most of a figure, and what they are of."""
+    """Return the minimum, the median, the maximum and the runs of a figure."""
     rounded = [float(f"{run:.5g}") for run in runs]
     return {"min": min(rounded), "median": statistics.median(rounded), "max": max(rounded), "runs": rounded}
 
 
 class Clock:
-    """Time, and the CPU time of this process and of those it started: of one server, unless it started more."""
+    """Measures time, and the CPU time of this process and of its children, usually one server."""
 
     def __init__(self) -> None:
-        self._server = descendants_cpu()  # reads files: before the other clocks start
+        self._server = descendants_cpu()  # it reads files, so it comes before the other clocks start
         self._client = time.process_time()
         self._wall = time.perf_counter()
 
     def note(self, group: Group, case: str, count: int) -> None:
-        """Note what `count` messages cost since this was made."""
+        """Record the cost of `count` messages since the object was created."""
         wall = time.perf_counter() - self._wall
         client = time.process_time() - self._client
         server = descendants_cpu() - self._server

@@ -1,8 +1,8 @@
-"""Write the figures of docs/bench.json into the pages that show them, between comments, and draw their pictures.
+"""Write the figures of docs/bench.json into the pages that show them, between comments, and draw the charts.
 
     python tests/bench/render.py [--check]
 
-``--check`` changes nothing; its exit status says whether everything is as the record says.
+``--check`` changes nothing; its exit status shows whether the pages and pictures agree with the record.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "docs" / "bench.json"
 
 
-# What a row is called, its case, and the bare socket that does the same.
+# The title of a row, its case, and the bare socket that does the same work.
 PUBLISHED = (
     ("`js.publish`", publish.JS_PUBLISH, publish.BARE, ""),
     ("`js.publish_async`", publish.PUBLISH_ASYNC, publish.BARE, ""),
     ("`FastPublisher.add`", publish.ADD, publish.BARE, ""),
     ("`FastPublisher.add_many`", publish.ADD_MANY, publish.BARE, ""),
-    ("`add_many` with `Nats-Msg-Id`", publish.ADD_MANY_IDS, publish.BARE_IDS, " (of one with ids)"),
-    ("`ingest`", publish.INGEST, publish.BARE_IDS, " (of one with ids)"),
+    ("`add_many` with `Nats-Msg-Id`", publish.ADD_MANY_IDS, publish.BARE_IDS, " (bare socket with ids)"),
+    ("`ingest`", publish.INGEST, publish.BARE_IDS, " (bare socket with ids)"),
     (
         f"`publish_atomic`, batches of {publish.ATOMIC:,}",
         publish.PUBLISH_ATOMIC,
         publish.BARE_ATOMIC,
-        " (of one that writes the same batches)",
+        " (bare socket with the same batches)",
     ),
     ("bare socket, joined frames", publish.BARE, publish.BARE, ""),
 )
@@ -67,7 +67,7 @@ def median(record: Record, group: str, case: str, measure: str = RATE) -> float:
 
 
 def share(record: Record, group: str, case: str, limit: str) -> float:
-    """Return the median of each round's own ratio: a round that is slow is slow for both."""
+    """Return the median of the rounds' ratios: a slow round is slow for both."""
     one, other = (figure(record, group, name, RATE)["runs"] for name in (case, limit))
     return statistics.median(mine / theirs for mine, theirs in zip(one, other, strict=True))
 
@@ -80,7 +80,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], *, left: int = 1) 
 
 
 def spread(found: dict[str, Any], form: str = ",.0f") -> str:
-    # No line ends inside it.
+    # No-break spaces, so that the figure stays on one line.
     return f"{found['min']:{form}}\N{NO-BREAK SPACE}…\N{NO-BREAK SPACE}{found['max']:{form}}"
 
 
@@ -94,8 +94,8 @@ def conditions(record: Record) -> str:
         f"nats-server {versions['nats_server']}, nats-py {versions['nats_py']}, Python {versions['python']}, all on one "
         f"machine ({machine['cpu']}, {machine['cpus']} CPUs, {machine['memory_gib']:g} GiB, {machine['os']}), "
         f"{day.day} {day:%B %Y}. {group['messages']:,} messages of {group['size']:,} bytes, file storage, "
-        f"{group['flow']} messages per acknowledgement; medians of {group['rounds']} rounds. Figures drift with the "
-        "machine, the ratios are what to read."
+        f"{group['flow']} messages per acknowledgement; medians of {group['rounds']} rounds. Absolute figures "
+        "depend on the machine; compare the ratios."
     )
 
 
@@ -111,7 +111,13 @@ def _rates(record: Record, group: str, rows: Any, base: tuple[str, str], *, wide
             f"{share(record, group, case, limit):.2f}{note}",
         ]
 
-    head = [group, "messages/s", *(["min … max"] if wide else []), f"times {base[0]}", "of the bare socket"]
+    head = [
+        group,
+        "messages/s",
+        *(["min … max"] if wide else []),
+        f"\N{MULTIPLICATION SIGN} {base[0]}",
+        "share of the bare socket",
+    ]
     return table(head, [cells(*row) for row in rows])
 
 
@@ -120,7 +126,7 @@ def publish_table(record: Record, *, wide: bool = False) -> str:
 
 
 def read_table(record: Record, *, wide: bool = False) -> str:
-    return _rates(record, "read", READ, ("by hand", publish.BY_HAND), wide=wide)
+    return _rates(record, "read", READ, ("the get by hand", publish.BY_HAND), wide=wide)
 
 
 def pictures(folder: str) -> Callable[[Record], str]:
@@ -163,11 +169,11 @@ def shares_table(record: Record) -> str:
         for case in (publish.ADD_MANY, publish.BARE)
     ]
     return table(
-        ["case", *(f"flow {record['groups'][group]['conditions']['flow']}" for group in groups), "aim"],
+        ["case", *(f"flow {record['groups'][group]['conditions']['flow']}" for group in groups), "target"],
         [
             *(
-                [title, *(f"{share(record, group, case, limit):.2f}" for group in groups), aim]
-                for title, case, limit, aim in rows
+                [title, *(f"{share(record, group, case, limit):.2f}" for group in groups), target]
+                for title, case, limit, target in rows
             ),
             [
                 f"slowest of {publish.PUBLISHERS} publishers on one connection, of their mean",
@@ -175,9 +181,9 @@ def shares_table(record: Record) -> str:
                 "0.5",
             ],
             [
-                "`add_many`, times `publish_async`",
+                "`add_many`, \N{MULTIPLICATION SIGN} `publish_async`",
                 *times[0],
-                f"15 to 20; the bare socket makes {' and '.join(times[1])}",
+                f"15 to 20; the bare socket reaches {' and '.join(times[1])}",
             ],
         ],
     )
@@ -185,7 +191,7 @@ def shares_table(record: Record) -> str:
 
 def memory_table(record: Record) -> str:
     return table(
-        ["MB resident at most, the whole process", *(f"{count:,} messages" for count in LONG)],
+        ["peak resident memory of the process, MB", *(f"{count:,} messages" for count in LONG)],
         (
             [f"`{case}`", *(f"{median(record, f'memory-{case}-{count}', case, RESIDENT):.0f}" for count in LONG)]
             for case in memory.CASES
@@ -194,7 +200,7 @@ def memory_table(record: Record) -> str:
 
 
 def direct_get_table(record: Record) -> str:
-    aims = {1_000: "0.6", 10_000: "0.5"}
+    targets = {1_000: "0.6", 10_000: "0.5"}
     rows = []
     for what in (direct_get.NO_HEADERS, direct_get.TWO_HEADERS):
         for batch in direct_get.BATCHES:
@@ -207,11 +213,11 @@ def direct_get_table(record: Record) -> str:
                     f"{median(record, 'direct_get', case):,.0f}",
                     f"{median(record, 'direct_get', case, CLIENT):.2f}",
                     f"{share(record, 'direct_get', case, limit):.2f} ({mine / theirs:.2f})",
-                    aims[batch] if what == direct_get.NO_HEADERS else "0.5",
+                    targets[batch] if what == direct_get.NO_HEADERS else "0.5",
                 ]
             )
     for title, case in (
-        ("`scan` as it comes", direct_get.AS_IT_COMES),
+        ("`scan` with default options", direct_get.AS_IT_COMES),
         ("a batched get by hand over nats-py", direct_get.BY_HAND),
     ):
         rows.append(
@@ -223,7 +229,9 @@ def direct_get_table(record: Record) -> str:
                 "",
             ]
         )
-    return table(["case", "messages/s", "CPU of the client, µs", "share of its bare socket (best round)", "aim"], rows)
+    return table(
+        ["case", "messages/s", "CPU of the client, µs", "share of its bare socket (best round)", "target"], rows
+    )
 
 
 def kv_tables(record: Record) -> str:
@@ -255,7 +263,7 @@ def kv_tables(record: Record) -> str:
 def spark_tables(record: Record) -> str:
     parts = [
         "## Spark",
-        f"pyspark {record['versions']['pyspark']}, `local[2]`, everything warm, the server on the same cores.",
+        f"pyspark {record['versions']['pyspark']}, `local[2]`, after a warm-up, with the server on the same cores.",
     ]
     for group, title in (("spark_read", "read"), ("spark_write", "write")):
         found = record["groups"][group]["conditions"]
@@ -296,10 +304,10 @@ PAGES: dict[str, dict[str, Callable[[Record], str]]] = {
 
 
 def update(text: str, blocks: dict[str, Callable[[Record], str]], record: Record) -> str:
-    """Return a page with a record's figures in its blocks.
+    """Return the text of a page with the figures of a record in its blocks.
 
     Raises:
-        ValueError: A block's comments are not there, once each.
+        ValueError: A comment of a block is missing or occurs twice.
         KeyError: The record lacks a figure.
     """
     for name, render in blocks.items():
@@ -313,7 +321,7 @@ def update(text: str, blocks: dict[str, Callable[[Record], str]], record: Record
 
 
 def drawings(record: Record) -> dict[str, str]:
-    """Return the pictures by their names."""
+    """Return the charts as SVG texts, by path."""
 
     def chart(title: str, group: str, rows: Any) -> str:
         found = []
@@ -330,13 +338,13 @@ def drawings(record: Record) -> dict[str, str]:
 
 
 def rendered(record: Record, root: Path = ROOT) -> dict[Path, str]:
-    """Return every file that shows figures, as the record would have it.
+    """Return the text of every file that shows figures, by its path.
 
     Raises:
-        ValueError: The record is of a quick run, which says nothing.
+        ValueError: The record is of a quick run, whose figures mean nothing.
     """
     if record["quick"]:
-        raise ValueError("the record is of a quick run: its figures say nothing")
+        raise ValueError("the record is of a quick run, whose figures mean nothing; run the benchmarks without --quick")
     pages = {
         root / name: update((root / name).read_text(encoding="utf-8"), blocks, record) for name, blocks in PAGES.items()
     }
@@ -344,7 +352,7 @@ def rendered(record: Record, root: Path = ROOT) -> dict[Path, str]:
 
 
 def write(record: Record, root: Path = ROOT) -> list[Path]:
-    """Write every file that shows figures, and return which."""
+    """Write every file that shows figures, and return their paths."""
     files = rendered(record, root)
     for path, text in files.items():
         path.parent.mkdir(exist_ok=True)
@@ -353,7 +361,7 @@ def write(record: Record, root: Path = ROOT) -> list[Path]:
 
 
 def stale(record: Record, root: Path = ROOT) -> list[Path]:
-    """Return the files that are not as the record says."""
+    """Return the files that disagree with the record."""
     return [
         path
         for path, text in rendered(record, root).items()
@@ -366,6 +374,6 @@ if __name__ == "__main__":
     if "--check" in sys.argv[1:]:
         wrong = stale(committed)
         sys.exit(
-            ", ".join(map(str, wrong)) + " are not as docs/bench.json says; run this without --check" if wrong else 0
+            ", ".join(map(str, wrong)) + " disagree with docs/bench.json; run this without --check" if wrong else 0
         )
     write(committed)

@@ -1,6 +1,6 @@
-"""How many rows a second Spark reads: ``local[2]``, everything warm, Spark's noop sink, all cases in turn.
+"""How many rows per second Spark reads: ``local[2]``, after a warm-up, into Spark's noop sink, all cases in turn.
 
-The synthetic source makes the same columns out of nothing: what Spark itself can take from Python.
+The synthetic source makes the same columns without reading: the upper limit of Spark's Python interface.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jetstream_ext.testing import NatsServer
 ROWS = "rows/s"
 ALL, TWO_COLUMNS, HEADERS = "all columns", "`seq` and `data` only", "all columns, messages with 2 headers"
 SYNTHETIC, PLAIN = (
-    "a source that makes the same columns out of nothing",
+    "a synthetic source with the same columns (upper limit of Spark's Python interface)",
     "the same reader over nats-py's message objects",
 )
 

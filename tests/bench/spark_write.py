@@ -1,7 +1,7 @@
-"""How many rows a second Spark writes: rows from memory, ``local[2]``, everything warm, all cases in turn.
+"""How many rows per second Spark writes: rows from memory, ``local[2]``, after a warm-up, all cases in turn.
 
-Outside Spark, ``FastPublisher.add_many`` publishes the same messages: what the library itself can do. At the end: what a
-streaming query costs while nothing comes.
+Outside Spark, ``FastPublisher.add_many`` publishes the same messages, which shows the limit of the library itself.
+The last case is the CPU of a streaming query while no messages arrive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import jetstream_ext.spark
 from jetstream_ext.testing import NatsServer
 
 OUTSIDE, SEMANTICS = "outside Spark: `add_many`", ("dedupe", "transactional", "none")
-IDLE, SESSION, SHARE = "an idle streaming query", "the session without it", "of one core"
+IDLE, SESSION, SHARE = "an idle streaming query", "an idle Spark session without a query", "of one core"
 
 
 async def connected(url: str, work: Callable[[JetStreamContext], Awaitable[Any]]) -> Any:
@@ -37,7 +37,7 @@ async def connected(url: str, work: Callable[[JetStreamContext], Awaitable[Any]]
 
 
 async def fresh(js: JetStreamContext) -> None:
-    """Make the stream anew: an old one with much in it is no slower, but its files are written meanwhile."""
+    """Delete the stream and create it again: the server still writes the files of a full one during the next case."""
     try:
         await js.delete_stream("OUT")
     except nats.js.errors.NotFoundError:
@@ -88,7 +88,7 @@ def _measure(spark: SparkSession, url: str, group: Group, messages: int, size: i
 
 
 def _idle(spark: SparkSession, url: str, group: Group, seconds: float) -> None:
-    """Note what a query that finds nothing costs, of one core."""
+    """Note how much of one core a query without new messages takes."""
     frame: DataFrame = spark.readStream.format("jetstream").option("servers", url).load("OUT")
     with tempfile.TemporaryDirectory() as folder:
         group.note(SESSION, SHARE, _busy(seconds / 2))
@@ -100,7 +100,7 @@ def _idle(spark: SparkSession, url: str, group: Group, seconds: float) -> None:
 
 
 def _busy(seconds: float) -> float:
-    """Return how much CPU this process and all that it started take, of one core."""
+    """Return the CPU of this process and its descendants over `seconds`, as a share of one core."""
     before = time.process_time() + descendants_cpu()
     time.sleep(seconds)
     return (time.process_time() + descendants_cpu() - before) / seconds

@@ -1,17 +1,17 @@
-"""A bar chart as an SVG: the same figures give the same bytes."""
+"""Bar charts as SVG; the same figures give the same bytes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-# Readable on white and on black alike; the picture has no background. A picture on a page does not learn whether the
-# page is dark, only whether the system is, so it cannot change its colours with it.
+# Readable on white and on black, because the chart has no background and cannot know whether the page is dark: CSS in
+# an image knows only the setting of the system.
 INK, OURS, THEIRS, LIMIT = "#767c85", "#2f81f7", "#9aa0a8", "#c9772b"
 WIDTH, LEFT, RIGHT, ROW, TOP = 760, 250, 80, 26, 34
 
 
 class Bar(NamedTuple):
-    """A bar: its name, how long it is, from where to where its runs went, and what colour it has."""
+    """A bar: its name, its length, the range of its runs, and its colour."""
 
     name: str
     median: float
@@ -21,7 +21,7 @@ class Bar(NamedTuple):
 
 
 def bars(title: str, rows: Sequence[Bar]) -> str:
-    """Return a chart of horizontal bars, each with its median, and its least and most as a whisker."""
+    """Return a chart of horizontal bars, each with its median, and its range as a whisker."""
     height = TOP + ROW * len(rows) + 8
     scale = (WIDTH - LEFT - RIGHT) / max(bar.most for bar in rows)
     size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'

@@ -1,4 +1,4 @@
-"""The benchmarks run, and the pages show what their record says."""
+"""The benchmarks run, and the pages show the figures of the record."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ def test_a_page_without_its_comments_is_refused() -> None:
             render.update(broken, blocks, {})
 
 
-def test_what_is_committed_is_what_the_committed_record_says() -> None:
+def test_committed_pages_agree_with_the_committed_record() -> None:
     if render.RECORD.is_file():
         assert render.stale(json.loads(render.RECORD.read_text(encoding="utf-8"))) == [], "python tests/bench/render.py"
-    else:  # then nothing may look as if it had been generated
+    else:  # such pages must not have marks of generated text
         assert list((render.ROOT / "docs" / "images").glob("bench-*")) == []
         assert not any("bench-publish.svg" in (render.ROOT / name).read_text(encoding="utf-8") for name in render.PAGES)

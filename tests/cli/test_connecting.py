@@ -64,7 +64,7 @@ def test_a_password_precedes_credentials_as_in_the_nats_tool(ok: Json) -> None:
 def test_invalid_contexts_are_refused(run: Run) -> None:
     write_context("flag", tls_first="yes")
     write_context("number", token=5)
-    for name, words in {"flag": "'tls_first' is not true or false", "number": "'token' is not a text"}.items():
+    for name, words in {"flag": "'tls_first' is not true or false", "number": "'token' is not a string"}.items():
         done = run("doctor", "--context", name, url=None)
         assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output
     (connection.context_folder() / "context.txt").write_bytes(b"\xff\xfe")

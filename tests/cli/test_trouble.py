@@ -73,7 +73,7 @@ def test_an_account_without_jetstream_is_reported(run: Run, tmp_path: Path, rows
         for arguments in commands(tmp_path, rows):
             done = run(*arguments, "--user", "a", "--password", "a-word", url=server.url)
             assert (done.exit_code, done.stderr.count("\n"), done.stdout) == (1, 1, ""), (arguments, done.output)
-            assert "JetStream is off for this account" in done.stderr, arguments
+            assert "JetStream is not enabled for this account" in done.stderr, arguments
 
 
 def tiny_disk(folder: Path, size: str, command: list[object]) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""What the shell's tests share: streams, servers to break, and a loop that stays quiet."""
+"""Fixtures of the client tests: streams, servers to break, and a check of the event loop."""
 
 import asyncio
 import gc
@@ -20,7 +20,7 @@ MakeStream = Callable[..., Awaitable[str]]
 
 @pytest.fixture
 def make_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStream:
-    """Create a stream with everything turned on (or as given); its subjects are ``<name>.>``."""
+    """Create a stream with all features on (or as given); its subjects are ``<name>.>``."""
 
     async def make(**config: Any) -> str:
         name = stream_name()
@@ -39,14 +39,14 @@ def version(server: NatsServer) -> tuple[int, ...]:
 
 @pytest.fixture
 def batches(version: tuple[int, ...]) -> None:
-    """For tests of batched direct gets; what older servers do instead is tested in test_direct_versions.py."""
+    """Skip tests of batched direct gets on older servers; test_direct_versions.py tests those."""
     if version < (2, 11):
         pytest.skip("this server has no batches; see TestBefore211")
 
 
 @pytest.fixture
 def make(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStream:
-    """As `make_stream`, for any server and with a name of the test's own."""
+    """As `make_stream`, for any server, and with an optional name."""
 
     async def make(name: str | None = None, **config: Any) -> str:
         name = name or stream_name()
@@ -58,18 +58,18 @@ def make(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStream:
 
 @pytest.fixture(autouse=True)
 def lookups_are_patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the lookup of a stream or an API level take its time: a batch goes on without an answer that is late."""
+    """Give lookups of streams and API levels more time, because a batch continues without an answer that is late."""
     monkeypatch.setattr(api, "_LOOKUP_TIMEOUT", 20.0)
 
 
 @pytest.fixture(autouse=True)
 async def loop_is_quiet() -> AsyncIterator[list[dict[str, Any]]]:
-    """Fail on what reaches the loop's exception handler; a test that provokes it takes it out of the list."""
+    """Fail if the loop's exception handler was called; a test that expects a call removes it from the list."""
     loop = asyncio.get_running_loop()
     heard: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: heard.append(context))
     yield heard
-    gc.collect(1)  # a task that failed unseen says so when it goes; it is young, and a full collection takes long
+    gc.collect(1)  # a dropped task reports its error when it is collected; generation 1 is enough, and faster than all
     await asyncio.sleep(0)
     assert heard == []
 
@@ -90,7 +90,7 @@ async def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.fixture
 async def own_nc(own_server: NatsServer) -> AsyncIterator[Client]:
-    """A connection to `own_server` that comes back quickly."""
+    """A connection to `own_server` that reconnects quickly."""
 
     async def quiet(error: Exception) -> None:
         pass
@@ -129,7 +129,7 @@ def own_stream(own_js: JetStreamContext, stream_name: Callable[[], str]) -> Make
 
 @pytest.fixture(params=["marker", "held back"])
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to commit: with the end-of-batch marker, and as servers before 2.14 need it."""
+    """Both ways to commit: by the end-of-batch marker, and with a message, as servers before 2.14 need it."""
     if request.param == "held back":
         opened = AtomicBatchMachine.open
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import nats
@@ -14,7 +14,8 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
-from jetstream_ext.client.api import get_at_leader
+from jetstream_ext.client import api
+from jetstream_ext.client.api import first_since, get_at_leader, stream_state
 from jetstream_ext.client.context import Context
 from jetstream_ext.errors import ResponseError
 from jetstream_ext.log import LogReader
@@ -93,3 +94,46 @@ async def test_closing_the_connection_ends_the_wait(
         await other.close()
         with pytest.raises((nats.errors.ConnectionClosedError, nats.js.errors.ServiceUnavailableError)):
             await waiting
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.11.11", "2.12.8", "2.15.1"])
+async def test_a_time_finds_the_same_message_on_every_server(version: str) -> None:
+    """2.11 answers with an earlier or a later message, or none, where sequences were deleted."""
+    async with NatsServer(version=version) as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream(timeout=10)
+        for storage in ("memory", "file"):
+            for number, deleted in enumerate([(), (4, 5, 6), (4, 5, 6, 10), (4, 5, 6, 9, 10)]):
+                name = f"{storage}{number}"
+                await js.add_stream(name=name, subjects=[f"{name}.*"], allow_direct=True, storage=storage)
+                for seq in range(1, 11):
+                    await js.publish(f"{name}.{seq % 2}")
+                direct = jsx.DirectGet(js, name)
+                times = {seq: (await direct.get(seq)).time for seq in range(1, 11)}
+                for seq in deleted:
+                    await js.delete_msg(name, seq)
+                state = await stream_state(Context(js), name)
+                for when in (datetime(1970, 1, 1, tzinfo=UTC), *times.values(), times[10] + timedelta(hours=1)):
+                    left = [seq for seq in times if seq not in deleted and times[seq] >= when]
+                    assert await first_since(Context(js), state, when) == min(left, default=11)
+                    odd = [seq for seq in left if seq % 2]
+                    assert await first_since(Context(js), state, when, subject=f"{name}.1") == min(odd, default=11)
+        await nc.close()
+
+
+async def test_an_earlier_answer_to_a_time_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "START_TIME_LEVEL", 0)
+    async with NatsServer(version="2.11.11") as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream(timeout=10)
+        await js.add_stream(name="S", subjects=["S"], allow_direct=True, storage="memory")
+        for _ in range(10):
+            await js.publish("S")
+        when = (await jsx.DirectGet(js, "S").get(9)).time
+        for seq in (4, 5, 6):
+            await js.delete_msg("S", seq)
+        answer = await get_at_leader(Context(js), "S", {"start_time": when.isoformat(), "next_by_subj": ">"})
+        assert answer is not None
+        assert answer.seq == 8
+        assert await first_since(Context(js), await stream_state(Context(js), "S"), when) == 9
+        await nc.close()

@@ -219,7 +219,9 @@ class TestConnections:
         pub._batch.ack_timeout = 1.0  # in ok mode, the batch waits this long for another connection
         async with asyncio.timeout(20):
             assert await closing is jsx.EndReason.DISCONNECTED
-        with pytest.raises(errors.BatchAbandonedError, match=f"unacknowledged messages: {acked + 1} to 27") as caught:
+        with pytest.raises(
+            errors.BatchAbandonedError, match=f"messages {acked + 1} to 27 are not acknowledged"
+        ) as caught:
             await pub.add(f"{stream}.a", b"28")
         assert (caught.value.sent, caught.value.acked, caught.value.outcome) == (27, acked, "unknown")
         own_server.restart()

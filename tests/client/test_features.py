@@ -95,6 +95,9 @@ def test_the_table_and_the_dataclass_have_the_same_features() -> None:
         assert feature.since in feature_table.RELEASES
         assert feature.at(9)
         assert feature.on("2.15")
+        assert feature.on(f"{feature.since}.0-RC.1")
+        assert not feature.on("2.9.25")
+        assert not feature.on("")
         assert (feature.api_level == 0) == (feature.since == "2.10")
         assert not feature.api_level or not feature.at(feature.api_level - 1)
         assert bool(feature.older) == (feature.since != "2.10")
@@ -104,10 +107,10 @@ def test_the_error_of_a_feature_names_the_version_that_it_needs() -> None:
     error = feature_table.FAST_INGEST.unsupported(server_version="2.12.8", api_level=3, detail="nothing was sent")
     assert isinstance(error, UnsupportedFeatureError)
     assert str(error) == (
-        "fast ingest: needs nats-server 2.14 (JetStream API level 4), and this is 2.12.8 (level 3); nothing was sent"
+        "fast ingest needs nats-server 2.14 (JetStream API level 4), but the server is 2.12.8 (level 3); nothing was sent"
     )
     assert (error.feature, error.required_api_level, error.server_version) == ("fast ingest", 4, "2.12.8")
-    assert str(feature_table.ATOMIC.unsupported()).endswith("and this is an older server")
+    assert str(feature_table.ATOMIC.unsupported()).endswith("but the server is older")
 
 
 def test_errors_take_feature_and_level_from_the_table() -> None:

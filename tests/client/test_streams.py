@@ -293,7 +293,7 @@ async def test_a_durable_source_needs_a_new_server(nc: Client, stream_name: Call
 async def test_an_option_that_the_server_dropped_is_unsupported(nc: Client, stream_name: Callable[[], str]) -> None:
     new = {"api": {"level": 9}}
     liar = await Canned(nc, stream_name(), info=[MISSING], account=[new], create=[answer(allow_direct=True)]).start()
-    with pytest.raises(UnsupportedFeatureError, match="now exists without it") as refused:
+    with pytest.raises(UnsupportedFeatureError, match="was created or updated without this feature") as refused:
         await jsx.ensure_stream(liar.js, name="S", allow_direct=True, allow_atomic=True)
     assert refused.value.required_api_level == 2
     liar = await Canned(nc, stream_name(), info=[answer()], account=[new], update=[answer()]).start()

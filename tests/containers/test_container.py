@@ -1,4 +1,4 @@
-"""What a server in a container does as one on this machine does: ports and network are an engine's, the rest is the same."""
+"""A server in a container behaves like one on this machine; only its ports and network come from the engine."""
 
 from __future__ import annotations
 

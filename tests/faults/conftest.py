@@ -1,4 +1,4 @@
-"""Servers to break, and connections that come back quickly."""
+"""Servers that a test may break, and connections that reconnect quickly."""
 
 import asyncio
 import gc
@@ -20,27 +20,27 @@ Stored = Callable[[str], Awaitable[list[int]]]
 
 @pytest.fixture
 def full() -> bool:
-    """Whether to take the time that it takes: `nox -s full -- faults`."""
+    """Whether to run at full length, as `nox -s full -- faults` does."""
     return FULL
 
 
 @pytest.fixture
 def victim() -> Iterator[NatsServer]:
-    """A server of this test's own."""
+    """A server for this test only."""
     with NatsServer() as server:
         yield server
 
 
 @pytest.fixture
 def cluster() -> Iterator[NatsCluster]:
-    """Three servers of this test's own; ask for it before `connect`, so that connections are closed first."""
+    """Three servers for this test only; request it before `connect`, so that connections are closed first."""
     with NatsCluster(3) as cluster:
         yield cluster
 
 
 @pytest.fixture
 async def connect() -> AsyncIterator[Connect]:
-    """A factory of connections that never give up."""
+    """A factory of connections that reconnect indefinitely."""
     made: list[Client] = []
 
     async def quiet(error: Exception) -> None:
@@ -58,14 +58,15 @@ async def connect() -> AsyncIterator[Connect]:
         await nc.close()
     await _end_reconnects()
     made.clear()
-    gc.collect()  # here, where what nats-py leaves open is expected
+    gc.collect()  # here, where warnings about sockets that nats-py leaves open are expected
     await asyncio.sleep(0)
 
 
 async def _end_reconnects() -> None:
-    """End what nats-py forgets: a reconnect whose connection was lost at once, so that it began another one.
+    """Cancel reconnect tasks that nats-py has lost track of: it lost the new connection at once and began another one.
 
-    It tries for ever, and before Python 3.12 a timeout may swallow the one cancellation that the end of a loop has for it.
+    Such a task retries indefinitely. The end of the loop cancels it once, and before Python 3.12 a timeout may swallow
+    that cancellation.
     """
     for task in asyncio.all_tasks():
         while getattr(task.get_coro(), "__qualname__", "") == "Client._attempt_reconnect" and not task.done():
@@ -75,7 +76,7 @@ async def _end_reconnects() -> None:
 
 @pytest.fixture
 def stored(connect: Connect) -> Callable[[str, str], Awaitable[list[int]]]:
-    """Read the numbers in a stream over a connection of its own."""
+    """Read the numbers in a stream over a separate connection."""
 
     async def stored(url: str | list[str], stream: str) -> list[int]:
         nc = await connect(url)
@@ -85,7 +86,7 @@ def stored(connect: Connect) -> Callable[[str, str], Awaitable[list[int]]]:
                 try:
                     return [int(message.data) async for message in reader.scan(confirm=True)]
                 except nats.errors.Error:
-                    # A leader that was killed is replaced in 5 to 8 seconds, and answers nothing until then.
+                    # A killed leader is replaced after 5 to 8 seconds; until then no server answers.
                     await asyncio.sleep(0.1)
 
     return stored

@@ -1,4 +1,4 @@
-"""A TCP proxy that cuts, stalls and delays."""
+"""A TCP proxy that cuts, stalls and delays connections."""
 
 import asyncio
 from types import TracebackType
@@ -6,11 +6,11 @@ from typing import Self
 
 
 class Proxy:
-    """Stands between a client and a server on 127.0.0.1; what it does is set while it runs."""
+    """A proxy between a client and a server on 127.0.0.1; a test changes its behaviour while it runs."""
 
     def __init__(self, port: int) -> None:
         self.delay = 0.0
-        """Seconds by which everything is late, in each direction."""
+        """Seconds by which bytes are delayed, in each direction."""
         self._server_port = port
         self._flowing = asyncio.Event()
         self._flowing.set()
@@ -32,7 +32,7 @@ class Proxy:
         await self._listener.wait_closed()
 
     def cut(self, *, refuse: bool = False) -> None:
-        """End every connection; what is on its way is lost. With `refuse`, new ones end at once, until `accept`."""
+        """Abort every connection; bytes in transit are lost. With `refuse`, end new ones at once, until `accept`."""
         self._accepting = not refuse
         for link in self._links:
             link.cancel()
@@ -42,16 +42,16 @@ class Proxy:
         self._accepting = True
 
     async def turned_away(self) -> None:
-        """Wait until somebody wants in who is refused."""
+        """Wait until a new connection is refused."""
         self._turned_away.clear()
         await self._turned_away.wait()
 
     def stall(self) -> None:
-        """Let nothing through, in either direction, until `flow`."""
+        """Let no bytes through, in either direction, until `flow`."""
         self._flowing.clear()
 
     def flow(self) -> None:
-        """Go on after a `stall`."""
+        """Let bytes through again after `stall`."""
         self._flowing.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -68,7 +68,7 @@ class Proxy:
             else:
                 self._turned_away.set()
         except (asyncio.CancelledError, OSError, ExceptionGroup):
-            pass  # cut, or one side is gone
+            pass  # cut, or one side has closed the connection
         finally:
             self._links.discard(link)
             for each in (writer, upstream):

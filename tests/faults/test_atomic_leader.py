@@ -1,9 +1,9 @@
 """Atomic batches while the leader of their stream dies: between add and commit, and between commit and its answer.
 
-One round kills (or freezes) the server that leads most of the streams, while a batch is under way in each of them.
-Afterwards, with all servers back: a batch is stored whole or not at all, what its client was told is true or "unknown",
-and `resolve` finds out the truth. ``JETSTREAM_EXT_ATOMIC_BATCHES`` is the number of batches to try and
-``JETSTREAM_EXT_ATOMIC_SEED`` the first seed; ``python -m nox -s full -- atomic_faults`` tries 200.
+Each round kills (or freezes) the server that leads most of the streams, while each of these streams has an open batch.
+When all servers are back, the test checks that every batch is stored as a whole or not at all, that the outcome which
+its client got is true or "unknown", and that `resolve` returns the truth. ``JETSTREAM_EXT_ATOMIC_BATCHES`` is the number
+of batches and ``JETSTREAM_EXT_ATOMIC_SEED`` the first seed; ``python -m nox -s full -- atomic_faults`` tries 200.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ async def healthy(js: JetStreamContext, stream: str) -> None:
 
 @dataclass
 class Told:
-    """What the client of one batch was told."""
+    """The outcome of one batch, as its client learned it."""
 
     stream: str
     batch_id: str
@@ -80,7 +80,7 @@ class Told:
 
 
 class Round:
-    """One batch in each stream that a server leads, and the end of that server."""
+    """One batch in each stream that a server leads, and a fault of that server."""
 
     def __init__(self, seed: int, cluster: NatsCluster, victim: NatsServer, streams: list[str]) -> None:
         self.random = random.Random(seed)
@@ -94,7 +94,7 @@ class Round:
         rng = random.Random(seed)
         others = [server for server in self.cluster.servers if server is not self.victim]
         rng.shuffle(others)
-        # Most often the client keeps its connection; else it loses that, too.
+        # In most batches the client keeps its connection; in the others it is connected to the victim.
         nc = await connect([self.victim, *others] if rng.random() < 0.3 else others)
         js = nc.jetstream(timeout=60)
         told = Told(stream, f"b{seed}", rng.randint(1, 12), rng.choice(["add", "commit", "answer"]))
@@ -107,7 +107,7 @@ class Round:
                 await batch.add_message(message)
             self.ready += 1
             await self.begin.wait()
-            batch._session._timeout = 2.0  # not before, so that every batch is under way when the leader dies
+            batch._session._timeout = 2.0  # set only now, so that every batch is open when the leader dies
             if told.stage == "add":
                 await asyncio.sleep(rng.uniform(0, 0.05))
                 for message in entries:
@@ -130,7 +130,7 @@ class Round:
         except errors.BatchError as error:
             told.outcome, told.error = error.outcome, error
         except (nats.errors.Error, nats.js.errors.APIError) as error:
-            # Refused before anything was sent: the connection is away.
+            # The connection is lost, so the call was refused before anything was sent.
             told.outcome, told.error = "not_stored", error
             await batch.discard()
         finally:
@@ -148,7 +148,9 @@ class Round:
         await asyncio.sleep(self.random.uniform(0, 0.012))
         if freeze:
             self.victim.pause()
-            await asyncio.sleep(self.random.uniform(5, 9))  # the others elect a leader; this one does not know
+            await asyncio.sleep(
+                self.random.uniform(5, 9)
+            )  # the others elect a leader, which this server does not notice
             self.victim.resume()
         else:
             await asyncio.to_thread(self.victim.kill)
@@ -177,7 +179,7 @@ async def verify(js: JetStreamContext, told: Told) -> None:
 
 
 @pytest.mark.timeout(120 + 8 * BATCHES)
-async def test_what_clients_are_told_is_true(cluster: NatsCluster) -> None:
+async def test_outcome_that_a_client_gets_is_true(cluster: NatsCluster) -> None:
     nc = await connect(list(cluster.servers))
     js = nc.jetstream(timeout=1.5)
     names = [f"S{i}" for i in range(STREAMS)]

@@ -1,6 +1,6 @@
-"""Durable sourcing in a cluster whose leaders are killed: all that the work queue took is copied, once and in order.
+"""Durable sourcing in a cluster whose leaders are killed: every message of the work queue is copied once and in order.
 
-CI kills the leader of the consumer; `python -m nox -s full -- faults` kills those of both streams besides.
+CI kills the leader of the consumer; `python -m nox -s full -- faults` also kills the leaders of both streams.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from nats.js.api import RetentionPolicy
 import jetstream_ext as jsx
 from jetstream_ext.testing import NatsCluster
 
-# A reading server that meets several elections in a row asks again only after 15, 25 and 35 s.
+# After several elections in a row, the reading server retries only after 15, 25 and 35 s.
 SLACK = 150.0
 
 
@@ -26,23 +26,25 @@ async def leader(js: JetStreamContext, stream: str, consumer: str | None = None)
                 if info.cluster is not None and info.cluster.leader:
                     return str(info.cluster.leader)
             except (nats.errors.Error, TimeoutError):
-                pass  # there is an election
+                pass  # an election is in progress
             await asyncio.sleep(0.1)
 
 
 async def copied(js: JetStreamContext, stream: str, *, more: int) -> None:
-    """Wait until `stream` has got so many messages more, so that what happens next happens in the middle of it."""
+    """Wait until `stream` has received `more` messages, so that the next fault comes while it copies."""
     seen: list[int] = []
     async with asyncio.timeout(SLACK):
         while not seen or seen[-1] - seen[0] < more:
             try:
                 seen.append((await js.stream_info(stream)).state.messages)
             except (nats.errors.Error, TimeoutError):
-                pass  # there is an election
+                pass  # an election is in progress
             await asyncio.sleep(0.05)
 
 
-async def test_leaders_that_die(cluster: NatsCluster, connect: Any, full: bool) -> None:
+async def test_copy_is_complete_and_in_order_after_leaders_are_killed(
+    cluster: NatsCluster, connect: Any, full: bool
+) -> None:
     nc = await connect(cluster.urls)
     js, patient = nc.jetstream(timeout=2), nc.jetstream(timeout=SLACK)
     servers = {server.name: server for server in cluster.servers}
@@ -57,7 +59,7 @@ async def test_leaders_that_die(cluster: NatsCluster, connect: Any, full: bool) 
             try:
                 await js.publish("w", b"%d" % number)
             except (nats.errors.Error, TimeoutError):
-                await asyncio.sleep(0.05)  # nobody knows whether it is stored: again, perhaps for the second time
+                await asyncio.sleep(0.05)  # the message may be stored; send it again, possibly as a second copy
                 continue
             number += 1
             if done.is_set():
@@ -91,6 +93,6 @@ async def test_leaders_that_die(cluster: NatsCluster, connect: Any, full: bool) 
             await asyncio.sleep(0.1)
     last = (await patient.stream_info("W")).state.last_seq
     stored = await jsx.DirectGet(patient, "ALL").scan(confirm=True).to_list()
-    # Whatever the publisher had to repeat, each message of the origin is here once, and in its place.
+    # The publisher may have stored a number twice, but each message of the origin was copied once, in its place.
     assert [int(message.headers["Nats-Stream-Source"].split()[1]) for message in stored] == list(range(1, last + 1))
     assert {int(message.data) for message in stored} == set(range(published))

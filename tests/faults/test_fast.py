@@ -1,4 +1,4 @@
-"""Fast ingest against real servers that are killed, paused and restarted, and a connection that is cut."""
+"""Fast ingest against real servers that are killed, paused and restarted, and over a connection that is cut."""
 
 import asyncio
 import itertools
@@ -22,9 +22,9 @@ from proxy import Proxy
 Connect = Callable[..., Awaitable[Any]]
 Stored = Callable[[Any, str], Awaitable[list[int]]]
 
-# nats-py leaves the sockets of connections that failed while they were made to the garbage collector.
+# nats-py leaves the sockets of failed connection attempts to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
-ACK_TIMEOUT = 2.0  # from the fault on; before it, a busy machine may take its time
+ACK_TIMEOUT = 2.0  # set after the fault; before it, PATIENT allows for a busy machine
 PATIENT = 120.0
 BOUND = 60.0  # less than PATIENT
 
@@ -48,7 +48,7 @@ async def proxy(victim: NatsServer) -> AsyncIterator[Proxy]:
 
 
 async def publish_until_the_end(pub: jsx.FastPublisher) -> BaseException | None:
-    """Add until the batch ends; return its error, which must come in time."""
+    """Add messages until the batch ends; return its error."""
     try:
         await pub.add_many(numbers())
     except errors.BatchError as error:
@@ -57,7 +57,7 @@ async def publish_until_the_end(pub: jsx.FastPublisher) -> BaseException | None:
 
 
 class TestAcknowledgedIsStored:
-    """In fail mode everything up to `ack_seq` is stored, whatever happened; and the end is known in bounded time."""
+    """In fail mode every message up to `ack_seq` is stored after any fault, and the batch ends in bounded time."""
 
     @pytest.mark.parametrize("fault", ["kill", "pause", "restart", "cut", "stall"])
     @pytest.mark.parametrize("flow", [10, 200])
@@ -107,8 +107,8 @@ class TestAcknowledgedIsStored:
         assert pub.ack.batch_size == 2000
 
 
-class TestGoingOn:
-    """In ok mode a batch outlives its connection, and every message is stored, reported or in doubt."""
+class TestOkModeContinues:
+    """In ok mode a batch survives the loss of its connection, and every message is stored, reported or in doubt."""
 
     async def test_over_cuts(self, victim: NatsServer, proxy: Proxy, connect: Connect, stored: Stored) -> None:
         nc = await connect(proxy.url)
@@ -143,12 +143,12 @@ class TestGoingOn:
         await cutter
         assert pub.end_reason is jsx.EndReason.COMMITTED
         got = await stored(victim.url, stream)
-        assert got == sorted(set(got)), "nothing twice, and in order"
+        assert got == sorted(set(got)), "no message twice, and in order"
         sent = set(range(1, pub.batch_seq + 1))
         lost = {seq for gap in pub.gaps for seq in range(gap.first_lost, gap.seq)}
         doubt = {seq for each in pub.in_doubt for seq in range(each.first, each.last + 1)}
         here = {number + 1 for number in got}
-        assert not here & lost, "what is reported lost is not there"
+        assert not here & lost, "a message that was reported lost is not stored"
         assert sent - here <= lost | doubt
         assert nc.stats["reconnects"] >= 8
 

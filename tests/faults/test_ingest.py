@@ -1,4 +1,4 @@
-"""`ingest` through everything that can happen to a server: the stored set is exact."""
+"""`ingest` stores every message once and in order through faults of the server and the connection."""
 
 import asyncio
 import itertools
@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from proxy import Proxy
 
-# nats-py leaves the sockets of connections that failed while they were made to the garbage collector.
+# nats-py leaves the sockets of failed connection attempts to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 Connect = Callable[..., Awaitable[Any]]
 Stored = Callable[[Any, str], Awaitable[list[int]]]
 PATIENCE = 0.5
-LONGER = 0.8  # than the publisher waits, so that late messages meet their copies
+LONGER = 0.8  # longer than the publisher waits, so that delayed messages meet their second copies
 
 
 def numbers(count: int) -> Iterator[tuple[str, bytes]]:
@@ -35,7 +35,7 @@ async def make_stream(js: JetStreamContext, **config: Any) -> None:
 
 
 class Milestones:
-    """Waits for shares of the work to be done."""
+    """Lets a test wait until a share of the messages is stored."""
 
     def __init__(self, total: int) -> None:
         self.stored = 0
@@ -67,7 +67,7 @@ async def test_through_kills(victim: NatsServer, connect: Connect, stored: Store
     killing = asyncio.create_task(kill())
     report = await jsx.ingest(js, numbers(count), on_progress=done, progress_every=0.0, flow=100)
     await killing
-    assert await stored(victim.url, "S") == list(range(count)), "everything, once, and in order"
+    assert await stored(victim.url, "S") == list(range(count)), "every message once, and in order"
     assert (report.stored, done.stored) == (count, count)
     assert report.batches == kills + 1
     assert 0 <= report.duplicates <= report.resent <= kills * 200
@@ -112,7 +112,7 @@ async def test_through_a_bad_connection(victim: NatsServer, connect: Connect, st
 
 
 async def test_through_overload(connect: Connect, stored: Stored) -> None:
-    # A queue of five messages: nearly every window is too much for it.
+    # The queue holds five messages, so nearly every window overflows it.
     with NatsServer(config="jetstream { max_buffered_msgs: 5 }") as server:
         nc = await connect(server.url)
         js = nc.jetstream()
@@ -124,7 +124,7 @@ async def test_through_overload(connect: Connect, stored: Stored) -> None:
 
 
 async def test_while_others_fill_the_server(victim: NatsServer, connect: Connect, stored: Stored) -> None:
-    # One batch at most, and it is taken: everything goes as ordinary messages until it is free.
+    # The server allows one batch, and another publisher holds it. Until it ends, `ingest` sends ordinary messages.
     with NatsServer(config="jetstream { limits { batch { max_inflight_per_stream: 1 } } }") as server:
         nc = await connect(server.url)
         js = nc.jetstream()
@@ -147,7 +147,7 @@ async def test_while_others_fill_the_server(victim: NatsServer, connect: Connect
         await nc.close()
 
 
-async def test_what_expects_something_and_was_stored_is_not_refused_the_second_time(
+async def test_stored_message_with_an_expectation_is_not_refused_when_sent_again(
     victim: NatsServer, connect: Connect, stored: Stored
 ) -> None:
     watcher = (await connect(victim.url)).jetstream()
@@ -157,7 +157,7 @@ async def test_what_expects_something_and_was_stored_is_not_refused_the_second_t
 
         async def source() -> AsyncIterator[jsx.BatchMessage]:
             for i in range(30):
-                if i == 20:  # stored, and none of them acknowledged: servers do that every `flow` messages
+                if i == 20:  # stored but not acknowledged: servers acknowledge every `flow` messages
                     async with asyncio.timeout(30):
                         while (await watcher.stream_info("S")).state.messages < i:
                             await asyncio.sleep(0.01)
@@ -186,7 +186,7 @@ async def test_through_leader_kills(cluster: NatsCluster, connect: Connect, stor
                 if info.cluster and info.cluster.leader not in (None, other_than):
                     return info.cluster.leader
             except (nats.errors.Error, nats.js.errors.APIError):
-                pass  # there is an election
+                pass  # an election is in progress
             await asyncio.sleep(0.05)
 
     async def kill() -> None:
@@ -203,12 +203,12 @@ async def test_through_leader_kills(cluster: NatsCluster, connect: Connect, stor
     report = await jsx.ingest(js, numbers(count), on_progress=done, progress_every=0.0)
     await killing
     got = await stored(cluster.urls, "S")
-    assert sorted(got) == list(range(count)), "everything, once"
+    assert sorted(got) == list(range(count)), "every message once"
     assert got == sorted(got), "in order"
     assert report.stored == count
 
 
-async def test_a_server_that_stays_away(victim: NatsServer, connect: Connect) -> None:
+async def test_ends_with_an_error_when_the_server_stays_away(victim: NatsServer, connect: Connect) -> None:
     js = (await connect(victim.url)).jetstream(timeout=30)
     await make_stream(js)
     done = Milestones(10**9)

@@ -1,4 +1,4 @@
-"""Fuzz what decodes direct-get replies: whatever comes, only documented errors escape.
+"""Fuzz the decoder of direct-get replies: no input raises other than documented errors.
 
     python tests/fuzz/direct_get.py -max_total_time=300
 
@@ -29,7 +29,7 @@ STATUSES = [b"", b" 204 EOB", b" 404 Message Not Found", b" 408 Bad Request", b"
 
 
 def header_block(data: atheris.FuzzedDataProvider, last: int) -> bytes:
-    """A block that is mostly as servers send it."""
+    """A header block that mostly looks like those of servers."""
     if data.ConsumeIntInRange(0, 9) == 0:
         return data.ConsumeBytes(200)
     block = b"NATS/1.0" + (data.PickValueInList(STATUSES) if data.ConsumeBool() else b"") + b"\r\n"
@@ -57,7 +57,7 @@ def header_block(data: atheris.FuzzedDataProvider, last: int) -> bytes:
 
 
 def look_at(messages: object) -> int:
-    """Use all of a message that is decoded late; return the last sequence."""
+    """Access every field that is decoded lazily; return the last sequence."""
     last = 0
     for message in messages:  # type: ignore[attr-defined]
         last = message.seq

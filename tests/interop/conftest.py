@@ -17,7 +17,7 @@ MakeTheirs = Callable[[str], TheirBucket]
 
 @pytest.fixture(scope="session")
 def nats_js() -> Path:
-    """Node, able to import nats.js; the test is skipped, with the reason, where it cannot be had."""
+    """Node, able to import nats.js; the test is skipped with the reason if it cannot be installed."""
     try:
         return node()
     except UnavailableError as reason:
@@ -26,7 +26,7 @@ def nats_js() -> Path:
 
 @pytest.fixture(scope="session")
 def nats_go(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The key-value client of nats.go; the test is skipped, with the reason, where it cannot be had."""
+    """The key-value client of nats.go; the test is skipped with the reason if it cannot be built."""
     try:
         return build_go(HERE / "kv_peer.go", tmp_path_factory.mktemp("go"))
     except UnavailableError as reason:

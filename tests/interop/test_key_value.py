@@ -1,4 +1,4 @@
-"""A bucket that nats.js or nats.go and this package use together, in both directions."""
+"""A bucket that this package shares with nats.js or nats.go, in both directions."""
 
 import asyncio
 import random
@@ -22,7 +22,7 @@ WRONG_LAST = (10071, 10164)
 
 @pytest.fixture
 def shared(js: JetStreamContext, stream_name: Callable[[], str], theirs: Callable[[str], TheirBucket]) -> Shared:
-    """Let the other client create a bucket, and turn on what it lacks."""
+    """Let the other client create a bucket, and enable the options that it lacks."""
 
     async def make(**config: Any) -> tuple[KeyValue, TheirBucket]:
         bucket = theirs(stream_name())
@@ -223,7 +223,7 @@ async def test_a_bucket_as_they_make_it(
     before = (await js.stream_info(kv._stream)).config
     kv = await kvx.enable(kv)
     after = (await js.stream_info(kv._stream)).config
-    # The metadata is the server's own note of what the stream needs.
+    # The server adds the metadata: the API level that the stream needs.
     assert after.evolve(metadata=None) == before.evolve(metadata=None, allow_atomic=True)
     async with kvx.transaction(kv) as tx:
         tx.put("a", b"2")
@@ -234,7 +234,7 @@ async def test_a_bucket_as_they_make_it(
 async def test_snapshots_while_both_write(
     js: JetStreamContext, nc: Any, stream_name: Callable[[], str], theirs: Callable[[str], TheirBucket]
 ) -> None:
-    """Every snapshot is the bucket at its revision, by a log of all that was ever stored."""
+    """Every snapshot equals the bucket at its revision, as a log of all stored messages shows it."""
     name = stream_name()
     log: dict[int, tuple[str, bytes, bool]] = {}
 

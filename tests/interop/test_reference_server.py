@@ -1,4 +1,4 @@
-"""nats.js as it is, on the reference server; the real server is beside it, to judge what is expected here."""
+"""nats.js on the reference server, and on a real server, which shows that the expectations are right."""
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path

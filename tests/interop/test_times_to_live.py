@@ -1,4 +1,4 @@
-"""Times to live in a bucket that is shared with nats.js. (The nats.go that Debian has knows none.)"""
+"""Times to live in a bucket that is shared with nats.js. (Debian's nats.go does not support them.)"""
 
 import asyncio
 from collections.abc import Callable
@@ -43,7 +43,7 @@ async def test_expiry_is_the_same_for_both(
         await kvx.snapshot(kv, at=3)
     assert gone.value.keys == ("ours", "theirs")
 
-    # A key that has expired can be created again, by either.
+    # Either client can create an expired key again.
     async with kvx.transaction(kv) as tx:
         assert await tx.get("theirs") is None
         tx.create("theirs", b"3")
@@ -81,7 +81,7 @@ async def test_they_see_a_key_that_was_touched(
     await bucket.create("session", b"1", ttl=5)
     revision = await kvx.touch(kv, "session", 3600)
     await bucket.create("other", b"2", ttl=5)
-    # By the time that the other one has expired, the first would have.
+    # Without the touch, the first key would have expired when the second one has.
     assert [(await bucket.next()).operation for _ in range(2)] == ["PUT", "PURGE"]
     entry = await bucket.get("session")
     assert entry is not None
@@ -92,7 +92,7 @@ async def test_they_see_a_key_that_was_touched(
 async def test_the_stored_messages_are_the_same(
     js: JetStreamContext, stream_name: Callable[[], str], theirs: Callable[[str], TheirBucket]
 ) -> None:
-    """But for how a time to live is written: 60s and 60 are the same to servers."""
+    """Only the form of a TTL differs: servers treat 60s and 60 alike."""
     written = []
     for ours in (True, False):
         bucket = theirs(stream_name())

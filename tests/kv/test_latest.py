@@ -7,7 +7,7 @@ import pytest
 
 from jetstream_ext.kv.entries import Record, Subjects
 from jetstream_ext.kv.history import Latest
-from jetstream_ext.kv.keys import matcher
+from jetstream_ext.protocol.subjects import matcher
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 ALL = Subjects("B", "$KV.B.", matcher([">"]))

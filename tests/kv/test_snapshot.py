@@ -1,17 +1,22 @@
 """`snapshot`: a bucket at one point in time, on a real server."""
 
 import asyncio
+import itertools
 import pickle
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from nats.aio.msg import Msg
 from nats.js.errors import InvalidKeyError
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import HistoryUnavailableError
-from jetstream_ext.kv import reads
+from jetstream_ext.client import api
+from jetstream_ext.client.connection import open_bucket
+from jetstream_ext.errors import HistoryUnavailableError, ResponseError
+from jetstream_ext.kv import bucket, reads
 
 
 def values(snap: kvx.KeyValueSnapshot) -> dict[str, bytes]:
@@ -247,6 +252,74 @@ async def test_other_subjects_of_the_stream_are_not_keys(js, make_bucket, stream
     assert len(await kvx.get_many(kv, ["k.1", "k.2"])) == 2
 
 
+@pytest.fixture
+def pages_of_four(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[dict[str, Any]], Awaitable[None]]], None]:
+    """Let the server list four keys at a time, and call a function with each page."""
+
+    def patch(change: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        ask = bucket.Api.ask
+
+        async def paged(self: Any, what: str, body: Any = None, **options: Any) -> dict[str, Any]:
+            if not body or "offset" not in body:
+                return await ask(self, what, body, **options)
+            answer = await ask(self, what, body | {"offset": 0}, **options)
+            listed = sorted(answer["state"].get("subjects") or {})
+            answer["total"] = len(listed)
+            answer["state"]["subjects"] = dict.fromkeys(listed[body["offset"] :][:4], 1)
+            await change(answer)
+            return answer
+
+        monkeypatch.setattr(bucket.Api, "ask", paged)
+
+    return patch
+
+
+async def test_keys_removed_between_two_pages_of_the_list_hide_no_other_key(make_bucket, pages_of_four) -> None:
+    kv = await make_bucket()
+    for n in range(10):
+        await kv.put(f"k{n}", b"")
+    removed = iter(range(5))
+
+    async def remove_two(_: object) -> None:
+        for n in itertools.islice(removed, 2):
+            await kv._js.purge_stream(kv._stream, subject=f"{kv._pre}k{n}")
+
+    pages_of_four(remove_two)
+    assert set(await bucket.Bucket(kv).list_keys(["other", ">"])) >= {"other", *(f"k{n}" for n in range(5, 10))}
+
+
+async def test_list_of_keys_that_lacks_some_is_malformed(make_bucket, pages_of_four) -> None:
+    kv = await make_bucket()
+    for n in range(10):
+        await kv.put(f"k{n}", b"")
+
+    async def promise_more(answer: dict[str, Any]) -> None:
+        answer["total"] = 1_000_000
+
+    pages_of_four(promise_more)
+    async with asyncio.timeout(20):
+        with pytest.raises(ResponseError, match="keys are missing"):
+            await bucket.Bucket(kv).list_keys([">"])
+
+
+async def test_unanswered_request_for_the_state_is_repeated(make_bucket, stream_name, monkeypatch) -> None:
+    monkeypatch.setattr(api, "_REPEAT_AFTER", 0.05)
+    kv, prefix = await make_bucket(), stream_name()
+    nc, ignored = kv._js._nc, []
+
+    async def reply(msg: Msg) -> None:
+        if not ignored:
+            ignored.append(msg)
+            return
+        answer = await nc.request(f"$JS.API{msg.subject.removeprefix(prefix)}", timeout=30)
+        await msg.respond(answer.data)
+
+    await nc.subscribe(f"{prefix}.>", cb=reply)
+    async with asyncio.timeout(20):
+        state = await bucket.Bucket(open_bucket(nc.jetstream(prefix=prefix, timeout=60), kv._name)).state()
+    assert (state.name, len(ignored)) == (kv._stream, 1)
+
+
 async def test_snapshot_creates_no_consumer(make_bucket, load) -> None:
     kv = await make_bucket()
     await load(kv, {f"k.{n}": b"" for n in range(3_000)})
@@ -272,7 +345,7 @@ async def test_awaited_time_includes_messages_stored_meanwhile(make_bucket, monk
     kv = await make_bucket(history=5)
     await kv.put("a", b"1")
     needs = []
-    resolve = reads._resolve_revision
+    resolve = reads.resolve_revision
 
     async def after_another_put(*args: Any) -> Any:
         await kv.put("a", b"2")
@@ -284,7 +357,7 @@ async def test_awaited_time_includes_messages_stored_meanwhile(make_bucket, monk
         needs.append(need)
         return reader(self, need)
 
-    monkeypatch.setattr(reads, "_resolve_revision", after_another_put)
+    monkeypatch.setattr(reads, "resolve_revision", after_another_put)
     monkeypatch.setattr(reads.Bucket, "reader", listening)
     facts = await reads.Bucket(kv).state()
     found = await kvx.get_many(kv, ["a"], at=facts.now + timedelta(seconds=3))

@@ -97,7 +97,7 @@ def test_every_change_of_state_is_one_debug_record(
 
 def test_a_new_batch_can_only_be_opened_or_discarded() -> None:
     machine = at(NEW)
-    with pytest.raises(errors.EmptyBatchError, match="nothing to commit"):
+    with pytest.raises(errors.EmptyBatchError, match="has no messages"):
         machine.commit(None)
     first = machine.prepare(message())
     for level, version in ((1, "2.11.11"), (0, "older")):

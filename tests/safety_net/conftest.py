@@ -1,4 +1,4 @@
-"""Waits that a test survives, and connections that a test may break."""
+"""Waits with a bound, and connections that a test may break."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ MakeStream = Callable[..., Awaitable[str]]
 
 @pytest.fixture
 def within() -> Within:
-    """Await something for so many seconds; return its result, or the error that it raised.
+    """Await something for at most `seconds`; return its result, or the error that it raised.
 
     The test fails with an `AssertionError` if the wait has not ended by then.
     """
@@ -53,7 +53,7 @@ async def end_connection(nc: Client) -> None:
     """Close a connection in whatever state a test has left it."""
     writer = getattr(nc._transport, "_io_writer", None)
     if writer is not None and not writer.transport.is_closing():
-        writer.transport.abort()  # what is still to be written would hold close() up
+        writer.transport.abort()  # otherwise close() would wait until the pending bytes are written
         await asyncio.sleep(0)
     closing = asyncio.ensure_future(nc.close())
     await asyncio.wait([closing], timeout=2)
@@ -74,18 +74,18 @@ async def connect() -> AsyncIterator[Connect]:
     yield connect
     for nc in made:
         await end_connection(nc)
-    # nats-py can leave a reconnect behind whose connection was lost at once.
+    # nats-py can lose track of a reconnect task if the new connection is lost at once.
     for task in asyncio.all_tasks():
         if getattr(task.get_coro(), "__qualname__", "").startswith(("Client.", "Subscription.")):
             await abandon(task)
     made.clear()
-    gc.collect()  # here, where the sockets that nats-py leaves open are expected
+    gc.collect()  # here, where warnings about sockets that nats-py leaves open are expected
     await asyncio.sleep(0)
 
 
 @pytest.fixture
 async def clog() -> AsyncIterator[Callable[[Client, NatsServer], Awaitable[None]]]:
-    """Pause a server, and publish until its connection takes no more: over 2 MiB are pending then."""
+    """Pause a server, and publish until over 2 MiB are pending, so that the connection takes no more bytes."""
     noises: list[asyncio.Task[None]] = []
     going_on = True
 
@@ -96,7 +96,7 @@ async def clog() -> AsyncIterator[Callable[[Client, NatsServer], Awaitable[None]
 
     async def clog(nc: Client, server: NatsServer) -> None:
         server.pause()
-        # The first of them wait for what is being written; the bytes of the last stay pending behind it.
+        # The first publishes wait for the write in progress; the bytes of the last one stay pending behind it.
         while nc.pending_data_size <= 1 << 21:
             assert len(noises) < 50
             noises.append(asyncio.create_task(noise(nc)))
@@ -110,7 +110,7 @@ async def clog() -> AsyncIterator[Callable[[Client, NatsServer], Awaitable[None]
 
 @pytest.fixture
 def make_stream(js: JetStreamContext, stream_name: Callable[[], str]) -> MakeStream:
-    """Create a stream on the shared server with everything turned on (or as given); its subjects are ``<name>.>``."""
+    """Create a stream on the shared server with all features on (or as given); its subjects are ``<name>.>``."""
 
     async def make(**config: Any) -> str:
         name = stream_name()

@@ -1,4 +1,4 @@
-"""A server that says whatever a test wants, on threads of its own, and keeps what it is sent in the clear."""
+"""A fake server on its own threads, with scripted answers, that records the lines it receives without TLS."""
 
 import contextlib
 import json
@@ -57,10 +57,11 @@ class FakeNatsServer:
     """Speaks just enough of the protocol for a client to connect.
 
     Args:
-        info: What the n-th connection is greeted with (from 0), beside the usual.
-        on_connect: What is sent after CONNECT; None ends the connection.
-        on_publish: The answer to a publish, by its subject; None is no answer. It may raise to end the connection.
-        chain: Certificate and key: a connection whose greeting has ``tls_required`` becomes TLS. Without one it ends there.
+        info: Returns fields that replace those of `GREETING` in the INFO of the n-th connection (from 0).
+        on_connect: Returns the bytes to send after CONNECT; None ends the connection.
+        on_publish: Returns the answer to a publish on a subject; None sends none. It may raise to end the connection.
+        chain: A file with certificate and key. A connection whose INFO has ``tls_required`` switches to TLS, or ends if
+            there is no file.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class FakeNatsServer:
         chain: Path | None = None,
     ) -> None:
         self.clear: list[bytes] = []
-        """Every line that came without TLS."""
+        """Every line that was received without TLS."""
         self.connections = 0
         self._info = info
         self._on_connect = on_connect

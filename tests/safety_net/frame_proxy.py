@@ -10,7 +10,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A message on its way: a publish of the client, or a delivery of the server."""
+    """A message in transit: a publish of the client, or a delivery of the server."""
 
     subject: str
     reply: str
@@ -43,16 +43,16 @@ Hook = Callable[[Frame], Awaitable[Frame | None]]
 
 
 async def unchanged(frame: Frame) -> Frame | None:
-    """Let a frame through."""
+    """Pass a frame on."""
     return frame
 
 
 @dataclass
 class FrameProxy:
-    """Stands between a client and a server on 127.0.0.1.
+    """A proxy between a client and a server on 127.0.0.1.
 
     `on_publish` sees every message of the client before the server does, `on_delivery` every message of the server before
-    the client does. Each returns the frame that goes on, or None to swallow it, and may wait.
+    the client does. Each returns the frame to pass on, or None to drop it, and may wait.
     """
 
     port: int
@@ -85,7 +85,7 @@ class FrameProxy:
                 group.create_task(self._pump(reader, upstream, lambda frame: self.on_publish(frame)))
                 group.create_task(self._pump(back, writer, lambda frame: self.on_delivery(frame)))
         except (asyncio.CancelledError, ExceptionGroup):
-            pass  # one side is gone
+            pass  # one side has closed the connection
         finally:
             self._links.discard(link)
             writer.transport.abort()
@@ -112,7 +112,7 @@ class FrameProxy:
 
 
 def before_request(n: int, matching: str, action: Callable[[], Awaitable[Any]]) -> Hook:
-    """Return a hook for `on_publish` that awaits `action` before the n-th request, from 1, on a subject like `matching`."""
+    """Return a hook for `on_publish` that awaits `action` before the n-th request (from 1) whose subject matches."""
     count = 0
 
     async def hook(frame: Frame) -> Frame | None:

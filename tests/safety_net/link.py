@@ -1,4 +1,4 @@
-"""A TCP link to a server that is slow, loses what the server says, or rewrites its greeting."""
+"""A TCP proxy that is slow, drops the bytes of the server, or rewrites its greeting."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,21 +7,21 @@ from typing import Self
 
 
 class Link:
-    """Stands between a client and a server on 127.0.0.1.
+    """A proxy between a client and a server on 127.0.0.1.
 
     Args:
         port: The server's port.
         rate: Bytes per second from the server to the client; None is no limit.
-        greeting: Makes something else of the server's first line.
+        greeting: Returns the line that replaces the server's first line.
     """
 
     def __init__(
         self, port: int, *, rate: float | None = None, greeting: Callable[[bytes], bytes] | None = None
     ) -> None:
         self.replies = True
-        """Whether the client receives anything."""
+        """Whether the client receives the bytes of the server."""
         self.accepting = True
-        """Whether connections are let through."""
+        """Whether new connections are let through."""
         self._port = port
         self._rate = rate
         self.greeting = greeting
@@ -41,7 +41,7 @@ class Link:
         await self._listener.wait_closed()
 
     def cut(self) -> None:
-        """End every connection; what is on its way is lost."""
+        """Abort every connection; bytes in transit are lost."""
         for link in self._links:
             link.cancel()
 
@@ -59,7 +59,7 @@ class Link:
                     group.create_task(self._up(reader, upstream))
                     group.create_task(self._down(back, writer))
         except (asyncio.CancelledError, OSError, ExceptionGroup, asyncio.IncompleteReadError):
-            pass  # cut, or one side is gone
+            pass  # cut, or one side has closed the connection
         finally:
             self._links.discard(link)
             for each in (writer, upstream):

@@ -1,4 +1,4 @@
-"""Read a stream as Spark's driver and workers do: without a Spark, in a process of its own, as theirs are."""
+"""Read a stream as Spark's driver and workers do, but without Spark, in a separate process."""
 
 import json
 import subprocess
@@ -25,12 +25,12 @@ print(json.dumps(found))
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What came of it."""
+    """The result of a read."""
 
     data: list[str]
     """The payloads."""
     error: str
-    """What the read ended with, as Spark logs it; empty if it did not."""
+    """The error that ended the read, as Spark logs it, or an empty string."""
 
 
 def read_as_spark(servers: str, **options: str) -> Read:

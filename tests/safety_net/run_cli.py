@@ -1,4 +1,4 @@
-"""The command line as its user starts it, in this process: quicker than a Python for each command."""
+"""Run the command line in this process, which is faster than a new Python for each command."""
 
 import contextlib
 import io
@@ -12,7 +12,7 @@ from unittest import mock
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a command left."""
+    """The result of a command."""
 
     status: int | str | None
     output: str
@@ -20,7 +20,7 @@ class Finished:
 
 
 def run_cli(*arguments: object, home: Path, environment: dict[str, str] | None = None) -> Finished:
-    """Run ``python -m jetstream_ext.cli`` with none of the machine's settings; not inside of an event loop."""
+    """Run ``python -m jetstream_ext.cli`` without the machine's settings. Do not call it in an event loop."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith("NATS_")}
     settings |= {"XDG_CONFIG_HOME": str(home)} | (environment or {})
     output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)

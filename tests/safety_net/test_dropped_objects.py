@@ -1,4 +1,4 @@
-"""Nothing of a publisher or a batch outlives the object that its user has dropped."""
+"""A publisher or batch that its user has dropped leaves nothing behind."""
 
 import asyncio
 import gc
@@ -31,8 +31,8 @@ Drop = Callable[[JetStreamContext, str], Awaitable[None]]
 
 
 async def drop_and_collect(drop: Drop, js: JetStreamContext, stream: str) -> list[str]:
-    """Open something and drop it; return the resource warnings."""
-    gc.collect()  # what other tests have dropped
+    """Open an object and drop it; return the resource warnings."""
+    gc.collect()  # objects that other tests have dropped
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         await drop(js, stream)
@@ -41,7 +41,7 @@ async def drop_and_collect(drop: Drop, js: JetStreamContext, stream: str) -> lis
     return [str(warning.message) for warning in caught if warning.category is ResourceWarning]
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "a dropped publisher pings on")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "a dropped publisher keeps sending pings")
 async def test_a_dropped_publisher_sends_nothing_more(
     nc: Client, js: JetStreamContext, make_stream: MakeStream
 ) -> None:

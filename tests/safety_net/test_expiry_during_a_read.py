@@ -1,4 +1,4 @@
-"""A snapshot is one state of the bucket, also when keys expire while it is read."""
+"""A snapshot is one state of the bucket, even if keys expire while it is read."""
 
 import asyncio
 import sys
@@ -22,14 +22,16 @@ ISSUE = "Key-value and log: no guess, no hole"
 
 
 @pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: keys that expire during a read are torn from each other"
+    strict=True,
+    raises=AssertionError,
+    reason=f"{ISSUE}: keys that expire during a read are returned without later ones",
 )
 async def test_snapshot_never_has_a_key_without_one_that_outlived_it(
     server: NatsServer, js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:
     name = stream_name()
     await kvx.enable(await js.create_key_value(bucket=name), ttl=True)
-    # The first thousand expires first: while one of them is there, so is everything after them.
+    # The keys expire in order, so while one is stored, every later one is, too.
     for begin in (0, 1000, 2000):
         await jsx.publish_atomic(
             js, [jsx.BatchMessage(f"$KV.{name}.k{n}", b"1", msg_ttl=10) for n in range(begin, begin + 1000)]
@@ -45,7 +47,7 @@ async def test_snapshot_never_has_a_key_without_one_that_outlived_it(
         try:
             snapshot = await kvx.snapshot(await nc.jetstream(timeout=60).key_value(name))
         except JetStreamExtError:
-            return  # saying that it is undecided is right, too
+            return  # an error is also correct
         finally:
             await nc.close()
     there = [n for n in range(3001) if f"k{n}" in snapshot]

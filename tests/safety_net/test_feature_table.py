@@ -1,4 +1,4 @@
-"""The table of features, and the model of a server, say what released servers do."""
+"""The feature table and the reference server agree with released servers."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ from nats.aio.client import Client
 
 from jetstream_ext.testing import NatsServer, ReferenceServer
 
-# nats-py leaves the sockets of connections that were cut to the garbage collector.
+# nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 ISSUE = "Every wait ends, every report is true: "
 Connect = Callable[..., Awaitable[Client]]
@@ -37,8 +37,10 @@ async def answers(nc: Client) -> list[tuple[str | None, str | None]]:
     return found
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "the reference server answers beyond the end")
-async def test_the_reference_server_answers_for_a_sequence_beyond_the_end_as_a_real_one(
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=ISSUE + "the reference server answers for a sequence beyond the end"
+)
+async def test_reference_server_answers_as_a_real_one_for_a_sequence_beyond_the_end(
     own_server: NatsServer, connect: Connect
 ) -> None:
     async with ReferenceServer(version=own_server.version) as reference:

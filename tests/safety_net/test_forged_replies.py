@@ -1,4 +1,4 @@
-"""Numbers and texts that no server of ours sends: refused with a documented error, never believed."""
+"""Numbers and texts that no real server sends are refused with a documented error."""
 
 import json
 import sys
@@ -67,12 +67,12 @@ ODD = {
 
 
 @pytest.mark.xfail(
-    strict=True, raises=NOT_RAISED, reason=f"{ISSUE}: a Nats-Sequence that is no number of a server is believed"
+    strict=True, raises=NOT_RAISED, reason=f"{ISSUE}: a Nats-Sequence that no server would send is accepted"
 )
 @pytest.mark.parametrize(
     ("call", "value"), [*((call, value) for call in (get, get_next) for value in ODD.values()), (batch, ODD["plus"])]
 )
-async def test_sequence_that_is_no_number_of_a_server_is_refused(
+async def test_sequence_that_no_server_would_send_is_refused(
     proxied: tuple[JetStreamContext, FrameProxy],
     stream: str,
     call: Callable[[jsx.DirectGet, str], Awaitable[int]],
@@ -91,7 +91,7 @@ async def test_sequence_that_is_no_number_of_a_server_is_refused(
 
 
 @pytest.mark.parametrize("value", [ODD["negative"], ODD["underscore"], ODD["Arabic digit"], ODD["over 64 bits"]])
-async def test_sequence_that_is_no_number_of_a_server_is_refused_in_a_batch(
+async def test_sequence_that_no_server_would_send_is_refused_in_a_batch(
     proxied: tuple[JetStreamContext, FrameProxy], stream: str, value: str
 ) -> None:
     js, proxy = proxied
@@ -132,8 +132,8 @@ async def test_flow_of_a_forged_ack_is_never_larger_than_a_flow_can_be(
             await publisher.flush()
             flows.append(publisher.flow)
     except JetStreamExtError:
-        pass  # refusing the ack is right, too
-    assert forged, "no ack came by"
+        pass  # refusing the ack is also correct
+    assert forged, "no ack passed the proxy"
     assert all(flow <= LARGEST_FLOW for flow in flows)
 
 
@@ -165,7 +165,9 @@ async def test_lone_surrogate_in_a_header_is_refused_with_a_documented_error(
 
 
 @pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: a lone surrogate in a header is reported in the codec's words"
+    strict=True,
+    raises=AssertionError,
+    reason=f"{ISSUE}: a lone surrogate in a header is reported with the codec's text",
 )
 async def test_ingest_names_a_lone_surrogate_in_its_own_words(js: JetStreamContext, stream: str) -> None:
     with pytest.raises(JetStreamExtError) as caught:

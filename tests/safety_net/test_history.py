@@ -1,4 +1,4 @@
-"""Reads of the past: what a key was is told, or said to be unknown, whatever the bucket's limits are by now."""
+"""Reads of the past return what a key was, or report it as unavailable, even if the bucket's limits have changed."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import jetstream_ext.kv as kvx
 from jetstream_ext.errors import HistoryUnavailableError
 
 ISSUE = "Key-value and log: no guess, no hole"
-# `pytest.raises` reports with this one that nothing was raised.
+# The exception with which `pytest.raises` reports that nothing was raised.
 NOT_RAISED: Any = pytest.fail.Exception
 
 
@@ -24,7 +24,7 @@ async def expired(js: JetStreamContext, stream: str) -> None:
 
 
 @pytest.mark.xfail(
-    strict=True, raises=NOT_RAISED, reason=f"{ISSUE}: markers turned on today stand for expiries of yesterday"
+    strict=True, raises=NOT_RAISED, reason=f"{ISSUE}: markers enabled later count as proof for keys that expired before"
 )
 async def test_past_before_markers_were_enabled_is_unavailable_for_keys_that_expired_without_one(
     js: JetStreamContext, stream_name: Callable[[], str]
@@ -41,7 +41,9 @@ async def test_past_before_markers_were_enabled_is_unavailable_for_keys_that_exp
         await kvx.snapshot(kv, ["session.*"], at=2)
 
 
-@pytest.mark.xfail(strict=True, raises=NOT_RAISED, reason=f"{ISSUE}: a raised max_age stands for the one of yesterday")
+@pytest.mark.xfail(
+    strict=True, raises=NOT_RAISED, reason=f"{ISSUE}: a raised max_age is applied to the time before it was raised"
+)
 async def test_past_before_max_age_was_raised_is_unavailable_for_keys_that_expired(
     js: JetStreamContext, stream_name: Callable[[], str]
 ) -> None:

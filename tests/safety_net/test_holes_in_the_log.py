@@ -1,4 +1,4 @@
-"""A reader returns every message or says what is gone, wherever in the stream it began."""
+"""A reader returns every message or reports the missing ones, wherever in the stream it started."""
 
 import sys
 from collections.abc import Awaitable, Callable
@@ -53,7 +53,7 @@ async def test_reader_from_the_first_message_reports_a_purge_during_its_first_gr
         expected: int | None = MESSAGES + 1
         try:
             async for message in LogReader(nc.jetstream(timeout=30), numbers):
-                read.append(message.seq)  # noqa: PERF401 - what was returned before an error counts, too
+                read.append(message.seq)  # noqa: PERF401 - messages before an error count, too
         except PositionLostError as error:
             expected = error.expected
         finally:
@@ -90,7 +90,7 @@ async def test_worker_does_not_end_as_a_success_when_inputs_are_purged_unhandled
 @pytest.mark.xfail(
     strict=True,
     raises=AssertionError,
-    reason=f"{ISSUE}: above sequence 2**62 a reader returns nothing and says nothing",
+    reason=f"{ISSUE}: above sequence 2**62 a reader silently returns nothing",
 )
 async def test_reader_never_passes_over_messages_with_large_sequences(
     js: JetStreamContext, stream_name: Callable[[], str]
@@ -102,5 +102,5 @@ async def test_reader_never_passes_over_messages_with_large_sequences(
     try:
         read = [message.data async for message in LogReader(js, name)]
     except JetStreamExtError:
-        return  # refusing is right, too
+        return  # an error is also correct
     assert read == [b"0", b"1", b"2", b"3", b"4"]

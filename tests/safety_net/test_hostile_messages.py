@@ -1,4 +1,4 @@
-"""Whoever may publish to one subject can store any bytes as headers; every read path returns the message, and the others."""
+"""A client that may publish can store any bytes as headers; every read path returns that message and all others."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ Store = Callable[[bytes], Awaitable[str]]
 
 @pytest.fixture
 def store(server: NatsServer, js: JetStreamContext, stream_name: Callable[[], str]) -> Store:
-    """Create a bucket of three messages, of which the second one has these bytes as its header block."""
+    """Create a bucket of three messages; the header block of the second one is `block`."""
 
     async def store(block: bytes) -> str:
         name = stream_name()
@@ -144,7 +144,7 @@ async def test_single_get_names_the_responder_and_not_a_forged_stream(
 
 
 @pytest.mark.xfail(
-    strict=True, raises=ResponseError, reason=f"{ISSUE}: a forged Nats-Stream breaks off every longer read"
+    strict=True, raises=ResponseError, reason=f"{ISSUE}: a forged Nats-Stream ends every read of several messages"
 )
 @pytest.mark.parametrize("path", [batch, multi_last, scan, log_reader, snapshot, snapshot_of_the_past, get_many])
 async def test_read_returns_every_message_beside_a_forged_stream(
@@ -179,7 +179,7 @@ async def test_spark_reads_every_message_beside_a_malformed_header_block(server:
     assert read == Read(["a", "b", "c"], error="")
 
 
-# What is left to be refused: a line of the server itself that is no time, in the reply with the second message.
+# These replies stay refused: the time that the server itself adds to the second message is malformed.
 
 
 async def spoil_the_second_message(frame: Frame) -> Frame:
@@ -215,8 +215,8 @@ async def test_refused_reply_is_reported_with_its_stream_and_sequence(
     assert re.search(r"\b2\b", str(caught.value))
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason=f"{ISSUE}: scan cannot pass over a message on request")
-async def test_scan_passes_over_a_refused_reply_on_request(server: NatsServer, store: Store) -> None:
+@pytest.mark.xfail(strict=True, raises=TypeError, reason=f"{ISSUE}: scan has no option that skips a message")
+async def test_scan_skips_a_refused_reply_on_request(server: NatsServer, store: Store) -> None:
     stream = f"KV_{await store(EMPTY)}"
     async with FrameProxy(server.port, on_delivery=spoil_the_second_message) as proxy:
         nc = await nats.connect(proxy.url, connect_timeout=10)
@@ -228,8 +228,8 @@ async def test_scan_passes_over_a_refused_reply_on_request(server: NatsServer, s
     assert read == [1, 3]
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{ISSUE}: Spark cannot pass over a message on request")
-async def test_spark_passes_over_a_refused_reply_on_request(server: NatsServer, store: Store) -> None:
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{ISSUE}: Spark has no option that skips a message")
+async def test_spark_skips_a_refused_reply_on_request(server: NatsServer, store: Store) -> None:
     pytest.importorskip("pyspark")
     stream = f"KV_{await store(EMPTY)}"
     async with FrameProxy(server.port, on_delivery=spoil_the_second_message) as proxy:

@@ -1,4 +1,4 @@
-"""Buckets of many keys are read whole, in a bounded time, whatever else is stored or written."""
+"""A bucket of many keys is read completely and in bounded time, whatever else is stored or written."""
 
 import asyncio
 import sys
@@ -24,7 +24,7 @@ ISSUE = "Key-value and log: no guess, no hole"
 @pytest.mark.xfail(
     strict=True,
     raises=TooManySubjectsError,
-    reason=f"{ISSUE}: an oldest message with a wildcard in its subject makes get_many fail",
+    reason=f"{ISSUE}: get_many fails if the oldest message has a wildcard in its subject",
 )
 async def test_get_many_reads_many_keys_beside_a_message_with_a_wildcard_in_its_subject(
     js: JetStreamContext, stream_name: Callable[[], str]
@@ -41,7 +41,7 @@ async def test_get_many_reads_many_keys_beside_a_message_with_a_wildcard_in_its_
 @pytest.mark.xfail(
     strict=True,
     raises=AssertionError,
-    reason=f"{ISSUE}: a snapshot never catches up with a faster writer, without bound",
+    reason=f"{ISSUE}: a snapshot follows a faster writer without a bound",
 )
 async def test_snapshot_ends_when_a_writer_is_faster(
     server: NatsServer, js: JetStreamContext, stream_name: Callable[[], str]
@@ -59,7 +59,7 @@ async def test_snapshot_ends_when_a_writer_is_faster(
         nonlocal rounds
         if ".DIRECT.GET." in frame.subject and rounds < most:
             rounds += 1
-            # More than one reply holds, so that there is always more to read; a tenth of the reader's time at least.
+            # More than one reply can hold, so that there is always more to read. It takes a tenth of the timeout or more.
             await asyncio.gather(put_all_again(), asyncio.sleep(0.3))
         return frame
 
@@ -69,7 +69,7 @@ async def test_snapshot_ends_when_a_writer_is_faster(
         try:
             await kvx.snapshot(await nc.jetstream().key_value(name), timeout=3)
         except RequestTimeoutError:
-            pass  # giving up in time is right, too
+            pass  # a timeout is also correct
         finally:
             await nc.close()
-    assert rounds < most, "the snapshot ended only because the writer did"
+    assert rounds < most, "the snapshot ended only because the writer stopped"

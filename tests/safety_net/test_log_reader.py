@@ -1,4 +1,4 @@
-"""Logs: what compaction replaces is no loss, workers stand by, and a mirror answers without its origin."""
+"""Logs: replaced messages are not lost, a standby worker waits, and a mirror answers without its origin."""
 
 import asyncio
 import sys
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from waiting import abandon
 
-# nats-py leaves the sockets of connections that were cut to the garbage collector.
+# nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 ISSUE = "Every wait ends, every report is true: "
 Connect = Callable[..., Awaitable[Client]]
@@ -35,7 +35,7 @@ COMPACTED = pytest.mark.parametrize("how", ["max_msgs_per_subject", "rollup"])
 
 @pytest.fixture
 async def compacted(js: JetStreamContext, make_stream: MakeStream, how: str) -> Callable[[str, bytes], Awaitable[None]]:
-    """Publish into a stream that keeps the newest message of a subject only."""
+    """Publish into a stream that keeps only the newest message of each subject."""
     config = {"max_msgs_per_subject": 1} if how == "max_msgs_per_subject" else {"allow_rollup_hdrs": True}
     stream = await make_stream(**config)
     headers = None if how == "max_msgs_per_subject" else {"Nats-Rollup": "sub"}
@@ -47,18 +47,18 @@ async def compacted(js: JetStreamContext, make_stream: MakeStream, how: str) -> 
     return publish
 
 
-@pytest.mark.xfail(strict=True, raises=errors.PositionLostError, reason=ISSUE + "compaction is taken for a loss")
+@pytest.mark.xfail(strict=True, raises=errors.PositionLostError, reason=ISSUE + "compaction is reported as a loss")
 @COMPACTED
-async def test_what_compaction_replaced_before_it_was_read_is_no_loss(js: JetStreamContext, compacted: Any) -> None:
+async def test_messages_replaced_before_they_are_read_are_not_lost(js: JetStreamContext, compacted: Any) -> None:
     for subject in ("a", "b", "a", "c", "a"):
         await compacted(subject, subject.encode())
     read = await LogReader(js, compacted.stream, start=Seq(1)).read()
     assert [message.seq for message in read] == [2, 4, 5]
 
 
-@pytest.mark.xfail(strict=True, raises=errors.PositionLostError, reason=ISSUE + "compaction is taken for a loss")
+@pytest.mark.xfail(strict=True, raises=errors.PositionLostError, reason=ISSUE + "compaction is reported as a loss")
 @COMPACTED
-async def test_what_compaction_replaces_while_it_is_read_is_no_loss(js: JetStreamContext, compacted: Any) -> None:
+async def test_messages_replaced_while_they_are_read_are_not_lost(js: JetStreamContext, compacted: Any) -> None:
     await compacted("a", b"1")
     reader = LogReader(js, compacted.stream)
     assert [message.seq for message in await reader.read()] == [1]
@@ -72,12 +72,14 @@ def numbers(stream: str) -> Callable[[jsx.StoredMsg], BatchMessage]:
 
 
 async def replica(js: JetStreamContext, source: str, target: str, **options: Any) -> None:
-    """Work until the end of the loop, as a supervisor restarts a worker."""
+    """Run a worker that follows its input until an error ends it."""
     reader = LogReader(js, source, tail=True, poll=0.01)
     await exactly_once(reader, target, numbers(target), name="w", prefix=f"{target}.at", **options)
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason=ISSUE + "two replicas of one worker: standby=True")
+@pytest.mark.xfail(
+    strict=True, raises=TypeError, reason=ISSUE + "exactly_once has no standby=True for a second replica"
+)
 async def test_a_standby_waits_while_another_worker_is_alive(js: JetStreamContext, make_stream: MakeStream) -> None:
     source, target = await make_stream(), await make_stream()
     workers = [asyncio.ensure_future(replica(js, source, target, standby=True)) for _ in range(2)]
@@ -116,14 +118,14 @@ async def test_replicas_that_fence_each_other_back_off(js: JetStreamContext, mak
             if taken_over > min(before, 5):
                 break
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)  # the one that was fenced starts again
+        await asyncio.sleep(0.05)  # the fenced worker starts again
     for task in tasks:
         await abandon(task)
     assert taken_over <= 5
 
 
 @pytest.mark.xfail(
-    strict=True, raises=TypeError, reason=ISSUE + "LogReader(confirm=False) reads while the origin is away"
+    strict=True, raises=TypeError, reason=ISSUE + "LogReader has no confirm=False for reads while the origin is away"
 )
 async def test_an_unconfirmed_reader_asks_no_leader(connect: Connect) -> None:
     async with ReferenceServer() as server:
@@ -131,15 +133,15 @@ async def test_an_unconfirmed_reader_asks_no_leader(connect: Connect) -> None:
         await js.add_stream(name="S", subjects=["s.>"], allow_direct=True)
         for n in range(3):
             await js.publish("s.a", b"%d" % n)
-        for question in ("$JS.API.STREAM.INFO.S", "$JS.API.STREAM.MSG.GET.S"):
-            server.faults.add(Unavailable(question, times=None))
+        for request in ("$JS.API.STREAM.INFO.S", "$JS.API.STREAM.MSG.GET.S"):
+            server.faults.add(Unavailable(request, times=None))
         reader = LogReader(js, "S", confirm=False, patience=0.5)
         assert [message.data for message in await reader.read()] == [b"0", b"1", b"2"]
 
 
 @pytest.fixture
 async def mirror(connect: Connect) -> AsyncIterator[tuple[NatsServer, KeyValue]]:
-    """A bucket on a hub, and what a leaf node has of it: a mirror."""
+    """A bucket on a hub, and its mirror on a leaf node."""
     with ExitStack() as stack:
         held = stack.enter_context(closing(HeldPort()))
         hub_config = f"jetstream {{ domain: hub }}\nleafnodes {{ host: 127.0.0.1, port: {held.port} }}"
@@ -161,7 +163,7 @@ async def mirror(connect: Connect) -> AsyncIterator[tuple[NatsServer, KeyValue]]
         yield hub, await js.key_value("B")
 
 
-@pytest.mark.xfail(strict=True, raises=BadBucketError, reason=ISSUE + "get_many and snapshot on mirrors")
+@pytest.mark.xfail(strict=True, raises=BadBucketError, reason=ISSUE + "get_many and snapshot cannot read mirrors")
 @pytest.mark.parametrize("call", ["get_many", "snapshot"])
 async def test_a_mirror_is_read_while_its_origin_is_away(mirror: tuple[NatsServer, KeyValue], call: str) -> None:
     hub, kv = mirror

@@ -14,14 +14,14 @@ import jetstream_ext.kv as kvx
 from jetstream_ext.errors import JetStreamExtError
 
 ISSUE = "Hostile and odd input"
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the fallback says so
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the fallback warns
 MISSING = pytest.mark.xfail(
-    strict=True, raises=AttributeError, reason=f"{ISSUE}: the fallback does not look at every internal that is used"
+    strict=True, raises=AttributeError, reason=f"{ISSUE}: the fallback does not check every internal that is used"
 )
 
 
 class Hidden:
-    """An attribute that nats-py still has under this name and that this package does not find any more."""
+    """An attribute that nats-py itself still finds under its name, but this package does not."""
 
     def __init__(self, kind: type, name: str) -> None:
         self._name = name
@@ -47,7 +47,7 @@ async def put_two(js: JetStreamContext, name: str) -> KeyValue:
 
 @MISSING
 @pytest.mark.parametrize("name", ["_stop_processing", "_id"])
-async def test_read_falls_back_when_a_subscription_is_another(
+async def test_read_falls_back_when_a_subscription_lacks_an_internal(
     js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     await put_two(js, bucket := stream_name())
@@ -58,7 +58,7 @@ async def test_read_falls_back_when_a_subscription_is_another(
 
 @MISSING
 @pytest.mark.parametrize("name", ["_prefix", "_timeout", "_nc"])
-async def test_read_works_or_says_why_when_a_context_is_another(
+async def test_read_works_or_says_why_when_a_context_lacks_an_internal(
     js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     await put_two(js, bucket := stream_name())
@@ -72,7 +72,7 @@ async def test_read_works_or_says_why_when_a_context_is_another(
 
 @MISSING
 @pytest.mark.parametrize("name", ["_js", "_name", "_stream", "_pre"])
-async def test_read_works_or_says_why_when_a_bucket_is_another(
+async def test_read_works_or_says_why_when_a_bucket_lacks_an_internal(
     js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     await put_two(js, bucket := stream_name())

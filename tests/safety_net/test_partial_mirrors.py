@@ -1,4 +1,4 @@
-"""A mirror answers direct gets of its origin; a bucket is read whole whatever the mirror holds."""
+"""A mirror answers direct gets of its origin; a bucket is read completely, whatever its mirror holds."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,7 +14,7 @@ import jetstream_ext.kv as kvx
 
 ISSUE = "Key-value and log: no guess, no hole"
 KEYS = [f"k{n}" for n in range(100)]
-# The responder is drawn anew for each request: a mirror that is asked half of the time is missed once in 2**60 runs.
+# Each request has a random responder. A mirror that answers half of them answers none of 60 once in 2**60 runs.
 TRIALS = 60
 
 Mirrored = Callable[..., Awaitable[KeyValue]]
@@ -22,7 +22,7 @@ Mirrored = Callable[..., Awaitable[KeyValue]]
 
 @pytest.fixture
 def mirrored(js: JetStreamContext, stream_name: Callable[[], str]) -> Mirrored:
-    """Create a bucket of 100 keys and a mirror of it that is alike but for the options given here."""
+    """Create a bucket of 100 keys and a mirror that differs from it only in `options`."""
 
     async def create(*, ready: int, **options: Any) -> KeyValue:
         name = stream_name()

@@ -33,7 +33,7 @@ async def create_bucket(js: JetStreamContext, name: str, keys: set[str]) -> None
 
 
 @pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: a bucket recreated during a snapshot is read half and half"
+    strict=True, raises=AssertionError, reason=f"{ISSUE}: a snapshot mixes a bucket with one recreated during the read"
 )
 async def test_snapshot_never_mixes_a_bucket_with_the_one_created_after_it(
     server: NatsServer, js: JetStreamContext, stream_name: Callable[[], str]
@@ -77,7 +77,7 @@ async def test_transaction_fails_when_the_bucket_was_recreated_since_its_reads(
 
 
 @pytest.mark.xfail(
-    strict=True, raises=NOT_RAISED, reason=f"{ISSUE}: an offset is committed over one in a bucket recreated since"
+    strict=True, raises=NOT_RAISED, reason=f"{ISSUE}: a commit overwrites an offset in a bucket recreated since"
 )
 async def test_offset_commit_fails_when_the_bucket_was_recreated_since_the_last_one(
     js: JetStreamContext, stream_name: Callable[[], str]

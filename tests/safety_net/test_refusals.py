@@ -1,4 +1,4 @@
-"""What a server would drop, misread or answer by closing the connection is refused before it is sent."""
+"""Input that a server would drop, misread or answer by closing the connection is refused before it is sent."""
 
 import asyncio
 import re
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from link import Link
 
-# nats-py leaves the sockets of connections that were cut to the garbage collector.
+# nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 ISSUE = "Every wait ends, every report is true: "
 Connect = Callable[..., Awaitable[Client]]
@@ -33,7 +33,7 @@ Publish = Callable[[JetStreamContext, BatchMessage], Awaitable[Any]]
 async def add_atomic(js: JetStreamContext, message: BatchMessage) -> None:
     async with jsx.AtomicBatch(js, timeout=30) as batch:
         await batch.add_message(message, ack=False)
-        await batch.discard()  # it was not refused
+        await batch.discard()  # reached only if the message was not refused
 
 
 async def add_fast(js: JetStreamContext, message: BatchMessage) -> None:
@@ -50,7 +50,9 @@ PUBLISH = pytest.mark.parametrize("publish", [add_atomic, add_fast, add_many_fas
 LOCAL = (ValueError, nats.errors.Error)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "a blank message id passes and means no id")
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=ISSUE + "a blank message id is sent, and servers ignore it"
+)
 @pytest.mark.parametrize("options", [{"msg_id": " "}, {"headers": {"Nats-Msg-Id": " "}}], ids=["msg_id", "header"])
 @PUBLISH
 async def test_a_blank_message_id_is_refused(
@@ -62,7 +64,7 @@ async def test_a_blank_message_id_is_refused(
     assert (await js.stream_info(stream)).state.last_seq == 0
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "headers over 64 KiB pass")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "headers over 64 KiB are sent")
 @PUBLISH
 async def test_headers_that_a_server_cannot_store_are_refused(
     nc: Client, js: JetStreamContext, make_stream: MakeStream, within: Within, publish: Publish
@@ -102,7 +104,7 @@ async def test_a_subject_longer_than_the_control_line_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["atomic", "fast"])
-async def test_the_limit_of_the_server_that_is_connected_now_counts(
+async def test_max_payload_of_the_connected_server_applies_after_a_reconnect(
     server: NatsServer, connect: Connect, make_stream: MakeStream, within: Within, kind: str
 ) -> None:
     stream = await make_stream()
@@ -127,7 +129,9 @@ async def test_the_limit_of_the_server_that_is_connected_now_counts(
 
 
 class TestEnsureStream:
-    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "overlapping subjects (10065): what to do")
+    @pytest.mark.xfail(
+        strict=True, raises=AssertionError, reason=ISSUE + "the error for overlapping subjects (10065) has no advice"
+    )
     async def test_the_stream_that_has_the_subjects_is_named(
         self, js: JetStreamContext, make_stream: MakeStream, stream_name: Callable[[], str], within: Within
     ) -> None:
@@ -138,7 +142,7 @@ class TestEnsureStream:
         assert holder in str(outcome)
 
     @pytest.mark.xfail(
-        strict=True, raises=AssertionError, reason=ISSUE + "an ephemeral source to be made durable: what to do"
+        strict=True, raises=AssertionError, reason=ISSUE + "the error for a source that is made durable has no advice"
     )
     async def test_making_a_source_durable_says_what_to_do(
         self, js: JetStreamContext, make_stream: MakeStream, stream_name: Callable[[], str], within: Within
@@ -151,7 +155,7 @@ class TestEnsureStream:
         assert "durable" in str(outcome)
 
     @pytest.mark.xfail(
-        strict=True, raises=AssertionError, reason=ISSUE + "subjects given as a plain string: what to do"
+        strict=True, raises=AssertionError, reason=ISSUE + "the error for subjects given as a string has no advice"
     )
     async def test_subjects_given_as_a_string_are_refused_with_a_hint(
         self, js: JetStreamContext, stream_name: Callable[[], str], within: Within

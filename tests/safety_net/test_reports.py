@@ -1,4 +1,4 @@
-"""What is reported as stored is stored, once, and an answer is of the moment that it names."""
+"""A message that is reported as stored is stored once, and an answer shows the moment that it names."""
 
 import asyncio
 import re
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from link import Link
 
-# nats-py leaves the sockets of connections that were cut to the garbage collector.
+# nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 ISSUE = "Every wait ends, every report is true: "
 Connect = Callable[..., Awaitable[Client]]
@@ -29,7 +29,7 @@ Within = Callable[[float, Awaitable[Any]], Awaitable[Any]]
 
 
 def level(api_level: int) -> Callable[[bytes], bytes]:
-    """Have a server's greeting name another API level."""
+    """Return a function that replaces the API level in a server's greeting."""
     return lambda line: re.sub(rb'"api_lvl":[0-9]+', b'"api_lvl":%d' % api_level, line)
 
 
@@ -49,7 +49,7 @@ class TestBatchIdUsedAgain:
     def batch(stream: str, *contents: str) -> list[BatchMessage]:
         return [BatchMessage(f"{stream}.a", text.encode(), msg_id=text.replace(" ", "-")) for text in contents]
 
-    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "false success of a batch id used again")
+    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "a batch id used again is a false success")
     async def test_publish_atomic_does_not_return_the_ack_of_other_content(
         self, js: JetStreamContext, stream: str
     ) -> None:
@@ -84,7 +84,7 @@ class TestBatchIdUsedAgain:
         async with ReferenceServer(faults=Faults(Lose("s.>", when=lambda m: b"9 pears" in m.payload))) as server:
             js, other = [(await connect(server.url)).jetstream(timeout=30) for _ in range(2)]
             await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True, allow_direct=True)
-            await jsx.publish_atomic(js, [("s.a", b"first")])  # from here on the connection knows the stream
+            await jsx.publish_atomic(js, [("s.a", b"first")])  # from now on the connection knows the stream
             await jsx.publish_atomic(other, [("s.a", b"3 apples"), ("s.a", b"5 plums")], batch_id="order")
             batch = jsx.AtomicBatch(js, batch_id="order")
             await batch.add("s.a", b"7 figs")
@@ -101,7 +101,11 @@ class TestBatchIdUsedAgain:
 
 
 class TestMultiLast:
-    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "multi_last(up_to_seq=) beyond the end")
+    @pytest.mark.xfail(
+        strict=True,
+        raises=AssertionError,
+        reason=ISSUE + "pages of multi_last(up_to_seq=) beyond the end differ in time",
+    )
     async def test_pages_are_all_of_one_moment(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         stream = await make_stream(storage="memory")
         for n in range(4):
@@ -113,8 +117,10 @@ class TestMultiLast:
             found += [message async for message in messages]
         assert [message.seq for message in found] == [1, 2, 3, 4]
 
-    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "a lagging replica's answer is labelled N")
-    async def test_what_a_lagging_replica_had_is_not_labelled_as_more(self, connect: Connect) -> None:
+    @pytest.mark.xfail(
+        strict=True, raises=AssertionError, reason=ISSUE + "the answer of a lagging replica has a later up_to_seq"
+    )
+    async def test_answer_of_a_lagging_replica_has_no_later_up_to_seq(self, connect: Connect) -> None:
         faults = Faults(StaleReplica("$JS.API.DIRECT.GET.>", behind=3, times=None))
         async with ReferenceServer(faults=faults) as server:
             js = (await connect(server.url)).jetstream(timeout=30)
@@ -129,7 +135,7 @@ class TestMultiLast:
             assert read.up_to_seq is not None
             assert [message.seq for message in found] == [read.up_to_seq]
 
-    @pytest.mark.xfail(strict=True, raises=TypeError, reason=ISSUE + "multi_last and batch get min_seq")
+    @pytest.mark.xfail(strict=True, raises=TypeError, reason=ISSUE + "multi_last and batch have no min_seq")
     @pytest.mark.parametrize("name", ["batch", "multi_last"])
     async def test_reads_of_many_messages_wait_for_a_sequence(
         self, js: JetStreamContext, make_stream: MakeStream, name: str
@@ -145,7 +151,11 @@ class TestMultiLast:
 
 
 class TestIngest:
-    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "stored twice after the duplicate window")
+    @pytest.mark.xfail(
+        strict=True,
+        raises=AssertionError,
+        reason=ISSUE + "messages stored twice after the duplicate window are not reported",
+    )
     async def test_an_outage_longer_than_the_duplicate_window_is_never_reported_as_once(
         self, own_server: NatsServer, connect: Connect, within: Within
     ) -> None:
@@ -168,15 +178,17 @@ class TestIngest:
                     await asyncio.sleep(0.02)
             link.accepting = False
             link.cut()
-            await asyncio.sleep(1.5)  # the server forgets the ids, and may be late
+            await asyncio.sleep(1.5)  # the server forgets the ids, possibly late
             link.accepting = link.replies = True
             outcome = await within(60, running)
         stored = [int(data) for data in await payloads(direct, "S")]
         if isinstance(outcome, jsx.IngestReport) and not getattr(outcome, "in_doubt", None):
             assert stored == list(range(40))
 
-    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "an upgrade ends ingest for good")
-    async def test_an_older_server_in_between_does_not_end_it(
+    @pytest.mark.xfail(
+        strict=True, raises=AssertionError, reason=ISSUE + "an older server during an upgrade ends ingest"
+    )
+    async def test_an_older_server_in_between_does_not_end_ingest(
         self, own_server: NatsServer, connect: Connect, within: Within
     ) -> None:
         direct = (await connect(own_server.url)).jetstream()
@@ -225,7 +237,9 @@ class TestMixedClusters:
             assert (await direct.stream_info("S")).state.messages == 0
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "a batch over two streams is only incomplete")
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=ISSUE + "a batch over two streams is only reported as incomplete"
+)
 async def test_a_batch_over_two_streams_names_them(
     js: JetStreamContext, make_stream: MakeStream, within: Within
 ) -> None:

@@ -1,4 +1,4 @@
-"""No password leaves in the clear where TLS was asked for, and none is shown."""
+"""No password is sent in the clear if TLS was requested, and none is printed."""
 
 import gc
 import shutil
@@ -23,9 +23,9 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="make
 
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
-    """Collect what nats-py leaves of connections that failed: not while pytest writes a report, nor in another test.
+    """Collect the failed connections of nats-py here, not in another test or while pytest writes a report.
 
-    On Python 3.11 a traceback that is logged while another one is formatted breaks the formatting.
+    On Python 3.11, logging a traceback while another one is formatted breaks the formatting.
     """
     gc.disable()
     yield
@@ -36,12 +36,12 @@ def collected() -> Iterator[None]:
 
 
 def refuse() -> bytes | None:
-    """Refuse whoever connects, so that the client does not try again for long."""
+    """Refuse every client, so that it does not retry for long."""
     return b"-ERR 'Authorization Violation'\r\n"
 
 
 def sent_in_the_clear(server: FakeNatsServer) -> bool:
-    assert server.connections, "nobody connected"
+    assert server.connections, "no client connected"
     return any(PASSWORD.encode() in line for line in server.clear)
 
 
@@ -63,7 +63,7 @@ def test_spark_sends_no_password_to_a_server_without_tls(tmp_path: Path, how: st
 
 
 class LosesTls:
-    """Offers TLS until a client has said who it is, loses the connection at its first request, and has none from then on."""
+    """Offers TLS until a client has authenticated, drops it at its first request, and offers no TLS after that."""
 
     def __init__(self) -> None:
         self.met = False
@@ -120,7 +120,7 @@ def test_command_line_sends_no_password_to_a_server_that_has_lost_its_tls(tmp_pa
         assert not sent_in_the_clear(server)
 
 
-# A URL parser takes these for the end of the user information, or for an address of IPv6.
+# A URL parser mistakes these characters for the end of the user information or for an IPv6 address.
 ODD = ["hun/ter2", "hun?ter2", "hun#ter2", "hun[ter2", "hun]ter2", "[hunter2]", "hun,ter2"]
 
 

@@ -1,4 +1,4 @@
-"""A transaction's function is run again for what happens to the transaction, and for nothing else."""
+"""A transaction's function runs again only after an error of the transaction itself."""
 
 from collections.abc import Callable
 

@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from waiting import abandon
 
-# nats-py leaves the sockets of connections that were cut to the garbage collector.
+# nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 ISSUE = "Every wait ends, every report is true: "
 TIMEOUT = 0.2
-SLACK = 9.0  # on a busy machine; less than the ten seconds after which nats-py's own flush gives up
-HANGS = 1.0  # what has not ended by then is taken for hanging
+SLACK = 9.0  # for a busy machine; less than the ten seconds after which nats-py's own flush times out
+HANGS = 1.0  # a call that has not ended by then counts as hanging
 DOCUMENTED = (errors.JetStreamExtError, nats.errors.Error)
 
 
@@ -43,13 +43,13 @@ def large(count: int) -> Iterator[tuple[str, bytes]]:
 
 
 class Calls:
-    """Calls of every kind, with everything that they need opened before the connection breaks."""
+    """Calls of every kind; everything that they need is opened before the connection breaks."""
 
     def __init__(self, js: JetStreamContext) -> None:
         self.js = js
 
     async def open(self) -> None:
-        js = self.js._nc.jetstream(timeout=30)  # only the calls themselves are in a hurry
+        js = self.js._nc.jetstream(timeout=30)  # the short timeout is only for the calls under test
         flags = {"allow_direct": True, "allow_atomic": True, "allow_batched": True}
         await js.add_stream(name="S", subjects=["s.>"], **flags)
         await js.publish("s.a", b"first")
@@ -77,7 +77,7 @@ class Calls:
             await ended.discard()
 
     def of(self, *kinds: str) -> dict[str, asyncio.Future[Any]]:
-        """Make the calls of these kinds, all at once."""
+        """Start the calls of these kinds concurrently."""
         return {
             f"{kind}: {name}": asyncio.ensure_future(call)
             for kind in kinds
@@ -162,7 +162,7 @@ KINDS = ("fast", "ingesting", "atomic", "direct", "managing", "key_value", "logs
 
 @pytest.fixture
 async def open_calls(own_server: NatsServer, connect: Connect) -> AsyncIterator[Callable[..., Awaitable[Calls]]]:
-    """Connect to a server of the test's own, with calls that are ready to be made."""
+    """Connect to the test's own server, and prepare the calls."""
     made: list[Calls] = []
 
     async def open_calls(**options: Any) -> Calls:
@@ -178,7 +178,7 @@ async def open_calls(own_server: NatsServer, connect: Connect) -> AsyncIterator[
 
 
 async def unended(seconds: float, running: dict[str, asyncio.Future[Any]]) -> dict[str, str]:
-    """Return which calls have not ended within so many seconds, or with an error that is not documented."""
+    """Return the calls that have not ended within `seconds`, or that ended with an undocumented error."""
     await asyncio.wait(running.values(), timeout=seconds)
     wrong = {name: "still waits" for name, task in running.items() if not task.done()}
     for name, task in running.items():
@@ -274,7 +274,7 @@ async def test_adding_large_messages_ends_when_the_connection_is_closed(
         while True:
             await batch.add("s.a", bytes(250_000), ack=False)
 
-    for _ in range(20):  # it depends on what is being written just then
+    for _ in range(20):  # the result depends on the write that is in progress
         nc = await connect(own_server.url)
         batch = jsx.AtomicBatch(nc.jetstream(timeout=30), ack_every=10_000)
         adding = asyncio.ensure_future(add(batch))

@@ -1,4 +1,4 @@
-"""The window is a bound, lost acks are recovered, and a slow link is shared."""
+"""The window is never exceeded, a lost ack is recovered, and a slow link is shared."""
 
 import asyncio
 import sys
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from link import Link
 from waiting import abandon
 
-# nats-py leaves the sockets of connections that were cut to the garbage collector.
+# nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
 ISSUE = "Every wait ends, every report is true: "
 Connect = Callable[..., Awaitable[Client]]
@@ -40,7 +40,9 @@ async def test_concurrent_adds_stay_within_the_window(js: JetStreamContext, make
     assert in_flight <= 10
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "lost acks with a timeout of 1 s or less")
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=ISSUE + "a lost ack is not recovered with a timeout of 1 s or less"
+)
 @pytest.mark.parametrize("context_timeout", [False, True])
 async def test_a_lost_ack_is_recovered_within_a_short_timeout(
     connect: Connect, within: Within, context_timeout: bool
@@ -64,7 +66,7 @@ async def test_a_scan_over_a_slow_link_leaves_room_for_other_calls(own_server: N
         js = (await connect(link.url)).jetstream(timeout=10)
         scanning = asyncio.ensure_future(jsx.DirectGet(js, "S").scan().to_list())
         async with asyncio.timeout(60):
-            while js._nc.stats["in_bytes"] < 1_000_000:  # from here on, many seconds of replies are on their way
+            while js._nc.stats["in_bytes"] < 1_000_000:  # from now on, replies for many seconds are in transit
                 await asyncio.sleep(0.01)
         unanswered = 0
         other = js._nc.jetstream(timeout=1)

@@ -1,4 +1,4 @@
-"""Whatever a server says reaches a terminal or a log without its escape sequences."""
+"""Texts of a server reach terminals and logs without their escape sequences."""
 
 import asyncio
 import gc
@@ -25,9 +25,9 @@ ISSUE = "Hostile and odd input"
 
 @pytest.fixture(autouse=True)
 def collected() -> Iterator[None]:
-    """Collect what nats-py leaves of connections that failed: not while pytest writes a report, nor in another test.
+    """Collect the failed connections of nats-py here, not in another test or while pytest writes a report.
 
-    On Python 3.11 a traceback that is logged while another one is formatted breaks the formatting.
+    On Python 3.11, logging a traceback while another one is formatted breaks the formatting.
     """
     gc.disable()
     yield
@@ -69,7 +69,7 @@ def test_no_escape_sequence_of_a_refused_request_reaches_the_terminal(tmp_path: 
 
 
 def answer_as_an_empty_account(subject: str) -> bytes | None:
-    """Answer what a command asks JetStream that has no streams."""
+    """Answer the requests of a command as an account without streams."""
     if subject.endswith(".API.INFO"):
         empty = {"memory": 0, "storage": 0, "streams": 0, "consumers": 0, "limits": {}, "api": {"level": 5}}
     else:

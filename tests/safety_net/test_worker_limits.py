@@ -1,4 +1,4 @@
-"""A worker ends where it must: at its input's end, and at an output that can never be stored."""
+"""A worker ends at the end of its input, and at an output that can never be stored."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ ISSUE = "Key-value and log: no guess, no hole"
 
 
 class EndlessError(Exception):
-    """The handler was called again and again."""
+    """The handler was called more often than there are inputs."""
 
 
 @pytest.mark.xfail(

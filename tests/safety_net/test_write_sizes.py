@@ -1,4 +1,4 @@
-"""A message with its headers that is larger than the server takes is refused before it is sent."""
+"""A message that is too large for the server, its headers included, is refused before it is sent."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 

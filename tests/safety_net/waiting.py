@@ -1,4 +1,4 @@
-"""How a test gives up a wait that does not end."""
+"""End a wait that does not end by itself."""
 
 import asyncio
 from typing import Any
@@ -12,4 +12,4 @@ async def abandon(task: asyncio.Future[Any]) -> None:
         task.cancel()
         await asyncio.sleep(0.01)
     if task.done() and not task.cancelled():
-        task.exception()  # seen
+        task.exception()  # so that asyncio does not log it as never retrieved

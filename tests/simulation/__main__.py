@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fast_schedules import name_of, replay, run
 
-SHARE = 500  # seeds that a process takes at a time
+SHARE = 500  # seeds per task of a process
 
 
 def failures(first: int, count: int) -> list[str]:
@@ -25,11 +25,13 @@ def failures(first: int, count: int) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--schedules", type=int, default=100_000, help="of each mode, half of them on each kind of link"
+        "--schedules", type=int, default=100_000, help="schedules of each mode, half of them on each kind of link"
     )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many work at the same time")
-    parser.add_argument("--replay", help="a schedule as a failure names it; prints all that happens")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="the number of processes")
+    parser.add_argument(
+        "--replay", help="run the schedule of this name, as in the report of a failure, and print every event"
+    )
     options = parser.parse_args()
     if options.replay:
         replay(options.replay, print)

@@ -1,4 +1,4 @@
-"""Schedules by name: a mode, a kind of link and a seed make one."""
+"""Schedules by name; a mode, a kind of link and a seed determine one."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,7 +15,7 @@ def name_of(mode: GapMode, chaos: bool, seed: int) -> str:
 
 
 def replay(name: str, trace: Callable[[str], None] | None = None) -> World:
-    """Run the schedule of that name, and fail as it fails."""
+    """Run the schedule of that name, and raise its error."""
     mode, link, seed = name.split(":")
     world = World(int(seed), GapMode(mode), chaos=link == "chaos", trace=trace)
     world.run()
@@ -23,7 +23,7 @@ def replay(name: str, trace: Callable[[str], None] | None = None) -> World:
 
 
 def run(first: int, count: int) -> Iterator[tuple[Schedule, Exception | None]]:
-    """Run `count` schedules in each mode, alternating between the links; yield each and how it failed."""
+    """Run `count` schedules in each mode, alternating between the links; yield each with its error, if any."""
     for seed in range(first, first + count):
         for mode in GapMode:
             schedule = mode, bool(seed % 2), seed

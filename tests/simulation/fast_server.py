@@ -21,7 +21,7 @@ class Server:
         self._engine = Engine(Profile.of(version), seed=seed)
         self._parser = Parser(1 << 20)
         self._engine.attach(1, START)
-        # Only what the client published is answered, so one subscription to everything it made up will do.
+        # The server answers only to reply subjects that the client chose, and one subscription covers all of these.
         self._engine.handle(1, Subscribe("i.>", "1"), START)
         self._engine.handle(1, Publish("$JS.API.STREAM.CREATE.S", CREATE % max_msg_size, "x"), START)
         assert self._engine.jetstream is not None
@@ -44,14 +44,14 @@ class Server:
         return self._frames(self._engine.handle(1, replace(message), self._at(now)))
 
     def new_leader(self, now: float) -> list[Frame]:
-        """Go on as another leader that lost nothing."""
+        """Continue as a new leader that has every message."""
         self.leaderless = False
         self._engine.handle_timer(self._at(now))
         self._stream.fast.leader_changed()
         return self._frames(self._engine.handle_timer(self._at(now)))
 
     def restart(self, now: float) -> None:
-        """Forget every batch, as a server does that was killed."""
+        """Forget every batch, as a killed server does."""
         self._engine.handle_timer(self._at(now))
         self._stream.fast.forget_all()
 

@@ -1,12 +1,12 @@
-"""One publisher, one server, and a link between them that is as bad as a seed makes it. Time is virtual.
+"""One publisher, one server, and a faulty link between them, in virtual time; a seed determines every fault.
 
 Two kinds of link:
 
-* `wire`: what NATS over TCP really does. Bytes come in order or not at all; what is lost is lost at a cut, on its way
-  to the server or back, and what the client had not written yet follows on the next connection. Servers stall, lose
-  their leader, are overloaded, are killed and restarted, and messages vanish between them.
-* `chaos`: every frame may be dropped, repeated or delayed by itself, in both directions. Nothing works like that; a
-  machine that stands it stands the rest.
+* `wire`: the faults of NATS over TCP. Bytes arrive in order or not at all. A cut loses the bytes in transit, in both
+  directions; bytes that the client has not yet written follow on the next connection. Servers stall, lose their leader,
+  are overloaded, killed and restarted, and lose messages between each other.
+* `chaos`: every frame may be dropped, repeated or delayed by itself, in both directions. No real link does that; a
+  machine that works on such a link works on real ones.
 """
 
 import heapq
@@ -29,11 +29,11 @@ REFUSED = 10**6  # an expected sequence that no stream has
 
 
 class WrongError(AssertionError):
-    """The machine did what it must not do."""
+    """The machine broke a rule."""
 
 
 class WatchedBatch(FastBatch):
-    """A batch that hands every change of its state to `changed`."""
+    """A batch that reports every change of its state to `changed`."""
 
     def __init__(self, changed: Callable[[State, Input], None], **options: Any) -> None:
         super().__init__(**options)
@@ -48,7 +48,7 @@ class WatchedBatch(FastBatch):
 
 
 class World:
-    """A schedule: everything that happens follows from the seed."""
+    """One schedule; its seed determines every event."""
 
     def __init__(self, seed: int, mode: GapMode, *, chaos: bool, trace: Callable[[str], None] | None = None) -> None:
         self.random = random = Random(seed)
@@ -110,7 +110,7 @@ class World:
             call()
             self._check_bounds()
         if self.op is not None:
-            raise WrongError(f"nothing will ever happen again: {self.op} in {self.machine.state}")
+            raise WrongError(f"no event is left, but {self.op} waits in {self.machine.state}")
         self._settle()
         self._check_end()
 
@@ -121,7 +121,7 @@ class World:
         self.say(f"  {before.name} -> {self.state.name} ({event.value})")
 
     def _settle(self) -> None:
-        """Let what is on its way arrive, so that it is known what is stored."""
+        """Deliver the frames in transit, so that the stored messages are final."""
         self.op = None
         until = self.now + 30
         while self._heap and self._heap[0][0] <= until:
@@ -148,7 +148,7 @@ class World:
         self.flushing = 0
 
     def progress(self) -> None:
-        """Do what the publisher does until it has to wait; what the shell does, in short."""
+        """Run the publisher until it has to wait: a short version of the shell."""
         machine = self.machine
         while self.op is not None:
             name, value = self.op
@@ -181,7 +181,7 @@ class World:
         return ended
 
     def _step(self, name: str, value: int) -> bool:
-        """Take one step of an operation; False has to wait."""
+        """Take one step of an operation; return False if it has to wait."""
         machine = self.machine
         if name in ("add", "many"):
             if machine.room <= 0:
@@ -267,7 +267,7 @@ class World:
             self._check_sent(int(seq), int(op))
             self.say(f"→ {seq} op {op}")
             if not self.connected:
-                continue  # refused by the connection: it has a sequence and never leaves
+                continue  # the connection refuses the message; it has a sequence, but is never sent
             if self.chaos:
                 for delay in self._fates():
                     self.at(self.now + delay, self._arrival(message, self.epoch))
@@ -289,7 +289,7 @@ class World:
     def _arrival(self, message: Publish, epoch: int) -> Callable[[], None]:
         def arrive() -> None:
             if epoch != self.epoch:
-                return  # it was on its way when the connection was cut
+                return  # it was in transit when the connection was cut
             is_message = message.reply.rsplit(".", 2)[1] in ("0", "1")
             if not self.chaos and is_message and self.random.random() < self.bad / 8:
                 self.say(f"✗ {message.reply} vanishes")
@@ -399,7 +399,7 @@ class World:
             raise WrongError(f"{self.op} waits since {since:g}, and it is {self.now:g}")
 
     def _known_lost(self) -> set[int]:
-        """What the publisher was told not to rely on."""
+        """Return the messages that were reported as lost, refused or in doubt."""
         machine = self.machine
         lost = {seq for gap in machine.gaps for seq in range(gap.first_lost, gap.seq)}
         lost |= {error.seq for error in machine.errors}
@@ -407,12 +407,12 @@ class World:
 
     def _check_flushed(self) -> None:
         if self.chaos and self.mode is GapMode.OK:
-            return  # the report of a loss may be lost
+            return  # the report of a loss may itself be lost
         missing = set(range(1, self.flushing + 1)) - set(self.server.stored())
         if self.mode is GapMode.OK:
             missing -= self._known_lost()
         if missing:
-            raise WrongError(f"flush returned, and {sorted(missing)} are nowhere")
+            raise WrongError(f"flush returned, but {sorted(missing)} are neither stored nor reported")
 
     def _check_end(self) -> None:
         machine, stored = self.machine, set(self.server.stored())
@@ -420,7 +420,7 @@ class World:
             raise WrongError("a timer after the end")
         acked = set(range(1, machine.acked + 1))
         if self.mode is GapMode.FAIL and not acked <= stored:
-            raise WrongError(f"acknowledged and not stored: {sorted(acked - stored)}")
+            raise WrongError(f"acknowledged, but not stored: {sorted(acked - stored)}")
         if self.mode is GapMode.OK and not self.chaos and not acked <= stored | self._known_lost():
             raise WrongError(f"neither stored nor reported: {sorted(acked - stored - self._known_lost())}")
         if machine.state is not State.ENDED:
@@ -431,22 +431,22 @@ class World:
         everything = set(range(1, machine.sent + 1))
         if machine.end_reason is EndReason.COMMITTED:
             if machine.ack is None or error is not None:
-                raise WrongError("committed without the server's word")
+                raise WrongError("committed without a final ack")
             if self.mode is GapMode.FAIL and not everything <= stored:
                 raise WrongError(f"committed without {sorted(everything - stored)}")
         elif machine.end_reason is not EndReason.DISCARDED and error is None:
             raise WrongError("ended without an error")
         if isinstance(error, errors.BatchError):
             if (error.sent, error.acked, error.ack) != (machine.sent, machine.acked, machine.ack):
-                raise WrongError("the error says something else than the batch")
+                raise WrongError("the error and the batch disagree")
             if error.outcome == "not_stored" and stored and not self.chaos:
-                raise WrongError("said to be not stored")
+                raise WrongError("the outcome is not_stored, but messages are stored")
             if error.outcome == "stored" and not everything <= stored:
-                raise WrongError("said to be stored")
+                raise WrongError("the outcome is stored, but messages are missing")
         lost = range(error.first_lost, error.last_lost + 1) if isinstance(error, errors.BatchGapError) else ()
         if stored.intersection(lost) and not self.chaos:
-            raise WrongError(f"stored, and said to be lost: {error}")
+            raise WrongError(f"stored, but named in the error as lost: {error}")
         if not self.chaos:
             gaps = {seq for gap in machine.gaps for seq in range(gap.first_lost, gap.seq)}
             if stored & gaps:
-                raise WrongError(f"stored, and reported as lost: {sorted(stored & gaps)}")
+                raise WrongError(f"stored, but reported as lost: {sorted(stored & gaps)}")

@@ -1,4 +1,4 @@
-"""A few seconds of the simulation; CI runs 100,000 more, `nox -s full -- simulation` 200,000."""
+"""A few seconds of the simulation; CI also runs 20,000 schedules, and `nox -s full -- simulation` 200,000."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ SCHEDULES = 400  # of each mode
 
 
 def test_schedules() -> None:
-    first = Random().randrange(10**9)  # others in every run: a failure names its seed
+    first = Random().randrange(10**9)  # different seeds in every run; a failure names its seed
     failures = [f"{name_of(*schedule)}: {error}" for schedule, error in run(first, SCHEDULES) if error is not None]
     assert not failures, "replay with: python tests/simulation --replay <name>\n" + "\n".join(failures)
 
@@ -33,12 +33,12 @@ def test_a_schedule_can_be_replayed() -> None:
         assert len(one) > 3
 
 
-# Schedules that found something once.
+# Schedules that once found a defect.
 @pytest.mark.parametrize("name", [
     "ok:wire:176",  # a window full of refused messages is never acknowledged
-    "ok:chaos:1025",  # … nor is one whose reports were lost
+    "ok:chaos:1025",  # the same for messages whose reports were lost
 ])  # fmt: skip
-def test_found_before(name: str) -> None:
+def test_schedules_that_found_a_defect(name: str) -> None:
     replay(name)
 
 
@@ -65,7 +65,7 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_finds_bugs(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
-    """The simulation is worth something only if it notices a machine that is wrong."""
+    """The simulation must find the defect of a machine with a known one."""
     owner, name, wrong, mode = BUGS[bug]
     monkeypatch.setattr(owner, name, wrong)
     assert any(error is not None for (at, _, _), error in run(0, 2000) if at is mode)

@@ -219,7 +219,7 @@ def test_messages_larger_than_a_request_are_read(
     [
         ({"startingOfsets": "latest"}, "did you mean 'startingOffsets'"),
         ({"startingTime": "2026-01-31T13:45:00"}, "no time zone"),
-        ({"semantics": "dedupe"}, "belongs to writing"),
+        ({"semantics": "dedupe"}, "applies only to writes"),
         ({"password": "hunter2"}, "use 'passwordEnv'"),
         ({"servers": "nats://me:hunter2@host"}, "credentials in it"),
     ],

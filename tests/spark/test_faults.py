@@ -241,7 +241,7 @@ def test_a_failure_between_the_write_and_the_commit_log(
     pipeline.check(ROWS + 100)
 
 
-def test_a_replay_after_the_duplicate_window_is_recognized_by_its_markers(
+def test_a_replay_after_the_duplicate_window_is_recognised_by_its_markers(
     spark: SparkSession, pipeline: Pipeline
 ) -> None:
     pipeline.make(duplicate_window=1)

@@ -284,7 +284,9 @@ class TestLoss:
             await follower(name).plan(js, start, end)
         # A micro-batch of the old stream cannot be replayed from the new one.
         assert await lax.plan(js, start, old_end) == []
-        with pytest.raises(DataLossError, match=r"sequences 11 to 20 .* are gone: it was deleted and re-created"):
+        with pytest.raises(
+            DataLossError, match=r"sequences 11 to 20 .* are lost: the stream was deleted and re-created"
+        ):
             await follower(name).plan(js, start, old_end)
 
     async def test_a_stream_that_lost_its_end_is_a_loss(self, js: JetStreamContext, read: tuple[str, Offset]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from pyspark.sql.datasource import CaseInsensitiveDict
 
 from jetstream_ext.client.api import Api
 from jetstream_ext.errors import DirectGetDisabledError, HistoryUnavailableError
+from jetstream_ext.kv import snapshot
 from jetstream_ext.spark import connection, kv
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.errors import OptionError, PlanningError
@@ -175,7 +176,30 @@ class TestThePast:
         after = values(read(bucket))
         assert (after["k.1"], "k.2" in after, after["k.new"]) == (b"new", False, b"new")
         assert values(read(bucket, asOf="2020-01-01T00:00:00Z")) == {}
-        assert values(read(bucket, asOf="2100-01-01T00:00:00Z")) == after
+
+    def test_a_time_means_the_same_revision_as_in_a_snapshot(
+        self, make: Callable[..., str], read: Read, with_js: Any
+    ) -> None:
+        bucket = make(ten, history=5)
+        with_js(put(bucket, k_1=b"new", k_2=None))
+
+        async def snapshots(js: JetStreamContext) -> dict[datetime, dict[str, bytes]]:
+            bucket_now = await js.key_value(bucket)
+            found = await snapshot(bucket_now, include_deletes=True)
+            times = [entry.created + timedelta(microseconds=n) for entry in found.values() for n in (-1, 0)]
+            past = {time: await snapshot(bucket_now, at=time) for time in times}
+            return {time: {key: entry.value for key, entry in found.items()} for time, found in past.items()}
+
+        for time, expected in with_js(snapshots).items():
+            assert values(read(bucket, asOf=time.isoformat(), consistency="strict")) == expected
+
+    def test_a_time_in_the_future_is_awaited_or_refused(self, make: Callable[..., str], read: Read) -> None:
+        bucket = make(ten)
+        soon = datetime.now(UTC) + timedelta(seconds=1)
+        assert values(read(bucket, asOf=soon.isoformat())) == TEN
+        assert datetime.now(UTC) > soon
+        with pytest.raises(PlanningError, match=r"'asOf': bucket .* 2100-01-01T00:00:00.* is in the future"):
+            read(bucket, asOf="2100-01-01T00:00:00Z")
 
     def test_without_history_the_past_has_present_values(
         self, make: Callable[..., str], read: Read, with_js: Any
@@ -198,7 +222,7 @@ class TestThePast:
         assert "k.1" not in values(read(bucket, asOf="10"))
 
     def test_a_future_revision_is_refused(self, make: Callable[..., str], read: Read) -> None:
-        with pytest.raises(PlanningError, match="is at revision 10; it has no revision 11 yet"):
+        with pytest.raises(PlanningError, match=r"'asOf': bucket .* has no revision 11 yet; its last is 10"):
             read(make(ten), asOf="11")
 
 
@@ -277,7 +301,9 @@ def test_a_mirror_bucket_names_the_bucket_to_read(with_js: Any, read: Read, make
     mirror = f"{origin}M"
     config = StreamConfig(name=f"KV_{mirror}", mirror=StreamSource(name=f"KV_{origin}"), allow_direct=True)
     with_js(lambda js: js.add_stream(config))
-    with pytest.raises(PlanningError, match=f"'{mirror}' is a mirror of bucket '{origin}'; set 'bucket' to '{origin}'"):
+    with pytest.raises(
+        PlanningError, match=f"'bucket': bucket '{mirror}' is a mirror of stream 'KV_{origin}'; open the"
+    ):
         read(mirror)
 
 

@@ -141,11 +141,11 @@ def test_load_names_the_streams(loaded: dict[str, str]) -> None:
         ({"tlsCert": "c"}, "'tlsCert'.*needs 'tlsKey'"),
         ({"tlsKey": "k"}, "'tlsKey'.*needs 'tlsCert'"),
         ({"credsFile": "c", "tokenEnv": "T"}, "'credsFile'.*cannot be combined with 'tokenEnv'"),
-        ({"startingOffset": "latest"}, "no such option; did you mean 'startingOffsets'"),
-        ({"zzz": "1"}, "no such option; the options are: stream, subjects, .*tlsKey"),
+        ({"startingOffset": "latest"}, "unknown option; did you mean 'startingOffsets'"),
+        ({"zzz": "1"}, "unknown option; the options are: stream, subjects, .*tlsKey"),
         ({"maxOffsetsPerTrigger": "5"}, "streaming reads"),
-        ({"subject": "a"}, "belongs to writing; to read some subjects only, use 'subjects'"),
-        ({"semantics": "none"}, "belongs to writing"),
+        ({"subject": "a"}, "applies only to writes; to read some subjects only, use 'subjects'"),
+        ({"semantics": "none"}, "applies only to writes"),
     ],
 )
 def test_an_error_names_the_option_and_the_fix(options: dict[str, str], message: str) -> None:
@@ -189,8 +189,8 @@ def test_an_option_of_the_other_direction_is_named_as_such() -> None:
     connect = {"servers": "nats://n", "stream": "S"}
     reading, writing = {*options.READ_OPTIONS}, {*options.WRITE_OPTIONS}
     for name in writing - reading:
-        with pytest.raises(OptionError, match=f"'{name.lower()}': it belongs to writing"):
+        with pytest.raises(OptionError, match=f"'{name.lower()}': it applies only to writes"):
             ReadOptions.parse(connect | {name: "1"})
     for name in reading - writing:
-        with pytest.raises(OptionError, match=f"'{name.lower()}': it belongs to reading"):
+        with pytest.raises(OptionError, match=f"'{name.lower()}': it applies only to reads"):
             WriteOptions.parse(connect | {name: "1"}, streaming=False)

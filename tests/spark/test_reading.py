@@ -167,7 +167,7 @@ def test_rows_that_expire_during_the_read_are_a_loss(
     if gapless:
         with pytest.raises(DataLossError, match="sequences 3 to 25"):
             seqs(part)
-    else:  # in a stream that had gaps before, the new ones cannot be recognized
+    else:  # in a stream that had gaps before, the new ones cannot be recognised
         assert seqs(part) == [2, 26, 27, 28, 29, 30]
 
 

@@ -92,8 +92,8 @@ TRANSACTIONAL = {"semantics": "transactional"}
         ({}, {"stream": "A,B"}, "a write goes to one stream"),
         ({}, {"semantic": "none"}, "did you mean 'semantics'"),
         ({}, {"semantics": "exactly"}, "not one of dedupe, transactional, none"),
-        ({}, {"startingOffsets": "latest"}, "belongs to reading"),
-        ({}, {"sinkPartitions": "3"}, "belongs to semantics=transactional, not dedupe"),
+        ({}, {"startingOffsets": "latest"}, "applies only to reads"),
+        ({}, {"sinkPartitions": "3"}, "it is for semantics=transactional, not for dedupe"),
         ({}, TRANSACTIONAL | {"sinkPartitions": "0"}, "'sinkPartitions': '0' is not an integer of at least 1"),
         ({}, TRANSACTIONAL | {"sinkPartitions": "2", "transactionRows": "1000"}, "more than the 1000 messages"),
         ({}, {"domain": "a", "apiPrefix": "b"}, "cannot be combined"),
@@ -140,7 +140,7 @@ def test_options_of_another_kind_of_write_are_refused(
         (BOTH | {"DATA": "binary"}, {}, "column 'DATA': the schema has it twice"),
         (BOTH, {"subject": "s"}, "there is a column 'subject' as well"),
         (BOTH | {"headers": "array<string>"}, {}, "column 'headers': it is array<string>"),
-        (BOTH | {"msgId": "string"}, {"semantics": "none"}, "'msgId': it belongs to semantics=dedupe"),
+        (BOTH | {"msgId": "string"}, {"semantics": "none"}, "'msgId': it is for semantics=dedupe"),
     ],
 )
 def test_unsuitable_columns_are_refused(

@@ -263,7 +263,10 @@ class TestTransactions:
 
         monkeypatch.setattr(fenced_write, "publish_atomic", busy)
         monkeypatch.setattr("jetstream_ext.spark.transactional.PATIENCE", 0.2)
-        with pytest.raises(SinkError, match=r"partition 0 of micro-batch 0: nothing could be stored for 0\.2 s: busy"):
+        with pytest.raises(
+            SinkError,
+            match=r"partition 0 of micro-batch 0: nothing was stored for 0\.2 s; restart the query: busy",
+        ):
             write(range(10))
 
     def test_a_foreign_message_on_the_subject_of_a_marker_is_refused(
@@ -299,7 +302,7 @@ class TestTransactions:
     ("semantics", "where"),
     [
         ("transactional", r"partition 1 of micro-batch 0: one of its rows 10 to 14"),
-        ("none", r"row 0 of partition 1, or one after it"),
+        ("none", r"row 0 of partition 1, or a later one, could not be stored"),
     ],
 )
 @pytest.mark.parametrize(("data", "headers"), [(bytes(2 << 20), None), (b"", {"A": "1\r\nNats-Rollup: all"})])

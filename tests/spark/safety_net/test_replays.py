@@ -28,7 +28,8 @@ stuck = pytest.mark.xfail(
 )
 
 row_by_row = pytest.mark.skipif(
-    not hasattr(datasource, "DataSourceStreamArrowWriter"), reason="Spark 4.0 hands a sink a whole partition at once"
+    not hasattr(datasource, "DataSourceStreamArrowWriter"),
+    reason="Spark 4.0 passes a whole partition to a sink at once",
 )
 
 ROWS = 30
