@@ -25,7 +25,7 @@ from rich.text import Text
 from jetstream_ext.cli.connection import Target, connected, connection_options
 from jetstream_ext.cli.output import Stopped, console, on_signal, progress, table, write_json
 from jetstream_ext.client.atomic import publish_atomic
-from jetstream_ext.client.base_connection import mark_retrieved
+from jetstream_ext.client.concurrency import cancel
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fast import FastPublisher
@@ -192,16 +192,17 @@ class _Bench:
         # Servers may refuse options that they do not know.
         able = [feature for feature in (DIRECT_GET, ATOMIC, FAST_INGEST) if feature.at(found.api_level)]
         options: dict[str, Any] = {feature.option: True for feature in able}
+        connection = Context(js).connection
         try:
             description = "Temporary stream of `jetstream-ext bench`; safe to delete."
-            await js.add_stream(name=name, subjects=[f"{name}.*"], description=description, **options)
+            adding = js.add_stream(name=name, subjects=[f"{name}.*"], description=description, **options)
+            await connection.bounded(adding, Context(js).timeout, "the scratch stream")
             self.created = True
             yield name
         finally:
             # Even if the creation was not answered: it may have happened, and the name is unique.
             try:
-                async with asyncio.timeout(_CLOSE_TIMEOUT):
-                    await js.delete_stream(name)
+                await connection.bounded(js.delete_stream(name), _CLOSE_TIMEOUT, "the end of the scratch stream")
             except nats.js.errors.NotFoundError:
                 pass
             except (nats.errors.Error, OSError):
@@ -218,7 +219,10 @@ class _Bench:
         done = moved = 0
         with progress("measuring", len(able) * (self._rounds + 1), show=show) as report:
             for number in range(self._rounds + 1):
-                await cases.empty_stream()
+                emptying = cases.empty_stream()
+                await Context(js).connection.bounded(
+                    emptying, 2 * Context(js).timeout, "the purge of the scratch stream"
+                )
                 for case in able:
                     start = time.perf_counter()
                     count = await _while_connected(js, case)
@@ -235,7 +239,7 @@ async def _while_connected(js: JetStreamContext, case: _Case) -> int:
     client = Context(js).nc
     this = asyncio.current_task()
     if this is not None and this.cancelling():
-        # nats-py swallowed the cancellation; see `_cancel`.
+        # nats-py swallowed the cancellation; see `cancel`.
         raise asyncio.CancelledError
     task = asyncio.ensure_future(case.run())
     try:
@@ -244,18 +248,7 @@ async def _while_connected(js: JetStreamContext, case: _Case) -> int:
                 raise nats.errors.ConnectionClosedError
         return task.result()
     finally:
-        await _cancel(task)
-
-
-async def _cancel(task: asyncio.Task[Any]) -> None:
-    """Cancel a task until it ends: before Python 3.12, a call swallows a cancellation that arrives with its answer."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + _CLOSE_TIMEOUT
-    while not task.done() and loop.time() < end:
-        task.cancel()
-        await asyncio.wait({task}, timeout=_POLL)
-    if task.done():
-        mark_retrieved(task)  # publish_async raises another error when it is cancelled
+        await cancel(task, _CLOSE_TIMEOUT)  # publish_async raises another error when it is cancelled
 
 
 class _Cases:

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
-import importlib.util
 import os
 import re
-import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import click
-import nats.errors
 import orjson
-from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from jetstream_ext.client.api import stream_state
+from jetstream_ext.client.connection import OwnClient, login, tls_context
 from jetstream_ext.client.context import Context
 from jetstream_ext.protocol.stream_state import StreamState
 
 _Command = Callable[..., None]
 
-_DEFAULT_PORT: Final = 4222
-_CLOSE_TIMEOUT: Final = 2.0
 _DEFAULT_URL: Final = "nats://127.0.0.1:4222"
-_SEED: Final = re.compile(r"BEGIN USER NKEY SEED-+\s+(\S+)")
 _USER_INFO: Final = re.compile(r"(?:(?<=://)|^(?!\w+://)).*@")
 _DURATION: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|m|h|$)")
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
@@ -179,70 +172,16 @@ def connection_options(*, server: bool = True, selected: bool = True) -> Callabl
 @asynccontextmanager
 async def connected(target: Target) -> AsyncIterator[JetStreamContext]:
     """Connect for the duration of a block; the first attempt tries every server once."""
-    settings, servers = target.settings, target.servers
+    settings, client = target.settings, OwnClient()
     arguments = _arguments(settings)
-    if any(url.startswith("ws") for url in servers) and importlib.util.find_spec("aiohttp") is None:
-        raise click.ClickException("WebSockets need the package aiohttp: pip install 'nats-py[aiohttp]'")
-    if not settings.tls_first:
-        await _check_tls([url for url in servers if "tls" in arguments or url.startswith("tls:")], target.timeout)
-    client = Client()
-    failures: list[Exception] = []
-    connecting = True
-
-    async def on_error(error: Exception) -> None:
-        if connecting:
-            failures.append(error)
-            if len(failures) >= len(servers) or "authorization" in str(error).lower():
-                raise error  # otherwise nats-py retries for two minutes
-
+    arguments |= {"name": "jetstream-ext", "shown": target.shown, "tries": len(target.servers)}
+    await client.open(target.servers, timeout=target.timeout, **arguments)
+    prefix, domain = settings.jetstream_api_prefix, settings.jetstream_domain or None
+    where = {"prefix": prefix} if prefix else {"domain": domain}
     try:
-        try:
-            async with asyncio.timeout(target.timeout):
-                await client.connect(
-                    servers=servers,
-                    name="jetstream-ext",
-                    error_cb=on_error,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.25,  # type: ignore[arg-type] # only its annotation says int
-                    **arguments,
-                )
-        except TimeoutError:
-            last = f": {failures[-1]}" if failures and str(failures[-1]) else ": no answer"
-            raise click.ClickException(f"no connection to {target.shown} within {target.timeout:g} s{last}") from None
-        except (nats.errors.Error, OSError, ValueError) as error:
-            reason = str(error) or type(error).__name__
-            raise click.ClickException(f"no connection to {target.shown}: {reason}") from error
-        connecting = False
-        if settings.jetstream_api_prefix:
-            yield client.jetstream(timeout=target.timeout, prefix=settings.jetstream_api_prefix)
-        else:
-            yield client.jetstream(timeout=target.timeout, domain=settings.jetstream_domain or None)
+        yield client.jetstream(timeout=target.timeout, **where)
     finally:
-        # Closing fails after a refusal, and hangs after half a TLS handshake. asyncio raises TypeError or AttributeError
-        # in the first releases of Python 3.12 and 3.13 if much is still to be written.
-        with suppress(OSError, TypeError, AttributeError):
-            async with asyncio.timeout(_CLOSE_TIMEOUT):
-                await client.close()
-
-
-async def _check_tls(urls: list[str], timeout: float) -> None:
-    """Raise an error for a server that does not offer TLS: nats-py would send it the credentials in the clear."""
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme.startswith("ws"):
-            continue  # the scheme decides, not the INFO
-        try:
-            async with asyncio.timeout(timeout):
-                reader, writer = await asyncio.open_connection(parts.hostname, parts.port or _DEFAULT_PORT)
-                try:
-                    info = orjson.loads((await reader.readline()).partition(b"INFO ")[2])
-                finally:
-                    writer.close()
-        except (OSError, ValueError):
-            continue  # nats-py will report the error
-        if not (isinstance(info, dict) and info.get("tls_required")):
-            shown = _without_secrets(url)
-            raise click.ClickException(f"{shown} does not offer TLS, but TLS is required; nothing was sent")
+        await client.close_quickly()
 
 
 async def existing_stream(js: JetStreamContext, name: str, advice: str = "") -> StreamState:
@@ -282,54 +221,26 @@ def _without_secrets(url: str) -> str:
 def _arguments(settings: Settings) -> dict[str, Any]:
     """Return the arguments of `Client.connect` for credentials, TLS and the inbox prefix."""
     arguments: dict[str, Any] = {}
-    if (settings.creds or settings.nkey) and importlib.util.find_spec("nkeys") is None:
-        raise click.ClickException("credentials and nkeys need the package nkeys: pip install 'nats-py[nkeys]'")
     if settings.user and settings.password:  # in the nats tool's order of precedence
         arguments |= {"user": settings.user, "password": settings.password}
     elif settings.creds:
-        path = _file("the credentials", settings.creds)
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if "BEGIN NATS USER JWT" not in text:  # nats-py searches for it in an endless loop
-            raise click.ClickException(f"{path} is not a credentials file: it has no user JWT")
-        found = _SEED.search(text)
-        _check_seed(path, found[1] if found else "")
-        arguments["user_credentials"] = str(path)
+        arguments |= login(_file("the credentials", settings.creds), jwt=True)
     elif settings.nkey:
-        path = _file("the nkey", settings.nkey)
-        seed = path.read_text(encoding="utf-8", errors="replace").strip()
-        _check_seed(path, seed)
-        arguments["nkeys_seed_str"] = seed
+        arguments |= login(_file("the nkey", settings.nkey))
     elif token := settings.token or settings.user:
         arguments["token"] = token
     if settings.inbox_prefix:
         arguments["inbox_prefix"] = settings.inbox_prefix
-    if settings.ca or settings.cert or settings.key or settings.tls_first:
-        arguments["tls"] = _tls(settings)
-        arguments["tls_handshake_first"] = settings.tls_first
-    return arguments
-
-
-def _check_seed(path: Path, seed: str) -> None:
-    """Raise an error unless `seed` is an nkey seed: nats-py would fail while it connects."""
-    import nkeys  # an extra of nats-py
-
-    try:
-        nkeys.from_seed(bytearray(seed.encode()))
-    except Exception:  # nkeys raises many types
-        raise click.ClickException(f"{path} has no nkey seed of a user") from None
-
-
-def _tls(settings: Settings) -> ssl.SSLContext:
-    authority = str(_file("the certificates to trust", settings.ca)) if settings.ca else None
     if bool(settings.cert) != bool(settings.key):
         raise click.ClickException("give --tlscert and --tlskey together")
-    try:
-        context = ssl.create_default_context(cafile=authority)
-        if settings.cert:
-            context.load_cert_chain(_file("the certificate", settings.cert), _file("its key", settings.key))
-    except ssl.SSLError as error:
-        raise click.ClickException(f"the TLS files are not valid: {error}") from error
-    return context
+    if settings.ca or settings.cert or settings.tls_first:
+        arguments["tls"] = tls_context(
+            _file("the certificates to trust", settings.ca) if settings.ca else None,
+            _file("the certificate", settings.cert) if settings.cert else None,
+            _file("its key", settings.key) if settings.key else None,
+        )
+        arguments["tls_handshake_first"] = settings.tls_first
+    return arguments
 
 
 def _file(what: str, name: str) -> Path:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
 from jetstream_ext.cli.output import console, count, printable, table, write_json
-from jetstream_ext.client.api import Api, reading
+from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.consumers import source_health
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.features import Features, features
@@ -37,7 +37,7 @@ async def _all_streams(js: JetStreamContext) -> list[StreamState]:
     states: list[StreamState] = []
     while True:
         page = await Api(Context(js)).ask("STREAM.LIST", {"offset": len(states)})
-        with reading("all streams"):
+        with malformed_as_error("all streams"):
             infos, total = list(page.get("streams") or ()), int(page["total"])
         states += map(parse_stream_state, infos)
         if not infos or len(states) >= total:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from jetstream_ext.cli.connection import Target, connected, connection_options
 from jetstream_ext.cli.output import console, count, printable, table, text_or_base64, write_json
+from jetstream_ext.client.context import Context
 from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueSnapshot
 from jetstream_ext.kv import snapshot as take_snapshot
@@ -77,8 +78,11 @@ async def _take(
     where: Target, bucket: str, at: int | datetime | None, keys: tuple[str, ...], *, partial: bool
 ) -> KeyValueSnapshot:
     async with connected(where) as js:
+        context = Context(js)
         try:
-            kv = await js.key_value(bucket)
+            kv = await context.connection.bounded(
+                js.key_value(bucket), context.timeout, f"the state of bucket {bucket!r}"
+            )
         except (NotFoundError, InvalidBucketNameError) as error:
             raise click.ClickException(f"bucket {bucket!r} does not exist") from error
         try:

@@ -11,17 +11,25 @@ TLS, authentication and reconnects, and its limits hold:
 
 If nats-py has other internals, `FallbackConnection` does the same through its public interface, more slowly, and
 `connection_of` warns once.
+
+`OwnClient` is a connection that this package opens itself, for a command or for Spark.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
+import logging
+import math
+import re
+import ssl
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import nats.errors
 from nats.aio.client import Client
@@ -39,7 +47,9 @@ from jetstream_ext.client.base_connection import (
     notify_disconnected,
     notify_reconnected,
 )
+from jetstream_ext.client.concurrency import cancel
 from jetstream_ext.client.fallback import FallbackConnection
+from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.frames import Frame
 
@@ -47,6 +57,13 @@ from jetstream_ext.protocol.frames import Frame
 _AWAITING_CONTROL_LINE = 1
 _MAX_CONTROL_LINE = 4096
 _USABLE = frozenset({Client.CONNECTED, Client.DRAINING_SUBS})
+
+_log = logging.getLogger("jetstream_ext")
+
+_CLOSE_TIMEOUT: Final = 2.0
+# Short enough for a read to survive a server's restart within its own timeout.
+_RECONNECT_WAIT: Final = 0.25
+_SEED: Final = re.compile(r"BEGIN USER NKEY SEED-+\s+(\S+)")
 
 _CLOSED_SIDS_KEPT = 64
 _PARSED_LINES_KEPT = 4096
@@ -305,3 +322,137 @@ def bucket_parts(kv: KeyValue) -> tuple[JetStreamContext, str, str, str]:
 def open_bucket(js: JetStreamContext, name: str) -> KeyValue:
     """Return nats-py's bucket `name` without a request; the first read of it finds out whether it exists."""
     return KeyValue(name, KV_STREAM_TEMPLATE.format(bucket=name), KV_PRE_TEMPLATE.format(bucket=name), js, direct=False)
+
+
+# -- connections of this package's own -----------------------------------------------------------------------------
+
+
+class OwnClient(Client):
+    """A connection that this package opens itself.
+
+    Attributes:
+        opened: Whether `open` has succeeded.
+        refusal: The last permission that the server refused. The server does not reply to a request without permission:
+            it sends an error about it, and the request times out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: bool = False
+        self.refusal: str | None = None
+        self._failures: list[Exception] = []
+        self._tries: float = math.inf
+        self._needs_tls: bool = False
+
+    async def open(
+        self, servers: Sequence[str], *, shown: str, timeout: float, tries: float = math.inf, **arguments: Any
+    ) -> None:
+        """Connect to one of `servers` within `timeout` seconds and `tries` attempts; `shown` names them in errors.
+
+        `arguments` are those of nats-py's ``connect``.
+
+        Raises:
+            JetStreamExtError: No server could be reached, or it refused the credentials. If a URL or the arguments ask for
+                TLS, a server without it never gets the credentials, not even after a reconnect.
+        """
+        if any(url.lower().startswith("ws") for url in servers) and importlib.util.find_spec("aiohttp") is None:
+            raise JetStreamExtError("WebSockets need the package aiohttp: pip install 'nats-py[aiohttp]'")
+        self._tries = tries
+        self._needs_tls = "tls" in arguments or any(url.lower().startswith("tls:") for url in servers)
+        try:
+            async with asyncio.timeout(timeout):
+                await self.connect(
+                    servers=list(servers),
+                    error_cb=self._note,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=_RECONNECT_WAIT,  # type: ignore[arg-type] # only its annotation says int
+                    **arguments,
+                )
+            self.opened = True
+        except TimeoutError:
+            last = (str(self._failures[-1]) if self._failures else "") or "no answer"
+            raise JetStreamExtError(f"no connection to {shown} within {timeout:g} s: {last}") from None
+        except (nats.errors.Error, OSError, ValueError) as error:
+            raise JetStreamExtError(f"no connection to {shown}: {str(error) or type(error).__name__}") from error
+        finally:
+            if not self.opened:
+                await self.close_quickly()
+
+    async def close_quickly(self) -> None:
+        """Close the connection within seconds; an error of that is logged, so that it hides no other error.
+
+        nats-py fails to close after a refusal, and hangs after half a TLS handshake. asyncio raises TypeError or
+        AttributeError in the first releases of Python 3.12 and 3.13 if much is still to be written.
+        """
+        closing = asyncio.ensure_future(self.close())
+        await asyncio.wait({closing}, timeout=_CLOSE_TIMEOUT)
+        if closing.done() and not closing.cancelled() and closing.exception() is not None:
+            _log.debug("closing the connection failed: %r", closing.exception())
+        await cancel(closing, _CLOSE_TIMEOUT)
+
+    async def _note(self, error: Exception) -> None:
+        """Note an error that nats-py reports (called by nats-py)."""
+        text = str(error).lower()
+        if "permissions violation" in text:
+            self.refusal = str(error)
+        if self.opened:
+            return
+        self._failures.append(error)
+        refused = "authorization" in text or "authentication" in text or isinstance(error, JetStreamExtError)
+        if refused or len(self._failures) >= self._tries:
+            # Raised through nats-py's connect(), which would retry for minutes.
+            raise error
+
+    def _connect_command(self) -> bytes:
+        # nats-py sends the credentials without TLS if the server does not offer it, the first time or after a reconnect.
+        server = self._current_server
+        encrypted = self.options["tls_handshake_first"] or self._server_info.get("tls_required")
+        if self._needs_tls and not encrypted and server is not None and not server.uri.scheme.startswith("ws"):
+            if self._transport is not None:
+                self._transport.close()  # type: ignore[no-untyped-call] # nats-py leaves it open
+            raise JetStreamExtError("the server does not offer TLS, but TLS is required; nothing was sent")
+        return super()._connect_command()
+
+
+def login(path: Path, *, jwt: bool = False) -> dict[str, Any]:
+    """Return nats-py's arguments for a file with an nkey seed, or with `jwt` for a credentials file.
+
+    Raises:
+        JetStreamExtError: The file is not valid, on which nats-py would fail or search indefinitely, or nkeys is missing.
+    """
+    if importlib.util.find_spec("nkeys") is None:
+        raise JetStreamExtError("credentials and nkeys need the package nkeys: pip install 'nats-py[nkeys]'")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if jwt:
+        if "BEGIN NATS USER JWT" not in text:
+            raise JetStreamExtError(f"{path} is not a credentials file: it has no user JWT")
+        found = _SEED.search(text)
+        text = found[1] if found else ""
+    import nkeys  # an extra of nats-py
+
+    try:
+        nkeys.from_seed(bytearray(text.strip().encode()))
+    except Exception:  # nkeys raises many types
+        raise JetStreamExtError(f"{path} has no nkey seed of a user") from None
+    return {"user_credentials" if jwt else "nkeys_seed": str(path)}
+
+
+def tls_context(authority: Path | None, certificate: Path | None, key: Path | None) -> ssl.SSLContext:
+    """Return the TLS context for files in PEM format (None: the system's authorities, no certificate).
+
+    Raises:
+        JetStreamExtError: A file is not valid.
+    """
+    try:
+        context = ssl.create_default_context(cafile=authority)
+    except ssl.SSLError as error:
+        raise JetStreamExtError(f"the TLS files are not valid: {authority} holds no certificates: {error}") from None
+    if certificate is not None and key is not None:
+        try:
+            # Without a password, OpenSSL would prompt for the one of an encrypted key on the terminal.
+            context.load_cert_chain(certificate, key, password="")
+        except ssl.SSLError as error:
+            raise JetStreamExtError(
+                f"the TLS files are not valid: {certificate} and {key} are not a certificate and its unencrypted key: {error}"
+            ) from None
+    return context

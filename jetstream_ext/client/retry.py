@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
@@ -23,6 +24,9 @@ from jetstream_ext.errors import (
 )
 
 _T = TypeVar("_T")
+_log = logging.getLogger("jetstream_ext")
+
+_NO_TIME: Final = 0.001
 
 _TRANSIENT: Final = (
     MessagesLostError,
@@ -99,7 +103,7 @@ class Retry:
         """Seconds until the deadline, at least a millisecond: the timeout of an attempt."""
         if self._deadline is None:
             return self.give_up_after
-        return max(0.001, self._deadline - asyncio.get_running_loop().time())
+        return max(_NO_TIME, self._deadline - asyncio.get_running_loop().time())
 
     async def pause_if_transient(self, error: Exception) -> None:
         """Wait before the next attempt, or raise `error` if it is not transient or the deadline has passed."""
@@ -116,6 +120,7 @@ class Retry:
             raise error
         pause = self._pause * random.random() if self._jitter else self._pause  # noqa: S311 - spreads load
         self._pause = min(self._pause * self._factor, self._longest_pause)
+        _log.debug("trying again in %.3g s after %s: %s", pause, type(error).__name__, error)
         await asyncio.sleep(pause)
 
     async def call(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
@@ -125,3 +130,5 @@ class Retry:
                 return await attempt()
             except Exception as error:
                 await self.pause_if_transient(error)
+                if self.remaining == _NO_TIME:
+                    raise  # another attempt could only time out, and would hide the reason

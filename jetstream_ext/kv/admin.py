@@ -70,7 +70,8 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
         headers |= ROLLUP_HEADERS
     headers |= {MSG_TTL: text, EXPECTED_LAST_SUBJECT_SEQ: str(found.seq)}
     try:
-        ack = await bucket.js.publish(subject, found.data, timeout=bucket.timeout, headers=headers)
+        publishing = bucket.js.publish(subject, found.data, timeout=bucket.timeout, headers=headers)
+        ack = await bucket.context.connection.bounded(publishing, bucket.timeout, f"the ack of {subject}")
     except nats.errors.TimeoutError:
         raise RequestTimeoutError(
             f"bucket {bucket.name!r}: no answer within {bucket.timeout:g} s; key {key!r} may have been written"
@@ -145,21 +146,20 @@ async def enable(
         marker_ttl = int(ttl_value(ttl)) * 1_000_000_000
         wanted |= {"subject_delete_marker_ttl": marker_ttl, "allow_rollup_hdrs": True, "deny_purge": False}
     bucket = Bucket(kv, timeout)
+    api = Api(bucket.context, bucket.timeout)
     found = (await bucket.unchecked_state()).config
     missing = {name: value for name, value in wanted.items() if (found.get(name) or False) != value}
     if missing:
         _check_supported(bucket, found, missing, "nothing was changed")
-        answer = await Api(bucket.context, bucket.timeout).ask(f"STREAM.UPDATE.{bucket.stream}", {**found, **missing})
-        stored = answer["config"]
-        diff = {name: (value, got) for name, value in missing.items() if (got := stored.get(name) or False) != value}
+        found = (await api.ask(f"STREAM.UPDATE.{bucket.stream}", {**found, **missing}))["config"]
+        diff = {name: (value, got) for name, value in missing.items() if (got := found.get(name) or False) != value}
         if diff:
-            _check_supported(bucket, stored, diff, "the server ignored the option")
+            _check_supported(bucket, found, diff, "the server ignored the option")
             raise StreamConfigMismatchError(
                 f"bucket {bucket.name!r}: the server stored other values than requested (requested, stored): {diff}",
                 diff=diff,
             )
-    bound: KeyValue = await bucket.js.key_value(bucket.name)
-    return bound
+    return KeyValue(bucket.name, bucket.stream, bucket.prefix, bucket.js, direct=bool(found.get("allow_direct")))
 
 
 def _check_supported(bucket: Bucket, config: Mapping[str, Any], options: Iterable[str], detail: str) -> None:

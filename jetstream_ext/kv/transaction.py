@@ -335,9 +335,9 @@ class Transaction:
         """Send the same commit once more; because of its message id it takes effect once.
 
         Raises:
-            BatchOutcomeUnknownError: The answer was lost again.
+            BatchOutcomeUnknownError: The answer was lost again, or the server refused the commit for another reason, which
+                says nothing about the first one.
             KeyConflictError: It was not written, and no longer can be.
-            BatchError: It was not written, and the server refused it now.
 
         Cancellation: The outcome stays unknown; `resolve` finds it out.
         """
@@ -348,8 +348,11 @@ class Transaction:
         except AtomicPublishDuplicateMessageIDError:
             pass  # it was written, and other clients have written to its keys since
         except WrongLastSequenceError as refusal:
-            self._state = "failed"
+            self._state = "failed"  # the server compares ids before revisions
             raise await self._find_conflict() or refusal from refusal
+        except Exception as error:
+            unknown = _unknown(bucket, self._batch_id, error)
+            raise unknown from unknown.__cause__
         else:
             self._accept(ack)
         self._state = "committed"
@@ -446,7 +449,8 @@ async def retry_transaction(
         KeyConflictError: There was still a conflict after `give_up_after`; or a condition of `fn`'s own (`create`,
             `last=`) did not hold, which another run would not change.
         BatchOutcomeUnknownError: Whether the last run was written could not be found out in time.
-        BatchError, RequestTimeoutError: The bucket could not be written to in time, or the server refused.
+        BatchError, RequestTimeoutError: The bucket could not be written to in time, or the server refused; nothing is
+            written.
         ValueError, TypeError: `give_up_after` or `timeout` is not over 0, or not a number.
         Exception: Whatever `fn` raises.
 
@@ -498,15 +502,30 @@ async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
                 await tx.repeat()
             else:
                 await tx.resolve(timeout=retry.remaining)
-        except BatchOutcomeUnknownError as error:
-            unknown = error
         except Exception as error:
-            # A transient error says nothing about the commit that was sent first.
-            if tx.state != "unknown" or not is_transient(error):
+            if tx.state != "unknown":
                 raise
+            unknown = _unknown(bucket, unknown.batch_id, error)
+            cause = unknown.__cause__
+            if cause is not None and not is_transient(cause):
+                raise unknown from cause
     if tx.state == "failed":
         raise BatchAbandonedError(
             f"bucket {bucket.name!r}: nothing was written, because the commit was lost; run the transaction again",
             batch_id=unknown.batch_id,
             outcome="not_stored",
         ) from unknown
+
+
+def _unknown(bucket: Bucket, batch_id: str, error: Exception) -> BatchOutcomeUnknownError:
+    """Return the error to raise for `error`, which says nothing about the commit whose answer was lost before."""
+    if isinstance(error, BatchOutcomeUnknownError):
+        return error
+    unknown = BatchOutcomeUnknownError(
+        f"bucket {bucket.name!r}: the answer to the commit was lost, and {type(error).__name__} prevents finding out its "
+        "outcome; either everything is written or nothing; read the keys to see which",
+        batch_id=batch_id,
+        outcome="unknown",
+    )
+    unknown.__cause__ = error
+    return unknown

@@ -11,6 +11,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import BucketNotFoundError
 from nats.nuid import NUID
 
+from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
@@ -203,9 +204,9 @@ class OffsetStore:
 
     async def _open(self) -> Bucket:
         if self._opened is None:
-            opening = self._js.key_value(self.bucket)
-            what = f"the state of bucket {self.bucket!r}"
-            self._opened = Bucket(await self._context.connection.bounded(opening, self._timeout, what), self._timeout)
+            bucket = Bucket(open_bucket(self._js, self.bucket), self._timeout)
+            await bucket.unchecked_state()
+            self._opened = bucket
         return self._opened
 
 

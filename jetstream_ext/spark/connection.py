@@ -9,11 +9,9 @@ References in options become secrets here, and nowhere earlier.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
 import os
 import re
-import ssl
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -22,18 +20,19 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 import nats.errors
-from nats.aio.client import Client
 from nats.js import JetStreamContext
 
+from jetstream_ext.client.concurrency import cancel
+from jetstream_ext.client.connection import OwnClient, login, tls_context
 from jetstream_ext.client.retry import Retry, is_transient_read
+from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.spark.errors import ConnectError, OptionError, RefusedError
 from jetstream_ext.spark.options import ConnectionOptions
 
 _log = logging.getLogger("jetstream_ext.spark")
 
 _IDLE_SECONDS: Final = 60.0
-# Short enough for a read to survive a server's restart within its own timeout.
-_RECONNECT_WAIT: Final = 0.25
+_ABANDON_TIMEOUT: Final = 5.0
 # A secret given where a file's name belongs: an nkey seed, a token, the content of a credentials or PEM file.
 _SECRET: Final = re.compile(r"^\s*S[A-Z2-7]{50,}\s*$|-----|[\r\n\0]|.{1025}")
 
@@ -60,19 +59,15 @@ def run_on_driver(
         return lease.run(work(context))
 
 
-async def ask(timeout: float, request: Callable[[], Awaitable[_Result]]) -> _Result:
+async def ask(timeout: float, request: Callable[[float], Awaitable[_Result]]) -> _Result:
     """Return the reply to a request, sent again after each transient error until `timeout` seconds have passed.
 
-    Every request of the driver goes through here. It must change nothing on the server.
+    Every request of the driver goes through here. `request` is called with the seconds that are left, and must change
+    nothing on the server.
     """
     retry = Retry(timeout, transient=is_transient_read)
     retry.start()
-    while True:
-        try:
-            return await request()
-        except Exception as error:
-            await retry.pause_if_transient(error)
-            _log.debug("sending the request again after %s: %s", type(error).__name__, error)
+    return await retry.call(lambda: request(retry.remaining))
 
 
 class Lease:
@@ -101,9 +96,9 @@ class Lease:
             try:
                 return _wait(future)
             except nats.errors.TimeoutError as error:
-                if self.connection.refusal is None:
+                if self.connection.client.refusal is None:
                     raise
-                raise RefusedError(f"{error}; the server said: {self.connection.refusal}") from error
+                raise RefusedError(f"{error}; the server said: {self.connection.client.refusal}") from error
 
         return wait
 
@@ -120,8 +115,7 @@ class Lease:
 
     async def _cancel(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await cancel(self._task, _ABANDON_TIMEOUT)
 
     def iterate(self, items: AsyncGenerator[_Item, None]) -> Iterator[_Item]:
         """Iterate over an async generator, which prepares the next item while the caller uses the last one."""
@@ -178,7 +172,7 @@ class Connections:
 
     async def _take(self, options: ConnectionOptions, name: str) -> WorkerConnection:
         connection = self._shared.get(options)
-        if connection is not None and connection.opened and not connection.client.is_connected:
+        if connection is not None and connection.client.opened and not connection.client.is_connected:
             self._forget(connection)
             connection = None
             _log.debug("the connection to %s is lost; opening another", ",".join(options.servers))
@@ -190,13 +184,13 @@ class Connections:
         connection.users += 1
         try:
             async with connection.opening:
-                if not connection.opened:
+                if not connection.client.opened:
                     await connection.open(name)
                     _log.debug("connected to %s", ",".join(options.servers))
         except BaseException:
             await self._give_back(connection, finished=False)
             raise
-        connection.refusal = None
+        connection.client.refusal = None
         return connection
 
     async def _give_back(self, connection: WorkerConnection, finished: bool) -> None:
@@ -216,7 +210,7 @@ class Connections:
     def _close_unused(self, connection: WorkerConnection) -> None:
         if connection.users == 0 and self._shared.get(connection.options) is not connection:
             _log.debug("closing the connection to %s", ",".join(connection.options.servers))
-            task = self._loop.create_task(connection.client.close())
+            task = self._loop.create_task(connection.client.close_quickly())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
@@ -226,8 +220,7 @@ class Connections:
                 connection.expiry.cancel()
             connection.users = 0
             self._forget(connection)
-        if self._closing:
-            await asyncio.wait(self._closing)
+        await asyncio.gather(*self._closing)
 
 
 def _run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
@@ -243,20 +236,14 @@ def _wait(future: Future[_Result]) -> _Result:
 
 
 class WorkerConnection:
-    """A connection, its users (counted on the loop only), and the last permission that the server refused on it.
-
-    The server does not reply to a request without permission: it sends an error about it, and the request times out.
-    """
+    """A connection and its users, which are counted on the loop only."""
 
     def __init__(self, options: ConnectionOptions) -> None:
         self.options = options
-        self.client: Client = Client()
-        self.refusal: str | None = None
+        self.client: OwnClient = OwnClient()
         self.opening: asyncio.Lock = asyncio.Lock()
-        self.opened: bool = False
         self.users: int = 0
         self.expiry: asyncio.TimerHandle | None = None
-        self._last_error: Exception | None = None
 
     def context(self) -> JetStreamContext:
         """Return the JetStream context for the domain or the API prefix of the options."""
@@ -266,84 +253,40 @@ class WorkerConnection:
 
     async def open(self, name: str) -> None:
         """Connect, and retry for as long as the options' timeout allows; raises as `Connections.lend`."""
-        options = self.options
-        arguments = _arguments(options)
-        servers = ", ".join(options.servers)
+        options, shown = self.options, ", ".join(self.options.servers)
+        arguments = _arguments(options) | {"name": name, "connect_timeout": options.timeout}
         try:
-            async with asyncio.timeout(options.timeout):
-                await self.client.connect(
-                    servers=list(options.servers),
-                    name=name,
-                    error_cb=self._on_error,
-                    connect_timeout=options.timeout,  # type: ignore[arg-type] # an int by its annotation only
-                    reconnect_time_wait=_RECONNECT_WAIT,  # type: ignore[arg-type]
-                    max_reconnect_attempts=-1,
-                    **arguments,
-                )
-            self.opened = True
-        except TimeoutError:
-            raise ConnectError(
-                f"no connection to {servers} within {options.timeout:g} s: {self._last_error or 'no answer'}"
-            ) from self._last_error
-        except (nats.errors.Error, OSError) as error:
-            raise ConnectError(f"no connection to {servers}: {error}") from error
-        finally:
-            if not self.opened:
-                await self.client.close()
-
-    async def _on_error(self, error: Exception) -> None:
-        """Note an error that nats-py reports (called by nats-py)."""
-        self._last_error = error
-        text = str(error).lower()
-        if "permissions violation" in text:
-            self.refusal = str(error)
-        if not self.opened and ("authorization" in text or "authentication" in text):
-            # Raised through nats-py's connect(), which would retry with the same credentials for a minute.
-            raise error
+            await self.client.open(options.servers, shown=shown, timeout=options.timeout, **arguments)
+        except JetStreamExtError as error:
+            raise ConnectError(str(error)) from error.__cause__
 
 
 def _arguments(options: ConnectionOptions) -> dict[str, Any]:
     """Return the arguments of nats-py's `Client.connect` for credentials and TLS."""
     arguments: dict[str, Any] = {}
-    if options.creds_file or options.nkey_file:
-        _require_nkeys("credsFile" if options.creds_file else "nkeyFile")
-    if options.creds_file:
-        path = _file("credsFile", options.creds_file)
-        if b"BEGIN NATS USER JWT" not in path.read_bytes():  # nats-py would search for it indefinitely
-            raise OptionError("option 'credsFile': the file is not a NATS credentials file (it holds no user JWT)")
-        arguments["user_credentials"] = str(path)
-    if options.nkey_file:
-        arguments["nkeys_seed"] = str(_file("nkeyFile", options.nkey_file))
+    for option, name in {"credsFile": options.creds_file, "nkeyFile": options.nkey_file}.items():
+        if name:
+            with _naming(option):
+                arguments |= login(_file(option, name), jwt=option == "credsFile")
     if options.user and options.password_env:
         arguments |= {"user": options.user, "password": _secret("passwordEnv", options.password_env)}
     if options.token_env:
         arguments["token"] = _secret("tokenEnv", options.token_env)
     if options.tls_ca or options.tls_cert:
-        arguments["tls"] = _tls(options)
+        files = {"tlsCa": options.tls_ca, "tlsCert": options.tls_cert, "tlsKey": options.tls_key}
+        with _naming(*files):
+            arguments["tls"] = tls_context(*(_file(option, name) if name else None for option, name in files.items()))
     return arguments
 
 
-def _tls(options: ConnectionOptions) -> ssl.SSLContext:
-    authority = None if options.tls_ca is None else _file("tlsCa", options.tls_ca)
+@contextmanager
+def _naming(*options: str) -> Iterator[None]:
+    """Raise an error of the block as an OptionError that names the options."""
     try:
-        context = ssl.create_default_context(cafile=authority)
-    except ssl.SSLError as error:
-        raise OptionError(f"option 'tlsCa': the file holds no certificates: {error}") from None
-    if options.tls_cert and options.tls_key:
-        certificate, key = _file("tlsCert", options.tls_cert), _file("tlsKey", options.tls_key)
-        try:
-            # Without a password, OpenSSL would prompt for the one of an encrypted key on the terminal.
-            context.load_cert_chain(certificate, key, password="")
-        except ssl.SSLError as error:
-            raise OptionError(
-                f"options 'tlsCert', 'tlsKey': the files are not a certificate and its unencrypted key: {error}"
-            ) from None
-    return context
-
-
-def _require_nkeys(option: str) -> None:
-    if importlib.util.find_spec("nkeys") is None:
-        raise OptionError(f"option {option!r}: it needs the package nkeys; pip install 'nats-py[nkeys]' on every node")
+        yield
+    except JetStreamExtError as error:
+        names = ", ".join(map(repr, options))
+        raise OptionError(f"option{'s' * (len(options) > 1)} {names}: {error}") from None
 
 
 def _secret(option: str, variable: str) -> str:

@@ -110,7 +110,8 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
         DirectGetDisabledError: The bucket lacks ``allow_direct``.
         TimeoutError: No answer within ``requestTimeout``.
     """
-    bucket = Bucket(open_bucket(context, options.bucket))
+    kv = open_bucket(context, options.bucket)
+    bucket = Bucket(kv)
     state = await state_of(context, bucket.stream)
     if state is None:
         raise PlanningError(
@@ -120,13 +121,15 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
         bucket.check(state)
         revision = state.last_seq
         if (as_of := options.as_of) is not None:
-            revision = (await ask(bucket.timeout, lambda: resolve_revision(bucket, state, as_of))).revision
+            revision = (
+                await ask(bucket.timeout, lambda left: resolve_revision(Bucket(kv, left), state, as_of))
+            ).revision
     except BadBucketError as error:
         raise PlanningError(f"option 'bucket': {error.description}") from error
     except ValueError as error:
         raise PlanningError(f"option 'asOf': {error}") from error
     # Listed afterwards, so that no key of that revision is missing.
-    keys = sorted(await ask(bucket.timeout, lambda: bucket.list_keys(options.keys)))
+    keys = sorted(await ask(bucket.timeout, lambda left: Bucket(kv, left).list_keys(options.keys)))
     if not keys or not revision:
         return []
     parts = max(min(options.min_partitions, len(keys)), -(-len(keys) // _KEYS_PER_PARTITION))

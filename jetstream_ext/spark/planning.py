@@ -250,7 +250,7 @@ async def state_of(context: JetStreamContext, stream: str) -> StreamState | None
     """
     js = Context(context)
     try:
-        return await ask(js.timeout, lambda: stream_state(js, stream))
+        return await ask(js.timeout, lambda left: stream_state(js, stream, left))
     except NotFoundError as error:
         if error.err_code == ErrorCode.STREAM_NOT_FOUND:
             return None
@@ -289,16 +289,15 @@ async def first_from(context: JetStreamContext, state: StreamState, bound: Bound
         return bound
     if isinstance(bound, datetime):
         js = Context(context)
-        return await ask(js.timeout, lambda: first_since(js, state, bound))
+        return await ask(js.timeout, lambda left: first_since(js, state, bound, left))
     return state.first_seq if bound == "earliest" else state.last_seq + 1
 
 
 async def _count(context: JetStreamContext, stream: str, subject: str | None, seq: int) -> int:
     """Return how many messages match `subject` from `seq` on; approximate, because a replica may answer."""
-    direct = DirectGet(context, stream)
 
-    async def probe() -> int:
-        batch = direct.batch(1, subject=subject, seq=seq)
+    async def probe(left: float) -> int:
+        batch = DirectGet(context, stream, timeout=left).batch(1, subject=subject, seq=seq)
         return len(await batch.to_list()) + (batch.num_pending or 0)
 
     return await ask(Context(context).timeout, probe)

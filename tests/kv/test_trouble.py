@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import nats
 import nats.errors
 import nats.js.errors
 import pytest
+from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
-from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.errors import AtomicPublishDisabledError, BatchOutcomeUnknownError, RequestTimeoutError
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.testing.reference import Drop, ReferenceServer
 
@@ -68,3 +70,45 @@ async def test_touch_without_an_answer_raises_request_timeout() -> None:
             await kvx.touch(kv, "a", 60, timeout=5)
         entry = await kv.get("a")
         assert (entry.value, entry.revision) == (b"1", revision + 1)
+
+
+async def disable(js: JetStreamContext) -> None:
+    await js.update_stream((await js.stream_info("KV_B")).config.evolve(allow_atomic=False))
+
+
+async def delete(js: JetStreamContext) -> None:
+    await js.delete_key_value("B")
+
+
+async def close(js: JetStreamContext) -> None:
+    await js._nc.close()
+
+
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        (disable, AtomicPublishDisabledError),
+        (delete, nats.js.errors.BucketNotFoundError),
+        (close, nats.errors.ConnectionClosedError),
+    ],
+    ids=["disable", "delete", "close"],
+)
+async def test_lost_commit_stays_unknown_whatever_fails_next(
+    end: Callable[[JetStreamContext], Awaitable[None]], cause: type[Exception]
+) -> None:
+    async def fn(tx: kvx.Transaction) -> None:
+        tx.put("a", b"1")
+
+    async with ReferenceServer() as server, await nats.connect(server.url, connect_timeout=10) as nc:
+        js = nc.jetstream()
+        kv = await kvx.enable(await js.create_key_value(bucket="B"))
+        server.faults.add(Drop(kind="pub_ack"))
+        running = asyncio.ensure_future(kvx.retry_transaction(kv, fn, timeout=2))
+        async with asyncio.timeout(30):
+            while not (await js.stream_info("KV_B")).state.messages:
+                await asyncio.sleep(0.01)
+        await end(js)
+        with pytest.raises(BatchOutcomeUnknownError) as caught:
+            await running
+        assert caught.value.outcome == "unknown"
+        assert isinstance(caught.value.__cause__, cause)

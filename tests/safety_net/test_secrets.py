@@ -50,14 +50,6 @@ def password(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFETY_NET_PASSWORD", PASSWORD)
 
 
-SPARK = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason=f"{ISSUE}: Spark sends the password in the clear although TLS was asked for",
-)
-
-
-@SPARK
 @needs_openssl
 @pytest.mark.parametrize("how", ["scheme", "tlsCa"])
 def test_spark_sends_no_password_to_a_server_without_tls(tmp_path: Path, how: str) -> None:
@@ -87,7 +79,6 @@ class LosesTls:
         raise ConnectionAbortedError
 
 
-@SPARK
 @needs_openssl
 def test_spark_sends_no_password_to_a_server_that_has_lost_its_tls(tmp_path: Path) -> None:
     pytest.importorskip("pyspark")
@@ -100,20 +91,12 @@ def test_spark_sends_no_password_to_a_server_that_has_lost_its_tls(tmp_path: Pat
         assert not sent_in_the_clear(server)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason=f"{ISSUE}: the command line looks for TLS on another connection than it uses",
-)
 def test_command_line_sends_no_password_when_only_its_first_connection_is_offered_tls(tmp_path: Path) -> None:
     with FakeNatsServer(info=lambda n: {"tls_required": n == 0}, on_connect=refuse) as server:
         run_cli("doctor", f"tls://u:{PASSWORD}@{server.place}", "--timeout", "20s", home=tmp_path)
         assert not sent_in_the_clear(server)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: the command line does not require TLS when it reconnects"
-)
 @needs_openssl
 def test_command_line_sends_no_password_to_a_server_that_has_lost_its_tls(tmp_path: Path) -> None:
     chain, script = certificate(tmp_path), LosesTls()

@@ -16,6 +16,7 @@ import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 import jetstream_ext.log as log
 from jetstream_ext import errors
+from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -56,9 +57,10 @@ class Calls:
         self.kv = await js.create_key_value(bucket="B", direct=True)
         await self.kv.put("a", b"1")
         await js.create_key_value(bucket="offsets")
-        self.reader = log.LogReader(js, "S", patience=TIMEOUT)
-        await self.reader.open()
-        self.reader._source.timeout = self.reader._source._direct._timeout = TIMEOUT
+        self.readers = [log.LogReader(js, "S", patience=TIMEOUT) for _ in range(3)]
+        for reader in self.readers:
+            await reader.open()
+            reader._source.timeout = reader._source._direct._timeout = TIMEOUT
         self.publishers = [jsx.FastPublisher(js, flow=10) for _ in range(4)]
         for publisher in self.publishers[:3]:
             await publisher.add("s.a", b"1")
@@ -126,13 +128,33 @@ class Calls:
         return {
             "get_many": kvx.get_many(self.kv, ["a"], timeout=TIMEOUT / 2),
             "snapshot": kvx.snapshot(self.kv, timeout=TIMEOUT / 2),
+            "touch": kvx.touch(self.kv, "a", jsx.NEVER, timeout=TIMEOUT / 2),
+            "enable": kvx.enable(self.kv, atomic=True, timeout=TIMEOUT / 2),
+            "transaction": self.commit(),
+            "retry_transaction": kvx.retry_transaction(self.kv, self.count, give_up_after=TIMEOUT, timeout=TIMEOUT),
         }
+
+    async def commit(self) -> None:
+        async with kvx.transaction(self.kv, timeout=TIMEOUT) as tx:
+            tx.put("a", b"2")
+
+    async def count(self, tx: kvx.Transaction) -> None:
+        await tx.get("a")
+        tx.put("a", b"2")
 
     def logs(self) -> dict[str, Awaitable[Any]]:
         return {
-            "read": self.reader.read(),
-            "fetch": log.OffsetStore(self.js, timeout=TIMEOUT, patience=TIMEOUT).fetch("r"),
+            "read": self.readers[0].read(),
+            "fetch": self.offsets().fetch("r"),
+            "create": self.offsets("new").create(),
+            "commit": self.offsets().commit(self.readers[1], name="r"),
+            "exactly_once": log.exactly_once(
+                self.readers[2], "S", lambda _: None, name="w", prefix="s.at", timeout=TIMEOUT, patience=TIMEOUT
+            ),
         }
+
+    def offsets(self, bucket: str = "offsets") -> log.OffsetStore:
+        return log.OffsetStore(self.js, bucket, timeout=TIMEOUT, patience=TIMEOUT)
 
 
 KINDS = ("fast", "ingesting", "atomic", "direct", "managing", "key_value", "logs")
@@ -195,6 +217,25 @@ async def test_a_call_behind_pending_bytes_ends_with_its_connection(
         if end == "close":
             own_server.resume()
             await abandon(closing)
+
+
+async def test_a_write_behind_pending_bytes_ends_in_time(
+    own_server: NatsServer,
+    open_calls: Callable[..., Awaitable[Calls]],
+    clog: Clog,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = await open_calls()
+    read = Bucket.get_at_leader
+
+    async def read_and_clog(bucket: Bucket, **request: object) -> Any:
+        found = await read(bucket, **request)
+        await clog(calls.js._nc, own_server)
+        return found
+
+    monkeypatch.setattr(Bucket, "get_at_leader", read_and_clog)
+    touching = asyncio.ensure_future(kvx.touch(calls.kv, "a", jsx.NEVER, timeout=1))
+    assert await unended(1 + SLACK, {"touch": touching}) == {}
 
 
 @pytest.mark.parametrize("kind", ["atomic", "fast"])

@@ -4,16 +4,19 @@ import asyncio
 import dataclasses
 import os
 import shutil
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nkeys
 import pytest
 
-from jetstream_ext.spark.connection import Connections, WorkerConnection, connections
+from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.spark.connection import Connections, WorkerConnection, ask, connections
 from jetstream_ext.spark.errors import ConnectError, OptionError, RefusedError
 from jetstream_ext.spark.options import ConnectionOptions
 from jetstream_ext.testing import NatsServer
@@ -168,6 +171,42 @@ def test_an_unreachable_server_is_a_connect_error(cache: Connections) -> None:
         cache.lend(options, "x"),
     ):
         pass
+
+
+def test_a_server_that_stops_in_the_tls_handshake_is_a_connect_error(cache: Connections) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as threads:
+
+        def greet() -> socket.socket:
+            peer, _ = listener.accept()
+            peer.sendall(b'INFO {"server_id": "F", "version": "2.15.1", "tls_required": true}\r\n')
+            return peer
+
+        def connect() -> None:
+            options = ConnectionOptions((f"nats://127.0.0.1:{listener.getsockname()[1]}",), timeout=1)
+            with pytest.raises(ConnectError, match="within 1 s"), cache.lend(options, "x"):
+                pass
+
+        greeting, connecting = threads.submit(greet), threads.submit(connect)
+        try:
+            connecting.result(timeout=20)
+        finally:
+            greeting.result().close()
+
+
+async def test_a_repeated_request_takes_no_longer_than_the_timeout() -> None:
+    given: list[float] = []
+
+    async def request(left: float) -> None:
+        given.append(left)
+        await asyncio.sleep(min(left, 0.3))
+        raise RequestTimeoutError
+
+    start = time.monotonic()
+    with pytest.raises(RequestTimeoutError):
+        await ask(0.5, request)
+    assert time.monotonic() - start < 5
+    assert given[0] > 0.4
+    assert given[1] < 0.2
 
 
 def test_a_timeout_names_the_missing_permission(cache: Connections, options: ConnectionOptions) -> None:

@@ -96,7 +96,7 @@ def test_reading_needs_only_the_documented_permissions(
     with cache.lend(read.connection, "driver") as lease:
         parts = lease.run(plan_read(lease.connection.context(), read))
         rows = sum(batch.num_rows for part in parts for batch in reading.read_range(read, schema, part))
-        assert lease.connection.refusal is None
+        assert lease.connection.client.refusal is None
     assert rows == (10 if subjects == "S.1" else 99)
 
 
@@ -114,7 +114,7 @@ def test_writing_needs_only_the_documented_permissions(
         state = lease.run(check_sink(lease.connection.context(), write))
         rows = [("S.a", b"%d" % row, None, None) for row in range(2500)]
         done = write_partition(write, state, Task("q", 0, 0), [rows])
-        assert lease.connection.refusal is None
+        assert lease.connection.client.refusal is None
     assert done.rows == 2500
 
 
@@ -124,5 +124,5 @@ def test_buckets_need_only_the_documented_permissions(given: Any, cache: Connect
     with cache.lend(read.connection, "driver") as lease:
         parts = lease.run(plan_kv(lease.connection.context(), read))
         rows = [row for part in parts for batch in kv.read_keys(read, schema, part) for row in batch.to_pylist()]
-        assert lease.connection.refusal is None
+        assert lease.connection.client.refusal is None
     assert [row["value"] for row in rows] == [b"v"]
