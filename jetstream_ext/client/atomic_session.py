@@ -17,7 +17,7 @@ from nats.nuid import NUID
 
 from jetstream_ext.client.api import api_level, get_at_leader, lookup_stream, remember_ack, settled_state, stream_state
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, RequestTimeoutError

@@ -15,7 +15,7 @@ from nats.nuid import NUID
 
 from jetstream_ext.client.api import api_level
 from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.fast import Ended, Event, FastBatch
 from jetstream_ext.protocol.fast_wire import BatchFlowError, UnrecognisedReply
