@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import jetstream_ext.kv as kvx
-from jetstream_ext.client.concurrency import gather_bounded
+from jetstream_ext.client.api import gather_bounded
 from jetstream_ext.errors import HistoryUnavailableError, KeyConflictError
 
 KEYS = [f"k.{n}" for n in range(3_000)]
