@@ -136,9 +136,13 @@ async def gather_bounded(work: Callable[[_Item], Awaitable[_T]], items: Iterable
     return results  # type: ignore[return-value]  # complete once the group has ended
 
 
-async def stream_state(context: Context, stream: str, timeout: float | None = None) -> StreamState:
+def _api(where: Context | Api, timeout: float | None) -> Api:
+    return where if isinstance(where, Api) else Api(where, timeout)
+
+
+async def stream_state(where: Context | Api, stream: str, timeout: float | None = None) -> StreamState:
     """Return the state of `stream` as its leader reports it; raise as `Api.ask` does."""
-    return parse_stream_state(await Api(context, timeout).ask(f"STREAM.INFO.{stream}", repeat=True), stream)
+    return parse_stream_state(await _api(where, timeout).ask(f"STREAM.INFO.{stream}", repeat=True), stream)
 
 
 async def settled_state(
@@ -162,11 +166,11 @@ async def wait_for_sequence(context: Context, stream: str, seq: int, timeout: fl
 
 
 async def get_at_leader(
-    context: Context, stream: str, request: Mapping[str, Any], timeout: float | None = None
+    where: Context | Api, stream: str, request: Mapping[str, Any], timeout: float | None = None
 ) -> StoredMsg | None:
     """Return the message that a ``STREAM.MSG.GET`` request finds at the leader, or None; raise as `Api.ask` does."""
     try:
-        answer = await Api(context, timeout).ask(f"STREAM.MSG.GET.{stream}", request, repeat=True)
+        answer = await _api(where, timeout).ask(f"STREAM.MSG.GET.{stream}", request, repeat=True)
     except NotFoundError as error:
         if error.err_code == ErrorCode.MESSAGE_NOT_FOUND:
             return None
@@ -185,19 +189,20 @@ async def get_at_leader(
 
 
 async def first_since(
-    context: Context, state: StreamState, when: datetime, timeout: float | None = None, *, subject: str = ">"
+    where: Context | Api, state: StreamState, when: datetime, timeout: float | None = None, *, subject: str = ">"
 ) -> int:
     """Return the first sequence that was stored at `when` or later on `subject`; one after the last if there is none.
 
     `state` is from just before the call, so that no message stored meanwhile is skipped. The leader is asked, because a
-    replica may lag. Raises as `Api.ask` does.
+    replica may lag: at most once more than it takes to bisect the sequences, and each time for up to `timeout` seconds.
+    With an `Api`, all requests share its deadline. Raises as `Api.ask` does.
     """
     end = state.last_seq + 1
     if state.last_time < when:
         return end
 
     async def ask(**request: object) -> StoredMsg | None:
-        return await get_at_leader(context, state.name, {**request, "next_by_subj": subject}, timeout)
+        return await get_at_leader(where, state.name, {**request, "next_by_subj": subject}, timeout)
 
     if state.api_level >= START_TIME_LEVEL:
         found = await ask(start_time=rfc3339(when, "time"))

@@ -124,8 +124,7 @@ async def reset_consumer(
             server_version=version or context.connection.server_version, api_level=level, detail="nothing was changed"
         )
     if time is not None:
-        state = await stream_state(context, stream, api.remaining)
-        seq = await first_since(context, state, time, api.remaining)
+        seq = await first_since(api, await stream_state(api, stream), time)
     answer = await api.ask(f"CONSUMER.RESET.{stream}.{consumer}", None if seq is None else {"seq": seq})
     with malformed_as_error(f"consumer {consumer!r} (which is now reset)"):
         return ConsumerReset.from_response(answer)

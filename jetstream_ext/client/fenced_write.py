@@ -168,7 +168,7 @@ class FencedWriter:
         # A former leader that does not know its successor has refused the store, or has answered the read.
         raise RequestTimeoutError(
             f"{self.name}: the server refused {where}, although sequence {self.fence} is still the newest (this can happen "
-            "after a change of leader); nothing was stored; repeat the call"
+            "after a change of leader); this attempt was not stored; repeat the call"
         ) from error
 
     async def _find(self, retry: Retry, request: Mapping[str, object]) -> StoredMsg | None:

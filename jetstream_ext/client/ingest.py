@@ -198,6 +198,7 @@ class _Ingest:
         self._retry = Retry(timeout)
         self._stored = self._duplicates = self._resent = self._batches = 0
         self._refused: tuple[Entry, Exception] | None = None
+        self._in_doubt = 0  # how many messages of the window, from the oldest on, were sent and not answered
         self._began = asyncio.get_running_loop().time()
 
     async def run(self) -> IngestReport:
@@ -219,11 +220,9 @@ class _Ingest:
         seconds = asyncio.get_running_loop().time() - self._began
         return IngestReport(self._stored, self._duplicates, self._resent, self._batches, seconds)
 
-    def _failure(self, what: str, entry: Entry | None = None, *, in_doubt: int = 0) -> IngestError:
-        """Return the error about `entry`, by default the oldest message of the window.
-
-        `in_doubt` counts the messages from this one on that were sent and not answered.
-        """
+    def _failure(self, what: str, entry: Entry | None = None) -> IngestError:
+        """Return the error about `entry`, by default the oldest message of the window."""
+        in_doubt = self._in_doubt
         if entry is None and self._window:
             entry = self._window[0]
         subject = None
@@ -247,6 +246,7 @@ class _Ingest:
         for _ in range(count):
             self._window.popleft()
         self._stored += count
+        self._in_doubt = max(0, self._in_doubt - count)
         if count:
             self._retry.reset()
         self._report_progress()
@@ -275,7 +275,7 @@ class _Ingest:
                 return
             except nats.errors.Error:
                 why = f"no ack for {self._retry.give_up_after:g} s"
-        raise self._failure(f"was not acknowledged: {why} ({error})", in_doubt=len(self._window)) from error
+        raise self._failure(f"was not acknowledged: {why} ({error})") from error
 
     async def _connected(self) -> None:
         while True:
@@ -303,19 +303,22 @@ class _Ingest:
             await self._send(publisher)
             if publisher.batch_seq:
                 await publisher.commit_eob()
-        except (UnsupportedFeatureError, *_NO_FAST_INGEST) as error:
+        except (UnsupportedFeatureError, BatchError, nats.errors.Error) as error:
             if self._stored == 0 and isinstance(error, UnsupportedFeatureError):
                 raise
-            raise self._failure(f"could not be sent: {error}") from error
-        except (BatchError, nats.errors.Error) as error:
             trouble = error
         finally:
             await publisher.discard()
             self._batches += opened
-        # In fail mode everything up to the final ack is stored, and nothing after it.
         self._confirm(before + publisher.ack_seq - self._stored)
-        if trouble is not None:
-            await self._pause(trouble)
+        if trouble is None:
+            return
+        # In fail mode everything up to the final ack is stored, and nothing after it.
+        if publisher.ack is None and getattr(trouble, "outcome", "unknown") != "not_stored":
+            self._in_doubt = publisher.batch_seq - publisher.ack_seq
+        if isinstance(trouble, (UnsupportedFeatureError, *_NO_FAST_INGEST)):
+            raise self._failure(f"could not be sent: {trouble}") from trouble
+        await self._pause(trouble)
 
     async def _send(self, publisher: FastPublisher) -> None:
         try:
@@ -357,6 +360,8 @@ class _Ingest:
                     raise self._failure("has a subject that no stream stores") from error
                 if isinstance(error, APIError) and not is_transient(error):
                     raise self._failure(f"was refused: {error.description}") from error
+                if not isinstance(error, APIError | NoStreamResponseError):
+                    self._in_doubt = max(self._in_doubt, 1)
                 await self._pause(error)
 
     async def _publish_alone(self, message: BatchMessage, headers: dict[str, str]) -> bool:

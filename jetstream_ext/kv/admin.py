@@ -10,7 +10,7 @@ import nats.errors
 import nats.js.errors
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.api import Api
+from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.errors import (
     KeyConflictError,
     MessageTTLDisabledError,
@@ -151,7 +151,9 @@ async def enable(
     missing = {name: value for name, value in wanted.items() if (found.get(name) or False) != value}
     if missing:
         _check_supported(bucket, found, missing, "nothing was changed")
-        found = (await api.ask(f"STREAM.UPDATE.{bucket.stream}", {**found, **missing}))["config"]
+        answer = await api.ask(f"STREAM.UPDATE.{bucket.stream}", {**found, **missing})
+        with malformed_as_error(f"bucket {bucket.name!r} (which may be changed now)"):
+            found = dict(answer["config"])
         diff = {name: (value, got) for name, value in missing.items() if (got := found.get(name) or False) != value}
         if diff:
             _check_supported(bucket, found, diff, "the server ignored the option")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 from nats.js.errors import BadBucketError, BucketNotFoundError, NotFoundError
@@ -11,7 +13,9 @@ from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import Api, gather_bounded, get_at_leader, malformed_as_error, stream_state
 from jetstream_ext.client.connection import Context, bucket_parts
+from jetstream_ext.client.retry import Retry
 from jetstream_ext.client.verified_read import VerifiedReader
+from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.kv.entries import KeyValueEntry, entry_of, record_of
 from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState
@@ -51,7 +55,7 @@ class Bucket:
         Raises:
             DirectGetDisabledError: With `direct`: the bucket does not allow direct gets.
             UnsupportedFeatureError: With `direct`: the server is older than 2.11.
-            BadBucketError: The bucket is a mirror of another bucket.
+            BadBucketError: The bucket is a mirror of another bucket, or its stream is none of a bucket.
         """
         if mirror := state.config.get("mirror"):
             raise BadBucketError(  # nats-py finds no key there either
@@ -59,43 +63,67 @@ class Bucket:
                 "instead (its mirrors answer its direct gets)",
                 stream=self.stream,
             )
+        if not state.max_msgs_per_subject:  # nats-py refuses it, too
+            raise BadBucketError(
+                description=f"stream {self.stream!r} is no bucket, because its history has no limit (max_msgs_per_subject)",
+                stream=self.stream,
+            )
         if direct:
             how = f"enable it with `await jetstream_ext.kv.enable(kv, direct=True)` or 'nats stream edit {self.stream} --allow-direct'"
             state.check_direct_reads(self.context.connection.server_version, how=how)
 
-    async def list_keys(self, patterns: Iterable[str]) -> list[str]:
+    async def list_keys(self, patterns: Iterable[str], *, most: float = math.inf) -> list[str]:
         """Return the keys among `patterns`, and the stored keys that match the others.
 
-        The list has every matching key that is stored during the whole call. Raises as `unchecked_state` does.
+        The list has every matching key that is stored during the whole call; it may end early if it has more than `most`
+        keys. It comes in pages of 100,000 keys. Transient errors are retried until a page took longer than the timeout.
+        Raises as `unchecked_state` does.
         """
         keys: dict[str, None] = {}
         for pattern in patterns:
             if is_literal(pattern):
                 keys[pattern] = None
             else:
-                keys.update(dict.fromkeys(await self._list_matching(pattern)))
+                keys.update(dict.fromkeys(await self._list_matching(pattern, most)))
         return list(keys)
 
-    async def _list_matching(self, pattern: str) -> list[str]:
+    async def _list_matching(self, pattern: str, most: float) -> list[str]:
         subjects: dict[str, Any] = {}
-        last, offset, overlap = "", 0, 1
+        last, offset, overlap, listed = "", 0, 1, 0
+        api, retry = self._patience()
         while True:
-            request = {"subjects_filter": self.subject(pattern), "offset": offset}
-            with self._not_found():
-                answer = await Api(self.context, self.timeout).ask(f"STREAM.INFO.{self.stream}", request, repeat=True)
+            answer = await retry.call(partial(self._page, api, pattern, offset))
             with malformed_as_error(f"the keys of bucket {self.name!r}"):
                 page, total = dict(answer["state"].get("subjects") or {}), int(answer.get("total") or 0)
-                if len(page) < min(2, total - offset):
+                count = min(int(answer.get("limit") or len(page)), total - offset)
+                # Servers send bytes that are not UTF-8 as U+FFFD, so that several keys of a page may have one name.
+                same = any("\ufffd" in subject for subject in page) if len(page) < count else False
+                if count < min(2, total - offset) or (len(page) < count and not same):
                     raise ValueError("keys are missing")
             # Pages are parts of a sorted list. If two of them do not overlap, keys were removed and others moved up.
             if offset and (not page or min(page) > last):
                 offset = max(0, offset - overlap)
+                what = f"bucket {self.name!r}: no page of the keys continued the one before within {self.timeout:g} s"
+                await retry.pause_until_deadline(RequestTimeoutError(f"{what}, because keys were removed meanwhile"))
                 continue
             subjects |= page
-            if offset + len(page) >= total:
+            if offset + count >= total or len(subjects) > most:
                 return [subject[len(self.prefix) :] for subject in subjects]
-            last, overlap = max(page), len(page) // 10 + 1
-            offset += len(page) - overlap
+            if offset + count > listed:  # not again the pages before it
+                listed = offset + count
+                api, retry = self._patience()
+            last, overlap = max(page), count // 10 + 1
+            offset += count - overlap
+
+    def _patience(self) -> tuple[Api, Retry]:
+        retry = Retry(self.timeout)
+        retry.start()
+        return Api(self.context, self.timeout), retry
+
+    async def _page(self, api: Api, pattern: str, offset: int) -> dict[str, Any]:
+        request = {"subjects_filter": self.subject(pattern), "offset": offset}
+        with self._not_found():
+            return await api.ask(f"STREAM.INFO.{self.stream}", request, repeat=True)
 
     @contextmanager
     def _not_found(self) -> Iterator[None]:

@@ -34,6 +34,8 @@ _ROWS_PER_LOOKUP: Final = 40
 _CHUNK: Final = 1_000
 _CHUNK_BYTES: Final = 128 * 1024
 _CHUNKS_IN_FLIGHT: Final = 3
+# Of more keys than this, listing them costs more than reading the log: the server sorts all of them for each page.
+_MOST_LISTED: Final = 100_000
 _MICROSECOND: Final = timedelta(microseconds=1)
 
 
@@ -188,10 +190,10 @@ async def _read_at_once(
 
 
 async def _list_keys(bucket: Bucket, patterns: list[str]) -> list[str] | None:
-    """Return the given keys, and those that match a pattern now; None if some cannot be read by name."""
-    names = await bucket.list_keys(patterns)
+    """Return the given keys, and those that match a pattern now; None if they are many or cannot be read by name."""
+    names = await bucket.list_keys(patterns, most=_MOST_LISTED)
     # Servers store a subject with a wildcard, but a request for it is one for all its matches.
-    return names if all(map(is_literal, names)) else None
+    return names if len(names) <= _MOST_LISTED and all(map(is_literal, names)) else None
 
 
 async def _read_by_name(

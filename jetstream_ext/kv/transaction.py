@@ -23,7 +23,6 @@ from jetstream_ext.errors import (
     BatchClosedError,
     BatchOutcomeUnknownError,
     BatchServerError,
-    DirectGetDisabledError,
     ErrorCode,
     KeyConflictError,
     MessageTooLargeError,
@@ -481,8 +480,8 @@ async def retry_transaction(
 def _may_run_again(error: Exception) -> bool:
     if isinstance(error, KeyConflictError):
         return error.stale_read
-    # No transaction raises these two while nothing of it is written: they are of other calls of `fn`.
-    return is_transient(error) and not isinstance(error, BatchOutcomeUnknownError | DirectGetDisabledError)
+    # No transaction raises the latter while nothing of it is written: it is of another call of `fn`.
+    return is_transient(error) and not isinstance(error, BatchOutcomeUnknownError)
 
 
 async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:

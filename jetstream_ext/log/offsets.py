@@ -108,6 +108,7 @@ class OffsetStore:
         Raises:
             nats.js.errors.InvalidKeyError: The name is not a key.
             nats.js.errors.BucketNotFoundError: The bucket does not exist; `create` makes it.
+            nats.js.errors.BadBucketError: It is a mirror, or a stream that is no bucket.
             ValueError: The stored value is not a position.
             RequestTimeoutError, nats.js.errors.ServiceUnavailableError: No answer for longer than `patience`.
 
@@ -204,7 +205,7 @@ class OffsetStore:
     async def _open(self) -> Bucket:
         if self._opened is None:
             bucket = Bucket(open_bucket(self._js, self.bucket), self._timeout)
-            await bucket.unchecked_state()
+            await bucket.state(direct=False)
             self._opened = bucket
         return self._opened
 

@@ -62,7 +62,7 @@ def run_on_driver(
 async def ask(timeout: float, request: Callable[[float], Awaitable[_Result]]) -> _Result:
     """Return the reply to a request, sent again after each transient error until `timeout` seconds have passed.
 
-    Every request of the driver goes through here. `request` is called with the seconds that are left, and must change
+    Every request of the driver goes through here, but a list of keys repeats its pages itself. `request` is called with the seconds that are left, and must change
     nothing on the server.
     """
     retry = Retry(timeout, transient=is_transient_read)
@@ -253,6 +253,7 @@ class WorkerConnection:
 
     async def open(self, name: str) -> None:
         """Connect, and retry for as long as the options' timeout allows; raises as `Connections.lend`."""
+        self.client = OwnClient()  # nats-py cannot connect again after a failure
         options, shown = self.options, ", ".join(self.options.servers)
         arguments = _arguments(options) | {"name": name, "connect_timeout": options.timeout}
         try:

@@ -129,7 +129,7 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
     except ValueError as error:
         raise PlanningError(f"option 'asOf': {error}") from error
     # Listed afterwards, so that no key of that revision is missing.
-    keys = sorted(await ask(bucket.timeout, lambda left: Bucket(kv, left).list_keys(options.keys)))
+    keys = sorted(await bucket.list_keys(options.keys))
     if not keys or not revision:
         return []
     parts = max(min(options.min_partitions, len(keys)), -(-len(keys) // _KEYS_PER_PARTITION))

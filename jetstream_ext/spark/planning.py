@@ -17,7 +17,7 @@ from typing import Any, Final
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.api import first_since, stream_state
+from jetstream_ext.client.api import Api, first_since, stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.errors import BadSubjectError, ErrorCode
@@ -289,7 +289,7 @@ async def first_from(context: JetStreamContext, state: StreamState, bound: Bound
         return bound
     if isinstance(bound, datetime):
         js = Context(context)
-        return await ask(js.timeout, lambda left: first_since(js, state, bound, left))
+        return await ask(js.timeout, lambda left: first_since(Api(js, left), state, bound))
     return state.first_seq if bound == "earliest" else state.last_seq + 1
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from nats.js import JetStreamContext
+from nats.js.errors import NoStreamResponseError
 from pyspark import TaskContext
 from pyspark.sql import datasource
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamWriter, WriterCommitMessage
@@ -293,9 +294,17 @@ async def _publish(
             if publisher.error_count:
                 raise publisher.errors[0].error
     except IngestError as error:
+        # `ingest` counts the messages of this call; the cause does not.
+        row, why = first + error.index, str(error.__cause__ or error)
+        if isinstance(error.__cause__, NoStreamResponseError):
+            why = f"no stream stores subject {error.subject!r}, or the stream has no leader"
         refusal = f"; the server said: {lease.connection.client.refusal}" if lease.connection.client.refusal else ""
-        place = f"row {first + error.index} of partition {task.partition}"
-        raise SinkError(f"stream {options.stream!r}: {place}: {error}{refusal}") from error
+        stored = [f"rows 0 to {row - 1} are stored"] if row else []
+        if error.in_doubt:
+            stored.append(f"{error.in_doubt} of the rows from {row} on may be stored")
+        place = f"row {row} of partition {task.partition}"
+        outcome = ", and ".join(stored) or "nothing is stored"
+        raise SinkError(f"stream {options.stream!r}: {place}: {why}{refusal}; {outcome}") from error
     except (BadHeaderError, MaxPayloadError) as error:
         place = f"row {first} of partition {task.partition}, or a later one,"
         raise SinkError(f"stream {options.stream!r}: {place} could not be stored: {error}") from error

@@ -246,7 +246,7 @@ class Follower:
             state = await readable_state(context, self._options, stream)
             known = before.get(stream)
             if state is not None and known is not None and not recreated(known.created, state.created):
-                state = await self._not_behind(context, state, known.seq)
+                state = await self._not_behind(context, state, known.seq)  # a new stream is reported by `plan`
             ends[stream] = decode(initial)[stream] if state is None else Position(state.created, state.last_seq)
         self._latest = dict(ends)
         self._idle_since = asyncio.get_running_loop().time() if ends == before else None
@@ -306,12 +306,16 @@ class Follower:
         if state.last_seq >= before.seq or begun == self._initial:
             return before, state
         settled = await self._not_behind(context, state, before.seq)
+        if settled is None:
+            return before, state
+        if recreated(before.created, settled.created):
+            return await self._continue(context, before, settled, begun)
         return (before if settled.last_seq >= before.seq else Position(state.created, 0)), settled
 
-    async def _not_behind(self, context: JetStreamContext, state: StreamState, seq: int) -> StreamState:
-        """Return the state of a stream that had `seq` before; report data loss if it lost its end."""
-        settled = await self._settled(context, state, seq)
-        if settled.last_seq < seq:
+    async def _not_behind(self, context: JetStreamContext, state: StreamState, seq: int) -> StreamState | None:
+        """As `_settled` for a stream that had `seq` before; report data loss if it lost its end."""
+        settled = await self._settled(context, state, seq, state.created)
+        if settled is not None and settled.last_seq < seq and not recreated(state.created, settled.created):
             report_data_loss(
                 self._options,
                 f"stream {state.name!r} ends at sequence {settled.last_seq}, but the query has already read up to {seq}: "
@@ -319,15 +323,24 @@ class Follower:
             )
         return settled
 
-    async def _settled(self, context: JetStreamContext, state: StreamState, seq: int) -> StreamState:
-        """Wait until the leader has `seq`: a newly elected one may lag for a moment."""
-        if state.last_seq >= seq:
-            return state
+    async def _settled(
+        self, context: JetStreamContext, state: StreamState, seq: int, created: str
+    ) -> StreamState | None:
+        """Wait until the leader has `seq`: a newly elected one may lag for a moment.
+
+        The stream that was created at `created` may be deleted meanwhile (None, once that is reported) or re-created.
+        """
+        found: StreamState | None = state
 
         async def look() -> StreamState:
-            return await readable_state(context, self._options, state.name) or state
+            nonlocal found
+            if found is not None and not recreated(created, found.created):
+                found = await readable_state(context, self._options, state.name)
+            return found or state
 
-        return await settled_state(look, seq)
+        if state.last_seq < seq and not recreated(created, state.created):
+            await settled_state(look, seq)
+        return found
 
     # -- what to read -------------------------------------------------------------------------------------------
 
@@ -357,13 +370,14 @@ class Follower:
         """Return the range to read, and the sequence below which a missing head is no loss."""
         stream, options = span.stream, self._options
         state = await readable_state(context, options, stream)
+        if state is not None:
+            state = await self._settled(context, state, span.last, span.created)
         if state is None:
             return None
         what = f"sequences {span.first} to {span.last} of stream {stream!r}"
         if recreated(span.created, state.created):
             report_data_loss(options, f"{what} are lost: the stream was deleted and re-created at {state.created}")
             return None
-        state = await self._settled(context, state, span.last)
         if state.last_seq < span.last:
             report_data_loss(options, f"{what} cannot be read: the stream ends at {state.last_seq}")
         first = span.first

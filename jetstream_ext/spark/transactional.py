@@ -191,7 +191,10 @@ class StoredRecord(Generic[_Record]):
 
     def _explained(self, error: Exception) -> Exception:
         if _is_transient(error):
-            return SinkError(f"{self.what}: nothing was stored for {PATIENCE:g} s; restart the query: {error}")
+            return SinkError(
+                f"{self.what}: its rows may be stored, but every attempt failed for {PATIENCE:g} s; restart the query, which "
+                f"finds what is stored: {error}"
+            )
         return error
 
 

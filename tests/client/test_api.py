@@ -1,6 +1,7 @@
 """Malformed and missing answers of the JetStream API: every call raises the same error."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -15,10 +16,11 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext.client import api
-from jetstream_ext.client.api import first_since, get_at_leader, stream_state
+from jetstream_ext.client.api import Api, first_since, get_at_leader, stream_state
 from jetstream_ext.client.connection import Context
-from jetstream_ext.errors import ResponseError
+from jetstream_ext.errors import RequestTimeoutError, ResponseError
 from jetstream_ext.log import LogReader
+from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.testing import NatsServer
 
 CALLS: dict[str, Callable[[JetStreamContext], Awaitable[Any]]] = {
@@ -137,3 +139,22 @@ async def test_an_earlier_answer_to_a_time_is_not_believed(monkeypatch: pytest.M
         assert answer.seq == 8
         assert await first_since(Context(js), await stream_state(Context(js), "S"), when) == 9
         await nc.close()
+
+
+async def test_the_search_for_a_time_has_one_deadline(nc: Client, stream_name: Callable[[], str]) -> None:
+    prefix, now, asked = stream_name(), datetime.now(UTC), []
+
+    async def reply(msg: Msg) -> None:
+        seq = json.loads(msg.data)["seq"]
+        asked.append(seq)
+        await asyncio.sleep(0.2)
+        await msg.respond(
+            json.dumps({"message": {"subject": "S", "seq": seq, "time": "2020-01-01T00:00:00Z"}}).encode()
+        )
+
+    await nc.subscribe(f"{prefix}.STREAM.MSG.GET.S", cb=reply)
+    await nc.request("$JS.API.INFO")  # nats-py's flush() overtakes the subscription
+    state = StreamState("S", "", {}, last_seq=1 << 40, last_time=now)
+    with pytest.raises(RequestTimeoutError, match=r"within 1 s"):
+        await first_since(Api(Context(nc.jetstream(prefix=prefix)), 1.0), state, now)
+    assert len(asked) < 10

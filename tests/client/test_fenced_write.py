@@ -307,3 +307,16 @@ async def test_a_moved_record_is_raised_from_the_lost_answer(
     with pytest.raises(RecordMovedError) as caught:
         await one.store([], b"1")
     assert isinstance(caught.value.__cause__, errors.BatchOutcomeUnknownError)
+
+
+async def test_a_refusal_of_a_fence_that_did_not_move_says_only_what_is_known(
+    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = writer(js, stream, patience=0.1)
+
+    async def refuse(*_: Any) -> Any:
+        raise nats.js.errors.APIError(code=400, err_code=10071)
+
+    monkeypatch.setattr(one, "_publish", refuse)
+    with pytest.raises(errors.RequestTimeoutError, match="this attempt was not stored"):
+        await one.store([], b"1")

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 from nats.aio.msg import Msg
-from nats.js.errors import InvalidKeyError
+from nats.js.errors import InvalidKeyError, ServiceUnavailableError
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 from jetstream_ext.client import api
 from jetstream_ext.client.connection import open_bucket
-from jetstream_ext.errors import HistoryUnavailableError, ResponseError
+from jetstream_ext.errors import HistoryUnavailableError, RequestTimeoutError, ResponseError
 from jetstream_ext.kv import bucket, reads
+from jetstream_ext.testing import NatsServer
 
 
 def values(snap: kvx.KeyValueSnapshot) -> dict[str, bytes]:
@@ -264,7 +265,7 @@ def pages_of_four(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[dict[s
                 return await ask(self, what, body, **options)
             answer = await ask(self, what, body | {"offset": 0}, **options)
             listed = sorted(answer["state"].get("subjects") or {})
-            answer["total"] = len(listed)
+            answer |= {"total": len(listed), "limit": 4}
             answer["state"]["subjects"] = dict.fromkeys(listed[body["offset"] :][:4], 1)
             await change(answer)
             return answer
@@ -300,6 +301,68 @@ async def test_list_of_keys_that_lacks_some_is_malformed(make_bucket, pages_of_f
     async with asyncio.timeout(20):
         with pytest.raises(ResponseError, match="keys are missing"):
             await bucket.Bucket(kv).list_keys([">"])
+
+
+async def test_keys_that_are_not_utf8_are_listed(make_bucket, server: NatsServer) -> None:
+    kv = await make_bucket()
+    for n in range(5):
+        await kv.put(f"k{n}", b"")
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(b'CONNECT {"verbose":false}\r\n')
+    for key in (b"\xfe", b"\xff"):
+        writer.write(b"PUB %b%b 1\r\n1\r\n" % (kv._pre.encode(), key))
+    writer.write(b"PING\r\n")
+    await reader.readuntil(b"PONG\r\n")
+    writer.close()
+    await writer.wait_closed()
+    # The answer has one name for both.
+    assert await bucket.Bucket(kv).list_keys([">"]) == [*(f"k{n}" for n in range(5)), "\ufffd"]
+
+
+async def test_each_page_of_the_list_may_take_the_timeout(make_bucket, pages_of_four) -> None:
+    kv = await make_bucket()
+    for n in range(13):
+        await kv.put(f"k{n}", b"")
+    asked = itertools.count(1)
+
+    async def fail_each_second_time(_: object) -> None:
+        if next(asked) % 2:
+            await asyncio.sleep(0.5)
+            raise ServiceUnavailableError
+
+    pages_of_four(fail_each_second_time)
+    assert len(await bucket.Bucket(kv, 1.5).list_keys([">"])) == 13
+    assert next(asked) > 8
+
+
+async def test_list_of_keys_that_never_continues_ends_after_the_timeout(make_bucket, pages_of_four) -> None:
+    kv = await make_bucket()
+    for n in range(10):
+        await kv.put(f"k{n}", b"")
+    numbers = itertools.count(1000)
+
+    async def replace_all(answer: dict[str, Any]) -> None:
+        page = answer["state"]["subjects"]
+        answer["state"]["subjects"] = {f"{kv._pre}{next(numbers)}": 1 for _ in page}
+
+    pages_of_four(replace_all)
+    async with asyncio.timeout(20):
+        with pytest.raises(RequestTimeoutError, match="within 1 s"):
+            await bucket.Bucket(kv, 1).list_keys([">"])
+
+
+async def test_many_keys_are_not_listed_for_a_snapshot(make_bucket, pages_of_four, monkeypatch) -> None:
+    kv, pages = await make_bucket(), []
+    for n in range(20):
+        await kv.put(f"k{n}", b"")
+
+    async def count(answer: dict[str, Any]) -> None:
+        pages.append(answer)
+
+    pages_of_four(count)
+    monkeypatch.setattr(reads, "_MOST_LISTED", 5)
+    assert await reads._list_keys(bucket.Bucket(kv), [">"]) is None
+    assert len(pages) == 2
 
 
 async def test_unanswered_request_for_the_state_is_repeated(make_bucket, stream_name, monkeypatch) -> None:

@@ -181,6 +181,21 @@ async def test_a_missing_bucket_is_reported_and_can_be_created(js: JetStreamCont
     assert await (await store.create()).fetch("r") is None
 
 
+@pytest.mark.parametrize("kind", ["a mirror", "no limit of the history"])
+async def test_a_stream_that_is_no_bucket_is_refused(js: JetStreamContext, stream_name: Any, kind: str) -> None:
+    name, origin = stream_name(), stream_name()
+    if kind == "a mirror":
+        await js.create_key_value(bucket=origin)
+        mirror = nats.js.api.StreamSource(name=f"KV_{origin}")
+        await js.add_stream(name=f"KV_{name}", mirror=mirror, max_msgs_per_subject=1)
+    else:
+        await js.add_stream(name=f"KV_{name}", subjects=[f"$KV.{name}.>"])
+    with pytest.raises(nats.js.errors.BadBucketError):
+        await OffsetStore(js, name).fetch("r")
+    with pytest.raises(nats.js.errors.BadBucketError):
+        await OffsetStore(js, name).create()
+
+
 @pytest.mark.parametrize("arguments", [{"bucket": "a.b"}, {"timeout": 0}, {"patience": -1}])
 def test_arguments_are_checked(js: JetStreamContext, arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"bucket|must be"):

@@ -173,6 +173,14 @@ def test_an_unreachable_server_is_a_connect_error(cache: Connections) -> None:
         pass
 
 
+async def test_a_connection_is_opened_afresh_after_a_failure() -> None:
+    connection = WorkerConnection(ConnectionOptions(("nats://127.0.0.1:1",), timeout=0.2))
+    for _ in range(2):
+        with pytest.raises(ConnectError):
+            await connection.open("x")
+        assert len(connection.client._server_pool) <= 1
+
+
 def test_a_server_that_stops_in_the_tls_handshake_is_a_connect_error(cache: Connections) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as threads:
 

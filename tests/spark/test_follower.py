@@ -301,6 +301,42 @@ class TestLoss:
         with pytest.raises(DataLossError, match=r"ended at sequence 20 .* had already read up to 30"):
             await follower(name).plan(js, start, end)
 
+    @pytest.mark.parametrize("call", ["latest", "plan"])
+    @pytest.mark.parametrize("recreate", [False, True])
+    async def test_a_stream_that_is_deleted_while_it_lags_is_reported_once(
+        self,
+        js: JetStreamContext,
+        make: Callable[..., Awaitable[str]],
+        read: tuple[str, Offset],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        call: str,
+        recreate: bool,
+    ) -> None:
+        name, start = read
+        end = json.loads(json.dumps(start))
+        end["streams"][name]["seq"] = 30
+        describe, calls = streaming.readable_state, itertools.count()
+
+        async def delete_after_the_first(*arguments: Any) -> Any:
+            if next(calls) == 1:
+                await js.delete_stream(name)
+                if recreate:
+                    await make(40, name)
+            return await describe(*arguments)
+
+        monkeypatch.setattr(streaming, "readable_state", delete_after_the_first)
+        query = follower(name, failOnDataLoss="false")
+        with caplog.at_level(logging.WARNING):
+            found = await (query.latest(js, end) if call == "latest" else query.plan(js, start, end))
+        assert [("re-created" in text, "does not exist" in text) for text in caplog.messages] == [
+            (recreate, not recreate)
+        ]
+        if call == "plan":
+            assert found == []
+        else:
+            assert seqs(found) == {name: 40 if recreate else 30}
+
     async def test_an_end_that_goes_back_is_a_loss_before_spark_4_2(
         self, js: JetStreamContext, read: tuple[str, Offset], monkeypatch: pytest.MonkeyPatch
     ) -> None:

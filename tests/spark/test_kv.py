@@ -240,7 +240,7 @@ def test_a_listing_of_several_pages_is_complete(
         if body and "offset" in body:
             subjects = answer["state"].get("subjects") or {}
             page = sorted(subjects)[body["offset"] : body["offset"] + 3]
-            answer["total"] = len(subjects)
+            answer |= {"total": len(subjects), "limit": 3}
             answer["state"]["subjects"] = {name: subjects[name] for name in page}
         return answer
 
