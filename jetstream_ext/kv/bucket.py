@@ -55,7 +55,7 @@ class Bucket:
         Raises:
             DirectGetDisabledError: With `direct`: the bucket does not allow direct gets.
             UnsupportedFeatureError: With `direct`: the server is older than 2.11.
-            BadBucketError: The bucket is a mirror of another bucket, or its stream is none of a bucket.
+            BadBucketError: The bucket is a mirror of another bucket, or the stream is not a bucket's.
         """
         if mirror := state.config.get("mirror"):
             raise BadBucketError(  # nats-py finds no key there either
@@ -63,9 +63,9 @@ class Bucket:
                 "instead (its mirrors answer its direct gets)",
                 stream=self.stream,
             )
-        if not state.max_msgs_per_subject:  # nats-py refuses it, too
+        if not state.max_msgs_per_subject:  # nats-py also refuses it
             raise BadBucketError(
-                description=f"stream {self.stream!r} is no bucket, because its history has no limit (max_msgs_per_subject)",
+                description=f"stream {self.stream!r} is not a bucket: it does not limit the history (max_msgs_per_subject)",
                 stream=self.stream,
             )
         if direct:
@@ -76,8 +76,8 @@ class Bucket:
         """Return the keys among `patterns`, and the stored keys that match the others.
 
         The list has every matching key that is stored during the whole call; it may end early if it has more than `most`
-        keys. It comes in pages of 100,000 keys. Transient errors are retried until a page took longer than the timeout.
-        Raises as `unchecked_state` does.
+        keys. The server sends 100,000 keys at a time, and each such page, with all retries after transient errors, may take
+        up to the bucket's timeout. Raises as `unchecked_state` does.
         """
         keys: dict[str, None] = {}
         for pattern in patterns:
@@ -97,8 +97,7 @@ class Bucket:
                 page, total = dict(answer["state"].get("subjects") or {}), int(answer.get("total") or 0)
                 count = min(int(answer.get("limit") or len(page)), total - offset)
                 # Servers send bytes that are not UTF-8 as U+FFFD, so that several keys of a page may have one name.
-                same = any("\ufffd" in subject for subject in page) if len(page) < count else False
-                if count < min(2, total - offset) or (len(page) < count and not same):
+                if count < min(2, total - offset) or (len(page) < count and "\ufffd" not in "".join(page)):
                     raise ValueError("keys are missing")
             # Pages are parts of a sorted list. If two of them do not overlap, keys were removed and others moved up.
             if offset and (not page or min(page) > last):
@@ -109,7 +108,7 @@ class Bucket:
             subjects |= page
             if offset + count >= total or len(subjects) > most:
                 return [subject[len(self.prefix) :] for subject in subjects]
-            if offset + count > listed:  # not again the pages before it
+            if offset + count > listed:  # not a page that was read before
                 listed = offset + count
                 api, retry = self._patience()
             last, overlap = max(page), count // 10 + 1

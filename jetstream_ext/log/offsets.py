@@ -108,7 +108,7 @@ class OffsetStore:
         Raises:
             nats.js.errors.InvalidKeyError: The name is not a key.
             nats.js.errors.BucketNotFoundError: The bucket does not exist; `create` makes it.
-            nats.js.errors.BadBucketError: It is a mirror, or a stream that is no bucket.
+            nats.js.errors.BadBucketError: It is a mirror, or the stream is not a bucket's.
             ValueError: The stored value is not a position.
             RequestTimeoutError, nats.js.errors.ServiceUnavailableError: No answer for longer than `patience`.
 
