@@ -15,8 +15,8 @@ from jetstream_ext.client.connection import bucket_parts
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.kv.entries import KeyValueEntry, entry_of, record_of
-from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.subjects import is_literal
 
 LOOKUPS_IN_FLIGHT: Final = 64

@@ -20,10 +20,10 @@ import orjson
 
 from jetstream_ext.errors import ErrorCode, ResponseError, ServerError, Status
 from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.protocol.atomic_wire import read_reply
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.gaps import find_gaps
-from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState, recreated
 from jetstream_ext.types import BatchAck
 
 # An expectation that no stream meets (the largest that servers parse): the refusal names the stream's last sequence.
