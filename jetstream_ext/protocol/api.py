@@ -119,7 +119,6 @@ class StreamState:
 
     @property
     def allows_direct(self) -> bool:
-        """Whether replicas answer direct gets."""
         return bool(self.config.get("allow_direct"))
 
     @property
@@ -149,7 +148,6 @@ class StreamState:
 
     @property
     def max_age(self) -> timedelta | None:
-        """The age at which it removes a message."""
         return _duration(self.config.get("max_age"))
 
     @property
@@ -159,11 +157,9 @@ class StreamState:
 
     @property
     def duplicate_window(self) -> timedelta | None:
-        """How long it remembers message ids."""
         return _duration(self.config.get("duplicate_window"))
 
     def check_created(self, created: str) -> None:
-        """Raise StreamRecreatedError if a position in the stream that was created at `created` is of no use here."""
         if recreated(created, self.created):
             raise StreamRecreatedError(
                 f"stream {self.name!r} was deleted and re-created at {self.created}; the position belongs to the "

@@ -268,17 +268,12 @@ class Block:
             yield row if len(row) == 7 else h.checked_row(body[:size])
 
     @property
-    def subjects(self) -> list[bytes]:
-        return [row[h.ROW_SUBJECT] for row in self.rows]
-
-    @property
     def datas(self) -> list[bytes]:
         return [body[size:] for body, size in zip(self.bodies, self.header_sizes, strict=True)]
 
     def pending(self, index: int) -> int:
         """How many matching messages follow row `index`."""
-        row = h.checked_row(self.bodies[index][: self.header_sizes[index]])
-        return h.line_number(row[h.ROW_PENDING])
+        return h.line_number(h.checked_row(self.bodies[index][: self.header_sizes[index]])[h.ROW_PENDING])
 
     def message(self, index: int) -> StoredMsg:
         return StoredMsg.from_wire(self.stream, self.seqs[index], self.bodies[index], self.header_sizes[index])
@@ -322,13 +317,7 @@ class ReplyDecoder:
         self._stream = ""
 
     def feed(self, frames: Iterable[Frame]) -> Block:
-        """Decode more of the reply.
-
-        Raises:
-            UnsupportedFeatureError: The server does not support batches.
-            JetStreamExtError: The server refused; see `status_error`.
-            ResponseError: A frame is not a direct-get reply.
-        """
+        """Decode more of the reply; raise what `status_error` returns, UnsupportedFeatureError, or ResponseError."""
         frames = list(frames)
         raws: list[bytes] = []
         prev, stream_line = self._prev, self._stream_line
@@ -401,29 +390,26 @@ class ReplyDecoder:
                 )
             header = h.lay_out(header, values)
             row = h.reply_row(header)
-        self._respond(h.line_value(row[h.ROW_STREAM]), header)
+        responder = h.line_value(row[h.ROW_STREAM])
+        if responder != self._responder:
+            if self._responder:
+                raise self._malformed("it came from two streams", header)
+            self._responder = responder
+            self._stream = responder.decode("utf-8", "replace")
+            self._stream_line = b"Nats-Stream: %b" % responder
         if not self._added:
             stored = len(row[h.ROW_STORED]) + 4 if row[h.ROW_STORED] else 0
             self._added = len(header) - len(row[h.ROW_SUBJECT]) - stored
         return header
 
-    def _respond(self, responder: bytes, header: bytes) -> None:
-        if responder == self._responder:
-            return
-        if self._responder:
-            raise self._malformed("it came from two streams", header)
-        self._responder = responder
-        self._stream = responder.decode("utf-8", "replace")
-        self._stream_line = b"Nats-Stream: %b" % responder
-
     def _finish(self, header: bytes, values: dict[str, str]) -> None:
         code, _ = _status(self._asked, header)
-        if code == Status.NOT_FOUND and self._responder:
-            # multi_last: a message that was there when the server put the answer together is gone; ask again.
-            self.broken = self._lost(b"", self._prev)
-            return
         if code == Status.NOT_FOUND:
-            self.end = EndOfBatch(num_pending=0, last_seq=0, found=False)
+            if self._responder:
+                # multi_last: a message that was there when the server put the answer together is gone; ask again.
+                self.broken = self._lost(b"", self._prev)
+            else:
+                self.end = EndOfBatch(num_pending=0, last_seq=0, found=False)
             return
         if code != Status.END_OF_BATCH:
             raise status_error(self._asked, header, self._server_version)
