@@ -58,10 +58,7 @@ class NotYetKnown(Exception):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class AskState:
-    """What is the state of the stream, once it has reached `seq` or had a few seconds to?
-
-    The answer is a `StreamState`, or None if there is no such stream.
-    """
+    """What is the `StreamState` once the stream has reached `seq`, or had a few seconds to? None: no such stream."""
 
     stream: str
     seq: int = 0

@@ -55,14 +55,10 @@ class Request:
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {}
-        for name in ("seq", "next_by_subj", "last_by_subj", "multi_last", "up_to_seq", "batch", "max_bytes"):
+        for name in self.__slots__:
             value = getattr(self, name)
             if value is not None:
-                body[name] = value
-        for name in ("start_time", "up_to_time"):
-            when = getattr(self, name)
-            if when is not None:
-                body[name] = rfc3339(when, name)
+                body[name] = rfc3339(value, name) if name in ("start_time", "up_to_time") else value
         return body
 
 
@@ -191,16 +187,8 @@ class StoredMsg:
         return h.line_number(self._row()[h.ROW_LAST])
 
     def _fields(self) -> dict[str, object]:
-        return {
-            "stream": self._stream,
-            "subject": self.subject,
-            "seq": self._seq,
-            "data": self.data,
-            "headers": self.headers,
-            "time_ns": self.time_ns,
-            "num_pending": self.num_pending,
-            "last_seq": self.last_seq,
-        }
+        names = ("stream", "subject", "seq", "data", "headers", "time_ns", "num_pending", "last_seq")
+        return {name: getattr(self, name) for name in names}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StoredMsg):

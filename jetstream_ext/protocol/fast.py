@@ -619,7 +619,6 @@ class FastBatch:
     # -- errors ---------------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raise what ended the batch, if something did."""
         if self._table[self.state, Input.MESSAGE] is ERR and self.state is not SUSPENDED:
             self._raise()
 
