@@ -2,8 +2,14 @@
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from jetstream_ext.client.advisories import AbandonedBatches, watch_abandoned
-from jetstream_ext.client.atomic import AtomicBatch, AtomicBatches, publish_atomic, publish_atomic_many
+from jetstream_ext.client.atomic import (
+    AbandonedBatches,
+    AtomicBatch,
+    AtomicBatches,
+    publish_atomic,
+    publish_atomic_many,
+    watch_abandoned,
+)
 from jetstream_ext.client.consumers import (
     SourceHealth,
     SourceState,
@@ -14,9 +20,8 @@ from jetstream_ext.client.consumers import (
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.direct_reader import MessageBatch
 from jetstream_ext.client.fast import FastPublisher
-from jetstream_ext.client.features import Features, features
 from jetstream_ext.client.ingest import ingest
-from jetstream_ext.client.streams import ensure_stream
+from jetstream_ext.client.streams import Features, ensure_stream, features
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.fast_wire import BatchFlowError
 from jetstream_ext.ttl import marker_reason, ttl_headers, with_ttl

@@ -11,6 +11,7 @@ import os
 import uuid
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import nats
@@ -47,6 +48,11 @@ os.environ.setdefault("SPARK_LAUNCHER_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSe
 os.environ.setdefault(
     "SPARK_SUBMIT_OPTS",
     "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData -Dspark.ui.enabled=false -Dspark.sql.shuffle.partitions=2",
+)
+
+# The Python processes that it starts run tests/spark/preload/sitecustomize.py.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent / "spark" / "preload"), os.environ.get("PYTHONPATH")])
 )
 
 # The scopes that `pytest -n` starts first, longest first. Otherwise one worker would run a long scope alone at the end.

@@ -25,11 +25,11 @@ from rich.text import Text
 from jetstream_ext.cli.connection import Target, connected, connection_options
 from jetstream_ext.cli.output import Stopped, console, on_signal, progress, table, write_json
 from jetstream_ext.client.atomic import publish_atomic
-from jetstream_ext.client.concurrency import cancel
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.base_connection import cancel
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fast import FastPublisher
-from jetstream_ext.client.features import Features, features
+from jetstream_ext.client.streams import Features, features
 from jetstream_ext.protocol.feature_table import ATOMIC, DIRECT_BATCH, DIRECT_GET, FAST_INGEST, Feature
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.types import BatchMessage

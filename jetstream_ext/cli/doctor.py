@@ -13,9 +13,9 @@ from rich.text import Text
 from jetstream_ext.cli.connection import Target, connected, connection_options, existing_stream
 from jetstream_ext.cli.output import console, count, printable, table, write_json
 from jetstream_ext.client.api import Api, malformed_as_error
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.consumers import source_health
-from jetstream_ext.client.context import Context
-from jetstream_ext.client.features import Features, features
+from jetstream_ext.client.streams import Features, features
 from jetstream_ext.protocol.api import StreamState, parse_stream_state
 from jetstream_ext.protocol.feature_table import ATOMIC, DIRECT_GET, FAST_INGEST, FEATURES, MSG_TTL, Feature
 from jetstream_ext.protocol.subjects import check_name

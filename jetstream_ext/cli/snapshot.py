@@ -12,7 +12,7 @@ from rich.text import Text
 
 from jetstream_ext.cli.connection import Target, connected, connection_options
 from jetstream_ext.cli.output import console, count, printable, table, text_or_base64, write_json
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueSnapshot
 from jetstream_ext.kv import snapshot as take_snapshot

@@ -1,4 +1,4 @@
-"""Requests to the JetStream API: the state and messages of a stream at its leader, and a cache of streams and levels."""
+"""Requests to the JetStream API: a stream's state and messages at its leader, a cache of them, bounded concurrency."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import base64
 import binascii
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -21,7 +21,7 @@ from nats.js.api import DEFAULT_PREFIX
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client.base_connection import mark_retrieved
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ResponseError, ServerError, Status
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState, parse_answer, parse_stream_state
@@ -45,6 +45,7 @@ _LOOKUP_TIMEOUT: Final = 2.0
 _LONGEST_PAUSE: Final = 3600.0
 
 _T = TypeVar("_T")
+_Item = TypeVar("_Item")
 
 
 class Api:
@@ -110,6 +111,28 @@ async def _first_answer(send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         for task in asked:
             if not task.cancel():
                 mark_retrieved(task)
+
+
+async def gather_bounded(work: Callable[[_Item], Awaitable[_T]], items: Iterable[_Item], *, limit: int) -> list[_T]:
+    """Await ``work(item)`` for every item, at most `limit` at a time; return the results in the order of the items.
+
+    The first failure or a cancellation cancels all others. When this returns or raises, all have ended.
+    """
+    todo = list(items)
+    results: list[_T | None] = [None] * len(todo)
+    remaining = iter(enumerate(todo))
+
+    async def worker() -> None:
+        for index, item in remaining:
+            results[index] = await work(item)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(limit, len(todo))):
+                group.create_task(worker())
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return results  # type: ignore[return-value]  # complete once the group has ended
 
 
 async def stream_state(context: Context, stream: str, timeout: float | None = None) -> StreamState:

@@ -17,7 +17,7 @@ from nats.nuid import NUID
 
 from jetstream_ext.client.api import api_level, get_at_leader, lookup_stream, remember_ack, settled_state, stream_state
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, RequestTimeoutError
@@ -353,13 +353,12 @@ async def _find_earlier(context: Context, commit: Commit, timeout: float) -> Bat
 async def _follow(context: Context, plan: Plan, timeout: float) -> BatchAck | None:
     """Answer the questions of a plan; return its verdict."""
     answer: object = None
-    while True:
-        try:
-            query = plan.send(answer)
-        except StopIteration as verdict:
-            ack: BatchAck | None = verdict.value
-            return ack
-        answer = await _ask(context, query, timeout)
+    try:
+        while True:
+            answer = await _ask(context, plan.send(answer), timeout)
+    except StopIteration as verdict:
+        ack: BatchAck | None = verdict.value
+        return ack
 
 
 async def _ask(context: Context, query: Query, timeout: float) -> Any:

@@ -1,13 +1,14 @@
 """Access to a user's connection: inbox subscriptions, writing, bounded waits, and the connection's state.
 
-`connection.Connection` uses nats-py's internals, `fallback.FallbackConnection` only its public interface.
+`FallbackConnection` uses only nats-py's public interface; `connection.Connection` uses its internals and is faster.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -17,10 +18,13 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from jetstream_ext.errors import RequestTimeoutError
+from jetstream_ext.protocol import frames
+from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame
 
 # Seconds; nats-py has no event for a connection that is closed or connected again.
-STATE_POLL: Final = 0.05
+_STATE_POLL: Final = 0.05
+_CANCEL_AGAIN: Final = 0.5
 
 _T = TypeVar("_T")
 
@@ -55,18 +59,12 @@ class InboxSubscription:
             self._drop(subscription)
 
 
-def notify_disconnected(handlers: Iterable[InboxHandler | None]) -> None:
-    """Call ``disconnected`` of every handler; the callbacks may add and remove handlers."""
+def notify(handlers: Iterable[InboxHandler | None], *, connected: bool) -> None:
+    """Tell every handler that the connection is lost or back; the callbacks may add and remove handlers."""
     for handler in list(handlers):
-        if handler is not None:
-            call_handler(handler.disconnected)
-
-
-def notify_reconnected(handlers: Iterable[InboxHandler | None]) -> None:
-    """Call ``reconnected`` of every handler that has it."""
-    for handler in list(handlers):
-        if handler is not None and handler.reconnected is not None:
-            call_handler(handler.reconnected)
+        callback = None if handler is None else handler.reconnected if connected else handler.disconnected
+        if callback is not None:
+            call_handler(callback)
 
 
 def call_handler(handler: Callable[..., None], *arguments: object) -> None:
@@ -114,7 +112,7 @@ class BaseConnection(ABC):
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
-    async def bounded(self, operation: Coroutine[Any, Any, _T], timeout: float, what: str) -> _T:
+    async def bounded(self, operation: Awaitable[_T], timeout: float, what: str) -> _T:
         """Await an operation of nats-py until `timeout` seconds have passed or the connection is closed.
 
         nats-py's own waits (subscribe, flush, request) have no bound, and some swallow a cancellation. The operation
@@ -123,12 +121,12 @@ class BaseConnection(ABC):
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
-        task = loop.create_task(operation)
+        task = asyncio.ensure_future(operation)
         task.add_done_callback(mark_retrieved)
         try:
             while True:
                 remaining = deadline - loop.time()
-                done, _ = await asyncio.wait({task}, timeout=max(0.0, min(remaining, STATE_POLL)))
+                done, _ = await asyncio.wait({task}, timeout=max(0.0, min(remaining, _STATE_POLL)))
                 if done:
                     return task.result()
                 if self.closed:
@@ -138,7 +136,7 @@ class BaseConnection(ABC):
         finally:
             task.cancel()
 
-    async def _flushed(self, writing: Coroutine[Any, Any, Any], timeout: float) -> None:
+    async def _flushed(self, writing: Awaitable[Any], timeout: float) -> None:
         """Await a write of nats-py; raise ConnectionReconnectingError for an error of the socket."""
         try:
             await self.bounded(writing, timeout, "room in the write buffer of the connection")
@@ -176,7 +174,6 @@ class BaseConnection(ABC):
 
     @property
     def closed(self) -> bool:
-        """Whether the connection is closed for good."""
         return bool(self.nc.is_closed)
 
     @property
@@ -191,7 +188,6 @@ class BaseConnection(ABC):
 
     @property
     def server_version(self) -> str:
-        """The connected server's version."""
         return str(self._server_info().get("version", ""))
 
     @property
@@ -202,7 +198,6 @@ class BaseConnection(ABC):
 
     @property
     def domain(self) -> str | None:
-        """The connected server's JetStream domain."""
         domain = self._server_info().get("domain")
         return domain if isinstance(domain, str) and domain else None
 
@@ -217,7 +212,111 @@ class BaseConnection(ABC):
         raise nats.errors.ConnectionReconnectingError
 
 
-def mark_retrieved(task: asyncio.Task[Any]) -> None:
+class FallbackConnection(BaseConnection):
+    """The slower connection, for nats-py with other internals; writing and `drop` go on in background tasks."""
+
+    def __init__(self, nc: Client, server_info: Callable[[], Mapping[str, Any]]) -> None:
+        super().__init__(nc, server_info)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._writing = asyncio.Lock()
+        self._handlers: dict[Subscription, InboxHandler] = {}
+        self._poller: asyncio.Task[None] | None = None
+        self._session = 0
+        self._lost = False
+
+    async def inbox(
+        self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
+    ) -> InboxSubscription:
+        inbox = InboxSubscription(self.drop, subject or self.nc.new_inbox())
+
+        async def deliver(msg: Msg) -> None:
+            block = h.rebuild(msg.headers)
+            handler.frames([(msg.subject.encode(), block + msg.data, len(block))])
+
+        subscribing = self._spawn(self.nc.subscribe(inbox.subject + tail, cb=deliver))
+        try:
+            subscription = await self.bounded(asyncio.shield(subscribing), timeout, "the subscription to an inbox")
+        except BaseException:
+            subscribing.add_done_callback(self._drop_late_subscription)
+            raise
+        self._check_state()  # an earlier loss does not concern the new handler
+        self._handlers[subscription] = handler
+        if self._poller is None or self._poller.done():
+            self._poller = self._spawn(self._poll_state())
+        inbox.subscription = subscription
+        return inbox
+
+    def _drop_late_subscription(self, subscribing: asyncio.Task[Subscription]) -> None:
+        if not subscribing.cancelled() and subscribing.exception() is None:
+            self.drop(subscribing.result())
+
+    async def _poll_state(self) -> None:
+        while not self.closed:
+            await asyncio.sleep(_STATE_POLL)
+            self._check_state()
+
+    def _check_state(self) -> None:
+        session, connected = self.nc.stats["reconnects"], self.nc.is_connected
+        if (session != self._session or not connected) and not self._lost:
+            self._lost = True
+            notify(self._handlers.values(), connected=False)
+        if connected and self._lost:
+            self._lost, self._session = False, session
+            notify(self._handlers.values(), connected=True)
+
+    def drop(self, subscription: Subscription) -> None:
+        self._handlers.pop(subscription, None)
+        if not self._handlers and self._poller is not None:
+            self._poller.cancel()
+            self._poller = None
+        self._spawn(_unsubscribe(subscription))
+
+    def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
+        self.check_usable()
+        self._publish_soon(data)
+
+    async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
+        self.check_usable()
+        await self._flushed(asyncio.shield(self._publish_soon(data)), timeout)
+
+    def _publish_soon(self, data: bytes) -> asyncio.Task[None]:
+        task = self._spawn(self._publish(data))
+        task.add_done_callback(mark_retrieved)  # a write fails when the connection is lost, which the handlers are told
+        return task
+
+    async def _publish(self, data: bytes) -> None:
+        async with self._writing:  # keeps the order of the calls
+            for command in frames.parse_pubs(data):
+                headers = dict(h.parse_lines(command.header)) if command.header else None
+                await self.nc.publish(command.subject, command.payload, reply=command.reply, headers=headers)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _unsubscribe(subscription: Subscription) -> None:
+    with contextlib.suppress(  # the subscription of a closed connection has already ended
+        nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError, nats.errors.BadSubscriptionError
+    ):
+        await subscription.unsubscribe()
+
+
+def mark_retrieved(task: asyncio.Future[Any]) -> None:
     """Mark a task's exception as retrieved: asyncio logs it otherwise, although the caller has raised another error."""
     if not task.cancelled():
         task.exception()
+
+
+async def cancel(task: asyncio.Task[Any], timeout: float) -> None:
+    """Cancel a task until it ends, for up to `timeout` seconds; its error is ignored.
+
+    Before Python 3.12, a call of nats-py swallows a cancellation that arrives with its answer.
+    """
+    task.add_done_callback(mark_retrieved)
+    deadline = asyncio.get_running_loop().time() + timeout
+    while not task.done() and (remaining := deadline - asyncio.get_running_loop().time()) > 0:
+        task.cancel()
+        await asyncio.wait({task}, timeout=min(remaining, _CANCEL_AGAIN))

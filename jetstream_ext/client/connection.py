@@ -1,18 +1,13 @@
-"""Bulk reads and writes on a user's connection; the only module that uses nats-py's internals.
+"""A user's connection as this package uses it; the only module that uses nats-py's internals.
 
-nats-py's public interface lacks three things. This module adds them to the user's own connection, so nats-py still does
-TLS, authentication and reconnects, and its limits hold:
+`Connection` adds to the user's own connection what nats-py's public interface lacks, so nats-py still does TLS,
+authentication and reconnects, and its limits hold. It cuts the frames of our subscriptions out of the bytes that nats-py's
+read loop passes to `Parser.parse`, and passes the rest on, untouched and in order. It appends the commands of a window to
+nats-py's write buffer in one piece. It detects a lost connection at once, at the end of nats-py's reader task. If nats-py
+has other internals, `connection_of` warns once and returns the slower `FallbackConnection`.
 
-* **Reading in bulk.** nats-py's read loop passes bytes from the socket to `Parser.parse`. `Connection` replaces that
-  method on the connection's own parser: it cuts out the frames of our subscriptions as bytes and passes everything
-  else on, untouched and in order.
-* **Writing in bulk.** The commands of a window are appended to nats-py's write buffer in one piece, under its limits.
-* **Detecting a lost connection at once**: at the end of nats-py's reader task.
-
-If nats-py has other internals, `FallbackConnection` does the same through its public interface, more slowly, and
-`connection_of` warns once.
-
-`OwnClient` is a connection that this package opens itself, for a command or for Spark.
+`Context` is a caller's JetStream context. `OwnClient` is a connection that this package opens itself, for a command or
+for Spark.
 """
 
 from __future__ import annotations
@@ -41,17 +36,18 @@ from nats.js.manager import JetStreamManager
 
 from jetstream_ext.client.base_connection import (
     BaseConnection,
+    FallbackConnection,
     InboxHandler,
     InboxSubscription,
     call_handler,
-    notify_disconnected,
-    notify_reconnected,
+    cancel,
+    notify,
 )
-from jetstream_ext.client.concurrency import cancel
-from jetstream_ext.client.fallback import FallbackConnection
 from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.options import check_seconds
+from jetstream_ext.protocol.subjects import check_subject
 
 # States of nats-py's parser (nats.protocol.parser).
 _AWAITING_CONTROL_LINE = 1
@@ -163,7 +159,7 @@ class Connection(BaseConnection):
         if task is self._watched_reader:
             self._watched_reader = None
         self._connection_lost = True
-        notify_disconnected(self._handlers.values())
+        notify(self._handlers.values(), connected=False)
 
     async def parse(self, data: bytes = b"") -> None:
         """Replace `Parser.parse`: cut out the frames of our subscriptions and pass on the rest."""
@@ -176,7 +172,7 @@ class Connection(BaseConnection):
         if self._connection_lost and self.nc.is_connected:
             # The first data is the answer to a ping, which nats-py sends after the subscriptions and its buffer.
             self._connection_lost = False
-            notify_reconnected(self._handlers.values())
+            notify(self._handlers.values(), connected=True)
         if not self._handlers:
             await self._parse(data)
             return
@@ -309,9 +305,25 @@ def _internals_known(nc: Client) -> bool:
         return False
 
 
-def jetstream_parts(js: JetStreamManager) -> tuple[Client, str, float]:
-    """Return the connection, the API prefix and the default timeout of a JetStream context."""
-    return js._nc, js._prefix, float(js._timeout)
+class Context:
+    """The connection, the API prefix and the default timeout of nats-py's JetStream context `js`."""
+
+    def __init__(self, js: JetStreamContext | JetStreamManager) -> None:
+        if not isinstance(js, JetStreamManager):
+            raise TypeError(f"expected a nats-py JetStream context (nc.jetstream()), not {type(js).__name__}")
+        self.js = js
+        self.nc: Client = js._nc
+        self.prefix: str = js._prefix
+        self.timeout: float = float(js._timeout)
+        check_subject(self.prefix)  # nats-py does not; a space in it makes the server close the connection
+
+    def resolve_timeout(self, timeout: float | None, name: str = "timeout") -> float:
+        """Return the context's own timeout for None; raises as `check_seconds` does."""
+        return self.timeout if timeout is None else check_seconds(timeout, name)
+
+    @property
+    def connection(self) -> BaseConnection:
+        return connection_of(self.nc)
 
 
 def bucket_parts(kv: KeyValue) -> tuple[JetStreamContext, str, str, str]:

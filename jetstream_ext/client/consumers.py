@@ -22,9 +22,8 @@ from nats.js.api import (
 )
 from nats.js.errors import NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.api import Api, first_since, malformed_as_error, stream_state
-from jetstream_ext.client.concurrency import gather_bounded
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.api import Api, first_since, gather_bounded, malformed_as_error, stream_state
+from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError
 from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol.api import answering_server, parse_refusal

@@ -8,7 +8,7 @@ from typing import Final
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import MessageBatch, read_blocks, read_one
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request, StoredMsg
@@ -291,9 +291,7 @@ class DirectGet:
             As for `batch`.
 
         Raises:
-            ValueError: A number is out of range, `start_time` is not timezone-aware, or both starts are given.
-            TypeError: `start_time` is not a datetime.
-            BadSubjectError: `subject` is not a valid subject or filter.
+            ValueError, TypeError, BadSubjectError: As for `batch`.
             DirectGetDisabledError: While iterating: no ``allow_direct``, or no such stream, at once; after the first
                 message, no responder for `timeout` seconds.
             UnsupportedFeatureError: While iterating: the server is older than 2.11.

@@ -11,10 +11,9 @@ from typing import Self
 
 import nats.errors
 
-from jetstream_ext.client.api import LAG_PAUSE, get_at_leader, stream_state, wait_for_sequence
+from jetstream_ext.client.api import LAG_PAUSE, gather_bounded, get_at_leader, stream_state, wait_for_sequence
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
-from jetstream_ext.client.concurrency import gather_bounded
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import frames, range_read
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg, not_found

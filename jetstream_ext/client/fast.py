@@ -15,7 +15,7 @@ from nats.nuid import NUID
 
 from jetstream_ext.client.api import api_level
 from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.fast import Ended, Event, FastBatch
 from jetstream_ext.protocol.fast_wire import BatchFlowError, UnrecognisedReply
@@ -164,12 +164,7 @@ class FastPublisher:
 
     # -- publishing ---------------------------------------------------------------------------------------------
 
-    async def add(
-        self,
-        subject: str,
-        payload: bytes = b"",
-        **options: Unpack[PublishOptions],
-    ) -> FastPubAck:
+    async def add(self, subject: str, payload: bytes = b"", **options: Unpack[PublishOptions]) -> FastPubAck:
         """Publish one message, once the window has room for it.
 
         The message is checked before it takes a sequence: a refused call changes nothing. Concurrent calls send in the
@@ -297,12 +292,7 @@ class FastPublisher:
 
     # -- ending -------------------------------------------------------------------------------------------------
 
-    async def commit(
-        self,
-        subject: str,
-        payload: bytes = b"",
-        **options: Unpack[PublishOptions],
-    ) -> BatchAck:
+    async def commit(self, subject: str, payload: bytes = b"", **options: Unpack[PublishOptions]) -> BatchAck:
         """Publish a last message, end the batch and return the server's final ack.
 
         Arguments, errors and cancellation are those of `add` and then, once the message is sent, of `commit_eob`.
@@ -530,12 +520,8 @@ class FastSession:
             self._handler_failed(error)
 
     def _handler_failed(self, error: BaseException) -> None:
-        asyncio.get_running_loop().call_exception_handler(
-            {
-                "message": f"batch {self.batch.batch_id}: a callback (on_flow, on_gap or on_error) raised",
-                "exception": error,
-            }
-        )
+        message = f"batch {self.batch.batch_id}: a callback (on_flow, on_gap or on_error) raised"
+        asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
 
     def _arm(self) -> None:
         due = self.batch.next_timer()

@@ -21,7 +21,7 @@ equal payloads count as the same store.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Final
 
 from nats.js import JetStreamContext
@@ -29,7 +29,7 @@ from nats.js.errors import APIError
 
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.atomic import publish_atomic
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import ErrorCode, FencedError, RequestTimeoutError
 from jetstream_ext.protocol.direct import StoredMsg
@@ -54,52 +54,28 @@ class RecordMovedError(FencedError):
         self.record = record
 
 
+@dataclass(eq=False)
 class FencedWriter:
     """Stores messages and a record of them in one stream, all or nothing, behind the record that was read last.
 
     A writer that has not read expects that there is no record. Each `store` follows the one before. With messages, a
     store is one atomic batch (nats-server 2.12.1 and ``allow_atomic``; see `FENCED_BATCHES`); a record alone is an
     ordinary message, which every server and stream takes.
-
-    Args:
-        context: The context.
-        stream: The stream of the messages and the record.
-        subject: The record's subject; nothing else may be stored there.
-        name: The writer's name in errors: "worker 'sums'".
-        timeout: Seconds to wait for an answer; None is the context's own.
-        patience: Seconds for which one call retries after transient errors.
-        transient: Decides which errors are transient.
-        rollup: Let each record remove the one before (the stream needs ``allow_rollup_hdrs``).
-        msg_ttl: The time to live of a record, such as `NEVER` on a stream with ``max_age``.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        stream: str,
-        subject: str,
-        *,
-        name: str,
-        timeout: float | None = None,
-        patience: float,
-        transient: Callable[[Exception], bool] = is_transient,
-        rollup: bool = False,
-        msg_ttl: TTL | None = None,
-    ) -> None:
-        assert isinstance(context.js, JetStreamContext)  # only those publish
-        self.stream = stream
-        self.subject = subject
-        self.fence: int = 0
-        """The sequence of the record that the next one follows (0: no record exists)."""
-        self._context = context
-        self._js: JetStreamContext = context.js
-        self._name = name
-        self._timeout = context.resolve_timeout(timeout)
-        self._patience = patience
-        self._transient = transient
-        self._rollup = rollup
-        self._msg_ttl = msg_ttl
-        self._in_doubt: set[bytes] = set()  # the payloads of stores since the fence whose answers were lost
+    context: Context
+    stream: str  # of the messages and the record
+    subject: str  # of the record; nothing else may be stored there
+    _: KW_ONLY
+    name: str  # the writer's name in errors: "worker 'sums'"
+    patience: float  # seconds for which one call retries after transient errors
+    timeout: float | None = None  # seconds to wait for an answer; None is the context's own
+    transient: Callable[[Exception], bool] = is_transient  # decides which errors are transient
+    rollup: bool = False  # let each record remove the one before (the stream needs ``allow_rollup_hdrs``)
+    msg_ttl: TTL | None = None  # the time to live of a record, such as `NEVER` on a stream with ``max_age``
+    fence: int = field(default=0, init=False)  # the sequence of the record that the next one follows; 0: there is none
+    # The payloads of stores since the fence whose answers were lost.
+    _in_doubt: set[bytes] = field(default_factory=set, init=False)
 
     async def read(self) -> StoredMsg | None:
         """Return the newest record at the stream's leader, or None; the next store follows it.
@@ -143,11 +119,13 @@ class FencedWriter:
         return ack
 
     async def _publish(self, messages: Sequence[Entry], record: bytes) -> BatchAck:
+        js = self.context.js
+        assert isinstance(js, JetStreamContext)  # only those publish
         last = BatchMessage(
             self.subject,
             record,
-            headers=_ROLLUP if self._rollup else None,
-            msg_ttl=self._msg_ttl,
+            headers=_ROLLUP if self.rollup else None,
+            msg_ttl=self.msg_ttl,
             stream=self.stream,
             expected_last_subject_seq=self.fence,
         )
@@ -155,9 +133,10 @@ class FencedWriter:
             # The first message names the stream: looking it up would need another permission.
             first = as_message(messages[0])
             batch = [first if first.stream else replace(first, stream=self.stream), *messages[1:], last]
-            return await publish_atomic(self._js, batch, timeout=self._timeout)
-        publish = self._js.publish(self.subject, record, timeout=self._timeout, headers=dict(message_headers(last)))
-        ack = await self._context.connection.bounded(publish, self._timeout, f"the ack of {self.subject}")
+            return await publish_atomic(js, batch, timeout=self.timeout)
+        timeout = self.context.resolve_timeout(self.timeout)
+        publish = js.publish(self.subject, record, timeout=timeout, headers=dict(message_headers(last)))
+        ack = await self.context.connection.bounded(publish, timeout, f"the ack of {self.subject}")
         return BatchAck(ack.stream, ack.seq, batch_size=1, domain=ack.domain)
 
     async def _find_out(self, error: Exception, messages: Sequence[Entry], record: bytes, retry: Retry) -> BatchAck:
@@ -172,14 +151,14 @@ class FencedWriter:
                     return BatchAck(self.stream, follower.seq, batch_size=len(messages) + 1)
                 self.fence = follower.seq
                 raise RequestTimeoutError(
-                    f"{self._name}: {where} is an earlier one, whose answer was lost; the new one is not stored; repeat the call"
+                    f"{self.name}: {where} is an earlier one, whose answer was lost; the new one is not stored; repeat the call"
                 ) from error
         if newest is None and self.fence:
-            raise RecordMovedError(f"{self._name}: {where} was removed", name=self._name) from error
+            raise RecordMovedError(f"{self.name}: {where} was removed", name=self.name) from error
         if newest is not None and newest.seq != self.fence:
             raise RecordMovedError(
-                f"{self._name}: another writer has stored {where} (sequence {newest.seq}, expected {self.fence})",
-                name=self._name,
+                f"{self.name}: another writer has stored {where} (sequence {newest.seq}, expected {self.fence})",
+                name=self.name,
                 seq=newest.seq,
                 record=newest,
             ) from error
@@ -188,15 +167,15 @@ class FencedWriter:
             raise error
         # A former leader that does not know its successor has refused the store, or has answered the read.
         raise RequestTimeoutError(
-            f"{self._name}: the server refused {where}, although sequence {self.fence} is still the newest (this can happen "
+            f"{self.name}: the server refused {where}, although sequence {self.fence} is still the newest (this can happen "
             "after a change of leader); nothing was stored; repeat the call"
         ) from error
 
     async def _find(self, retry: Retry, request: Mapping[str, object]) -> StoredMsg | None:
-        return await retry.call(lambda: get_at_leader(self._context, self.stream, request, self._timeout))
+        return await retry.call(lambda: get_at_leader(self.context, self.stream, request, self.timeout))
 
     def _retry(self) -> Retry:
-        return Retry(self._patience, transient=self._transient)
+        return Retry(self.patience, transient=self.transient)
 
 
 def _has_expectation(entry: Entry) -> bool:

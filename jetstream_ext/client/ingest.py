@@ -16,7 +16,7 @@ from nats.js.errors import APIError, NoStreamResponseError
 from nats.nuid import NUID
 
 from jetstream_ext.client.api import stream_name
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Final, TypeVar
 
 import nats.errors
@@ -64,6 +65,7 @@ def is_transient_read(error: BaseException) -> bool:
     return is_transient(error) or isinstance(error, DirectGetDisabledError)
 
 
+@dataclass(eq=False)
 class Retry:
     """The pauses between the attempts of one operation, and their end.
 
@@ -72,27 +74,21 @@ class Retry:
     retry in step. `transient` decides whether another attempt may succeed after an error.
     """
 
-    def __init__(
-        self,
-        give_up_after: float,
-        *,
-        first_pause: float = 0.02,
-        longest_pause: float = 0.5,
-        factor: float = 2.0,
-        jitter: bool = False,
-        transient: Callable[[Exception], bool] = is_transient,
-    ) -> None:
-        self.give_up_after = give_up_after
-        self._first_pause = self._pause = first_pause
-        self._longest_pause = longest_pause
-        self._factor = factor
-        self._jitter = jitter
-        self._transient = transient
-        self._deadline: float | None = None
+    give_up_after: float
+    _: KW_ONLY
+    first_pause: float = 0.02
+    longest_pause: float = 0.5
+    factor: float = 2.0
+    jitter: bool = False
+    transient: Callable[[Exception], bool] = is_transient
+
+    def __post_init__(self) -> None:
+        self.reset()
 
     def reset(self) -> None:
         """Record progress: the deadline and the pauses start again with the next error."""
-        self._pause, self._deadline = self._first_pause, None
+        self._pause: float = self.first_pause
+        self._deadline: float | None = None
 
     def start(self) -> None:
         """Start the deadline now, not with the first error."""
@@ -107,7 +103,7 @@ class Retry:
 
     async def pause_if_transient(self, error: Exception) -> None:
         """Wait before the next attempt, or raise `error` if it is not transient or the deadline has passed."""
-        if not self._transient(error):
+        if not self.transient(error):
             raise error
         await self.pause_until_deadline(error)
 
@@ -118,8 +114,8 @@ class Retry:
             self._deadline = now + self.give_up_after
         if now >= self._deadline:
             raise error
-        pause = self._pause * random.random() if self._jitter else self._pause  # noqa: S311 - spreads load
-        self._pause = min(self._pause * self._factor, self._longest_pause)
+        pause = self._pause * random.random() if self.jitter else self._pause  # noqa: S311 - spreads load
+        self._pause = min(self._pause * self.factor, self.longest_pause)
         _log.debug("trying again in %.3g s after %s: %s", pause, type(error).__name__, error)
         await asyncio.sleep(pause)
 

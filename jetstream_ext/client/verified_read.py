@@ -15,7 +15,7 @@ from typing import Final
 from nats.js.errors import NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client.api import LAG_PAUSE, get_at_leader, stream_state, wait_for_sequence
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks, read_one
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import MessageNotFoundError, MessagesLostError, RequestTimeoutError, ServerError

@@ -9,10 +9,8 @@ from typing import Any, Final
 from nats.js.errors import BadBucketError, BucketNotFoundError, NotFoundError
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.api import Api, get_at_leader, malformed_as_error, stream_state
-from jetstream_ext.client.concurrency import gather_bounded
-from jetstream_ext.client.connection import bucket_parts
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.api import Api, gather_bounded, get_at_leader, malformed_as_error, stream_state
+from jetstream_ext.client.connection import Context, bucket_parts
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.kv.entries import KeyValueEntry, entry_of, record_of
 from jetstream_ext.protocol.api import StreamState

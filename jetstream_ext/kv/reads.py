@@ -10,8 +10,7 @@ from typing import Final
 
 from nats.js.kv import KeyValue
 
-from jetstream_ext.client.api import first_since
-from jetstream_ext.client.concurrency import gather_bounded
+from jetstream_ext.client.api import first_since, gather_bounded
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import HistoryUnavailableError, TooManySubjectsError
 from jetstream_ext.kv.bucket import LOOKUPS_IN_FLIGHT, Bucket

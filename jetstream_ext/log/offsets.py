@@ -11,8 +11,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import BucketNotFoundError
 from nats.nuid import NUID
 
-from jetstream_ext.client.connection import open_bucket
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import FencedError

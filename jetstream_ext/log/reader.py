@@ -13,7 +13,7 @@ from typing import Final, Literal, Self
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.api import first_since, get_at_leader, settled_state, stream_state
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
 from jetstream_ext.client.verified_read import VerifiedReader

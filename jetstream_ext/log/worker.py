@@ -21,7 +21,7 @@ from typing import Any, Final, cast
 from nats.nuid import NUID
 
 from jetstream_ext.client.api import stream_state
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import (

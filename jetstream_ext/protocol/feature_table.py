@@ -1,6 +1,6 @@
 """Which servers have which feature: the one table behind the checks, their errors and the documentation.
 
-`client.features` asks a server, `docs/_ext/feature_table.py` draws the table, and
+`client.streams` asks a server, `docs/_ext/feature_table.py` draws the table, and
 `tests/conformance/test_feature_table.py` tries every row on every released line of servers.
 """
 

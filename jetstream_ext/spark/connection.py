@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, TypeVar
 import nats.errors
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.concurrency import cancel
+from jetstream_ext.client.base_connection import cancel
 from jetstream_ext.client.connection import OwnClient, login, tls_context
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import JetStreamExtError

@@ -18,7 +18,7 @@ from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client.api import first_since, stream_state
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.errors import BadSubjectError, ErrorCode
 from jetstream_ext.protocol.api import StreamState

@@ -11,7 +11,7 @@ import pyarrow as pa
 from nats.js import JetStreamContext
 from pyspark.sql.types import StructType
 
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks
 from jetstream_ext.protocol.api import recreated
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block

@@ -29,7 +29,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import is_transient
 from jetstream_ext.errors import (

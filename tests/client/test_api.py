@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 import jetstream_ext as jsx
 from jetstream_ext.client import api
 from jetstream_ext.client.api import first_since, get_at_leader, stream_state
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import ResponseError
 from jetstream_ext.log import LogReader
 from jetstream_ext.testing import NatsServer

@@ -13,7 +13,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client.base_connection import notify_disconnected
+from jetstream_ext.client.base_connection import notify
 from jetstream_ext.client.connection import Connection, connection_of
 from jetstream_ext.testing import NatsServer
 
@@ -272,7 +272,7 @@ async def test_a_connection_lost_during_the_search_leaves_no_unretrieved_error(
     assert isinstance(connection, Connection)
 
     async def lost(*_: Any, **__: Any) -> None:
-        notify_disconnected(connection._handlers.values())
+        notify(connection._handlers.values(), connected=False)
         raise nats.errors.ConnectionReconnectingError
 
     monkeypatch.setattr(connection, "write", lost)

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from nats.aio.client import Client
 from nats.protocol.parser import Parser
 
-from jetstream_ext.client import context
-from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
-from jetstream_ext.client.connection import _CLOSED_SIDS_KEPT, Connection, connection_of
-from jetstream_ext.client.fallback import FallbackConnection
+from jetstream_ext.client.base_connection import FallbackConnection, InboxHandler, InboxSubscription
+from jetstream_ext.client.connection import _CLOSED_SIDS_KEPT, Connection, Context, connection_of
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.direct import ReplyDecoder, StoredMsg
 from jetstream_ext.protocol.frames import Frame, parts
@@ -465,10 +463,10 @@ async def test_writing_counts_and_wakes_the_flusher_once() -> None:
 )
 async def test_a_prefix_that_is_not_a_subject_is_refused(where: dict[str, str]) -> None:
     with pytest.raises(BadSubjectError):
-        context.Context(Client().jetstream(**where))
+        Context(Client().jetstream(**where))
 
 
 @pytest.mark.parametrize("thing", [None, "js", object()])
 def test_only_a_jetstream_context_is_accepted(thing: Any) -> None:
     with pytest.raises(TypeError, match="JetStream context"):
-        context.Context(thing)
+        Context(thing)

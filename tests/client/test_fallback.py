@@ -13,9 +13,8 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client.base_connection import InboxHandler
+from jetstream_ext.client.base_connection import FallbackConnection, InboxHandler
 from jetstream_ext.client.connection import connection_of
-from jetstream_ext.client.fallback import FallbackConnection
 from jetstream_ext.protocol.frames import Frame, parts, pub
 from jetstream_ext.testing import NatsServer
 

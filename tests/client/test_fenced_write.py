@@ -18,7 +18,7 @@ import jetstream_ext as jsx
 from jetstream_ext import errors
 from jetstream_ext.client import fenced_write
 from jetstream_ext.client.api import get_at_leader
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.testing import Faults, NatsServer, ReferenceServer
 from jetstream_ext.testing.reference import Cut, Drop, Lose

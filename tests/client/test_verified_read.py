@@ -10,7 +10,7 @@ from nats.js.api import StreamConfig, StreamSource
 
 import jetstream_ext as jsx
 from jetstream_ext.client import direct_reader
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.reads import Scan

@@ -9,7 +9,6 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nats
@@ -21,7 +20,6 @@ from jetstream_ext.testing import NatsServer
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-PRELOAD = Path(__file__).with_name("preload")
 SECRET = "correct-horse-battery"
 
 GUARDED = f"""
@@ -85,9 +83,7 @@ def spark() -> Iterator[SparkSession]:
         .config("spark.sql.shuffle.partitions", "2")
         .config("spark.executor.memory", "1g")
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(PRELOAD), os.environ.get("PYTHONPATH")])))
-        session = builder.getOrCreate()
+    session = builder.getOrCreate()
     if not remote:
         session.sparkContext.setLogLevel("OFF")
     yield session

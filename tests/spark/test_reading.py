@@ -13,7 +13,7 @@ from nats.js.api import StreamConfig
 from pyspark.sql.types import StructType
 
 import jetstream_ext as jsx
-from jetstream_ext.client.context import Context
+from jetstream_ext.client.connection import Context
 from jetstream_ext.protocol.direct import Block
 from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.spark import connection, reading

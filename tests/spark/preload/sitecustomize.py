@@ -1,5 +1,11 @@
-"""Import, before Spark forks its Python workers, what each of them would import again: a second of CPU per worker."""
+"""Make the Python processes that Spark starts cheap: each of them would otherwise cost a second of CPU, most of it imports.
 
+Spark puts its own modules on the path as a zip file, from which Python compiles them again in every process; without it,
+they come from the installed pyspark, compiled. Its daemons fork their workers, so they import what each worker would
+import, and take it out of the garbage collections that a worker makes after each task.
+"""
+
+import gc
 import importlib
 import sys
 
@@ -9,6 +15,7 @@ MODULES = (
     "jetstream_ext.spark.source",
     "jetstream_ext.spark.streaming",
     "jetstream_ext.spark.transactional",
+    "pandas",
     "pyarrow.compute",
     "pyspark.logger.worker_io",
     "pyspark.sql.conversion",
@@ -16,9 +23,12 @@ MODULES = (
     "pyspark.worker_message",
 )
 
+if any(argument.startswith("pyspark.") for argument in sys.orig_argv):
+    sys.path[:] = [path for path in sys.path if not path.endswith(".zip")]
 if "pyspark.daemon" in sys.orig_argv:
     for module in MODULES:
         try:
             importlib.import_module(module)
         except ImportError:  # not in every release of Spark
             continue
+    gc.freeze()
