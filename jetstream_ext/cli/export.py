@@ -19,7 +19,7 @@ from jetstream_ext.cli.connection import Target, connected, connection_options, 
 from jetstream_ext.cli.formats import FORMATS, WRITERS, format_of
 from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, write_json
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.protocol.stored_msg import StoredMsg
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.subjects import check_name
 
 _BLOCK: Final = 1_000

@@ -23,10 +23,10 @@ from jetstream_ext.errors import (
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import ROLLUP_HEADERS, operation
 from jetstream_ext.kv.keys import check_key
+from jetstream_ext.protocol.api import answering_server
 from jetstream_ext.protocol.feature_table import BY_OPTION
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
 from jetstream_ext.protocol.options import ttl_value
-from jetstream_ext.protocol.stream_state import answering_server
 from jetstream_ext.types import NEVER, TTL
 
 

@@ -13,8 +13,8 @@ from jetstream_ext.client.api import Api, gather_bounded, get_at_leader, malform
 from jetstream_ext.client.connection import Context, bucket_parts
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.kv.entries import KeyValueEntry, entry_of, record_of
-from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.subjects import is_literal
 
 LOOKUPS_IN_FLIGHT: Final = 64

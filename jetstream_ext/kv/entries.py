@@ -11,9 +11,8 @@ from typing import Final, Literal, NamedTuple
 from nats.js.api import Header
 from nats.js.kv import KV_DEL, KV_OP, KV_PURGE, MSG_ROLLUP_SUBJECT
 
-from jetstream_ext.protocol.direct import Block
+from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, decode_stored, parse_time_ns
-from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.ttl import marker_reason
 
 Operation = Literal["PUT", "DEL", "PURGE"]

@@ -17,11 +17,10 @@ from jetstream_ext.kv.bucket import LOOKUPS_IN_FLIGHT, Bucket
 from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot, Record, Row, Subjects, record_of, rows_of
 from jetstream_ext.kv.history import Latest, Past, Verdict
 from jetstream_ext.kv.keys import EVERYTHING, check_filters, check_keys
-from jetstream_ext.protocol.direct import Block
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.options import check_sequence, rfc3339
-from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import is_literal, matcher
 
 # With so many messages per key or more, asking for the keys by name costs less than reading the whole log.

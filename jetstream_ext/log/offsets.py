@@ -19,8 +19,8 @@ from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import operation
 from jetstream_ext.kv.keys import check_key
 from jetstream_ext.log.positions import StoredOffset
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import check_int, check_seconds, check_sequence
-from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.subjects import check_name
 
 

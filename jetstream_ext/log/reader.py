@@ -20,10 +20,10 @@ from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import PositionLostError, StreamConfigMismatchError
 from jetstream_ext.log.offsets import OffsetStore
 from jetstream_ext.log.positions import First, Last, Seq, Start, Stored, StoredOffset, Time, check_start
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.gaps import first_gap
 from jetstream_ext.protocol.options import check_int, check_seconds
-from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import check_filter
 
 _log = logging.getLogger("jetstream_ext")

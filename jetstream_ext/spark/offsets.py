@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from jetstream_ext.protocol.api import recreated
 from jetstream_ext.protocol.options import check_int
-from jetstream_ext.protocol.stream_state import recreated
 from jetstream_ext.spark.errors import OffsetError
 
 VERSION: Final = 1

@@ -21,7 +21,7 @@ from jetstream_ext.client.api import first_since, stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.errors import BadSubjectError, ErrorCode
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.subjects import check_subject, covers, overlap
 from jetstream_ext.spark.connection import ask
 from jetstream_ext.spark.errors import DataLossError, PlanningError

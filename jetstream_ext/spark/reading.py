@@ -13,11 +13,11 @@ from pyspark.sql.types import StructType
 
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks
+from jetstream_ext.protocol.api import recreated
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block
 from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.headers import REPLY_HEADERS, ROW_STORED, ROW_SUBJECT, ROW_TIME, Row
 from jetstream_ext.protocol.reads import Scan
-from jetstream_ext.protocol.stream_state import recreated
 from jetstream_ext.protocol.subjects import SubjectMatcher
 from jetstream_ext.spark.connection import connected
 from jetstream_ext.spark.options import ReadOptions

@@ -23,7 +23,7 @@ from pyspark.sql.types import StructType
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.errors import BadHeaderError, IngestError, MaxPayloadError
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.subjects import covers
 from jetstream_ext.spark.connection import Lease, connected, run_on_driver
 from jetstream_ext.spark.errors import PlanningError, ReplayError, SinkError

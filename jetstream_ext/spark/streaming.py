@@ -24,7 +24,7 @@ from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
 from jetstream_ext.client.api import settled_state
-from jetstream_ext.protocol.stream_state import StreamState, recreated
+from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.spark.connection import run_on_driver
 from jetstream_ext.spark.errors import OptionError
 from jetstream_ext.spark.offsets import Position, Positions, decode, encode

@@ -40,8 +40,8 @@ from jetstream_ext.errors import (
     MaxPayloadError,
     ServerError,
 )
-from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.spark.errors import ReplayError, SinkError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Message, content, without_ids

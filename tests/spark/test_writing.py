@@ -18,7 +18,7 @@ from jetstream_ext.errors import (
     FencedError,
     StreamMismatchError,
 )
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.spark import connection
 from jetstream_ext.spark.connection import Connections
 from jetstream_ext.spark.errors import ReplayError, SinkError
