@@ -2,8 +2,7 @@
 
 ::
 
-    __main__.py     the entry point; names what to install if the extra is missing
-    app.py          the group of commands and their exit statuses
+    __main__.py     the entry point: the group of commands and their exit statuses
     connection.py   a connection from options, environment variables and contexts of the ``nats`` tool
     output.py       progress bars, tables, JSON, and errors in one line
     formats.py      CSV, JSON lines and Parquet files, read by ingest and written by export

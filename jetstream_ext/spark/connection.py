@@ -26,8 +26,7 @@ from jetstream_ext.client.concurrency import cancel
 from jetstream_ext.client.connection import OwnClient, login, tls_context
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import JetStreamExtError
-from jetstream_ext.spark.errors import ConnectError, OptionError, RefusedError
-from jetstream_ext.spark.options import ConnectionOptions
+from jetstream_ext.spark.options import ConnectionOptions, OptionError
 
 _log = logging.getLogger("jetstream_ext.spark")
 
@@ -40,7 +39,12 @@ _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 
 
-# -- for the driver and the tasks ---------------------------------------------------------------------------------
+class ConnectError(JetStreamExtError):
+    """None of the servers accepted a connection; the text has the last server's reason."""
+
+
+class RefusedError(JetStreamExtError):
+    """A request got no reply because the credentials have no permission for it."""
 
 
 @contextmanager

@@ -26,9 +26,8 @@ from jetstream_ext.kv import KeyValueEntry, snapshot
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.reads import resolve_revision
 from jetstream_ext.spark.connection import ask, connected, run_on_driver
-from jetstream_ext.spark.errors import PlanningError
 from jetstream_ext.spark.options import KvOptions
-from jetstream_ext.spark.planning import state_of
+from jetstream_ext.spark.planning import PlanningError, state_of
 from jetstream_ext.spark.source import check_schema, schema_of
 
 if TYPE_CHECKING:

@@ -13,9 +13,12 @@ from typing import Any, Final
 
 from jetstream_ext.protocol.options import check_int
 from jetstream_ext.protocol.stream_state import recreated
-from jetstream_ext.spark.errors import OffsetError
 
 VERSION: Final = 1
+
+
+class OffsetError(ValueError):
+    """The checkpoint holds no offset of this source, or one of a later version."""
 
 
 @dataclass(frozen=True, slots=True)

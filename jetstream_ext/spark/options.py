@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
-from jetstream_ext.spark.errors import OptionError
 
 Bound: TypeAlias = Literal["earliest", "latest"] | int | datetime
 """Where a read starts or ends: an end of the stream when the read is planned, a stream sequence, or an aware time."""
@@ -43,6 +42,10 @@ _INLINE_SECRETS: Final = {
 }
 
 _Value = TypeVar("_Value")
+
+
+class OptionError(ValueError):
+    """An option is missing, unknown, malformed or in conflict with another; the text names it and the fix."""
 
 
 class OptionReader:

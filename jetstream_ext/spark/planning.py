@@ -20,11 +20,10 @@ from nats.js.errors import NotFoundError, ServiceUnavailableError
 from jetstream_ext.client.api import first_since, stream_state
 from jetstream_ext.client.context import Context
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.errors import BadSubjectError, ErrorCode
+from jetstream_ext.errors import BadSubjectError, ErrorCode, JetStreamExtError
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import check_subject, covers, overlap
 from jetstream_ext.spark.connection import ask
-from jetstream_ext.spark.errors import DataLossError, PlanningError
 from jetstream_ext.spark.options import Bound, ReadOptions
 
 _log = logging.getLogger("jetstream_ext.spark")
@@ -36,6 +35,14 @@ _SELECTIVE: Final = 0.2
 _DENSE: Final = 0.9
 _PROBES_PER_PARTITION: Final = 4
 _MAX_PROBES: Final = 256
+
+
+class PlanningError(JetStreamExtError):
+    """The query cannot work; the text says what to change."""
+
+
+class DataLossError(JetStreamExtError):
+    """Messages that should be read are gone (with ``failOnDataLoss``)."""
 
 
 # -- sequence ranges ----------------------------------------------------------------------------------------------

@@ -26,11 +26,10 @@ from jetstream_ext.errors import BadHeaderError, IngestError, MaxPayloadError
 from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import covers
 from jetstream_ext.spark.connection import Lease, connected, run_on_driver
-from jetstream_ext.spark.errors import PlanningError, ReplayError, SinkError
 from jetstream_ext.spark.options import WriteOptions
-from jetstream_ext.spark.planning import state_of
+from jetstream_ext.spark.planning import PlanningError, state_of
 from jetstream_ext.spark.rows import Columns, Message, RowReader, with_ids, without_ids
-from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, Transactions
+from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, ReplayError, SinkError, Transactions
 
 _log = logging.getLogger("jetstream_ext.spark")
 

@@ -17,8 +17,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import ArrayType, BinaryType, DataType, LongType, MapType, StringType, StructType, TimestampType
 
 from jetstream_ext.spark.connection import run_on_driver
-from jetstream_ext.spark.errors import OptionError, SchemaError
-from jetstream_ext.spark.options import ReadOptions, WriteOptions
+from jetstream_ext.spark.options import OptionError, ReadOptions, WriteOptions
 from jetstream_ext.spark.planning import PushedFilters, parse_pushed_filters, plan_read
 
 if TYPE_CHECKING:
@@ -136,6 +135,10 @@ def _push_down_is_on() -> bool:
 
 
 # -- columns ------------------------------------------------------------------------------------------------------
+
+
+class SchemaError(ValueError):
+    """The schema given with ``.schema(...)`` has columns that the format does not have."""
 
 
 def schema_of(columns: Mapping[str, DataType]) -> StructType:

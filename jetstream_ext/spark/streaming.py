@@ -26,9 +26,8 @@ from pyspark.sql.types import StructType
 from jetstream_ext.client.api import settled_state
 from jetstream_ext.protocol.stream_state import StreamState, recreated
 from jetstream_ext.spark.connection import run_on_driver
-from jetstream_ext.spark.errors import OptionError
 from jetstream_ext.spark.offsets import Position, Positions, decode, encode
-from jetstream_ext.spark.options import ReadOptions
+from jetstream_ext.spark.options import OptionError, ReadOptions
 from jetstream_ext.spark.planning import (
     SequenceRange,
     first_from,

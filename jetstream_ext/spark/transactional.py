@@ -37,12 +37,12 @@ from jetstream_ext.errors import (
     BadHeaderError,
     BatchError,
     FencedError,
+    JetStreamExtError,
     MaxPayloadError,
     ServerError,
 )
 from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.stream_state import StreamState
-from jetstream_ext.spark.errors import ReplayError, SinkError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Message, content, without_ids
 
@@ -56,6 +56,14 @@ _ADVICE: Final = (
     "nothing more was stored. The input changes between attempts (see the documentation on exactly-once), or its "
     "partitions have changed"
 )
+
+
+class SinkError(JetStreamExtError):
+    """Rows could not be stored. Spark tries the task again."""
+
+
+class ReplayError(JetStreamExtError):
+    """A micro-batch was replayed with other rows, or in another number of partitions; no row was stored twice."""
 
 
 @dataclass(frozen=True, slots=True)
