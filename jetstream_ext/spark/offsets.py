@@ -1,7 +1,6 @@
 """The position of a streaming query, as Spark keeps it in its checkpoint: ``{"v":1,"streams":{"S":{"created":…,"seq":…}}}``.
 
-``seq`` is the last stream sequence that was read. ``created`` is the time when the stream was created, which tells it from
-a later stream of the same name. Spark compares offsets as text, so names are sorted and numbers are integers.
+Spark compares offsets as text, so names are sorted and numbers are integers.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class OffsetError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in a stream."""
+    """A place in a stream, which `created` tells from a later stream of the same name."""
 
     created: str  # when the stream was created, as the server writes it; empty: it did not exist
     seq: int  # the last sequence that was read (0: none)

@@ -52,8 +52,6 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Which rows are written."""
-
     writer: str  # the name of the query, or of the batch write
     batch: int  # the micro-batch; 0 for a batch write
     partition: int
@@ -107,8 +105,6 @@ class _Writer:
 
 
 class JetStreamWriter(_Writer, DataSourceArrowWriter):
-    """Writes a DataFrame. Raises OptionError for its columns, and PlanningError as `check_sink`."""
-
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         super().__init__(options, schema)
         # Chosen here, for all attempts of all tasks.
@@ -119,8 +115,6 @@ class JetStreamWriter(_Writer, DataSourceArrowWriter):
 
 
 class JetStreamStreamWriter(_Writer, _StreamWriter):
-    """Writes the micro-batches of a streaming query; otherwise as `JetStreamWriter`."""
-
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
         context = _task()
         query = context.getLocalProperty("sql.streaming.queryId")
@@ -244,13 +238,7 @@ class _Pipeline:
 def write_partition(
     options: WriteOptions, state: StreamState, task: Task, chunks: Iterable[Sequence[Message]]
 ) -> Written:
-    """Store the rows of one partition, which come in chunks, in order; `state` is the stream as the driver found it.
-
-    Raises:
-        ReplayError, FencedError: A transactional write must not continue; see `Transactions`.
-        SinkError: A row was refused, or no row could be stored for too long.
-        JetStreamExtError: The write failed; Spark tries the task again.
-    """
+    """Store the rows of one partition, which come in chunks, in order; `state` is the stream as the driver found it."""
     count = options.sink_partitions
     if count is not None and task.partition >= count:
         raise ReplayError(
@@ -259,7 +247,8 @@ def write_partition(
         )
     with connected(options.connection, "executor") as (lease, context):
         if options.semantics == "transactional":
-            done = _transactional(lease, context, options, state, task, chunks)
+            batch = MicroBatch(context, options, state, task.writer, task.batch)
+            done = _transactional(lease, batch, task.partition, chunks)
         else:
             done = _fast(lease, context, options, task, chunks)
     _log.debug("stream %r: stored %s of %s", options.stream, done, task)
@@ -314,26 +303,18 @@ def _joined(chunks: Iterable[Sequence[Message]], busy: Callable[[], bool]) -> It
         yield joined
 
 
-def _transactional(
-    lease: Lease,
-    context: JetStreamContext,
-    options: WriteOptions,
-    state: StreamState,
-    task: Task,
-    chunks: Iterable[Sequence[Message]],
-) -> Written:
-    batch = MicroBatch(context, options, state, task.writer, task.batch)
-    if options.sink_partitions is not None:
-        lease.run(batch.claim_layout(options.sink_partitions))
-    transactions = Transactions(batch, task.partition)
+def _transactional(lease: Lease, batch: MicroBatch, partition: int, chunks: Iterable[Sequence[Message]]) -> Written:
+    if batch.options.sink_partitions is not None:
+        lease.run(batch.claim_layout(batch.options.sink_partitions))
+    transactions = Transactions(batch, partition)
     lease.run(transactions.open())
     rows = 0
     with _Pipeline(lease) as pipeline:
-        for messages, last in _transactions_of(chunks, options.transaction_rows):
+        for messages, last in _transactions_of(chunks, batch.options.transaction_rows):
             transaction = transactions.next(messages, last=last)
             pipeline.store(partial(transactions.store, transaction))
             rows += len(messages)
-    return Written(task.writer, rows, transactions.skipped)
+    return Written(batch.writer, rows, transactions.skipped)
 
 
 def _transactions_of(chunks: Iterable[Sequence[Message]], most: int) -> Iterator[tuple[list[Message], bool]]:
