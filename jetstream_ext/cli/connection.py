@@ -126,7 +126,6 @@ class Target:
         return ", ".join(map(_without_secrets, self.servers))
 
     def at(self, url: str) -> Target:
-        """Return the same settings for another server."""
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, url=url))
 
 

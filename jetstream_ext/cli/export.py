@@ -136,10 +136,7 @@ class _Journal:
 
 
 class _Part:
-    """The unfinished file, and its journal `saved`.
-
-    Everything that the journal counts is on the disk. A resumed export cuts off the rest.
-    """
+    """The unfinished file, and its journal `saved`, which counts only what is on the disk; resuming cuts off the rest."""
 
     def __init__(self, file: Path, wanted: _Journal) -> None:
         self.path: Path = file.with_name(f"{file.name}.part")
@@ -200,7 +197,6 @@ class _Part:
                 self._save()
 
     def finish(self) -> None:
-        """Turn the complete part into the finished file."""
         self._writer.finish(self.path, self._file)
         self._journal.unlink(missing_ok=True)
 

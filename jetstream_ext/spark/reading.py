@@ -29,12 +29,7 @@ _BYTES: Final = 8 << 20
 
 
 def read_range(options: ReadOptions, schema: StructType, part: SequenceRange | None) -> Iterator[pa.RecordBatch]:
-    """Read a sequence range as record batches (None: Spark's partition of a read that has none).
-
-    Raises:
-        DataLossError: Messages of the range expired after the read was planned.
-        JetStreamExtError: The read failed; Spark tries the task again.
-    """
+    """Read a sequence range as record batches (None: Spark's partition of a read that has none)."""
     if not part:
         return
     builder = BatchBuilder(schema)
@@ -60,7 +55,7 @@ async def _chunks(blocks: AsyncGenerator[Block, None], part: SequenceRange) -> A
 
 
 async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceRange) -> AsyncGenerator[Block, None]:
-    """Yield the messages of a range, then check that none expired before it was read."""
+    """Yield the messages of a range, then report data loss if one expired before it was read."""
     js = Context(context)
     timeout = options.connection.timeout
     plan = Scan(subject=part.subject, seq=part.first, up_to_seq=part.last, max_bytes=DEFAULT_MAX_BYTES)

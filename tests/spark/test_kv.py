@@ -20,9 +20,9 @@ from jetstream_ext.errors import DirectGetDisabledError, HistoryUnavailableError
 from jetstream_ext.kv import snapshot
 from jetstream_ext.spark import connection, kv
 from jetstream_ext.spark.connection import Connections
-from jetstream_ext.spark.errors import OptionError, PlanningError
 from jetstream_ext.spark.kv import JetStreamKvDataSource, plan_kv
-from jetstream_ext.spark.options import KvOptions
+from jetstream_ext.spark.options import KvOptions, OptionError
+from jetstream_ext.spark.planning import PlanningError
 from jetstream_ext.testing import NatsCluster, NatsServer
 
 if TYPE_CHECKING:
