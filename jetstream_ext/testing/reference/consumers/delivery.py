@@ -15,26 +15,6 @@ from ..wire.golang import BOOL, DURATION, INT, STRING, JsonError, Struct, decode
 from ..wire.protocol import get_header, parse_number, status_header
 from .config import ConsumerConfig
 
-_NEXT = Struct(
-    "JSApiConsumerGetNextRequest",
-    {
-        "expires": DURATION,
-        "batch": INT,
-        "max_bytes": INT,
-        "no_wait": BOOL,
-        "idle_heartbeat": DURATION,
-        "group": STRING,
-        "min_pending": INT,
-        "min_ack_pending": INT,
-        "id": STRING,
-        "priority": INT,
-    },
-)
-_NUMBER = re.compile(rb"[+-]?[0-9]{1,18}")
-_FLOW_WINDOW = 32 << 20
-_JITTER = 600 * golang.MILLISECOND
-
-
 # -- the position: the next message to deliver, and the delivered and acknowledged sequences --------------------------
 
 Pair = tuple[int, int]
@@ -181,6 +161,25 @@ def moved_floor(pending: dict[int, Pending], floor: Pair, top: Pair, done: Pair)
 
 
 # -- the target -------------------------------------------------------------------------------------------------------
+
+_NEXT = Struct(
+    "JSApiConsumerGetNextRequest",
+    {
+        "expires": DURATION,
+        "batch": INT,
+        "max_bytes": INT,
+        "no_wait": BOOL,
+        "idle_heartbeat": DURATION,
+        "group": STRING,
+        "min_pending": INT,
+        "min_ack_pending": INT,
+        "id": STRING,
+        "priority": INT,
+    },
+)
+_NUMBER = re.compile(rb"[+-]?[0-9]{1,18}")
+_FLOW_WINDOW = 32 << 20
+_JITTER = 600 * golang.MILLISECOND
 
 
 class ConsumerView(Protocol):
