@@ -113,8 +113,9 @@ class Bucket:
         return await get_at_leader(self.context, self.stream, request, self.timeout)
 
     def ttls_disabled(self, refusal: ServerError, keys: Iterable[str], batch_id: str = "") -> BatchServerError:
+        shown = ", ".join(map(repr, keys))
         message = (
-            f"bucket {self.name!r}: TTLs are disabled (key {', '.join(map(repr, keys))}); nothing was written; enable them with "
+            f"bucket {self.name!r}: TTLs are disabled (key {shown}); nothing was written; enable them with "
             "`await jetstream_ext.kv.enable(kv, ttl=True)`"
         )
         return batch_refusal(refusal, message, batch_id=batch_id, outcome="not_stored")
