@@ -30,7 +30,7 @@ from jetstream_ext.errors import (
     FencedError,
     StreamConfigMismatchError,
 )
-from jetstream_ext.log.positions import StoredOffset, encode_position
+from jetstream_ext.log.offsets import StoredOffset, encode_position
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
