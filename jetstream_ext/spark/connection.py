@@ -254,7 +254,7 @@ class WorkerConnection:
     async def open(self, name: str) -> None:
         """Connect, and retry for as long as the options' timeout allows; raises as `Connections.lend`."""
         options, shown = self.options, ", ".join(self.options.servers)
-        arguments = _arguments(options) | {"name": name, "connect_timeout": options.timeout}
+        arguments = _arguments(options) | {"name": name}
         try:
             await self.client.open(options.servers, shown=shown, timeout=options.timeout, **arguments)
         except JetStreamExtError as error:
