@@ -15,10 +15,11 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext.client import api
-from jetstream_ext.client.api import first_since, get_at_leader, stream_state
+from jetstream_ext.client.api import first_since, get_at_leader, stream_state, wait_for_sequence
 from jetstream_ext.client.connection import Context
-from jetstream_ext.errors import ResponseError
+from jetstream_ext.errors import RequestTimeoutError, ResponseError
 from jetstream_ext.log import LogReader
+from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.testing import NatsServer
 
 CALLS: dict[str, Callable[[JetStreamContext], Awaitable[Any]]] = {
@@ -137,3 +138,29 @@ async def test_an_earlier_answer_to_a_time_is_not_believed(monkeypatch: pytest.M
         assert answer.seq == 8
         assert await first_since(Context(js), await stream_state(Context(js), "S"), when) == 9
         await nc.close()
+
+
+@pytest.mark.parametrize("level", [0, api.START_TIME_LEVEL])
+async def test_no_first_message_since_a_time_is_one_past_the_end_at_most(
+    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    monkeypatch.setattr(api, "START_TIME_LEVEL", level)
+    name = stream_name()
+    await js.add_stream(name=name, subjects=[name], max_msgs_per_subject=1)
+    await js.publish(name)
+    state = await stream_state(Context(js), name)
+    for _ in range(2):
+        await js.publish(name)
+    assert await first_since(Context(js), state, state.last_time) == 2
+
+
+@pytest.mark.parametrize("last", [None, 7])
+async def test_a_wait_for_a_sequence_names_what_was_missing(monkeypatch: pytest.MonkeyPatch, last: int | None) -> None:
+    async def look(_: Any, stream: str, timeout: float) -> StreamState:
+        if last is None:
+            raise RequestTimeoutError("no answer")
+        return StreamState(stream, "", {}, {}, last_seq=last)
+
+    monkeypatch.setattr(api, "stream_state", look)
+    with pytest.raises(RequestTimeoutError, match="no answer" if last is None else "did not reach sequence 9"):
+        await wait_for_sequence(Context(Client().jetstream()), "S", 9, 0.1)
