@@ -372,9 +372,7 @@ class OwnClient(Client):
         if self._needs_tls and any(url.lower().startswith("ws:") for url in servers):
             raise JetStreamExtError(f"no connection to {shown}: ws:// has no TLS, but TLS was requested; use wss://")
         if self._needs_tls and "_connect_command" not in vars(Client):  # then the override below is never called
-            raise JetStreamExtError(
-                "TLS was requested, but this version of nats-py may send credentials without it; use 2.x"
-            )
+            raise JetStreamExtError("this version of nats-py may send credentials without TLS; install nats-py 2.16")
         if any(url.lower().startswith("ws") for url in servers) and importlib.util.find_spec("aiohttp") is None:
             raise JetStreamExtError("WebSockets need the package aiohttp: pip install 'nats-py[aiohttp]'")
         self._tries = tries

@@ -81,8 +81,8 @@ class VerifiedReader:
             await wait_for_sequence(self._context, self._stream, self._need, retry.remaining)
             at_leader = await get_at_leader(self._context, self._stream, request.body(), retry.remaining)
         except RequestTimeoutError as error:
-            late = f"{self._what}: no answer of the leader with sequence {self._need} within {self._timeout:.4g} s"
-            raise RequestTimeoutError(late) from error
+            late = f"the leader did not answer or did not reach sequence {self._need} within {self._timeout:.4g} s"
+            raise RequestTimeoutError(f"{self._what}: {late}") from error
         if at_leader is None:
             raise not_found(self._stream, request)
         return at_leader
