@@ -22,8 +22,8 @@ from jetstream_ext.client.direct_reader import MessageBatch
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.client.streams import Features, ensure_stream, features
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.fast_wire import BatchFlowError
-from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.ttl import marker_reason, ttl_headers, with_ttl
 from jetstream_ext.types import (
     NEVER,

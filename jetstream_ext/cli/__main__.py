@@ -1,10 +1,55 @@
-"""The entry point of the command line."""
+"""The entry point: the group of commands and their exit statuses; it names what to install if the extra is missing."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
+import logging
 import sys
+from typing import Any
+
+try:
+    if _missing := [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]:
+        sys.exit(f"jetstream-ext: needs {' and '.join(_missing)}: pip install 'nats-jetstream-ext[cli]'")
+
+    import click
+    import nats.errors
+
+    from jetstream_ext.cli import bench, doctor, export, ingest, local, snapshot
+    from jetstream_ext.cli.output import Stopped, one_line
+    from jetstream_ext.testing import NatsServerError
+except KeyboardInterrupt:  # the imports take a moment
+    sys.exit(130)
+
+
+class _Commands(click.Group):
+    """Reports the errors of a command in one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, click.Abort):
+            raise Stopped("stopped") from None
+        except BrokenPipeError:
+            raise  # click exits silently
+        except (nats.errors.Error, NatsServerError, OSError, TimeoutError) as error:
+            raise click.ClickException(one_line(error)) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="nats-jetstream-ext")
+def cli() -> None:
+    """Examine NATS JetStream servers, ingest and export files, and read buckets.
+
+    The exit status is 0 for success, 1 for a failure, 2 for wrong usage, and 130 after Ctrl-C.
+    """
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # nats-py causes a warning for every TLS connection
+
+
+for _module in (bench, doctor, export, ingest, snapshot):
+    cli.add_command(_module.command)
+cli.add_command(local.demo)
+cli.add_command(local.serve)
 
 
 def main() -> None:
@@ -12,13 +57,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # for terminals that lack a character
             stream.reconfigure(errors="backslashreplace")
-    missing = [name for name in ("click", "rich") if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.stderr.write(f"jetstream-ext: needs {' and '.join(missing)}: pip install 'nats-jetstream-ext[cli]'\n")
-        sys.exit(1)
     try:
-        from jetstream_ext.cli.app import cli  # it imports click and rich
-
         cli(prog_name="jetstream-ext")
     except KeyboardInterrupt:  # before the group of commands handles it
         sys.exit(130)

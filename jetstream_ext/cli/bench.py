@@ -125,8 +125,7 @@ class _Case:
     group: str
     ours: bool
     needs: Feature | None
-    run: Callable[[], Coroutine[object, object, int]]
-    """Moves messages and returns their number."""
+    run: Callable[[], Coroutine[object, object, int]]  # moves messages and returns their number
     rates: list[float] = field(default_factory=list)
 
     @property
@@ -144,8 +143,6 @@ class _Case:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """The measured cases, and those that the server of this version lacks."""
-
     version: str
     cases: tuple[_Case, ...]
     left_out: dict[str, str]  # the name of a case, and the release that it needs
@@ -173,10 +170,7 @@ class _Bench:
         self._task.get_loop().call_soon_threadsafe(self._task.cancel)
 
     async def run(self, where: Target, *, show: bool) -> _Outcome:
-        """Run every case once per round, in turn, so that a machine that slows down slows all of them.
-
-        One more round warms up.
-        """
+        """Warm up, then run every case once per round, in turn: a machine that slows down slows all of them."""
         self._task = asyncio.current_task()
         try:
             async with connected(where) as js:
@@ -216,13 +210,11 @@ class _Bench:
                 able.append(case)
             else:
                 left_out[case.name] = case.needs.since
-        done = moved = 0
+        context, done, moved = Context(js), 0, 0
         with progress("measuring", len(able) * (self._rounds + 1), show=show) as report:
             for number in range(self._rounds + 1):
-                emptying = cases.empty_stream()
-                await Context(js).connection.bounded(
-                    emptying, 2 * Context(js).timeout, "the purge of the scratch stream"
-                )
+                purging = cases.empty_stream()
+                await context.connection.bounded(purging, 2 * context.timeout, "the purge of the scratch stream")
                 for case in able:
                     start = time.perf_counter()
                     count = await _while_connected(js, case)

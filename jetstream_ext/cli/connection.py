@@ -20,7 +20,7 @@ from nats.js.errors import NotFoundError
 
 from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.connection import Context, OwnClient, login, tls_context
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.api import StreamState
 
 _Command = Callable[..., None]
 
@@ -126,7 +126,6 @@ class Target:
         return ", ".join(map(_without_secrets, self.servers))
 
     def at(self, url: str) -> Target:
-        """Return the same settings for another server."""
         return dataclasses.replace(self, settings=dataclasses.replace(self.settings, url=url))
 
 

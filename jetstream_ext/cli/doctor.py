@@ -16,8 +16,8 @@ from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.consumers import source_health
 from jetstream_ext.client.streams import Features, features
+from jetstream_ext.protocol.api import StreamState, parse_stream_state
 from jetstream_ext.protocol.feature_table import ATOMIC, DIRECT_GET, FAST_INGEST, FEATURES, MSG_TTL, Feature
-from jetstream_ext.protocol.stream_state import StreamState, parse_stream_state
 from jetstream_ext.protocol.subjects import check_name
 
 _KV: Final = "KV_"

@@ -19,7 +19,7 @@ from jetstream_ext.cli.connection import Target, connected, connection_options, 
 from jetstream_ext.cli.formats import FORMATS, WRITERS, format_of
 from jetstream_ext.cli.output import Stopped, count, is_are, one_line, progress, write_json
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.protocol.stored_msg import StoredMsg
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.subjects import check_name
 
 _BLOCK: Final = 1_000
@@ -136,10 +136,7 @@ class _Journal:
 
 
 class _Part:
-    """The unfinished file, and its journal `saved`.
-
-    Everything that the journal counts is on the disk. A resumed export cuts off the rest.
-    """
+    """The unfinished file, and its journal `saved`, which counts only what is on the disk; resuming cuts off the rest."""
 
     def __init__(self, file: Path, wanted: _Journal) -> None:
         self.path: Path = file.with_name(f"{file.name}.part")
@@ -200,7 +197,6 @@ class _Part:
                 self._save()
 
     def finish(self) -> None:
-        """Turn the complete part into the finished file."""
         self._writer.finish(self.path, self._file)
         self._journal.unlink(missing_ok=True)
 

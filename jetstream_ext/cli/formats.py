@@ -18,7 +18,7 @@ import click
 import orjson
 
 from jetstream_ext.cli.output import text_or_base64
-from jetstream_ext.protocol.stored_msg import StoredMsg
+from jetstream_ext.protocol.direct import StoredMsg
 
 FORMATS: Final = ("csv", "jsonl", "parquet")
 _SUFFIXES: Final = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".pq": "parquet"}

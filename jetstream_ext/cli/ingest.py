@@ -89,8 +89,10 @@ def command(
         if error.in_doubt:
             stored = f"{stored}; " if index else ""
             stored += f"{count(error.in_doubt, 'row')} from it on may be stored; continue with --resume"
-        text = f"row {index + 1} of {file}: {_reason(error)}; {stored}"
-        raise click.ClickException(text) from error
+        reason = one_line(error.__cause__ or error)
+        if isinstance(error.__cause__, NoStreamResponseError):
+            reason = f"no stream stores its subject {error.subject!r}"
+        raise click.ClickException(f"row {index + 1} of {file}: {reason}; {stored}") from error
     rows = job.skipped + report.stored
     if as_json:
         write_json(
@@ -112,12 +114,6 @@ def command(
         click.echo(f"{count(rows, 'row')} of {file} {is_are(rows)} in {stream}{before} ({report.seconds:.1f} s)")
 
 
-def _reason(error: IngestError) -> str:
-    if isinstance(error.__cause__, NoStreamResponseError):
-        return f"no stream stores its subject {error.subject!r}"
-    return one_line(error.__cause__ or error)
-
-
 def _stored_before(rows: int) -> str:
     return f"the {count(rows, 'row')} before it {is_are(rows)} stored" if rows else "nothing is stored"
 
@@ -137,7 +133,6 @@ class _Ingest:
         self._id_prefix = f"{_fingerprint(file, subject, data_from)}:"
 
     async def run(self, where: Target, create: tuple[str, ...], *, resume: bool, show: bool) -> IngestReport:
-        """Connect, create the stream if asked to, and store the rows."""
         async with connected(where) as js:
             if create:
                 subjects = list(create)
@@ -155,11 +150,7 @@ class _Ingest:
                 return await ingest(js, messages, on_progress=lambda now: self._report(report, now))
 
     async def _rows_stored(self, js: JetStreamContext) -> int:
-        """Return how many rows of the file the stream holds.
-
-        Rows are stored in order, so this reads backwards to the newest message with an id of this file. A stream
-        without any of them is read completely.
-        """
+        """Return how many rows of the file the stream holds. Rows are stored in order: search backwards for the newest."""
         state = await existing_stream(js, self._stream)
         first, last = state.first_seq, state.last_seq
         while last >= first:

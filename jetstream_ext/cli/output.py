@@ -125,7 +125,6 @@ def count(number: int, what: str) -> str:
 
 
 def is_are(number: int) -> str:
-    """Return the verb for a number of things."""
     return "is" if number == 1 else "are"
 
 

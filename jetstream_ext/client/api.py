@@ -24,11 +24,10 @@ from jetstream_ext.client.base_connection import mark_retrieved
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ResponseError, ServerError, Status
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.api import parse_answer
+from jetstream_ext.protocol.api import StreamState, parse_answer, parse_stream_state
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
 from jetstream_ext.protocol.options import rfc3339
-from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState, parse_stream_state
 from jetstream_ext.types import BatchAck
 
 LAG_PAUSE: Final = 0.05

@@ -22,12 +22,12 @@ from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import atomic_resolve, frames
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.atomic import AtomicBatchMachine, State, Unresolved
 from jetstream_ext.protocol.atomic_resolve import Commit, FenceReplies, NeverKnown, NotYetKnown, Plan, Query
 from jetstream_ext.protocol.atomic_wire import Block, Encoded
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import as_message, check_seconds
-from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
 # Payload bytes per write of `fill`: the server works on one block while the next is encoded.

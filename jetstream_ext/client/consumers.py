@@ -26,9 +26,8 @@ from jetstream_ext.client.api import Api, first_since, gather_bounded, malformed
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError
 from jetstream_ext.protocol import feature_table
-from jetstream_ext.protocol.api import parse_refusal
+from jetstream_ext.protocol.api import answering_server, parse_refusal
 from jetstream_ext.protocol.options import check_sequence, rfc3339
-from jetstream_ext.protocol.stream_state import answering_server
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
 
 _HEARTBEAT: Final = 1.0  # seconds; servers replace any other value

@@ -11,10 +11,9 @@ from nats.js import JetStreamContext
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import MessageBatch, read_blocks, read_one
 from jetstream_ext.client.verified_read import VerifiedReader
-from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request
+from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Request, StoredMsg
 from jetstream_ext.protocol.options import check_int, check_sequence, rfc3339
 from jetstream_ext.protocol.reads import MultiLast, OneReply, Plan, Scan
-from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.protocol.subjects import check_filter, check_name
 
 _INT64_MAX: Final = (1 << 63) - 1

@@ -16,11 +16,10 @@ from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import frames, range_read
-from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, not_found
+from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg, not_found
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import Action, RangeRead, SingleRead, State
 from jetstream_ext.protocol.reads import OneReply, Plan, Scan, SentRequest
-from jetstream_ext.protocol.stored_msg import StoredMsg
 
 
 class _Inboxes:

@@ -32,8 +32,8 @@ from jetstream_ext.client.atomic import publish_atomic
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import ErrorCode, FencedError, RequestTimeoutError
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import as_message, message_headers
-from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.types import TTL, BatchAck, BatchMessage, Entry
 
 _WRONG_LAST_SEQUENCE: Final = frozenset({ErrorCode.WRONG_LAST_SEQUENCE, ErrorCode.WRONG_LAST_SEQUENCE_CONSTANT})

@@ -15,8 +15,8 @@ from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ServerError, StreamConfigMismatchError
 from jetstream_ext.protocol import feature_table
+from jetstream_ext.protocol.api import answering_server
 from jetstream_ext.protocol.feature_table import Feature
-from jetstream_ext.protocol.stream_state import answering_server
 from jetstream_ext.protocol.subjects import check_name
 
 _MINUS_ONE_FOR_ZERO: Final = frozenset(

@@ -19,9 +19,8 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks, read_one
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import MessageNotFoundError, MessagesLostError, RequestTimeoutError, ServerError
-from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, not_found
+from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg, not_found
 from jetstream_ext.protocol.reads import OneReply, Scan
-from jetstream_ext.protocol.stored_msg import StoredMsg
 
 _CATCH_UP_BATCH: Final = 16_000
 _NO_LIMIT: Final = 1 << 31

@@ -17,16 +17,14 @@ from jetstream_ext.errors import (
     RequestTimeoutError,
     StreamConfigMismatchError,
     WrongLastSequenceError,
-    batch_refusal,
     server_error,
 )
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.entries import ROLLUP_HEADERS, operation
-from jetstream_ext.kv.keys import check_key
+from jetstream_ext.kv.entries import ROLLUP_HEADERS, check_key, operation
+from jetstream_ext.protocol.api import answering_server
 from jetstream_ext.protocol.feature_table import BY_OPTION
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
 from jetstream_ext.protocol.options import ttl_value
-from jetstream_ext.protocol.stream_state import answering_server
 from jetstream_ext.types import NEVER, TTL
 
 
@@ -89,11 +87,7 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
                 outcome="not_stored",
             ) from refusal
         if isinstance(error, MessageTTLDisabledError):
-            message = (
-                f"bucket {bucket.name!r}: TTLs are disabled (key {key!r}); nothing was written; enable them with "
-                "`await jetstream_ext.kv.enable(kv, ttl=True)`"
-            )
-            raise batch_refusal(error, message, outcome="not_stored") from refusal
+            raise bucket.ttls_disabled(error, [key]) from refusal
         raise
     return int(ack.seq)
 

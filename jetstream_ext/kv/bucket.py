@@ -12,9 +12,10 @@ from nats.js.kv import KeyValue
 from jetstream_ext.client.api import Api, gather_bounded, get_at_leader, malformed_as_error, stream_state
 from jetstream_ext.client.connection import Context, bucket_parts
 from jetstream_ext.client.verified_read import VerifiedReader
-from jetstream_ext.kv.entries import KeyValueEntry, entry_of, record_of
-from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.errors import BatchServerError, ServerError, batch_refusal
+from jetstream_ext.kv.entries import KeyValueEntry, entry_of, row_of
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.subjects import is_literal
 
 LOOKUPS_IN_FLIGHT: Final = 64
@@ -31,7 +32,6 @@ class Bucket:
         self.timeout: float = self.context.resolve_timeout(timeout)
 
     def subject(self, key: str) -> str:
-        """Return the subject of a key, or of a pattern of keys."""
         return self.prefix + key
 
     async def unchecked_state(self) -> StreamState:
@@ -46,13 +46,7 @@ class Bucket:
         return state
 
     def check(self, state: StreamState, *, direct: bool = True) -> None:
-        """Check that the bucket can be read.
-
-        Raises:
-            DirectGetDisabledError: With `direct`: the bucket does not allow direct gets.
-            UnsupportedFeatureError: With `direct`: the server is older than 2.11.
-            BadBucketError: The bucket is a mirror of another bucket.
-        """
+        """Raise BadBucketError for a mirror of another bucket; with `direct`, also raise as `check_direct_reads` does."""
         if mirror := state.config.get("mirror"):
             raise BadBucketError(  # nats-py finds no key there either
                 description=f"bucket {self.name!r} is a mirror of stream {mirror.get('name')!r}; open the bucket of that stream "
@@ -114,14 +108,21 @@ class Bucket:
         return VerifiedReader(self.context, self.stream, self.timeout, need=need, what=f"bucket {self.name!r}")
 
     async def get_at_leader(self, **request: object) -> StoredMsg | None:
-        """Return the message that a ``STREAM.MSG.GET`` request finds at the leader, or None."""
         return await get_at_leader(self.context, self.stream, request, self.timeout)
+
+    def ttls_disabled(self, refusal: ServerError, keys: Iterable[str], batch_id: str = "") -> BatchServerError:
+        shown = ", ".join(map(repr, keys))
+        message = (
+            f"bucket {self.name!r}: TTLs are disabled (key {shown}); nothing was written; enable them with "
+            "`await jetstream_ext.kv.enable(kv, ttl=True)`"
+        )
+        return batch_refusal(refusal, message, batch_id=batch_id, outcome="not_stored")
 
     async def look_up(self, keys: Iterable[str]) -> dict[str, KeyValueEntry | None]:
         """Return the newest entries of `keys` at the leader, delete markers included."""
 
         async def read(key: str) -> tuple[str, KeyValueEntry | None]:
             message = await self.get_at_leader(last_by_subj=self.subject(key))
-            return key, None if message is None else entry_of(self.name, key, record_of(message))
+            return key, None if message is None else entry_of(self.name, key, row_of(message))
 
         return dict(await gather_bounded(read, keys, limit=LOOKUPS_IN_FLIGHT))

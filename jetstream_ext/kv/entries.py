@@ -1,19 +1,20 @@
-"""Entries and snapshots of a bucket, and how stored messages become entries (ADR-8, ADR-43, ADR-48)."""
+"""Keys, entries and snapshots of a bucket, and how stored messages become entries (ADR-8, ADR-43, ADR-48)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+import re
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from nats.js.api import Header
+from nats.js.errors import InvalidKeyError
 from nats.js.kv import KV_DEL, KV_OP, KV_PURGE, MSG_ROLLUP_SUBJECT
 
-from jetstream_ext.protocol.direct import Block
+from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME, decode_stored, parse_time_ns
-from jetstream_ext.protocol.stored_msg import StoredMsg
 from jetstream_ext.ttl import marker_reason
 
 Operation = Literal["PUT", "DEL", "PURGE"]
@@ -95,21 +96,11 @@ class KeyValueSnapshot(Mapping[str, KeyValueEntry]):
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 Row = tuple[int, str, bytes, Mapping[str, str], datetime]
-"""The fields of a `Record`. Bulk reads make no `Record` of each message."""
+"""A stored message: its sequence, subject, payload, headers and time."""
 
 
-class Record(NamedTuple):
-    """One stored message."""
-
-    seq: int
-    subject: str
-    data: bytes
-    headers: Mapping[str, str]
-    time: datetime
-
-
-def record_of(message: StoredMsg) -> Record:
-    return Record(message.seq, message.subject, message.data, message.headers, message.time)
+def row_of(message: StoredMsg) -> Row:
+    return message.seq, message.subject, message.data, message.headers, message.time
 
 
 def rows_of(block: Block) -> Iterator[Row]:
@@ -162,8 +153,54 @@ def operation(headers: Mapping[str, str]) -> tuple[Operation, str | None]:
     return ("PUT", None) if reason is None else (_REASONS.get(reason, "PURGE"), reason)
 
 
-def entry_of(bucket: str, key: str, record: Record) -> KeyValueEntry:
-    if not record.headers:
-        return KeyValueEntry(bucket, key, record.data, record.seq, record.time)
-    op, reason = operation(record.headers)
-    return KeyValueEntry(bucket, key, record.data, record.seq, record.time, op, reason)
+def entry_of(bucket: str, key: str, row: Row) -> KeyValueEntry:
+    seq, _, data, headers, time = row
+    if not headers:
+        return KeyValueEntry(bucket, key, data, seq, time)
+    op, reason = operation(headers)
+    return KeyValueEntry(bucket, key, data, seq, time, op, reason)
+
+
+# -- the keys and filters that a bucket accepts (ADR-8) -----------------------------------------------------------------
+
+# nats-py's rule without its two gaps: its `$` accepts a trailing line feed, and "a..b" is not a valid subject.
+_KEY: Final = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
+_FILTER: Final = re.compile(r"([-/_=a-zA-Z0-9]+|\*)(\.([-/_=a-zA-Z0-9]+|\*))*(\.>)?|>")
+
+EVERYTHING: Final = ">"
+
+
+def check_key(key: str) -> None:
+    """Raise InvalidKeyError for a key that nats-py, nats.go and nats.js refuse; TypeError if it is not a str."""
+    if not isinstance(key, str):
+        raise TypeError(f"a key must be str, not {type(key).__name__}")
+    if not _KEY.fullmatch(key):
+        raise InvalidKeyError(f"key {key!r} must be tokens of [-/_=a-zA-Z0-9] joined by single dots")
+
+
+def check_keys(keys: Iterable[str]) -> dict[str, None]:
+    """Return `keys` without repetitions, in order; raise as `check_key` does, and TypeError for a single key."""
+    if isinstance(keys, str | bytes):
+        raise TypeError(f"keys must be a collection of keys, not {type(keys).__name__}")
+    wanted = dict.fromkeys(keys)
+    for key in wanted:
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            check_key(key)
+    return wanted
+
+
+def check_filters(filters: Sequence[str] | None) -> list[str]:
+    """Return `filters` without repetitions (None is everything); raise as `check_keys` does, and ValueError for none."""
+    if filters is None:
+        return [EVERYTHING]
+    if isinstance(filters, str | bytes):
+        raise TypeError(f"filters must be a collection of filters, not {type(filters).__name__}")
+    wanted = list(dict.fromkeys(filters))
+    if not wanted:
+        raise ValueError("filters must not be empty; leave them out to read the whole bucket")
+    for pattern in wanted:
+        if not isinstance(pattern, str):
+            raise TypeError(f"a filter must be str, not {type(pattern).__name__}")
+        if not _FILTER.fullmatch(pattern):
+            raise InvalidKeyError(f"filter {pattern!r} is neither a key nor a key pattern (with * and >)")
+    return [EVERYTHING] if EVERYTHING in wanted else wanted

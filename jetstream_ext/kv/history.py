@@ -27,7 +27,7 @@ from typing import Final
 
 from nats.js.kv import KV_OP
 
-from jetstream_ext.kv.entries import ROLLUP, KeyValueEntry, Record, Row, Subjects, entry_of, operation
+from jetstream_ext.kv.entries import ROLLUP, KeyValueEntry, Row, Subjects, entry_of, operation
 from jetstream_ext.protocol.headers import EXPECTED_LAST_SUBJECT, EXPECTED_LAST_SUBJECT_SEQ, MSG_TTL
 from jetstream_ext.ttl import marker_reason
 
@@ -95,8 +95,6 @@ class Latest:
 
 @dataclass(slots=True)
 class _Key:
-    """The messages of a key."""
-
     oldest: int
     newest: int
     count: int
@@ -141,7 +139,8 @@ class Past:
         """
         bucket, wanted, revision = self._subjects.bucket, self._subjects.wanted, self.revision
         keys, prefix, cut = self._keys, self._subjects.prefix, len(self._subjects.prefix)
-        for seq, subject, data, headers, time in rows:
+        for row in rows:
+            seq, subject, _, headers, _ = row
             name = subject[cut:]
             asked = wanted(name) and subject.startswith(prefix)
             if not (asked or log):
@@ -154,24 +153,20 @@ class Past:
             key.newest = seq
             key.count += 1
             if headers:
-                self._note(headers, seq)
+                if replaced_all(headers):
+                    self._accounted = max(self._accounted, seq)
+                self.expires = self.expires or shows_expiry(headers)
             if asked and seq <= revision:
-                key.entry = entry_of(bucket, name, Record(seq, subject, data, headers, time))
+                key.entry = entry_of(bucket, name, row)
 
-    def feed_oldest(self, record: Record, count: int) -> None:
+    def feed_oldest(self, row: Row, count: int) -> None:
         """Take the oldest of the `count` messages of a key that has none up to the revision."""
-        self.feed((record,))
-        self._keys[record.subject[len(self._subjects.prefix) :]].count = count
+        self.feed((row,))
+        self._keys[row[1][len(self._subjects.prefix) :]].count = count
 
     def knows(self, name: str) -> bool:
-        """Whether a message of the key up to the revision was fed."""
         key = self._keys.get(name)
         return key is not None and key.entry is not None
-
-    def _note(self, headers: Mapping[str, str], seq: int) -> None:
-        if replaced_all(headers):
-            self._accounted = max(self._accounted, seq)
-        self.expires = self.expires or shows_expiry(headers)
 
     def uncertain(self, named: Iterable[str]) -> bool:
         """Whether the answer depends on sequences up to the revision being missing."""

@@ -14,14 +14,22 @@ from jetstream_ext.client.api import first_since, gather_bounded
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import HistoryUnavailableError, TooManySubjectsError
 from jetstream_ext.kv.bucket import LOOKUPS_IN_FLIGHT, Bucket
-from jetstream_ext.kv.entries import KeyValueEntry, KeyValueSnapshot, Record, Row, Subjects, record_of, rows_of
+from jetstream_ext.kv.entries import (
+    EVERYTHING,
+    KeyValueEntry,
+    KeyValueSnapshot,
+    Row,
+    Subjects,
+    check_filters,
+    check_keys,
+    row_of,
+    rows_of,
+)
 from jetstream_ext.kv.history import Latest, Past, Verdict
-from jetstream_ext.kv.keys import EVERYTHING, check_filters, check_keys
-from jetstream_ext.protocol.direct import Block
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import Block, StoredMsg
 from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.options import check_sequence, rfc3339
-from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import is_literal, matcher
 
 # With so many messages per key or more, asking for the keys by name costs less than reading the whole log.
@@ -363,15 +371,15 @@ async def _feed_by_name(
     That is the key's last message if it is old enough, else its last one up to the revision, else its oldest.
     """
     revision, cut = past.revision, len(bucket.prefix)
-    last: dict[str, Record] = {}
+    last: dict[str, Row] = {}
 
     def take(rows: Iterable[Row]) -> None:
         for row in rows:
-            found = Record(*row)
-            if found.seq <= revision:
-                past.feed((found,))
+            seq, subject, *_ = row
+            if seq <= revision:
+                past.feed((row,))
             else:
-                last[found.subject[cut:]] = found
+                last[subject[cut:]] = row
 
     await _read_by_name(bucket, source, names, take)
     moved = [key for key in names if key in last]
@@ -391,7 +399,7 @@ async def _feed_by_name(
         if state.max_msgs_per_subject == 1:
             past.feed((last[key],))  # the key has no other message
         elif (oldest := await source.oldest_of(bucket.subject(key), revision)) is not None:
-            past.feed_oldest(record_of(oldest[0]), oldest[1])
+            past.feed_oldest(row_of(oldest[0]), oldest[1])
 
     await gather_bounded(feed_oldest, [key for key in moved if not past.knows(key)], limit=LOOKUPS_IN_FLIGHT)
     return missing

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from jetstream_ext.errors import ErrorCode, KeyConflictError, MaxPayloadError
-from jetstream_ext.kv.entries import DELETE_HEADERS, PURGE_HEADERS, ROLLUP_HEADERS, KeyValueEntry, Operation
-from jetstream_ext.kv.keys import check_key
+from jetstream_ext.kv.entries import DELETE_HEADERS, PURGE_HEADERS, ROLLUP_HEADERS, KeyValueEntry, Operation, check_key
 from jetstream_ext.protocol.options import check_sequence, payload_bytes, ttl_value
 from jetstream_ext.types import NEVER, TTL, BatchMessage
 
@@ -67,12 +66,7 @@ class Staging:
         last: int | None = None,
         creates: bool = False,
     ) -> None:
-        """Stage an operation on a key that must be at revision `last` (None: any).
-
-        Raises:
-            KeyConflictError: The transaction has read another revision.
-            ValueError: The transaction itself has written the key, so the key has no revision yet.
-        """
+        """Stage an operation on a key that must be at revision `last` (None: any); see `Transaction.update`."""
         check_key(key)
         value = payload_bytes(value)
         if len(value) > self._max_payload:
@@ -120,9 +114,7 @@ class Staging:
     def messages(self, *, fence: int | None = None, msg_id: str | None = None) -> list[BatchMessage]:
         """Return the messages, one per key, in the order of the keys' first writes.
 
-        Args:
-            fence: The bucket's revision at which all reads were valid, if `needs_fence`.
-            msg_id: An id for the duplicate window.
+        `fence` is the bucket's revision at which all reads were valid, if `needs_fence`.
         """
         only_read = [] if self.needs_fence else self.only_read
         assert (fence is not None) == self.needs_fence
@@ -168,9 +160,7 @@ class Staging:
                 self.writes[key] = replace(staged, expected=revision)
                 found_markers = True
         if wrong:
-            return self._conflict(
-                ", ".join([*wrong.values()][:5]), wrong, stale_read=not self.reads.keys().isdisjoint(wrong)
-            )
+            return self._changed(wrong, stale_read=not self.reads.keys().isdisjoint(wrong))
         if found_markers:
             return None
         why = "another client wrote to the bucket"
@@ -185,7 +175,10 @@ class Staging:
             for key, entry in self.reads.items()
             if (revision := _revision_of(now[key])) != _revision_of(entry)
         }
-        return self._conflict(", ".join([*wrong.values()][:5]), wrong, stale_read=True) if wrong else None
+        return self._changed(wrong, stale_read=True) if wrong else None
+
+    def _changed(self, wrong: Mapping[str, str], *, stale_read: bool) -> KeyConflictError:
+        return self._conflict(", ".join([*wrong.values()][:5]), wrong, stale_read=stale_read)
 
     def _conflict(self, message: str, keys: Iterable[str], *, stale_read: bool = False) -> KeyConflictError:
         return KeyConflictError(

@@ -33,8 +33,7 @@ from jetstream_ext.errors import (
     batch_refusal,
 )
 from jetstream_ext.kv.bucket import Bucket
-from jetstream_ext.kv.entries import KeyValueEntry
-from jetstream_ext.kv.keys import check_key, check_keys
+from jetstream_ext.kv.entries import KeyValueEntry, check_key, check_keys
 from jetstream_ext.kv.staging import Staging
 from jetstream_ext.protocol.feature_table import FENCED_BATCHES
 from jetstream_ext.protocol.options import check_seconds, check_sequence
@@ -279,11 +278,8 @@ class Transaction:
                 "`await jetstream_ext.kv.enable(kv, atomic=True)`"
             )
         elif isinstance(refusal, MessageTTLDisabledError):
-            keys = ", ".join(repr(key) for key, staged in writes.items() if staged.ttl is not None)
-            message = (
-                f"{bucket}: TTLs are disabled (key {keys}); nothing was written; enable them with "
-                "`await jetstream_ext.kv.enable(kv, ttl=True)`"
-            )
+            keys = [key for key, staged in writes.items() if staged.ttl is not None]
+            return self._bucket.ttls_disabled(refusal, keys, refusal.batch_id)
         elif isinstance(refusal, AtomicPublishTooLargeError):
             message = (
                 f"{bucket}: the transaction has {len(writes)} keys, more than the server accepts in one batch; nothing was "

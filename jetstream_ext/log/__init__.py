@@ -1,7 +1,6 @@
 """Streams as logs: a reader that owns its position, positions that are stored, exactly-once processing."""
 
-from jetstream_ext.log.offsets import Committing, OffsetStore
-from jetstream_ext.log.positions import First, Last, New, Seq, Stored, StoredOffset, Time
+from jetstream_ext.log.offsets import Committing, First, Last, New, OffsetStore, Seq, Stored, StoredOffset, Time
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.log.worker import Processed, exactly_once
 

@@ -18,12 +18,11 @@ from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import PositionLostError, StreamConfigMismatchError
-from jetstream_ext.log.offsets import OffsetStore
-from jetstream_ext.log.positions import First, Last, Seq, Start, Stored, StoredOffset, Time, check_start
+from jetstream_ext.log.offsets import First, Last, OffsetStore, Seq, Start, Stored, StoredOffset, Time, check_start
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.gaps import first_gap
 from jetstream_ext.protocol.options import check_int, check_seconds
-from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import check_filter
 
 _log = logging.getLogger("jetstream_ext")
@@ -123,7 +122,12 @@ class LogReader:
         self._patience = check_seconds(patience, "patience")
         self._poll = check_seconds(poll, "poll")
         self._skips = on_lost == "skip"
-        self._source = _Source(js, stream, subject, timeout, others_delete=self._skips)
+        self._context = Context(js)
+        self._timeout = self._context.resolve_timeout(timeout)
+        self._direct = DirectGet(js, stream, timeout=timeout)
+        self._span = _GROUP
+        self._created: str | None = None
+        self._checked = False  # the leader has said that the stream can be read
         self.context: JetStreamContext = js
         self.stream: str = stream
         self.subject: str | None = subject
@@ -141,7 +145,7 @@ class LogReader:
     @property
     def created(self) -> str | None:
         """When the stream was created, as the server writes it; None before the reader has asked."""
-        return self._source.created
+        return self._created
 
     @property
     def position(self) -> int | None:
@@ -221,7 +225,7 @@ class LogReader:
         """
         check_int(max_messages, "max_messages")
         if timeout is None:
-            timeout = self._source.timeout if self.tail else 0.0
+            timeout = self._timeout if self.tail else 0.0
         check_seconds(timeout, "timeout", zero=True)
         if not self._ready:
             with self._exclusive():
@@ -268,7 +272,7 @@ class LogReader:
     def _retry(self) -> Retry:
         # Direct gets that the leader calls disabled stay disabled; once it allows them, the responders are only away.
         return Retry(
-            self._patience, transient=lambda error: (is_transient_read if self._source.checked else is_transient)(error)
+            self._patience, transient=lambda error: (is_transient_read if self._checked else is_transient)(error)
         )
 
     async def _advance(self) -> bool:
@@ -277,7 +281,7 @@ class LogReader:
             position = await self._resolve()
             state = self._state
             if state is None or position > state.last_seq:
-                state = self._state = await self._source.look_at(position)
+                state = await self._look_at(position)
                 if position > state.last_seq:
                     return False
             await self._read_group(position, state)
@@ -287,7 +291,7 @@ class LogReader:
         """Read a group of messages, have the leader verify it, and make it ready."""
         if position < state.first_seq and not self._at_head:
             position = self._report_loss(position, state.first_seq)
-        rows, end = await self._source.read(position, state.last_seq)
+        rows, end = await self._read_rows(position, state.last_seq)
         state = await self._look()
         missing = first_gap([row.seq for row in rows], position, end)
         if missing is None or state.first_seq <= missing:
@@ -316,14 +320,10 @@ class LogReader:
         _log.warning("%s; continuing at sequence %d", what, first)
         return first
 
-    async def _look(self) -> StreamState:
-        self._state = await self._source.look()
-        return self._state
-
     async def _resolve(self) -> int:
         """Return the position; look up the start and the stream, unless that is done."""
         if self._position is not None:
-            if self.created is None:
+            if self._created is None:
                 await self._look()
             return self._position
         start = self._start
@@ -337,40 +337,19 @@ class LogReader:
         state = await self._look()
         if isinstance(start, StoredOffset):
             state.check_created(start.created)
-        if isinstance(start, Seq | StoredOffset):
-            position = start.seq
-        elif isinstance(start, First):
-            position = state.first_seq
-        else:
-            position = await self._source.find(start, state)
+        self._position = await self._find(start, state)
         self._at_head = isinstance(start, First)
-        self._position = position
-        return position
+        return self._position
 
+    # -- the stream -------------------------------------------------------------------------------------------------
 
-class _Source:
-    """One stream, from the first request on: another stream of the same name is an error."""
-
-    def __init__(
-        self, js: JetStreamContext, stream: str, subject: str | None, timeout: float | None, *, others_delete: bool
-    ) -> None:
-        self._direct = DirectGet(js, stream, timeout=timeout)
-        self._context = Context(js)
-        self._stream = stream
-        self._subject = subject
-        self._others_delete = others_delete  # the reader accepts that consumers delete messages
-        self._span = _GROUP
-        self.timeout: float = self._context.resolve_timeout(timeout)
-        self.created: str | None = None
-        self.checked: bool = False  # the leader has said that the stream can be read
-
-    async def read(self, position: int, last: int) -> tuple[list[StoredMsg], int]:
+    async def _read_rows(self, position: int, last: int) -> tuple[list[StoredMsg], int]:
         """Return a group of messages from a position on, and the sequence where it ends; `last` is the stream's."""
         rows: list[StoredMsg] = []
         size, end = 0, min(last, position + self._span - 1)
         read_to = end
         scan = self._direct.scan(
-            subject=self._subject, seq=position, up_to_seq=end, max_bytes=_REQUEST_BYTES, confirm=True
+            subject=self.subject, seq=position, up_to_seq=end, max_bytes=_REQUEST_BYTES, confirm=True
         )
         async with scan as messages:
             async for message in messages:
@@ -385,47 +364,52 @@ class _Source:
             self._span = min(self._span * 4, _WIDEST)
         return rows, read_to
 
-    async def look(self) -> StreamState:
+    async def _look(self) -> StreamState:
         """Return the stream's state as its leader reports it now; raise an error if the reader cannot read it."""
-        state = await stream_state(self._context, self._stream, self.timeout)
-        if not self.checked:
+        state = await stream_state(self._context, self.stream, self._timeout)
+        if not self._checked:
             state.check_direct_reads(self._context.connection.server_version)
-            if state.retention != "limits" and not self._others_delete:
+            if state.retention != "limits" and not self._skips:
                 raise StreamConfigMismatchError(
-                    f"stream {self._stream!r} has {state.retention} retention: acknowledgements of its consumers delete "
+                    f"stream {self.stream!r} has {state.retention} retention: acknowledgements of its consumers delete "
                     "messages that this reader has not read. Read a copy of it with limits retention, or read what is "
                     "left with on_lost='skip'",
                     diff={"retention": ("limits", state.retention)},
                 )
-            self.checked = True
-        if self.created is None:
-            self.created = state.created
-        state.check_created(self.created)
+            self._checked = True
+        if self._created is None:
+            self._created = state.created
+        state.check_created(self._created)
+        self._state = state
         return state
 
-    async def look_at(self, position: int) -> StreamState:
+    async def _look_at(self, position: int) -> StreamState:
         """Return the stream's state once `position` is at most one after its end; raise an error if it stays beyond."""
-        state = await settled_state(self.look, position - 1)
+        state = await settled_state(self._look, position - 1)
         if position > state.last_seq + 1:
             raise PositionLostError(
-                f"stream {self._stream!r} ends at sequence {state.last_seq}, before the position {position}: the "
+                f"stream {self.stream!r} ends at sequence {state.last_seq}, before the position {position}: the "
                 "stream lost its last messages, or the position belongs to another stream",
-                stream=self._stream,
+                stream=self.stream,
                 expected=position,
                 got=state.last_seq + 1,
             )
         return state
 
-    async def find(self, start: object, state: StreamState) -> int:
-        """Return the sequence of a start that depends on the moment; `state` is the stream's state before."""
-        found: StoredMsg | None = None
-        subject = self._subject or ">"
+    async def _find(self, start: Start | StoredOffset, state: StreamState) -> int:
+        """Return the sequence of a start; `state` is the stream's state before."""
+        if isinstance(start, Seq | StoredOffset):
+            return start.seq
+        if isinstance(start, First):
+            return state.first_seq
+        subject = self.subject or ">"
         if isinstance(start, Time):
-            return await first_since(self._context, state, start.when, self.timeout, subject=subject)
+            return await first_since(self._context, state, start.when, self._timeout, subject=subject)
+        found: StoredMsg | None = None
         if isinstance(start, Last):
-            found = await get_at_leader(self._context, self._stream, {"last_by_subj": subject}, self.timeout)
+            found = await get_at_leader(self._context, self.stream, {"last_by_subj": subject}, self._timeout)
             if found is None and subject == ">" and state.messages:
                 # For ``>``, servers look only at the last sequence, which may be deleted.
-                reader = VerifiedReader(self._context, self._stream, self.timeout, need=0)
+                reader = VerifiedReader(self._context, self.stream, self._timeout, need=0)
                 found = await reader.newest_up_to(state.last_seq, state.first_seq)
         return state.last_seq + 1 if found is None else found.seq

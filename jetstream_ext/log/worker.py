@@ -30,12 +30,12 @@ from jetstream_ext.errors import (
     FencedError,
     StreamConfigMismatchError,
 )
-from jetstream_ext.log.positions import StoredOffset, encode_position
+from jetstream_ext.log.offsets import StoredOffset, encode_position
 from jetstream_ext.log.reader import LogReader
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import ATOMIC, FENCED_BATCHES
 from jetstream_ext.protocol.options import check_int, check_message, check_seconds
-from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState
 from jetstream_ext.protocol.subjects import check_name, check_subject, covers
 from jetstream_ext.types import NEVER, BatchMessage
 

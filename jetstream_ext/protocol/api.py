@@ -1,18 +1,24 @@
-"""What servers send as JSON: batch acks, refusals, answers of the JetStream API, advisories."""
+"""What servers send as JSON: batch acks, refusals, answers of the JetStream API (`StreamState`), advisories."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import orjson
 
-from jetstream_ext.errors import ResponseError, ServerError, server_error
-from jetstream_ext.protocol import headers as h
+from jetstream_ext.errors import DirectGetDisabledError, ResponseError, ServerError, StreamRecreatedError, server_error
+from jetstream_ext.protocol.feature_table import DIRECT_BATCH
+from jetstream_ext.protocol.subjects import covers
 from jetstream_ext.types import AbandonedBatch, BatchAck
 
 ABANDONED: Final = "$JS.EVENT.ADVISORY.STREAM.BATCH_ABANDONED"
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+# Followers start no election for 4 s after they heard from their leader. So a leader that heard from a majority within
+# this time is the only one.
+_LEASE_NS: Final = 2_500_000_000
+_EPOCH: Final = datetime.fromtimestamp(0, UTC)
 
 
 def parse_object(what: str, payload: bytes) -> dict[str, Any]:
@@ -68,11 +74,168 @@ def parse_abandoned(payload: bytes) -> tuple[AbandonedBatch, str | None]:
     try:
         event = orjson.loads(payload)
         stream, batch, reason = event["stream"], event["batch"], event["reason"]
-        nanoseconds = h.parse_time_ns(h.to_utc(event["timestamp"]))
+        time = _time(event["timestamp"])
         domain = event.get("domain")
         if not (isinstance(stream, str) and isinstance(batch, str) and isinstance(reason, str)):
             raise TypeError
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         raise ResponseError("the advisory about an abandoned batch is malformed", frame=payload) from None
-    time = _EPOCH + timedelta(microseconds=nanoseconds // 1000)
     return AbandonedBatch(stream, batch, reason, time), domain if isinstance(domain, str) else None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """A stream at the moment when its leader answered; `created` and `config` are as the server writes them."""
+
+    name: str
+    created: str
+    config: Mapping[str, Any]
+    origin: Mapping[str, Any] = field(default_factory=dict)  # what it mirrors and how, if it is a mirror
+    first_seq: int = 1  # the lowest sequence that it holds; ``last_seq + 1`` if it is empty
+    last_seq: int = 0  # the last sequence that it assigned
+    messages: int = 0
+    size: int = 0
+    num_subjects: int = 0
+    last_time: datetime = _EPOCH  # when its last message was stored, or else when the stream was created
+    now: datetime = _EPOCH  # the leader's clock
+    replicated: bool = False
+    leader: str = ""
+    leader_is_certain: bool = True  # no other server can be the leader at the same time
+    api_level: int = 0  # of the leader; 0: before 2.11
+    server_version: str | None = None  # of the leader, if it says so
+
+    @property
+    def created_at(self) -> datetime:
+        return datetime.fromisoformat(self.created).astimezone(UTC)
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        return tuple(map(str, self.config.get("subjects") or ()))
+
+    @property
+    def retention(self) -> str:
+        """``"limits"``, ``"interest"`` or ``"workqueue"``."""
+        return str(self.config.get("retention") or "limits")
+
+    @property
+    def allows_direct(self) -> bool:
+        return bool(self.config.get("allow_direct"))
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether only publishers write to it, so that the messages of a batch have consecutive sequences."""
+        return not self.config.get("sources")
+
+    @property
+    def lowest_seq(self) -> int:
+        """The lowest sequence that it can ever have had."""
+        return max(1, int(self.config.get("first_seq") or 1))
+
+    @property
+    def has_every_sequence(self) -> bool:
+        """Whether it holds a message for every sequence from `first_seq` to `last_seq`."""
+        return self.messages == self.last_seq - self.first_seq + 1
+
+    @property
+    def never_removed(self) -> bool:
+        """Whether it still holds every message that it ever stored."""
+        return self.messages == self.last_seq - self.lowest_seq + 1
+
+    @property
+    def max_msgs_per_subject(self) -> int:
+        """How many messages per subject it keeps (0: all)."""
+        return max(0, int(self.config.get("max_msgs_per_subject") or 0))
+
+    @property
+    def max_age(self) -> timedelta | None:
+        return _duration(self.config.get("max_age"))
+
+    @property
+    def marker_ttl(self) -> timedelta | None:
+        """How long it keeps the delete markers that it writes for expired subjects."""
+        return _duration(self.config.get("subject_delete_marker_ttl"))
+
+    @property
+    def duplicate_window(self) -> timedelta | None:
+        return _duration(self.config.get("duplicate_window"))
+
+    def check_created(self, created: str) -> None:
+        if recreated(created, self.created):
+            raise StreamRecreatedError(
+                f"stream {self.name!r} was deleted and re-created at {self.created}; the position belongs to the "
+                f"stream that was created at {created}",
+                stream=self.name,
+                expected=created,
+                found=self.created,
+            )
+
+    def stores(self, subject: str) -> bool:
+        """Whether it stores messages on the literal `subject`."""
+        return any(covers(pattern, subject) for pattern in self.subjects)
+
+    def check_direct_reads(self, server_version: str, *, how: str = "") -> None:
+        """Raise an error unless the stream allows batched direct gets; `how` overrides the advice for streams."""
+        if not self.allows_direct:
+            how = how or (
+                f"enable it with allow_direct=True (jetstream_ext.ensure_stream) or 'nats stream edit {self.name} "
+                "--allow-direct'"
+            )
+            raise DirectGetDisabledError(f"stream {self.name!r}: direct get is disabled; {how}", stream=self.name)
+        if not DIRECT_BATCH.at(self.api_level):
+            raise DIRECT_BATCH.unsupported(
+                server_version=self.server_version or server_version, api_level=self.api_level
+            )
+
+
+def recreated(before: str, now: str) -> bool:
+    """Return whether two streams of one name are different ones, by their creation times (empty: there was none)."""
+    return before not in ("", now)
+
+
+def parse_stream_state(answer: Mapping[str, Any], stream: str = "") -> StreamState:
+    """Parse the answer to ``STREAM.INFO`` of `stream`; raise ResponseError if a field is missing or malformed."""
+    try:
+        config, state, cluster = answer["config"], answer["state"], answer.get("cluster") or {}
+        peers = cluster.get("replicas") or []
+        fresh = [peer for peer in peers if not peer.get("offline") and int(peer.get("active") or 0) < _LEASE_NS]
+        messages, last_seq = int(state["messages"]), int(state["last_seq"])
+        created = str(answer["created"])
+        last_time = _time(state["last_ts"])
+        if last_time.year == 1:  # an empty stream
+            last_time = _time(created)
+        version, level = answering_server(config)
+        return StreamState(
+            name=str(config["name"]),
+            created=created,
+            config=dict(config),
+            origin=dict((config.get("mirror") or {}).items()),
+            first_seq=max(1, int(state["first_seq"])) if messages else last_seq + 1,
+            last_seq=last_seq,
+            messages=messages,
+            size=int(state.get("bytes") or 0),
+            num_subjects=int(state.get("num_subjects") or 0),
+            last_time=last_time,
+            now=_time(answer["ts"]),
+            replicated=bool(peers) or int(config.get("num_replicas") or 1) > 1,
+            leader=str(cluster.get("leader") or ""),
+            leader_is_certain=not peers or (len(fresh) + 1) * 2 > len(peers) + 1,
+            api_level=level,
+            server_version=version,
+        )
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ResponseError(f"stream {stream!r}: the leader's answer to STREAM.INFO is malformed: {error!r}") from error
+
+
+def answering_server(config: Mapping[str, Any]) -> tuple[str | None, int]:
+    """Return the version and API level of a stream's or consumer's leader; from 2.11 on they are in the metadata."""
+    metadata = config.get("metadata") or {}
+    version, level = metadata.get("_nats.ver"), str(metadata.get("_nats.level", ""))
+    return str(version) if version else None, int(level) if level.isascii() and level.isdecimal() else 0
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text).astimezone(UTC)
+
+
+def _duration(nanoseconds: int | None) -> timedelta | None:
+    return timedelta(microseconds=nanoseconds / 1000) if nanoseconds else None

@@ -95,6 +95,7 @@ class Unresolved(enum.Enum):
 class AtomicBatchMachine:
     """One atomic batch; `open` comes before the first `add`.
 
+    The calls from `prepare` to `commit` raise the BatchError that ended the batch. A call that raises changes nothing.
     The arguments are those of `AtomicBatch`, and `max_payload` as in `limit_messages`. With `in_one_go` the whole batch
     is sent without returning to the caller: its newest message is held back to commit it, and a disconnection in
     between ends it.
@@ -156,12 +157,7 @@ class AtomicBatchMachine:
         self._encoder.max_payload = max_payload
 
     def prepare(self, message: BatchMessage, ack: bool | None = None) -> Encoded:
-        """Check and encode a message for `open`, `add` or `commit`; nothing changes.
-
-        Raises:
-            BatchError: The batch has ended.
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message is refused.
-        """
+        """Check and encode a message for `open`, `add` or `commit`; raise as `Encoder.encode` does."""
         self.check_open()
         return self._encoder.encode(message, ack)
 
@@ -169,12 +165,8 @@ class AtomicBatchMachine:
         """Open the batch for messages, of which `first` is going to be the first.
 
         Below API level 4 the newest message is held back, because there the only way to commit is on a message. The
-        reply subject of a message is ``<reply>.<batch sequence>``.
-
-        Raises:
-            BatchError: The batch has ended; nothing changed.
-            UnsupportedFeatureError: The server has no atomic batches, or would not check what `first` expects; nothing
-                changed.
+        reply subject of a message is ``<reply>.<batch sequence>``. Raises UnsupportedFeatureError if the server has no
+        atomic batches, or would not check what `first` expects.
         """
         self.check_open()
         if not ATOMIC.at(api_level):
@@ -189,10 +181,8 @@ class AtomicBatchMachine:
     def add(self, message: Encoded) -> Block:
         """Take a message; return what to send: nothing if the message is held back.
 
-        Raises:
-            BatchError: The batch has ended.
-            ValueError, UnsupportedFeatureError: The message cannot be at this place of the batch, or this server would
-                not check what it expects; nothing changed.
+        Raises ValueError if the message cannot be at this place of the batch, and UnsupportedFeatureError if this
+        server would not check what it expects.
         """
         self.check_open()
         self._check_place(message)
@@ -207,9 +197,6 @@ class AtomicBatchMachine:
 
         The message that reaches the limit is the last. The messages before the one that stopped it are in the block and
         part of the batch; a refused one is not.
-
-        Raises:
-            BatchError: The batch has ended; nothing was taken.
         """
         self.check_open()
         out: list[bytes] = []
@@ -277,10 +264,7 @@ class AtomicBatchMachine:
     def commit(self, last: Encoded | None) -> Block:
         """Take the commit, with a last message or none; return what to send.
 
-        Raises:
-            EmptyBatchError: There are no messages, or none that could carry the commit; nothing changed.
-            BatchError: The batch has ended.
-            ValueError, UnsupportedFeatureError: As for `add`.
+        Raises EmptyBatchError if there are no messages, or none that could carry the commit; and as `add` does.
         """
         self.check_open()
         held = self._held
@@ -339,8 +323,7 @@ class AtomicBatchMachine:
     def finish(self) -> bool:
         """Return whether a clean exit of the block must commit; a batch without messages is discarded.
 
-        Raises:
-            BatchError: What ended the batch inside the block, unless the caller has discarded it since.
+        Raises what ended the batch inside the block, unless the caller has discarded it since.
         """
         if self.state in (NEW, OPEN):
             if self.size:
@@ -351,11 +334,7 @@ class AtomicBatchMachine:
         return False
 
     def unresolved(self) -> Unresolved:
-        """Return what `resolve` must find out.
-
-        Raises:
-            BatchError: The batch has not ended, or it failed in a way that cannot be looked into.
-        """
+        """Return what `resolve` must find out; raise BatchError if the batch is open or its failure says too little."""
         if not self.ended:
             raise BatchError(
                 f"batch {self.batch_id} is still open; commit or discard it before resolve()", **self._facts("unknown")
@@ -374,9 +353,8 @@ class AtomicBatchMachine:
     def receive(self, seq: int, header: bytes, payload: bytes) -> JetStreamExtError | None:
         """Take the reply to the message with batch sequence `seq`.
 
-        Returns:
-            The refusal of the newest message alone, after which the batch goes on; None for every other reply. If no
-            caller awaits the refusal, pass it on to `refusal_unobserved`.
+        Returns only the refusal of the newest message alone, after which the batch goes on. If no caller awaits it,
+        pass it on to `refusal_unobserved`.
         """
         if self.state not in (OPEN, COMMITTING) or not 0 < seq <= self.sent:
             return None  # too late, or a reply to nothing that was sent
@@ -392,7 +370,7 @@ class AtomicBatchMachine:
             self._apply(Input.BATCH_REFUSED, error=refusal)
 
     def lost(self, why: str) -> None:
-        """Take the loss of a reply that was awaited: no reply in time, or a failed write."""
+        """Note that a reply that was awaited does not come: none in time, or a failed write."""
         self._apply(Input.ANSWER_LOST, why)
 
     def disconnected(self, *, reply_awaited: bool) -> None:
@@ -555,12 +533,13 @@ class AtomicBatchMachine:
 
     def _ending(self, why: str, cause: BaseException | None) -> JetStreamExtError:
         error: JetStreamExtError
+        text = f"batch {self.batch_id}: {why}; "
         if self.state is UNKNOWN:
-            what = f"either all of its {self.size} messages are stored or none (see AtomicBatch.resolve)"
-            error = errors.BatchOutcomeUnknownError(f"batch {self.batch_id}: {why}; {what}", **self._facts("unknown"))
+            text += f"either all of its {self.size} messages are stored or none (see AtomicBatch.resolve)"
+            error = errors.BatchOutcomeUnknownError(text, **self._facts("unknown"))
         else:
-            what = "nothing of the batch is stored"
-            error = errors.BatchAbandonedError(f"batch {self.batch_id}: {why}; {what}", **self._facts("not_stored"))
+            text += "nothing of the batch is stored"
+            error = errors.BatchAbandonedError(text, **self._facts("not_stored"))
         error.__cause__ = cause
         return error
 

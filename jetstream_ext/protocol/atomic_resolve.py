@@ -20,10 +20,10 @@ import orjson
 
 from jetstream_ext.errors import ErrorCode, ResponseError, ServerError, Status
 from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.protocol.atomic_wire import read_reply
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.gaps import find_gaps
-from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState, recreated
 from jetstream_ext.types import BatchAck
 
 # An expectation that no stream meets (the largest that servers parse): the refusal names the stream's last sequence.
@@ -58,10 +58,7 @@ class NotYetKnown(Exception):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class AskState:
-    """What is the state of the stream, once it has reached `seq` or had a few seconds to?
-
-    The answer is a `StreamState`, or None if there is no such stream.
-    """
+    """What is the `StreamState` once the stream has reached `seq`, or had a few seconds to? None: no such stream."""
 
     stream: str
     seq: int = 0

@@ -81,7 +81,10 @@ class Encoder:
         return self.max_payload - len(self.plain) - _LONGEST
 
     def encode(self, message: BatchMessage, ack: bool | None) -> Encoded:
-        """Return a message that is ready for its sequence; raise what `AtomicBatchMachine.prepare` raises."""
+        """Return a message that is ready for its sequence.
+
+        Raises BadSubjectError, BadHeaderError, MaxPayloadError, ValueError or TypeError if it cannot be sent.
+        """
         name, payload = message.subject, message.payload
         if options_of(message) == NO_OPTIONS and type(payload) is bytes:
             # Nearly every message of a bulk.
@@ -146,8 +149,7 @@ def refusal_error(
     """Return the error for a refusal of `what`; `in_doubt`: it is the first answer since the connection was lost."""
     if errors.reached_no_stream(refusal):
         return errors.NoStreamError(
-            f"batch {batch_id}: no stream stores the subject of {what}, or the stream has no leader",
-            **facts,
+            f"batch {batch_id}: no stream stores the subject of {what}, or the stream has no leader", **facts
         )
     if in_doubt and isinstance(refusal, errors.AtomicPublishIncompleteError):
         lost = errors.BatchAbandonedError(

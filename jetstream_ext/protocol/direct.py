@@ -12,12 +12,13 @@ status line alone proves nothing: a stored message can carry one, and servers be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import compress, repeat
 from operator import ge
-from typing import Any, Final
+from typing import Any, Final, final
 
 import orjson
 
@@ -27,7 +28,6 @@ from jetstream_ext.protocol import feature_table
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.protocol.options import rfc3339
-from jetstream_ext.protocol.stored_msg import StoredMsg
 
 DEFAULT_MAX_BYTES: Final = 8 * 1024 * 1024
 """How many bytes one reply may carry. At its own default of 64 MiB the server also cuts off slow consumers."""
@@ -55,15 +55,154 @@ class Request:
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {}
-        for name in ("seq", "next_by_subj", "last_by_subj", "multi_last", "up_to_seq", "batch", "max_bytes"):
+        for name in self.__slots__:
             value = getattr(self, name)
             if value is not None:
-                body[name] = value
-        for name in ("start_time", "up_to_time"):
-            when = getattr(self, name)
-            if when is not None:
-                body[name] = rfc3339(when, name)
+                body[name] = rfc3339(value, name) if name in ("start_time", "up_to_time") else value
         return body
+
+
+@final
+class StoredMsg:
+    """A message as the stream stores it.
+
+    Headers and times are decoded on access, so that a bulk read of payloads does not pay for them.
+
+    Attributes:
+        stream: The stream that answered (a mirror answers with its own name).
+        subject: Its subject.
+        seq: Its stream sequence.
+        data: Its payload; empty for delete markers.
+        headers: The stored headers, without those that the server adds to a reply.
+        time: When it was stored (aware, UTC, microseconds).
+        time_ns: When it was stored, in nanoseconds since the epoch.
+        num_pending: The number of matching messages after it, if the reply has it.
+        last_seq: The sequence of the message before it in the same reply, if the reply has it.
+    """
+
+    __slots__ = (
+        "_body",
+        "_header_size",
+        "_headers",
+        "_last_seq",
+        "_lines",
+        "_num_pending",
+        "_seq",
+        "_stream",
+        "_subject",
+        "_time_ns",
+    )
+
+    def __init__(
+        self,
+        *,
+        stream: str,
+        subject: str,
+        seq: int,
+        data: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        time_ns: int = 0,
+        num_pending: int | None = None,
+        last_seq: int | None = None,
+    ) -> None:
+        self._lines: list[bytes] | None = None
+        self._header_size = 0  # over 0: a message from the wire, decoded on access
+        self._stream = stream
+        self._subject = subject
+        self._seq = seq
+        self._body = data
+        self._headers = dict(headers or {})
+        self._time_ns = time_ns
+        self._num_pending = num_pending
+        self._last_seq = last_seq
+
+    @classmethod
+    def from_wire(cls, stream: str, seq: int, body: bytes, header_size: int) -> StoredMsg:
+        """Return a message of a batched direct-get reply; `body` is its header block and its payload."""
+        self = object.__new__(cls)
+        self._stream = stream
+        self._seq = seq
+        self._body = body
+        self._header_size = header_size
+        self._lines = None
+        return self
+
+    def _row(self) -> list[bytes]:
+        lines = self._lines
+        if lines is None:
+            lines = self._lines = h.checked_row(self._body[: self._header_size])
+        return lines
+
+    @property
+    def stream(self) -> str:
+        return self._stream
+
+    @property
+    def subject(self) -> str:
+        return self._row()[0].decode("utf-8", "replace") if self._header_size else self._subject
+
+    @property
+    def seq(self) -> int:
+        return self._seq
+
+    @property
+    def data(self) -> bytes:
+        return self._body[self._header_size :]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if not self._header_size:
+            return dict(self._headers)
+        stored = self._row()[h.ROW_STORED]
+        return h.decode_stored(stored) if stored else {}
+
+    @property
+    def time_ns(self) -> int:
+        if not self._header_size:
+            return self._time_ns
+        return h.parse_time_ns(h.line_value(self._row()[h.ROW_TIME]))
+
+    @property
+    def time(self) -> datetime:
+        if self._header_size:
+            # Six times as fast as by nanoseconds, and truncates the same digits.
+            text = h.line_value(self._row()[h.ROW_TIME]).decode("ascii", "replace")
+            try:
+                if text.endswith("Z"):
+                    return datetime.fromisoformat(text)
+            except ValueError:
+                pass  # `time_ns` raises the error
+        return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=self.time_ns // 1000)
+
+    @property
+    def num_pending(self) -> int | None:
+        if not self._header_size:
+            return self._num_pending
+        return h.line_number(self._row()[h.ROW_PENDING])
+
+    @property
+    def last_seq(self) -> int | None:
+        if not self._header_size:
+            return self._last_seq
+        return h.line_number(self._row()[h.ROW_LAST])
+
+    def _fields(self) -> dict[str, object]:
+        names = ("stream", "subject", "seq", "data", "headers", "time_ns", "num_pending", "last_seq")
+        return {name: getattr(self, name) for name in names}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StoredMsg):
+            return NotImplemented
+        return self._fields() == other._fields()
+
+    def __hash__(self) -> int:
+        return hash((self._stream, self._seq, self.data))
+
+    def __repr__(self) -> str:
+        return f"StoredMsg({', '.join(f'{name}={value!r}' for name, value in self._fields().items())})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(StoredMsg, **self._fields()), ()  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
@@ -117,17 +256,12 @@ class Block:
             yield row if len(row) == 7 else h.checked_row(body[:size])
 
     @property
-    def subjects(self) -> list[bytes]:
-        return [row[h.ROW_SUBJECT] for row in self.rows]
-
-    @property
     def datas(self) -> list[bytes]:
         return [body[size:] for body, size in zip(self.bodies, self.header_sizes, strict=True)]
 
     def pending(self, index: int) -> int:
         """How many matching messages follow row `index`."""
-        row = h.checked_row(self.bodies[index][: self.header_sizes[index]])
-        return h.line_number(row[h.ROW_PENDING])
+        return h.line_number(h.checked_row(self.bodies[index][: self.header_sizes[index]])[h.ROW_PENDING])
 
     def message(self, index: int) -> StoredMsg:
         return StoredMsg.from_wire(self.stream, self.seqs[index], self.bodies[index], self.header_sizes[index])
@@ -171,13 +305,7 @@ class ReplyDecoder:
         self._stream = ""
 
     def feed(self, frames: Iterable[Frame]) -> Block:
-        """Decode more of the reply.
-
-        Raises:
-            UnsupportedFeatureError: The server does not support batches.
-            JetStreamExtError: The server refused; see `status_error`.
-            ResponseError: A frame is not a direct-get reply.
-        """
+        """Decode more of the reply; raise what `status_error` returns, UnsupportedFeatureError, or ResponseError."""
         frames = list(frames)
         raws: list[bytes] = []
         prev, stream_line = self._prev, self._stream_line
@@ -250,29 +378,26 @@ class ReplyDecoder:
                 )
             header = h.lay_out(header, values)
             row = h.reply_row(header)
-        self._respond(h.line_value(row[h.ROW_STREAM]), header)
+        responder = h.line_value(row[h.ROW_STREAM])
+        if responder != self._responder:
+            if self._responder:
+                raise self._malformed("it came from two streams", header)
+            self._responder = responder
+            self._stream = responder.decode("utf-8", "replace")
+            self._stream_line = b"Nats-Stream: %b" % responder
         if not self._added:
             stored = len(row[h.ROW_STORED]) + 4 if row[h.ROW_STORED] else 0
             self._added = len(header) - len(row[h.ROW_SUBJECT]) - stored
         return header
 
-    def _respond(self, responder: bytes, header: bytes) -> None:
-        if responder == self._responder:
-            return
-        if self._responder:
-            raise self._malformed("it came from two streams", header)
-        self._responder = responder
-        self._stream = responder.decode("utf-8", "replace")
-        self._stream_line = b"Nats-Stream: %b" % responder
-
     def _finish(self, header: bytes, values: dict[str, str]) -> None:
         code, _ = _status(self._asked, header)
-        if code == Status.NOT_FOUND and self._responder:
-            # multi_last: a message that was there when the server put the answer together is gone; ask again.
-            self.broken = self._lost(b"", self._prev)
-            return
         if code == Status.NOT_FOUND:
-            self.end = EndOfBatch(num_pending=0, last_seq=0, found=False)
+            if self._responder:
+                # multi_last: a message that was there when the server put the answer together is gone; ask again.
+                self.broken = self._lost(b"", self._prev)
+            else:
+                self.end = EndOfBatch(num_pending=0, last_seq=0, found=False)
             return
         if code != Status.END_OF_BATCH:
             raise status_error(self._asked, header, self._server_version)

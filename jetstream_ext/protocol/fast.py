@@ -25,7 +25,7 @@ from jetstream_ext import errors
 from jetstream_ext.errors import BatchError, ErrorCode, JetStreamExtError, Outcome, ServerError
 from jetstream_ext.protocol import fast_wire as wire
 from jetstream_ext.protocol.fast_window import Window
-from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, FastWire, Refusal, Reply, UnrecognisedReply
+from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, FastWire, Reply, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_batch_id, check_seconds
@@ -312,11 +312,10 @@ class FastBatch:
         self._wire.open(inbox)
 
     def set_max_payload(self, max_payload: int) -> None:
-        """Set the connected server's limit for headers and payload together, in bytes."""
         self._wire.max_payload = max_payload
 
     def encode(self, message: BatchMessage) -> Encoded:
-        """Check and encode a message for `add`; the batch does not change."""
+        """As `FastWire.encode`, for `add`; the batch does not change."""
         return self._wire.encode(message)
 
     def add(self, message: BatchMessage | Encoded, now: float) -> bytes:
@@ -470,7 +469,7 @@ class FastBatch:
         elif isinstance(said, BatchFlowGap):
             foreign = False
         else:
-            covers = reply.seq if isinstance(said, Refusal | wire.OrdinaryAck) else said.seq
+            covers = reply.seq if isinstance(said, ServerError | wire.OrdinaryAck) else said.seq
             foreign = covers > self.sent + 1  # the marker that ends the batch has a sequence too
         if foreign:
             raise errors.ResponseError("a reply is about another batch", frame=frame[1])
@@ -478,9 +477,9 @@ class FastBatch:
 
     def _take(self, reply: Reply, now: float, events: list[Event]) -> bytes:
         said = reply.said
-        if isinstance(said, Refusal) and reply.op in (wire.PING, wire.COMMIT_EOB):
+        if isinstance(said, ServerError) and reply.op in (wire.PING, wire.COMMIT_EOB):
             # A server that refuses a ping or the marker does not have the batch at present: that is no sign of life.
-            self._refusal = said.error
+            self._refusal = said
         elif self.state is not DRAINING or reply.op != wire.PING:
             # The final ack answers the pings of a draining batch; other answers must not extend its wait indefinitely.
             self._refusal = None
@@ -500,8 +499,8 @@ class FastBatch:
                 count = said.batch_size or 0
                 self.window.acknowledge_final(min(count, self.sent))
                 events += self._happen(Input.FINAL_ACK if count >= self.sent else Input.SHORT_FINAL_ACK, now, reply)
-            case Refusal():
-                return self._refused(reply, said.error, now, events)
+            case ServerError():
+                return self._refused(reply, said, now, events)
             case _:
                 events += self._happen(Input.ORDINARY_ACK, now, reply)
         return b""
@@ -620,7 +619,6 @@ class FastBatch:
     # -- errors ---------------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raise what ended the batch, if something did."""
         if self._table[self.state, Input.MESSAGE] is ERR and self.state is not SUSPENDED:
             self._raise()
 
@@ -682,17 +680,14 @@ class FastBatch:
         said = reply.said
         if isinstance(said, BatchFlowError):
             return self._refused_message(said.error, said.seq, "partial")
-        if isinstance(said, Refusal):
-            return self._refused_message(said.error, reply.seq, "partial")
+        if isinstance(said, ServerError):
+            return self._refused_message(said, reply.seq, "partial")
         assert isinstance(said, BatchFlowGap)
         if said.seq > said.first_lost:
             return self._lost(said.first_lost, said.last_lost)
         text = f"the server received message {said.seq} after message {said.first_lost - 1}"
-        return self._error(
-            _ABANDONED,
-            f"{text}, because another publisher uses the same batch id; give each its own batch_id",
-            "partial",
-        )
+        text += ", because another publisher uses the same batch id; give each its own batch_id"
+        return self._error(_ABANDONED, text, "partial")
 
     def _lost(self, first: int, last: int) -> BatchError:
         for report in self.errors:
@@ -703,9 +698,8 @@ class FastBatch:
 
     def _refused_batch(self, reply: Reply) -> BatchError:
         first = self.state is STARTING or (reply.seq == 1 and reply.op == wire.START)
-        if isinstance(reply.said, Refusal):
-            error = reply.said.error
-        else:  # a gap of message 1, which only another batch can have
+        error = reply.said
+        if not isinstance(error, ServerError):  # a gap of message 1, which only another batch can have
             error = errors.server_error(code=400, err_code=ErrorCode.FAST_UNKNOWN_BATCH)
         if first and errors.reached_no_stream(error):
             subject = self._wire.subject.decode()
@@ -721,10 +715,8 @@ class FastBatch:
             stored = "neither it nor any later message is stored; earlier ones are stored up to the error's `acked`"
         text = f"message {seq} was refused: {error.description}; {stored}"
         if error.err_code == ErrorCode.FAST_DISABLED:
-            text = (
-                f"fast ingest is disabled on the stream; {stored}; enable it with allow_batched=True "
-                "(jetstream_ext.ensure_stream)"
-            )
+            how = "enable it with allow_batched=True (jetstream_ext.ensure_stream)"
+            text = f"fast ingest is disabled on the stream; {stored}; {how}"
         elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
             text = f"the server no longer has the batch; {stored}"
         return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self._facts(outcome))

@@ -55,11 +55,7 @@ class FastWire:
         self._reply = (inbox + self._tokens).encode()
 
     def encode(self, message: BatchMessage) -> Encoded:
-        """Check and encode `message`.
-
-        Raises:
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: It cannot be sent.
-        """
+        """Check and encode; raise BadSubjectError, BadHeaderError, MaxPayloadError, ValueError or TypeError."""
         subject = self._subjects.encode(message.subject)
         pairs = message_headers(message)
         header = h.encode(pairs) if pairs else b""
@@ -145,13 +141,6 @@ class BatchFlowError:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """A refusal outside of a control frame: JSON, or a bare status (then without an ``err_code``)."""
-
-    error: ServerError
-
-
-@dataclass(frozen=True, slots=True)
 class OrdinaryAck:
     """The ack of an ordinary publish: the server has no fast ingest."""
 
@@ -163,7 +152,8 @@ class UnrecognisedReply:
     payload: bytes
 
 
-Said = BatchFlowAck | BatchFlowGap | BatchFlowError | BatchAck | Refusal | OrdinaryAck | UnrecognisedReply
+# A plain ServerError is a refusal outside of a control frame: JSON, or a bare status (then without an ``err_code``).
+Said = BatchFlowAck | BatchFlowGap | BatchFlowError | BatchAck | ServerError | OrdinaryAck | UnrecognisedReply
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +181,7 @@ def _said(header: bytes, payload: bytes) -> Said:
         if status is not None:
             code, text = status
             description = "no stream stores the subject" if code == Status.UNAVAILABLE else text
-            return Refusal(server_error(code=code, description=description))
+            return server_error(code=code, description=description)
     reply = parse_object("a fast-ingest reply", payload)
     kind = reply.get("type")
     if kind == "ack":
@@ -205,7 +195,7 @@ def _said(header: bytes, payload: bytes) -> Said:
     if "ack_msgs" in reply or "last_seq" in reply or reply.keys() == {"seq", "error"}:
         return _draft(reply, payload)
     if reply.get("error") is not None:
-        return Refusal(parse_refusal(reply["error"], payload))
+        return parse_refusal(reply["error"], payload)
     if "batch" in reply:
         return parse_batch_ack(reply, payload)
     if "stream" in reply and "seq" in reply:

@@ -64,13 +64,9 @@ class Quirk:
     since: str  # the first release without it
     wrong: str  # what `release` does, after "which"
 
-    def affects(self, server_version: str | None) -> bool:
-        """Whether a server of this version (None: unknown) has the fault; a release candidate counts as its release."""
-        return (server_version or "").partition("-")[0] == self.release
-
     def check(self, server_version: str | None, detail: str) -> None:
         """Raise UnsupportedFeatureError if a server of this version has the fault; `detail` says what is stored."""
-        if self.affects(server_version):
+        if (server_version or "").partition("-")[0] == self.release:  # a release candidate counts as its release
             raise UnsupportedFeatureError(
                 f"{self.title} needs nats-server {self.since}, but the server is {server_version}, which {self.wrong}; {detail}",
                 feature=self.feature.title,

@@ -23,11 +23,9 @@ NUM_PENDING: Final = "Nats-Num-Pending"
 LAST_SEQUENCE: Final = "Nats-Last-Sequence"
 UP_TO_SEQUENCE: Final = "Nats-UpTo-Sequence"
 
-# What a server adds to a direct-get reply; never part of a stored message's headers.
-REPLY_HEADERS: Final = frozenset({STREAM, SUBJECT, SEQUENCE, TIME_STAMP, NUM_PENDING, LAST_SEQUENCE, UP_TO_SEQUENCE})
-
-_OLD_UTC: Final = " +0000 UTC"
 _APPENDED: Final = (STREAM, SUBJECT, SEQUENCE, TIME_STAMP, NUM_PENDING, LAST_SEQUENCE)
+# What a server adds to a direct-get reply; never part of a stored message's headers.
+REPLY_HEADERS: Final = frozenset({*_APPENDED, UP_TO_SEQUENCE})
 _REPLY_NAMES: Final = frozenset(name.encode() for name in REPLY_HEADERS)
 
 MSG_ID: Final = "Nats-Msg-Id"
@@ -201,8 +199,8 @@ def parse_time_ns(value: bytes) -> int:
     too; no released server writes it.
     """
     text = value.decode("ascii", "replace")
-    if text.endswith(_OLD_UTC):
-        text = text.removesuffix(_OLD_UTC) + "Z"
+    if text.endswith(" +0000 UTC"):
+        text = text.removesuffix(" +0000 UTC") + "Z"
     try:
         if not text.endswith("Z"):
             raise ValueError

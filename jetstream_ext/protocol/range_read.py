@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from jetstream_ext.errors import DirectGetDisabledError, JetStreamExtError, MessagesLostError, RequestTimeoutError
-from jetstream_ext.protocol.direct import Block, ReplyDecoder, Request, decode_single
+from jetstream_ext.protocol.direct import Block, ReplyDecoder, Request, StoredMsg, decode_single
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.gaps import find_gaps
 from jetstream_ext.protocol.reads import Plan, Scan, SentRequest
-from jetstream_ext.protocol.stored_msg import StoredMsg
 
 _log = logging.getLogger("jetstream_ext.direct")
 

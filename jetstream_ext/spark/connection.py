@@ -1,9 +1,8 @@
 """Connections of a worker process to NATS: one for each way to connect, kept between tasks.
 
-Spark reuses its Python workers across tasks and queries, and ends them without notice. So connections belong to the
-process and not to a task. They live on an event loop in a separate thread, which answers the server's PINGs while Spark
-runs no task on this worker. A connection whose task failed is dropped, because replies to that task may still arrive.
-References in options become secrets here, and nowhere earlier.
+Spark reuses its Python workers across tasks and queries, and ends them without notice. So the connections live on an
+event loop in a separate thread, which answers the server's PINGs while Spark runs no task on this worker. References in
+options become secrets here, and nowhere earlier.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from jetstream_ext.client.base_connection import cancel
 from jetstream_ext.client.connection import OwnClient, login, tls_context
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import JetStreamExtError
-from jetstream_ext.spark.errors import ConnectError, OptionError, RefusedError
-from jetstream_ext.spark.options import ConnectionOptions
+from jetstream_ext.spark.options import ConnectionOptions, OptionError
 
 _log = logging.getLogger("jetstream_ext.spark")
 
@@ -40,7 +38,12 @@ _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 
 
-# -- for the driver and the tasks ---------------------------------------------------------------------------------
+class ConnectError(JetStreamExtError):
+    """None of the servers accepted a connection; the text has the last server's reason."""
+
+
+class RefusedError(JetStreamExtError):
+    """A request got no reply because the credentials have no permission for it."""
 
 
 @contextmanager
@@ -60,10 +63,9 @@ def run_on_driver(
 
 
 async def ask(timeout: float, request: Callable[[float], Awaitable[_Result]]) -> _Result:
-    """Return the reply to a request, sent again after each transient error until `timeout` seconds have passed.
+    """Return the reply to a request of the driver, sent again after each transient error for `timeout` seconds.
 
-    Every request of the driver goes through here. `request` is called with the seconds that are left, and must change
-    nothing on the server.
+    `request` is called with the seconds that are left, and must change nothing on the server.
     """
     retry = Retry(timeout, transient=is_transient_read)
     retry.start()
@@ -80,15 +82,13 @@ class Lease:
         self.busy: bool = False  # whether the coroutine started last is still running
 
     def run(self, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run a coroutine on the connection's loop and return its result.
-
-        Raises:
-            RefusedError: It timed out, and the server had refused a permission meanwhile.
-        """
         return self.start(coroutine)()
 
     def start(self, coroutine: Coroutine[Any, Any, _Result]) -> Callable[[], _Result]:
-        """Start a coroutine on the connection's loop; return a function that waits for its result, as `run` does."""
+        """Start a coroutine on the connection's loop, and return a function that waits for its result.
+
+        That function raises RefusedError after a timeout if the server has refused a permission meanwhile.
+        """
         self.busy = True
         future = asyncio.run_coroutine_threadsafe(self._work(coroutine), self._loop)
 
@@ -149,7 +149,7 @@ class Connections:
     def lend(self, options: ConnectionOptions, name: str) -> Iterator[Lease]:
         """Lend the connection for `options`; a new one gets `name` in the server's list of connections.
 
-        A connection whose block raised is not lent again.
+        A connection whose block raised is not lent again: replies to the failed task may still arrive.
 
         Raises:
             ConnectError: No server could be reached, or it refused the credentials.
@@ -164,7 +164,6 @@ class Connections:
             _run(self._loop, self._give_back(connection, finished))
 
     def close(self) -> None:
-        """Close all connections and end the thread."""
         _run(self._loop, self._close_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -252,7 +251,6 @@ class WorkerConnection:
         return self.client.jetstream(timeout=options.timeout, **where)
 
     async def open(self, name: str) -> None:
-        """Connect, and retry for as long as the options' timeout allows; raises as `Connections.lend`."""
         options, shown = self.options, ", ".join(self.options.servers)
         arguments = _arguments(options) | {"name": name}
         try:

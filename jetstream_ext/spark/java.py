@@ -37,11 +37,8 @@ class Java:
 def require_java() -> Java:
     """Return the Java that Spark would use: the one in `JAVA_HOME` if that is set, else the one on `PATH`.
 
-    Returns:
-        The launcher and its major version, `MINIMUM_JAVA` or newer.
-
     Raises:
-        JavaError: Java is not installed, does not run, or is too old; the text says how to install one.
+        JavaError: Java is not installed, does not run, or is older than `MINIMUM_JAVA`.
     """
     path = _find()
     try:

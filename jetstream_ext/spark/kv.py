@@ -1,8 +1,7 @@
 """The `jetstream_kv` data source: a bucket as a table, read through `jetstream_ext.kv`.
 
-The driver lists the keys and pins the revision. Each executor reads some of the keys as of that revision with
-`kv.snapshot`, which verifies that replies of replicas and mirrors are complete and current. If the value of a key at
-that revision is no longer stored, ``consistency=latest`` reads its present value and ``strict`` fails.
+The driver lists the keys and pins the revision, as of which each executor reads some of the keys with `kv.snapshot`.
+If a value at that revision is no longer stored, ``consistency=latest`` reads the present one, and ``strict`` fails.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from jetstream_ext.kv import KeyValueEntry, snapshot
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.reads import resolve_revision
 from jetstream_ext.spark.connection import ask, connected, run_on_driver
-from jetstream_ext.spark.errors import PlanningError
 from jetstream_ext.spark.options import KvOptions
-from jetstream_ext.spark.planning import state_of
+from jetstream_ext.spark.planning import PlanningError, state_of
 from jetstream_ext.spark.source import check_schema, schema_of
 
 if TYPE_CHECKING:
@@ -59,7 +57,6 @@ class JetStreamKvDataSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """Return the name for ``spark.read.format``."""
         return "jetstream_kv"
 
     def schema(self) -> StructType:
@@ -68,26 +65,21 @@ class JetStreamKvDataSource(DataSource):
         return schema_of(_COLUMNS)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return the reader of a batch query."""
         options = KvOptions.parse(self.options)
         check_schema(schema, _COLUMNS)
         return JetStreamKvReader(options, schema)
 
 
 class JetStreamKvReader(DataSourceReader):
-    """Reads a bucket as it was when the query was planned, or before."""
-
     def __init__(self, options: KvOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
 
     def partitions(self) -> list[InputPartition]:
-        """List the keys and pin the revision (called on the driver); raises as `plan_kv`."""
         parts = run_on_driver(self._options.connection, lambda context: plan_kv(context, self._options))
         return [InputPartition(part) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
-        """Read some keys (called on an executor)."""
         return read_keys(self._options, self._schema, partition.value)
 
 
@@ -96,20 +88,11 @@ class JetStreamKvReader(DataSourceReader):
 
 @dataclass(frozen=True, slots=True)
 class KeyRange:
-    """Some keys of a bucket, and the revision as of which they are read."""
-
     keys: tuple[str, ...]
-    revision: int
+    revision: int  # as of which they are read
 
 
 async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRange]:
-    """Return the partitions of a read.
-
-    Raises:
-        PlanningError: The bucket does not exist or is a mirror, or the revision or the time is in the future.
-        DirectGetDisabledError: The bucket lacks ``allow_direct``.
-        TimeoutError: No answer within ``requestTimeout``.
-    """
     kv = open_bucket(context, options.bucket)
     bucket = Bucket(kv)
     state = await state_of(context, bucket.stream)
@@ -121,9 +104,8 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
         bucket.check(state)
         revision = state.last_seq
         if (as_of := options.as_of) is not None:
-            revision = (
-                await ask(bucket.timeout, lambda left: resolve_revision(Bucket(kv, left), state, as_of))
-            ).revision
+            point = await ask(bucket.timeout, lambda left: resolve_revision(Bucket(kv, left), state, as_of))
+            revision = point.revision
     except BadBucketError as error:
         raise PlanningError(f"option 'bucket': {error.description}") from error
     except ValueError as error:
@@ -142,12 +124,7 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
 
 
 def read_keys(options: KvOptions, schema: StructType, part: KeyRange | None) -> Iterator[RecordBatch]:
-    """Read some keys as record batches (None: Spark's partition of a read that has none).
-
-    Raises:
-        HistoryUnavailableError: Keys changed since, and the read is strict.
-        JetStreamExtError: The read failed; Spark tries the task again.
-    """
+    """Read some keys as record batches (None: Spark's partition of a read that has none)."""
     if part is None:
         return
     with connected(options.connection, "executor") as (lease, context):
@@ -158,7 +135,7 @@ def read_keys(options: KvOptions, schema: StructType, part: KeyRange | None) -> 
 async def _read(
     context: JetStreamContext, options: KvOptions, part: KeyRange
 ) -> AsyncGenerator[list[KeyValueEntry], None]:
-    """Yield the entries of a part, some at a time."""
+    """Yield the entries of a part, some at a time; raise HistoryUnavailableError if a strict read lacks one."""
     bucket = open_bucket(context, options.bucket)
     for first in range(0, len(part.keys), _KEYS_AT_ONCE):
         keys = part.keys[first : first + _KEYS_AT_ONCE]

@@ -1,7 +1,6 @@
 """The position of a streaming query, as Spark keeps it in its checkpoint: ``{"v":1,"streams":{"S":{"created":…,"seq":…}}}``.
 
-``seq`` is the last stream sequence that was read. ``created`` is the time when the stream was created, which tells it from
-a later stream of the same name. Spark compares offsets as text, so names are sorted and numbers are integers.
+Spark compares offsets as text, so names are sorted and numbers are integers.
 """
 
 from __future__ import annotations
@@ -11,16 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from jetstream_ext.protocol.api import recreated
 from jetstream_ext.protocol.options import check_int
-from jetstream_ext.protocol.stream_state import recreated
-from jetstream_ext.spark.errors import OffsetError
 
 VERSION: Final = 1
 
 
+class OffsetError(ValueError):
+    """The checkpoint holds no offset of this source, or one of a later version."""
+
+
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in a stream."""
+    """A place in a stream, which `created` tells from a later stream of the same name."""
 
     created: str  # when the stream was created, as the server writes it; empty: it did not exist
     seq: int  # the last sequence that was read (0: none)

@@ -1,8 +1,8 @@
 """The options of both formats, parsed and checked before anything is connected.
 
-A misspelt option, or one that would have no effect, is an error that names it and the fix. Credentials are references
-(a file, an environment variable) that each worker resolves for itself, so that no secret travels in a plan. Errors and
-representations never repeat the value of an option that may hold a secret.
+An option that would have no effect is an error. Credentials are references (a file, an environment variable) that each
+worker resolves for itself, so that no secret travels in a plan. Errors and representations never repeat the value of an
+option that may hold a secret.
 
 A start is the first sequence that is read, an end the last one (both inclusive). By time, a read covers what was stored
 from ``startingTime`` on and before ``endingTime``, so that ``[t0, t1)`` and ``[t1, t2)`` do not overlap.
@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 
 from jetstream_ext.errors import BadSubjectError
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
-from jetstream_ext.spark.errors import OptionError
 
 Bound: TypeAlias = Literal["earliest", "latest"] | int | datetime
 """Where a read starts or ends: an end of the stream when the read is planned, a stream sequence, or an aware time."""
@@ -43,6 +42,10 @@ _INLINE_SECRETS: Final = {
 }
 
 _Value = TypeVar("_Value")
+
+
+class OptionError(ValueError):
+    """An option is missing, unknown, malformed or in conflict with another; the text names it and the fix."""
 
 
 class OptionReader:
@@ -311,7 +314,6 @@ class ConnectionOptions:
 
     @classmethod
     def parse(cls, reader: OptionReader) -> ConnectionOptions:
-        """Return the options, checked together."""
         if "servers" not in reader:
             reader.fail(
                 "servers", "it is missing; give the URLs of the servers, as in nats://nats-1:4222,nats://nats-2:4222"
@@ -330,8 +332,6 @@ class ConnectionOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """A read of streams."""
-
     connection: ConnectionOptions
     streams: tuple[str, ...]
     starting: Mapping[str, Bound]
@@ -348,7 +348,7 @@ class ReadOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool | None = False) -> ReadOptions:
-        """Return the options of a read, checked together; `streaming` is None where that is not known yet."""
+        """Return the options, checked together; `streaming` is None where that is not known yet."""
         elsewhere = {None: {}, False: _STREAMING_ONLY, True: _BATCH_ONLY}[streaming] | _FOR_WRITING
         reader = OptionReader(options, (*READ_OPTIONS, *CONNECTION_OPTIONS), elsewhere)
         streams = reader.get_streams()
@@ -372,8 +372,6 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """A write to a stream."""
-
     connection: ConnectionOptions
     stream: str
     subject: str | None = _option("subject", _subject)  # of every row, instead of a column
@@ -390,7 +388,6 @@ class WriteOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> WriteOptions:
-        """Return the options of a write, checked together."""
         reader = OptionReader(options, (*WRITE_OPTIONS, *CONNECTION_OPTIONS, *_SPARK_SINK_OPTIONS), _FOR_READING)
         stream, *more = reader.get_streams()
         if more:
@@ -419,8 +416,6 @@ class WriteOptions:
 
 @dataclass(frozen=True, slots=True)
 class KvOptions:
-    """A read of a bucket."""
-
     connection: ConnectionOptions
     bucket: str
     keys: tuple[str, ...] = _option("keys", _names(check_filter), (">",))  # keys and patterns of keys
@@ -432,7 +427,6 @@ class KvOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> KvOptions:
-        """Return the options of a read, checked together."""
         reader = OptionReader(options, (*KV_OPTIONS, *CONNECTION_OPTIONS), {})
         bucket = reader.get("bucket", _bucket, "") or reader.get("path", _bucket, "")
         if not bucket:

@@ -20,11 +20,10 @@ from nats.js.errors import NotFoundError, ServiceUnavailableError
 from jetstream_ext.client.api import first_since, stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.errors import BadSubjectError, ErrorCode
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.errors import BadSubjectError, ErrorCode, JetStreamExtError
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.subjects import check_subject, covers, overlap
 from jetstream_ext.spark.connection import ask
-from jetstream_ext.spark.errors import DataLossError, PlanningError
 from jetstream_ext.spark.options import Bound, ReadOptions
 
 _log = logging.getLogger("jetstream_ext.spark")
@@ -38,33 +37,32 @@ _PROBES_PER_PARTITION: Final = 4
 _MAX_PROBES: Final = 256
 
 
+class PlanningError(JetStreamExtError):
+    """The query cannot work; the text says what to change."""
+
+
+class DataLossError(JetStreamExtError):
+    """Messages that should be read are gone (with ``failOnDataLoss``)."""
+
+
 # -- sequence ranges ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRange:
-    """Sequences `first` to `last` of one stream, both inclusive; empty where `last` is smaller.
-
-    Attributes:
-        size: The approximate size of the messages in bytes.
-        subject: A filter for the server, or None.
-        filters: Filters for the executor, any of which may match; none: all messages.
-        from_head: The range starts where the stream starts (``earliest``): an expired head is no loss.
-        gapless: The stream held every sequence of the range when it was planned.
-        created: When the stream was created, as the server writes it; empty if that is unknown.
-        points: Pairs of a sequence and the number of messages from there on, ascending, from `first` to ``last + 1``;
-            none where messages are spread evenly over the sequences.
-    """
+    """Sequences `first` to `last` of one stream, both inclusive; empty where `last` is smaller."""
 
     stream: str
     first: int
     last: int
-    size: int = 0
-    subject: str | None = None
-    filters: tuple[str, ...] = ()
-    from_head: bool = False
-    gapless: bool = False
-    created: str = ""
+    size: int = 0  # of the messages, approximately, in bytes
+    subject: str | None = None  # a filter for the server
+    filters: tuple[str, ...] = ()  # for the executor, any of which may match; none: all messages
+    from_head: bool = False  # it starts where the stream starts (``earliest``): an expired head is no loss
+    gapless: bool = False  # the stream held every sequence of the range when it was planned
+    created: str = ""  # when the stream was created, as the server writes it; empty if that is unknown
+    # Pairs of a sequence and the number of messages from there on, ascending, from `first` to ``last + 1``; none where
+    # messages are spread evenly over the sequences.
     points: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
@@ -135,7 +133,6 @@ class PushedFilters:
     subjects: tuple[str, ...] | None = None
 
     def intersect(self, other: PushedFilters) -> PushedFilters:
-        """Return what both let through."""
         if self.subjects is None or other.subjects is None:
             subjects = self.subjects if other.subjects is None else other.subjects
         else:
@@ -169,9 +166,9 @@ def _intersect(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...
 def parse_pushed_filters(filters: Iterable[Any]) -> PushedFilters:
     """Return what Spark's `filters`, all of which hold, let through.
 
-    They only narrow what is read: Spark applies every one of them again. So a filter is used as far as it can be
-    expressed, and ignored otherwise. Times are ignored: they need not grow with the sequences (clocks are set back,
-    sources keep the times of their origin). ``startingTime`` is the option for them.
+    Spark applies every one of them again, so a filter is used as far as it can be expressed, and ignored otherwise.
+    Times are ignored: they need not grow with the sequences (clocks are set back, sources keep the times of their
+    origin). ``startingTime`` is the option for them.
     """
     result = PushedFilters()
     parsers: dict[Any, Callable[[str, Any], PushedFilters]] = {("seq",): _sequences, ("subject",): _subjects}
@@ -244,10 +241,7 @@ def report_lost_head(options: ReadOptions, state: StreamState, first: int, last:
 
 
 async def state_of(context: JetStreamContext, stream: str) -> StreamState | None:
-    """Return the state of a stream at its leader; None: the stream does not exist.
-
-    Raises PlanningError if no JetStream answers where the options point.
-    """
+    """Return the state of a stream at its leader, or None if the stream does not exist."""
     js = Context(context)
     try:
         return await ask(js.timeout, lambda left: stream_state(js, stream, left))
@@ -263,10 +257,7 @@ async def state_of(context: JetStreamContext, stream: str) -> StreamState | None
 
 
 async def readable_state(context: JetStreamContext, options: ReadOptions, stream: str) -> StreamState | None:
-    """Return the state of a stream that can be read; None: it does not exist, and that is not an error.
-
-    Raises as `plan_read`.
-    """
+    """Return the state of a stream that can be read; None: it does not exist, and that is not an error."""
     state = await state_of(context, stream)
     if state is None:
         report_data_loss(
@@ -353,17 +344,7 @@ async def measure(context: JetStreamContext, span: SequenceRange, parts: int) ->
 async def plan_read(
     context: JetStreamContext, options: ReadOptions, pushed: PushedFilters = _ALL
 ) -> list[SequenceRange]:
-    """Return the partitions of a batch read.
-
-    `pushed` is the part of the read that the query's own filters need.
-
-    Raises:
-        PlanningError: A stream cannot be read reliably, or no JetStream answers.
-        DataLossError: A stream does not exist, or lacks messages of the range to read.
-        DirectGetDisabledError: A stream lacks ``allow_direct``.
-        UnsupportedFeatureError: The server is older than 2.11.
-        TimeoutError: No answer within ``requestTimeout``.
-    """
+    """Return the partitions of a batch read, of which the query's own filters need the part `pushed`."""
     parts, max_bytes = options.min_partitions, options.max_bytes_per_partition
     ranges: list[SequenceRange] = []
     for stream in options.streams:

@@ -13,11 +13,11 @@ from pyspark.sql.types import StructType
 
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks
+from jetstream_ext.protocol.api import recreated
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block
 from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.headers import REPLY_HEADERS, ROW_STORED, ROW_SUBJECT, ROW_TIME, Row
 from jetstream_ext.protocol.reads import Scan
-from jetstream_ext.protocol.stream_state import recreated
 from jetstream_ext.protocol.subjects import SubjectMatcher
 from jetstream_ext.spark.connection import connected
 from jetstream_ext.spark.options import ReadOptions
@@ -29,12 +29,7 @@ _BYTES: Final = 8 << 20
 
 
 def read_range(options: ReadOptions, schema: StructType, part: SequenceRange | None) -> Iterator[pa.RecordBatch]:
-    """Read a sequence range as record batches (None: Spark's partition of a read that has none).
-
-    Raises:
-        DataLossError: Messages of the range expired after the read was planned.
-        JetStreamExtError: The read failed; Spark tries the task again.
-    """
+    """Read a sequence range as record batches (None: Spark's partition of a read that has none)."""
     if not part:
         return
     builder = BatchBuilder(schema)
@@ -60,7 +55,7 @@ async def _chunks(blocks: AsyncGenerator[Block, None], part: SequenceRange) -> A
 
 
 async def _rows(context: JetStreamContext, options: ReadOptions, part: SequenceRange) -> AsyncGenerator[Block, None]:
-    """Yield the messages of a range, then check that none expired before it was read."""
+    """Yield the messages of a range, then report data loss if one expired before it was read."""
     js = Context(context)
     timeout = options.connection.timeout
     plan = Scan(subject=part.subject, seq=part.first, up_to_seq=part.last, max_bytes=DEFAULT_MAX_BYTES)

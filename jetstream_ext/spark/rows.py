@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from pyspark.sql.types import StructType
 
-from jetstream_ext.errors import BadSubjectError
+from jetstream_ext.errors import BadSubjectError, JetStreamExtError
 from jetstream_ext.protocol.headers import MSG_ID
 from jetstream_ext.protocol.subjects import check_subject, covers
-from jetstream_ext.spark.errors import OptionError, RowError
-from jetstream_ext.spark.options import WriteOptions
+from jetstream_ext.spark.options import OptionError, WriteOptions
 from jetstream_ext.types import Entry
 
 if TYPE_CHECKING:
@@ -40,6 +39,10 @@ _ROWS_A_TIME: Final = 100
 
 Message: TypeAlias = tuple[str, bytes, Mapping[str, str] | None, str | None]
 """One row: subject, data, headers, message id. A plain tuple, because there are millions."""
+
+
+class RowError(JetStreamExtError):
+    """A row cannot become a message; the text names its partition, its index and the reason."""
 
 
 class _MultiHeaders(dict[str, str]):

@@ -23,14 +23,13 @@ from pyspark.sql.types import StructType
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.errors import BadHeaderError, IngestError, MaxPayloadError
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.subjects import covers
 from jetstream_ext.spark.connection import Lease, connected, run_on_driver
-from jetstream_ext.spark.errors import PlanningError, ReplayError, SinkError
 from jetstream_ext.spark.options import WriteOptions
-from jetstream_ext.spark.planning import state_of
+from jetstream_ext.spark.planning import PlanningError, state_of
 from jetstream_ext.spark.rows import Columns, Message, RowReader, with_ids, without_ids
-from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, Transactions
+from jetstream_ext.spark.transactional import PATIENCE, MicroBatch, ReplayError, SinkError, Transactions
 
 _log = logging.getLogger("jetstream_ext.spark")
 
@@ -53,8 +52,6 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Which rows are written."""
-
     writer: str  # the name of the query, or of the batch write
     batch: int  # the micro-batch; 0 for a batch write
     partition: int
@@ -108,8 +105,6 @@ class _Writer:
 
 
 class JetStreamWriter(_Writer, DataSourceArrowWriter):
-    """Writes a DataFrame. Raises OptionError for its columns, and PlanningError as `check_sink`."""
-
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         super().__init__(options, schema)
         # Chosen here, for all attempts of all tasks.
@@ -120,8 +115,6 @@ class JetStreamWriter(_Writer, DataSourceArrowWriter):
 
 
 class JetStreamStreamWriter(_Writer, _StreamWriter):
-    """Writes the micro-batches of a streaming query; otherwise as `JetStreamWriter`."""
-
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
         context = _task()
         query = context.getLocalProperty("sql.streaming.queryId")
@@ -245,13 +238,7 @@ class _Pipeline:
 def write_partition(
     options: WriteOptions, state: StreamState, task: Task, chunks: Iterable[Sequence[Message]]
 ) -> Written:
-    """Store the rows of one partition, which come in chunks, in order; `state` is the stream as the driver found it.
-
-    Raises:
-        ReplayError, FencedError: A transactional write must not continue; see `Transactions`.
-        SinkError: A row was refused, or no row could be stored for too long.
-        JetStreamExtError: The write failed; Spark tries the task again.
-    """
+    """Store the rows of one partition, which come in chunks, in order; `state` is the stream as the driver found it."""
     count = options.sink_partitions
     if count is not None and task.partition >= count:
         raise ReplayError(
@@ -260,7 +247,8 @@ def write_partition(
         )
     with connected(options.connection, "executor") as (lease, context):
         if options.semantics == "transactional":
-            done = _transactional(lease, context, options, state, task, chunks)
+            batch = MicroBatch(context, options, state, task.writer, task.batch)
+            done = _transactional(lease, batch, task.partition, chunks)
         else:
             done = _fast(lease, context, options, task, chunks)
     _log.debug("stream %r: stored %s of %s", options.stream, done, task)
@@ -315,26 +303,18 @@ def _joined(chunks: Iterable[Sequence[Message]], busy: Callable[[], bool]) -> It
         yield joined
 
 
-def _transactional(
-    lease: Lease,
-    context: JetStreamContext,
-    options: WriteOptions,
-    state: StreamState,
-    task: Task,
-    chunks: Iterable[Sequence[Message]],
-) -> Written:
-    batch = MicroBatch(context, options, state, task.writer, task.batch)
-    if options.sink_partitions is not None:
-        lease.run(batch.claim_layout(options.sink_partitions))
-    transactions = Transactions(batch, task.partition)
+def _transactional(lease: Lease, batch: MicroBatch, partition: int, chunks: Iterable[Sequence[Message]]) -> Written:
+    if batch.options.sink_partitions is not None:
+        lease.run(batch.claim_layout(batch.options.sink_partitions))
+    transactions = Transactions(batch, partition)
     lease.run(transactions.open())
     rows = 0
     with _Pipeline(lease) as pipeline:
-        for messages, last in _transactions_of(chunks, options.transaction_rows):
+        for messages, last in _transactions_of(chunks, batch.options.transaction_rows):
             transaction = transactions.next(messages, last=last)
             pipeline.store(partial(transactions.store, transaction))
             rows += len(messages)
-    return Written(task.writer, rows, transactions.skipped)
+    return Written(batch.writer, rows, transactions.skipped)
 
 
 def _transactions_of(chunks: Iterable[Sequence[Message]], most: int) -> Iterator[tuple[list[Message], bool]]:

@@ -17,8 +17,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import ArrayType, BinaryType, DataType, LongType, MapType, StringType, StructType, TimestampType
 
 from jetstream_ext.spark.connection import run_on_driver
-from jetstream_ext.spark.errors import OptionError, SchemaError
-from jetstream_ext.spark.options import ReadOptions, WriteOptions
+from jetstream_ext.spark.options import OptionError, ReadOptions, WriteOptions
 from jetstream_ext.spark.planning import PushedFilters, parse_pushed_filters, plan_read
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ class JetStreamDataSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """Return the name for ``spark.read.format``."""
         return "jetstream"
 
     def schema(self) -> StructType:
@@ -62,19 +60,16 @@ class JetStreamDataSource(DataSource):
         return schema_of(_COLUMNS)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return the reader of a batch query."""
         options = ReadOptions.parse(self.options)
         check_schema(schema, _COLUMNS)
         return (PushDownReader if options.push_down and _push_down_is_on() else JetStreamReader)(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """Return the writer of a DataFrame, after all checks that are possible on the driver."""
         from jetstream_ext.spark.sink import JetStreamWriter
 
         return JetStreamWriter(self._write_options(overwrite, streaming=False), schema)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802 - Spark's name
-        """Return the writer of a micro-batch; otherwise as `writer`."""
         from jetstream_ext.spark.sink import JetStreamStreamWriter
 
         return JetStreamStreamWriter(self._write_options(overwrite, streaming=True), schema)
@@ -88,7 +83,6 @@ class JetStreamDataSource(DataSource):
         return WriteOptions.parse(self.options, streaming=streaming)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
-        """Return the reader of a streaming query."""
         from jetstream_ext.spark.streaming import JetStreamStreamReader
 
         options = ReadOptions.parse(self.options, streaming=True)
@@ -97,20 +91,16 @@ class JetStreamDataSource(DataSource):
 
 
 class JetStreamReader(DataSourceReader):
-    """Reads streams as they are when the query is planned."""
-
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
         self._pushed = PushedFilters()
 
     def partitions(self) -> list[InputPartition]:
-        """Return the ranges to read (called on the driver); raises as `plan_read`."""
         parts = run_on_driver(self._options.connection, lambda context: plan_read(context, self._options, self._pushed))
         return [InputPartition(part) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
-        """Read one range (called on an executor)."""
         from jetstream_ext.spark.reading import read_range
 
         return read_range(self._options, self._schema, partition.value)
@@ -136,6 +126,10 @@ def _push_down_is_on() -> bool:
 
 
 # -- columns ------------------------------------------------------------------------------------------------------
+
+
+class SchemaError(ValueError):
+    """The schema given with ``.schema(...)`` has columns that the format does not have."""
 
 
 def schema_of(columns: Mapping[str, DataType]) -> StructType:

@@ -24,11 +24,10 @@ from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.types import StructType
 
 from jetstream_ext.client.api import settled_state
-from jetstream_ext.protocol.stream_state import StreamState, recreated
+from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.spark.connection import run_on_driver
-from jetstream_ext.spark.errors import OptionError
 from jetstream_ext.spark.offsets import Position, Positions, decode, encode
-from jetstream_ext.spark.options import ReadOptions
+from jetstream_ext.spark.options import OptionError, ReadOptions
 from jetstream_ext.spark.planning import (
     SequenceRange,
     first_from,
@@ -65,11 +64,7 @@ _IDLE_PAUSE: Final = 0.1
 
 
 class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Follows streams (called by Spark).
-
-    One instance lives on the driver as long as the query; `read` runs on copies of it. Raises OptionError if a limit is
-    given and this version of Spark has none.
-    """
+    """Follows streams: one instance lives on the driver as long as the query; `read` runs on copies of it."""
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         if not HAS_LIMITS and (options.max_offsets is not None or options.max_bytes is not None):
@@ -109,16 +104,14 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
         )
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
-        """Return the newest offset, for ``progress.sources[].latestOffset``."""
-        return self._follower.reported()
+        return self._follower.reported()  # for ``progress.sources[].latestOffset``
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         parts = run_on_driver(self._options.connection, lambda context: self._follower.plan(context, start, end))
         return [InputPartition(part) for part in parts]
 
     def read(self, partition: InputPartition) -> Iterator[RecordBatch]:
-        # Imported here, because only executors need it.
-        from jetstream_ext.spark.reading import read_range
+        from jetstream_ext.spark.reading import read_range  # only executors need it
 
         return read_range(self._options, self._schema, partition.value)
 
@@ -130,7 +123,7 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
 
 
 class Follower:
-    """The position of one query in its streams, on the driver. Its methods raise as `plan_read`."""
+    """The position of one query in its streams, on the driver."""
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
@@ -212,11 +205,6 @@ class Follower:
 
     # -- where it starts and ends -------------------------------------------------------------------------------
 
-    def _moves(self, stream: str) -> bool:
-        """Return whether the start in `stream` depends on the moment when it is resolved."""
-        start = self._options.starting[stream]
-        return start == "latest" or isinstance(start, datetime)
-
     async def _start(self, context: JetStreamContext, stream: str) -> Position:
         state = await readable_state(context, self._options, stream)
         if state is None:
@@ -262,8 +250,8 @@ class Follower:
         for stream in self._options.streams:
             before = begun.get(stream)
             if before is None:  # the stream was added since the last run
-                before = await self._start(context, stream)
-                if self._moves(stream):
+                before, start = await self._start(context, stream), self._options.starting[stream]
+                if start == "latest" or isinstance(start, datetime):
                     ends[stream] = before  # pinned: this micro-batch reads none of it
                     continue
             state = await readable_state(context, self._options, stream)
@@ -332,7 +320,6 @@ class Follower:
     # -- what to read -------------------------------------------------------------------------------------------
 
     def _span(self, stream: str, begin: Position | None, stop: Position) -> SequenceRange:
-        """Return the range between two positions."""
         start = self._options.starting.get(stream)
         if begin is None:  # the first micro-batch with this stream
             if isinstance(start, int):

@@ -37,12 +37,12 @@ from jetstream_ext.errors import (
     BadHeaderError,
     BatchError,
     FencedError,
+    JetStreamExtError,
     MaxPayloadError,
     ServerError,
 )
-from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState
-from jetstream_ext.spark.errors import ReplayError, SinkError
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Message, content, without_ids
 
@@ -58,10 +58,16 @@ _ADVICE: Final = (
 )
 
 
+class SinkError(JetStreamExtError):
+    """Rows could not be stored. Spark tries the task again."""
+
+
+class ReplayError(JetStreamExtError):
+    """A micro-batch was replayed with other rows, or in another number of partitions; no row was stored twice."""
+
+
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """How many rows of a micro-batch a partition has stored, and their digest."""
-
     batch: int = -1
     rows: int = 0
     digest: str = ""
@@ -69,8 +75,6 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The number of partitions of a micro-batch."""
-
     batch: int = -1
     partitions: int = 0
 
@@ -111,10 +115,7 @@ class MicroBatch:
     batch: int
 
     async def claim_layout(self, partitions: int) -> None:
-        """Record the number of partitions, or find the same number recorded.
-
-        Raises as `StoredRecord.store`; and ReplayError if this micro-batch had another number before.
-        """
+        """Record the number of partitions, or find it recorded; raise ReplayError if another number is recorded."""
         layout = StoredRecord(self, "_layout", Layout)
         await layout.read()
         while layout.last.batch != self.batch:
@@ -128,7 +129,7 @@ class MicroBatch:
             )
 
     async def correct_layout(self, partitions: int) -> None:
-        """Record how many partitions there really were; raises as `StoredRecord.store`."""
+        """Record how many partitions there really were."""
         layout = StoredRecord(self, "_layout", Layout)
         await layout.read()
         while not await layout.store([], Layout(self.batch, partitions)):
@@ -155,13 +156,7 @@ class StoredRecord(Generic[_Record]):
         )
 
     async def read(self) -> None:
-        """Read the record at the stream's leader.
-
-        Raises:
-            FencedError: A later micro-batch is already stored.
-            ReplayError: The message there is not a record.
-            SinkError: The leader gave no answer for too long.
-        """
+        """Read the record at the stream's leader; raise FencedError if it is of a later micro-batch."""
         try:
             self.last = _decode(self._kind, await self._fence.read())
         except Exception as error:
@@ -172,10 +167,7 @@ class StoredRecord(Generic[_Record]):
             )
 
     async def store(self, messages: Sequence[Any], record: _Record) -> bool:
-        """Store messages and a new record; False: another attempt has stored a record, which was read.
-
-        Raises as `read`; and ServerError if the server refused a message.
-        """
+        """Store messages and a new record; False: another attempt has stored a record, which was read."""
         body = json.dumps({"v": _VERSION, **asdict(record)}, separators=(",", ":"))
         try:
             await self._fence.store(messages, body.encode())
@@ -208,8 +200,6 @@ def _add_rows(digest: blake2b, messages: Iterable[Message]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """Rows that are stored together."""
-
     messages: Sequence[Message]
     start: int  # the number of rows before them
     before: blake2b  # the digest of the rows before them
@@ -230,7 +220,7 @@ class Transactions:
         self.skipped: int = 0  # rows that an earlier attempt has stored
 
     async def open(self) -> None:
-        """Find out which rows are stored already; raises as `StoredRecord.read`."""
+        """Find out which rows are stored already."""
         await self._marker.read()
 
     def next(self, messages: Sequence[Message], *, last: bool) -> Transaction:
@@ -242,10 +232,7 @@ class Transactions:
         return Transaction(messages, start, before, after, last)
 
     async def store(self, transaction: Transaction) -> None:
-        """Store a transaction's rows, or find them stored; in the order of `next`, one after the other.
-
-        Raises as `StoredRecord.store`; and ReplayError if other rows were stored before.
-        """
+        """Store a transaction's rows, or find them stored; in the order of `next`, one after the other."""
         messages, start = transaction.messages, transaction.start
         end = start + len(messages)
         what = self._marker.what

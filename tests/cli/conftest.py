@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from jetstream_ext.cli.app import cli
+from jetstream_ext.cli.__main__ import cli
 from jetstream_ext.testing import NatsServer
 
 sys.path.insert(0, str(Path(__file__).parent))

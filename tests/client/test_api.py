@@ -19,7 +19,7 @@ from jetstream_ext.client.api import first_since, get_at_leader, stream_state, w
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import RequestTimeoutError, ResponseError
 from jetstream_ext.log import LogReader
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.testing import NatsServer
 
 CALLS: dict[str, Callable[[JetStreamContext], Awaitable[Any]]] = {

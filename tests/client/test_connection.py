@@ -17,9 +17,8 @@ from nats.protocol.parser import Parser
 from jetstream_ext.client.base_connection import FallbackConnection, InboxHandler, InboxSubscription
 from jetstream_ext.client.connection import _CLOSED_SIDS_KEPT, Connection, Context, OwnClient, connection_of
 from jetstream_ext.errors import BadSubjectError, JetStreamExtError
-from jetstream_ext.protocol.direct import ReplyDecoder
+from jetstream_ext.protocol.direct import ReplyDecoder, StoredMsg
 from jetstream_ext.protocol.frames import Frame, parts
-from jetstream_ext.protocol.stored_msg import StoredMsg
 
 Heard = tuple[Any, ...]
 

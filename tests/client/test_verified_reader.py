@@ -11,9 +11,8 @@ from nats.js.errors import NotFoundError, ServiceUnavailableError
 from jetstream_ext.client import verified_read as module
 from jetstream_ext.client.verified_read import Answer, VerifiedReader
 from jetstream_ext.errors import MessageNotFoundError, RequestTimeoutError, ResponseError, ServerError
-from jetstream_ext.protocol.direct import Block, Request
-from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.direct import Block, Request, StoredMsg
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 CONFIG = {"max_msgs_per_subject": 1, "max_age": 0, "allow_msg_ttl": True}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from nats.js.errors import InvalidKeyError
 from nats.js.kv import VALID_KEY_RE
 
-from jetstream_ext.kv.keys import check_filters, check_key, check_keys
+from jetstream_ext.kv.entries import check_filters, check_key, check_keys
 from jetstream_ext.protocol.subjects import is_literal, matcher
 
 GOOD = ["a", "A.b", "1234.address", "-", "_", "=", "/", "a/b=c-d_e", "a.b.c.d", "0"]

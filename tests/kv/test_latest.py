@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from jetstream_ext.kv.entries import Record, Subjects
+from jetstream_ext.kv.entries import Row, Subjects
 from jetstream_ext.kv.history import Latest
 from jetstream_ext.protocol.subjects import matcher
 
@@ -17,11 +17,11 @@ def at(seconds: float) -> datetime:
     return START + timedelta(seconds=seconds)
 
 
-def put(seq: int, key: str, value: bytes = b"v", **headers: str) -> Record:
-    return Record(seq, f"$KV.B.{key}", value, {name.replace("_", "-"): text for name, text in headers.items()}, at(seq))
+def put(seq: int, key: str, value: bytes = b"v", **headers: str) -> Row:
+    return (seq, f"$KV.B.{key}", value, {name.replace("_", "-"): text for name, text in headers.items()}, at(seq))
 
 
-def fed(records: list[Record]) -> Latest:
+def fed(records: list[Row]) -> Latest:
     latest = Latest(ALL)
     latest.feed(records)
     return latest

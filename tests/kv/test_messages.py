@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from jetstream_ext.kv.entries import KeyValueEntry, Record, entry_of, operation
+from jetstream_ext.kv.entries import KeyValueEntry, entry_of, operation
 from jetstream_ext.kv.history import never_expires, replaced_all, replaced_revision, shows_expiry, ttl_of
 
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
@@ -28,7 +28,7 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 )
 def test_headers_decide_the_operation(headers: dict[str, str], found: tuple[str, str | None]) -> None:
     assert operation(headers) == found
-    entry = entry_of("B", "k", Record(7, "$KV.B.k", b"v", headers, NOW))
+    entry = entry_of("B", "k", (7, "$KV.B.k", b"v", headers, NOW))
     assert entry == KeyValueEntry("B", "k", b"v", 7, NOW, *found)  # type: ignore[arg-type]
 
 

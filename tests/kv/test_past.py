@@ -2,10 +2,11 @@
 
 import random
 from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
 
 import pytest
 
-from jetstream_ext.kv.entries import Record, Subjects
+from jetstream_ext.kv.entries import Subjects
 from jetstream_ext.kv.history import Past, Verdict
 from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.subjects import matcher
@@ -15,6 +16,16 @@ ALL = Subjects("B", "$KV.B.", matcher([">"]))
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 PURGE = {"KV-Operation": "PURGE", "Nats-Rollup": "sub"}
 MARKER = {"Nats-Marker-Reason": "MaxAge", "Nats-Rollup": "sub"}
+
+
+class Record(NamedTuple):
+    """The fields of a `Row`, by name."""
+
+    seq: int
+    subject: str
+    data: bytes
+    headers: dict[str, str]
+    time: datetime
 
 
 def message(seq: int, key: str, headers: dict[str, str] | None = None) -> Record:

@@ -18,7 +18,7 @@ from jetstream_ext.errors import (
     TooManyRequestsError,
 )
 from jetstream_ext.kv.transaction import Transaction
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.api import StreamState
 
 
 class Counting:

@@ -103,14 +103,14 @@ async def test_a_purge_during_a_read_is_reported(
     monkeypatch.setattr(reader_module, "_GROUP", 10)
     name = await make_stream(40)
     reader = LogReader(js, name, start=Seq(1), on_lost=on_lost)
-    read = reader_module._Source.read
+    read_rows = LogReader._read_rows
 
-    async def overtaken(self: reader_module._Source, position: int, last: int) -> Any:
+    async def overtaken(self: LogReader, position: int, last: int) -> Any:
         if position == 11:
             await js.purge_stream(name, seq=18)
-        return await read(self, position, last)
+        return await read_rows(self, position, last)
 
-    monkeypatch.setattr(reader_module._Source, "read", overtaken)
+    monkeypatch.setattr(LogReader, "_read_rows", overtaken)
     seen = [msg.seq for msg in await reader.read()]
     assert seen == list(range(1, 11))
     if on_lost == "skip":

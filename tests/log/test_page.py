@@ -14,7 +14,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import log
-from jetstream_ext.log.positions import StoredOffset
+from jetstream_ext.log import StoredOffset
 from jetstream_ext.testing import NatsServer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "log.md").read_text(encoding="utf-8")

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.atomic_resolve import (
     AskFence,
     AskMessage,
@@ -27,8 +28,7 @@ from jetstream_ext.protocol.atomic_resolve import (
     find_commit,
     find_earlier,
 )
-from jetstream_ext.protocol.stored_msg import StoredMsg
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.types import BatchAck
 
 STATE = StreamState("S", "today", {"subjects": ["s.>"], "allow_direct": True}, last_seq=10, leader="A")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jetstream_ext import errors
 from jetstream_ext.protocol.direct import EndOfBatch, ReplyDecoder
 from jetstream_ext.protocol.frames import Frame, parts
-from jetstream_ext.protocol.headers import ROW_STORED, ROW_TIME
+from jetstream_ext.protocol.headers import ROW_STORED, ROW_SUBJECT, ROW_TIME
 
 TIME = b"2026-11-20T21:23:31.245203696Z"
 SERVER = (
@@ -326,7 +326,7 @@ def test_rows_have_all_headers_of_the_server() -> None:
         0,
     )
     assert stored.time == datetime(2026, 11, 20, 21, 23, 31, 245203, UTC)
-    assert (block.stream, block.subjects) == ("MIRROR", [b"d.\xc3\xa4"])
+    assert (block.stream, [row[ROW_SUBJECT] for row in block.rows]) == ("MIRROR", [b"d.\xc3\xa4"])
     assert [row[ROW_TIME] for row in block.rows] == [b"Nats-Time-Stamp: " + TIME]
     assert [row[ROW_STORED] for row in block.rows] == [b""]
     assert block.pending(0) == 8

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jetstream_ext.errors import DirectGetDisabledError, ResponseError, UnsupportedFeatureError
-from jetstream_ext.protocol.stream_state import StreamState, parse_stream_state
+from jetstream_ext.protocol.api import StreamState, parse_stream_state
 
 CREATED = "2026-01-02T03:04:05.000000006Z"
 

@@ -3,11 +3,12 @@
 import contextlib
 import io
 import os
-import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
+
+from jetstream_ext.cli.__main__ import main
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Finished:
 
 
 def run_cli(*arguments: object, home: Path, environment: dict[str, str] | None = None) -> Finished:
-    """Run ``python -m jetstream_ext.cli`` without the machine's settings. Do not call it in an event loop."""
+    """Run ``jetstream-ext`` without the machine's settings. Do not call it in an event loop."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith("NATS_")}
     settings |= {"XDG_CONFIG_HOME": str(home)} | (environment or {})
     output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
@@ -32,7 +33,7 @@ def run_cli(*arguments: object, home: Path, environment: dict[str, str] | None =
         contextlib.redirect_stderr(output),
     ):
         try:
-            runpy.run_module("jetstream_ext.cli", run_name="__main__")
+            main()
         except SystemExit as end:
             status = end.code
     return Finished(status, output.buffer.getvalue().decode())  # type: ignore[attr-defined]

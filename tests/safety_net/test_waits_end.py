@@ -60,7 +60,7 @@ class Calls:
         self.readers = [log.LogReader(js, "S", patience=TIMEOUT) for _ in range(3)]
         for reader in self.readers:
             await reader.open()
-            reader._source.timeout = reader._source._direct._timeout = TIMEOUT
+            reader._timeout = reader._direct._timeout = TIMEOUT
         self.publishers = [jsx.FastPublisher(js, flow=10) for _ in range(4)]
         for publisher in self.publishers[:3]:
             await publisher.add("s.a", b"1")

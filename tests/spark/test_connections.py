@@ -16,9 +16,8 @@ import nkeys
 import pytest
 
 from jetstream_ext.errors import RequestTimeoutError
-from jetstream_ext.spark.connection import Connections, WorkerConnection, ask, connections
-from jetstream_ext.spark.errors import ConnectError, OptionError, RefusedError
-from jetstream_ext.spark.options import ConnectionOptions
+from jetstream_ext.spark.connection import ConnectError, Connections, RefusedError, WorkerConnection, ask, connections
+from jetstream_ext.spark.options import ConnectionOptions, OptionError
 from jetstream_ext.testing import NatsServer
 
 Names = Callable[[], list[str]]

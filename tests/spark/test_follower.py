@@ -14,8 +14,8 @@ from nats.js.api import StreamConfig
 import jetstream_ext as jsx
 from jetstream_ext.client import api
 from jetstream_ext.spark import streaming
-from jetstream_ext.spark.errors import DataLossError, PlanningError
 from jetstream_ext.spark.options import ReadOptions
+from jetstream_ext.spark.planning import DataLossError, PlanningError
 from jetstream_ext.spark.streaming import Follower
 
 Offset = dict[str, Any]

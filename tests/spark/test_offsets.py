@@ -5,8 +5,7 @@ import json
 import pytest
 
 from jetstream_ext.spark import lag
-from jetstream_ext.spark.errors import OffsetError
-from jetstream_ext.spark.offsets import Position, decode, encode
+from jetstream_ext.spark.offsets import OffsetError, Position, decode, encode
 
 
 def test_an_offset_is_decoded_as_it_was_encoded() -> None:

@@ -7,8 +7,7 @@ import pytest
 from pyspark.sql.datasource import CaseInsensitiveDict
 
 from jetstream_ext.spark import options
-from jetstream_ext.spark.errors import OptionError
-from jetstream_ext.spark.options import ConnectionOptions, ReadOptions, WriteOptions
+from jetstream_ext.spark.options import ConnectionOptions, OptionError, ReadOptions, WriteOptions
 
 URL = "nats://n:4222"
 

@@ -10,9 +10,8 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.types import ArrayType, BinaryType, MapType, StringType, StructType
 
-from jetstream_ext.spark.errors import RowError
 from jetstream_ext.spark.options import WriteOptions
-from jetstream_ext.spark.rows import Columns, Message, RowReader
+from jetstream_ext.spark.rows import Columns, Message, RowError, RowReader
 
 Reads = Callable[..., list[Message]]
 

@@ -22,7 +22,8 @@ from pyspark.sql.types import (
 
 from jetstream_ext.spark import connection
 from jetstream_ext.spark.connection import Connections
-from jetstream_ext.spark.errors import OptionError, PlanningError
+from jetstream_ext.spark.options import OptionError
+from jetstream_ext.spark.planning import PlanningError
 from jetstream_ext.spark.source import JetStreamDataSource
 from jetstream_ext.testing import NatsServer
 

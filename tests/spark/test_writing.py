@@ -18,13 +18,13 @@ from jetstream_ext.errors import (
     FencedError,
     StreamMismatchError,
 )
-from jetstream_ext.protocol.stream_state import StreamState
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.spark import connection
 from jetstream_ext.spark.connection import Connections
-from jetstream_ext.spark.errors import ReplayError, SinkError
 from jetstream_ext.spark.options import WriteOptions
 from jetstream_ext.spark.rows import Message
 from jetstream_ext.spark.sink import Task, Written, write_partition
+from jetstream_ext.spark.transactional import ReplayError, SinkError
 from jetstream_ext.testing import NatsServer
 
 QUERY = "q1"

@@ -11,11 +11,11 @@ Where to look, from the highest layer to the lowest:
 * `api`: the JSON API. `faults`: fault plans, and how they are applied.
 * `jetstream`: all streams, each with its consumers, batches and copies. `sourcing`: mirrors and sources.
 * `consumers`: positions, acknowledgements, redelivery, pull and push.
-* `batches`: atomic batches, fast batches, and what a gap does to a fast batch.
+* `atomic`, `fast`: the two kinds of batches, and what a gap does to a fast batch.
 * `streams`: configuration, checks of published messages, storage, limits, retention, expiry, Direct Get.
 * `context`: the state that all parts share. `router`: core NATS.
 * `releases`: where the modelled releases of nats-server differ.
-* `wire`: the client protocol, header blocks, subjects, JSON, times, error codes.
+* `wire`: the client protocol, header blocks, subjects, the texts of Go (JSON, times), error codes.
 """
 
 from .context import Limits as Limits

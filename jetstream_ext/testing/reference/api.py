@@ -15,9 +15,9 @@ from .releases import Profile
 from .router import Message
 from .streams.config import StreamConfig, check_create, check_update, invalid_config, request_schema
 from .streams.direct_get import get_schema
-from .wire import gojson, subjects, times
+from .wire import golang, subjects
 from .wire.errors import ApiError, api_error
-from .wire.gojson import BOOL, INT, STRING, TIME, UINT, Struct
+from .wire.golang import BOOL, INT, STRING, TIME, UINT, Struct
 
 _PREFIX = "$JS.API."
 _TYPE = "io.nats.jetstream.api.v1."
@@ -86,8 +86,8 @@ class Request:
         if not self.message.payload and self.profile.empty_request_is_default:
             return {}
         try:
-            return gojson.decode(self.message.payload, schema, strict=self.route.strict and self.profile.strict_json)
-        except gojson.JsonError as error:
+            return golang.decode(self.message.payload, schema, strict=self.route.strict and self.profile.strict_json)
+        except golang.JsonError as error:
             raise api_error(10025, error) from None
 
     def decode_optional(self, schema: Struct) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class Api:
         except _UnansweredError:
             return
         if request.message.reply:
-            context.send(request.message.reply, gojson.dumps(answer))
+            context.send(request.message.reply, golang.dumps(answer))
         for call in request.afterwards:
             call()
 
@@ -320,7 +320,7 @@ def _get_message(request: Request) -> dict[str, Any]:
         shown["hdrs"] = base64.b64encode(message.header).decode()
     if message.payload:
         shown["data"] = base64.b64encode(message.payload).decode()
-    return {"message": {**shown, "time": times.rfc3339(message.time)}}
+    return {"message": {**shown, "time": golang.rfc3339(message.time)}}
 
 
 def _delete_message(request: Request) -> dict[str, Any]:
@@ -415,7 +415,7 @@ def _pause_consumer(request: Request) -> dict[str, Any]:
     until = request.decode_optional(_CONSUMER_PAUSE).get("pause_until")
     consumer = _find_consumer(request)
     consumer.pause(until)
-    shown = times.ZERO_TIME if until is None else times.rfc3339(until)
+    shown = golang.ZERO_TIME if until is None else golang.rfc3339(until)
     left = consumer.paused_for
     return {"paused": bool(left), "pause_until": shown, **({"pause_remaining": left} if left else {})}
 
@@ -438,7 +438,7 @@ def _reset_consumer(request: Request) -> dict[str, Any]:
 
 _NO_STREAMS = _EMPTY_PAGE | {"streams": None}
 _NO_CONSUMERS = _EMPTY_PAGE | {"consumers": []}
-_NOT_PAUSED = {"paused": False, "pause_until": times.ZERO_TIME}
+_NOT_PAUSED = {"paused": False, "pause_until": golang.ZERO_TIME}
 _ROUTES = {
     "STREAM.CREATE": Route("stream_create", _create_stream),
     "STREAM.UPDATE": Route("stream_update", _update_stream),

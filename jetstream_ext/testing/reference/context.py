@@ -7,8 +7,8 @@ from random import Random
 
 from .releases import Profile
 from .router import Router
-from .wire import headers
-from .wire.times import SECOND
+from .wire.golang import SECOND
+from .wire.protocol import status_header
 
 _FEW_TIMERS = 64
 _LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -86,7 +86,7 @@ class ServerContext:
         return self.timers.call_at(self.now + round(seconds * SECOND), call)
 
     def send_status(self, reply: str, line: str, *pairs: tuple[str, str]) -> None:
-        self.send(reply, header=headers.status(line, *pairs))
+        self.send(reply, header=status_header(line, *pairs))
 
     def make_name(self, length: int = 8) -> str:
         """Return random letters and digits, as in the names that the server generates."""

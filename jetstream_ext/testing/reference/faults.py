@@ -20,8 +20,9 @@ from .context import ServerContext, TimerHandle
 from .jetstream import HostedStream, JetStream
 from .router import Message
 from .streams.publish import pub_error
-from .wire import headers, subjects
+from .wire import subjects
 from .wire.errors import api_error
+from .wire.protocol import get_header, status_header
 
 KINDS = ("pub_ack", "error", "flow_ack", "flow_gap", "flow_error", "empty", "api", "eob", "status", "message")
 
@@ -265,7 +266,7 @@ def kind_of(reply: Message) -> str:
     if reply.header:
         line = reply.header.split(b"\r\n", 1)[0].removeprefix(b"NATS/1.0").strip()
         if line:
-            return "eob" if line == b"204 EOB" and not headers.get(reply.header, "Nats-Sequence") else "status"
+            return "eob" if line == b"204 EOB" and not get_header(reply.header, "Nats-Sequence") else "status"
         return "message"
     if not reply.payload:
         return "empty"
@@ -406,7 +407,7 @@ class Injector:
     def _answer_429(self, message: Message, hosted: HostedStream | None) -> None:
         if message.reply:
             body = pub_error(hosted.stream.name if hosted is not None else "", api_error(10167))
-            self._context.send(message.reply, body, header=headers.status("429 Too Many Requests"))
+            self._context.send(message.reply, body, header=status_header("429 Too Many Requests"))
 
     def _read_stale(self, message: Message, behind: int) -> None:
         name = message.subject.split(".")[4] if message.subject.startswith("$JS.API.DIRECT.GET.") else ""

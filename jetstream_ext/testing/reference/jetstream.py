@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .batches.atomic import AtomicBatches
-from .batches.fast import FastBatches, is_fast
+from .atomic import AtomicBatches
 from .consumers.consumer import Consumers
 from .context import ServerContext
+from .fast import FastBatches, is_fast
 from .router import Message, Subscription
 from .sourcing import Puller
 from .streams.config import StreamConfig
@@ -16,7 +16,8 @@ from .streams.direct_get import DirectGet
 from .streams.publish import publish
 from .streams.store import StoredMessage
 from .streams.stream import Stream
-from .wire import headers, times
+from .wire import golang
+from .wire.protocol import get_header, remove_header, strip_status
 
 
 class HostedStream:
@@ -78,7 +79,7 @@ class HostedStream:
         rows = [puller.info_json() for puller in self.pullers]
         if rows:
             info |= {"mirror": rows[0]} if self.stream.config["mirror"] else {"sources": rows}
-        info["ts"] = times.rfc3339(self._context.now)
+        info["ts"] = golang.rfc3339(self._context.now)
         return info
 
     def _subscribe(self) -> None:
@@ -101,11 +102,11 @@ class HostedStream:
 
     def _receive(self, message: Message) -> None:
         profile = self._context.profile
-        header = headers.strip_status(message.header) if profile.strips_status else message.header
-        header = headers.remove(header, "Nats-Request-Info") if header else header
+        header = strip_status(message.header) if profile.strips_status else message.header
+        header = remove_header(header, "Nats-Request-Info") if header else header
         if profile.fast and is_fast(message.reply):
             self.fast.receive(message, header)
-        elif profile.atomic and header and (batch_id := headers.get(header, "Nats-Batch-Id")):
+        elif profile.atomic and header and (batch_id := get_header(header, "Nats-Batch-Id")):
             self.atomic.receive(batch_id, message, header)
         else:
             publish(self.stream, message.subject, header, message.payload, reply=message.reply)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-from .wire import headers
+from .wire.protocol import get_header
 
 DIALECTS = {
     "2.10": "2.10.26",
@@ -166,7 +166,7 @@ class Profile:
 
     def meets_required_level(self, header: bytes) -> bool:
         """Whether the server has the API level that a header block requires, if it requires one."""
-        text = headers.get(header, "Nats-Required-Api-Level")
+        text = get_header(header, "Nats-Required-Api-Level")
         return not text or (_LEVEL.fullmatch(text) is not None and int(text) <= self.api_level)
 
     @classmethod

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from .releases import Profile
-from .wire import headers, subjects
-from .wire.protocol import Close, Deliver, Line, Output
+from .wire import subjects
+from .wire.protocol import Close, Deliver, Line, Output, status_header
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Router:
         if connection is None or not (connection.headers and connection.no_responders):
             return
         named = [("Nats-Subject", message.subject)] if self._profile.names_subject_in_503 else []
-        answer = Message(message.reply, header=headers.status("503", *named))
+        answer = Message(message.reply, header=status_header("503", *named))
         for subscription in list(self._subscriptions.match(message.reply)):
             if subscription.connection == connection.id:
                 self._hand_over(subscription, answer)

@@ -13,8 +13,8 @@ from .engine import MAX_PAYLOAD, Engine
 from .faults import Faults
 from .releases import DIALECTS, Profile
 from .router import User
+from .wire.golang import SECOND
 from .wire.protocol import Close, Output, Parser, encode
-from .wire.times import SECOND
 
 
 class Clock(Protocol):

@@ -12,10 +12,11 @@ from .context import Timer
 from .router import Message, Subscription
 from .streams.store import StoredMessage
 from .streams.stream import Stream
-from .wire import headers, subjects, times
+from .wire import golang, subjects
 from .wire.errors import api_error
+from .wire.protocol import add_headers, get_header, header_names, remove_header
 
-_RETRY = 10 * times.SECOND
+_RETRY = 10 * golang.SECOND
 
 
 class Origin(Protocol):
@@ -128,10 +129,10 @@ class Puller:
         if self._mirror:
             target.append_copy(message.subject, message.header, message.payload, seq=message.seq, time=message.time)
             return
-        header = headers.remove(message.header, "Nats-Stream-Source")
-        for name in headers.names(header):
+        header = remove_header(message.header, "Nats-Stream-Source")
+        for name in header_names(header):
             if name.startswith(("Nats-Expected-", "Nats-Batch-")):
-                header = headers.remove(header, name)
+                header = remove_header(header, name)
         wanted = self._source.get("consumer")
         name = f"{self.origin_name}:{wanted['name']}" if wanted else self.origin_name
         parts = [name, str(message.seq), self._pattern, ">"]
@@ -140,7 +141,7 @@ class Puller:
         if profile.source_header_has_identity:
             origin = self._find_origin(self.origin_name)
             parts.append(origin.stream.identity if origin is not None else "")
-        header = headers.add(header, ("Nats-Stream-Source", " ".join(parts)))
+        header = add_headers(header, ("Nats-Stream-Source", " ".join(parts)))
         target.append_copy(message.subject, header, message.payload)
 
     # Copying through a consumer.
@@ -211,7 +212,7 @@ class Puller:
 
     def _confirm(self, message: Message) -> None:
         """Answer a flow control request, or a heartbeat that mentions an open one."""
-        reply = message.reply or headers.get(message.header, "Nats-Consumer-Stalled")
+        reply = message.reply or get_header(message.header, "Nats-Consumer-Stalled")
         if reply:
             lines = [("Nats-Last-Consumer", str(self._delivery)), ("Nats-Last-Stream", str(max(self._next - 1, 0)))]
-            self._context.send(reply, header=headers.add(b"", *lines))
+            self._context.send(reply, header=add_headers(b"", *lines))

@@ -4,10 +4,9 @@ from typing import Any
 
 from ..releases import Profile
 from ..streams.config import Field, StreamConfig, invalid_config, is_asset_name, known_fields, metadata_json
-from ..wire import subjects
+from ..wire import golang, subjects
 from ..wire.errors import ApiError, api_error
-from ..wire.gojson import BOOL, DURATION, DURATIONS, INT, STRING, STRING_MAP, STRINGS, TIME, UINT, Enum, Struct
-from ..wire.times import MILLISECOND, SECOND, rfc3339
+from ..wire.golang import BOOL, DURATION, DURATIONS, INT, STRING, STRING_MAP, STRINGS, TIME, UINT, Enum, Struct
 
 ConsumerConfig = dict[str, Any]
 """The fields by their JSON names, all of them present; times and durations are nanoseconds."""
@@ -48,11 +47,11 @@ _FIELDS: dict[str, Field] = {
     "metadata": Field(STRING_MAP, {}),
     "pause_until": Field(TIME, None),
 }
-_ACK_WAIT = 30 * SECOND
+_ACK_WAIT = 30 * golang.SECOND
 _MAX_WAITING = 512
 _MAX_ACK_PENDING = 1000
-_EPHEMERAL_THRESHOLD = 5 * SECOND
-_SOURCING_HEARTBEAT = SECOND
+_EPHEMERAL_THRESHOLD = 5 * golang.SECOND
+_SOURCING_HEARTBEAT = golang.SECOND
 
 
 def consumer_schema(profile: Profile) -> Struct:
@@ -149,7 +148,7 @@ def _check_push(config: ConsumerConfig, stream: StreamConfig) -> None:
         raise api_error(10080)
     if config["max_ack_pending"] > 0 and config["ack_policy"] == "none":
         raise api_error(10082)
-    if 0 < config["idle_heartbeat"] < 100 * MILLISECOND:
+    if 0 < config["idle_heartbeat"] < 100 * golang.MILLISECOND:
         raise api_error(10083)
 
 
@@ -164,7 +163,7 @@ def _check_pull(config: ConsumerConfig, stream: StreamConfig, profile: Profile) 
         raise api_error(10088)
     if config["flow_control"]:
         raise api_error(10089)
-    if 0 < config["max_expires"] < MILLISECOND:
+    if 0 < config["max_expires"] < golang.MILLISECOND:
         raise api_error(10115)
 
 
@@ -241,7 +240,7 @@ def consumer_json(config: ConsumerConfig, profile: Profile, *, stored: bool = Fa
     shown = {name: config[name] for name, each in _FIELDS.items() if config[name] or each.shown}
     for name in ("opt_start_time", "pause_until"):
         if config[name] is not None:
-            shown[name] = rfc3339(config[name])
+            shown[name] = golang.rfc3339(config[name])
     if profile.metadata:
         level = 4 if config["ack_policy"] == "flow_control" else 1 if config["pause_until"] is not None else 0
         metadata = metadata_json(config, profile, level, stored=stored)

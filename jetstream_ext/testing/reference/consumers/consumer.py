@@ -9,11 +9,11 @@ from ..context import Timer
 from ..router import Message, Subscription
 from ..streams.store import StoredMessage
 from ..streams.stream import Stream
-from ..wire import gojson, headers, subjects, times
+from ..wire import golang, subjects
 from ..wire.errors import api_error
+from ..wire.protocol import add_headers, parse_number
 from .config import ConsumerConfig, check_consumer, check_consumer_update, consumer_json, set_inactive_threshold
-from .delivery import Pull, Push
-from .position import Cursor, Pair, Pending, Progress, moved_floor
+from .delivery import Cursor, Pair, Pending, Progress, Pull, Push, moved_floor
 
 
 class Consumer:
@@ -167,7 +167,7 @@ class Consumer:
         reply = f"$JS.ACK.{stream.name}.{self.name}.{count}.{message.seq}.{self.next_delivery}.{message.time}.{left}"
         header, payload = message.header, message.payload
         if self.config["headers_only"]:
-            header, payload = headers.add(header, ("Nats-Msg-Size", str(len(payload)))), b""
+            header, payload = add_headers(header, ("Nats-Msg-Size", str(len(payload)))), b""
         size = len(message.subject) + len(reply) + len(header) + len(payload)
         subject = self._target.take(size)
         if subject is None:
@@ -208,7 +208,7 @@ class Consumer:
 
     def _on_ack(self, message: Message) -> None:
         *_, _count, seq_text, delivery_text, _time, _left = message.subject.split(".")
-        seq, delivery = headers.parse_number(seq_text), headers.parse_number(delivery_text)
+        seq, delivery = parse_number(seq_text), parse_number(delivery_text)
         if seq is None or delivery is None:
             return
         word = message.payload
@@ -392,7 +392,7 @@ class Consumer:
         info: dict[str, Any] = {
             "stream_name": stream.name,
             "name": self.name,
-            "created": times.rfc3339(self.created),
+            "created": golang.rfc3339(self.created),
             "config": consumer_json(self.config, stream.profile, stored=stored),
             **self._progress.as_json(None if reports_state else self._last_delivered),
             "num_ack_pending": len(self.pending),
@@ -403,7 +403,7 @@ class Consumer:
         info |= self._target.info_json()
         if self.paused_for:
             info |= {"paused": True, "pause_remaining": self.paused_for}
-        info["ts"] = times.rfc3339(self.stream.context.now)
+        info["ts"] = golang.rfc3339(self.stream.context.now)
         return info
 
 
@@ -412,12 +412,12 @@ def _parse_delay(argument: bytes) -> int | None:
     if not argument:
         return None
     if argument.startswith(b"{"):
-        schema = gojson.Struct("ConsumerNakOptions", {"delay": gojson.DURATION})
+        schema = golang.Struct("ConsumerNakOptions", {"delay": golang.DURATION})
         try:
-            return int(gojson.decode(argument, schema, strict=False).get("delay", 0))
-        except gojson.JsonError:
+            return int(golang.decode(argument, schema, strict=False).get("delay", 0))
+        except golang.JsonError:
             return None
-    return times.parse_duration(argument.decode("utf-8", "replace"))
+    return golang.parse_duration(argument.decode("utf-8", "replace"))
 
 
 class Consumers:

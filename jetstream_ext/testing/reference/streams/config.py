@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..releases import Profile
-from ..wire import gojson, subjects
+from ..wire import golang, subjects
 from ..wire.errors import ApiError, api_error
-from ..wire.gojson import BOOL, DURATION, INT, STRING, STRING_MAP, STRINGS, TIME, UINT, Enum, ListOf, Struct
-from ..wire.times import MILLISECOND, MINUTE, SECOND, rfc3339
+from ..wire.golang import BOOL, DURATION, INT, STRING, STRING_MAP, STRINGS, TIME, UINT, Enum, ListOf, Struct
 
 StreamConfig = dict[str, Any]
 """The fields by their JSON names, all of them present; times and durations are nanoseconds."""
@@ -16,7 +15,7 @@ StreamConfig = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    kind: gojson.Kind
+    kind: golang.Kind
     default: Any
     shown: bool = False
     """Whether replies show the field even if it has the default."""
@@ -25,7 +24,7 @@ class Field:
 
 
 _TRANSFORM = Struct("SubjectTransformConfig", {"src": STRING, "dest": STRING})
-_SOURCE: dict[str, gojson.Kind] = {
+_SOURCE: dict[str, golang.Kind] = {
     "name": STRING,
     "opt_start_seq": UINT,
     "opt_start_time": TIME,
@@ -84,7 +83,7 @@ def known_fields(table: dict[str, Field], profile: Profile) -> dict[str, Field]:
 def request_schema(profile: Profile) -> Struct:
     fields = {name: each.kind for name, each in known_fields(_FIELDS, profile).items()}
     if profile.durable_sourcing:
-        managed: dict[str, gojson.Kind] = {"server_managed": BOOL} if profile.draft else {}
+        managed: dict[str, golang.Kind] = {"server_managed": BOOL} if profile.draft else {}
         consumer = Struct("StreamConsumerSource", {"name": STRING, "deliver_subject": STRING, **managed})
         source = Struct("StreamSource", {**_SOURCE, "consumer": consumer})
         fields |= {"mirror": source, "sources": ListOf(source)}
@@ -157,12 +156,12 @@ def _check_times(config: StreamConfig, profile: Profile, pedantic: bool) -> None
     age = config["max_age"]
     if age < 0 and profile.strict_config:
         raise invalid_config("max age can not be negative")
-    if 0 < age < 100 * MILLISECOND:
+    if 0 < age < 100 * golang.MILLISECOND:
         raise invalid_config("max age needs to be >= 100ms")
     copies = config["mirror"] or (config["sources"] and profile.strict_config)
     if config["duplicate_window"] == 0 and not copies:
-        config["duplicate_window"] = 2 * MINUTE
-        if age != 0 and age < 2 * MINUTE:
+        config["duplicate_window"] = 2 * golang.MINUTE
+        if age != 0 and age < 2 * golang.MINUTE:
             if pedantic:
                 raise api_error(10157, "duplicate window cannot be bigger than max age")
             config["duplicate_window"] = age
@@ -171,7 +170,7 @@ def _check_times(config: StreamConfig, profile: Profile, pedantic: bool) -> None
         raise invalid_config("duplicates window can not be negative")
     if age and window > age:
         raise invalid_config("duplicates window can not be larger then max age")
-    if 0 < window < 100 * MILLISECOND:
+    if 0 < window < 100 * golang.MILLISECOND:
         raise invalid_config("duplicates window needs to be >= 100ms")
 
 
@@ -181,7 +180,7 @@ def _check_markers(config: StreamConfig, pedantic: bool) -> None:
         raise invalid_config("subject delete marker TTL must not be negative")
     if ttl == 0:
         return
-    if ttl < SECOND:
+    if ttl < golang.SECOND:
         raise invalid_config("subject delete marker TTL must be at least 1 second")
     if pedantic and not config["allow_msg_ttl"]:
         raise invalid_config("subject delete marker cannot be set if message TTLs are disabled")
@@ -353,5 +352,5 @@ def _required_level(config: StreamConfig, profile: Profile) -> int:
 def _source_json(source: dict[str, Any]) -> dict[str, Any]:
     shown = {name: source[name] for name in (*_SOURCE, "consumer") if source.get(name)}
     if "opt_start_time" in shown:
-        shown["opt_start_time"] = rfc3339(shown["opt_start_time"])
+        shown["opt_start_time"] = golang.rfc3339(shown["opt_start_time"])
     return shown

@@ -5,8 +5,9 @@ from typing import Any
 
 from ..releases import Profile
 from ..router import Message
-from ..wire import headers, subjects, times
-from ..wire.gojson import BOOL, INT, STRING, STRINGS, TIME, UINT, JsonError, Kind, Struct, decode
+from ..wire import golang, subjects
+from ..wire.golang import BOOL, INT, STRING, STRINGS, TIME, UINT, JsonError, Kind, Struct, decode
+from ..wire.protocol import add_headers
 from .store import StoredMessage
 from .stream import Stream
 
@@ -207,9 +208,9 @@ class DirectGet:
                 ("Nats-Stream", stream.name),
                 ("Nats-Subject", message.subject),
                 ("Nats-Sequence", str(message.seq)),
-                ("Nats-Time-Stamp", times.rfc3339(message.time, draft=stream.profile.draft)),
+                ("Nats-Time-Stamp", golang.rfc3339(message.time, draft=stream.profile.draft)),
             )
-            header = headers.add(message.header, *origin, *more)
+            header = add_headers(message.header, *origin, *more)
         stream.context.send(reply, message.payload, header=header)
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..releases import Profile
-from ..wire import gojson, headers
+from ..wire import golang
 from ..wire.errors import ApiError, api_error
-from .expiry import message_ttl, valid_ttl
-from .stream import FULL, Stream
+from ..wire.protocol import get_header, parse_signed
+from .stream import FULL, Stream, message_ttl, valid_ttl
 
 _MAX_HEADER = 65535
 _OTHER_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
@@ -62,7 +62,7 @@ def check_single(stream: Stream, subject: str, header: bytes, payload: bytes) ->
         if profile.checks_id_first:
             _check_duplicate(stream, header)
         wanted = _expected(header, "Nats-Expected-Last-Subject-Sequence")
-        other = headers.get(header, _OTHER_SUBJECT) if profile.expects_other_subject else None
+        other = get_header(header, _OTHER_SUBJECT) if profile.expects_other_subject else None
         if wanted is not None:
             _check_last(stream, other or subject, wanted)
         elif other and profile.refuses_subject_without_sequence:
@@ -79,7 +79,7 @@ def check_single(stream: Stream, subject: str, header: bytes, payload: bytes) ->
 
 def check_last_id(stream: Stream, header: bytes) -> None:
     """Check `Nats-Expected-Last-Msg-Id`, also of a message in a batch."""
-    wanted = headers.get(header, "Nats-Expected-Last-Msg-Id")
+    wanted = get_header(header, "Nats-Expected-Last-Msg-Id")
     if wanted and wanted != stream.last_msg_id:
         raise api_error(10070, stream.last_msg_id)
 
@@ -100,7 +100,7 @@ def check_staged(stream: Stream, staged: Staged, subject: str, header: bytes, pa
             has_ttl = True
         if has_ttl and not config["allow_msg_ttl"]:
             raise api_error(10166)
-        msg_id = headers.get(header, "Nats-Msg-Id")
+        msg_id = get_header(header, "Nats-Msg-Id")
         if msg_id:
             if msg_id in staged.ids:
                 raise DuplicateMessageError(0)
@@ -125,7 +125,7 @@ def _check_expectations(stream: Stream, staged: Staged, subject: str, header: by
         if staged.written:
             raise api_error(10164)
     wanted = _expected(header, "Nats-Expected-Last-Subject-Sequence")
-    other = headers.get(header, _OTHER_SUBJECT)
+    other = get_header(header, _OTHER_SUBJECT)
     if wanted is None:
         if other:
             raise api_error(10193)
@@ -148,14 +148,14 @@ def _check_room(stream: Stream, staged: Staged, subject: str, header: bytes) -> 
     if 0 < config["max_bytes"] < store.bytes + sum(sizes):
         raise api_error(10077, FULL["bytes"])
     limit = config["max_msgs_per_subject"]
-    per_subject = config["discard_new_per_subject"] and not headers.get(header, "Nats-Rollup")
+    per_subject = config["discard_new_per_subject"] and not get_header(header, "Nats-Rollup")
     if per_subject and store.count(subject) + len(staged.written[subject]) > limit:
         raise api_error(10077, FULL["subject"])
 
 
 def _expected(header: bytes, name: str) -> int | None:
-    text = headers.get(header, name)
-    return headers.parse_signed(text) if text else None
+    text = get_header(header, name)
+    return parse_signed(text) if text else None
 
 
 def _check_last(stream: Stream, subject: str, wanted: int) -> None:
@@ -165,25 +165,25 @@ def _check_last(stream: Stream, subject: str, wanted: int) -> None:
 
 
 def _check_stream(stream: Stream, header: bytes) -> None:
-    wanted = headers.get(header, "Nats-Expected-Stream")
+    wanted = get_header(header, "Nats-Expected-Stream")
     if wanted and wanted != stream.name:
         raise api_error(10060)
 
 
 def _check_source(profile: Profile, header: bytes) -> None:
-    if profile.refuses_source_header and headers.get(header, "Nats-Stream-Source"):
+    if profile.refuses_source_header and get_header(header, "Nats-Stream-Source"):
         raise api_error(10227)
 
 
 def _check_duplicate(stream: Stream, header: bytes) -> None:
-    msg_id = headers.get(header, "Nats-Msg-Id")
+    msg_id = get_header(header, "Nats-Msg-Id")
     seq = stream.duplicate_of(msg_id) if msg_id and not stream.config["mirror"] else 0
     if seq:
         raise DuplicateMessageError(seq)
 
 
 def _check_rollup(stream: Stream, header: bytes) -> str:
-    rollup = (headers.get(header, "Nats-Rollup") or "").lower()
+    rollup = (get_header(header, "Nats-Rollup") or "").lower()
     if rollup:
         if not stream.config["allow_rollup_hdrs"] or stream.config["deny_purge"]:
             raise api_error(10111, "rollup not permitted")
@@ -251,11 +251,11 @@ def publish(
 
 def pub_ack(profile: Profile, stream: str, seq: int, *, duplicate: bool = False, batch: Batch | None = None) -> bytes:
     """Return a PubAck. The server does not encode it as JSON but formats it, so its spaces differ."""
-    text = f'{{"stream":{gojson.quote(stream)},{" " if profile.spaced_ack else ""}"seq":{seq}'
+    text = f'{{"stream":{golang.quote(stream)},{" " if profile.spaced_ack else ""}"seq":{seq}'
     if duplicate:
         text += ',"duplicate": true'
     if batch is not None:
-        text += f',"batch":{gojson.quote(batch[0])},"count":{batch[1]}'
+        text += f',"batch":{golang.quote(batch[0])},"count":{batch[1]}'
     return (text + "}").encode("utf-8", "surrogateescape")
 
 
@@ -264,4 +264,4 @@ def pub_error(stream: str, error: ApiError, *, batch: Batch | None = None) -> by
     value: dict[str, Any] = {"error": error.as_json(), "stream": stream, "seq": 0}
     if batch is not None:
         value |= {"batch": batch[0], "count": batch[1]}
-    return gojson.dumps(value)
+    return golang.dumps(value)

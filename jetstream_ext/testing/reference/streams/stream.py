@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from ..context import ServerContext
+from ..context import ServerContext, Timer
 from ..releases import Profile
-from ..wire import gojson, headers, times
-from ..wire.errors import api_error
+from ..wire import golang
+from ..wire.errors import ApiError, api_error
+from ..wire.protocol import add_headers, get_header, parse_signed, remove_header
 from .config import StreamConfig, config_json
-from .expiry import Expiry, marker_header, marker_reason, message_ttl, valid_ttl
 from .store import Store, StoredMessage
 
 FULL = {
@@ -39,6 +40,39 @@ class Readers(Protocol):
     def stream_purged(self, pattern: str) -> None:
         """Handle a purge of the messages that match a pattern; an empty one matches all."""
         ...
+
+
+class _Expiry:
+    """Call `expire` with the sequences of messages whose time has come."""
+
+    def __init__(self, context: ServerContext, expire: Callable[[list[int]], None]) -> None:
+        self._context = context
+        self._expire = expire
+        self._heap: list[tuple[int, int]] = []
+        self._timer = Timer(context, self._fire)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def add(self, seq: int, when: int | None) -> None:
+        if when is not None:
+            heapq.heappush(self._heap, (when, seq))
+            self._arm()
+
+    def restart(self, messages: Iterable[tuple[int, int | None]]) -> None:
+        self._heap = [(when, seq) for seq, when in messages if when is not None]
+        heapq.heapify(self._heap)
+        self._arm()
+
+    def _arm(self) -> None:
+        self._timer.set(self._heap[0][0] if self._heap else None)
+
+    def _fire(self) -> None:
+        due = []
+        while self._heap and self._heap[0][0] <= self._context.now:
+            due.append(heapq.heappop(self._heap)[1])
+        self._expire(due)
+        self._arm()
 
 
 class _Duplicates:
@@ -92,7 +126,7 @@ class Stream:
         self.duplicates: _Duplicates = _Duplicates(context)
         self._readers = readers
         self._on_stored = on_stored
-        self._expiry = Expiry(context, self._expire)
+        self._expiry = _Expiry(context, self._expire)
 
     @property
     def name(self) -> str:
@@ -133,21 +167,21 @@ class Stream:
             ApiError: The stream is full.
         """
         config = self.config
-        msg_id = headers.get(header, "Nats-Msg-Id") or ""
+        msg_id = get_header(header, "Nats-Msg-Id") or ""
         if config["retention"] == "interest" and not self._readers.want(subject):
             seq = self.store.skip()
         else:
             ttl = message_ttl(self.profile, header)
-            marker_ttl = config["subject_delete_marker_ttl"] // times.SECOND
+            marker_ttl = config["subject_delete_marker_ttl"] // golang.SECOND
             if 0 < ttl < marker_ttl and config["max_msgs_per_subject"] != 1:
                 ttl = marker_ttl
-                header = headers.add(headers.remove(header, "Nats-TTL"), ("Nats-TTL", str(ttl)))
+                header = add_headers(remove_header(header, "Nats-TTL"), ("Nats-TTL", str(ttl)))
             self._check_room(subject, header, payload)
             seq = self._add(subject, header, payload, ttl).seq
         self.last_msg_id = msg_id
         self.duplicates.add(msg_id, seq, config["duplicate_window"])
         if config["allow_rollup_hdrs"] and not config["deny_purge"]:
-            rollup = (headers.get(header, "Nats-Rollup") or "").lower()
+            rollup = (get_header(header, "Nats-Rollup") or "").lower()
             if rollup in ("sub", "all"):
                 self.purge(subject if rollup == "sub" else "", keep=1)
         return seq
@@ -157,7 +191,7 @@ class Stream:
 
         A mirror keeps the sequence and time of the original; 0 means the next sequence and the current time.
         """
-        msg_id = (headers.get(header, "Nats-Msg-Id") or "") if not seq else ""
+        msg_id = (get_header(header, "Nats-Msg-Id") or "") if not seq else ""
         if msg_id and self.duplicate_of(msg_id):
             return
         # The origin stored the message in spite of an invalid TTL, so the copy is stored as well.
@@ -198,7 +232,7 @@ class Stream:
             return
         limit = config["max_msgs_per_subject"]
         replaces = 0 < limit <= store.count(subject)
-        if replaces and config["discard_new_per_subject"] and not headers.get(header, "Nats-Rollup"):
+        if replaces and config["discard_new_per_subject"] and not get_header(header, "Nats-Rollup"):
             raise api_error(10077, FULL["subject"])
         if 0 < config["max_msgs"] <= len(store) and not replaces:
             raise api_error(10077, FULL["msgs"])
@@ -277,12 +311,12 @@ class Stream:
             store.remove(each)
         return len(found)
 
-    # Expiry.
+    # _Expiry.
 
     def _expires_at(self, message: StoredMessage) -> int | None:
         if message.ttl < 0:
             return None
-        ages = (self.config["max_age"], message.ttl * times.SECOND)
+        ages = (self.config["max_age"], message.ttl * golang.SECOND)
         return min((message.time + age for age in ages if age), default=None)
 
     def _expire(self, seqs: list[int]) -> None:
@@ -296,10 +330,10 @@ class Stream:
         if not marker_ttl or self.config["mirror"]:
             return
         for message in expired:
-            was_marker = headers.get(message.header, marker_reason(self.profile))
+            was_marker = get_header(message.header, _marker_reason(self.profile))
             if not was_marker and not self.store.count(message.subject):
-                header = marker_header(self.profile, marker_ttl)
-                self.announce(self._add(message.subject, header, b"", marker_ttl // times.SECOND).seq)
+                header = _marker_header(self.profile, marker_ttl)
+                self.announce(self._add(message.subject, header, b"", marker_ttl // golang.SECOND).seq)
 
     # Replies and advisories.
 
@@ -308,11 +342,11 @@ class Stream:
         advisory = {
             "type": f"io.nats.jetstream.advisory.v1.{kind}",
             "id": self.context.make_name(22),
-            "timestamp": times.rfc3339(self.context.now),
+            "timestamp": golang.rfc3339(self.context.now),
             "stream": self.name,
             **fields,
         }
-        self.context.send(f"$JS.EVENT.ADVISORY.{subject}", gojson.dumps(advisory))
+        self.context.send(f"$JS.EVENT.ADVISORY.{subject}", golang.dumps(advisory))
 
     def send_batch_abandoned(self, batch_id: str, reason: str) -> None:
         """Publish the advisory that the server has dropped a batch."""
@@ -327,9 +361,9 @@ class Stream:
             "messages": len(store),
             "bytes": store.bytes,
             "first_seq": store.first,
-            "first_ts": times.ZERO_TIME if first is None else times.rfc3339(first.time),
+            "first_ts": golang.ZERO_TIME if first is None else golang.rfc3339(first.time),
             "last_seq": store.last,
-            "last_ts": times.ZERO_TIME if store.last_time is None else times.rfc3339(store.last_time),
+            "last_ts": golang.ZERO_TIME if store.last_time is None else golang.rfc3339(store.last_time),
         }
         if len(store):
             shown["num_subjects"] = len(store.totals(">"))
@@ -346,6 +380,51 @@ class Stream:
         """Return the fields of an info reply that are the stream's own; see `config_json` for `stored`."""
         return {
             "config": config_json(self.config, self.profile, stored=stored),
-            "created": times.rfc3339(self.created),
+            "created": golang.rfc3339(self.created),
             "state": self.state_json(deleted=deleted),
         }
+
+
+# -- TTLs and delete markers in headers (ADR-43) ----------------------------------------------------------------------
+
+
+def message_ttl(profile: Profile, header: bytes) -> int:
+    """Return the TTL of a message in whole seconds, 0 for none and -1 for never; raise an `ApiError` if it is invalid."""
+    if not profile.ttl:
+        return 0
+    if profile.draft and get_header(header, "Nats-No-Expire") == "1":
+        return -1
+    text = get_header(header, "Nats-TTL")
+    if not text or (profile.draft and text == "0"):
+        return 0
+    if text.lower() == "never":
+        return -1
+    duration = golang.parse_duration(text)
+    if duration is not None:
+        if duration < golang.SECOND:
+            raise api_error(10165)
+        return duration // golang.SECOND
+    seconds = parse_signed(text)
+    if seconds < 0:
+        raise api_error(10165)
+    return seconds
+
+
+def valid_ttl(profile: Profile, header: bytes) -> int:
+    """Return the TTL of a message as `message_ttl` does, and 0 for an invalid one."""
+    try:
+        return message_ttl(profile, header)
+    except ApiError:
+        return 0
+
+
+def _marker_reason(profile: Profile) -> str:
+    return "Nats-Applied-Limit" if profile.draft else "Nats-Marker-Reason"
+
+
+def _marker_header(profile: Profile, ttl: int) -> bytes:
+    """Return the header block of a delete marker that expires after `ttl` nanoseconds."""
+    reason = (_marker_reason(profile), "MaxAge")
+    if profile.draft:
+        return add_headers(b"", reason, ("Nats-TTL", str(ttl // golang.SECOND)))
+    return add_headers(b"", reason, ("Nats-TTL", golang.format_duration(ttl)), ("Nats-Rollup", "sub"))

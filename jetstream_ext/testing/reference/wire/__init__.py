@@ -1,1 +1,1 @@
-"""Formats on the wire: the client protocol, header blocks, subjects, JSON, times and error codes."""
+"""Formats on the wire: the client protocol with its header blocks, subjects, the texts of Go, and error codes."""

@@ -1,20 +1,21 @@
 """Fast batches: the server stores each message at once, and sends frames about progress, gaps and errors (ADR-50).
 
-`gaps` decides what happens to a message that is out of order.
+The sequence of a batch jumps when messages were lost on their way to the server. The server reports this with a gap
+frame. In gap mode `ok` the batch continues after the gap. In mode `fail` the server commits the messages before the gap,
+and ignores the rest.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..context import Timer
-from ..releases import Profile
-from ..router import Message
-from ..streams.publish import DuplicateMessageError, Staged, check_intake, check_staged, pub_ack, pub_error, publish
-from ..streams.stream import Stream
-from ..wire import gojson, headers
-from ..wire.errors import ApiError, api_error
-from ..wire.times import SECOND
-from .gaps import find_gap
+from .context import Timer
+from .releases import Profile
+from .router import Message
+from .streams.publish import DuplicateMessageError, Staged, check_intake, check_staged, pub_ack, pub_error, publish
+from .streams.stream import Stream
+from .wire import golang
+from .wire.errors import ApiError, api_error
+from .wire.protocol import get_header, parse_number, parse_signed, remove_header
 
 _SUFFIX = ".$FI"
 _MAX_ID = 64
@@ -67,6 +68,15 @@ class _Batch:
             self.stored = self.last
 
 
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """What the server does with a message that is out of order."""
+
+    frame: bytes | None
+    """The frame that reports the gap; `None` if the release sends none."""
+    ends_batch: bool
+
+
 def is_fast(reply: str) -> bool:
     """Whether the reply subject marks a message of a fast batch."""
     return reply.endswith(_SUFFIX) and len(reply) > len(_SUFFIX)
@@ -79,12 +89,12 @@ def _parse(reply: str) -> _Part | None:
         return None
     _, batch_id, flow, gap, number, code, _ = tokens
     operation = _OPERATIONS.get(code)
-    seq = headers.parse_number(number)
+    seq = parse_number(number)
     if operation is None or not seq or seq == (1 << 64) - 1 or gap not in ("ok", "fail"):
         return None
     if (seq == 1 and operation in ("eob", "append")) or (seq != 1 and operation == "start"):
         return None
-    wanted = headers.parse_signed(flow)
+    wanted = parse_signed(flow)
     return _Part(batch_id, min(wanted, 65535) if wanted > 0 else _DEFAULT_FLOW, gap == "ok", seq, operation)
 
 
@@ -94,7 +104,7 @@ class FastBatches:
         self._profile = stream.profile
         self._send = stream.context.send
         self._count_on_server = count_on_server
-        self._timeout = round(stream.context.limits.batch_timeout * SECOND)
+        self._timeout = round(stream.context.limits.batch_timeout * golang.SECOND)
         self._open: dict[str, _Batch] = {}
 
     def __len__(self) -> int:
@@ -149,11 +159,11 @@ class FastBatches:
         if len(part.id.encode("utf-8", "surrogateescape")) > _MAX_ID:
             raise api_error(10207)
         batch = self._find_or_open(part)
-        if headers.get(header, "Nats-Required-Api-Level"):
+        if get_header(header, "Nats-Required-Api-Level"):
             if not profile.meets_required_level(header):
                 self._drop(batch)
                 raise api_error(10185)
-            header = headers.remove(header, "Nats-Required-Api-Level")
+            header = remove_header(header, "Nats-Required-Api-Level")
         if not batch.committed:
             batch.timeout.set_in(self._timeout)
         if part.operation == "ping":
@@ -195,7 +205,7 @@ class FastBatches:
 
     def _is_in_order(self, batch: _Batch, part: _Part, reply: str) -> bool:
         """Advance to the sequence of a message; a gap is reported, and may end the batch."""
-        gap = find_gap(self._profile, last=batch.last, seq=part.seq, gap_ok=batch.gap_ok)
+        gap = _find_gap(self._profile, last=batch.last, seq=part.seq, gap_ok=batch.gap_ok)
         if gap is not None:
             if gap.frame is not None:
                 self._send(reply, gap.frame)
@@ -208,7 +218,7 @@ class FastBatches:
     def _ping(self, batch: _Batch, part: _Part, reply: str) -> None:
         """Answer with what is stored; a ping carries the last sequence the publisher has sent."""
         following = max(part.seq, batch.last) + 1
-        gap = find_gap(self._profile, last=batch.last, seq=following, gap_ok=batch.gap_ok)
+        gap = _find_gap(self._profile, last=batch.last, seq=following, gap_ok=batch.gap_ok)
         if gap is not None:
             if gap.frame is not None:
                 self._send(reply, gap.frame)
@@ -330,15 +340,34 @@ class FastBatches:
         return True
 
 
+def _find_gap(profile: Profile, *, last: int, seq: int, gap_ok: bool) -> _Gap | None:
+    """Return the gap between the last message of a batch and the message with sequence `seq`, or `None`.
+
+    A repeated or smaller sequence also counts as a gap, and ends the batch in both modes.
+    """
+    expected = last + 1
+    if seq == expected:
+        return None
+    reported = seq > expected or profile.fast_backward_gap
+    return _Gap(_flow_gap(profile, expected, seq) if reported else None, ends_batch=seq < expected or not gap_ok)
+
+
+def _flow_gap(profile: Profile, expected: int, seq: int) -> bytes:
+    """Return the frame for the lost messages from `expected` up to and excluding `seq`."""
+    if profile.draft:
+        return golang.dumps({**({"last_seq": expected - 1} if expected > 1 else {}), "seq": seq})
+    return golang.dumps({"type": "gap", "last_seq": expected, "seq": seq})
+
+
 def _flow_ack(profile: Profile, seq: int, flow: int) -> bytes:
     """Return the frame that acknowledges a batch up to `seq`; the next is due after `flow` more messages."""
     if profile.draft:
-        return gojson.dumps({**({"seq": seq} if seq else {}), "ack_msgs": flow})
-    return gojson.dumps({"type": "ack", "seq": seq, "msgs": flow})
+        return golang.dumps({**({"seq": seq} if seq else {}), "ack_msgs": flow})
+    return golang.dumps({"type": "ack", "seq": seq, "msgs": flow})
 
 
 def _flow_error(profile: Profile, seq: int, error: ApiError) -> bytes:
     """Return the frame that refuses one message."""
     if profile.draft:
-        return gojson.dumps({"seq": seq, "error": error.as_json()})
-    return gojson.dumps({"type": "err", "seq": seq, "error": error.as_json()})
+        return golang.dumps({"seq": seq, "error": error.as_json()})
+    return golang.dumps({"type": "err", "seq": seq, "error": error.as_json()})

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..context import Timer
-from ..router import Message
-from ..streams.publish import DuplicateMessageError, Staged, check_intake, check_staged, pub_error, publish
-from ..streams.stream import Stream
-from ..wire import headers
-from ..wire.errors import ApiError, api_error
-from ..wire.times import SECOND
+from .context import Timer
+from .router import Message
+from .streams.publish import DuplicateMessageError, Staged, check_intake, check_staged, pub_error, publish
+from .streams.stream import Stream
+from .wire.errors import ApiError, api_error
+from .wire.golang import SECOND
+from .wire.protocol import add_headers, get_header, parse_number, remove_header
 
 _MAX_ID = 64
 
@@ -67,11 +67,11 @@ class AtomicBatches:
         if part.invalid_commit:
             self._drop(batch_id)
             raise api_error(10200)
-        if profile.required_level_in_batch and headers.get(header, "Nats-Required-Api-Level"):
+        if profile.required_level_in_batch and get_header(header, "Nats-Required-Api-Level"):
             if not profile.meets_required_level(header):
                 self._abandon(batch_id, "unsupported" if profile.atomic_eob else "")
                 raise api_error(10185)
-            header = headers.remove(header, "Nats-Required-Api-Level")
+            header = remove_header(header, "Nats-Required-Api-Level")
         batch.timeout.set_in(round(stream.context.limits.batch_timeout * SECOND))
         batch.last += 1
         if batch.last != part.seq or (part.seq == 1 and part.eob):
@@ -91,13 +91,13 @@ class AtomicBatches:
 
     def _parse(self, batch_id: str, header: bytes) -> _Part:
         profile = self._stream.profile
-        text = headers.get(header, "Nats-Batch-Sequence")
-        seq = headers.parse_number(text)
+        text = get_header(header, "Nats-Batch-Sequence")
+        seq = parse_number(text)
         if seq is None:
             if not text or profile.atomic_busy_is_429:
                 raise api_error(10175)
             seq = (1 << 64) - 1
-        commit = headers.get(header, "Nats-Batch-Commit")
+        commit = get_header(header, "Nats-Batch-Commit")
         if commit is None:
             return _Part(batch_id, seq)
         eob = commit == "eob" and profile.atomic_eob
@@ -134,9 +134,9 @@ class AtomicBatches:
         stream = self._stream
         staged = Staged()
         for subject, header, payload in batch.staged:
-            if headers.get(header, "Nats-Expected-Last-Msg-Id"):
+            if get_header(header, "Nats-Expected-Last-Msg-Id"):
                 raise api_error(10177, "Nats-Expected-Last-Msg-Id")
-            if not stream.profile.atomic_dedupe and headers.get(header, "Nats-Msg-Id"):
+            if not stream.profile.atomic_dedupe and get_header(header, "Nats-Msg-Id"):
                 raise api_error(10177, "Nats-Msg-Id")
             try:
                 check_staged(stream, staged, subject, header, payload)
@@ -144,7 +144,7 @@ class AtomicBatches:
                 raise api_error(10201) from None
         if part.eob:
             subject, header, payload = batch.staged[-1]
-            batch.staged[-1] = (subject, headers.add(header, ("Nats-Batch-Commit", "1")), payload)
+            batch.staged[-1] = (subject, add_headers(header, ("Nats-Batch-Commit", "1")), payload)
         for index, (subject, header, payload) in enumerate(batch.staged, 1):
             last = index == len(batch.staged)
             publish(stream, subject, header, payload, reply=reply if last else "", batch=(part.id, index))

@@ -1,1 +1,0 @@
-"""Atomic batches, fast batches, and what a gap does to a fast batch."""
