@@ -157,8 +157,11 @@ async def settled_state(
 
 async def wait_for_sequence(context: Context, stream: str, seq: int, timeout: float) -> None:
     """Wait until the leader's last sequence is at least `seq`; raise RequestTimeoutError after `timeout` seconds."""
+    deadline = asyncio.get_running_loop().time() + timeout
+    if (await stream_state(context, stream, timeout)).last_seq >= seq:
+        return
     try:
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout_at(deadline):
             await settled_state(lambda: stream_state(context, stream, timeout), seq, math.inf)
     except TimeoutError:
         raise RequestTimeoutError(f"stream {stream!r} did not reach sequence {seq} within {timeout:.4g} s") from None
@@ -192,9 +195,10 @@ async def first_since(
 ) -> int:
     """Return the first sequence that was stored at `when` or later on `subject`; one after the last if there is none.
 
-    `state` is from just before the call, so that no message stored meanwhile is skipped. The leader is asked, because a
-    replica may lag: at most once more than it takes to bisect the sequences, and each time for up to `timeout` seconds.
-    With an `Api`, all requests share its deadline. Raises as `Api.ask` does.
+    `state` is from just before the call, so that no message stored meanwhile is skipped; its last sequence is the last
+    one. The stored times are taken as ascending. The leader is asked, because a replica may lag: at most once more than
+    it takes to bisect the sequences, each time for up to `timeout` seconds. With an `Api`, all requests share its
+    deadline. Raises as `Api.ask` does.
     """
     end = state.last_seq + 1
     if state.last_time < when:
@@ -206,7 +210,7 @@ async def first_since(
     if state.api_level >= START_TIME_LEVEL:
         found = await ask(start_time=rfc3339(when, "time"))
         if found is None or found.time >= when:
-            return end if found is None else found.seq
+            return end if found is None else min(found.seq, end)
     first, low, high = end, state.first_seq, end
     while low < high:
         middle = (low + high) // 2
@@ -215,7 +219,7 @@ async def first_since(
             low = found.seq + 1
         else:
             high, first = middle, end if found is None else found.seq
-    return first
+    return min(first, end)
 
 
 @contextmanager

@@ -423,10 +423,14 @@ class AbandonedBatches:
         connection.check_usable()
         handler = InboxHandler(self._receive, disconnected=lambda: None)
         self._inbox = await connection.inbox(handler, subject=self._subject, timeout=timeout)
-        try:
+
+        async def subscribed() -> None:
             # nats-py's ping overtakes what is still in its buffer; the second ping follows the subscription.
             for _ in range(2):
-                await connection.bounded(self._js.nc.flush(math.ceil(timeout) + 1), timeout, "the server's PONG")
+                await self._js.nc.flush(math.ceil(timeout) + 1)
+
+        try:
+            await connection.bounded(subscribed(), timeout, "the server's PONG")
         except BaseException:
             await self.aclose()
             raise

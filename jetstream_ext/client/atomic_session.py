@@ -404,11 +404,8 @@ async def _send_fence(context: Context, subject: bytes, kill: bytes, mark: bytes
         data = frames.pub(subject, reply + b".kill", kill, b"") + frames.pub(subject, reply + b".mark", mark, b"")
         session = connection.session
         await connection.write(data, 2, 0, timeout=timeout)
-        async with asyncio.timeout(timeout):
-            if not await complete:
-                raise nats.errors.ConnectionReconnectingError
-    except TimeoutError:
-        raise RequestTimeoutError(f"no answer on {subject.decode()} within {timeout:g} s") from None
+        if not await connection.bounded(complete, timeout, f"the answers on {subject.decode()}"):
+            raise nats.errors.ConnectionReconnectingError
     finally:
         inbox.close()
     return session, replies[b"kill"], replies[b"mark"]

@@ -26,6 +26,8 @@ from jetstream_ext.protocol.frames import Frame
 _STATE_POLL: Final = 0.05
 _CANCEL_AGAIN: Final = 0.5
 
+ROOM: Final = "room in the write buffer of the connection"
+
 _T = TypeVar("_T")
 
 
@@ -117,7 +119,7 @@ class BaseConnection(ABC):
 
         nats-py's own waits (subscribe, flush, request) have no bound, and some swallow a cancellation. The operation
         therefore runs in its own task, which is cancelled if this call ends first. `what` names the awaited thing in the
-        RequestTimeoutError.
+        RequestTimeoutError. An error of the socket is a ConnectionReconnectingError.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -133,17 +135,12 @@ class BaseConnection(ABC):
                     raise nats.errors.ConnectionClosedError
                 if remaining <= 0:
                     raise RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}")
-        finally:
-            task.cancel()
-
-    async def _flushed(self, writing: Awaitable[Any], timeout: float) -> None:
-        """Await a write of nats-py; raise ConnectionReconnectingError for an error of the socket."""
-        try:
-            await self.bounded(writing, timeout, "room in the write buffer of the connection")
         except nats.errors.Error:
             raise  # nats-py's timeouts are OSErrors too
         except OSError as error:
             raise nats.errors.ConnectionReconnectingError from error
+        finally:
+            task.cancel()
 
     async def request(self, subject: str, payload: bytes, timeout: float) -> Msg:
         """Send a request and return the answer, or raise RequestTimeoutError after `timeout` seconds."""
@@ -277,7 +274,7 @@ class FallbackConnection(BaseConnection):
 
     async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
         self.check_usable()
-        await self._flushed(asyncio.shield(self._publish_soon(data)), timeout)
+        await self.bounded(asyncio.shield(self._publish_soon(data)), timeout, ROOM)
 
     def _publish_soon(self, data: bytes) -> asyncio.Task[None]:
         task = self._spawn(self._publish(data))

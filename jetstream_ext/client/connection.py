@@ -35,6 +35,7 @@ from nats.js.kv import KeyValue
 from nats.js.manager import JetStreamManager
 
 from jetstream_ext.client.base_connection import (
+    ROOM,
     BaseConnection,
     FallbackConnection,
     InboxHandler,
@@ -145,7 +146,7 @@ class Connection(BaseConnection):
     async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
         self.write_nowait(data, messages, payload_bytes)
         if self.nc._pending_data_size > self.nc._max_pending_size > 0:
-            await self._flushed(self.nc._flush_pending(force_flush=True), timeout)
+            await self.bounded(self.nc._flush_pending(force_flush=True), timeout, ROOM)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -367,25 +368,32 @@ class OwnClient(Client):
             JetStreamExtError: No server could be reached, or it refused the credentials. If a URL or the arguments ask for
                 TLS, a server without it never gets the credentials, not even after a reconnect.
         """
+        self._needs_tls = "tls" in arguments or any(url.lower().startswith(("tls:", "wss:")) for url in servers)
+        if self._needs_tls and any(url.lower().startswith("ws:") for url in servers):
+            raise JetStreamExtError(f"no connection to {shown}: ws:// has no TLS, but TLS was requested; use wss://")
+        if self._needs_tls and "_connect_command" not in vars(Client):  # then the override below is never called
+            raise JetStreamExtError("this version of nats-py may send credentials without TLS; install nats-py 2.16")
         if any(url.lower().startswith("ws") for url in servers) and importlib.util.find_spec("aiohttp") is None:
             raise JetStreamExtError("WebSockets need the package aiohttp: pip install 'nats-py[aiohttp]'")
         self._tries = tries
-        self._needs_tls = "tls" in arguments or any(url.lower().startswith("tls:") for url in servers)
+        limit = asyncio.timeout(timeout)
         try:
-            async with asyncio.timeout(timeout):
+            async with limit:
                 await self.connect(
                     servers=list(servers),
+                    connect_timeout=timeout / len(servers),  # type: ignore[arg-type] # only its annotation says int
                     error_cb=self._note,
                     max_reconnect_attempts=-1,
-                    reconnect_time_wait=_RECONNECT_WAIT,  # type: ignore[arg-type] # only its annotation says int
+                    reconnect_time_wait=_RECONNECT_WAIT,  # type: ignore[arg-type]
                     **arguments,
                 )
             self.opened = True
-        except TimeoutError:
-            last = (str(self._failures[-1]) if self._failures else "") or "no answer"
-            raise JetStreamExtError(f"no connection to {shown} within {timeout:g} s: {last}") from None
-        except (nats.errors.Error, OSError, ValueError) as error:
-            raise JetStreamExtError(f"no connection to {shown}: {str(error) or type(error).__name__}") from error
+        except Exception as error:  # aiohttp and ssl have types of their own
+            within, last = "", error
+            if limit.expired():
+                within, last = f" within {timeout:g} s", self._failures[-1] if self._failures else error
+            why = str(last) or ("no answer" if isinstance(last, TimeoutError) else type(last).__name__)
+            raise JetStreamExtError(f"no connection to {shown}{within}: {why}") from error
         finally:
             if not self.opened:
                 await self.close_quickly()
@@ -395,12 +403,20 @@ class OwnClient(Client):
 
         nats-py fails to close after a refusal, and hangs after half a TLS handshake. asyncio raises TypeError or
         AttributeError in the first releases of Python 3.12 and 3.13 if much is still to be written.
+
+        Cancellation: The socket is closed.
         """
         closing = asyncio.ensure_future(self.close())
-        await asyncio.wait({closing}, timeout=_CLOSE_TIMEOUT)
-        if closing.done() and not closing.cancelled() and closing.exception() is not None:
-            _log.debug("closing the connection failed: %r", closing.exception())
-        await cancel(closing, _CLOSE_TIMEOUT)
+        try:
+            await asyncio.wait({closing}, timeout=_CLOSE_TIMEOUT)
+            if closing.done() and not closing.cancelled() and closing.exception() is not None:
+                _log.debug("closing the connection failed: %r", closing.exception())
+            await cancel(closing, _CLOSE_TIMEOUT)
+        finally:
+            closing.cancel()
+            # The transport's own close() waits for a peer that does not read. A WebSocket has no such writer.
+            if (writer := getattr(self._transport, "_bare_io_writer", None)) is not None:
+                writer.transport.abort()
 
     async def _note(self, error: Exception) -> None:
         """Note an error that nats-py reports (called by nats-py)."""
@@ -416,13 +432,14 @@ class OwnClient(Client):
             raise error
 
     def _connect_command(self) -> bytes:
-        # nats-py sends the credentials without TLS if the server does not offer it, the first time or after a reconnect.
-        server = self._current_server
+        # nats-py sends the credentials without TLS if the server does not require it, the first time or after a reconnect.
         encrypted = self.options["tls_handshake_first"] or self._server_info.get("tls_required")
-        if self._needs_tls and not encrypted and server is not None and not server.uri.scheme.startswith("ws"):
+        if self._current_server is not None and self._current_server.uri.scheme in ("ws", "wss"):
+            encrypted = self._current_server.uri.scheme == "wss"
+        if self._needs_tls and not encrypted:
             if self._transport is not None:
                 self._transport.close()  # type: ignore[no-untyped-call] # nats-py leaves it open
-            raise JetStreamExtError("the server does not offer TLS, but TLS is required; nothing was sent")
+            raise JetStreamExtError("the server does not require TLS, but TLS was requested; nothing was sent")
         return super()._connect_command()
 
 

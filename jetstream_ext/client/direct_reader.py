@@ -158,7 +158,11 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
                 async for block in blocks:
                     return next(block.messages())
             raise not_found(stream, request)
+        except RequestTimeoutError:
+            raise
         except TimeoutError:
+            if not connection.usable:
+                read.disconnected(None)
             read.expired()
     subject, payload = request.address(f"{context.prefix}.DIRECT.GET.{stream}")
 
@@ -176,6 +180,8 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
             if read.state is State.READING:
                 read.expired()
         except nats.errors.ConnectionReconnectingError as error:
+            if loop.time() >= deadline:
+                read.expired()
             read.not_sent(error)
         except RequestTimeoutError:
             read.expired()

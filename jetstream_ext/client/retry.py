@@ -35,7 +35,6 @@ _TRANSIENT: Final = (
     BatchOutcomeUnknownError,
     AtomicPublishIncompleteError,
     NoStreamResponseError,
-    ServiceUnavailableError,
     nats.errors.TimeoutError,
     nats.errors.NoRespondersError,
     nats.errors.ConnectionReconnectingError,
@@ -53,8 +52,12 @@ def is_transient(error: BaseException) -> bool:
     """Return whether the same call may succeed later: no leader, connection or answer, or an overloaded server."""
     if isinstance(error, PositionLostError):
         return False
-    if isinstance(error, APIError) and (error.err_code in _TRANSIENT_CODES or error.code == Status.TOO_MANY_REQUESTS):
-        return True
+    if isinstance(error, APIError):
+        if error.err_code in _TRANSIENT_CODES or error.code == Status.TOO_MANY_REQUESTS:
+            return True
+        # A 503 without a code of its own: no server answers. nats-py does not always set its `code`.
+        if not error.err_code and (error.code == Status.UNAVAILABLE or isinstance(error, ServiceUnavailableError)):
+            return True
     if isinstance(error, ServerError) and error.retryable:
         return True
     return isinstance(error, _TRANSIENT)
@@ -115,6 +118,7 @@ class Retry:
         if now >= self._deadline:
             raise error
         pause = self._pause * random.random() if self.jitter else self._pause  # noqa: S311 - spreads load
+        pause = min(pause, self._deadline - now)
         self._pause = min(self._pause * self.factor, self.longest_pause)
         _log.debug("trying again in %.3g s after %s: %s", pause, type(error).__name__, error)
         await asyncio.sleep(pause)
@@ -126,5 +130,5 @@ class Retry:
                 return await attempt()
             except Exception as error:
                 await self.pause_if_transient(error)
-                if self.remaining == _NO_TIME:
+                if self.remaining <= _NO_TIME:
                     raise  # another attempt could only time out, and would hide the reason

@@ -76,8 +76,12 @@ class VerifiedReader:
             # the stream's, which the mirror lacks.
             if found.seq >= self._need and (request.last_by_subj is not None or found.stream == self._stream):
                 return found
-        await wait_for_sequence(self._context, self._stream, self._need, retry.remaining)
-        at_leader = await get_at_leader(self._context, self._stream, request.body(), retry.remaining)
+        try:
+            await wait_for_sequence(self._context, self._stream, self._need, retry.remaining)
+            at_leader = await get_at_leader(self._context, self._stream, request.body(), retry.remaining)
+        except RequestTimeoutError as error:
+            late = f"the leader did not answer or did not reach sequence {self._need} within {self._timeout:.4g} s"
+            raise RequestTimeoutError(f"{self._what}: {late}") from error
         if at_leader is None:
             raise not_found(self._stream, request)
         return at_leader
@@ -214,9 +218,9 @@ class VerifiedReader:
 
     async def _mirrors_all(self, responder: str) -> bool:
         try:
-            mirror = await stream_state(self._context, responder, self._timeout)
-        except (NotFoundError, ServiceUnavailableError, ServerError):
-            return False  # it is in another account or domain, so that its configuration is unknown
+            mirror = await stream_state(self._context, responder, self._timeout / 2)
+        except (NotFoundError, ServiceUnavailableError, ServerError, RequestTimeoutError):
+            return False  # in another account or domain, or without the permission to ask, its configuration is unknown
         if mirror.origin.get("name") != self._stream or any(mirror.origin.get(name) for name in _PART):
             return False
         origin = await stream_state(self._context, self._stream, self._timeout)

@@ -193,11 +193,11 @@ class SingleRead(_Read):
     def disconnected(self, closed: Exception | None) -> None:
         """As `RangeRead.disconnected`."""
         text = f"stream {self._stream!r}: the connection was lost before the direct get was answered; repeat it"
-        self.not_sent(closed or MessagesLostError(text, expected=0))
+        self._happen(Input.INTERRUPTED, closed or MessagesLostError(text, expected=0), give_up=self._retried)
+        self._retried = True
 
     def not_sent(self, error: Exception) -> None:
-        self._happen(Input.INTERRUPTED, error, give_up=self._retried)
-        self._retried = True
+        self._happen(Input.INTERRUPTED, error)
 
     def expired(self) -> None:
         """Note that `timeout` seconds have passed."""

@@ -253,7 +253,7 @@ class WorkerConnection:
     async def open(self, name: str) -> None:
         self.client = OwnClient()  # nats-py cannot connect again after a failure
         options, shown = self.options, ", ".join(self.options.servers)
-        arguments = _arguments(options) | {"name": name, "connect_timeout": options.timeout}
+        arguments = _arguments(options) | {"name": name}
         try:
             await self.client.open(options.servers, shown=shown, timeout=options.timeout, **arguments)
         except JetStreamExtError as error:

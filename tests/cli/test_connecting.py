@@ -101,7 +101,7 @@ def test_a_server_without_tls_gets_no_password(run: Run) -> None:
         done = run("doctor", f"tls://u:p@{place}")
         assert (done.exit_code, done.stderr) == (
             1,
-            f"Error: no connection to tls://{place}: the server does not offer TLS, but TLS is required; nothing was sent\n",
+            f"Error: no connection to tls://{place}: the server does not require TLS, but TLS was requested; nothing was sent\n",
         )
         write_context("first", url=plain.url, tls_first=True, user="u", password="p")
         done = run("doctor", "--context", "first", url=None)

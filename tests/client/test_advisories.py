@@ -116,6 +116,15 @@ async def test_a_closed_connection_ends_the_watch(own_nc: Client, own_js: JetStr
         await jsx.watch_abandoned(own_js, "S").__aenter__()
 
 
+async def test_opening_a_watch_takes_its_timeout_at_most(own_nc: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slow(_: float) -> None:
+        await asyncio.sleep(0.3)
+
+    monkeypatch.setattr(own_nc, "flush", slow)
+    with pytest.raises(errors.RequestTimeoutError, match=r"0\.4 s"):
+        await jsx.watch_abandoned(own_nc.jetstream(timeout=0.4), "S").__aenter__()
+
+
 def test_an_invalid_stream_name_is_refused(js: JetStreamContext) -> None:
     with pytest.raises(errors.BadSubjectError):
         jsx.watch_abandoned(js, "a.b")

@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext.client import api
-from jetstream_ext.client.api import Api, first_since, get_at_leader, stream_state
+from jetstream_ext.client.api import Api, first_since, get_at_leader, stream_state, wait_for_sequence
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import RequestTimeoutError, ResponseError
 from jetstream_ext.log import LogReader
@@ -158,3 +158,29 @@ async def test_the_search_for_a_time_has_one_deadline(nc: Client, stream_name: C
     with pytest.raises(RequestTimeoutError, match=r"within 1 s"):
         await first_since(Api(Context(nc.jetstream(prefix=prefix)), 1.0), state, now)
     assert len(asked) < 10
+
+
+@pytest.mark.parametrize("level", [0, api.START_TIME_LEVEL])
+async def test_no_first_message_since_a_time_is_one_past_the_end_at_most(
+    js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    monkeypatch.setattr(api, "START_TIME_LEVEL", level)
+    name = stream_name()
+    await js.add_stream(name=name, subjects=[name], max_msgs_per_subject=1)
+    await js.publish(name)
+    state = await stream_state(Context(js), name)
+    for _ in range(2):
+        await js.publish(name)
+    assert await first_since(Context(js), state, state.last_time) == 2
+
+
+@pytest.mark.parametrize("last", [None, 7])
+async def test_a_wait_for_a_sequence_names_what_was_missing(monkeypatch: pytest.MonkeyPatch, last: int | None) -> None:
+    async def look(_: Any, stream: str, timeout: float) -> StreamState:
+        if last is None:
+            raise RequestTimeoutError("no answer")
+        return StreamState(stream, "", {}, {}, last_seq=last)
+
+    monkeypatch.setattr(api, "stream_state", look)
+    with pytest.raises(RequestTimeoutError, match="no answer" if last is None else "did not reach sequence 9"):
+        await wait_for_sequence(Context(Client().jetstream()), "S", 9, 0.1)

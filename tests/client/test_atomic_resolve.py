@@ -13,8 +13,9 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
+from jetstream_ext.client import atomic_session
 from jetstream_ext.client.base_connection import notify
-from jetstream_ext.client.connection import Connection, connection_of
+from jetstream_ext.client.connection import Connection, Context, connection_of
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Any
@@ -394,3 +395,13 @@ async def test_resolve_works_on_older_servers(
                     await commit_unanswered(batch)
             assert await batch.resolve() == "not_stored"
         await nc.close()
+
+
+async def test_a_fence_that_cannot_be_written_names_the_write(own_nc: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*_: Any, **__: Any) -> None:
+        raise errors.RequestTimeoutError("no room")
+
+    context = Context(own_nc.jetstream())
+    monkeypatch.setattr(context.connection, "write", full)
+    with pytest.raises(errors.RequestTimeoutError, match="no room"):
+        await atomic_session._send_fence(context, b"S", b"", b"", 1.0)

@@ -2,18 +2,21 @@
 
 import asyncio
 import itertools
+import ssl
 from typing import Any
+from urllib.parse import urlparse
 
 import nats.errors
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nats.aio.client import Client
+from nats.aio.client import Client, Srv
+from nats.aio.transport import TcpTransport
 from nats.protocol.parser import Parser
 
 from jetstream_ext.client.base_connection import FallbackConnection, InboxHandler, InboxSubscription
-from jetstream_ext.client.connection import _CLOSED_SIDS_KEPT, Connection, Context, connection_of
-from jetstream_ext.errors import BadSubjectError
+from jetstream_ext.client.connection import _CLOSED_SIDS_KEPT, Connection, Context, OwnClient, connection_of
+from jetstream_ext.errors import BadSubjectError, JetStreamExtError
 from jetstream_ext.protocol.direct import ReplyDecoder, StoredMsg
 from jetstream_ext.protocol.frames import Frame, parts
 
@@ -405,6 +408,8 @@ async def test_a_broken_socket_is_a_lost_connection() -> None:
         with pytest.raises(nats.errors.ConnectionReconnectingError) as caught:
             await connection.write(b"PUB a 20\r\n" + bytes(20) + b"\r\n", 1, 20, timeout=5)
         assert isinstance(caught.value.__cause__, BrokenPipeError)
+        with pytest.raises(nats.errors.ConnectionReconnectingError):  # also in a flush of nats-py's own
+            await connection.bounded(Broken().drain(), 5, "a request")
 
 
 # -- the connection itself
@@ -470,3 +475,116 @@ async def test_a_prefix_that_is_not_a_subject_is_refused(where: dict[str, str]) 
 def test_only_a_jetstream_context_is_accepted(thing: Any) -> None:
     with pytest.raises(TypeError, match="JetStream context"):
         Context(thing)
+
+
+# -- a connection of this package's own
+
+
+class NotOpened(OwnClient):
+    """Fails to connect with `failure`, and keeps the arguments of the attempt."""
+
+    def __init__(self, failure: Exception) -> None:
+        super().__init__()
+        self.failure = failure
+        self.arguments: dict[str, Any] = {}
+
+    async def connect(self, *_: Any, **arguments: Any) -> None:
+        self.arguments = arguments
+        raise self.failure
+
+
+@pytest.mark.parametrize(
+    ("servers", "arguments"),
+    [
+        (["ws://h"], {"tls": ssl.create_default_context()}),
+        (["wss://h", "WS://i"], {}),
+        (["tls://h", "ws://i"], {}),
+    ],
+)
+async def test_a_websocket_without_tls_is_refused_if_tls_is_required(
+    servers: list[str], arguments: dict[str, Any]
+) -> None:
+    client = NotOpened(ZeroDivisionError())
+    with pytest.raises(JetStreamExtError, match="use wss://"):
+        await client.open(servers, shown="h", timeout=5, **arguments)
+    assert not client.arguments
+
+
+async def test_tls_needs_a_nats_py_that_asks_before_it_sends_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Client, "_connect_command")
+    client = NotOpened(ZeroDivisionError())
+    with pytest.raises(JetStreamExtError, match="version of nats-py"):
+        await client.open(["tls://h"], shown="h", timeout=5)
+    assert not client.arguments
+
+
+@pytest.mark.parametrize(
+    ("url", "tls_required", "sent"),
+    [
+        ("nats://h", True, True),
+        ("tls://h", False, False),
+        ("wss://h", False, True),
+        ("ws://h", True, False),
+        ("nats://h", False, False),
+    ],
+)
+async def test_credentials_are_sent_over_tls_only(
+    monkeypatch: pytest.MonkeyPatch, url: str, tls_required: bool, sent: bool
+) -> None:
+    monkeypatch.setattr(Client, "_connect_command", lambda _: b"CONNECT")
+    client = NotOpened(ZeroDivisionError())
+    with pytest.raises(JetStreamExtError, match="ZeroDivisionError"):
+        await client.open(["tls://h"], shown="h", timeout=5)
+    client.options["tls_handshake_first"] = False
+    client._current_server, client._server_info = Srv(urlparse(url)), {"tls_required": tls_required}
+    if sent:
+        assert client._connect_command() == b"CONNECT"
+        return
+    with pytest.raises(JetStreamExtError, match="nothing was sent"):
+        client._connect_command()
+
+
+@pytest.mark.parametrize(
+    ("failure", "text"),
+    [
+        (LookupError("a type of aiohttp"), "no connection to h: a type of aiohttp"),
+        (TimeoutError(), "no connection to h: no answer"),
+        (ConnectionRefusedError(), "no connection to h: ConnectionRefusedError"),
+    ],
+    ids=repr,
+)
+async def test_every_failure_to_connect_is_the_documented_error(failure: Exception, text: str) -> None:
+    client = NotOpened(failure)
+    with pytest.raises(JetStreamExtError) as caught:
+        await client.open(["nats://h", "nats://i"], shown="h", timeout=30)
+    assert str(caught.value) == text
+    assert client.arguments["connect_timeout"] == 15  # for each server, so that a silent one leaves time for the next
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_closing_quickly_closes_the_socket(monkeypatch: pytest.MonkeyPatch, cancelled: bool) -> None:
+    class Hanging(OwnClient):
+        async def close(self) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("jetstream_ext.client.connection._CLOSE_TIMEOUT", 60 if cancelled else 0.01)
+    ended = asyncio.Event()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        ended.set()
+        writer.close()
+
+    async with await asyncio.start_server(connected, "127.0.0.1") as listening, asyncio.timeout(30):
+        client, transport = Hanging(), TcpTransport()
+        port = listening.sockets[0].getsockname()[1]
+        await transport.connect(urlparse(f"nats://127.0.0.1:{port}"), 1024, 10)
+        client._transport = transport
+        closing = asyncio.ensure_future(client.close_quickly())
+        await asyncio.sleep(0)
+        if cancelled:
+            closing.cancel()
+        await asyncio.wait([closing])
+        await ended.wait()
+    assert closing.cancelled() is cancelled
+    assert asyncio.all_tasks() == {asyncio.current_task()}

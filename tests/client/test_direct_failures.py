@@ -330,7 +330,14 @@ async def test_a_connection_closed_after_a_loss_is_not_a_lost_message(
 
 
 @pytest.mark.parametrize(
-    "read", [lambda d: d.get(1), lambda d: d.get_last("a"), lambda d: d.scan().to_list()], ids=["get", "last", "scan"]
+    "read",
+    [
+        lambda d: d.get(1),
+        lambda d: d.get_last("a"),
+        lambda d: d.get_at(datetime.now(UTC)),
+        lambda d: d.scan().to_list(),
+    ],
+    ids=["get", "last", "time", "scan"],
 )
 async def test_a_connection_that_stays_away_is_a_timeout_that_names_the_whole_timeout(
     own_server: NatsServer, read: Callable[[jsx.DirectGet], Awaitable[object]]

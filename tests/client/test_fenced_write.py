@@ -127,6 +127,14 @@ async def test_a_refused_message_is_not_taken_for_another_writer(js: JetStreamCo
     assert (await one.store([(f"{stream}.a", b"")], b"1")).seq == 2
 
 
+async def test_a_full_stream_is_an_error_at_once(js: JetStreamContext, make_stream: MakeStream) -> None:
+    one = writer(js, await make_stream(max_msgs=1, discard="new"))
+    await one.store([], b"0")
+    async with asyncio.timeout(30):
+        with pytest.raises(nats.js.errors.ServiceUnavailableError, match="maximum messages exceeded"):
+            await one.store([], b"1")
+
+
 async def test_a_deleted_stream_is_an_error(js: JetStreamContext, stream: str) -> None:
     one = writer(js, stream)
     await js.delete_stream(stream)

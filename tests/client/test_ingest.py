@@ -273,6 +273,13 @@ async def test_a_transient_refusal_is_no_error(
     assert [each.data for each in await messages(js, stream)] == [b"%d" % i for i in range(5)]
 
 
+async def test_a_full_stream_is_an_error_at_once(js: JetStreamContext, make_stream: Any) -> None:
+    name = await make_stream(allow_batched=True, max_msgs=3, discard="new")
+    async with asyncio.timeout(30):
+        with pytest.raises(errors.IngestError, match="was refused: maximum messages exceeded"):
+            await jsx.ingest(js, [(f"{name}.a", b"x")] * 5)
+
+
 class TestProgress:
     async def test_progress_counts_up_to_everything(self, js: JetStreamContext, stream: str) -> None:
         heard: list[jsx.IngestProgress] = []

@@ -24,6 +24,8 @@ from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
         nats.js.errors.APIError(code=429, err_code=10167),
         nats.js.errors.APIError(code=409, err_code=10158),  # a copy of the message is being stored
         nats.js.errors.ServiceUnavailableError(code=503),
+        nats.js.errors.ServiceUnavailableError(),
+        errors.server_error(code=503),
         nats.errors.NoRespondersError(),
         nats.errors.ConnectionReconnectingError(),
     ],
@@ -43,6 +45,7 @@ def test_transient_errors(error: Exception) -> None:
         errors.WrongLastSequenceError(),
         errors.MessageTooLargeError(),
         errors.server_error(code=503, err_code=10077),  # the stream is full
+        nats.js.errors.ServiceUnavailableError(code=503, err_code=10077),
         nats.js.errors.NotFoundError(code=404),
         nats.errors.ConnectionClosedError(),
         ValueError(),
@@ -101,6 +104,14 @@ async def test_pauses_grow_to_the_longest_and_jitter_shortens_them(monkeypatch: 
         await jittered.pause_if_transient(errors.RequestTimeoutError())
     assert all(0 <= pause <= 0.5 for pause in pauses)
     assert len(set(pauses)) > 1
+
+
+async def test_the_last_pause_ends_at_the_deadline() -> None:
+    retry, loop = Retry(0.1, first_pause=60), asyncio.get_running_loop()
+    begun = loop.time()
+    async with asyncio.timeout(30):
+        await retry.pause_if_transient(errors.RequestTimeoutError())
+    assert loop.time() - begun >= 0.099
 
 
 async def test_a_call_makes_no_attempt_after_the_deadline() -> None:

@@ -10,9 +10,9 @@ from nats.js.errors import NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client import verified_read as module
 from jetstream_ext.client.verified_read import Answer, VerifiedReader
-from jetstream_ext.errors import RequestTimeoutError, ResponseError, ServerError
+from jetstream_ext.errors import MessageNotFoundError, RequestTimeoutError, ResponseError, ServerError
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.direct import Block, StoredMsg
+from jetstream_ext.protocol.direct import Block, Request, StoredMsg
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 CONFIG = {"max_msgs_per_subject": 1, "max_age": 0, "allow_msg_ttl": True}
@@ -81,6 +81,20 @@ def mirrors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(module, "get_at_leader", get_at_leader)
     monkeypatch.setattr(module, "stream_state", stream_state)
     return known
+
+
+async def test_a_late_answer_of_the_leader_names_the_whole_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(*_: Any) -> StoredMsg:
+        await asyncio.sleep(0.1)
+        raise MessageNotFoundError
+
+    async def late(_: Any, __: str, seq: int, timeout: float) -> None:
+        raise RequestTimeoutError(f"did not reach {seq} within {timeout} s")
+
+    monkeypatch.setattr(module, "read_one", nothing)
+    monkeypatch.setattr(module, "wait_for_sequence", late)
+    with pytest.raises(RequestTimeoutError, match=r"^stream 'KV_B': .* sequence 9 within 0\.3 s$"):
+        await Scripted(Log(s9="b"), 9, None).get(Request(seq=5))
 
 
 class TestLastOf:
@@ -162,6 +176,7 @@ class TestMirrors:
             (NotFoundError(), False),
             (ServiceUnavailableError(), False),
             (ServerError("no"), False),
+            (RequestTimeoutError("no permission to ask"), False),
         ],
     )
     async def test_a_mirror_is_trusted_if_it_holds_the_same_messages_as_its_origin(

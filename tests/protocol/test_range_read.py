@@ -223,6 +223,13 @@ class TestSingle:
         with pytest.raises(error):
             read.result()
 
+    def test_a_request_that_was_not_sent_leaves_the_retry(self) -> None:
+        read = self.read()
+        read.not_sent(nats.errors.ConnectionReconnectingError())
+        read.connected()
+        read.disconnected(None)
+        assert read.state is State.RECONNECTING
+
     @pytest.mark.parametrize(("lost", "what"), [(False, "no answer"), (True, "did not come back")])
     def test_the_timeout_names_what_was_awaited(self, lost: bool, what: str) -> None:
         read = self.read()
