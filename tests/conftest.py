@@ -159,6 +159,27 @@ async def nc(server: NatsServer) -> AsyncIterator[Client]:
 
 
 @pytest.fixture
+async def abort_sockets(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Abort, at the end, the sockets that nats-py has left open after it lost a connection.
+
+    The garbage collector may find them only during another test, because a test that fails keeps its connections alive.
+    """
+    writers: list[asyncio.StreamWriter] = []
+    open_connection = asyncio.open_connection
+
+    async def recorded(*arguments: Any, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await open_connection(*arguments, **options)
+        writers.append(writer)
+        return reader, writer
+
+    monkeypatch.setattr(asyncio, "open_connection", recorded)
+    yield
+    for writer in writers:
+        writer.transport.abort()
+    await asyncio.sleep(0)
+
+
+@pytest.fixture
 def js(nc: Client) -> JetStreamContext:
     """A JetStream context on this test's connection, with a timeout that a busy machine does not reach."""
     return nc.jetstream(timeout=30)
