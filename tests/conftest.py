@@ -7,6 +7,7 @@ cannot pass by skipping them.
 
 import asyncio
 import contextlib
+import inspect
 import os
 import uuid
 import warnings
@@ -156,6 +157,12 @@ async def nc(server: NatsServer) -> AsyncIterator[Client]:
         yield nc
     finally:
         await nc.close()
+
+
+@pytest.fixture(autouse=True)
+def _abort_sockets_of_a_coroutine(request: pytest.FixtureRequest) -> None:
+    if inspect.iscoroutinefunction(getattr(request.node, "obj", None)):
+        request.getfixturevalue("abort_sockets")
 
 
 @pytest.fixture

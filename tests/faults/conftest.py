@@ -39,7 +39,7 @@ def cluster() -> Iterator[NatsCluster]:
 
 
 @pytest.fixture
-async def connect(abort_sockets: None) -> AsyncIterator[Connect]:
+async def connect() -> AsyncIterator[Connect]:
     """A factory of connections that reconnect indefinitely."""
     made: list[Client] = []
 

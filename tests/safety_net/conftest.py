@@ -61,7 +61,7 @@ async def end_connection(nc: Client) -> None:
 
 
 @pytest.fixture
-async def connect(abort_sockets: None) -> AsyncIterator[Connect]:
+async def connect() -> AsyncIterator[Connect]:
     """A factory of connections that a test may break; they reconnect indefinitely unless told otherwise."""
     made: list[Client] = []
 
