@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
+from nats.js import JetStreamContext
 from nats.js.errors import BadBucketError, BucketNotFoundError, NotFoundError
 from nats.js.kv import KeyValue
 
@@ -26,6 +27,11 @@ LOOKUPS_IN_FLIGHT: Final = 64
 
 class Bucket:
     """A bucket for the length of one call; each request waits up to `timeout` seconds (None: the context's own)."""
+
+    js: JetStreamContext
+    name: str
+    stream: str
+    prefix: str
 
     def __init__(self, kv: KeyValue, timeout: float | None = None) -> None:
         if not isinstance(kv, KeyValue):
