@@ -66,7 +66,7 @@ async def test_requests_fit_a_small_max_payload() -> None:
     with NatsServer(config="max_payload: 16384") as server:
         nc = await nats.connect(server.url, connect_timeout=10)
         try:
-            kv = await kvx.enable(await nc.jetstream().create_key_value(bucket="B"), atomic=False)
+            kv = await kvx.enable(await nc.jetstream(timeout=30).create_key_value(bucket="B"), atomic=False)
             keys = [f"{'x' * 100}.{n}" for n in range(400)]
             await asyncio.gather(*(kv.put(key, b"v") for key in keys))
             assert len(await kvx.get_many(kv, keys)) == 400

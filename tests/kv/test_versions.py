@@ -23,7 +23,7 @@ async def kv(request: pytest.FixtureRequest) -> AsyncIterator[KeyValue]:
     with NatsServer(version=request.param) as server:
         nc = await nats.connect(server.url, connect_timeout=10)
         try:
-            kv = await nc.jetstream().create_key_value(bucket="B", history=2)
+            kv = await nc.jetstream(timeout=30).create_key_value(bucket="B", history=2)  # for a busy machine
             yield await kvx.enable(kv, atomic=not request.param.startswith("2.11"))
         finally:
             await nc.close()
