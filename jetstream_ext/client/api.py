@@ -193,7 +193,7 @@ async def get_at_leader(
 async def first_since(
     where: Context | Api, state: StreamState, when: datetime, timeout: float | None = None, *, subject: str = ">"
 ) -> int:
-    """Return the first sequence that was stored at `when` or later on `subject`; one after the last if there is none.
+    """Return the first sequence stored at `when` or later on `subject`, or else the next sequence of the stream.
 
     `state` is from just before the call, so that no message stored meanwhile is skipped; its last sequence is the last
     one. The stored times are taken as ascending. The leader is asked, because a replica may lag: at most once more than

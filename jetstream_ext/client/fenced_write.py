@@ -73,7 +73,7 @@ class FencedWriter:
     transient: Callable[[Exception], bool] = is_transient  # decides which errors are transient
     rollup: bool = False  # let each record remove the one before (the stream needs ``allow_rollup_hdrs``)
     msg_ttl: TTL | None = None  # the time to live of a record, such as `NEVER` on a stream with ``max_age``
-    fence: int = field(default=0, init=False)  # the sequence of the record that the next one follows; 0: there is none
+    fence: int = field(default=0, init=False)  # the sequence of the newest record; 0 before the first
     # The payloads of stores since the fence whose answers were lost.
     _in_doubt: set[bytes] = field(default_factory=set, init=False)
 

@@ -69,7 +69,7 @@ def overlap(one: str, other: str) -> bool:
 
 
 def is_literal(pattern: str) -> bool:
-    """Whether a filter has no wildcard; a token such as ``a*``, which is none to a server, counts as one."""
+    """Whether a filter has neither ``*`` nor ``>``, not even within a token such as ``a*``, which servers take literally."""
     return "*" not in pattern and ">" not in pattern
 
 

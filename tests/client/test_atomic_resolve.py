@@ -234,14 +234,19 @@ async def test_after_a_restart_only_an_acknowledged_batch_can_be_resolved(
             await batch.resolve()
 
 
+async def unknown_batch(js: JetStreamContext, stream: str) -> jsx.AtomicBatch:
+    """Return a batch of one message whose commit gets no answer."""
+    batch = jsx.AtomicBatch(js)
+    await batch.add(f"{stream}.0")
+    with pytest.raises(errors.BatchOutcomeUnknownError):
+        await commit_unanswered(batch)
+    return batch
+
+
 async def test_resolve_does_not_repeat_what_cannot_succeed(
     js: JetStreamContext, make_stream: MakeStream, lost_commits: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = await make_stream()
-    batch = jsx.AtomicBatch(js)
-    await batch.add(f"{name}.0")
-    with pytest.raises(errors.BatchOutcomeUnknownError):
-        await commit_unanswered(batch)
+    batch = await unknown_batch(js, await make_stream())
     asked = 0
 
     async def malformed(*_: Any) -> None:
@@ -264,11 +269,7 @@ async def test_a_connection_lost_during_the_search_leaves_no_unretrieved_error(
     monkeypatch: pytest.MonkeyPatch,
     loop_is_quiet: list[dict[str, Any]],
 ) -> None:
-    name = await make_stream()
-    batch = jsx.AtomicBatch(js)
-    await batch.add(f"{name}.0")
-    with pytest.raises(errors.BatchOutcomeUnknownError):
-        await commit_unanswered(batch)
+    batch = await unknown_batch(js, await make_stream())
     connection = connection_of(nc)
     assert isinstance(connection, Connection)
 
