@@ -43,6 +43,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# Where these are set, pytest compares the collections of a failed assertion line by line, whatever their size. For some
+# thousand rows it took more than ten minutes, also in tests that are expected to fail.
+for name in ("CI", "BUILD_NUMBER"):
+    os.environ.pop(name, None)
+
 # Spark's JVMs live only for seconds here, so an optimising compiler, parallel collectors and the web UI cost more than
 # they gain.
 os.environ.setdefault("SPARK_LAUNCHER_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
