@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import inspect
 import os
+import sys
 import uuid
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -83,7 +84,7 @@ LONGEST = (
     "tests/conformance/test_differential.py",
     "tests/conformance/test_streams.py",
 )
-# Each of these tests starts its own JVMs.
+# These tests run programs that use Spark.
 SPARK_PROCESSES = (
     "tests/spark/test_secrets.py",
     "tests/docs/test_pages.py::test_a_page_does_what_it_says[tutorial]",
@@ -145,6 +146,26 @@ def server() -> Iterator[NatsServer]:
     """A server that all tests share: use unique names, and do not kill, pause or restart it."""
     with NatsServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def spark_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment for programs that use Spark, one at a time: as in an activated venv, and with one JVM for all.
+
+    A program that finds no JVM in its environment starts one, which takes longer than most of them run.
+    """
+    from pyspark.java_gateway import launch_gateway
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+        patch.setenv("PYSPARK_PYTHON", sys.executable)
+        environment = dict(os.environ)
+        gateway = launch_gateway(popen_kwargs={"cwd": tmp_path_factory.mktemp("spark")})
+    address = gateway.gateway_parameters
+    yield {**environment, "PYSPARK_GATEWAY_PORT": str(address.port), "PYSPARK_GATEWAY_SECRET": address.auth_token}
+    gateway.close()
+    gateway.proc.stdin.close()  # which ends the JVM
+    gateway.proc.wait(60)
 
 
 @pytest.fixture

@@ -47,20 +47,27 @@ def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) < LONGEST
 
 
-def run(path: Path, url: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(path: Path, url: str, folder: Path, environment: dict[str, str] | None) -> subprocess.CompletedProcess[str]:
     strict = [] if "spark" in path.stem else ["-W", "error"]  # pyspark has warnings of its own
     return subprocess.run(
-        [sys.executable, *strict, path, url], capture_output=True, text=True, timeout=540, check=False, cwd=folder
+        [sys.executable, *strict, path, url],
+        capture_output=True,
+        text=True,
+        timeout=540,
+        check=False,
+        cwd=folder,
+        env=environment,
     )
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_it_does_what_it_says(path: Path, tmp_path: Path) -> None:
+def test_it_does_what_it_says(path: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    environment = request.getfixturevalue("spark_environment") if "spark" in path.stem else None
     with NatsServer() as server:
-        done = run(path, server.url, tmp_path)
+        done = run(path, server.url, tmp_path, environment)
         assert done.returncode == 0, done.stderr
         for words in SAYS[path.stem]:
             assert words in done.stdout
         if "spark" not in path.stem:  # which takes a minute each on a small machine
-            again = run(path, server.url, tmp_path)
+            again = run(path, server.url, tmp_path, environment)
             assert again.returncode == 0, again.stderr

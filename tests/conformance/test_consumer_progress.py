@@ -26,29 +26,38 @@ PURGES: list[dict[str, Any]] = [
 ]
 
 
+CONSUMERS = {"ALL": "", "ONE": "s.a", "MATCHING": "s.*"}  # names and filters
+
+
 @pytest.mark.parametrize("purge", PURGES, ids=str)
 @pytest.mark.parametrize("taken", [0, 2])
-@pytest.mark.parametrize("pattern", ["", "s.a", "s.*"])
 @pytest.mark.parametrize("storage", ["memory", "file"])
-def test_purge_moves_the_consumer(pair: Any, storage: str, pattern: str, taken: int, purge: dict[str, Any]) -> None:
+def test_purge_moves_the_consumers(pair: Any, storage: str, taken: int, purge: dict[str, Any]) -> None:
+    def settle() -> None:
+        for name in CONSUMERS:
+            pair.eventually(lambda name=name: info(pair, name))
+
     if not pair.since("2.11.0"):
         # 2.10 reports the last sequence that it examined.
         pair.hidden |= {("delivered", "stream_seq"), ("ack_floor", "stream_seq")}
     if not pair.since("2.14.0"):
         pair.hidden.add(("ack_floor", "last_active"))  # older releases notify the consumer in two ways, in either order
     pair.stream(storage=storage, max_msgs=5)
-    create(pair, filter_subject=pattern)
+    for name, pattern in CONSUMERS.items():
+        create(pair, name, filter_subject=pattern)
     for subject in ("s.a", "s.b", "s.a"):
         pair.publish(subject)
-    pair.eventually(lambda: info(pair))  # until the consumers count all three messages as pending
+    settle()  # until the consumers count all three messages as pending
     if taken:
-        pull(pair, {"batch": taken, "no_wait": True}, wait=taken)
+        for name in CONSUMERS:
+            pull(pair, {"batch": taken, "no_wait": True}, wait=taken, name=name)
     for subject in ("s.b", "s.a", "s.b", "s.a"):
         pair.publish(subject)
     pair.api(f"STREAM.PURGE.{pair.name}", purge)
-    pair.eventually(lambda: info(pair))
-    pull(pair, {"batch": 4, "no_wait": True})
-    pair.eventually(lambda: info(pair))
+    settle()
+    for name in CONSUMERS:
+        pull(pair, {"batch": 4, "no_wait": True}, name=name)
+    settle()
 
 
 def test_last_per_subject_waits_at_a_deleted_message(pair: Any) -> None:

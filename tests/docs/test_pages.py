@@ -44,10 +44,10 @@ def empty_server() -> Iterator[NatsServer]:
 
 def environment() -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # as in an activated environment
-    return {**os.environ, "PATH": path, "PYSPARK_PYTHON": sys.executable}
+    return {**os.environ, "PATH": path}
 
 
-def typed(program: str, folder: Path) -> tuple[str, str]:
+def typed(program: str, folder: Path, environment: dict[str, str]) -> tuple[str, str]:
     """Type a program at Python's prompt; return what it printed, without the prompts, and what went wrong."""
     done = subprocess.run(
         [sys.executable, "-c", PROMPT],
@@ -57,18 +57,21 @@ def typed(program: str, folder: Path) -> tuple[str, str]:
         timeout=540,
         check=False,
         cwd=folder,
-        env=environment(),
+        env=environment,
     )
     return PROMPTS.sub("", done.stdout), done.stderr
 
 
 @pytest.mark.parametrize("page", TYPED, ids=lambda page: page.stem)
-def test_a_page_does_what_it_says(page: Path, empty_server: NatsServer, tmp_path: Path) -> None:
+def test_a_page_does_what_it_says(
+    page: Path, empty_server: NatsServer, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
     program = "\n".join(code for language, code in blocks if language == "python")
     assert program
     check_blank_lines(program)
-    out, err = typed(program.replace(URL, empty_server.url), tmp_path)
+    given = request.getfixturevalue("spark_environment") if "pyspark" in program else environment()
+    out, err = typed(program.replace(URL, empty_server.url), tmp_path, given)
     assert not re.search(r"^(Traceback|\w+Error:)", err, re.MULTILINE), err
     where = 0
     for text in (text for language, text in blocks if language == "text"):
