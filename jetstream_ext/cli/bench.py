@@ -114,9 +114,6 @@ def command(where: Target, messages: int, size: int, rounds: int, plot: Path | N
         click.echo(f"plot in {plot}")
 
 
-# -- measuring -----------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _Case:
     """One row of the table: a call, and the messages per second of each round."""
@@ -131,14 +128,6 @@ class _Case:
     @property
     def median(self) -> float:
         return statistics.median(self.rates)
-
-    @property
-    def least(self) -> float:
-        return min(self.rates)
-
-    @property
-    def most(self) -> float:
-        return max(self.rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,16 +311,13 @@ class _Cases:
         return count
 
 
-# -- showing -------------------------------------------------------------------------------------------------------
-
-
 def _as_json(outcome: _Outcome) -> dict[str, Any]:
     rows = [
         {
             "call": case.name,
             "group": case.group,
             "by": "jetstream_ext" if case.ours else "nats-py",
-            "messages_per_second": {"min": case.least, "median": case.median, "max": case.most},
+            "messages_per_second": {"min": min(case.rates), "median": case.median, "max": max(case.rates)},
             "times_nats_py": case.median / outcome.base(case.group).median,
         }
         for case in outcome.cases
@@ -349,7 +335,7 @@ def _show(outcome: _Outcome) -> None:
             column.justify = "right"
         for case in outcome.cases:
             if case.group == group:
-                figures = [case.median, case.least, case.most] if wide else [case.median]
+                figures = [case.median, min(case.rates), max(case.rates)] if wide else [case.median]
                 call = Text(case.name, "bold" if case.ours else "")
                 rates.add_row(call, *(f"{rate:,.0f}" for rate in figures), f"{case.median / base.median:.1f}")
         screen.print(rates)
@@ -391,16 +377,16 @@ def _draw_group(axes: Any, label: str, cases: list[_Case]) -> None:
         [case.median for case in cases],
         height=0.7,
         color=[_OURS if case.ours else _THEIRS for case in cases],
-        xerr=[[case.median - case.least for case in cases], [case.most - case.median for case in cases]],
+        xerr=[[case.median - min(case.rates) for case in cases], [max(case.rates) - case.median for case in cases]],
         ecolor=_INK,
         capsize=2,
     )
     for place, case in zip(places, cases, strict=True):
         text = f"{case.median:,.0f}"
-        axes.annotate(text, (case.most, place), (5, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.annotate(text, (max(case.rates), place), (5, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks(places, [case.name for case in cases], fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlim(0, max(case.most for case in cases) * 1.15)
+    axes.set_xlim(0, max(max(case.rates) for case in cases) * 1.15)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value else "0")
     axes.tick_params(axis="x", labelsize=8)
     axes.set_title(f"{label}, messages/s", loc="left", fontsize=9)

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import click
 import orjson
@@ -21,6 +20,7 @@ from nats.js.errors import NotFoundError
 from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.connection import Context, OwnClient, login, tls_context
 from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.options import server_url
 
 _Command = Callable[..., None]
 
@@ -28,7 +28,6 @@ _DEFAULT_URL: Final = "nats://127.0.0.1:4222"
 _USER_INFO: Final = re.compile(r"(?:(?<=://)|^(?!\w+://)).*@")
 _DURATION: Final = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|m|h|$)")
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
-_SCHEMES: Final = frozenset({"nats", "tls", "ws", "wss"})
 _CREDENTIALS: Final = ("user", "password", "token", "creds", "nkey")
 
 
@@ -200,15 +199,11 @@ def _seconds(text: str) -> float:
 
 def _full_url(url: str) -> str:
     """Return a server's URL with its scheme, or raise an error if it is invalid."""
-    full = url if "://" in url else f"nats://{url}"
     try:
-        parts = urlsplit(full)
-        port = parts.port
-    except ValueError as error:
-        raise click.ClickException(f"{_without_secrets(url)!r} is not the URL of a server: {error}") from None
-    if parts.scheme not in _SCHEMES or not parts.hostname or port == 0:
-        raise click.ClickException(f"{_without_secrets(url)!r} is not the URL of a server, such as {_DEFAULT_URL}")
-    return full
+        return server_url(url)
+    except ValueError:
+        shown = _without_secrets(url)
+        raise click.ClickException(f"{shown!r} is not the URL of a server, such as {_DEFAULT_URL}") from None
 
 
 def _without_secrets(url: str) -> str:

@@ -91,6 +91,12 @@ class Api:
                 raise
             raise NotFoundError(refusal.code, refusal.description, refusal.err_code) from refusal
 
+    async def stream(
+        self, name: str, body: Mapping[str, Any] | None = None, prefix: str | None = None
+    ) -> dict[str, Any]:
+        """Return the answer of a stream's leader to ``STREAM.INFO``; raise as `ask` does."""
+        return await self.ask(f"STREAM.INFO.{name}", body, prefix=prefix, repeat=True)
+
     async def level(self) -> int:
         """Return the API level of the JetStream that answers (0: before 2.11); raise as `ask` does."""
         account = (await self.ask("INFO")).get("api")
@@ -141,7 +147,7 @@ def _api(where: Context | Api, timeout: float | None) -> Api:
 
 async def stream_state(where: Context | Api, stream: str, timeout: float | None = None) -> StreamState:
     """Return the state of `stream` as its leader reports it; raise as `Api.ask` does."""
-    return parse_stream_state(await _api(where, timeout).ask(f"STREAM.INFO.{stream}", repeat=True), stream)
+    return parse_stream_state(await _api(where, timeout).stream(stream), stream)
 
 
 async def settled_state(

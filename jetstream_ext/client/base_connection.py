@@ -86,8 +86,6 @@ class BaseConnection(ABC):
         self.nc = nc
         self._server_info = server_info
 
-    # -- subscribing and writing ----------------------------------------------------------------------------------
-
     @abstractmethod
     async def inbox(
         self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
@@ -111,8 +109,6 @@ class BaseConnection(ABC):
 
         Cancellation: Everything is written: the bytes are in the buffer before the first suspension.
         """
-
-    # -- waiting --------------------------------------------------------------------------------------------------
 
     async def bounded(self, operation: Awaitable[_T], timeout: float, what: str) -> _T:
         """Await an operation of nats-py until `timeout` seconds have passed or the connection is closed.
@@ -161,8 +157,6 @@ class BaseConnection(ABC):
             if remaining <= 0:
                 raise RequestTimeoutError(f"the connection was lost and did not come back within {timeout:.4g} s")
             await asyncio.sleep(min(0.02, remaining))
-
-    # -- state ----------------------------------------------------------------------------------------------------
 
     @property
     def usable(self) -> bool:

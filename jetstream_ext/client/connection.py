@@ -89,8 +89,6 @@ class Connection(BaseConnection):
     def usable(self) -> bool:
         return self.nc._status in _USABLE  # cheaper than nats-py's properties: it is checked for every message
 
-    # -- subscriptions ------------------------------------------------------------------------------------------
-
     async def inbox(
         self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
     ) -> InboxSubscription:
@@ -126,8 +124,6 @@ class Connection(BaseConnection):
         if len(self._closed_sids) > _CLOSED_SIDS_KEPT:
             self._handlers.pop(self._closed_sids.popleft(), None)
 
-    # -- writing ------------------------------------------------------------------------------------------------
-
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
         self.check_usable()
         self._append(data)
@@ -147,8 +143,6 @@ class Connection(BaseConnection):
         self.write_nowait(data, messages, payload_bytes)
         if self.nc._pending_data_size > self.nc._max_pending_size > 0:
             await self.bounded(self.nc._flush_pending(force_flush=True), timeout, ROOM)
-
-    # -- reading ------------------------------------------------------------------------------------------------
 
     def _watch_reader(self) -> None:
         task = self.nc._reading_task
@@ -335,9 +329,6 @@ def bucket_parts(kv: KeyValue) -> tuple[JetStreamContext, str, str, str]:
 def open_bucket(js: JetStreamContext, name: str) -> KeyValue:
     """Return nats-py's bucket `name` without a request; the first read of it finds out whether it exists."""
     return KeyValue(name, KV_STREAM_TEMPLATE.format(bucket=name), KV_PRE_TEMPLATE.format(bucket=name), js, direct=False)
-
-
-# -- connections of this package's own -----------------------------------------------------------------------------
 
 
 class OwnClient(Client):

@@ -353,7 +353,7 @@ async def source_health(js: JetStreamContext, stream: str, *, timeout: float | N
     """
     check_name(stream, "stream name")
     api = Api(Context(js), timeout)
-    info = await api.ask(f"STREAM.INFO.{stream}")
+    info = await api.stream(stream)
     with malformed_as_error(f"stream {stream!r} or one of its origins"):
         config, domain = info["config"], info.get("domain")
         mirror, sources = config.get("mirror"), config.get("sources") or []
@@ -416,7 +416,7 @@ async def _origin(api: Api, entry: Mapping[str, Any]) -> tuple[SourceState, str,
     where = f"stream {name!r}" if prefix == DEFAULT_PREFIX else f"stream {name!r} at API prefix {prefix}"
     try:
         if consumer is None:
-            await api.ask(f"STREAM.INFO.{name}", prefix=prefix)
+            await api.stream(name, prefix=prefix)
             return SourceState.OK, "", None
         info = await api.ask(f"CONSUMER.INFO.{name}.{consumer['name']}", prefix=prefix)
     except NotFoundError as error:

@@ -129,9 +129,9 @@ async def read_blocks(
             match machine.next_action(loop.time()):
                 case range_read.Deliver(block):
                     yield block
-                case range_read.Fail(failure):
-                    raise failure
-                case range_read.Done():
+                case range_read.Done(failure):
+                    if failure is not None:
+                        raise failure
                     return
                 case action:
                     try:

@@ -20,7 +20,7 @@ equal payloads count as the same store.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Final
 
@@ -30,7 +30,7 @@ from nats.js.errors import APIError
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.atomic import publish_atomic
 from jetstream_ext.client.connection import Context
-from jetstream_ext.client.retry import Retry, is_transient
+from jetstream_ext.client.retry import Retry, is_transient_batch
 from jetstream_ext.errors import ErrorCode, FencedError, RequestTimeoutError
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import as_message, message_headers
@@ -70,7 +70,6 @@ class FencedWriter:
     name: str  # the writer's name in errors: "worker 'sums'"
     patience: float  # seconds for which one call retries after transient errors
     timeout: float | None = None  # seconds to wait for an answer; None is the context's own
-    transient: Callable[[Exception], bool] = is_transient  # decides which errors are transient
     rollup: bool = False  # let each record remove the one before (the stream needs ``allow_rollup_hdrs``)
     msg_ttl: TTL | None = None  # the time to live of a record, such as `NEVER` on a stream with ``max_age``
     fence: int = field(default=0, init=False)  # the sequence of the newest record; 0 before the first
@@ -175,7 +174,7 @@ class FencedWriter:
         return await retry.call(lambda: get_at_leader(self.context, self.stream, request, self.timeout))
 
     def _retry(self) -> Retry:
-        return Retry(self.patience, transient=self.transient)
+        return Retry(self.patience, transient=is_transient_batch)
 
 
 def _has_expectation(entry: Entry) -> bool:

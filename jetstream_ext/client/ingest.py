@@ -18,7 +18,7 @@ from nats.nuid import NUID
 from jetstream_ext.client.api import stream_name
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fast import FastPublisher
-from jetstream_ext.client.retry import Retry, is_transient
+from jetstream_ext.client.retry import Retry, is_transient, may_reconnect
 from jetstream_ext.errors import (
     BatchError,
     FastPublishDisabledError,
@@ -35,7 +35,6 @@ MsgId = Callable[[Entry], str]
 ProgressHandler = Callable[[IngestProgress], None]
 
 _NO_FAST_INGEST: Final = (FastPublishDisabledError, FastPublishMirrorError, RequiredApiLevelError)
-_CONNECTION_GONE: Final = (nats.errors.ConnectionClosedError, nats.errors.ConnectionDrainingError)
 _EXPECTATIONS: Final = frozenset({h.EXPECTED_LAST_SEQ, h.EXPECTED_LAST_SUBJECT_SEQ, h.EXPECTED_LAST_MSG_ID})
 
 
@@ -195,7 +194,7 @@ class _Ingest:
         self._on_progress = on_progress
         self._progress_every = progress_every
         self._progress_at, self._progress_stored = -math.inf, 0  # of the newest report
-        self._retry = Retry(timeout)
+        self._retry = Retry(timeout, transient=may_reconnect)
         self._stored = self._duplicates = self._resent = self._batches = 0
         self._refused: tuple[Entry, Exception] | None = None
         self._in_doubt = 0  # how many messages of the window, from the oldest on, were sent and not answered
@@ -268,14 +267,11 @@ class _Ingest:
 
     async def _pause(self, error: Exception) -> None:
         """Wait before the next attempt, or give up."""
-        why = "the connection is closed"
-        if not isinstance(error, _CONNECTION_GONE):
-            try:
-                await self._retry.pause_until_deadline(error)
-                return
-            except nats.errors.Error:
-                why = f"no ack for {self._retry.give_up_after:g} s"
-        raise self._failure(f"was not acknowledged: {why} ({error})") from error
+        try:
+            await self._retry.pause_if_transient(error)
+        except nats.errors.Error:
+            why = f"no ack for {self._retry.give_up_after:g} s" if may_reconnect(error) else "the connection is closed"
+            raise self._failure(f"was not acknowledged: {why} ({error})") from error
 
     async def _connected(self) -> None:
         while True:
@@ -283,8 +279,6 @@ class _Ingest:
                 return self._context.connection.check_usable()
             except nats.errors.Error as error:
                 await self._pause(error)
-
-    # -- by fast ingest -----------------------------------------------------------------------------------------
 
     async def _send_batch(self) -> None:
         """Send from the source until it or the batch ends; then the window holds what is not acknowledged."""
@@ -330,8 +324,6 @@ class _Ingest:
             # The message was refused before it took a sequence; everything before it is part of the batch.
             self._refused = self._window.pop(), error
             self._source.ended = True
-
-    # -- one by one ---------------------------------------------------------------------------------------------
 
     async def _resend(self) -> None:
         """Publish the messages of the window one at a time.

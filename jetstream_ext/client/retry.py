@@ -15,6 +15,7 @@ from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableEr
 from jetstream_ext.errors import (
     AtomicPublishIncompleteError,
     BatchAbandonedError,
+    BatchError,
     BatchOutcomeUnknownError,
     DirectGetDisabledError,
     ErrorCode,
@@ -66,6 +67,16 @@ def is_transient(error: BaseException) -> bool:
 def is_transient_read(error: BaseException) -> bool:
     """As `is_transient`, for direct gets from a stream that allows them: without a responder, all are away for now."""
     return is_transient(error) or isinstance(error, DirectGetDisabledError)
+
+
+def is_transient_batch(error: BaseException) -> bool:
+    """As `is_transient`, for a batch that can be repeated whole, because a record shows whether it was stored."""
+    return is_transient(error) or (isinstance(error, BatchError) and not isinstance(error, ServerError))
+
+
+def may_reconnect(error: BaseException) -> bool:
+    """Return whether the same call may succeed on this connection: always, unless it was closed."""
+    return not isinstance(error, nats.errors.ConnectionClosedError | nats.errors.ConnectionDrainingError)
 
 
 @dataclass(eq=False)

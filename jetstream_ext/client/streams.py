@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import orjson
@@ -78,17 +78,8 @@ async def features(js: JetStreamContext, *, timeout: float | None = None) -> Fea
         if context.connection.api_level is None or context.prefix != DEFAULT_PREFIX:
             raise
         level = context.connection.api_level
-    return Features(
-        server_version=context.connection.server_version,
-        api_level=level,
-        direct_batch=feature_table.DIRECT_BATCH.at(level),
-        msg_ttl=feature_table.MSG_TTL.at(level),
-        atomic=feature_table.ATOMIC.at(level),
-        atomic_eob=feature_table.ATOMIC_EOB.at(level),
-        fast_ingest=feature_table.FAST_INGEST.at(level),
-        consumer_reset=feature_table.CONSUMER_RESET.at(level),
-        durable_source=feature_table.DURABLE_SOURCE.at(level),
-    )
+    found = {each.name: getattr(feature_table, each.name.upper()).at(level) for each in fields(Features)[2:]}
+    return Features(context.connection.server_version, level, **found)
 
 
 async def ensure_stream(
@@ -138,7 +129,7 @@ async def ensure_stream(
     retried = False
     while True:
         try:
-            info = await api.ask(f"STREAM.INFO.{wanted.name}")
+            info = await api.stream(str(wanted.name))
         except NotFoundError:
             pass
         else:

@@ -121,7 +121,7 @@ class Bucket:
     async def _page(self, api: Api, pattern: str, offset: int) -> dict[str, Any]:
         request = {"subjects_filter": self.subject(pattern), "offset": offset}
         with self._not_found():
-            return await api.ask(f"STREAM.INFO.{self.stream}", request, repeat=True)
+            return await api.stream(self.stream, request)
 
     @contextmanager
     def _not_found(self) -> Iterator[None]:

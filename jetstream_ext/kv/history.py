@@ -212,9 +212,6 @@ class Past:
         return Verdict(entries, tuple(sorted(gone)), complete=not wild, lost=wild and lost)
 
 
-# -- what the headers of a message say about the history of its key -------------------------------------------------------
-
-
 def ttl_of(headers: Mapping[str, str]) -> timedelta | None:
     """Return the TTL in a message's headers as servers read it, in whole seconds; None if it has no finite one."""
     text = headers.get(MSG_TTL, "").strip()

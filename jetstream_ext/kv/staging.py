@@ -41,8 +41,6 @@ class Staging:
         """What was read, delete markers included; None: the key had no message."""
         self.writes: dict[str, Staged] = {}
 
-    # -- operations -----------------------------------------------------------------------------------------------
-
     def read(self, key: str, entry: KeyValueEntry | None) -> None:
         """Take what was read from the bucket; only the first read of a key counts."""
         self.reads.setdefault(key, entry)
@@ -93,8 +91,6 @@ class Staging:
                 raise self._conflict(_moved(key, expected, last), (key,))
         self.writes[key] = Staged(operation, value, ttl, expected, creates)
 
-    # -- the commit -----------------------------------------------------------------------------------------------
-
     @property
     def only_read(self) -> list[str]:
         """The keys that were read and are not written."""
@@ -137,8 +133,6 @@ class Staging:
         if messages:
             messages[0] = replace(messages[0], expected_last_seq=fence, msg_id=msg_id)
         return messages
-
-    # -- conflicts ------------------------------------------------------------------------------------------------
 
     def refused(self, now: Mapping[str, KeyValueEntry | None]) -> KeyConflictError | None:
         """Return the conflict, after the server refused an expectation; `now` has the keys with expectations.

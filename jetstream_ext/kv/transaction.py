@@ -81,8 +81,6 @@ class Transaction:
         """The new revision of every key that was written; empty before the commit."""
         return self._revisions.copy()
 
-    # -- writing --------------------------------------------------------------------------------------------------
-
     def put(self, key: str, value: bytes, *, ttl: TTL | None = None) -> None:
         """Write a value, whatever the key's revision.
 
@@ -143,8 +141,6 @@ class Transaction:
         self._check_open()
         self._staging.write("PURGE", key, ttl=ttl, last=last)
 
-    # -- reading --------------------------------------------------------------------------------------------------
-
     async def get(self, key: str) -> KeyValueEntry | None:
         """Return the entry of a key, or None if it does not exist, and make the commit conditional on it.
 
@@ -182,8 +178,6 @@ class Transaction:
             if entry is not None and entry.operation == "PUT":
                 found[key] = entry
         return found
-
-    # -- the end --------------------------------------------------------------------------------------------------
 
     async def commit(self) -> dict[str, int]:
         """Commit and return the new revisions; a clean exit of ``async with`` does the same.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from urllib.parse import urlsplit
 
 from jetstream_ext.errors import BadHeaderError
 from jetstream_ext.protocol import headers as h
@@ -153,3 +154,12 @@ def rfc3339(when: datetime, name: str) -> str:
         return when.astimezone(UTC).isoformat()  # in UTC, because RFC 3339 has no offsets with seconds
     except OverflowError:
         raise ValueError(f"{name} must be in the years 1 to 9999 in UTC, not {when!r}") from None
+
+
+def server_url(text: str) -> str:
+    """Return the URL of a server with its scheme; raise ValueError if it is invalid."""
+    url = text if "://" in text else f"nats://{text}"
+    parts = urlsplit(url)
+    if parts.scheme not in ("nats", "tls", "ws", "wss") or not parts.hostname or parts.port == 0:
+        raise ValueError("not the URL of a server")
+    return url

@@ -124,17 +124,14 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
 class Done:
-    """The read is over: everything was delivered."""
+    """The read is over: everything was delivered, or it failed with `error`."""
+
+    error: Exception | None = None
 
 
 # After an action that fails in another way, the caller calls `failed`.
-Action = SendRequest | DropReply | AskLeader | AwaitConnection | Deliver | Wait | Fail | Done
+Action = SendRequest | DropReply | AskLeader | AwaitConnection | Deliver | Wait | Done
 
 
 @dataclass(slots=True)
@@ -254,8 +251,6 @@ class RangeRead(_Read):
         self._answers_dropped = 0
         self._mirror = ""
 
-    # -- what to do -----------------------------------------------------------------------------------------------
-
     def next_action(self, now: float) -> Action:
         while True:
             if self._dropped:
@@ -278,13 +273,11 @@ class RangeRead(_Read):
             if self.state is RECONNECTING:
                 return AwaitConnection()
             if self.state is ENDED:
-                return Done() if self.error is None else Fail(self.error)
+                return Done(self.error)
             if self.state is PAUSED or not self._read(now):
                 if self._timer is None:
                     self._timer = now + (self._pause if self.state is PAUSED else self._timeout)
                 return Wait(self._timer)
-
-    # -- what happens ---------------------------------------------------------------------------------------------
 
     def receive(self, sent: SentRequest, frames: list[Frame]) -> None:
         """Take frames of a reply, in order; they are decoded when the reply is the oldest."""
@@ -324,8 +317,6 @@ class RangeRead(_Read):
             self._happen(Input.COMPLETE, why=f"the leader has nothing after sequence {self._before}")
         elif not self._gaps:
             self._happen(Input.GAPS_PROVED)
-
-    # -- deciding -------------------------------------------------------------------------------------------------
 
     def _read(self, now: float) -> bool:
         """Take what has arrived of the oldest reply; return whether there is something new to do."""

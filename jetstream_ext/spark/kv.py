@@ -83,9 +83,6 @@ class JetStreamKvReader(DataSourceReader):
         return read_keys(self._options, self._schema, partition.value)
 
 
-# -- on the driver ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class KeyRange:
     keys: tuple[str, ...]
@@ -118,9 +115,6 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
     _log.debug("planned %d partitions of bucket %r: %d keys at revision %d", parts, options.bucket, len(keys), revision)
     cuts = [len(keys) * part // parts for part in range(parts + 1)]
     return [KeyRange(tuple(keys[start:stop]), revision) for start, stop in pairwise(cuts)]
-
-
-# -- on the executors ---------------------------------------------------------------------------------------------
 
 
 def read_keys(options: KvOptions, schema: StructType, part: KeyRange | None) -> Iterator[RecordBatch]:

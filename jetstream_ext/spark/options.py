@@ -18,15 +18,14 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from functools import partial
 from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar
-from urllib.parse import urlsplit
 
 from jetstream_ext.errors import BadSubjectError
+from jetstream_ext.protocol.options import server_url
 from jetstream_ext.protocol.subjects import check_filter, check_name, check_subject
 
 Bound: TypeAlias = Literal["earliest", "latest"] | int | datetime
 """Where a read starts or ends: an end of the stream when the read is planned, a stream sequence, or an aware time."""
 
-_SCHEMES: Final = ("nats", "tls", "ws", "wss")
 _SIZE_UNITS: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 # A batch of the server has at most 1000 messages, one of which is the marker.
 _MAX_TRANSACTION_ROWS: Final = 999
@@ -217,20 +216,15 @@ _boolean = _choice(true=True, false=False)
 def _servers(text: str) -> tuple[str, ...]:
     servers: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        url = part if "://" in part else f"nats://{part}"
-        if "@" in url:
+        if "@" in part:
             raise ValueError(
                 "a URL has credentials in it; give them by reference "
                 "(user and passwordEnv, tokenEnv, credsFile or nkeyFile)"
             )
         try:
-            parts = urlsplit(url)
-            valid = bool(parts.hostname) and parts.port != 0
+            servers.append(server_url(part))
         except ValueError:
-            valid = False
-        if not valid or parts.scheme not in _SCHEMES:
-            raise ValueError(f"{part!r} is not a server URL such as nats://host:4222 (or {', '.join(_SCHEMES[1:])})")
-        servers.append(url)
+            raise ValueError(f"{part!r} is not the URL of a server, such as nats://host:4222") from None
     if not servers:
         raise ValueError("it is empty; give at least one URL such as nats://host:4222")
     return tuple(dict.fromkeys(servers))

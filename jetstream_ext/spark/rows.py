@@ -224,9 +224,6 @@ class RowReader:
         return RowError(f"row {self._row} of partition {self._partition} cannot be a message: {what}")
 
 
-# -- message ids --------------------------------------------------------------------------------------------------
-
-
 def content(subject: str, data: bytes, headers: Mapping[str, str] | None) -> bytes:
     """Return bytes that differ for messages that differ in subject, data or headers."""
     if not headers:

@@ -125,9 +125,6 @@ def _push_down_is_on() -> bool:
     return "pyspark.sql.worker.data_source_pushdown_filters" in sys.modules
 
 
-# -- columns ------------------------------------------------------------------------------------------------------
-
-
 class SchemaError(ValueError):
     """The schema given with ``.schema(...)`` has columns that the format does not have."""
 

@@ -31,15 +31,13 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
-from jetstream_ext.client.retry import is_transient
+from jetstream_ext.client.retry import is_transient_batch
 from jetstream_ext.errors import (
     AtomicPublishTooLargeError,
     BadHeaderError,
-    BatchError,
     FencedError,
     JetStreamExtError,
     MaxPayloadError,
-    ServerError,
 )
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
@@ -99,11 +97,6 @@ def _decode(kind: type[_Record], stored: StoredMsg | None) -> _Record:
     )
 
 
-def _is_transient(error: Exception) -> bool:
-    # A batch that failed without the server's refusal is sent again: its marker shows whether it was stored.
-    return is_transient(error) or (isinstance(error, BatchError) and not isinstance(error, ServerError))
-
-
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """A micro-batch of a query (0: a batch write), whose records are its layout and a marker for each partition."""
@@ -151,7 +144,6 @@ class StoredRecord(Generic[_Record]):
             self.subject,
             name=self.what,
             patience=PATIENCE,
-            transient=_is_transient,
             rollup=bool(of.state.config.get("allow_rollup_hdrs")),
         )
 
@@ -182,7 +174,7 @@ class StoredRecord(Generic[_Record]):
         return True
 
     def _explained(self, error: Exception) -> Exception:
-        if _is_transient(error):
+        if is_transient_batch(error):
             return SinkError(
                 f"{self.what}: its rows may be stored, but every attempt failed for {PATIENCE:g} s; restart the query, which "
                 f"finds what is stored: {error}"

@@ -226,12 +226,11 @@ async def test_lasting_errors_are_raised_when_the_patience_ends() -> None:
 
 
 async def test_an_error_that_is_not_transient_is_raised_at_once() -> None:
-    faults = Faults()
-    async with faulty(faults) as js:
-        one = writer(js, "S", timeout=0.1, transient=lambda error: False)
-        faults.add(Lose("S.>", times=None))
-        with pytest.raises(nats.errors.TimeoutError):
-            await one.store([], b"1")
+    async with faulty(Faults()) as js:
+        one = writer(js, "S")
+        with pytest.raises(nats.errors.MaxPayloadError):
+            async with asyncio.timeout(one.patience / 2):
+                await one.store([], b"." * (js._nc.max_payload + 1))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -17,7 +17,6 @@ with atheris.instrument_imports(include=["jetstream_ext"]):
         AwaitConnection,
         Deliver,
         Done,
-        Fail,
         RangeRead,
         SendRequest,
         Wait,
@@ -96,10 +95,10 @@ def one_input(raw: bytes) -> None:
                     machine.leader_answered([data.ConsumeIntInRange(0, 60) or None for _ in requests], now)
                 case AwaitConnection():
                     machine.connected()
-                case Fail(error):
-                    raise error
-                case Done():
+                case Done(None):
                     break
+                case Done(error):
+                    raise error
                 case Wait(until):
                     if data.remaining_bytes() and data.ConsumeIntInRange(0, 9):
                         frames = []

@@ -26,7 +26,6 @@ from jetstream_ext.protocol.range_read import (
     Deliver,
     Done,
     DropReply,
-    Fail,
     Input,
     RangeRead,
     SendRequest,
@@ -119,7 +118,8 @@ def scan(up_to: int | None = None, batch: int = 4, prefetch: int = 1) -> Scan:
 
 
 def failure(action: Action) -> Exception:
-    assert isinstance(action, Fail)
+    assert isinstance(action, Done)
+    assert action.error is not None
     return action.error
 
 
@@ -150,12 +150,12 @@ class TestTable:
 
     def test_an_ended_read_takes_late_inputs(self) -> None:
         script = Script(scan())
-        assert isinstance(script.answer(reply([1])), Done)
+        assert script.answer(reply([1])) == Done()
         script.machine.receive(script.sent[0], reply([1]))
         script.machine.disconnected()
         script.machine.handle_timer(1e9)
         script.machine.failed(ValueError())
-        assert isinstance(script.act(), Done)
+        assert script.act() == Done()
 
 
 class TestFailed:
@@ -257,7 +257,7 @@ class TestReading:
         assert isinstance(script.act(), Wait)
         assert script.delivered == [1, 2, 3, 4]
         script.machine.receive(second, reply([5, 6, 7, 8], 4))
-        assert isinstance(script.act(), Done)
+        assert script.act() == Done()
         assert script.delivered == list(range(1, 13))
 
     def test_late_frames_of_a_dropped_reply_are_ignored(self) -> None:
@@ -267,7 +267,7 @@ class TestReading:
         script.expire()
         script.machine.receive(first, reply([1]))
         script.reconnect()
-        assert isinstance(script.answer(reply([1, 2])), Done)
+        assert script.answer(reply([1, 2])) == Done()
         assert script.delivered == [1, 2]
 
     def test_a_refusal_ends_the_read_after_what_came_before(self) -> None:
@@ -287,7 +287,7 @@ class TestReading:
     )
     def test_other_plans(self, plan: Plan, frames: list[Frame]) -> None:
         script = Script(plan)
-        assert isinstance(script.answer(frames), Done)
+        assert script.answer(frames) == Done()
         assert (script.delivered, plan.end and plan.end.last_seq) == ([1, 2], 2)
 
 
@@ -334,7 +334,7 @@ class TestSilence:
         script.act()
         script.machine.receive(script.sent[0], reply([1]))
         script.machine.handle_timer(TIMEOUT)
-        assert isinstance(script.act(), Done)
+        assert script.act() == Done()
 
 
 class TestConnection:
@@ -344,7 +344,7 @@ class TestConnection:
         script.machine.receive(script.sent[0], [row(1, 0, 3)])
         script.machine.disconnected()
         script.reconnect()
-        assert isinstance(script.answer(reply([2, 3, 4])), Done)
+        assert script.answer(reply([2, 3, 4])) == Done()
         assert script.delivered == [1, 2, 3, 4]
 
     def test_a_second_loss_at_the_same_place_is_an_error(self) -> None:
@@ -361,7 +361,7 @@ class TestConnection:
         assert isinstance(script.machine.next_action(0.0), SendRequest)
         script.machine.not_sent(script.plan.in_flight[0], nats.errors.ConnectionReconnectingError())
         script.reconnect()
-        assert isinstance(script.answer(reply([1])), Done)
+        assert script.answer(reply([1])) == Done()
 
     def test_the_second_loss_of_a_closed_connection_is_its_error(self) -> None:
         script = Script(scan())
@@ -412,20 +412,20 @@ class TestProof:
         script = Script(scan(9), prove_to=9)
         script.answer(reply([1, 2]))
         assert script.act() == AskLeader((Request(seq=3, next_by_subj=">"),))
-        assert isinstance(script.leader(None), Done)
+        assert script.leader(None) == Done()
 
     @pytest.mark.parametrize("found", [None, 10])
     def test_messages_behind_the_range_are_not_missing(self, found: int | None) -> None:
         script = Script(scan(9), prove_to=9)
         script.answer(reply([1]))
-        assert isinstance(script.leader(found), Done)
+        assert script.leader(found) == Done()
 
     def test_a_range_that_came_to_its_end_needs_no_request_to_the_leader(self) -> None:
-        assert isinstance(Script(scan(2), prove_to=2).answer(reply([1, 2])), Done)
+        assert Script(scan(2), prove_to=2).answer(reply([1, 2])) == Done()
 
     def test_only_the_part_to_prove_is_proved(self) -> None:
         script = Script(scan(), prove_to=2)
-        assert isinstance(script.answer(reply([1, 2])), Done)
+        assert script.answer(reply([1, 2])) == Done()
 
     def test_a_lagging_replica_is_polled_until_it_has_caught_up(self) -> None:
         script = Script(scan(3), prove_to=3)
@@ -438,13 +438,13 @@ class TestProof:
         script.leader(2)
         script.expire()
         script.reconnect()
-        assert isinstance(script.answer(reply([2, 3])), Done)
+        assert script.answer(reply([2, 3])) == Done()
         assert script.delivered == [1, 2, 3]
 
     def test_a_replica_that_never_catches_up_is_an_error(self) -> None:
         script = Script(scan(3), prove_to=3)
         script.answer(reply([1]))
-        while not isinstance(action := script.leader(2), Fail):
+        while not isinstance(action := script.leader(2), Done):
             script.expire()
             script.reconnect()
             script.answer(reply([]))
@@ -461,7 +461,7 @@ class TestProof:
 
     def test_the_leader_is_not_asked_about_gaps_of_the_stream_itself(self) -> None:
         script = Script(scan(6), prove_to=6)
-        assert isinstance(script.answer(reply([2, 3, 6])), Done)
+        assert script.answer(reply([2, 3, 6])) == Done()
 
     def test_rows_before_a_missing_message_are_delivered(self) -> None:
         script = Script(scan(6), prove_to=6)
@@ -470,7 +470,7 @@ class TestProof:
         assert script.delivered == [1, 2, 3]
         script.expire()
         script.reconnect()
-        assert isinstance(script.answer(reply([5, 6])), Done)
+        assert script.answer(reply([5, 6])) == Done()
         assert script.sent[-1].request.seq == 4
         assert script.delivered == [1, 2, 3, 5, 6]
 
@@ -484,7 +484,7 @@ class TestProof:
         script.leader(2)
         script.expire()
         script.reconnect()
-        assert isinstance(script.answer(reply([2, 6])), Done)
+        assert script.answer(reply([2, 6])) == Done()
         assert script.delivered == [1, 2, 6]
 
     def test_an_answer_with_many_gaps_is_dropped_some_times_and_then_proved(self) -> None:
@@ -498,7 +498,7 @@ class TestProof:
         assert thrown_away == 8
         assert script.now == 0.0, "it is asked again at once"
         script.leader(*evens[:MAX_LEADER_REQUESTS])
-        assert isinstance(script.leader(*evens[MAX_LEADER_REQUESTS:]), Done)
+        assert script.leader(*evens[MAX_LEADER_REQUESTS:]) == Done()
         assert script.delivered == evens
 
     def test_a_read_by_time_is_proved_by_time(self) -> None:
@@ -512,7 +512,7 @@ class TestProof:
         script.reconnect()
         script.act()
         assert script.sent[-1].request.start_time == when
-        assert isinstance(script.answer(reply([5, 7, 9])), Done)
+        assert script.answer(reply([5, 7, 9])) == Done()
         assert script.delivered == [5, 7, 9]
 
 
@@ -678,10 +678,8 @@ class World:
                 case Deliver(block):
                     assert len(block) == len(block.bodies) == len(block.header_sizes) > 0
                     self.delivered += block.seqs
-                case Fail(error):
+                case Done(error):
                     return error
-                case Done():
-                    return None
                 case Wait(until):
                     self.wait(until)
         pytest.fail("the read does not end")
