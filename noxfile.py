@@ -29,8 +29,8 @@ def tests(session: nox.Session) -> None:
     """Run the tests on several processes; arguments after `--` go to pytest."""
     # The tests import, and so compile, a small part of what pip would compile.
     session.install("--no-compile", "-e", ".[spark,server,cli,plot]", *group("test"))
-    # Each of the parallel processes would compile all test modules.
-    session.run("python", "-m", "pytest", "--collect-only", "-qq", *session.posargs, silent=True)
+    if not session.posargs:  # for all tests: otherwise each of the processes would compile them
+        session.run("python", "-m", "pytest", "--collect-only", "-qq", silent=True)
     session.run("python", "-m", "pytest", *PARALLEL, *session.posargs)
 
 

@@ -319,6 +319,7 @@ class Status(enum.IntEnum):
     """The statuses that servers send as the ``code`` of an error, or as the status line of a reply."""
 
     END_OF_BATCH = 204
+    INVALID_REQUEST = 400
     NOT_FOUND = 404
     BAD_REQUEST = 408
     REQUIRED_API_LEVEL = 412

@@ -149,11 +149,7 @@ def server() -> Iterator[NatsServer]:
 
 
 @pytest.fixture(scope="session")
-def spark_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The environment for programs that use Spark, one at a time: as in an activated venv, and with one JVM for all.
-
-    A program that finds no JVM in its environment starts one, which takes longer than most of them run.
-    """
+def _spark_jvm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, dict[str, str]]]:
     from pyspark.java_gateway import launch_gateway
 
     with pytest.MonkeyPatch.context() as patch:
@@ -162,10 +158,25 @@ def spark_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
         environment = dict(os.environ)
         gateway = launch_gateway(popen_kwargs={"cwd": tmp_path_factory.mktemp("spark")})
     address = gateway.gateway_parameters
-    yield {**environment, "PYSPARK_GATEWAY_PORT": str(address.port), "PYSPARK_GATEWAY_SECRET": address.auth_token}
+    shared = {"PYSPARK_GATEWAY_PORT": str(address.port), "PYSPARK_GATEWAY_SECRET": address.auth_token}
+    yield gateway.jvm, environment | shared
     gateway.close()
     gateway.proc.stdin.close()  # which ends the JVM
     gateway.proc.wait(60)
+
+
+@pytest.fixture
+def spark_environment(_spark_jvm: tuple[Any, dict[str, str]]) -> Iterator[dict[str, str]]:
+    """The environment for a program that uses Spark: as in an activated venv, and with one JVM for all such programs.
+
+    A program that finds no JVM in its environment starts one, which takes longer than most of them run; those of
+    tests/spark/test_secrets.py and tests/spark/test_faults.py do.
+    """
+    jvm, environment = _spark_jvm
+    yield environment
+    left = jvm.org.apache.spark.SparkContext.getActive()
+    if left.isDefined():  # by a program that failed
+        left.get().stop()
 
 
 @pytest.fixture

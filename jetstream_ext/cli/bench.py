@@ -24,6 +24,7 @@ from rich.text import Text
 
 from jetstream_ext.cli.connection import Target, connected, connection_options
 from jetstream_ext.cli.output import Stopped, console, on_signal, progress, table, write_json
+from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.atomic import publish_atomic
 from jetstream_ext.client.base_connection import cancel
 from jetstream_ext.client.connection import Context
@@ -256,7 +257,7 @@ class _Cases:
 
     async def empty_stream(self) -> None:
         await self._js.purge_stream(self._stream)
-        self._first = (await self._js.stream_info(self._stream)).state.last_seq + 1
+        self._first = (await stream_state(Context(self._js), self._stream)).last_seq + 1
 
     def _some(self, count: int) -> Iterator[tuple[str, bytes]]:
         return ((self._subjects[n % _SUBJECTS], self._payload) for n in range(count))

@@ -201,9 +201,8 @@ def _full_url(url: str) -> str:
     """Return a server's URL with its scheme, or raise an error if it is invalid."""
     try:
         return server_url(url)
-    except ValueError:
-        shown = _without_secrets(url)
-        raise click.ClickException(f"{shown!r} is not the URL of a server, such as {_DEFAULT_URL}") from None
+    except ValueError as error:
+        raise click.ClickException(f"{_without_secrets(url)!r} is not the URL of a server: {error}") from None
 
 
 def _without_secrets(url: str) -> str:

@@ -7,15 +7,15 @@ from datetime import datetime
 from typing import Any
 
 import click
-from nats.js.errors import InvalidBucketNameError, NotFoundError
 from rich.text import Text
 
 from jetstream_ext.cli.connection import Target, connected, connection_options
 from jetstream_ext.cli.output import console, count, printable, table, text_or_base64, write_json
-from jetstream_ext.client.connection import Context
+from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.errors import HistoryUnavailableError
 from jetstream_ext.kv import KeyValueSnapshot
 from jetstream_ext.kv import snapshot as take_snapshot
+from jetstream_ext.protocol.subjects import check_name
 
 
 def _moment(text: str) -> int | datetime:
@@ -44,6 +44,7 @@ def command(
 
     If the bucket no longer stores the history that this needs, the command fails.
     """
+    check_name(bucket, "bucket name")  # servers do not answer requests with an invalid one
     found = asyncio.run(_take(where, bucket, at, keys, partial=partial))
     if as_json:
         write_json(_as_json(bucket, found))
@@ -78,15 +79,8 @@ async def _take(
     where: Target, bucket: str, at: int | datetime | None, keys: tuple[str, ...], *, partial: bool
 ) -> KeyValueSnapshot:
     async with connected(where) as js:
-        context = Context(js)
         try:
-            kv = await context.connection.bounded(
-                js.key_value(bucket), context.timeout, f"the state of bucket {bucket!r}"
-            )
-        except (NotFoundError, InvalidBucketNameError) as error:
-            raise click.ClickException(f"bucket {bucket!r} does not exist") from error
-        try:
-            return await take_snapshot(kv, list(keys) or None, at=at, strict=not partial)
+            return await take_snapshot(open_bucket(js, bucket), list(keys) or None, at=at, strict=not partial)
         except HistoryUnavailableError as error:
             problem = str(error).partition(";")[0]  # the advice after it is for Python
             raise click.ClickException(f"{problem}; --partial shows the rest") from error

@@ -342,6 +342,8 @@ async def _find_earlier(context: Context, commit: Commit, timeout: float) -> Bat
     try:
         async with asyncio.timeout(timeout):
             return await _follow(context, atomic_resolve.find_earlier(commit, datetime.now(UTC)), timeout)
+    except RequestTimeoutError:
+        raise
     except TimeoutError as error:
         stream = commit.opened.name if commit.opened else ""
         raise RequestTimeoutError(

@@ -18,7 +18,7 @@ from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import frames, range_read
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg, not_found
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.range_read import Action, RangeRead, SingleRead, State
+from jetstream_ext.protocol.range_read import Action, RangeRead, SingleRead, State, no_answer
 from jetstream_ext.protocol.reads import OneReply, Plan, Scan, SentRequest
 
 
@@ -149,7 +149,6 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
     """
     loop, connection = asyncio.get_running_loop(), context.connection
     deadline = loop.time() + timeout
-    read = SingleRead(stream, timeout)
     if request.start_time is not None:
         # A batch of one message: an older server would ignore start_time in a single get and answer another message.
         plan = OneReply(replace(request, batch=1))
@@ -161,9 +160,8 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
         except RequestTimeoutError:
             raise
         except TimeoutError:
-            if not connection.usable:
-                read.disconnected(None)
-            read.expired()
+            raise no_answer(stream, timeout, connected=connection.usable) from None
+    read = SingleRead(stream, timeout)
     subject, payload = request.address(f"{context.prefix}.DIRECT.GET.{stream}")
 
     def remaining() -> float:

@@ -30,7 +30,7 @@ from nats.js.errors import APIError
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.atomic import publish_atomic
 from jetstream_ext.client.connection import Context
-from jetstream_ext.client.retry import Retry, is_transient_batch
+from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import ErrorCode, FencedError, RequestTimeoutError
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.options import as_message, message_headers
@@ -174,7 +174,7 @@ class FencedWriter:
         return await retry.call(lambda: get_at_leader(self.context, self.stream, request, self.timeout))
 
     def _retry(self) -> Retry:
-        return Retry(self.patience, transient=is_transient_batch)
+        return Retry(self.patience)
 
 
 def _has_expectation(entry: Entry) -> bool:

@@ -18,7 +18,7 @@ from nats.nuid import NUID
 from jetstream_ext.client.api import stream_name
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fast import FastPublisher
-from jetstream_ext.client.retry import Retry, is_transient, may_reconnect
+from jetstream_ext.client.retry import Retry, is_not_closed, is_transient
 from jetstream_ext.errors import (
     BatchError,
     FastPublishDisabledError,
@@ -194,7 +194,7 @@ class _Ingest:
         self._on_progress = on_progress
         self._progress_every = progress_every
         self._progress_at, self._progress_stored = -math.inf, 0  # of the newest report
-        self._retry = Retry(timeout, transient=may_reconnect)
+        self._retry = Retry(timeout, transient=is_not_closed)
         self._stored = self._duplicates = self._resent = self._batches = 0
         self._refused: tuple[Entry, Exception] | None = None
         self._in_doubt = 0  # how many messages of the window, from the oldest on, were sent and not answered
@@ -270,7 +270,7 @@ class _Ingest:
         try:
             await self._retry.pause_if_transient(error)
         except nats.errors.Error:
-            why = f"no ack for {self._retry.give_up_after:g} s" if may_reconnect(error) else "the connection is closed"
+            why = f"no ack for {self._retry.give_up_after:g} s" if is_not_closed(error) else "the connection is closed"
             raise self._failure(f"was not acknowledged: {why} ({error})") from error
 
     async def _connected(self) -> None:
@@ -347,6 +347,8 @@ class _Ingest:
                 return await once(message, headers)
             except nats.errors.MaxPayloadError as error:  # after a reconnect the limit may be lower
                 raise self._failure(f"was refused: {error}") from error
+            except (UnsupportedFeatureError, *_NO_FAST_INGEST) as error:  # or the server older
+                raise self._failure(f"could not be sent: {error}") from error
             except nats.errors.Error as error:
                 if isinstance(error, NoStreamResponseError) and await self._has_no_stream(message.subject):
                     raise self._failure("has a subject that no stream stores") from error

@@ -15,7 +15,6 @@ from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableEr
 from jetstream_ext.errors import (
     AtomicPublishIncompleteError,
     BatchAbandonedError,
-    BatchError,
     BatchOutcomeUnknownError,
     DirectGetDisabledError,
     ErrorCode,
@@ -69,13 +68,8 @@ def is_transient_read(error: BaseException) -> bool:
     return is_transient(error) or isinstance(error, DirectGetDisabledError)
 
 
-def is_transient_batch(error: BaseException) -> bool:
-    """As `is_transient`, for a batch that can be repeated whole, because a record shows whether it was stored."""
-    return is_transient(error) or (isinstance(error, BatchError) and not isinstance(error, ServerError))
-
-
-def may_reconnect(error: BaseException) -> bool:
-    """Return whether the same call may succeed on this connection: always, unless it was closed."""
+def is_not_closed(error: BaseException) -> bool:
+    """Return whether the same message may be stored later, where a refusal ends the call before: unless nc was closed."""
     return not isinstance(error, nats.errors.ConnectionClosedError | nats.errors.ConnectionDrainingError)
 
 
@@ -115,6 +109,11 @@ class Retry:
             return self.give_up_after
         return max(_NO_TIME, self._deadline - asyncio.get_running_loop().time())
 
+    @property
+    def over(self) -> bool:
+        """Whether another attempt could only time out, and would hide the reason."""
+        return self.remaining <= _NO_TIME
+
     async def pause_if_transient(self, error: Exception) -> None:
         """Wait before the next attempt, or raise `error` if it is not transient or the deadline has passed."""
         if not self.transient(error):
@@ -141,5 +140,5 @@ class Retry:
                 return await attempt()
             except Exception as error:
                 await self.pause_if_transient(error)
-                if self.remaining <= _NO_TIME:
-                    raise  # another attempt could only time out, and would hide the reason
+                if self.over:
+                    raise

@@ -78,7 +78,11 @@ async def features(js: JetStreamContext, *, timeout: float | None = None) -> Fea
         if context.connection.api_level is None or context.prefix != DEFAULT_PREFIX:
             raise
         level = context.connection.api_level
-    found = {each.name: getattr(feature_table, each.name.upper()).at(level) for each in fields(Features)[2:]}
+    found = {
+        each.name: getattr(feature_table, each.name.upper()).at(level)
+        for each in fields(Features)
+        if each.type == "bool"
+    }
     return Features(context.connection.server_version, level, **found)
 
 

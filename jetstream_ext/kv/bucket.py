@@ -16,7 +16,7 @@ from jetstream_ext.client.api import Api, gather_bounded, get_at_leader, malform
 from jetstream_ext.client.connection import Context, bucket_parts
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.client.verified_read import VerifiedReader
-from jetstream_ext.errors import BatchServerError, RequestTimeoutError, ServerError, batch_refusal
+from jetstream_ext.errors import BatchServerError, RequestTimeoutError, ServerError, Status, batch_refusal
 from jetstream_ext.kv.entries import KeyValueEntry, entry_of, row_of
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
@@ -129,7 +129,7 @@ class Bucket:
             yield
         except NotFoundError as error:
             raise BucketNotFoundError(
-                code=404,
+                code=Status.NOT_FOUND,
                 err_code=error.err_code,
                 description=f"bucket {self.name!r} does not exist",
                 stream=self.stream,

@@ -28,6 +28,7 @@ from jetstream_ext.errors import (
     MessageTooLargeError,
     MessageTTLDisabledError,
     Outcome,
+    Status,
     WrongLastSequenceError,
     batch_refusal,
 )
@@ -289,7 +290,9 @@ class Transaction:
                 "(max_msg_size); nothing was written"
             )
             error = MessageTooLargeError(
-                code=400, err_code=ErrorCode.MESSAGE_TOO_LARGE, description="message size exceeds maximum allowed"
+                code=Status.INVALID_REQUEST,
+                err_code=ErrorCode.MESSAGE_TOO_LARGE,
+                description="message size exceeds maximum allowed",
             )
         else:
             return refusal
@@ -485,6 +488,8 @@ async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
         unknown = error
     while tx.state == "unknown":
         await retry.pause_until_deadline(unknown)
+        if retry.over:
+            raise unknown
         try:
             window = (await bucket.state(direct=False)).duplicate_window or timedelta(0)
             if tx.can_repeat and loop.time() + bucket.timeout - sent < window.total_seconds():

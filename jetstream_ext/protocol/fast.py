@@ -700,7 +700,7 @@ class FastBatch:
         first = self.state is STARTING or (reply.seq == 1 and reply.op == wire.START)
         error = reply.said
         if not isinstance(error, ServerError):  # a gap of message 1, which only another batch can have
-            error = errors.server_error(code=400, err_code=ErrorCode.FAST_UNKNOWN_BATCH)
+            error = errors.server_error(code=errors.Status.INVALID_REQUEST, err_code=ErrorCode.FAST_UNKNOWN_BATCH)
         if first and errors.reached_no_stream(error):
             subject = self._wire.subject.decode()
             text = f"no stream stores subject {subject!r}, or the stream has no leader; nothing is stored"

@@ -157,9 +157,15 @@ def rfc3339(when: datetime, name: str) -> str:
 
 
 def server_url(text: str) -> str:
-    """Return the URL of a server with its scheme; raise ValueError if it is invalid."""
+    """Return the URL of a server with its scheme; raise ValueError, without a part of the text, if it is invalid."""
     url = text if "://" in text else f"nats://{text}"
-    parts = urlsplit(url)
-    if parts.scheme not in ("nats", "tls", "ws", "wss") or not parts.hostname or parts.port == 0:
-        raise ValueError("not the URL of a server")
+    try:
+        parts = urlsplit(url)
+        valid = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ValueError("it needs a host, and a port from 1 to 65535 if any")
+    if parts.scheme not in ("nats", "tls", "ws", "wss"):
+        raise ValueError("its scheme must be nats, tls, ws or wss")
     return url

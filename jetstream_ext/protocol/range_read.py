@@ -79,12 +79,11 @@ TABLE: Final[dict[Input, tuple[State | tuple[State, State] | None, ...]]] = {
 }  # fmt: skip
 """Where an input leads; with ``ERR`` it raises RuntimeError.
 
-Of a pair, the second is for a read that gives up: the second INTERRUPTED at one place; MISSING and NO_RESPONDER after
-`timeout` seconds without a new row; NO_RESPONDER before any answer.
+Of a pair, the second is for a read that gives up: the second INTERRUPTED at one place; MISSING, NO_RESPONDER and a
+request that cannot be sent after `timeout` seconds without a new row; NO_RESPONDER before any answer.
 """
 
 _CELLS: Final = {(state, event): cell for event, row in TABLE.items() for state, cell in zip(State, row, strict=True)}
-_NO_ANSWER: Final = "no answer to a direct get"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +139,12 @@ class _Reply:
     frames: list[Frame] = field(default_factory=list)
     lost: bool = False  # nothing comes after `frames`
     error: Exception | None = None  # why, if it is not the lost connection
+    unsent: bool = False
+
+
+def no_answer(stream: str, timeout: float, *, connected: bool = True) -> RequestTimeoutError:
+    what = "no answer to a direct get" if connected else "the connection was lost and did not come back"
+    return RequestTimeoutError(f"stream {stream!r}: {what} within {timeout:.4g} s")
 
 
 class _Read:
@@ -198,8 +203,7 @@ class SingleRead(_Read):
 
     def expired(self) -> None:
         """Note that `timeout` seconds have passed."""
-        what = "the connection was lost and did not come back" if self.state is RECONNECTING else _NO_ANSWER
-        self.failed(RequestTimeoutError(f"stream {self._stream!r}: {what} within {self._timeout:.4g} s"))
+        self.failed(no_answer(self._stream, self._timeout, connected=self.state is not RECONNECTING))
 
     def result(self, server_version: str = "", request: Request | None = None) -> StoredMsg:
         """Return the message of a read that has ENDED, or raise its error."""
@@ -296,7 +300,8 @@ class RangeRead(_Read):
 
     def not_sent(self, sent: SentRequest, error: Exception) -> None:
         """Note that a request was not sent because the connection is lost."""
-        self._replies[sent].lost, self._replies[sent].error = True, error
+        reply = self._replies[sent]
+        reply.lost, reply.unsent, reply.error = True, True, error
 
     def handle_timer(self, now: float) -> None:
         if self._timer is None or now < self._timer:
@@ -336,19 +341,21 @@ class RangeRead(_Read):
             return True
         if reply.lost:
             text = f"stream {self._stream!r}: the connection was lost before the direct get was answered completely"
-            self._interrupt(reply.error or MessagesLostError(text, expected=reply.decoder.last_seq), now)
+            lost = reply.error or MessagesLostError(text, expected=reply.decoder.last_seq)
+            self._interrupt(lost, now, unsent=reply.unsent)
         return reply.lost
 
-    def _interrupt(self, error: Exception, now: float) -> None:
-        """Ask for the rest once more, or give up."""
+    def _interrupt(self, error: Exception, now: float, *, unsent: bool = False) -> None:
+        """Ask for the rest once more, or give up; a request that was not sent is not yet repeated."""
         away = isinstance(error, DirectGetDisabledError)
-        give_up = not self._answered or self._patience_ends(now) if away else self._retried or self._silent
+        give_up = self._patience_ends(now) if away or unsent else self._retried or self._silent
+        give_up |= away and not self._answered
         resumable = self._plan.retry()
         self._drop_replies()
         if self._plan.done:
             return
         if not away:
-            self._retried, self._silent = True, isinstance(error, RequestTimeoutError)
+            self._retried, self._silent = self._retried or not unsent, isinstance(error, RequestTimeoutError)
         self._happen(Input.NO_RESPONDER if away else Input.INTERRUPTED, error, give_up=give_up or not resumable)
 
     def _decode(self, sent: SentRequest, reply: _Reply, frames: list[Frame], now: float) -> None:
@@ -432,10 +439,9 @@ class RangeRead(_Read):
             self._dropped.append(sent)
 
     def _silence(self, messages: int) -> RequestTimeoutError:
-        what = f"{_NO_ANSWER} within {self._timeout:.4g} s"
-        if messages:
-            what = (
-                f"the answer to a direct get stopped after {messages} messages, with nothing more for {self._timeout:.4g} s "
-                "(if the API is imported from another account, its export needs response_type stream)"
-            )
-        return RequestTimeoutError(f"stream {self._stream!r}: {what}")
+        if not messages:
+            return no_answer(self._stream, self._timeout)
+        return RequestTimeoutError(
+            f"stream {self._stream!r}: the answer to a direct get stopped after {messages} messages, with nothing more for "
+            f"{self._timeout:.4g} s (if the API is imported from another account, its export needs response_type stream)"
+        )

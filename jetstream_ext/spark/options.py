@@ -223,8 +223,8 @@ def _servers(text: str) -> tuple[str, ...]:
             )
         try:
             servers.append(server_url(part))
-        except ValueError:
-            raise ValueError(f"{part!r} is not the URL of a server, such as nats://host:4222") from None
+        except ValueError as error:
+            raise ValueError(f"{part!r} is not the URL of a server: {error}") from None
     if not servers:
         raise ValueError("it is empty; give at least one URL such as nats://host:4222")
     return tuple(dict.fromkeys(servers))

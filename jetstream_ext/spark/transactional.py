@@ -31,7 +31,7 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
-from jetstream_ext.client.retry import is_transient_batch
+from jetstream_ext.client.retry import is_transient
 from jetstream_ext.errors import (
     AtomicPublishTooLargeError,
     BadHeaderError,
@@ -174,7 +174,7 @@ class StoredRecord(Generic[_Record]):
         return True
 
     def _explained(self, error: Exception) -> Exception:
-        if is_transient_batch(error):
+        if is_transient(error):
             return SinkError(
                 f"{self.what}: its rows may be stored, but every attempt failed for {PATIENCE:g} s; restart the query, which "
                 f"finds what is stored: {error}"

@@ -363,6 +363,27 @@ class TestConnection:
         script.reconnect()
         assert script.answer(reply([1])) == Done()
 
+    def test_a_request_that_could_not_be_sent_leaves_the_repetition(self) -> None:
+        script = Script(scan())
+        script.machine.next_action(0.0)
+        script.machine.not_sent(script.plan.in_flight[0], nats.errors.ConnectionReconnectingError())
+        script.reconnect()
+        script.act()
+        script.machine.disconnected()
+        script.reconnect()
+        assert script.answer(reply([1])) == Done()
+
+    def test_requests_that_cannot_be_sent_for_the_timeout_are_an_error(self) -> None:
+        script = Script(scan())
+        error = nats.errors.ConnectionReconnectingError()
+        while isinstance(action := script.machine.next_action(script.now), SendRequest):
+            script.machine.not_sent(action.sent, error)
+            script.now += TIMEOUT / 4
+            if isinstance(script.machine.next_action(script.now), AwaitConnection):
+                script.machine.connected()
+        assert failure(action) is error
+        assert TIMEOUT <= script.now <= 1.5 * TIMEOUT
+
     def test_the_second_loss_of_a_closed_connection_is_its_error(self) -> None:
         script = Script(scan())
         script.act()
