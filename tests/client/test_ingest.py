@@ -146,7 +146,7 @@ class TestRefusedMessages:
             bad = (bad[0].format(stream), *bad[1:])
         entries: list[Any] = [(f"{stream}.a", b"%d" % i) for i in range(700)]
         entries[place] = bad
-        with pytest.raises(errors.IngestError, match=f"message {place}\\b") as caught:
+        with pytest.raises(errors.IngestError, match=f"message at index {place}\\b") as caught:
             await jsx.ingest(js, entries)
         assert caught.value.index == place
         assert isinstance(caught.value.__cause__, cause)
