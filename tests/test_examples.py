@@ -61,7 +61,7 @@ def run(path: Path, url: str, folder: Path, environment: dict[str, str] | None) 
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_it_does_what_it_says(path: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_an_example_runs_and_prints_its_results(path: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     environment = request.getfixturevalue("spark_environment") if "spark" in path.stem else None
     with NatsServer() as server:
         done = run(path, server.url, tmp_path, environment)

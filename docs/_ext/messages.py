@@ -8,43 +8,59 @@ status, whether the file is up to date.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "docs" / "_generated" / "messages.txt"
-_LOGGING = frozenset({"debug", "info", "warning", "error", "exception"})
 _HELP_KEYWORDS = frozenset({"help", "short_help", "epilog"})
+_TAKE_NO_MESSAGE = frozenset({"cast", "status_header"})
 _SHORTEST = 12
+_VALUE = re.compile("\0(.*?)\0")
+"""A value in a text: its expression between two NULs."""
+# The other modules of the reference server reproduce the wording of nats-server.
+_REFERENCE = ROOT / "jetstream_ext" / "testing" / "reference"
+_OWN_WORDING = frozenset(_REFERENCE / name for name in ("faults.py", "releases.py", "server.py"))
+
+
+def _value(node: ast.expr) -> str:
+    return f"\0{ast.unparse(node)}\0"
 
 
 def _text(node: ast.expr) -> str | None:
-    """Return a string expression as text with its values as ``{…}``; None is anything else."""
+    """Return the text of a string expression, with its values as in `_VALUE`, or None for any other expression."""
     match node:
         case ast.Constant(value=str(value)):
             return value
         case ast.JoinedStr(values=values):
             return "".join(
-                part.value
-                if isinstance(part, ast.Constant) and isinstance(part.value, str)
-                else "{" + ast.unparse(part.value) + "}"
-                for part in values
-                if isinstance(part, ast.Constant | ast.FormattedValue)
+                _value(part.value) if isinstance(part, ast.FormattedValue) else _text(part) or "" for part in values
             )
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             texts = _text(left), _text(right)
             if texts == (None, None):
                 return None
             return "".join(
-                "{" + ast.unparse(side) + "}" if text is None else text
-                for side, text in zip((left, right), texts, strict=True)
+                _value(side) if text is None else text for side, text in zip((left, right), texts, strict=True)
             )
         case ast.IfExp(body=body, orelse=orelse):
-            texts = [text for text in (_text(body), _text(orelse)) if text]
-            return " | ".join(texts) if texts else None
+            alternatives = [text for text in (_text(body), _text(orelse)) if text]
+            # Alternatives without a space are names or formats.
+            return " | ".join(alternatives) if " " in _VALUE.sub("", "".join(alternatives)) else None
     return None
+
+
+def _shown(text: str) -> str:
+    return _VALUE.sub(r"{\1}", text)
+
+
+def _is_message(text: str) -> bool:
+    """Return whether a text has several words that are not all values or code; names, subjects and formats have not."""
+    own = re.sub("`.*?`", "", _VALUE.sub("", text))
+    return len(text) >= _SHORTEST and len(_shown(text).split()) >= 3 and re.search("[A-Za-z]{2}", own) is not None
 
 
 def _docstrings(tree: ast.Module) -> set[ast.Constant]:
@@ -61,6 +77,19 @@ def _is_command(node: ast.AST) -> bool:
     )
 
 
+def _without_messages(node: ast.AST) -> Sequence[ast.AST]:
+    """Return the parts of a node in which no text is a message."""
+    match node:
+        case ast.FunctionDef(name="__repr__", body=body):
+            return body
+        case ast.Compare(left=left, comparators=comparators):
+            return [each for each in (left, *comparators) if isinstance(each, ast.Constant)]
+        case ast.Call(func=func, args=args):
+            name = ast.unparse(func)
+            return args if name.startswith("re.") else args[:1] if name in _TAKE_NO_MESSAGE else []
+    return []
+
+
 def messages(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of every message in a module."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -71,19 +100,14 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
             continue
         if _is_command(node) and (text := ast.get_docstring(node)):  # type: ignore[arg-type]
             yield node.lineno, text  # type: ignore[attr-defined]
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
-            helps = [each.value for each in node.keywords if each.arg in _HELP_KEYWORDS]
-            first = node.args[:1] if name in _LOGGING else []
-            for argument in [*helps, *first]:
-                inside.update(ast.walk(argument))
-                if text := _text(argument):
-                    yield argument.lineno, text
-        if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp | ast.IfExp):
-            text = _text(node)
+        for part in _without_messages(node):
+            inside.update(ast.walk(part))
+        if isinstance(node, ast.keyword) and node.arg in _HELP_KEYWORDS and (text := _text(node.value)):
             inside.update(ast.walk(node))
-            # A message has several words; names, subjects and formats have not.
-            if text and len(text) >= _SHORTEST and len(text.split()) >= 3:
+            yield node.lineno, text
+        if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp | ast.IfExp) and (text := _text(node)):
+            inside.update(ast.walk(node))
+            if _is_message(text) and not text.lstrip().startswith("import "):
                 yield node.lineno, text
 
 
@@ -92,10 +116,10 @@ def render() -> str:
     lines = ["Every message of jetstream_ext, by module. Generated by docs/_ext/messages.py; do not edit.\n"]
     for path in sorted((ROOT / "jetstream_ext").rglob("*.py")):
         found = sorted(set(messages(path)))
-        if found:
+        if found and (_REFERENCE not in path.parents or path in _OWN_WORDING):
             lines.append(f"\n{path.relative_to(ROOT).as_posix()}\n")
             for _, text in found:
-                text = text.replace("\r", "\\r")
+                text = _shown(text)
                 shown = text if "\n" in text else textwrap.fill(text, 118, break_on_hyphens=False)
                 lines.append(textwrap.indent(shown.strip("\n"), "  ") + "\n")
     return "\n".join(line.rstrip("\n") for line in lines) + "\n"

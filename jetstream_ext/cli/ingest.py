@@ -39,7 +39,7 @@ _RESUME_HINT: Final = "the same command with --resume continues"
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--stream", required=True, metavar="NAME", help="The stream that stores the rows.")
 @click.option("--subject-from", metavar="COLUMN", help="The column with each row's subject; the default is 'subject'.")
-@click.option("--subject", metavar="SUBJECT", help="The subject; {column} stands for a row's value.")
+@click.option("--subject", metavar="SUBJECT", help="Each row's subject; {column} becomes the value of that column.")
 @click.option("--data-from", metavar="COLUMN", help="The column with the payload; the default is the row as JSON.")
 @click.option("--format", "given", type=click.Choice(FORMATS), help="Format of FILE (default: from its suffix).")
 @click.option(
@@ -88,7 +88,8 @@ def command(
         stored = _stored_before(index)
         if error.in_doubt:
             stored = f"{stored}; " if index else ""
-            stored += f"{count(error.in_doubt, 'row')} from it on may be stored; continue with --resume"
+            after = f" and the next {error.in_doubt - 1:,}" if error.in_doubt > 1 else ""
+            stored += f"this row{after} may be stored; continue with --resume"
         reason = one_line(error.__cause__ or error)
         if isinstance(error.__cause__, NoStreamResponseError):
             reason = f"no stream stores its subject {error.subject!r}"
@@ -119,7 +120,7 @@ def _stored_before(rows: int) -> str:
 
 
 class _Ingest:
-    """One run. `subject` is a pattern for the rows' subjects, in which ``{column}`` stands for a row's value."""
+    """One run. `subject` is a pattern: ``{column}`` is replaced by the row's value in that column."""
 
     def __init__(self, file: Path, form: str, stream: str, subject: str, data_from: str | None, skipped: int) -> None:
         self.stopping = False

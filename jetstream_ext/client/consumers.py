@@ -349,7 +349,7 @@ async def source_health(js: JetStreamContext, stream: str, *, timeout: float | N
 
     Cancellation: Safe; nothing is left behind.
 
-    Requires: Any server; durable consumers nats-server 2.14.
+    Requires: Any server; durable consumers need nats-server 2.14.
     """
     check_name(stream, "stream name")
     api = Api(Context(js), timeout)

@@ -44,7 +44,7 @@ class DirectGet:
         timeout: Seconds, over 0; None is the context's own. They limit a single get in total. In a read of many
             messages they limit each wait: for a request's first message, for its next message, for a reconnect. After
             that time the library sends the request once more, because only its responder may have died; if that reply
-            stops as well, the read fails. Without any responder it takes twice the time.
+            stops as well, the read fails. If no responder answers, the read fails after twice this time.
 
     Raises:
         BadSubjectError: `stream` is not a valid stream name, or the context's prefix is not a valid subject.
@@ -66,8 +66,8 @@ class DirectGet:
 
         Args:
             seq: The stream sequence, from 1.
-            min_seq: Read your own writes: the answer is that of a stream with this sequence. If a replica's answer does
-                not prove that, the leader is asked. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+            min_seq: Read your own writes: the answer reflects the stream at this sequence or later. If a replica cannot
+                prove that, the library asks the leader. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
 
         Returns:
             The message; `StoredMsg.num_pending` and `StoredMsg.last_seq` are None.
@@ -142,8 +142,8 @@ class DirectGet:
 
         Cancellation: Safe; nothing is left behind.
 
-        Requires: nats-server 2.11, and 2.12 where messages were deleted (see *Servers* in the guide); ADR-31, Batched
-        requests.
+        Requires: nats-server 2.11, and 2.12 where messages were deleted (see "Server versions" in the Direct Get
+        guide); ADR-31, Batched requests.
         """
         rfc3339(when, "when")
         if subject is not None:

@@ -53,7 +53,7 @@ class FastPublisher:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         flow: Messages per acknowledgement to request, 1 to 65535; servers grant at most 500, shared by the publishers
             of a stream.
-        max_outstanding_acks: Acknowledgements' worth of messages in the window, 1 to 3.
+        max_outstanding_acks: The window, in acknowledgements (`flow` messages each), 1 to 3.
         gap: What happens when messages are lost before they reach the server: `GapMode.FAIL` ends the batch;
             `GapMode.OK` reports the gap and continues, also after a reconnect.
         batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None generates one.
@@ -154,7 +154,7 @@ class FastPublisher:
 
     @property
     def in_doubt(self) -> list[InDoubt]:
-        """Messages whose reports were lost with a connection that the batch outlived (`GapMode.OK` only)."""
+        """Messages neither acknowledged nor reported lost, because the connection was lost (`GapMode.OK` only)."""
         return list(self._batch.in_doubt)
 
     @property

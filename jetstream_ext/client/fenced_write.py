@@ -150,7 +150,8 @@ class FencedWriter:
                     return BatchAck(self.stream, follower.seq, batch_size=len(messages) + 1)
                 self.fence = follower.seq
                 raise RequestTimeoutError(
-                    f"{self.name}: {where} is an earlier one, whose answer was lost; the new one is not stored; repeat the call"
+                    f"{self.name}: an earlier store of {where} succeeded, although its answer was lost; the new record is not "
+                    "stored; repeat the call"
                 ) from error
         if newest is None and self.fence:
             raise RecordMovedError(f"{self.name}: {where} was removed", name=self.name) from error

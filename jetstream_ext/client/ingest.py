@@ -62,16 +62,16 @@ async def ingest(
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         messages: ``(subject, payload)``, ``(subject, payload, headers)`` or `BatchMessage`, from an iterable or an async
             iterable, all for one stream. It is read as fast as the messages are stored; only one window is in memory.
-        msg_id: Returns the ``Nats-Msg-Id`` of a message that has none; the default ids are made of a random id of the
-            run and the message's place in it. With ids that name the content, a second run stores only what the first
-            did not.
+        msg_id: Called with each message that has no ``Nats-Msg-Id``; returns its id. The default ids are a random id of
+            the run and the message's place in it. With ids that are derived from the content, a second run stores only
+            what the first did not.
         flow: Messages per acknowledgement to request, as for `FastPublisher`.
-        max_outstanding_acks: Acknowledgements' worth of messages in the window, as for `FastPublisher`.
+        max_outstanding_acks: The window, in acknowledgements (`flow` messages each), as for `FastPublisher`.
         timeout: Seconds of errors without a single stored message after which the call fails.
         ack_timeout: Seconds to wait for each answer of the server; None is the context's timeout.
         on_progress: A plain function, called on the loop repeatedly and at the end. Its exceptions go to the loop's
             exception handler.
-        progress_every: The least number of seconds between its calls.
+        progress_every: The minimum number of seconds between two calls of `on_progress`.
 
     Returns:
         An `IngestReport`.
@@ -83,7 +83,7 @@ async def ingest(
         ValueError, TypeError: An argument is out of its range or of another type.
         Exception: What `messages` or `msg_id` raises, once everything before it is stored.
 
-    Cancellation: The messages of the last window may be stored or not.
+    Cancellation: It is unknown whether the messages of the last window are stored.
 
     Requires: nats-server 2.14 and ``allow_batched`` on the stream.
     """
@@ -167,7 +167,7 @@ class _Source:
         name = self._msg_id(entry)
         if isinstance(name, str) and not name.strip():
             raise ValueError(
-                f"msg_id returned an empty id for message {self._taken - 1}, which servers ignore; return a unique text"
+                f"msg_id returned an empty id for the message at index {self._taken - 1}; return a unique text"
             )
         return name
 
@@ -229,7 +229,8 @@ class _Ingest:
             subject = entry.subject
         elif isinstance(entry, tuple) and entry and isinstance(entry[0], str):
             subject = entry[0]
-        text = f"message {self._stored}" + (f" (subject {subject!r})" if subject is not None else "") + f" {what}"
+        on = f" (subject {subject!r})" if subject is not None else ""
+        text = f"the message at index {self._stored}{on} {what}"
         if self._stored:
             before = "message before it is" if self._stored == 1 else f"{self._stored} messages before it are"
             text += f"; the {before} stored"

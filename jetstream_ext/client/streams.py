@@ -97,11 +97,11 @@ async def ensure_stream(
 
     Args:
         js: nats-py's JetStream context; its prefix and domain are honoured.
-        config: nats-py's ``StreamConfig``. An existing stream may have any value for fields that are None here, for
-            ``allow_*`` options that are not set, for a ``duplicate_window`` of 0, and any further metadata. All other
-            fields must be equal, including nats-py's defaults (``discard``, the limits of -1, ``deny_*``). A source or
-            mirror with the domain of `js` (or else of the connected server) as ``external`` is made local, because a
-            server cannot reach itself by its own domain.
+        config: nats-py's ``StreamConfig``. Fields that are None here, ``allow_*`` options that are not set, and a
+            ``duplicate_window`` of 0 match any value of an existing stream, which may also have further metadata. All
+            other fields must be equal, including nats-py's defaults (``discard``, the limits of -1, ``deny_*``). A
+            source or mirror with the domain of `js` (or else of the connected server) as ``external`` is made local,
+            because a server cannot reach itself by its own domain.
         timeout: Seconds for the whole call; None is the context's timeout.
         params: Fields of the configuration that override those of `config`, as for ``js.add_stream``.
 

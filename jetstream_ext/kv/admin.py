@@ -33,7 +33,7 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
     """Give a key a new TTL, unless another client changes it meanwhile; return its new revision.
 
     Servers cannot extend the TTL of a stored message, so the call writes the value again, with the headers that it had.
-    A value that expires replaces the key's history, because the server would expose the previous value again.
+    A value that can expire replaces the key's history; otherwise its expiry would show the previous value again.
 
     Args:
         kv: nats-py's bucket.
@@ -127,7 +127,7 @@ async def enable(
     Cancellation: The bucket may have been changed.
 
     Requires: Permission for ``STREAM.INFO`` and ``STREAM.UPDATE``. Servers have no conditional update: two programs
-        that turn on different options at the same moment can undo each other's.
+        that turn on different options at the same moment can undo each other's change.
     """
     wanted: dict[str, Any] = {}
     if direct:
@@ -149,7 +149,7 @@ async def enable(
     if missing:
         _check_supported(bucket, found, missing, "nothing was changed")
         answer = await api.ask(f"STREAM.UPDATE.{bucket.stream}", {**found, **missing})
-        with malformed_as_error(f"bucket {bucket.name!r} (which may be changed now)"):
+        with malformed_as_error(f"bucket {bucket.name!r} (which may have been changed)"):
             found = dict(answer["config"])
         diff = {name: (value, got) for name, value in missing.items() if (got := found.get(name) or False) != value}
         if diff:

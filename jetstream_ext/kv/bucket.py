@@ -101,8 +101,8 @@ class Bucket:
             # Pages are parts of a sorted list. If two of them do not overlap, keys were removed and others moved up.
             if offset and (not page or min(page) > last):
                 offset = max(0, offset - overlap)
-                what = f"bucket {self.name!r}: no page of the keys continued the one before within {self.timeout:g} s"
-                await retry.pause_until_deadline(RequestTimeoutError(f"{what}, because keys were removed meanwhile"))
+                why = f"the keys could not be listed completely within {self.timeout:g} s, because keys were removed during the listing"
+                await retry.pause_until_deadline(RequestTimeoutError(f"bucket {self.name!r}: {why}; repeat the call"))
                 continue
             subjects |= page
             if offset + count >= total or len(subjects) > most:

@@ -75,8 +75,8 @@ async def get_many(
         nats.js.errors.BadBucketError: The bucket is a mirror of another bucket; read that one.
         DirectGetDisabledError: The bucket does not allow direct gets; `enable` turns them on.
         UnsupportedFeatureError: The server is older than 2.11.
-        HistoryUnavailableError: With `at`: the value of some keys is no longer stored. The error names those keys that
-            can be named.
+        HistoryUnavailableError: With `at`: the value of some keys is no longer stored. The error names these keys, as
+            far as they are known.
         ValueError, TypeError: `at` is not a revision of the bucket, or lies in the future, or is not timezone-aware; or
             `timeout` is not over 0.
         RequestTimeoutError: No answer, or no replica that has caught up with the leader, within `timeout`.

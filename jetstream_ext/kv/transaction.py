@@ -88,8 +88,8 @@ class Transaction:
         Args:
             key: The key.
             value: Its value.
-            ttl: Whole seconds from 1, a timedelta of whole seconds, or `NEVER`. A value that expires replaces the key's
-                history, because the server would expose the previous value again.
+            ttl: Whole seconds from 1, a timedelta of whole seconds, or `NEVER`. A value that can expire replaces the
+                key's history; otherwise its expiry would show the previous value again.
 
         Raises:
             BatchClosedError: The transaction has ended.

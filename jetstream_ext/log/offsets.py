@@ -180,7 +180,7 @@ class OffsetStore:
     """Positions of readers in a key-value bucket: one key per reader, with the stream and the next sequence.
 
     A commit succeeds only if no other reader has committed under the name since this object last fetched or committed
-    it. Of two readers with one name, the one that fetched last therefore continues. The next commit of the other one
+    it. Of two readers with the same name, the one that fetched last continues. The next commit of the other one
     raises `FencedError`; that reader should stop.
 
     Args:
@@ -259,7 +259,7 @@ class OffsetStore:
     ) -> StoredOffset:
         """Store a reader's position.
 
-        A restarted reader does not return the messages below it again: commit after they are handled, not before.
+        A restarted reader does not return the messages below the position again, so commit after you have handled them.
 
         Args:
             reader: The reader.

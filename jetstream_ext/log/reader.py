@@ -151,8 +151,8 @@ class LogReader:
     def position(self) -> int | None:
         """The next sequence to read, from 1; None before the start was looked up (by the first read, or `open`).
 
-        The reader has returned every matching message below it, except those before its start, and no message from it
-        on. At the end, it is one more than the stream's last sequence, whether or not that message matched.
+        The reader has returned every matching message below it, except those before its start, and no message at or
+        above it. At the end, it is one more than the stream's last sequence, whether or not that message matched.
         """
         return self._position
 

@@ -54,7 +54,7 @@ class Processed:
     Attributes:
         inputs: Messages read and handled.
         outputs: Messages stored.
-        commits: Atomic batches stored, the claim at the start included.
+        commits: Positions stored, each with its outputs, including the one stored at the start to take the name over.
         position: The next sequence to read.
     """
 
@@ -80,9 +80,9 @@ async def exactly_once(
     """Turn the messages of one stream into messages of another, each counted exactly once.
 
     One atomic batch stores the outputs and the reader's new position. The position is a message of the output stream on
-    ``<prefix>.<name>``, and every batch expects the position before it there. A worker that is killed at any moment and
-    started again continues after its last commit. Of two workers with one name, the one that was started last
-    continues; the next commit of the other one stores nothing and raises `FencedError`.
+    ``<prefix>.<name>``, and a batch is stored only if no other worker has stored a position there meanwhile. A worker
+    that is killed at any moment and started again continues after its last commit. Of two workers with the same name,
+    the one that was started last continues; the next commit of the other one stores nothing and raises `FencedError`.
 
     ::
 
@@ -98,9 +98,9 @@ async def exactly_once(
         reader: What to read. Its start is used the first time; later starts continue at the stored position.
         output_stream: The stream that the outputs and the position go to.
         handler: Called with a `StoredMsg`, returns its outputs: a `BatchMessage`, an iterable or async iterable of
-            them, or None; or an awaitable of that. An output with an expectation of its own needs ``max_messages=1`` as
-            soon as two outputs go to its subject. If it raises, the worker ends, and the next start handles again
-            the inputs that were not committed.
+            them, or None; or an awaitable of that. If an output has an expectation of its own and other outputs go to
+            the same subject, set ``max_messages=1``. If the handler raises, the worker ends, and the next start handles
+            again the inputs that were not committed.
         name: The worker's name; one for each input stream and purpose. Tokens of a subject.
         prefix: The position's subject is ``<prefix>.<name>``; one of the output stream's subjects must match it.
         max_messages: Inputs in one commit at most, from 1. If their outputs exceed the server's batch limit (1000 by

@@ -277,7 +277,7 @@ class AtomicBatchMachine:
         elif self.sent and self._has_marker:
             outgoing = []
         else:
-            why = "this server (before 2.14) needs a message for the commit, and all messages are sent; end the batch with commit(subject, payload)"
+            why = "this server is older than 2.14 and commits only with a message, but all messages were sent already; end the batch with commit(subject, payload)"
             raise errors.EmptyBatchError(
                 f"batch {self.batch_id}: {why if self.sent else 'the batch has no messages; add one before a commit'}",
                 **self._facts("not_stored"),
@@ -460,8 +460,9 @@ class AtomicBatchMachine:
         answers_commit = self.state is COMMITTING and seq == self.sent
         if isinstance(reply, ServerError):
             what = "the commit" if answers_commit else f"message {seq}"
+            subject = self._subjects[(seq - 1) % self.size]  # the end-of-batch marker has the first subject
             error = wire.refusal_error(
-                reply, self.batch_id, what, in_doubt=bool(self._doubt_from), facts=self._facts("not_stored")
+                reply, self.batch_id, what, subject, in_doubt=bool(self._doubt_from), facts=self._facts("not_stored")
             )
             # With a message held back the refusal would reach the caller that adds the next one.
             if seq == self.sent and seq > 1 and self._held is None and wire.refuses_one_message(reply):

@@ -124,7 +124,7 @@ def find_commit(commit: Commit) -> Plan:
         # The leader may have refused messages when it applied them; the next attempt's fence does not count them.
         raise NotYetKnown("the stream's leader has not yet applied all messages that it accepted")
     if until is None and state.replicated:
-        raise NotYetKnown("the refusal by the stream's leader does not name its last sequence")
+        raise NotYetKnown("the stream's leader did not report the stream's last sequence")
 
     search = Search(commit.batch_id, commit.size, after, contiguous=state.contiguous)
     yield from _read(state, search)
@@ -254,9 +254,9 @@ def _refusal(header: bytes, payload: bytes, stream: str) -> ServerError:
     try:
         reply = read_reply(header, payload)
     except ResponseError as error:
-        raise NotYetKnown(f"the answer to a fence message is malformed: {error}") from error
+        raise NotYetKnown(f"the answer to a probe message of resolve() is malformed: {error}") from error
     if not isinstance(reply, ServerError):
-        raise NotYetKnown("the server did not refuse a fence message")
+        raise NotYetKnown("the server did not refuse a probe message of resolve() as expected")
     answering = orjson.loads(payload).get("stream", stream) if payload else stream
     if answering != stream:
         raise NeverKnown(f"the subject of the batch's last message now belongs to stream {answering!r}")

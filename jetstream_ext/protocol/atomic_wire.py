@@ -144,13 +144,12 @@ def refuses_one_message(refusal: ServerError) -> bool:
 
 
 def refusal_error(
-    refusal: ServerError, batch_id: str, what: str, *, in_doubt: bool, facts: dict[str, Any]
+    refusal: ServerError, batch_id: str, what: str, subject: str, *, in_doubt: bool, facts: dict[str, Any]
 ) -> JetStreamExtError:
     """Return the error for a refusal of `what`; `in_doubt`: it is the first answer since the connection was lost."""
     if errors.reached_no_stream(refusal):
-        return errors.NoStreamError(
-            f"batch {batch_id}: no stream stores the subject of {what}, or the stream has no leader", **facts
-        )
+        text = f"no stream stores subject {subject!r} of {what}, or the stream has no leader"
+        return errors.NoStreamError(f"batch {batch_id}: {text}; nothing of the batch is stored", **facts)
     if in_doubt and isinstance(refusal, errors.AtomicPublishIncompleteError):
         lost = errors.BatchAbandonedError(
             f"batch {batch_id}: the connection was lost, and the server no longer has the whole batch; "
@@ -161,8 +160,8 @@ def refusal_error(
         return lost
     if isinstance(refusal, errors.AtomicPublishDisabledError):
         text = (
-            "atomic batches are disabled on the stream; nothing is stored; enable them with allow_atomic=True "
-            "(jetstream_ext.ensure_stream)"
+            f"atomic batches are disabled on the stream of subject {subject!r}; nothing is stored; enable them with "
+            "allow_atomic=True (jetstream_ext.ensure_stream)"
         )
     else:
         text = f"{what} was refused: {refusal.description}; nothing of the batch is stored"

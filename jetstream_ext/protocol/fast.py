@@ -670,7 +670,7 @@ class FastBatch:
             )  # fmt: skip
             refusal = self._refusal if ending.reason is EndReason.TIMEOUT else None
             if refusal is not None:
-                text += f"; the server said last: {refusal.description}"
+                text += f"; the last error of the server: {refusal.description}"
             error = self._error(ending.error, text, ending.outcome)
             error.__cause__ = refusal
         return EndReason.GAP if isinstance(error, errors.BatchGapError) else ending.reason, error
@@ -712,11 +712,11 @@ class FastBatch:
         if outcome == "not_stored" or (outcome == "partial" and seq == 1):
             stored = "nothing is stored"
         elif outcome == "partial":
-            stored = "neither it nor any later message is stored; earlier ones are stored up to the error's `acked`"
+            stored = "neither it nor any later message is stored; messages up to the error's `acked` are stored"
         text = f"message {seq} was refused: {error.description}; {stored}"
         if error.err_code == ErrorCode.FAST_DISABLED:
             how = "enable it with allow_batched=True (jetstream_ext.ensure_stream)"
-            text = f"fast ingest is disabled on the stream; {stored}; {how}"
+            text = f"fast ingest is disabled on the stream of subject {self._wire.subject.decode()!r}; {stored}; {how}"
         elif error.err_code == ErrorCode.FAST_UNKNOWN_BATCH:
             text = f"the server no longer has the batch; {stored}"
         return errors.batch_refusal(error, f"batch {self.batch_id}: {text}", **self._facts(outcome))

@@ -26,7 +26,7 @@ class MessageLine(NamedTuple):
 
 
 def message_line(line: bytes) -> MessageLine | None:
-    """Read ``MSG <subject> <sid> [reply] <size>`` or ``HMSG … <header size> <size>``; None is anything else."""
+    """Read ``MSG <subject> <sid> [reply] <size>`` or ``HMSG … <header size> <size>``; None for any other line."""
     words = line.split(b" ")
     numbers = {b"MSG": 1, b"HMSG": 2}.get(words[0])
     if numbers is None or not 3 <= len(words) - numbers <= 4:

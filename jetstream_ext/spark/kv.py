@@ -118,7 +118,7 @@ async def plan_kv(context: JetStreamContext, options: KvOptions) -> list[KeyRang
 
 
 def read_keys(options: KvOptions, schema: StructType, part: KeyRange | None) -> Iterator[RecordBatch]:
-    """Read some keys as record batches (None: Spark's partition of a read that has none)."""
+    """Read the keys of `part` as record batches; `part` is None if Spark reads an empty plan."""
     if part is None:
         return
     with connected(options.connection, "executor") as (lease, context):
@@ -137,8 +137,8 @@ async def _read(
         if unavailable:
             if options.strict:
                 raise HistoryUnavailableError(
-                    f"bucket {options.bucket!r}: the values that {len(unavailable)} of {len(part.keys)} keys had at revision "
-                    f"{part.revision} are no longer stored (such as {unavailable[0]!r}); keep more history, or use "
+                    f"bucket {options.bucket!r} at revision {part.revision}: the history needed for {len(unavailable)} of "
+                    f"{len(part.keys)} keys (such as {unavailable[0]!r}) is no longer stored; keep more history, or use "
                     "consistency=latest",
                     keys=unavailable,
                 )

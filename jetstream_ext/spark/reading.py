@@ -29,7 +29,7 @@ _BYTES: Final = 8 << 20
 
 
 def read_range(options: ReadOptions, schema: StructType, part: SequenceRange | None) -> Iterator[pa.RecordBatch]:
-    """Read a sequence range as record batches (None: Spark's partition of a read that has none)."""
+    """Read the range `part` as record batches; `part` is None if Spark reads an empty plan."""
     if not part:
         return
     builder = BatchBuilder(schema)

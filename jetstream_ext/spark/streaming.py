@@ -72,8 +72,8 @@ class JetStreamStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow)
 
             name = "maxBytesPerTrigger" if options.max_offsets is None else "maxOffsetsPerTrigger"
             raise OptionError(
-                f"option {name!r}: Spark {__version__} cannot limit a micro-batch of a Python source, which needs "
-                "Spark 4.2; leave it out or upgrade"
+                f"option {name!r}: limits on micro-batches of a Python source need Spark 4.2, but this is Spark "
+                f"{__version__}; leave the option out, or upgrade Spark"
             )
         self._options = options
         self._schema = schema

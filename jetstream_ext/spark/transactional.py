@@ -176,8 +176,8 @@ class StoredRecord(Generic[_Record]):
     def _explained(self, error: Exception) -> Exception:
         if is_transient(error):
             return SinkError(
-                f"{self.what}: its rows may be stored, but every attempt failed for {PATIENCE:g} s; restart the query, which "
-                f"finds what is stored: {error}"
+                f"{self.what}: every attempt failed for {PATIENCE:g} s: {error}; its rows may be stored; restart the query, and "
+                "the sink stores only the missing rows"
             )
         return error
 

@@ -123,7 +123,7 @@ async def test_a_time_finds_the_same_message_on_every_server(version: str) -> No
         await nc.close()
 
 
-async def test_an_earlier_answer_to_a_time_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_before_the_requested_time_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "START_TIME_LEVEL", 0)
     async with NatsServer(version="2.11.11") as server:
         nc = await nats.connect(server.url, connect_timeout=10)

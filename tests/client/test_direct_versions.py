@@ -150,7 +150,9 @@ class TestBefore211:
 class TestBatchForms:
     """The six forms of ADR-31."""
 
-    async def test_1_from_the_start(self, direct: jsx.DirectGet, stream: str, version: tuple[int, ...]) -> None:
+    async def test_form_1_reads_from_the_start(
+        self, direct: jsx.DirectGet, stream: str, version: tuple[int, ...]
+    ) -> None:
         batch = direct.batch(3, subject=f"{stream}.>")
         messages = await batch.to_list()
         assert [(m.seq, m.subject, m.data, m.last_seq) for m in messages] == [
@@ -161,19 +163,19 @@ class TestBatchForms:
         itself = 1 if version < (2, 12) else 0
         assert [m.num_pending for m in messages] == [10 + itself, 9 + itself, 8 + itself]
 
-    async def test_2_from_a_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_form_2_reads_from_a_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
         batch = direct.batch(3, subject=f"{stream}.>", seq=7)
         assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([7, 9, 10], 2, 10)
         assert await seqs(direct.batch(3, seq=7)) == [7, 9, 10]
         assert await seqs(direct.batch(3, seq=8)) == [9, 10, 11], "also on 2.11.0, whose 404 without a subject is wrong"
         assert await seqs(direct.batch(100, subject=f"{stream}.B", seq=3)) == [5, 11]
 
-    async def test_3_from_a_time(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_form_3_reads_from_a_time(self, direct: jsx.DirectGet, stream: str) -> None:
         batch = direct.batch(3, subject=f"{stream}.>", start_time=await time_of(direct, 5))
         assert (await seqs(batch), batch.num_pending, batch.last_seq) == ([5, 6, 7], 4, 7)
         assert await seqs(direct.batch(3, start_time=await time_of(direct, 5))) == [5, 6, 7]
 
-    async def test_4_to_6_with_max_bytes(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_forms_4_to_6_stop_at_max_bytes(self, direct: jsx.DirectGet, stream: str) -> None:
         two = 2 * (len(f"{stream}.A") + len("m1")) - 1  # servers still send the message that reaches the limit
         for start, expected in (
             ({}, [1, 2]), ({"seq": 9}, [9, 10]), ({"start_time": await time_of(direct, 9)}, [9, 10]),
@@ -195,18 +197,20 @@ class TestBatchForms:
 class TestMultiLastForms:
     """The six forms of ADR-31."""
 
-    async def test_1_now(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_form_1_reads_the_current_state(self, direct: jsx.DirectGet, stream: str) -> None:
         multi = direct.multi_last([f"{stream}.A", f"{stream}.C", f"{stream}.D"])
         messages = await multi.to_list()
         assert [(m.seq, m.subject) for m in messages] == [(10, f"{stream}.A"), (12, f"{stream}.C")]
         assert (multi.num_pending, multi.last_seq, multi.up_to_seq) == (0, 12, 12)
         assert await seqs(direct.multi_last([f"{stream}.>", f"{stream}.*", f"{stream}.A"])) == [10, 11, 12]
 
-    async def test_2_up_to_a_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_form_2_reads_up_to_a_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
         multi = direct.multi_last([f"{stream}.>"], up_to_seq=8)
         assert (await seqs(multi), multi.up_to_seq) == ([5, 6, 7], 8)
 
-    async def test_3_up_to_a_time(self, direct: jsx.DirectGet, stream: str, version: tuple[int, ...]) -> None:
+    async def test_form_3_reads_up_to_a_time(
+        self, direct: jsx.DirectGet, stream: str, version: tuple[int, ...]
+    ) -> None:
         # The time is exclusive, and a datetime has no nanoseconds: just before 6, so that 5 is the last one.
         when = await time_of(direct, 6)
         assert await seqs(direct.multi_last([f"{stream}.>"], up_to_time=when)) == [3, 4, 5]
@@ -214,7 +218,7 @@ class TestMultiLastForms:
         expected = [10, 11, 12] if version == (2, 11, 0) else []  # 2.11.0 reads a time before the first message as now
         assert await seqs(direct.multi_last([f"{stream}.>"], up_to_time=before)) == expected
 
-    async def test_4_to_6_with_a_cap(self, direct: jsx.DirectGet, stream: str) -> None:
+    async def test_forms_4_to_6_stop_at_the_batch_size(self, direct: jsx.DirectGet, stream: str) -> None:
         for point, expected in (
             ({}, [10, 11]), ({"up_to_seq": 8}, [5, 6]), ({"up_to_time": await time_of(direct, 6)}, [3, 4]),
         ):  # fmt: skip

@@ -103,7 +103,7 @@ class TestIds:
         assert len(await messages(js, stream)) == 2
 
     async def test_empty_ids_are_refused_or_replaced(self, js: JetStreamContext, stream: str) -> None:
-        with pytest.raises(ValueError, match="an empty id for message 2"):
+        with pytest.raises(ValueError, match="an empty id for the message at index 2"):
             await jsx.ingest(
                 js, [(f"{stream}.a", b"%d" % i) for i in range(5)], msg_id=lambda entry: "ab"[int(entry[1]) :][:1]
             )
@@ -146,7 +146,7 @@ class TestRefusedMessages:
             bad = (bad[0].format(stream), *bad[1:])
         entries: list[Any] = [(f"{stream}.a", b"%d" % i) for i in range(700)]
         entries[place] = bad
-        with pytest.raises(errors.IngestError, match=f"message {place}\\b") as caught:
+        with pytest.raises(errors.IngestError, match=f"message at index {place}\\b") as caught:
             await jsx.ingest(js, entries)
         assert caught.value.index == place
         assert isinstance(caught.value.__cause__, cause)
@@ -323,7 +323,7 @@ async def test_a_failed_ingest_leaves_no_task_of_an_async_source(
             yield entry
 
     messages = source()
-    with pytest.raises(errors.IngestError, match="message 1"):
+    with pytest.raises(errors.IngestError, match="message at index 1"):
         await jsx.ingest(js, messages)
     await leak_check.assert_clean()
     assert [each async for each in messages] == [(f"{stream}.a", b"y")], "the source is the caller's to close"

@@ -61,7 +61,7 @@ class TestAcknowledgedIsStored:
 
     @pytest.mark.parametrize("fault", ["kill", "pause", "restart", "cut", "stall"])
     @pytest.mark.parametrize("flow", [10, 200])
-    async def test_single_server(
+    async def test_a_fault_leaves_a_prefix_of_the_messages_stored(
         self, victim: NatsServer, proxy: Proxy, connect: Connect, stored: Stored, fault: str, flow: int
     ) -> None:
         nc = await connect(proxy.url)
@@ -97,7 +97,7 @@ class TestAcknowledgedIsStored:
         assert got == list(range(len(got)))
         assert pub.ack_seq <= len(got) <= pub.batch_seq
 
-    async def test_slow_is_not_dead(self, proxy: Proxy, connect: Connect) -> None:
+    async def test_a_slow_connection_does_not_end_the_batch(self, proxy: Proxy, connect: Connect) -> None:
         js = (await connect(proxy.url)).jetstream()
         await make_stream(js)
         proxy.delay = 0.05
@@ -110,7 +110,9 @@ class TestAcknowledgedIsStored:
 class TestOkModeContinues:
     """In ok mode a batch survives the loss of its connection, and every message is stored, reported or in doubt."""
 
-    async def test_over_cuts(self, victim: NatsServer, proxy: Proxy, connect: Connect, stored: Stored) -> None:
+    async def test_every_message_is_accounted_for_over_cuts(
+        self, victim: NatsServer, proxy: Proxy, connect: Connect, stored: Stored
+    ) -> None:
         nc = await connect(proxy.url)
         js = nc.jetstream()
         stream = await make_stream(js)
@@ -203,7 +205,7 @@ class TestOkModeContinues:
 
 class TestLeaders:
     @pytest.mark.parametrize("mode", list(jsx.GapMode))
-    async def test_killed_while_publishing(
+    async def test_acknowledged_messages_are_accounted_for_after_a_leader_is_killed(
         self, cluster: NatsCluster, connect: Connect, stored: Stored, wait_for_interest: Any, mode: jsx.GapMode
     ) -> None:
         js = (await connect(cluster.urls)).jetstream()

@@ -52,7 +52,9 @@ class Milestones:
             await asyncio.sleep(0.002)
 
 
-async def test_through_kills(victim: NatsServer, connect: Connect, stored: Stored, full: bool) -> None:
+async def test_ingest_stores_everything_once_through_kills(
+    victim: NatsServer, connect: Connect, stored: Stored, full: bool
+) -> None:
     count, kills = (1_000_000, 5) if full else (50_000, 5)
     js = (await connect(victim.url)).jetstream()
     await make_stream(js)
@@ -75,7 +77,9 @@ async def test_through_kills(victim: NatsServer, connect: Connect, stored: Store
 
 
 @pytest.mark.parametrize("fault", ["cut", "refuse", "stall", "pause"])
-async def test_through_a_bad_connection(victim: NatsServer, connect: Connect, stored: Stored, fault: str) -> None:
+async def test_ingest_stores_everything_once_through_a_bad_connection(
+    victim: NatsServer, connect: Connect, stored: Stored, fault: str
+) -> None:
     count = 20_000
     async with Proxy(victim.port) as proxy:
         nc = await connect(proxy.url)
@@ -111,7 +115,7 @@ async def test_through_a_bad_connection(victim: NatsServer, connect: Connect, st
         await nc.close()
 
 
-async def test_through_overload(connect: Connect, stored: Stored) -> None:
+async def test_ingest_stores_everything_once_through_overload(connect: Connect, stored: Stored) -> None:
     # The queue holds five messages, so nearly every window overflows it.
     with NatsServer(config="jetstream { max_buffered_msgs: 5 }") as server:
         nc = await connect(server.url)
@@ -123,7 +127,9 @@ async def test_through_overload(connect: Connect, stored: Stored) -> None:
         await nc.close()
 
 
-async def test_while_others_fill_the_server(victim: NatsServer, connect: Connect, stored: Stored) -> None:
+async def test_ingest_stores_everything_once_while_another_batch_fills_the_server(
+    victim: NatsServer, connect: Connect, stored: Stored
+) -> None:
     # The server allows one batch, and another publisher holds it. Until it ends, `ingest` sends ordinary messages.
     with NatsServer(config="jetstream { limits { batch { max_inflight_per_stream: 1 } } }") as server:
         nc = await connect(server.url)
@@ -173,7 +179,9 @@ async def test_stored_message_with_an_expectation_is_not_refused_when_sent_again
         await nc.close()
 
 
-async def test_through_leader_kills(cluster: NatsCluster, connect: Connect, stored: Stored, full: bool) -> None:
+async def test_ingest_stores_everything_once_through_leader_kills(
+    cluster: NatsCluster, connect: Connect, stored: Stored, full: bool
+) -> None:
     count, kills = (300_000, 4) if full else (20_000, 1)
     js = (await connect(cluster.urls)).jetstream()
     await make_stream(js, num_replicas=3)

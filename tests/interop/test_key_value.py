@@ -40,7 +40,7 @@ def event(entry: TheirEntry) -> tuple[str, bytes, int, str]:
     return entry.key, entry.value, entry.revision, entry.operation
 
 
-async def test_they_see_what_a_transaction_wrote(shared: Shared) -> None:
+async def test_other_clients_read_what_a_transaction_wrote(shared: Shared) -> None:
     kv, bucket = await shared(history=5)
     await bucket.watch()
     assert await bucket.put("gone", b"0") == 1
@@ -72,7 +72,7 @@ async def test_they_see_what_a_transaction_wrote(shared: Shared) -> None:
         await bucket.create("a.b", b"7")
 
 
-async def test_a_transaction_takes_up_what_they_wrote(shared: Shared) -> None:
+async def test_a_transaction_continues_from_writes_of_other_clients(shared: Shared) -> None:
     kv, bucket = await shared(history=3)
     revision = await bucket.put("a", b"1")
     for key in ("b", "c"):
@@ -96,7 +96,7 @@ async def test_a_transaction_takes_up_what_they_wrote(shared: Shared) -> None:
     assert pair(await bucket.get("b")) == (b"2", 7)
 
 
-async def test_reads_here_are_what_they_did(shared: Shared) -> None:
+async def test_reads_return_the_writes_of_other_clients(shared: Shared) -> None:
     kv, bucket = await shared(history=10)
     first = await bucket.create("a.1", b"1")
     await bucket.put("a.2", b"2")
@@ -174,7 +174,7 @@ async def _stored(kv: KeyValue) -> list[tuple[int, str, bytes, dict[str, str]]]:
     ]
 
 
-async def test_keys_that_one_takes_the_other_takes(shared: Shared) -> None:
+async def test_all_clients_accept_the_same_keys(shared: Shared) -> None:
     kv, bucket = await shared()
     for key in ("a", "A.1", "-", "_", "=", "a/b/c", "x.-_/=.9"):
         await bucket.put(key, b"theirs")
@@ -193,7 +193,7 @@ async def test_keys_that_one_takes_the_other_takes(shared: Shared) -> None:
             kvx.transaction(kv).put(key, b"ours")
 
 
-async def test_what_they_purge_from_the_stream_is_no_guess(shared: Shared) -> None:
+async def test_history_purged_by_another_client_is_unavailable(shared: Shared) -> None:
     kv, bucket = await shared(history=5)
     await bucket.put("a", b"1")
     await bucket.put("b", b"1")
@@ -209,7 +209,7 @@ async def test_what_they_purge_from_the_stream_is_no_guess(shared: Shared) -> No
     assert gone.value.keys == ("a",)
 
 
-async def test_a_bucket_as_they_make_it(
+async def test_a_bucket_created_by_another_client_works(
     js: JetStreamContext, stream_name: Callable[[], str], theirs: Callable[[str], TheirBucket]
 ) -> None:
     bucket = theirs(stream_name())

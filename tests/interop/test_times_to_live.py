@@ -71,7 +71,7 @@ async def test_purge_markers_that_expire(
     assert [await bucket.get(key) for key in ("ours", "theirs")] == [None, None]
 
 
-async def test_they_see_a_key_that_was_touched(
+async def test_other_clients_read_a_touched_key(
     js: JetStreamContext, stream_name: Callable[[], str], theirs: Callable[[str], TheirBucket]
 ) -> None:
     bucket = theirs(stream_name())

@@ -75,7 +75,7 @@ async def test_enable_without_a_configuration_in_the_answer_is_a_response_error(
         return {} if "UPDATE" in what else answer
 
     monkeypatch.setattr(kvx.admin.Api, "ask", cut)
-    with pytest.raises(jsx.errors.ResponseError, match="which may be changed now"):
+    with pytest.raises(jsx.errors.ResponseError, match="which may have been changed"):
         await kvx.enable(kv)
 
 

@@ -494,7 +494,7 @@ class TestHeldBack:
         steps = commit(machine, message("a.3"))
         machine.receive(machine.sent, *NO_RESPONDERS)
         assert machine.state is OPEN
-        with pytest.raises(errors.EmptyBatchError, match="needs a message for the commit"):
+        with pytest.raises(errors.EmptyBatchError, match="commits only with a message"):
             commit(machine)
         assert machine.state is OPEN
         (step,) = commit(machine, message("a.3"))

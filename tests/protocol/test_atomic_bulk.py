@@ -42,7 +42,7 @@ bad = st.sampled_from(
 
 @LEVELS
 @given(st.lists(messages | bad, max_size=25), st.integers(1, 200), st.data())
-def test_bulk_and_single_messages_are_the_same_bytes(
+def test_add_many_and_add_send_the_same_bytes(
     level: int, given: list[BatchMessage], limit: int, data: st.DataObject
 ) -> None:
     options = {
@@ -92,7 +92,7 @@ def test_messages_before_a_failure_of_the_source_are_sent() -> None:
 
 @LEVELS
 @pytest.mark.parametrize(("ack_every", "waits"), [(None, [1000, 2000, 3000]), (300, [1200, 2400]), (7000, [])])
-def test_a_bulk_waits_for_a_server_that_is_far_behind(level: int, ack_every: int | None, waits: list[int]) -> None:
+def test_add_many_waits_for_a_server_that_is_far_behind(level: int, ack_every: int | None, waits: list[int]) -> None:
     machine = batch(level, ack_every=ack_every)
     source, asked = iter([message()] * 3500), []
     while True:
@@ -106,7 +106,7 @@ def test_a_bulk_waits_for_a_server_that_is_far_behind(level: int, ack_every: int
     assert machine.size == 3500
 
 
-def test_a_bulk_does_not_wait_for_a_server_that_keeps_up() -> None:
+def test_add_many_does_not_wait_for_a_server_that_keeps_up() -> None:
     machine = batch()
 
     def source() -> Any:
@@ -141,7 +141,7 @@ class TestDisconnection:
         machine.receive(4, b"", b"")
         assert reply_of(add(machine, message())) == ""
 
-    def test_a_bulk_waits_for_the_reply_to_its_next_message(self) -> None:
+    def test_add_many_waits_for_the_reply_to_its_next_message(self) -> None:
         machine = batch()
         add(machine, message())
         machine.disconnected(reply_awaited=False)

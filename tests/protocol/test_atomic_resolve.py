@@ -167,7 +167,7 @@ def lose_the_majority(look: int, world: World) -> None:
         ({"moved": lose_the_majority}, {}, NotYetKnown, "majority"),
         ({"mark": refused(10071, "wrong last sequence: 11")}, {}, NotYetKnown, "has not yet applied all messages"),
         (
-            {"mark": refused(10164), "state": replace(STATE, replicated=True)}, {}, NotYetKnown, "does not name its last sequence",
+            {"mark": refused(10164), "state": replace(STATE, replicated=True)}, {}, NotYetKnown, "did not report the stream's last sequence",
         ),
         ({"kill": (b"NATS/1.0 503\r\n\r\n", b"")}, {}, NotYetKnown, "did not confirm that it dropped the batch"),
         ({"mark": (b"NATS/1.0 503\r\n\r\n", b"")}, {}, NotYetKnown, "did not confirm that it dropped the batch"),
@@ -255,9 +255,9 @@ def test_the_fence_is_two_messages_that_are_never_stored() -> None:
     ("text", "why"),
     [
         ("wrong last sequence: 2022", "has not yet applied all messages"),
-        ("wrong last sequence", "does not name its last sequence"),
-        ("", "does not name its last sequence"),
-        ("x: 7", "does not name its last sequence"),
+        ("wrong last sequence", "did not report the stream's last sequence"),
+        ("", "did not report the stream's last sequence"),
+        ("x: 7", "did not report the stream's last sequence"),
     ],
 )
 def test_the_second_refusal_may_name_the_sequence_that_the_leader_will_reach(text: str, why: str) -> None:

@@ -333,7 +333,7 @@ def test_rows_have_all_headers_of_the_server() -> None:
 
 
 @pytest.mark.parametrize("name", [b"Nats-Subject", b"Nats-Sequence", b"Nats-Time-Stamp", b"Nats-Num-Pending"])
-def test_a_server_that_changes_its_headers_in_mid_reply(name: bytes) -> None:
+def test_a_missing_header_in_a_later_message_is_a_response_error(name: bytes) -> None:
     """Only the header names of the first message are checked while a reply is decoded."""
     changed = raw(block_of(message(2, 1)).replace(name + b": ", b"X" * len(name) + b": "))
     block = ReplyDecoder("D").feed([message(1, 0), changed])

@@ -169,7 +169,7 @@ class TestStalled:
             machine.handle_timer(5.0)
             assert isinstance(machine.error, errors.BatchOutcomeUnknownError)
             assert text in str(machine.error)
-            assert "the server said last: insufficient resources" in str(machine.error)
+            assert "the last error of the server: insufficient resources" in str(machine.error)
             assert isinstance(machine.error.__cause__, errors.ServerError)
 
     def test_timeout_error_omits_a_refusal_before_another_reply(self) -> None:
@@ -179,7 +179,7 @@ class TestStalled:
         machine.receive([ack(3)], 2.0)
         machine.handle_timer(7.0)
         assert machine.end_reason is EndReason.TIMEOUT
-        assert "said last" not in str(machine.error)
+        assert "last error of the server" not in str(machine.error)
         assert machine.error is not None
         assert machine.error.__cause__ is None
 

@@ -420,7 +420,7 @@ class TestMultiLast:
         assert (delivered, plan.done, plan.end) == ([3, 5], True, EndOfBatch(0, 5, 5))
 
     @pytest.mark.parametrize("reached", [NOT_FOUND, EndOfBatch(3, 4, 9)])
-    def test_nothing_at_a_point_that_the_stream_has(self, reached: EndOfBatch) -> None:
+    def test_no_match_at_a_reached_sequence_is_an_empty_result(self, reached: EndOfBatch) -> None:
         plan = MultiLast(Request(multi_last=("a",), up_to_seq=9, max_bytes=1))
         for end in (NOT_FOUND, reached):
             ask = plan.next_request()
