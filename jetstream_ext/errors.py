@@ -97,12 +97,11 @@ class RequestTimeoutError(JetStreamExtError, nats.errors.TimeoutError):
     """No answer arrived in time."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class StreamConfigMismatchError(JetStreamExtError):
     """A stream exists with another configuration. ``diff`` maps each field to (wanted, found)."""
 
-    def __init__(self, message: str = "", *, diff: dict[str, tuple[Any, Any]] | None = None) -> None:
-        super().__init__(message)
-        self.diff: dict[str, tuple[Any, Any]] = dict(diff or {})
+    diff: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -212,12 +211,11 @@ class FencedError(JetStreamExtError):
     seq: int | None = None
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class HistoryUnavailableError(JetStreamExtError):
     """The requested history is no longer stored. ``keys`` are the keys whose past value is unknown."""
 
-    def __init__(self, message: str = "", *, keys: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.keys: tuple[str, ...] = tuple(keys)
+    keys: tuple[str, ...] = ()
 
 
 class BadSubjectError(JetStreamExtError, nats.errors.BadSubjectError, ValueError):
@@ -439,6 +437,10 @@ class KeyConflictError(WrongLastSequenceError, nats.js.errors.KeyWrongLastSequen
 
     keys: tuple[str, ...] = ()
     stale_read: bool = False
+    code: int | None = Status.INVALID_REQUEST
+    err_code: int | None = ErrorCode.WRONG_LAST_SEQUENCE
+    description: str = "wrong last sequence"
+    outcome: Outcome = "not_stored"
 
     @override
     def __str__(self) -> str:

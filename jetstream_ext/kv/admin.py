@@ -15,7 +15,6 @@ from jetstream_ext.errors import (
     KeyConflictError,
     MessageTTLDisabledError,
     RequestTimeoutError,
-    Status,
     StreamConfigMismatchError,
     WrongLastSequenceError,
     server_error,
@@ -76,18 +75,12 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
             f"bucket {bucket.name!r}: no answer within {bucket.timeout:g} s; key {key!r} may have been written"
         ) from None
     except nats.js.errors.APIError as refusal:
-        error = server_error(
-            code=Status.INVALID_REQUEST, err_code=refusal.err_code, description=refusal.description or ""
-        )
+        error = server_error(code=refusal.code, err_code=refusal.err_code, description=refusal.description or "")
         if isinstance(error, WrongLastSequenceError):
             raise KeyConflictError(
                 f"bucket {bucket.name!r}: another client changed key {key!r} during touch(), so it is no longer at revision "
                 f"{found.seq}; nothing was written",
                 keys=(key,),
-                code=error.code,
-                err_code=error.err_code,
-                description=error.description,
-                outcome="not_stored",
             ) from refusal
         if isinstance(error, MessageTTLDisabledError):
             raise bucket.ttls_disabled(error, [key]) from refusal

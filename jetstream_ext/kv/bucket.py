@@ -128,12 +128,8 @@ class Bucket:
         try:
             yield
         except NotFoundError as error:
-            raise BucketNotFoundError(
-                code=Status.NOT_FOUND,
-                err_code=error.err_code,
-                description=f"bucket {self.name!r} does not exist",
-                stream=self.stream,
-            ) from error
+            text = f"bucket {self.name!r} does not exist"
+            raise BucketNotFoundError(Status.NOT_FOUND, text, error.err_code, stream=self.stream) from error
 
     def reader(self, need: int) -> VerifiedReader:
         """Return verified reads; `need` is the leader's last sequence when the call began."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from jetstream_ext.errors import ErrorCode, KeyConflictError, MaxPayloadError, Status
+from jetstream_ext.errors import KeyConflictError, MaxPayloadError
 from jetstream_ext.kv.entries import DELETE_HEADERS, PURGE_HEADERS, ROLLUP_HEADERS, KeyValueEntry, Operation, check_key
 from jetstream_ext.protocol.options import check_sequence, payload_bytes, ttl_value
 from jetstream_ext.types import NEVER, TTL, BatchMessage
@@ -179,10 +179,6 @@ class Staging:
             f"bucket {self._bucket!r}: nothing was written; {message}",
             keys=tuple(keys),
             stale_read=stale_read,
-            code=Status.INVALID_REQUEST,
-            err_code=ErrorCode.WRONG_LAST_SEQUENCE,
-            description="wrong last sequence",
-            outcome="not_stored",
         )
 
 

@@ -28,7 +28,6 @@ from jetstream_ext.errors import (
     MessageTooLargeError,
     MessageTTLDisabledError,
     Outcome,
-    Status,
     WrongLastSequenceError,
     batch_refusal,
 )
@@ -289,11 +288,8 @@ class Transaction:
                 f"{bucket}: the value of key {key!r} has {len(writes[key].value)} bytes, more than the limit of {limit} "
                 "(max_msg_size); nothing was written"
             )
-            error = MessageTooLargeError(
-                code=Status.INVALID_REQUEST,
-                err_code=ErrorCode.MESSAGE_TOO_LARGE,
-                description="message size exceeds maximum allowed",
-            )
+            described = "message size exceeds maximum allowed"
+            error = MessageTooLargeError(code=refusal.code, err_code=ErrorCode.MESSAGE_TOO_LARGE, description=described)
         else:
             return refusal
         return batch_refusal(error, message, batch_id=refusal.batch_id, outcome="not_stored")

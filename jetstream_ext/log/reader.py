@@ -140,8 +140,6 @@ class LogReader:
     def __repr__(self) -> str:
         return f"<LogReader stream={self.stream!r} subject={self.subject!r} position={self._position}>"
 
-    # -- the position -------------------------------------------------------------------------------------------
-
     @property
     def created(self) -> str | None:
         """When the stream was created, as the server writes it; None before the reader has asked."""
@@ -193,8 +191,6 @@ class LogReader:
         """
         with self._exclusive():
             return await self._retry().call(self._resolve)
-
-    # -- reading ------------------------------------------------------------------------------------------------
 
     def __aiter__(self) -> Self:
         return self
@@ -340,8 +336,6 @@ class LogReader:
         self._position = await self._find(start, state)
         self._at_head = isinstance(start, First)
         return self._position
-
-    # -- the stream -------------------------------------------------------------------------------------------------
 
     async def _read_rows(self, position: int, last: int) -> tuple[list[StoredMsg], int]:
         """Return a group of messages from a position on, and the sequence where it ends; `last` is the stream's."""

@@ -248,6 +248,23 @@ async def test_messages_that_are_refused_after_a_lost_answer_may_be_stored(
     assert caught.value.in_doubt == 5
 
 
+async def test_a_server_that_lost_fast_ingest_after_a_lost_answer_is_an_error_at_once(
+    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unanswered(publisher: jsx.FastPublisher) -> None:
+        raise errors.RequestTimeoutError
+
+    async def older(publisher: jsx.FastPublisher, message: jsx.BatchMessage) -> None:
+        raise errors.UnsupportedFeatureError("fast ingest needs nats-server 2.14")
+
+    monkeypatch.setattr(jsx.FastPublisher, "commit_eob", unanswered)
+    monkeypatch.setattr(jsx.FastPublisher, "ack_seq", 0)
+    monkeypatch.setattr(jsx.FastPublisher, "add_message", older)
+    with pytest.raises(errors.IngestError, match=r"could not be sent: fast .*2\.14; it may be stored$"):
+        async with asyncio.timeout(30):
+            await jsx.ingest(js, [jsx.BatchMessage(f"{stream}.a", b"x", expected_last_seq=0)])
+
+
 @pytest.mark.parametrize(
     "refusal",
     [nats.js.errors.APIError(code=429, err_code=10167), nats.js.errors.ServerError(code=500, err_code=10009)],

@@ -226,6 +226,24 @@ class TestLostAnswers:
             await kvx.retry_transaction(kv, Counting(), give_up_after=0.3)
         assert lossy.repeated == 0
 
+    async def test_the_error_has_the_reason_of_the_last_whole_attempt(
+        self, make_bucket, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        kv = await make_bucket()
+        Lossy(monkeypatch, stored=True)
+        times: list[float] = []
+
+        async def cannot(tx: Transaction, *, timeout: float) -> Any:
+            times.append(timeout)
+            raise BatchOutcomeUnknownError(f"tried for {timeout:g} s")
+
+        monkeypatch.setattr(StreamState, "duplicate_window", timedelta(0))
+        monkeypatch.setattr(Transaction, "resolve", cannot)
+        with pytest.raises(BatchOutcomeUnknownError, match="tried for"):
+            await kvx.retry_transaction(kv, Counting(), give_up_after=0.3)
+        assert times
+        assert min(times) > 0.001
+
     async def test_outcome_is_resolved_if_the_commit_cannot_be_repeated(
         self, make_bucket, monkeypatch: pytest.MonkeyPatch
     ) -> None:
