@@ -97,11 +97,12 @@ class RequestTimeoutError(JetStreamExtError, nats.errors.TimeoutError):
     """No answer arrived in time."""
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class StreamConfigMismatchError(JetStreamExtError):
     """A stream exists with another configuration. ``diff`` maps each field to (wanted, found)."""
 
-    diff: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    def __init__(self, message: str = "", *, diff: dict[str, tuple[Any, Any]] | None = None) -> None:
+        super().__init__(message)
+        self.diff: dict[str, tuple[Any, Any]] = dict(diff or {})
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -211,11 +212,12 @@ class FencedError(JetStreamExtError):
     seq: int | None = None
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class HistoryUnavailableError(JetStreamExtError):
     """The requested history is no longer stored. ``keys`` are the keys whose past value is unknown."""
 
-    keys: tuple[str, ...] = ()
+    def __init__(self, message: str = "", *, keys: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.keys: tuple[str, ...] = tuple(keys)
 
 
 class BadSubjectError(JetStreamExtError, nats.errors.BadSubjectError, ValueError):
@@ -439,7 +441,6 @@ class KeyConflictError(WrongLastSequenceError, nats.js.errors.KeyWrongLastSequen
     stale_read: bool = False
     code: int | None = Status.INVALID_REQUEST
     err_code: int | None = ErrorCode.WRONG_LAST_SEQUENCE
-    description: str = "wrong last sequence"
     outcome: Outcome = "not_stored"
 
     @override

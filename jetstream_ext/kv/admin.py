@@ -81,6 +81,7 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
                 f"bucket {bucket.name!r}: another client changed key {key!r} during touch(), so it is no longer at revision "
                 f"{found.seq}; nothing was written",
                 keys=(key,),
+                description=error.description,
             ) from refusal
         if isinstance(error, MessageTTLDisabledError):
             raise bucket.ttls_disabled(error, [key]) from refusal

@@ -179,6 +179,7 @@ class Staging:
             f"bucket {self._bucket!r}: nothing was written; {message}",
             keys=tuple(keys),
             stale_read=stale_read,
+            description="wrong last sequence",
         )
 
 

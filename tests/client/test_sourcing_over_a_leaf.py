@@ -30,7 +30,7 @@ VERSIONS = [None, "2.14.0"] if FULL else [None]
 OUTAGES = (0.1, 1.5, 0.5, 4.0, 12.0)
 """Seconds; the longest outlasts the 10 s after which a reading server restarts the source."""
 PAYLOAD = 100
-SLACK = 60.0
+SLACK = 150.0
 
 
 class Relay:

@@ -121,7 +121,13 @@ def test_command_line_sends_no_password_to_a_server_that_has_lost_its_tls(tmp_pa
 
 
 # A URL parser mistakes these characters for the end of the user information or for an IPv6 address.
-ODD = ["hun/ter2", "hun?ter2", "hun#ter2", "hun[ter2", "hun]ter2", "[hunter2]", "hun,ter2"]
+comma = pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason=f"{ISSUE}: a part of a password with a comma is printed"
+)
+ODD = [
+    *("hun/ter2", "hun?ter2", "hun#ter2", "hun[ter2", "hun]ter2", "[hunter2]"),
+    pytest.param("hun,ter2", marks=comma),
+]
 
 
 def options(url: str) -> tuple[list[str], dict[str, str]]:
@@ -136,9 +142,6 @@ def argument(url: str) -> tuple[list[str], dict[str, str]]:
     return ["doctor", url], {}
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{ISSUE}: a part of a password with a special character is printed"
-)
 @pytest.mark.parametrize("secret", ODD)
 @pytest.mark.parametrize("given", [options, environment, argument])
 def test_command_line_prints_no_part_of_a_password(
