@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 import click
+from nats.js.errors import BucketNotFoundError
 from rich.text import Text
 
 from jetstream_ext.cli.connection import Target, connected, connection_options
@@ -81,6 +82,8 @@ async def _take(
     async with connected(where) as js:
         try:
             return await take_snapshot(open_bucket(js, bucket), list(keys) or None, at=at, strict=not partial)
+        except BucketNotFoundError as error:
+            raise click.ClickException(str(error.description)) from error
         except HistoryUnavailableError as error:
             problem = str(error).partition(";")[0]  # the advice after it is for Python
             raise click.ClickException(f"{problem}; --partial shows the rest") from error

@@ -69,7 +69,7 @@ def is_transient_read(error: BaseException) -> bool:
 
 
 def is_not_closed(error: BaseException) -> bool:
-    """Return whether the same message may be stored later, where a refusal ends the call before: unless nc was closed."""
+    """Return whether `ingest` may try again after an error that is no refusal: unless the connection was closed."""
     return not isinstance(error, nats.errors.ConnectionClosedError | nats.errors.ConnectionDrainingError)
 
 

@@ -78,11 +78,8 @@ async def features(js: JetStreamContext, *, timeout: float | None = None) -> Fea
         if context.connection.api_level is None or context.prefix != DEFAULT_PREFIX:
             raise
         level = context.connection.api_level
-    found = {
-        each.name: getattr(feature_table, each.name.upper()).at(level)
-        for each in fields(Features)
-        if each.type == "bool"
-    }
+    names = [each.name for each in fields(Features) if each.type == "bool"]
+    found = {name: getattr(feature_table, name.upper()).at(level) for name in names}
     return Features(context.connection.server_version, level, **found)
 
 

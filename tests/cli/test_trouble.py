@@ -193,6 +193,7 @@ def test_invalid_files_and_names_are_reported(run: Run, tmp_path: Path, rows: Pa
         (["doctor", "--stream", "a.b"], "stream name 'a.b'"),
         (["export", "a b", tmp_path / "x.csv"], "stream name 'a b'"),
         (["ingest", rows, "--stream", "*", "--subject", "s"], "stream name '*'"),
+        (["snapshot", "NONE"], "Error: bucket 'NONE' does not exist"),
         (["snapshot", "a b"], "bucket name 'a b' is"),
     ):
         done = run(*arguments)
