@@ -174,7 +174,7 @@ def spark_environment(_spark_jvm: tuple[Any, dict[str, str]]) -> Iterator[dict[s
     """
     jvm, environment = _spark_jvm
     yield environment
-    left = jvm.org.apache.spark.SparkContext.getActive()
+    left = jvm.org.apache.spark.sql.classic.SparkSession.getDefaultSession()
     if left.isDefined():  # by a program that failed
         left.get().stop()
 
@@ -219,7 +219,8 @@ async def abort_sockets(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     monkeypatch.setattr(asyncio, "open_connection", recorded)
     yield
     for writer in writers:
-        writer.transport.abort()
+        with contextlib.suppress(AttributeError):  # asyncio cannot abort what closed after its last bytes were written
+            writer.transport.abort()
     await asyncio.sleep(0)
 
 

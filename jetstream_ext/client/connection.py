@@ -13,6 +13,7 @@ for Spark.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import inspect
 import logging
@@ -56,7 +57,6 @@ _MAX_CONTROL_LINE = 4096
 _USABLE = frozenset({Client.CONNECTED, Client.DRAINING_SUBS})
 
 _log = logging.getLogger("jetstream_ext")
-
 _CLOSE_TIMEOUT: Final = 2.0
 # Short enough for a read to survive a server's restart within its own timeout.
 _RECONNECT_WAIT: Final = 0.25
@@ -405,9 +405,10 @@ class OwnClient(Client):
             await cancel(closing, _CLOSE_TIMEOUT)
         finally:
             closing.cancel()
-            # The transport's own close() waits for a peer that does not read. A WebSocket has no such writer.
-            if (writer := getattr(self._transport, "_bare_io_writer", None)) is not None:
-                writer.transport.abort()
+            # The transport's own close() waits for a peer that does not read. The AttributeError is of a WebSocket, which
+            # has no such writer, and of asyncio, which cannot abort what has closed after its last bytes were written.
+            with contextlib.suppress(AttributeError):
+                self._transport._bare_io_writer.transport.abort()  # type: ignore[union-attr]
 
     async def _note(self, error: Exception) -> None:
         """Note an error that nats-py reports (called by nats-py)."""

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import ssl
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlparse
 
@@ -588,3 +589,26 @@ async def test_closing_quickly_closes_the_socket(monkeypatch: pytest.MonkeyPatch
         await ended.wait()
     assert closing.cancelled() is cancelled
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_closing_quickly_takes_a_socket_that_closed_after_its_last_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = asyncio.Event()
+
+    async def slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.05)
+        while await reader.read(1 << 20):
+            pass
+        writer.close()
+        await writer.wait_closed()
+        closed.set()
+
+    async with await asyncio.start_server(slowly, "127.0.0.1") as server:
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(bytes(16 << 20))
+        writer.close()
+        await writer.wait_closed()
+        client = OwnClient()
+        monkeypatch.setattr(client, "close", lambda: asyncio.sleep(0))
+        monkeypatch.setattr(client, "_transport", SimpleNamespace(_bare_io_writer=writer))
+        await client.close_quickly()
+        await closed.wait()
