@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 import nats.errors
 import orjson
 from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.js.api import DEFAULT_PREFIX
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
@@ -44,6 +43,12 @@ _CACHE_TTL: Final = 30.0
 _LOOKUP_TIMEOUT: Final = 2.0
 _LONGEST_PAUSE: Final = 3600.0
 
+# These refusals have nats-py's own classes, as in its own answers.
+_NATS_PY_ERRORS: Final[dict[int | None, type[APIError]]] = {
+    Status.NOT_FOUND: NotFoundError,
+    Status.UNAVAILABLE: ServiceUnavailableError,
+}
+
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 
@@ -65,31 +70,39 @@ class Api:
     ) -> dict[str, Any]:
         """Send a request to the subject `what` below `prefix` (default: the context's) and return the answer.
 
-        `repeat` repeats the request while there is no answer; only for requests that change nothing.
+        `repeat` repeats the request while there is no answer or no leader; only for requests that change nothing.
 
         Raises:
-            NotFoundError, ServiceUnavailableError: nats-py's: no such thing; no server answers on the subject.
+            NotFoundError, ServiceUnavailableError: nats-py's: no such thing; no server answers on the subject, or the
+                cluster has no leader.
             ServerError: Any other refusal.
             RequestTimeoutError, ResponseError: No answer in time; a malformed answer.
         """
         subject = f"{prefix or self.context.prefix}.{what}"
         payload = b"" if body is None else orjson.dumps(body)
 
-        async def send() -> Msg:
-            return await self.context.connection.request(subject, payload, max(0.0, self.remaining))
+        async def send() -> dict[str, Any]:
+            try:
+                reply = await self.context.connection.request(subject, payload, max(0.0, self.remaining))
+                return parse_answer(subject, reply.data)
+            except RequestTimeoutError:
+                raise RequestTimeoutError(f"no answer on {subject} within {self.timeout:.4g} s") from None
+            except nats.errors.NoRespondersError as error:
+                raise ServiceUnavailableError(Status.UNAVAILABLE, f"no server answers on {subject}") from error
+            except ServerError as refusal:
+                kind = _NATS_PY_ERRORS.get(refusal.code)
+                if kind is None:
+                    raise
+                raise kind(refusal.code, refusal.description, refusal.err_code) from refusal
 
-        try:
-            reply = await (_first_answer(send) if repeat else send())
-        except RequestTimeoutError:
-            raise RequestTimeoutError(f"no answer on {subject} within {self.timeout:.4g} s") from None
-        except nats.errors.NoRespondersError as error:
-            raise ServiceUnavailableError(Status.UNAVAILABLE, f"no server answers on {subject}") from error
-        try:
-            return parse_answer(subject, reply.data)
-        except ServerError as refusal:
-            if refusal.code != Status.NOT_FOUND:
-                raise
-            raise NotFoundError(refusal.code, refusal.description, refusal.err_code) from refusal
+        while True:
+            try:
+                return await (_first_answer(send) if repeat else send())
+            except ServiceUnavailableError as error:
+                # An election: whether a server says so, or nobody answers, is chance.
+                if not repeat or error.err_code != ErrorCode.CLUSTER_UNAVAILABLE or self.remaining <= LAG_PAUSE:
+                    raise
+            await asyncio.sleep(LAG_PAUSE)
 
     async def stream(
         self, name: str, body: Mapping[str, Any] | None = None, prefix: str | None = None

@@ -97,7 +97,7 @@ async def reset_consumer(
         ConsumerInvalidResetError: 10204: with `seq` or `time`, the deliver policy must be ``all``,
             ``by_start_sequence`` or ``by_start_time``, and the new start must not be before the policy's own.
         RequestTimeoutError: No answer in time, for instance during an election. The reset may have happened.
-        nats.js.errors.ServiceUnavailableError: There is no JetStream.
+        nats.js.errors.ServiceUnavailableError: There is no JetStream, or no leader.
         ServerError: Any other refusal.
         ResponseError: The answer is malformed.
 
@@ -181,7 +181,7 @@ async def create_source_consumer(
         nats.js.errors.NotFoundError: There is no such stream.
         UnsupportedFeatureError: The server is older than 2.14. Nothing was created.
         ServerError: The server refused; 10148: a consumer of this name exists with another configuration.
-        nats.js.errors.ServiceUnavailableError, RequestTimeoutError: There is no JetStream, or no answer in time.
+        nats.js.errors.ServiceUnavailableError, RequestTimeoutError: There is no JetStream, or no leader or answer in time.
 
     Cancellation: The consumer may have been created; nothing else is left behind.
 

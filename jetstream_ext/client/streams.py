@@ -63,7 +63,7 @@ async def features(js: JetStreamContext, *, timeout: float | None = None) -> Fea
         timeout: Seconds to wait for the answer; None is the context's timeout.
 
     Raises:
-        nats.js.errors.ServiceUnavailableError: There is no JetStream.
+        nats.js.errors.ServiceUnavailableError: There is no JetStream, or no leader.
         RequestTimeoutError: No answer in time, and the connected server's ``INFO`` has no API level.
         ServerError: The server refused, for instance because JetStream is disabled for the account.
 
@@ -111,7 +111,7 @@ async def ensure_stream(
             configuration; ``diff`` maps each field to (wanted, found).
         UnsupportedFeatureError: The server is too old for an option; ``required_api_level`` is the level it needs.
         ServerError: The server refused.
-        nats.js.errors.ServiceUnavailableError, RequestTimeoutError: There is no JetStream, or no answer in time.
+        nats.js.errors.ServiceUnavailableError, RequestTimeoutError: There is no JetStream, or no leader or answer in time.
         ResponseError: The answer is malformed.
 
     Cancellation: The stream may have been created or changed; nothing else is left behind.

@@ -184,3 +184,38 @@ async def test_a_wait_for_a_sequence_names_what_was_missing(monkeypatch: pytest.
     monkeypatch.setattr(api, "stream_state", look)
     with pytest.raises(RequestTimeoutError, match="no answer" if last is None else "did not reach sequence 9"):
         await wait_for_sequence(Context(Client().jetstream()), "S", 9, 0.1)
+
+
+NO_LEADER = b'{"error":{"code":503,"err_code":10008,"description":"JetStream system temporarily unavailable"}}'
+
+
+@pytest.mark.parametrize("call", [CALLS["ensure"], OTHERS["leader"], OTHERS["log"]], ids=["ensure", "leader", "log"])
+async def test_a_read_in_an_election_waits_for_the_leader(
+    nc: Client, stream_name: Callable[[], str], leak_check: Any, call: Callable[[JetStreamContext], Awaitable[Any]]
+) -> None:
+    """Whether a server says that there is no leader, or nobody answers, depends on who leads the cluster."""
+    prefix, answers = stream_name(), iter([NO_LEADER, NO_LEADER, b"[]"])
+
+    async def reply(msg: Msg) -> None:
+        await msg.respond(next(answers))
+
+    sub = await nc.subscribe(f"{prefix}.>", cb=reply)
+    with pytest.raises(ResponseError):  # the answer of the leader
+        await call(nc.jetstream(prefix=prefix, timeout=20))
+    await sub.unsubscribe()
+    await leak_check.assert_clean()
+
+
+async def test_no_leader_in_time_is_nats_pys_error(nc: Client, stream_name: Callable[[], str], leak_check: Any) -> None:
+    prefix = stream_name()
+
+    async def reply(msg: Msg) -> None:
+        await msg.respond(NO_LEADER)
+
+    sub = await nc.subscribe(f"{prefix}.>", cb=reply)
+    js = nc.jetstream(prefix=prefix, timeout=0.3)
+    for call in (CALLS["ensure"], CALLS["reset"], lambda js: stream_state(Context(js), "S")):
+        with pytest.raises(nats.js.errors.ServiceUnavailableError, match="temporarily unavailable"):
+            await call(js)
+    await sub.unsubscribe()
+    await leak_check.assert_clean()
