@@ -43,12 +43,6 @@ _CACHE_TTL: Final = 30.0
 _LOOKUP_TIMEOUT: Final = 2.0
 _LONGEST_PAUSE: Final = 3600.0
 
-# These refusals have nats-py's own classes, as in its own answers.
-_NATS_PY_ERRORS: Final[dict[int | None, type[APIError]]] = {
-    Status.NOT_FOUND: NotFoundError,
-    Status.UNAVAILABLE: ServiceUnavailableError,
-}
-
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 
@@ -90,10 +84,10 @@ class Api:
             except nats.errors.NoRespondersError as error:
                 raise ServiceUnavailableError(Status.UNAVAILABLE, f"no server answers on {subject}") from error
             except ServerError as refusal:
-                kind = _NATS_PY_ERRORS.get(refusal.code)
-                if kind is None:
+                kinds = {Status.NOT_FOUND: NotFoundError, Status.UNAVAILABLE: ServiceUnavailableError}
+                if refusal.code not in kinds:
                     raise
-                raise kind(refusal.code, refusal.description, refusal.err_code) from refusal
+                raise kinds[Status(refusal.code)](refusal.code, refusal.description, refusal.err_code) from refusal
 
         while True:
             try:

@@ -79,7 +79,8 @@ async def get_many(
             far as they are known.
         ValueError, TypeError: `at` is not a revision of the bucket, or lies in the future, or is not timezone-aware; or
             `timeout` is not over 0.
-        RequestTimeoutError: No answer, or no replica that has caught up with the leader, within `timeout`.
+        RequestTimeoutError, nats.js.errors.ServiceUnavailableError: No answer, no leader, or no replica that has caught up
+            with the leader, within `timeout`.
 
     Cancellation: Safe; nothing is left behind.
 
@@ -347,7 +348,12 @@ async def _judge_past(
         else:
             lost = _may_have_expired(state, past, point)
     if names is None:
-        gaps = await _feed_whole_log(source, state, past)
+
+        def take(block: Block) -> None:
+            past.feed(rows_of(block), log=True)
+
+        gaps = await _read_log(source, state.lowest_seq, state.last_seq, take)
+        await source.catch_up(state.last_seq, take)
         missing = 0 < gaps.lowest <= point.revision
         # A gap above the revision may be the delete marker of a key that existed (`purge_deletes`).
         lost = gaps.highest > past.accounts_for() or _may_have_expired(state, past, point)
@@ -405,17 +411,6 @@ async def _feed_by_name(
 
     await gather_bounded(feed_oldest, [key for key in moved if not past.knows(key)], limit=LOOKUPS_IN_FLIGHT)
     return missing
-
-
-async def _feed_whole_log(source: VerifiedReader, state: StreamState, past: Past) -> Gaps:
-    """Feed every stored message; return the gaps in the log as it was when the read began."""
-
-    def take(block: Block) -> None:
-        past.feed(rows_of(block), log=True)
-
-    gaps = await _read_log(source, state.lowest_seq, state.last_seq, take)
-    await source.catch_up(state.last_seq, take)
-    return gaps
 
 
 async def _any_removed(bucket: Bucket, source: VerifiedReader, state: StreamState, revision: int) -> bool:

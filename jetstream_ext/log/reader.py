@@ -21,7 +21,7 @@ from jetstream_ext.errors import PositionLostError, StreamConfigMismatchError
 from jetstream_ext.log.offsets import First, Last, OffsetStore, Seq, Start, Stored, StoredOffset, Time, check_start
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.gaps import first_gap
+from jetstream_ext.protocol.gaps import Gaps
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.subjects import check_filter
 
@@ -289,8 +289,10 @@ class LogReader:
             position = self._report_loss(position, state.first_seq)
         rows, end = await self._read_rows(position, state.last_seq)
         state = await self._look()
-        missing = first_gap([row.seq for row in rows], position, end)
-        if missing is None or state.first_seq <= missing:
+        gaps = Gaps(position, end)
+        gaps.add([row.seq for row in rows])
+        gaps.close()
+        if not (missing := gaps.lowest) or state.first_seq <= missing:
             self._at_head = False
         elif not self._at_head:
             # Messages before the gap are verified and returned first; the next call reports the gap.

@@ -21,13 +21,6 @@ def find_gaps(previous: int, seqs: Sequence[int], last: int) -> Iterator[range]:
         previous = seq
 
 
-def first_gap(seqs: Sequence[int], first: int, last: int) -> int | None:
-    """Return the first sequence of ``first … last`` that is not in `seqs` (ascending), or None."""
-    if len(seqs) == last - first + 1:
-        return None
-    return next((gap.start for gap in find_gaps(first - 1, [*seqs, last + 1], last)), None)
-
-
 class Gaps:
     """The missing sequences of ``first … last``; those that are there come in pieces, ascending."""
 

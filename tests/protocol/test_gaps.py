@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetstream_ext.protocol.gaps import Gaps, find_gaps, first_gap
+from jetstream_ext.protocol.gaps import Gaps, find_gaps
 
 some = st.sets(st.integers(1, 40)).map(sorted)
 
@@ -18,12 +18,6 @@ def test_find_gaps_names_every_missing_sequence_before_the_end_of_the_run(
     end = min(last, seqs[-1] if seqs else 0)
     assert [seq for gap in gaps for seq in gap] == sorted(set(range(previous + 1, end + 1)) - set(seqs))
     assert all(len(gap) and (gap.stop in seqs or gap.stop == last + 1) for gap in gaps)
-
-
-@given(seqs=some, first=st.integers(1, 45), last=st.integers(0, 50))
-def test_first_gap_includes_the_end_of_the_range(seqs: list[int], first: int, last: int) -> None:
-    seqs = [seq for seq in seqs if first <= seq <= last]
-    assert first_gap(seqs, first, last) == min(set(range(first, last + 1)) - set(seqs), default=None)
 
 
 @given(seqs=some, first=st.integers(1, 45), last=st.integers(0, 50), piece=st.integers(1, 7))
