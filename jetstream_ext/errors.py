@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, Final, Literal
 
 import nats.errors
 import nats.js.errors
@@ -376,8 +376,14 @@ class ErrorCode(enum.IntEnum):
     FAST_TOO_MANY_INFLIGHT = 10211
 
 
-SERVER_ERRORS: Final[dict[int, type[ServerError]]] = {}
-"""The class of each error code that has one."""
+# No leader; a server that is overloaded or without resources; another copy of the message is on its way to the replicas.
+TRANSIENT_CODES: Final = frozenset({
+    ErrorCode.CLUSTER_UNAVAILABLE, ErrorCode.NOT_LEADER, ErrorCode.STREAM_OFFLINE, ErrorCode.INSUFFICIENT_RESOURCES,
+    ErrorCode.DUPLICATE_IN_PROCESS, ErrorCode.TOO_MANY_REQUESTS, ErrorCode.ATOMIC_TOO_MANY_INFLIGHT,
+    ErrorCode.FAST_TOO_MANY_INFLIGHT,
+})  # fmt: skip
+
+SERVER_ERRORS: Final[dict[int, type[ServerError]]] = {}  # the class of each error code that has one
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -388,7 +394,7 @@ class ServerError(JetStreamExtError, nats.js.errors.APIError):
         code: The HTTP-like status (400, 412, 429, 500, 503 …).
         err_code: The server's error code.
         description: The server's text.
-        retryable: Whether the same call may succeed later, unchanged.
+        retryable: Whether the same call may succeed later, unchanged: without a leader, overloaded, out of resources.
     """
 
     code: int | None = None
@@ -396,7 +402,10 @@ class ServerError(JetStreamExtError, nats.js.errors.APIError):
     description: str = ""
     stream: str | None = field(default=None, init=False)
     seq: int | None = field(default=None, init=False)
-    retryable: ClassVar[bool] = False
+
+    @property
+    def retryable(self) -> bool:
+        return self.err_code in TRANSIENT_CODES
 
     @override
     def __init_subclass__(cls, codes: tuple[int, ...] = ()) -> None:
@@ -464,8 +473,6 @@ class MessageTTLDisabledError(BatchServerError, codes=(ErrorCode.MESSAGE_TTL_DIS
 
 class TooManyRequestsError(BatchServerError, codes=(ErrorCode.TOO_MANY_REQUESTS,)):
     """10167: the stream's ingest queue is full; the message was dropped."""
-
-    retryable = True
 
 
 class AtomicPublishDisabledError(BatchServerError, codes=(ErrorCode.ATOMIC_DISABLED,)):
@@ -537,13 +544,9 @@ class FastPublishMirrorError(BatchServerError, codes=(ErrorCode.FAST_MIRROR,)):
 class AtomicPublishTooManyInflightError(BatchServerError, codes=(ErrorCode.ATOMIC_TOO_MANY_INFLIGHT,)):
     """10210: too many atomic batches are open on the stream or the server."""
 
-    retryable = True
-
 
 class FastPublishTooManyInflightError(BatchServerError, codes=(ErrorCode.FAST_TOO_MANY_INFLIGHT,)):
     """10211: too many fast batches are open on the stream or the server."""
-
-    retryable = True
 
 
 def server_error(

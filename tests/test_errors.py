@@ -137,10 +137,10 @@ def test_each_server_code_has_its_class(name: str) -> None:
     assert {code for code, known in errors.SERVER_ERRORS.items() if known is cls} == CODES[name]
     assert issubclass(cls, ServerError)
     assert issubclass(cls, BatchError) is (name != "ConsumerInvalidResetError")
-    assert cls.retryable is (name in RETRYABLE)
     for code in CODES[name]:
         error = errors.server_error(code=400, err_code=code, description="why")
         assert type(error) is cls
+        assert error.retryable is (name in RETRYABLE)
         assert (error.code, error.err_code, error.description) == (400, code, "why")
         assert str(code) in (cls.__doc__ or ""), "the docstring names the code"
 

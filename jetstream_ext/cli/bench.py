@@ -72,7 +72,7 @@ _THEIRS: Final = "#a0a0a0"
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and no progress bar.")
 @connection_options(server=False, selected=False)
 def command(where: Target, messages: int, size: int, rounds: int, plot: Path | None, as_json: bool) -> None:
-    """Compare this library with plain nats-py, on the server at URL or else on a temporary one.
+    """Compare this library with plain nats-py, on a server that you name (URL, NATS_URL, context) or a temporary one.
 
     The command works on a scratch stream, which it deletes at the end and after Ctrl-C. It touches no other stream. It
     loads the server as much as it can. A temporary server needs nats-jetstream-ext[server].

@@ -93,7 +93,7 @@ def command(
             }
         )
     else:
-        click.echo(f"{count(done.messages, 'message')} up to sequence {done.seq:,} in {file} ({seconds:.1f} s)")
+        click.echo(f"wrote {count(done.messages, 'message')} up to sequence {done.seq:,} to {file} ({seconds:.1f} s)")
 
 
 async def _export(where: Target, part: _Part, *, resume: bool, show: bool) -> None:

@@ -20,6 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from rich.theme import Theme
 
+from jetstream_ext.client.api import NO_JETSTREAM
 from jetstream_ext.errors import ErrorCode, IngestError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.testing import NatsServerStartError
 
@@ -147,10 +148,8 @@ def one_line(error: BaseException) -> str:
         described = error.description or type(error).__name__
         if error.err_code in _NOT_ENABLED:
             return f"JetStream is not enabled for this account or on this server ({described})"
-        if isinstance(error, nats.js.errors.ServiceUnavailableError):
-            answer = described if "no server answers on" in described else "no server answers"  # nats-py gives no text
-            if error.err_code is None:
-                return f"{answer}: the server runs without JetStream, or the JetStream domain differs"
+        if isinstance(error, nats.js.errors.ServiceUnavailableError) and error.err_code is None:
+            return described if NO_JETSTREAM in described else f"no server answers: {NO_JETSTREAM}"
         if error.description and not isinstance(error, JetStreamExtError):  # nats-py's own text is a list of fields
             return f"the server says: {error.description}"
     if isinstance(error, OSError) and error.strerror:

@@ -21,6 +21,7 @@ from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
 from jetstream_ext.client.base_connection import mark_retrieved
 from jetstream_ext.client.connection import Context
+from jetstream_ext.client.retry import Retry, has_no_leader
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ResponseError, ServerError, Status
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState, parse_answer, parse_stream_state
@@ -29,10 +30,9 @@ from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
 from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.types import BatchAck
 
-LAG_PAUSE: Final = 0.05
-"""Seconds between two checks whether a leader, a replica or a mirror has caught up."""
-SETTLE: Final = 3.0
-"""Seconds that a newly elected leader may take to apply what its predecessor had acknowledged."""
+LAG_PAUSE: Final = 0.05  # seconds between two checks whether a leader, a replica or a mirror has caught up
+NO_JETSTREAM: Final = "the server runs without JetStream, or the JetStream domain differs"
+SETTLE: Final = 3.0  # seconds that a new leader may take to apply what its predecessor had acknowledged
 
 # Seconds before an unanswered request is repeated: a new leader does not know the requests to a leader that died.
 _REPEAT_AFTER: Final = 1.0
@@ -67,36 +67,42 @@ class Api:
         `repeat` repeats the request while there is no answer or no leader; only for requests that change nothing.
 
         Raises:
-            NotFoundError, ServiceUnavailableError: nats-py's: no such thing; no server answers on the subject, or the
-                cluster has no leader.
+            NotFoundError, ServiceUnavailableError: nats-py's: no such thing; no server answers on the subject.
             ServerError: Any other refusal.
-            RequestTimeoutError, ResponseError: No answer in time; a malformed answer.
+            RequestTimeoutError, ResponseError: No answer or (with `repeat`) no leader in time; a malformed answer.
         """
         subject = f"{prefix or self.context.prefix}.{what}"
         payload = b"" if body is None else orjson.dumps(body)
 
+        refusal: ServerError | None = None
+
         async def send() -> dict[str, Any]:
+            nonlocal refusal
             try:
                 reply = await self.context.connection.request(subject, payload, max(0.0, self.remaining))
                 return parse_answer(subject, reply.data)
             except RequestTimeoutError:
-                raise RequestTimeoutError(f"no answer on {subject} within {self.timeout:.4g} s") from None
+                raise RequestTimeoutError(f"no answer on {subject} within {self.timeout:.4g} s") from refusal
             except nats.errors.NoRespondersError as error:
-                raise ServiceUnavailableError(Status.UNAVAILABLE, f"no server answers on {subject}") from error
-            except ServerError as refusal:
-                kinds = {Status.NOT_FOUND: NotFoundError, Status.UNAVAILABLE: ServiceUnavailableError}
-                if refusal.code not in kinds:
-                    raise
-                raise kinds[Status(refusal.code)](refusal.code, refusal.description, refusal.err_code) from refusal
+                raise ServiceUnavailableError(
+                    Status.UNAVAILABLE, f"no server answers on {subject}: {NO_JETSTREAM}"
+                ) from error
+            except ServerError as error:
+                if error.code == Status.NOT_FOUND:
+                    raise NotFoundError(error.code, error.description, error.err_code) from error
+                refusal = error
+                raise
 
-        while True:
-            try:
-                return await (_first_answer(send) if repeat else send())
-            except ServiceUnavailableError as error:
-                # An election: whether a server says so, or nobody answers, is chance.
-                if not repeat or error.err_code != ErrorCode.CLUSTER_UNAVAILABLE or self.remaining <= LAG_PAUSE:
-                    raise
-            await asyncio.sleep(LAG_PAUSE)
+        if not repeat:
+            return await send()
+        retry = Retry(self.remaining, first_pause=LAG_PAUSE, transient=has_no_leader)
+        retry.start()
+        try:
+            return await retry.call(lambda: _first_answer(send))
+        except ServerError as error:
+            if has_no_leader(error):
+                raise RequestTimeoutError(f"no leader answered on {subject} within {self.timeout:.4g} s") from error
+            raise
 
     async def stream(
         self, name: str, body: Mapping[str, Any] | None = None, prefix: str | None = None
@@ -177,7 +183,9 @@ async def wait_for_sequence(context: Context, stream: str, seq: int, timeout: fl
         async with asyncio.timeout_at(deadline):
             await settled_state(lambda: stream_state(context, stream, timeout), seq, math.inf)
     except TimeoutError:
-        raise RequestTimeoutError(f"stream {stream!r} did not reach sequence {seq} within {timeout:.4g} s") from None
+        raise RequestTimeoutError(
+            f"the leader of stream {stream!r} did not reach sequence {seq} in {timeout:.4g} s"
+        ) from None
 
 
 async def get_at_leader(
@@ -280,15 +288,16 @@ async def lookup_stream(
             return state, last_seq
     if now < cache.paused_until:
         return None
+    api = Api(context, min(timeout, _LOOKUP_TIMEOUT))
     try:
-        async with asyncio.timeout(min(timeout, _LOOKUP_TIMEOUT)):
-            name = stream or await stream_name(context, subject, timeout)
-            if name is None:
-                return None
-            state = await stream_state(context, name, timeout)
-    except TimeoutError:
-        cache.paused_until = now + cache.pause
-        cache.pause = min(cache.pause * 2, _LONGEST_PAUSE)
+        name = stream or await stream_name(api, subject)
+        if name is None:
+            return None
+        state = await stream_state(api, name)
+    except RequestTimeoutError as late:
+        if late.__cause__ is None:  # not in an election
+            cache.paused_until = now + cache.pause
+            cache.pause = min(cache.pause * 2, _LONGEST_PAUSE)
         return None
     except (APIError, ResponseError):
         return None  # no such stream, or the server's refusal of the batch will say more
@@ -298,9 +307,9 @@ async def lookup_stream(
     return state, state.last_seq
 
 
-async def stream_name(context: Context, subject: str, timeout: float) -> str | None:
+async def stream_name(where: Context | Api, subject: str, timeout: float | None = None) -> str | None:
     """Return the name of the stream that stores messages on `subject`, or None; raise as `Api.ask` does."""
-    names = (await Api(context, timeout).ask("STREAM.NAMES", {"subject": subject})).get("streams")
+    names = (await _api(where, timeout).ask("STREAM.NAMES", {"subject": subject})).get("streams")
     return str(names[0]) if isinstance(names, list) and names else None
 
 

@@ -22,8 +22,7 @@ from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame
 
-# Seconds; nats-py has no event for a connection that is closed or connected again.
-_STATE_POLL: Final = 0.05
+_STATE_POLL: Final = 0.05  # seconds; nats-py has no event for a connection that is closed or connected again
 _CANCEL_AGAIN: Final = 0.5
 
 ROOM: Final = "room in the write buffer of the connection"

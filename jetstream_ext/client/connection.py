@@ -248,7 +248,7 @@ class Connection(BaseConnection):
 
 
 _FALLBACK_WARNING = (
-    "jetstream_ext does not know the internals of this version of nats-py (supported: 2.16 to 2.x); it uses nats-py's "
+    "jetstream_ext does not know the internals of this version of nats-py (supported: 2.16 and later 2.x releases); it uses nats-py's "
     "public interface instead, which is several times slower"
 )
 _CONNECTION_ATTRIBUTE = "_jetstream_ext_connection"

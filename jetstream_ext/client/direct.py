@@ -28,8 +28,8 @@ class DirectGet:
 
     If a lost connection interrupts an answer, the library requests the rest once more. Every call can raise:
 
-    * `nats.errors.ConnectionClosedError`, `nats.errors.ConnectionDrainingError`: the user closed or drains the
-      connection; at once;
+    * `nats.errors.ConnectionClosedError`, `nats.errors.ConnectionDrainingError`: at once, if the application closes or
+      drains the connection;
     * `MessagesLostError`: the connection, or messages of a reply, were lost twice at the same place;
     * `RequestTimeoutError`: see `timeout`;
     * `BadRequestError`, `RequiredApiLevelError`, `ServerError`: the server refused the request;

@@ -51,8 +51,8 @@ class FastPublisher:
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
-        flow: Messages per acknowledgement to request, 1 to 65535; servers grant at most 500, shared by the publishers
-            of a stream.
+        flow: Messages per acknowledgement to request, 1 to 65535; by default, servers grant at most 500, shared by
+            the publishers of a stream.
         max_outstanding_acks: The window, in acknowledgements (`flow` messages each), 1 to 3.
         gap: What happens when messages are lost before they reach the server: `GapMode.FAIL` ends the batch;
             `GapMode.OK` reports the gap and continues, also after a reconnect.
@@ -369,8 +369,8 @@ class FastSession:
         self._handlers = handlers
         self._connection: BaseConnection = context.connection
         self.batch: FastBatch = FastBatch(max_payload=self._connection.max_payload, **batch)
+        # The clock of the batch; from `_open` on the loop's own method, which is faster.
         self.now: Callable[[], float] = lambda: asyncio.get_running_loop().time()
-        """The clock of the batch; from `_open` on the loop's own method, which is faster."""
         self._inbox: InboxSubscription | None = None
         self._turn = asyncio.Lock()
         self._senders = 0  # callers in `wait_turn`

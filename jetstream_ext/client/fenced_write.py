@@ -33,7 +33,7 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import ErrorCode, FencedError, RequestTimeoutError
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.options import as_message, message_headers
+from jetstream_ext.protocol.options import as_message, has_expectation, message_headers
 from jetstream_ext.types import TTL, BatchAck, BatchMessage, Entry
 
 _WRONG_LAST_SEQUENCE: Final = frozenset({ErrorCode.WRONG_LAST_SEQUENCE, ErrorCode.WRONG_LAST_SEQUENCE_CONSTANT})
@@ -150,8 +150,8 @@ class FencedWriter:
                     return BatchAck(self.stream, follower.seq, batch_size=len(messages) + 1)
                 self.fence = follower.seq
                 raise RequestTimeoutError(
-                    f"{self.name}: an earlier store of {where} succeeded, although its answer was lost; the new record is not "
-                    "stored; repeat the call"
+                    f"{self.name}: the new record is not stored, because an earlier write of {where} succeeded after its answer "
+                    "was lost; repeat the call"
                 ) from error
         if newest is None and self.fence:
             raise RecordMovedError(f"{self.name}: {where} was removed", name=self.name) from error
@@ -163,12 +163,12 @@ class FencedWriter:
                 record=newest,
             ) from error
         refused = isinstance(error, APIError) and error.err_code in _WRONG_LAST_SEQUENCE
-        if not refused or any(map(_has_expectation, messages)):
+        if not refused or any(has_expectation(as_message(entry)) for entry in messages):
             raise error
         # A former leader that does not know its successor has refused the store, or has answered the read.
         raise RequestTimeoutError(
-            f"{self.name}: the server refused {where}, although sequence {self.fence} is still the newest (this can happen "
-            "after a change of leader); this attempt was not stored; repeat the call"
+            f"{self.name}: this attempt was not stored; the server refused {where}, although sequence {self.fence} is still the newest "
+            "(this can happen after a change of leader); repeat the call"
         ) from error
 
     async def _find(self, retry: Retry, request: Mapping[str, object]) -> StoredMsg | None:
@@ -176,12 +176,3 @@ class FencedWriter:
 
     def _retry(self) -> Retry:
         return Retry(self.patience)
-
-
-def _has_expectation(entry: Entry) -> bool:
-    message = as_message(entry)
-    return (
-        message.expected_last_seq is not None
-        or message.expected_last_subject_seq is not None
-        or any(name.lower().startswith("nats-expected-") for name in message.headers or ())
-    )

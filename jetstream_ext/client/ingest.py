@@ -28,14 +28,13 @@ from jetstream_ext.errors import (
     UnsupportedFeatureError,
 )
 from jetstream_ext.protocol import headers as h
-from jetstream_ext.protocol.options import check_seconds, message_headers, payload_bytes
+from jetstream_ext.protocol.options import check_seconds, has_expectation, message_headers, payload_bytes
 from jetstream_ext.types import BatchFlowAck, BatchMessage, Entry, IngestProgress, IngestReport
 
 MsgId = Callable[[Entry], str]
 ProgressHandler = Callable[[IngestProgress], None]
 
 _NO_FAST_INGEST: Final = (FastPublishDisabledError, FastPublishMirrorError, RequiredApiLevelError)
-_EXPECTATIONS: Final = frozenset({h.EXPECTED_LAST_SEQ, h.EXPECTED_LAST_SUBJECT_SEQ, h.EXPECTED_LAST_MSG_ID})
 
 
 async def ingest(
@@ -167,7 +166,7 @@ class _Source:
         name = self._msg_id(entry)
         if isinstance(name, str) and not name.strip():
             raise ValueError(
-                f"msg_id returned an empty id for the message at index {self._taken - 1}; return a unique text"
+                f"msg_id returned an empty id for the message at index {self._taken - 1}; return a unique, non-empty str"
             )
         return name
 
@@ -341,7 +340,7 @@ class _Ingest:
         """Publish the oldest message of the window until it is stored; return whether it was stored before."""
         message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
         headers = dict(message_headers(message))
-        once = self._publish_alone if _EXPECTATIONS.isdisjoint(headers) else self._publish_in_a_batch
+        once = self._publish_alone if not has_expectation(message) else self._publish_in_a_batch
         while True:
             await self._connected()
             try:

@@ -13,6 +13,7 @@ import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
 
 from jetstream_ext.errors import (
+    TRANSIENT_CODES,
     AtomicPublishIncompleteError,
     BatchAbandonedError,
     BatchOutcomeUnknownError,
@@ -40,12 +41,6 @@ _TRANSIENT: Final = (
     nats.errors.ConnectionReconnectingError,
     nats.errors.StaleConnectionError,
 )
-# The answers of a cluster that is electing its leaders; of servers without resources; and to a message of which another
-# copy is on its way to the replicas.
-_TRANSIENT_CODES: Final = {
-    ErrorCode.CLUSTER_UNAVAILABLE, ErrorCode.NOT_LEADER, ErrorCode.STREAM_OFFLINE, ErrorCode.INSUFFICIENT_RESOURCES,
-    ErrorCode.DUPLICATE_IN_PROCESS,
-}  # fmt: skip
 
 
 def is_transient(error: BaseException) -> bool:
@@ -53,23 +48,26 @@ def is_transient(error: BaseException) -> bool:
     if isinstance(error, PositionLostError):
         return False
     if isinstance(error, APIError):
-        if error.err_code in _TRANSIENT_CODES or error.code == Status.TOO_MANY_REQUESTS:
+        if error.err_code in TRANSIENT_CODES or error.code == Status.TOO_MANY_REQUESTS:
             return True
         # A 503 without a code of its own: no server answers. nats-py does not always set its `code`.
         if not error.err_code and (error.code == Status.UNAVAILABLE or isinstance(error, ServiceUnavailableError)):
             return True
-    if isinstance(error, ServerError) and error.retryable:
-        return True
     return isinstance(error, _TRANSIENT)
 
 
+def has_no_leader(error: Exception) -> bool:
+    """Return whether a server answered that there is no leader now; in an election, others may not answer at all."""
+    return isinstance(error, ServerError) and error.err_code == ErrorCode.CLUSTER_UNAVAILABLE
+
+
 def is_transient_read(error: BaseException) -> bool:
-    """As `is_transient`, for direct gets from a stream that allows them: without a responder, all are away for now."""
+    """As `is_transient`, for direct gets from a stream that allows them: then an answer of none means that all are away."""
     return is_transient(error) or isinstance(error, DirectGetDisabledError)
 
 
 def is_not_closed(error: BaseException) -> bool:
-    """Return whether `ingest` may try again after an error that is no refusal: unless the connection was closed."""
+    """Return False if the connection is closed or draining; after any other error that is no refusal, `ingest` goes on."""
     return not isinstance(error, nats.errors.ConnectionClosedError | nats.errors.ConnectionDrainingError)
 
 

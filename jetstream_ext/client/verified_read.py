@@ -18,13 +18,20 @@ from jetstream_ext.client.api import LAG_PAUSE, get_at_leader, stream_state, wai
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks, read_one
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import MessageNotFoundError, MessagesLostError, RequestTimeoutError, ServerError
+from jetstream_ext.errors import (
+    DirectGetDisabledError,
+    MessageNotFoundError,
+    MessagesLostError,
+    RequestTimeoutError,
+    ServerError,
+)
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg, not_found
 from jetstream_ext.protocol.reads import OneReply, Scan
 
 _CATCH_UP_BATCH: Final = 16_000
 _NO_LIMIT: Final = 1 << 31
 _FIRST_PAUSE: Final = 0.001  # short, because another responder may answer the next request
+_AWAY: Final = "no replica answers"  # a stream that does not allow direct gets is refused before
 # A mirror with the same options, and without a filter or start, holds the same messages for the same time.
 _SAME: Final = ("max_msgs_per_subject", "max_age", "allow_msg_ttl")
 _PART: Final = ("filter_subject", "subject_transforms", "opt_start_seq", "opt_start_time")
@@ -169,6 +176,8 @@ class VerifiedReader:
                         retry.reset()
                         yield block
                 return
+            except DirectGetDisabledError:
+                await self._pause(retry, _UnverifiedError(_AWAY))
             except _UnverifiedError as doubt:
                 await self._pause(retry, doubt)
 
@@ -235,6 +244,8 @@ class VerifiedReader:
                     joined.extend(block)
         except MessagesLostError:
             raise _UnverifiedError("a reply was incomplete") from None
+        except DirectGetDisabledError:
+            raise _UnverifiedError(_AWAY) from None
         assert plan.end is not None
         return Answer(joined, pending=plan.end.num_pending, up_to_seq=plan.end.up_to_seq or 0)
 

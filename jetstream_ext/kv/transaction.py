@@ -11,7 +11,6 @@ from typing import Final, Literal, Self, TypeVar
 from nats.js.kv import KeyValue
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import lookup_stream
 from jetstream_ext.client.atomic import AtomicBatch, BatchState, publish_atomic
 from jetstream_ext.client.retry import Retry, is_transient
 from jetstream_ext.errors import (
@@ -34,7 +33,6 @@ from jetstream_ext.errors import (
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.kv.entries import KeyValueEntry, check_key, check_keys
 from jetstream_ext.kv.staging import Staging
-from jetstream_ext.protocol.feature_table import FENCED_BATCHES
 from jetstream_ext.protocol.options import check_seconds, check_sequence
 from jetstream_ext.types import TTL, BatchAck, BatchMessage
 
@@ -212,7 +210,6 @@ class Transaction:
 
     async def _commit(self) -> None:
         staging, bucket = self._staging, self._bucket
-        await self._check_server()
         for retries in range(_MAX_COMMIT_RETRIES + 1):
             fence: int | None = None
             if staging.needs_fence:
@@ -246,14 +243,6 @@ class Transaction:
         conflict = staging.moved(await self._bucket.look_up(staging.reads))
         if conflict is not None:
             raise conflict
-
-    async def _check_server(self) -> None:
-        """Raise UnsupportedFeatureError if the server compares expectations of a batch with the wrong messages."""
-        bucket = self._bucket
-        subject = bucket.subject(next(iter(self._staging.writes)))
-        leader = await lookup_stream(bucket.context, subject, bucket.stream, bucket.timeout)
-        version = (leader[0].server_version if leader else None) or bucket.context.connection.server_version
-        FENCED_BATCHES.check(version, "nothing was written")
 
     def _accept(self, ack: BatchAck) -> None:
         first = ack.seq - len(self._messages) + 1
@@ -490,7 +479,7 @@ async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
             window = (await bucket.state(direct=False)).duplicate_window or timedelta(0)
             if tx.can_repeat and loop.time() + bucket.timeout - sent < window.total_seconds():
                 await tx.repeat()
-            else:
+            elif not retry.over:  # else the next pause raises
                 await tx.resolve(timeout=retry.remaining)
         except Exception as error:
             if tx.state != "unknown":
@@ -512,8 +501,8 @@ def _unknown(bucket: Bucket, batch_id: str, error: Exception) -> BatchOutcomeUnk
     if isinstance(error, BatchOutcomeUnknownError):
         return error
     unknown = BatchOutcomeUnknownError(
-        f"bucket {bucket.name!r}: the answer to the commit was lost, and {type(error).__name__} prevents finding out its "
-        "outcome; either everything is written or nothing; read the keys to see which",
+        f"bucket {bucket.name!r}: either everything is written or nothing; the answer to the commit was lost, and finding out "
+        f"its outcome failed ({type(error).__name__}); read the keys to see which",
         batch_id=batch_id,
         outcome="unknown",
     )

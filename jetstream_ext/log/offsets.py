@@ -292,8 +292,10 @@ class OffsetStore:
             stored = _decode(name, moved.record)
             what = f"reader {name!r}: nothing was stored; its position in bucket {self.bucket!r}"
             if stored is None:
-                raise FencedError(f"{what} was deleted; fetch it to continue", name=name) from moved
-            why = "another reader of this name has committed it" if fetched else "this OffsetStore has not fetched it"
+                raise FencedError(f"{what} was deleted; call fetch() before the next commit", name=name) from moved
+            why = "another reader of this name has committed it; stop this reader"
+            if not fetched:
+                why = "this OffsetStore has not fetched it; call fetch() first"
             raise FencedError(
                 f"{what} is {stored.seq} (revision {stored.revision}), and {why}", name=name, seq=stored.seq
             ) from moved

@@ -77,7 +77,7 @@ async def exactly_once(
     timeout: float | None = None,
     patience: float = 30.0,
 ) -> Processed:
-    """Turn the messages of one stream into messages of another, each counted exactly once.
+    """Turn the messages of one stream into messages of another, and store the outputs of each exactly once.
 
     One atomic batch stores the outputs and the reader's new position. The position is a message of the output stream on
     ``<prefix>.<name>``, and a batch is stored only if no other worker has stored a position there meanwhile. A worker

@@ -58,7 +58,7 @@ class NotYetKnown(Exception):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class AskState:
-    """What is the `StreamState` once the stream has reached `seq`, or had a few seconds to? None: no such stream."""
+    """Ask for the `StreamState` once the stream has reached `seq`, or after a few seconds; None: there is no such stream."""
 
     stream: str
     seq: int = 0
@@ -66,7 +66,7 @@ class AskState:
 
 @dataclass(frozen=True, slots=True)
 class AskMessage:
-    """Which message does the leader find for a ``STREAM.MSG.GET`` request? The answer is a `StoredMsg` or None."""
+    """Ask the leader for the message that a ``STREAM.MSG.GET`` request finds; the answer is a `StoredMsg` or None."""
 
     stream: str
     request: Mapping[str, Any]
@@ -74,7 +74,7 @@ class AskMessage:
 
 @dataclass(frozen=True, slots=True)
 class AskRange:
-    """Which messages are stored? `search` sees those that `DirectGet.scan` finds with the options. Answer: None."""
+    """Pass the messages that `DirectGet.scan` finds with the options to `search`; the answer is None."""
 
     stream: str
     search: Search

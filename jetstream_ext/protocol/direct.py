@@ -447,7 +447,7 @@ def status_error(stream: str, header: bytes, server: str = "", asked: Request | 
         )
     if code == Status.REQUIRED_API_LEVEL:
         return errors.RequiredApiLevelError(
-            f"stream {stream!r}: the server is older than the API level the request needs",
+            f"stream {stream!r}: the server's API level is lower than the request needs",
             code=code,
             err_code=errors.ErrorCode.REQUIRED_API_LEVEL,
             description=text,

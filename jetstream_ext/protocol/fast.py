@@ -31,8 +31,7 @@ from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_batch_id, check_seconds
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, EndReason, Entry, GapMode, InDoubt
 
-KEPT_REPORTS: Final = 1000
-"""How many of the newest gap and error reports a batch keeps."""
+KEPT_REPORTS: Final = 1000  # how many of the newest gap and error reports a batch keeps
 
 _log: Final = logging.getLogger("jetstream_ext.fast")
 
@@ -69,12 +68,12 @@ class Input(enum.Enum):
     COMMIT = "the end-of-batch marker is sent"
     DISCARD = "the caller ends the batch without a commit"
     CONNECTION_LOST = "nats-py reconnects"
-    CONNECTION_CLOSED = "the connection is lost for good"
-    DEADLINE = "no sign of the server before the deadline"
+    CONNECTION_CLOSED = "the connection is closed"
+    DEADLINE = "no reply from the server before the deadline"
     ACK = "an ack frame"
     ALL_ARRIVED = "the answer to a ping that follows every message, on the current connection"
     GAP = "messages did not reach the server"
-    WENT_BACK = "the server received a sequence that it had before"
+    WENT_BACK = "the server received a sequence of the batch twice"
     MESSAGE_REFUSED = "an err frame: a check failed"
     MESSAGE_DROPPED = "no leader, overload, or no space; the server still has the batch"
     UNKNOWN_BATCH = "the server does not have the batch"
@@ -712,7 +711,7 @@ class FastBatch:
         if outcome == "not_stored" or (outcome == "partial" and seq == 1):
             stored = "nothing is stored"
         elif outcome == "partial":
-            stored = "neither it nor any later message is stored; messages up to the error's `acked` are stored"
+            stored = f"neither it nor any later message is stored; messages up to {self.acked} are stored"
         text = f"message {seq} was refused: {error.description}; {stored}"
         if error.err_code == ErrorCode.FAST_DISABLED:
             how = "enable it with allow_batched=True (jetstream_ext.ensure_stream)"

@@ -11,8 +11,7 @@ from typing import Final
 
 from jetstream_ext.errors import UnsupportedFeatureError
 
-RELEASES: Final = ("2.10", "2.11", "2.12", "2.14", "2.15")
-"""The lines of releases that are tested, oldest first. (There was no 2.13.)"""
+RELEASES: Final = ("2.10", "2.11", "2.12", "2.14", "2.15")  # those that are tested, oldest first; there was no 2.13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +182,7 @@ FENCED_BATCHES: Final = Quirk(
     since="2.12.1",
     wrong="compares the expectation with another subject and commits batches whose expectations do not hold",
 )
-QUIRKS: Final = (FENCED_BATCHES,)
-"""The faults of single releases."""
+QUIRKS: Final = (FENCED_BATCHES,)  # the faults of single releases
 
 START_TIME_LEVEL: Final = 2
 """Servers below this API level answer `start_time` with an earlier or later message if sequences were deleted."""

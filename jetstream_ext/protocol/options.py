@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from typing import Final
 from urllib.parse import urlsplit
 
 from jetstream_ext.errors import BadHeaderError
@@ -12,6 +13,7 @@ from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.subjects import check_filter, check_name
 from jetstream_ext.types import NEVER, TTL, BatchMessage, Entry
 
+_EXPECTATIONS: Final = {h.EXPECTED_LAST_SEQ, h.EXPECTED_LAST_SUBJECT_SEQ, h.EXPECTED_LAST_MSG_ID}
 _BATCH_ID_CHARS = frozenset("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_-")
 
 MAX_TTL = 36_525 * 86_400
@@ -67,6 +69,11 @@ def given_headers(message: BatchMessage) -> Mapping[str, str]:
     if not isinstance(message.headers, Mapping):
         raise TypeError(f"headers must be a mapping of str to str, not {type(message.headers).__name__}")
     return message.headers
+
+
+def has_expectation(message: BatchMessage) -> bool:
+    """Return whether the server stores a message only if its stream or subject is as the message expects."""
+    return any(name.title() in _EXPECTATIONS for name, _ in message_headers(message))
 
 
 def message_headers(message: BatchMessage) -> list[tuple[str, str]]:

@@ -11,8 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-MINIMUM_JAVA = 17
-"""The oldest major version of Java that Spark 4 runs on."""
+MINIMUM_JAVA = 17  # the oldest major version that Spark 4 runs on
 
 _ADVICE = f"""\
 Spark 4 needs Java {MINIMUM_JAVA} or newer (Spark is tested with {MINIMUM_JAVA} and 21). To install it:

@@ -179,7 +179,9 @@ def _positive(text: str) -> int:
 def _transaction_rows(text: str) -> int:
     rows = _positive(text)
     if rows > _MAX_TRANSACTION_ROWS:
-        raise ValueError(f"{rows} rows and a marker are more than the 1000 messages that servers accept in one batch")
+        raise ValueError(
+            f"{rows} is more than {_MAX_TRANSACTION_ROWS}: by default servers accept 1000 messages in one batch, and one is the marker"
+        )
     return rows
 
 

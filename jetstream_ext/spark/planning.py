@@ -250,8 +250,6 @@ async def state_of(context: JetStreamContext, stream: str) -> StreamState | None
             return None
         raise
     except ServiceUnavailableError as error:
-        if error.err_code:  # a server has answered: JetStream is disabled for the account, or there is no leader
-            raise
         raise PlanningError(
             f"no server answers on {js.prefix}.STREAM.INFO.{stream}: JetStream is not enabled there, or the option "
             "'domain' or 'apiPrefix' is wrong"

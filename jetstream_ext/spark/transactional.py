@@ -92,7 +92,7 @@ def _decode(kind: type[_Record], stored: StoredMsg | None) -> _Record:
     except (KeyError, TypeError, ValueError):
         pass  # reported below
     raise ReplayError(
-        f"stream {stored.stream!r}: message {stored.seq} on {stored.subject!r} is not a record of this sink; nothing else "
+        f"stream {stored.stream!r}: message {stored.seq} on {stored.subject!r} is not a marker of this sink; nothing else "
         "may be published there (see 'markerPrefix')"
     )
 
@@ -164,7 +164,7 @@ class StoredRecord(Generic[_Record]):
         try:
             await self._fence.store(messages, body.encode())
         except RecordMovedError:
-            _log.debug("%s: another attempt has stored a record on %r", self.what, self.subject)
+            _log.debug("%s: another attempt has stored a marker on %r", self.what, self.subject)
             await self.read()
             return False
         except Exception as error:

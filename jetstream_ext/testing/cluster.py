@@ -191,7 +191,10 @@ class NatsCluster(Lifecycle):
             return None
         replicas = groups[leader].get("replicas", ())  # absent until the leader knows them
         # The leader reports a dead server as current for some more seconds, so count only the running ones.
-        settled = {leader} | {peer["name"] for peer in replicas if peer["current"] and peer["name"] in running}
+        # For a moment after it has started, a server is current but still offline, and gets no stream.
+        settled = {leader} | {
+            peer["name"] for peer in replicas if peer["current"] and not peer.get("offline") and peer["name"] in running
+        }
         return running[leader] if settled == running.keys() and len(settled) > self._n // 2 else None
 
     def _forget_servers(self) -> None:

@@ -94,8 +94,8 @@ def conditions(record: Record) -> str:
         f"nats-server {versions['nats_server']}, nats-py {versions['nats_py']}, Python {versions['python']}, all on one "
         f"machine ({machine['cpu']}, {machine['cpus']} CPUs, {machine['memory_gib']:g} GiB, {machine['os']}), "
         f"{day.day} {day:%B %Y}. {group['messages']:,} messages of {group['size']:,} bytes, file storage, "
-        f"{group['flow']} messages per acknowledgement; medians of {group['rounds']} rounds. Absolute figures "
-        "depend on the machine; compare the ratios."
+        f"{group['flow']} messages per acknowledgement; medians of {group['rounds']} rounds; a share is the "
+        "median of the ratios within each round. Absolute figures depend on the machine; compare the ratios."
     )
 
 

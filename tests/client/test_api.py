@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext.client import api
-from jetstream_ext.client.api import Api, first_since, get_at_leader, stream_state, wait_for_sequence
+from jetstream_ext.client.api import Api, first_since, get_at_leader, lookup_stream, stream_state, wait_for_sequence
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import RequestTimeoutError, ResponseError
 from jetstream_ext.log import LogReader
@@ -193,7 +193,7 @@ NO_LEADER = b'{"error":{"code":503,"err_code":10008,"description":"JetStream sys
 async def test_a_read_in_an_election_waits_for_the_leader(
     nc: Client, stream_name: Callable[[], str], leak_check: Any, call: Callable[[JetStreamContext], Awaitable[Any]]
 ) -> None:
-    """Whether a server says that there is no leader, or nobody answers, depends on who leads the cluster."""
+    """Whether a server says that there is no leader, or none answers, depends on who leads the cluster."""
     prefix, answers = stream_name(), iter([NO_LEADER, NO_LEADER, b"[]"])
 
     async def reply(msg: Msg) -> None:
@@ -206,16 +206,38 @@ async def test_a_read_in_an_election_waits_for_the_leader(
     await leak_check.assert_clean()
 
 
-async def test_no_leader_in_time_is_nats_pys_error(nc: Client, stream_name: Callable[[], str], leak_check: Any) -> None:
+async def test_no_leader_in_time_is_a_timeout(nc: Client, stream_name: Callable[[], str], leak_check: Any) -> None:
     prefix = stream_name()
 
     async def reply(msg: Msg) -> None:
         await msg.respond(NO_LEADER)
 
     sub = await nc.subscribe(f"{prefix}.>", cb=reply)
-    js = nc.jetstream(prefix=prefix, timeout=0.3)
-    for call in (CALLS["ensure"], CALLS["reset"], lambda js: stream_state(Context(js), "S")):
-        with pytest.raises(nats.js.errors.ServiceUnavailableError, match="temporarily unavailable"):
-            await call(js)
+    context = Context(nc.jetstream(prefix=prefix, timeout=0.5))
+    with pytest.raises(RequestTimeoutError) as caught:
+        await stream_state(context, "S")
+    assert isinstance(caught.value.__cause__, jsx.errors.ServerError)
+    assert caught.value.__cause__.err_code == 10008
     await sub.unsubscribe()
     await leak_check.assert_clean()
+
+
+async def test_an_election_does_not_pause_the_lookups_of_streams(
+    nc: Client, js: JetStreamContext, stream_name: Callable[[], str]
+) -> None:
+    prefix, stream, electing = stream_name(), stream_name(), True
+    await js.add_stream(name=stream, subjects=[stream])
+
+    async def reply(msg: Msg) -> None:
+        if electing:
+            await msg.respond(NO_LEADER)
+        else:
+            await nc.publish(f"$JS.API{msg.subject.removeprefix(prefix)}", msg.data, reply=msg.reply)
+
+    await nc.subscribe(f"{prefix}.>", cb=reply)
+    context = Context(nc.jetstream(prefix=prefix))
+    assert await lookup_stream(context, stream, stream, 0.5) is None
+    electing = False
+    found = await lookup_stream(context, stream, stream, 20)
+    assert found is not None
+    assert found[0].name == stream

@@ -18,7 +18,7 @@ from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
         errors.BatchOutcomeUnknownError(),
         errors.BatchAbandonedError(),
         errors.NoStreamError(),
-        errors.AtomicPublishTooManyInflightError(),
+        errors.server_error(code=503, err_code=10210),
         errors.server_error(code=503, err_code=10008),
         nats.js.errors.APIError(code=500, err_code=10009),
         nats.js.errors.APIError(code=429, err_code=10167),

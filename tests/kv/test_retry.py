@@ -15,7 +15,7 @@ from jetstream_ext.errors import (
     KeyConflictError,
     NoStreamError,
     RequestTimeoutError,
-    TooManyRequestsError,
+    server_error,
 )
 from jetstream_ext.kv.transaction import Transaction
 from jetstream_ext.protocol.api import StreamState
@@ -111,7 +111,7 @@ async def test_exception_of_the_function_ends_the_call(make_bucket, failure: Exc
         RequestTimeoutError(),
         NoStreamError(outcome="not_stored"),
         BatchAbandonedError(outcome="not_stored"),
-        TooManyRequestsError(),
+        server_error(code=429, err_code=10167),
         nats.errors.ConnectionReconnectingError(),
         nats.js.errors.ServiceUnavailableError(),
     ],

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import nats
 import nats.errors
 import nats.js.errors
 import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.js import JetStreamContext
+from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
+from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.errors import AtomicPublishDisabledError, BatchOutcomeUnknownError, RequestTimeoutError
 from jetstream_ext.testing import NatsServer
 from jetstream_ext.testing.reference import Drop, ReferenceServer
+
+Read = Callable[[KeyValue], Awaitable[Mapping[str, Any]]]
 
 TROUBLE = (
     RequestTimeoutError,
@@ -112,3 +119,22 @@ async def test_lost_commit_stays_unknown_whatever_fails_next(
             await running
         assert caught.value.outcome == "unknown"
         assert isinstance(caught.value.__cause__, cause)
+
+
+@pytest.mark.parametrize("call", [kvx.snapshot, lambda kv: kvx.get_many(kv, ["a", "b"])], ids=["snapshot", "get_many"])
+async def test_a_read_waits_while_no_replica_answers(
+    nc: Client, stream_name: Callable[[], str], make_bucket: Callable[..., Awaitable[KeyValue]], call: Read
+) -> None:
+    kv, prefix = await make_bucket(), stream_name()
+    await kv.put("a", b"1")
+
+    async def relay(msg: Msg) -> None:
+        await nc.publish(f"$JS.API{msg.subject.removeprefix(prefix)}", msg.data, reply=msg.reply)
+
+    await nc.subscribe(f"{prefix}.STREAM.>", cb=relay)
+    with pytest.raises(RequestTimeoutError, match="no replica answers"):
+        await call(open_bucket(nc.jetstream(prefix=prefix, timeout=0.5), kv._name))
+    reading = asyncio.ensure_future(call(open_bucket(nc.jetstream(prefix=prefix, timeout=20), kv._name)))
+    await asyncio.sleep(0.1)
+    await nc.subscribe(f"{prefix}.DIRECT.>", cb=relay)
+    assert {key: entry.value for key, entry in (await reading).items()} == {"a": b"1"}

@@ -490,7 +490,7 @@ def test_every_change_of_state_is_one_debug_record(caplog: pytest.LogCaptureFixt
     assert [record.getMessage() for record in caplog.records] == [
         "batch b1: NEW -> STARTING (a message is sent)",
         "batch b1: STARTING -> OPEN (an ack frame)",
-        "batch b1: OPEN -> DRAINING (the server received a sequence that it had before)",
+        "batch b1: OPEN -> DRAINING (the server received a sequence of the batch twice)",
         "batch b1: DRAINING -> ENDED (the final ack covers every message)",
     ]
 
