@@ -232,7 +232,7 @@ for arguments, extra in (
     (["-c", "from jetstream_ext.testing import NatsServer; NatsServer().start()"], "server"),
 ):
     done = subprocess.run([sys.executable, "-I", *arguments], capture_output=True, text=True, env={"PATH": ""})
-    assert done.returncode == 1 and f"jetstream-ext[{extra}]" in done.stderr.splitlines()[-1], done.stderr
+    assert done.returncode == 1 and f"nats-jetstream-ext[{extra}]" in done.stderr.splitlines()[-1], done.stderr
 """
 
 

@@ -370,7 +370,7 @@ def read_in(state: ReadState) -> RangeRead:
         arrived(messages(2, pending=0))(machine)
     if state is ReadState.PAUSED:
         arrived(status(" 503"))(machine)
-    elif state is ReadState.RECONNECTING:
+    elif state is ReadState.RESUMING:
         connection_lost(machine)
     elif state is ReadState.ENDED:
         leader_found(None)(machine)
@@ -424,7 +424,7 @@ RANGE_READ: list[Row] = [
     Row("a malformed reply", arrived(status(" 299")), READING),
     Row("a request, the leader's answer or the reconnect fails", lambda machine: machine.failed(FAILURE)),
     Row("the pause is over", time_passed, frozenset({"PAUSED"})),
-    Row("the connection is usable", connection_usable, frozenset({"RECONNECTING"})),
+    Row("the connection is usable", connection_usable, frozenset({"RESUMING"})),
 ]
 
 

@@ -14,6 +14,7 @@ import nats.errors
 from jetstream_ext.client.api import LAG_PAUSE, gather_bounded, get_at_leader, stream_state, wait_for_sequence
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
 from jetstream_ext.client.connection import Context
+from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import frames, range_read
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg, not_found
@@ -100,7 +101,7 @@ async def read_blocks(
     api = f"{context.prefix}.DIRECT.GET.{stream}"
 
     async def ask_leader(request: Request) -> int | None:
-        found = await get_at_leader(context, stream, request.body(), timeout)
+        found = await Retry(timeout).call(lambda: get_at_leader(context, stream, request.body(), timeout))
         return None if found is None else found.seq
 
     async def perform(action: Action) -> None:
@@ -170,7 +171,7 @@ async def read_one(context: Context, stream: str, request: Request, timeout: flo
     while read.state is not State.ENDED:
         inboxes = _Inboxes(context, read.disconnected)
         try:
-            if read.state is State.RECONNECTING:
+            if read.state is State.RESUMING:
                 await connection.wait_usable(remaining())
                 read.connected()
             await inboxes.send(subject, payload, read.receive, remaining())

@@ -369,8 +369,7 @@ class FastSession:
         self._handlers = handlers
         self._connection: BaseConnection = context.connection
         self.batch: FastBatch = FastBatch(max_payload=self._connection.max_payload, **batch)
-        # The clock of the batch; from `_open` on the loop's own method, which is faster.
-        self.now: Callable[[], float] = lambda: asyncio.get_running_loop().time()
+        self.now: Callable[[], float] = lambda: asyncio.get_running_loop().time()  # `_open` sets a faster one
         self._inbox: InboxSubscription | None = None
         self._turn = asyncio.Lock()
         self._senders = 0  # callers in `wait_turn`

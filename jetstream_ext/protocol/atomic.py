@@ -277,7 +277,7 @@ class AtomicBatchMachine:
         elif self.sent and self._has_marker:
             outgoing = []
         else:
-            why = "this server is older than 2.14 and commits only with a message, but all messages were sent already; end the batch with commit(subject, payload)"
+            why = f"this server is older than {ATOMIC_EOB.since} and commits only with a message, but all messages were sent already; end the batch with commit(subject, payload)"
             raise errors.EmptyBatchError(
                 f"batch {self.batch_id}: {why if self.sent else 'the batch has no messages; add one before a commit'}",
                 **self._facts("not_stored"),

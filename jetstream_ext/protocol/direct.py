@@ -29,8 +29,7 @@ from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.protocol.options import rfc3339
 
-DEFAULT_MAX_BYTES: Final = 8 * 1024 * 1024
-"""How many bytes one reply may carry. At its own default of 64 MiB the server also cuts off slow consumers."""
+DEFAULT_MAX_BYTES: Final = 8 * 1024 * 1024  # of one reply; the server's own 64 MiB make it cut off slow consumers
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class State(enum.Enum):
     READING = "reading"
     PROVING = "proving"  # the leader is asked for the gaps in a mirror's rows, or for the rest of the range
     PAUSED = "paused"
-    RECONNECTING = "reconnecting"  # the next request needs a usable connection
+    RESUMING = "resuming"  # the next request needs a usable connection
     ENDED = "ended"
 
 
@@ -59,23 +59,23 @@ class Input(enum.Enum):
     CONNECTED = "the connection is usable"
 
 
-READING, PROVING, PAUSED, RECONNECTING, ENDED = State
+READING, PROVING, PAUSED, RESUMING, ENDED = State
 ERR: Final = None
 
 TABLE: Final[dict[Input, tuple[State | tuple[State, State] | None, ...]]] = {
-    #                     READING                PROVING          PAUSED        RECONNECTING  ENDED
-    Input.COMPLETE:      (ENDED,                 ENDED,           ERR,          ENDED,        ENDED),
-    Input.SHORT:         (PROVING,               ERR,             ERR,          ERR,          ERR),
-    Input.GAPS:          (PROVING,               ERR,             ERR,          ERR,          ERR),
-    Input.TOO_MANY_GAPS: (RECONNECTING,          ERR,             ERR,          ERR,          ERR),
-    Input.GAPS_PROVED:   (ERR,                   READING,         ERR,          ERR,          ERR),
-    Input.MISSING:       (ERR,                   (PAUSED, ENDED), ERR,          ERR,          ERR),
-    Input.NO_RESPONDER:  ((PAUSED, ENDED),       ERR,             ERR,          ERR,          ERR),
-    Input.INTERRUPTED:   ((RECONNECTING, ENDED), ERR,             ERR,          RECONNECTING, ENDED),
-    Input.REFUSED:       (ENDED,                 ERR,             ERR,          ERR,          ERR),
-    Input.FAILED:        (ENDED,                 ENDED,           ENDED,        ENDED,        ENDED),
-    Input.PAUSE_OVER:    (ERR,                   ERR,             RECONNECTING, ERR,          ERR),
-    Input.CONNECTED:     (ERR,                   ERR,             ERR,          READING,      ERR),
+    #                     READING              PROVING          PAUSED    RESUMING  ENDED
+    Input.COMPLETE:      (ENDED,               ENDED,           ERR,      ENDED,    ENDED),
+    Input.SHORT:         (PROVING,             ERR,             ERR,      ERR,      ERR),
+    Input.GAPS:          (PROVING,             ERR,             ERR,      ERR,      ERR),
+    Input.TOO_MANY_GAPS: (RESUMING,            ERR,             ERR,      ERR,      ERR),
+    Input.GAPS_PROVED:   (ERR,                 READING,         ERR,      ERR,      ERR),
+    Input.MISSING:       (ERR,                 (PAUSED, ENDED), ERR,      ERR,      ERR),
+    Input.NO_RESPONDER:  ((PAUSED, ENDED),     ERR,             ERR,      ERR,      ERR),
+    Input.INTERRUPTED:   ((RESUMING, ENDED),   ERR,             ERR,      RESUMING, ENDED),
+    Input.REFUSED:       (ENDED,               ERR,             ERR,      ERR,      ERR),
+    Input.FAILED:        (ENDED,               ENDED,           ENDED,    ENDED,    ENDED),
+    Input.PAUSE_OVER:    (ERR,                 ERR,             RESUMING, ERR,      ERR),
+    Input.CONNECTED:     (ERR,                 ERR,             ERR,      READING,  ERR),
 }  # fmt: skip
 """Where an input leads; with ``ERR`` it raises RuntimeError.
 
@@ -179,7 +179,7 @@ class _Read:
 class SingleRead(_Read):
     """The machine of one get: its request is sent once more if its answer is lost with the connection.
 
-    The caller sends the request while the state is READING, and waits for the connection while it is RECONNECTING, for
+    The caller sends the request while the state is READING, and waits for the connection while it is RESUMING, for
     at most `timeout` seconds in total.
     """
 
@@ -203,7 +203,7 @@ class SingleRead(_Read):
 
     def expired(self) -> None:
         """Note that `timeout` seconds have passed."""
-        self.failed(no_answer(self._stream, self._timeout, connected=self.state is not RECONNECTING))
+        self.failed(no_answer(self._stream, self._timeout, connected=self.state is not RESUMING))
 
     def result(self, server_version: str = "", request: Request | None = None) -> StoredMsg:
         """Return the message of a read that has ENDED, or raise its error."""
@@ -274,7 +274,7 @@ class RangeRead(_Read):
                 self._before = rows.seqs[-1]
                 self._give_up_at = None
                 return Deliver(rows)
-            if self.state is RECONNECTING:
+            if self.state is RESUMING:
                 return AwaitConnection()
             if self.state is ENDED:
                 return Done(self.error)

@@ -25,6 +25,7 @@ from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.ingest import ingest
 from jetstream_ext.errors import BadHeaderError, IngestError, MaxPayloadError
 from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.feature_table import ATOMIC, FAST_INGEST
 from jetstream_ext.protocol.subjects import covers
 from jetstream_ext.spark.connection import Lease, connected, run_on_driver
 from jetstream_ext.spark.options import WriteOptions
@@ -166,7 +167,7 @@ def _check_fast(options: WriteOptions, state: StreamState) -> None:
         raise PlanningError(
             f"{stream}: allow_batched is off, and semantics={options.semantics} needs it; enable it with "
             f"allow_batched=True (jetstream_ext.ensure_stream) or 'nats stream edit {state.name} --allow-batch-publish' "
-            "(nats-server 2.14), or use semantics=transactional with allow_atomic"
+            f"(nats-server {FAST_INGEST.since}), or use semantics=transactional with allow_atomic"
         )
     if state.config.get("persist_mode") == "async":
         # Such a stream acknowledges messages before it writes them.
@@ -193,7 +194,7 @@ def _check_transactional(options: WriteOptions, state: StreamState) -> None:
     if not state.config.get("allow_atomic"):
         raise PlanningError(
             f"{stream}: allow_atomic is off, and semantics=transactional needs it; enable it with allow_atomic=True "
-            f"(jetstream_ext.ensure_stream) or 'nats stream edit {state.name} --allow-atomic-publish' (nats-server 2.12)"
+            f"(jetstream_ext.ensure_stream) or 'nats stream edit {state.name} --allow-atomic-publish' (nats-server {ATOMIC.since})"
         )
     if state.config.get("subject_transform"):
         raise PlanningError(f"{stream} has a subject transform, which hides the sink's markers; use semantics=dedupe")

@@ -72,7 +72,7 @@ def test_every_code_of_a_batch_has_a_row(tables: ModuleType) -> None:
         ("fast-fail", "10208", "COMMITTING", "**ENDED** ERROR `BatchOutcomeUnknownError` (unknown)"),
         ("fast-ok", "the connection is lost", "OPEN", "**SUSPENDED**"),
         ("fast-ok", "`ack` frame", "NEW", ""),
-        ("range-read", "the connection is lost", "READING", "**RECONNECTING**"),
+        ("range-read", "the connection is lost", "READING", "**RESUMING**"),
         ("range-read", "the connection is lost", "PAUSED", "·"),
         ("range-read", "the leader has no message in the gaps", "PROVING", "**READING**"),
         ("range-read", "503 before any message", "READING", "**ENDED** `DirectGetDisabledError`"),

@@ -209,7 +209,7 @@ class TestSingle:
         read = self.read()
         read.disconnected(None)
         read.not_sent(self.closed)  # of the same loss
-        assert read.state is State.RECONNECTING
+        assert read.state is State.RESUMING
         read.connected()
         read.receive([row(7, 0, 0)])
         assert read.result().seq == 7
@@ -228,7 +228,7 @@ class TestSingle:
         read.not_sent(nats.errors.ConnectionReconnectingError())
         read.connected()
         read.disconnected(None)
-        assert read.state is State.RECONNECTING
+        assert read.state is State.RESUMING
 
     @pytest.mark.parametrize(("lost", "what"), [(False, "no answer"), (True, "did not come back")])
     def test_the_timeout_names_what_was_awaited(self, lost: bool, what: str) -> None:
@@ -558,17 +558,17 @@ def test_every_change_is_one_debug_record(caplog: pytest.LogCaptureFixture) -> N
     silence = "stream 'S': the answer to a direct get stopped after 1 messages"
     expected = [
         ("request sent", "seq=1"),
-        ("reading -> reconnecting", silence),
-        ("reconnecting -> reading", "the connection is usable"),
+        ("reading -> resuming", silence),
+        ("resuming -> reading", "the connection is usable"),
         ("request sent", "seq=2"),
         ("reading -> paused", "no server answers direct gets"),
-        ("paused -> reconnecting", "the pause is over"),
-        ("reconnecting -> reading", "usable"),
+        ("paused -> resuming", "the pause is over"),
+        ("resuming -> reading", "usable"),
         ("request sent", "seq=2"),
         ("reading -> proving", "nothing came after sequence 2"),
         ("proving -> paused", "the leader has sequence 3, which no responder delivered"),
-        ("paused -> reconnecting", "over"),
-        ("reconnecting -> reading", "usable"),
+        ("paused -> resuming", "over"),
+        ("resuming -> reading", "usable"),
         ("request sent", "seq=3"),
         ("reading -> proving", "nothing came after sequence 2"),
         ("proving -> ended", "the leader has nothing after sequence 2"),

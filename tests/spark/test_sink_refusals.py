@@ -96,7 +96,7 @@ TRANSACTIONAL = {"semantics": "transactional"}
         ({}, {"startingOffsets": "latest"}, "applies only to reads"),
         ({}, {"sinkPartitions": "3"}, "it is for semantics=transactional, not for dedupe"),
         ({}, TRANSACTIONAL | {"sinkPartitions": "0"}, "'sinkPartitions': '0' is not an integer of at least 1"),
-        ({}, TRANSACTIONAL | {"sinkPartitions": "2", "transactionRows": "1000"}, "more than the 1000 messages"),
+        ({}, TRANSACTIONAL | {"sinkPartitions": "2", "transactionRows": "1000"}, "1000 is more than 999"),
         ({}, {"domain": "a", "apiPrefix": "b"}, "cannot be combined"),
         ({}, {"natsHeaders": "keep"}, "not one of refuse, strip"),
         ({}, {"password": "hunter2"}, "use 'passwordEnv'"),
