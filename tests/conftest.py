@@ -131,8 +131,9 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
 
     CPython 3.11 makes such an entry where a test's timeout arrives between two lines.
     """
-    error = call.excinfo and call.excinfo.value
-    while error is not None:
+    error, seen = call.excinfo and call.excinfo.value, set[int]()
+    while error is not None and id(error) not in seen:  # causes and contexts may form a ring
+        seen.add(id(error))
         entry = error.__traceback__
         while entry is not None:
             while entry.tb_next is not None and entry.tb_next.tb_lineno is None:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LARGE = """
 from collections import Counter
 
@@ -16,8 +18,17 @@ def test_large_collections_are_equal():
 """
 
 
-def test_large_collections_that_differ_are_reported_at_once(tmp_path: Path) -> None:
-    (tmp_path / "test_large.py").write_text(LARGE)
+RING = """
+def test_failure_with_a_ring_of_causes():
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    raise first
+"""
+
+
+@pytest.mark.parametrize("program", [LARGE, RING], ids=["large collections", "ring of causes"])
+def test_a_failure_is_reported_at_once(tmp_path: Path, program: str) -> None:
+    (tmp_path / "test_program.py").write_text(program)
     command = [sys.executable, "-m", "pytest", "--confcutdir=/", "-p", "no:cacheprovider", tmp_path]
     conftest = ["--rootdir", tmp_path, "-c", os.devnull, "-p", "conftest"]
     environment = {**os.environ, "CI": "true", "PYTHONPATH": str(Path(__file__).parent)}
