@@ -13,10 +13,10 @@ from nats.js.api import StreamConfig
 import jetstream_ext as jsx
 from jetstream_ext.client import fenced_write
 from jetstream_ext.errors import (
-    AtomicPublishTooManyInflightError,
     BatchOutcomeUnknownError,
     FencedError,
     StreamMismatchError,
+    server_error,
 )
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.spark import connection
@@ -241,8 +241,8 @@ class TestTransactions:
     ) -> None:
         publish = fenced_write.publish_atomic
         failures: list[Exception] = [
-            AtomicPublishTooManyInflightError("busy"),
-            AtomicPublishTooManyInflightError("busy"),
+            server_error(code=503, err_code=10210, description="busy"),
+            server_error(code=503, err_code=10210, description="busy"),
         ]
 
         async def refused(js: JetStreamContext, messages: Any, **options: Any) -> Any:
@@ -259,7 +259,7 @@ class TestTransactions:
 
     def test_a_transient_error_that_lasts_too_long_is_raised(self, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         async def busy(js: JetStreamContext, messages: Any, **options: Any) -> Any:
-            raise AtomicPublishTooManyInflightError("busy")
+            raise server_error(code=503, err_code=10210, description="busy")
 
         monkeypatch.setattr(fenced_write, "publish_atomic", busy)
         monkeypatch.setattr("jetstream_ext.spark.transactional.PATIENCE", 0.2)
@@ -273,7 +273,7 @@ class TestTransactions:
         self, write: Any, with_js: Any, stream: str
     ) -> None:
         with_js(lambda js: js.publish(f"_spark.{stream}.{QUERY}.0", b"hello"))
-        with pytest.raises(ReplayError, match="is not a record of this sink"):
+        with pytest.raises(ReplayError, match="is not a marker of this sink"):
             write(range(10))
 
     def test_rollup_keeps_only_the_newest_records(
