@@ -97,7 +97,7 @@ async def reset_consumer(
         ConsumerInvalidResetError: 10204: with `seq` or `time`, the deliver policy must be ``all``,
             ``by_start_sequence`` or ``by_start_time``, and the new start must not be before the policy's own.
         RequestTimeoutError: No answer in time, for instance during an election. The reset may have happened.
-        nats.js.errors.ServiceUnavailableError: There is no JetStream, or no leader.
+        nats.js.errors.ServiceUnavailableError: There is no JetStream.
         ServerError: Any other refusal.
         ResponseError: The answer is malformed.
 

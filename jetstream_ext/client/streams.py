@@ -63,7 +63,7 @@ async def features(js: JetStreamContext, *, timeout: float | None = None) -> Fea
         timeout: Seconds to wait for the answer; None is the context's timeout.
 
     Raises:
-        nats.js.errors.ServiceUnavailableError: There is no JetStream, or no leader.
+        nats.js.errors.ServiceUnavailableError: There is no JetStream.
         RequestTimeoutError: No answer in time, and the connected server's ``INFO`` has no API level.
         ServerError: The server refused, for instance because JetStream is disabled for the account.
 

@@ -711,7 +711,7 @@ class FastBatch:
         if outcome == "not_stored" or (outcome == "partial" and seq == 1):
             stored = "nothing is stored"
         elif outcome == "partial":
-            stored = f"neither it nor any later message is stored; messages up to {self.acked} are stored"
+            stored = "neither it nor any later message is stored; messages up to the error's `acked` are stored"
         text = f"message {seq} was refused: {error.description}; {stored}"
         if error.err_code == ErrorCode.FAST_DISABLED:
             how = "enable it with allow_batched=True (jetstream_ext.ensure_stream)"

@@ -520,3 +520,16 @@ def test_a_batch_without_messages_has_nothing_to_ping_or_commit(operation: str) 
         getattr(machine, operation)(0.0)
     assert caught.value.outcome == "not_stored"
     assert machine.state is State.NEW
+
+
+def test_an_error_that_is_raised_before_the_final_ack_states_no_number_that_changes() -> None:
+    machine = batch()
+    for _ in range(4):
+        machine.add(message(), 0.0)
+    machine.receive([ack(0, op=0), err(3)], 0.0)
+    with pytest.raises(errors.BatchError, match="messages up to the error's `acked` are stored") as caught:
+        machine.add(message(), 0.0)
+    assert caught.value.acked == 0
+    machine.receive([final(2)], 0.0)
+    assert machine.error is not None
+    assert (machine.error.acked, str(machine.error)) == (2, str(caught.value))
