@@ -87,7 +87,7 @@ async def test_a_proof_waits_for_the_election_of_a_leader(
     """A new leader does not know the requests to the dead one, so they are repeated."""
     name = await make()
     await fill(js, name, 1, 50)
-    direct = jsx.DirectGet(js, name, timeout=20)
+    direct = jsx.DirectGet(js, name, timeout=60)  # the servers may need a second vote
     leader = (await js.stream_info(name)).cluster.leader  # type: ignore[union-attr]
     killed = next(server for server in cluster.servers if server.name == leader)
     try:
