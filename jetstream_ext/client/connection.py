@@ -145,8 +145,7 @@ class Connection(BaseConnection):
             await self.bounded(self.nc._flush_pending(force_flush=True), timeout, ROOM)
 
     def _watch_reader(self) -> None:
-        task = self.nc._reading_task
-        if task is not None and task is not self._watched_reader:
+        if (task := self.nc._reading_task) is not None and task is not self._watched_reader:
             self._watched_reader = task
             task.add_done_callback(self._reader_ended)
 
@@ -336,8 +335,7 @@ class OwnClient(Client):
 
     Attributes:
         opened: Whether `open` has succeeded.
-        refusal: The last permission that the server refused. The server does not reply to a request without permission:
-            it sends an error about it, and the request times out.
+        refusal: The last permission that the server refused; a request without permission gets no reply.
     """
 
     def __init__(self) -> None:
@@ -367,9 +365,8 @@ class OwnClient(Client):
         if any(url.lower().startswith("ws") for url in servers) and importlib.util.find_spec("aiohttp") is None:
             raise JetStreamExtError("WebSockets need the package aiohttp: pip install 'nats-py[aiohttp]'")
         self._tries = tries
-        limit = asyncio.timeout(timeout)
         try:
-            async with limit:
+            async with asyncio.timeout(timeout) as limit:
                 await self.connect(
                     servers=list(servers),
                     connect_timeout=timeout / len(servers),  # type: ignore[arg-type] # only its annotation says int
@@ -405,10 +402,17 @@ class OwnClient(Client):
             await cancel(closing, _CLOSE_TIMEOUT)
         finally:
             closing.cancel()
-            # The transport's own close() waits for a peer that does not read. The AttributeError is of a WebSocket, which
-            # has no such writer, and of asyncio, which cannot abort what has closed after its last bytes were written.
-            with contextlib.suppress(AttributeError):
-                self._transport._bare_io_writer.transport.abort()  # type: ignore[union-attr]
+            self._abort()
+
+    def _abort(self) -> None:
+        # The transport's own close() waits for a peer that does not read. The AttributeError is of a WebSocket, which
+        # has no such writer, and of asyncio, which cannot abort what has closed after its last bytes were written.
+        with contextlib.suppress(AttributeError):
+            self._transport._bare_io_writer.transport.abort()  # type: ignore[union-attr]
+
+    async def _connect_to_server(self, server: Any) -> None:
+        self._abort()  # nats-py leaves the socket of an attempt that failed open
+        await super()._connect_to_server(server)
 
     async def _note(self, error: Exception) -> None:
         """Note an error that nats-py reports (called by nats-py)."""
@@ -420,8 +424,7 @@ class OwnClient(Client):
         self._failures.append(error)
         refused = "authorization" in text or "authentication" in text or isinstance(error, JetStreamExtError)
         if refused or len(self._failures) >= self._tries:
-            # Raised through nats-py's connect(), which would retry for minutes.
-            raise error
+            raise error  # through nats-py's connect(), which would retry for minutes
 
     def _connect_command(self) -> bytes:
         # nats-py sends the credentials without TLS if the server does not require it, the first time or after a reconnect.
@@ -429,8 +432,6 @@ class OwnClient(Client):
         if self._current_server is not None and self._current_server.uri.scheme in ("ws", "wss"):
             encrypted = self._current_server.uri.scheme == "wss"
         if self._needs_tls and not encrypted:
-            if self._transport is not None:
-                self._transport.close()  # type: ignore[no-untyped-call] # nats-py leaves it open
             raise JetStreamExtError("the server does not require TLS, but TLS was requested; nothing was sent")
         return super()._connect_command()
 
@@ -447,8 +448,7 @@ def login(path: Path, *, jwt: bool = False) -> dict[str, Any]:
     if jwt:
         if "BEGIN NATS USER JWT" not in text:
             raise JetStreamExtError(f"{path} is not a credentials file: it has no user JWT")
-        found = _SEED.search(text)
-        text = found[1] if found else ""
+        text = found[1] if (found := _SEED.search(text)) else ""
     import nkeys  # an extra of nats-py
 
     try:

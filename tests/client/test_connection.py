@@ -20,6 +20,7 @@ from jetstream_ext.client.connection import _CLOSED_SIDS_KEPT, Connection, Conte
 from jetstream_ext.errors import BadSubjectError, JetStreamExtError
 from jetstream_ext.protocol.direct import ReplyDecoder, StoredMsg
 from jetstream_ext.protocol.frames import Frame, parts
+from jetstream_ext.testing import NatsServer
 
 Heard = tuple[Any, ...]
 
@@ -589,6 +590,31 @@ async def test_closing_quickly_closes_the_socket(monkeypatch: pytest.MonkeyPatch
         await ended.wait()
     assert closing.cancelled() is cancelled
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_an_attempt_to_reconnect_that_fails_leaves_no_socket_open(
+    own_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[asyncio.StreamWriter] = []
+    open_connection = asyncio.open_connection
+
+    async def recorded(*arguments: Any, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await open_connection(*arguments, **options)
+        opened.append(writer)
+        return reader, writer
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    monkeypatch.setattr(asyncio, "open_connection", recorded)
+    client = OwnClient()
+    await client.open([own_server.url], shown="h", timeout=30)
+    own_server.kill()
+    async with await asyncio.start_server(hang_up, "127.0.0.1", own_server.port), asyncio.timeout(30):
+        while len(opened) < 4:
+            await asyncio.sleep(0.01)
+        assert all(writer.transport.is_closing() for writer in opened[:-1])
+    await client.close_quickly()
 
 
 async def test_closing_quickly_takes_a_socket_that_closed_after_its_last_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
