@@ -52,7 +52,7 @@ def connection_names(guarded: NatsServer) -> Callable[[], list[str]]:
 
     def names() -> list[str]:
         with urllib.request.urlopen(f"{guarded.endpoints['monitoring'][0]}/connz") as answer:
-            return [one["name"] for one in json.load(answer)["connections"]]
+            return [one.get("name", "") for one in json.load(answer)["connections"]]  # a new one has none yet
 
     return names
 

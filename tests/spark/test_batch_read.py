@@ -303,8 +303,10 @@ class TestCredentials:
 
     @pytest.fixture
     def reader(self, spark: SparkSession, guarded: NatsServer) -> Callable[..., DataFrameReader]:
-        def read(user: str = "all", variable: str = "JETSTREAM_EXT_TEST_PASSWORD") -> DataFrameReader:
-            options = {"servers": guarded.url, "user": user, "passwordEnv": variable, "requestTimeout": "2"}
+        def read(
+            user: str = "all", variable: str = "JETSTREAM_EXT_TEST_PASSWORD", timeout: str = "30"
+        ) -> DataFrameReader:
+            options = {"servers": guarded.url, "user": user, "passwordEnv": variable, "requestTimeout": timeout}
             return spark.read.format("jetstream").options(**options)
 
         return read
@@ -339,6 +341,6 @@ class TestCredentials:
         assert "uthorization" in wrong_user
         no_variable = failure(lambda: reader(variable=secret).load(secured).count())
         assert "must name an environment variable" in no_variable
-        no_permission = failure(lambda: reader(user="less").load(secured).count())
+        no_permission = failure(lambda: reader(user="less", timeout="2").load(secured).count())
         assert "permissions violation" in no_permission
         assert secret not in wrong_user + no_variable + no_permission
