@@ -295,7 +295,7 @@ async def cluster_nc(cluster: NatsCluster) -> AsyncIterator[Client]:
 WaitForInterest = Callable[[JetStreamContext, str], Awaitable[None]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def wait_for_interest() -> WaitForInterest:
     """Wait until a message on a subject reaches its stream; needed after a stream was created on a cluster.
 

@@ -12,6 +12,7 @@ import nats.errors
 import pytest
 from nats.js import JetStreamContext
 from nats.js.api import StreamConfig, StreamSource
+from nats.js.errors import NoStreamResponseError
 
 from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.testing import NatsCluster, NatsServer
@@ -39,8 +40,14 @@ def _read_on(query: Any, start: dict[str, Any], more: Callable[[], None]) -> lis
 
 
 async def _publish_ten(js: JetStreamContext) -> None:
-    for _ in range(10):
-        await js.publish("S.a")
+    published = 0
+    async with asyncio.timeout(60):
+        while published < 10:
+            try:
+                await js.publish("S.a")
+                published += 1
+            except NoStreamResponseError:  # this server of a cluster does not know the stream yet
+                await asyncio.sleep(0.1)
 
 
 async def _with_js(url: str | list[str], question: Callable[[JetStreamContext], Any]) -> Any:
