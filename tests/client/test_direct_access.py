@@ -25,11 +25,11 @@ accounts {
     users: [
       { user: all, password: p }
       { user: reader, password: p, permissions: {
-          publish: ["$JS.API.DIRECT.GET.PERM.PERM.open"], subscribe: ["_INBOX.>"] } }
+          publish: ["$JS.API.DIRECT.GET.*.*.open"], subscribe: ["_INBOX.>"] } }
       { user: direct, password: p, permissions: {
-          publish: ["$JS.API.DIRECT.GET.PERM", "$JS.API.DIRECT.GET.PERM.>"], subscribe: ["_MINE.>"] } }
+          publish: ["$JS.API.DIRECT.GET.*", "$JS.API.DIRECT.GET.*.>"], subscribe: ["_MINE.>"] } }
       { user: prover, password: p, permissions: {
-          publish: ["$JS.API.DIRECT.GET.PERM", "$JS.API.STREAM.INFO.PERM", "$JS.API.STREAM.MSG.GET.PERM"],
+          publish: ["$JS.API.DIRECT.GET.*", "$JS.API.STREAM.INFO.*", "$JS.API.STREAM.MSG.GET.*"],
           subscribe: ["_INBOX.>"] } }
     ]
     exports: [
@@ -81,20 +81,20 @@ async def connect(server: NatsServer, user: str, **options: Any) -> Client:
 
 
 @pytest.fixture
-async def perm(js: JetStreamContext, make: Make) -> Any:
-    name = await make("PERM")
+async def perm(js: JetStreamContext, make: Make) -> str:
+    """A stream of the test's own name: one of a name that was deleted a moment ago once held the messages of both."""
+    name = await make()
     for i in range(3):
         await js.publish(f"{name}.open", b"%d" % i)
         await js.publish(f"{name}.shut", b"%d" % i)
-    yield name
-    await js.delete_stream(name)
+    return name
 
 
 async def test_permission_for_one_subject_is_enough_for_get_last(server: NatsServer, perm: str) -> None:
     nc = await connect(server, "reader")
-    assert (await jsx.DirectGet(nc.jetstream(), perm, timeout=20).get_last("PERM.open")).data == b"2"
+    assert (await jsx.DirectGet(nc.jetstream(), perm, timeout=20).get_last(f"{perm}.open")).data == b"2"
     direct = jsx.DirectGet(nc.jetstream(), perm, timeout=0.3)
-    refused = (direct.get_last("PERM.shut"), direct.get_last("PERM.>"), direct.get(1), direct.scan().to_list())
+    refused = (direct.get_last(f"{perm}.shut"), direct.get_last(f"{perm}.>"), direct.get(1), direct.scan().to_list())
     async with asyncio.timeout(20):
         ends = await asyncio.gather(*refused, return_exceptions=True)
     # Servers drop requests without permission, and report it only to error_cb.
@@ -105,11 +105,11 @@ async def test_permission_for_one_subject_is_enough_for_get_last(server: NatsSer
 async def test_the_client_s_inbox_prefix_is_used(server: NatsServer, perm: str, version: tuple[int, ...]) -> None:
     nc = await connect(server, "direct", inbox_prefix="_MINE")
     direct = jsx.DirectGet(nc.jetstream(), perm, timeout=20)
-    assert (await direct.get_last("PERM.shut")).seq == 6
+    assert (await direct.get_last(f"{perm}.shut")).seq == 6
     assert (await direct.get(3)).seq == 3
     if version >= (2, 11):
         assert await seqs(direct.scan(batch=2)) == [1, 2, 3, 4, 5, 6]
-        assert await seqs(direct.multi_last(["PERM.>"], max_bytes=1)) == [5, 6]
+        assert await seqs(direct.multi_last([f"{perm}.>"], max_bytes=1)) == [5, 6]
         with pytest.raises(errors.RequestTimeoutError):
             await jsx.DirectGet(nc.jetstream(timeout=0.3), perm, timeout=0.3).scan(confirm=True).to_list()
     await nc.close()
@@ -119,7 +119,7 @@ async def test_proofs_need_permission_to_ask_the_leader(server: NatsServer, perm
     nc = await connect(server, "prover")
     direct = jsx.DirectGet(nc.jetstream(), perm, timeout=20)
     assert await seqs(direct.scan(confirm=True)) == [1, 2, 3, 4, 5, 6]
-    assert await seqs(direct.scan(confirm=True, up_to_seq=9, subject="PERM.open")) == [1, 3, 5]
+    assert await seqs(direct.scan(confirm=True, up_to_seq=9, subject=f"{perm}.open")) == [1, 3, 5]
     assert await seqs(direct.scan(min_seq=6)) == [1, 2, 3, 4, 5, 6]
     with pytest.raises(errors.MessageNotFoundError):
         await direct.get(7, min_seq=6)
