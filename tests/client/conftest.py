@@ -106,6 +106,10 @@ async def own_nc(own_server: NatsServer) -> AsyncIterator[Client]:
         else:
             nc._transport and nc._transport.close()  # type: ignore[union-attr]
             await nc.close()
+        # Before Python 3.12 a cancellation that arrives with the end of an attempt is lost, and nats-py tries for ever.
+        while (reconnecting := nc._reconnection_task) is not None and not reconnecting.done():
+            reconnecting.cancel()
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
