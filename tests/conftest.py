@@ -204,8 +204,8 @@ def _abort_sockets_of_a_coroutine(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-async def abort_sockets(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    """Abort, at the end, the sockets that nats-py has left open after it lost a connection.
+async def abort_sockets(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[list[asyncio.StreamWriter]]:
+    """Abort, at the end, the sockets that nats-py has left open after it lost a connection; the value lists all sockets.
 
     The garbage collector may find them only during another test, because a test that fails keeps its connections alive.
     """
@@ -218,7 +218,7 @@ async def abort_sockets(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
         return reader, writer
 
     monkeypatch.setattr(asyncio, "open_connection", recorded)
-    yield
+    yield writers
     for writer in writers:
         with contextlib.suppress(AttributeError):  # asyncio cannot abort what closed after its last bytes were written
             writer.transport.abort()

@@ -593,20 +593,13 @@ async def test_closing_quickly_closes_the_socket(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_an_attempt_to_reconnect_that_fails_leaves_no_socket_open(
-    own_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+    own_server: NatsServer, abort_sockets: list[asyncio.StreamWriter]
 ) -> None:
-    opened: list[asyncio.StreamWriter] = []
-    open_connection = asyncio.open_connection
-
-    async def recorded(*arguments: Any, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await open_connection(*arguments, **options)
-        opened.append(writer)
-        return reader, writer
+    opened = abort_sockets
 
     async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    monkeypatch.setattr(asyncio, "open_connection", recorded)
     client = OwnClient()
     await client.open([own_server.url], shown="h", timeout=30)
     own_server.kill()
