@@ -271,6 +271,24 @@ async def leak_check(nc: Client, js: JetStreamContext) -> LeakCheck:
     return LeakCheck(nc)
 
 
+@pytest.fixture(autouse=True)
+async def end_reconnects() -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """End nats-py's tasks that still reconnect: after a close, or after nats-py has lost track of them.
+
+    Before Python 3.12, `wait_for` loses a cancellation that arrives together with its result. Such a task then retries
+    indefinitely, and the end of the event loop, which cancels it only once, waits for it.
+    """
+
+    async def end_reconnects() -> None:
+        for task in asyncio.all_tasks():
+            while getattr(task.get_coro(), "__qualname__", "") == "Client._attempt_reconnect" and not task.done():
+                task.cancel()
+                await asyncio.sleep(0)
+
+    yield end_reconnects
+    await end_reconnects()
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[NatsCluster]:
     """Three servers that the tests of a module share; a test that breaks one of them must restore it."""

@@ -345,6 +345,7 @@ class OwnClient(Client):
         self._failures: list[Exception] = []
         self._tries: float = math.inf
         self._needs_tls: bool = False
+        self._closing: bool = False
 
     async def open(
         self, servers: Sequence[str], *, shown: str, timeout: float, tries: float = math.inf, **arguments: Any
@@ -394,12 +395,15 @@ class OwnClient(Client):
 
         Cancellation: The socket is closed.
         """
+        self._closing = True
         closing = asyncio.ensure_future(self.close())
         try:
             await asyncio.wait({closing}, timeout=_CLOSE_TIMEOUT)
             if closing.done() and not closing.cancelled() and closing.exception() is not None:
                 _log.debug("closing the connection failed: %r", closing.exception())
             await cancel(closing, _CLOSE_TIMEOUT)
+            if self._reconnection_task is not None:  # it may have lost the cancellation of nats-py's close()
+                await cancel(self._reconnection_task, _CLOSE_TIMEOUT)
         finally:
             closing.cancel()
             self._abort()
@@ -411,6 +415,8 @@ class OwnClient(Client):
             self._transport._bare_io_writer.transport.abort()  # type: ignore[union-attr]
 
     async def _connect_to_server(self, server: Any) -> None:
+        if self._closing:  # a reconnect task that nats-py has lost track of
+            raise asyncio.CancelledError
         self._abort()  # nats-py leaves the socket of an attempt that failed open
         await super()._connect_to_server(server)
 

@@ -48,11 +48,7 @@ _MICROSECOND: Final = timedelta(microseconds=1)
 
 
 async def get_many(
-    kv: KeyValue,
-    keys: Iterable[str],
-    *,
-    at: int | datetime | None = None,
-    timeout: float | None = None,
+    kv: KeyValue, keys: Iterable[str], *, at: int | datetime | None = None, timeout: float | None = None
 ) -> dict[str, KeyValueEntry]:
     """Return the entries of many keys, without those that do not exist.
 

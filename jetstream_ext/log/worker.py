@@ -24,12 +24,7 @@ from jetstream_ext.client.api import stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import (
-    AtomicPublishTooLargeError,
-    BadSubjectError,
-    FencedError,
-    StreamConfigMismatchError,
-)
+from jetstream_ext.errors import AtomicPublishTooLargeError, BadSubjectError, FencedError, StreamConfigMismatchError
 from jetstream_ext.log.offsets import StoredOffset, encode_position
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.protocol.api import StreamState

@@ -437,8 +437,7 @@ def status_error(stream: str, header: bytes, server: str = "", asked: Request | 
     if code == Status.BAD_REQUEST and text == "Empty Request":
         # This library sends no empty request: the server dropped the fields that it does not know.
         return feature_table.DIRECT_BATCH.unsupported(
-            server_version=server,
-            detail=f"the server of stream {stream!r} did not recognise any field of the request",
+            server_version=server, detail=f"the server of stream {stream!r} did not recognise any field of the request"
         )
     if code == Status.BAD_REQUEST:
         return errors.BadRequestError(

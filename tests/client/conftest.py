@@ -106,10 +106,6 @@ async def own_nc(own_server: NatsServer) -> AsyncIterator[Client]:
         else:
             nc._transport and nc._transport.close()  # type: ignore[union-attr]
             await nc.close()
-        # Before Python 3.12, `wait_for` loses a cancellation that arrives together with its result; nats-py then continues.
-        while (reconnecting := nc._reconnection_task) is not None and not reconnecting.done():
-            reconnecting.cancel()
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

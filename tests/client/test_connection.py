@@ -610,6 +610,40 @@ async def test_an_attempt_to_reconnect_that_fails_leaves_no_socket_open(
     await client.close_quickly()
 
 
+@pytest.mark.parametrize("lost_track", [False, True])
+async def test_closing_quickly_ends_a_reconnect_whose_cancellation_is_lost(
+    own_server: NatsServer, lost_track: bool
+) -> None:
+    """Before Python 3.12, `wait_for` loses a cancellation that arrives together with its result."""
+
+    class Deaf(OwnClient):
+        async def _select_next_server(self) -> None:
+            try:
+                await super()._select_next_server()
+            except asyncio.CancelledError:
+                if self.is_closed and not lost.is_set():
+                    lost.set()
+                    raise TimeoutError from None
+                raise
+
+    lost = asyncio.Event()
+    client = Deaf()
+    await client.open([own_server.url], shown="h", timeout=30)
+    own_server.kill()
+    async with asyncio.timeout(30):
+        while client._reconnection_task is None:
+            await asyncio.sleep(0.01)
+        reconnecting = client._reconnection_task
+        if lost_track:
+            client._reconnection_task = None
+        await asyncio.sleep(0.1)
+        await client.close_quickly()
+        assert lost_track or reconnecting.done()
+        reconnecting.cancel()
+        await asyncio.wait([reconnecting])
+    assert lost.is_set()
+
+
 async def test_closing_quickly_takes_a_socket_that_closed_after_its_last_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = asyncio.Event()
 

@@ -39,7 +39,7 @@ def cluster() -> Iterator[NatsCluster]:
 
 
 @pytest.fixture
-async def connect() -> AsyncIterator[Connect]:
+async def connect(end_reconnects: Callable[[], Awaitable[None]]) -> AsyncIterator[Connect]:
     """A factory of connections that reconnect indefinitely."""
     made: list[Client] = []
 
@@ -56,22 +56,10 @@ async def connect() -> AsyncIterator[Connect]:
     yield connect
     for nc in made:
         await nc.close()
-    await _end_reconnects()
+    await end_reconnects()
     made.clear()
     gc.collect()  # here, where warnings about sockets that nats-py leaves open are expected
     await asyncio.sleep(0)
-
-
-async def _end_reconnects() -> None:
-    """Cancel reconnect tasks that nats-py has lost track of: it lost the new connection at once and began another one.
-
-    Such a task retries indefinitely. The end of the loop cancels it once, and before Python 3.12 a timeout may swallow
-    that cancellation.
-    """
-    for task in asyncio.all_tasks():
-        while getattr(task.get_coro(), "__qualname__", "") == "Client._attempt_reconnect" and not task.done():
-            task.cancel()
-            await asyncio.sleep(0)
 
 
 @pytest.fixture
