@@ -30,7 +30,7 @@ def test_failure_with_a_ring_of_causes():
 def test_a_failure_is_reported_at_once(tmp_path: Path, program: str) -> None:
     (tmp_path / "test_program.py").write_text(program)
     command = [sys.executable, "-m", "pytest", "--confcutdir=/", "-p", "no:cacheprovider", tmp_path]
-    conftest = ["--rootdir", tmp_path, "-c", os.devnull, "-p", "conftest"]
+    conftest = ["--rootdir", tmp_path, "-c", os.devnull, "-o", "asyncio_mode=auto", "-p", "conftest"]
     environment = {**os.environ, "CI": "true", "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run([*command, *conftest], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stderr
