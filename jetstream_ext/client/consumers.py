@@ -147,7 +147,7 @@ async def create_source_consumer(
 
     ADR-60, Pre-created durable consumer. The entry goes into the reading stream's ``sources`` or ``mirror``. Unlike the
     consumer that a server creates by default, this one stays while the servers are disconnected, and acknowledges only
-    what the reading stream has stored. A work queue or an interest stream therefore loses no messages. One consumer
+    what the reading stream has stored (but see the warning in "Durable sources" in the documentation). One consumer
     serves one reading stream: two that share it acknowledge each other's messages.
 
     A repeated call with the same arguments is safe; an existing consumer is never changed.
