@@ -7,7 +7,6 @@ cannot pass by skipping them.
 
 import asyncio
 import contextlib
-import functools
 import inspect
 import os
 import sys
@@ -312,7 +311,6 @@ async def cluster_nc(cluster: NatsCluster) -> AsyncIterator[Client]:
 
 
 WaitForInterest = Callable[[JetStreamContext, str], Awaitable[None]]
-UntilPlaced = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
 
 @pytest.fixture(scope="session")
@@ -336,29 +334,9 @@ def wait_for_interest() -> WaitForInterest:
     return wait_for_interest
 
 
-@pytest.fixture(scope="session")
-def until_placed() -> UntilPlaced:
-    """Create a stream, or a bucket, with several replicas soon after the servers of a cluster have started.
-
-    The JetStream leader gives a server no replica before it knows its free space, which `NatsCluster` cannot see.
-    """
-
-    async def until_placed(create: Callable[[], Awaitable[Any]]) -> Any:
-        async with asyncio.timeout(60):
-            while True:
-                try:
-                    return await create()
-                except nats.js.errors.BadRequestError as error:
-                    if error.err_code != 10005:  # no suitable peers for placement
-                        raise
-                    await asyncio.sleep(0.1)
-
-    return until_placed
-
-
 @pytest.fixture
 async def make_replicated(
-    cluster_nc: Client, stream_name: Callable[[], str], wait_for_interest: WaitForInterest, until_placed: UntilPlaced
+    cluster_nc: Client, stream_name: Callable[[], str], wait_for_interest: WaitForInterest
 ) -> AsyncIterator[Callable[..., Awaitable[str]]]:
     """Create a stream with three replicas (or as given); its subjects are ``<name>.>``, unless it is a mirror."""
     js = cluster_nc.jetstream(timeout=10)
@@ -372,7 +350,7 @@ async def make_replicated(
         async with asyncio.timeout(60):
             while True:
                 try:
-                    await until_placed(functools.partial(js.add_stream, name=name, **config))
+                    await js.add_stream(name=name, **config)
                     break
                 except (
                     nats.js.errors.ServiceUnavailableError,

@@ -143,7 +143,7 @@ class NatsCluster(Lifecycle):
         """Wait until the running servers are a majority with one JetStream leader.
 
         After the leader was killed, paused or restarted, the election takes some seconds. Each stream has its own leader,
-        which this does not wait for. For a moment the leader may still refuse a stream with several replicas: error 10005.
+        which this does not wait for.
 
         Args:
             timeout: How long to wait, in seconds.

@@ -8,13 +8,11 @@ of batches and ``JETSTREAM_EXT_ATOMIC_SEED`` the first seed; ``python -m nox -s 
 
 import asyncio
 import contextlib
-import functools
 import os
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any
 
 import nats
 import nats.errors
@@ -22,7 +20,6 @@ import nats.js.errors
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.api import StreamConfig
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
@@ -182,13 +179,14 @@ async def verify(js: JetStreamContext, told: Told) -> None:
 
 
 @pytest.mark.timeout(120 + 8 * BATCHES)
-async def test_outcome_that_a_client_gets_is_true(cluster: NatsCluster, until_placed: Any) -> None:
+async def test_outcome_that_a_client_gets_is_true(cluster: NatsCluster) -> None:
     nc = await connect(list(cluster.servers))
     js = nc.jetstream(timeout=1.5)
     names = [f"S{i}" for i in range(STREAMS)]
     for name in names:
-        config = StreamConfig(name=name, subjects=[f"{name}.>"], num_replicas=3, allow_atomic=True, allow_direct=True)
-        await until_placed(functools.partial(nc.jetstream(timeout=10).add_stream, config))
+        await nc.jetstream(timeout=10).add_stream(
+            name=name, subjects=[f"{name}.>"], num_replicas=3, allow_atomic=True, allow_direct=True
+        )
     tried: list[Told] = []
     while len(tried) < BATCHES:
         leads: dict[str, list[str]] = {}

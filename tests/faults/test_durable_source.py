@@ -8,7 +8,7 @@ from typing import Any
 
 import nats.errors
 from nats.js import JetStreamContext
-from nats.js.api import RetentionPolicy, StreamConfig
+from nats.js.api import RetentionPolicy
 
 import jetstream_ext as jsx
 from jetstream_ext.testing import NatsCluster
@@ -43,13 +43,12 @@ async def copied(js: JetStreamContext, stream: str, *, more: int) -> None:
 
 
 async def test_copy_is_complete_and_in_order_after_leaders_are_killed(
-    cluster: NatsCluster, connect: Any, until_placed: Any, full: bool
+    cluster: NatsCluster, connect: Any, full: bool
 ) -> None:
     nc = await connect(cluster.urls)
     js, patient = nc.jetstream(timeout=2), nc.jetstream(timeout=SLACK)
     servers = {server.name: server for server in cluster.servers}
-    queue = StreamConfig(name="W", subjects=["w"], retention=RetentionPolicy.WORK_QUEUE, num_replicas=3)
-    await until_placed(lambda: patient.add_stream(queue))
+    await patient.add_stream(name="W", subjects=["w"], retention=RetentionPolicy.WORK_QUEUE, num_replicas=3)
     entry = await jsx.create_source_consumer(patient, "W", "to-all", deliver_subject="deliver.to-all")
     await jsx.ensure_stream(patient, name="ALL", sources=[entry], num_replicas=3, allow_direct=True)
     done = asyncio.Event()

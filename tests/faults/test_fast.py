@@ -206,16 +206,10 @@ class TestOkModeContinues:
 class TestLeaders:
     @pytest.mark.parametrize("mode", list(jsx.GapMode))
     async def test_acknowledged_messages_are_accounted_for_after_a_leader_is_killed(
-        self,
-        cluster: NatsCluster,
-        connect: Connect,
-        stored: Stored,
-        wait_for_interest: Any,
-        until_placed: Any,
-        mode: jsx.GapMode,
+        self, cluster: NatsCluster, connect: Connect, stored: Stored, wait_for_interest: Any, mode: jsx.GapMode
     ) -> None:
         js = (await connect(cluster.urls)).jetstream()
-        stream = await until_placed(lambda: make_stream(js, num_replicas=3))
+        stream = await make_stream(js, num_replicas=3)
         await wait_for_interest(js, "s.0")
         # Without a leader there are no acks; one vote takes 4 to 9 s, and a busy cluster may need a second.
         pub = jsx.FastPublisher(js, gap=mode, flow=100, ack_timeout=BOUND, stall_ping=0.3)

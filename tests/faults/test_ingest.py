@@ -180,11 +180,11 @@ async def test_stored_message_with_an_expectation_is_not_refused_when_sent_again
 
 
 async def test_ingest_stores_everything_once_through_leader_kills(
-    cluster: NatsCluster, connect: Connect, stored: Stored, until_placed: Any, full: bool
+    cluster: NatsCluster, connect: Connect, stored: Stored, full: bool
 ) -> None:
     count, kills = (300_000, 4) if full else (20_000, 1)
     js = (await connect(cluster.urls)).jetstream()
-    await until_placed(lambda: make_stream(js, num_replicas=3))
+    await make_stream(js, num_replicas=3)
     done = Milestones(count)
 
     async def leader(*, other_than: str = "") -> str:

@@ -17,7 +17,6 @@ import nats
 import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
-from nats.js.api import KeyValueConfig
 from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
@@ -66,21 +65,15 @@ async def transfer(tx: kvx.Transaction, worker: int, rng: random.Random) -> None
 
 
 async def bank(
-    urls: list[str],
-    seconds: float,
-    replicas: int,
-    storage: str,
-    wait_for_interest: Any,
-    until_placed: Any,
-    trouble: Trouble | None = None,
+    urls: list[str], seconds: float, replicas: int, storage: str, wait_for_interest: Any, trouble: Trouble | None = None
 ) -> None:
     made = dict.fromkeys(range(WORKERS), 0)
     doubtful: set[int] = set()
     snapshots = 0
     async with connected(urls) as nc:
         js, patient = nc.jetstream(timeout=TIMEOUT), nc.jetstream(timeout=30)
-        config = KeyValueConfig(bucket="BANK", replicas=replicas, storage=storage)
-        patient_kv = await kvx.enable(await until_placed(lambda: patient.create_key_value(config)))
+        made_kv = await patient.create_key_value(bucket="BANK", replicas=replicas, storage=storage)
+        patient_kv = await kvx.enable(made_kv)
         await wait_for_interest(patient, f"$KV.BANK.{NAMES[0]}")
         kv = await bucket_of(nc)
         async with kvx.transaction(patient_kv) as tx:
@@ -136,12 +129,12 @@ async def bank(
 
 
 @pytest.mark.parametrize("storage", ["file", "memory"])
-async def test_transfers_on_one_server_keep_the_total(storage: str, wait_for_interest: Any, until_placed: Any) -> None:
+async def test_transfers_on_one_server_keep_the_total(storage: str, wait_for_interest: Any) -> None:
     with NatsServer() as server:
-        await bank([server.url], 30 if FULL else 2, 1, storage, wait_for_interest, until_placed)
+        await bank([server.url], 30 if FULL else 2, 1, storage, wait_for_interest)
 
 
-async def test_transfers_keep_the_total_while_leaders_are_killed(wait_for_interest: Any, until_placed: Any) -> None:
+async def test_transfers_keep_the_total_while_leaders_are_killed(wait_for_interest: Any) -> None:
     async with NatsCluster() as cluster:
 
         async def kill_leaders(js: JetStreamContext, end: float) -> int:
@@ -158,7 +151,7 @@ async def test_transfers_keep_the_total_while_leaders_are_killed(wait_for_intere
                 await settled(js)
             return killed
 
-        await bank(cluster.urls, 30 if FULL else 6, 3, "file", wait_for_interest, until_placed, kill_leaders)
+        await bank(cluster.urls, 30 if FULL else 6, 3, "file", wait_for_interest, kill_leaders)
 
 
 async def more(js: JetStreamContext, messages: int) -> None:

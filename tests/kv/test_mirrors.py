@@ -115,12 +115,12 @@ async def test_bucket_that_is_a_mirror_is_refused(make_bucket) -> None:
         await tx.commit()
 
 
-async def test_reads_wait_for_lagging_replicas(wait_for_interest: Any, until_placed: Any) -> None:
+async def test_reads_wait_for_lagging_replicas(wait_for_interest: Any) -> None:
     async with NatsCluster() as cluster:
         nc = await nats.connect(cluster.urls, connect_timeout=10)
         try:
             js = nc.jetstream(timeout=30)
-            kv = await kvx.enable(await until_placed(lambda: js.create_key_value(bucket="B", replicas=3, history=2)))
+            kv = await kvx.enable(await js.create_key_value(bucket="B", replicas=3, history=2))
             await wait_for_interest(js, "$KV.B.a")
             for n in range(150):
                 revision = await kv.put("a", b"%d" % n)

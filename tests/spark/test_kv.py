@@ -248,13 +248,12 @@ def test_a_listing_of_several_pages_is_complete(
     assert values(read(bucket)) == TEN
 
 
-def test_replicas_return_the_latest_values(with_js: Any, read: Read, until_placed: Any) -> None:
+def test_replicas_return_the_latest_values(with_js: Any, read: Read) -> None:
     with NatsCluster() as cluster:
         url = cluster.servers[0].url
 
         async def create(js: JetStreamContext) -> None:
-            config = KeyValueConfig(bucket="R", direct=True, replicas=3)
-            await ten(await until_placed(lambda: js.create_key_value(config)))
+            await ten(await js.create_key_value(KeyValueConfig(bucket="R", direct=True, replicas=3)))
 
         with_js(create, url)
         for i in range(20):

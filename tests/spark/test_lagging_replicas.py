@@ -60,10 +60,10 @@ def read_and_write(with_js: Any, url: str, stream: str) -> None:
     with_js(rounds, url)
 
 
-def test_replicas_return_acknowledged_rows(with_js: Any, cache: Connections, until_placed: Any) -> None:
+def test_replicas_return_acknowledged_rows(with_js: Any, cache: Connections) -> None:
     with NatsCluster() as cluster:
         config = StreamConfig(name="R", subjects=["R.*"], allow_direct=True, num_replicas=3)
-        with_js(lambda js: until_placed(lambda: js.add_stream(config)), cluster.servers[0].url)
+        with_js(lambda js: js.add_stream(config), cluster.servers[0].url)
         for server in cluster.servers[:2]:  # at least one of them is not the leader
             with_js(lambda js: js.purge_stream("R"), server.url)
             with_js(lambda js: js.delete_stream("R"), server.url)

@@ -24,19 +24,19 @@ def test_cluster_elects_a_leader(cluster: NatsCluster) -> None:
     assert cluster.url in cluster.urls
 
 
-async def test_stream_with_three_replicas_can_be_created(until_placed: Any) -> None:
+async def test_stream_with_three_replicas_can_be_created_at_once() -> None:
     async with NatsCluster(config="max_payload: 2048") as cluster, connected(cluster.urls) as nc:
-        await until_placed(lambda: nc.jetstream().add_stream(name="S", subjects=["s"], num_replicas=3))
+        await nc.jetstream().add_stream(name="S", subjects=["s"], num_replicas=3)
         assert nc.max_payload == 2048
 
 
 async def test_stream_with_three_replicas_survives_a_kill(
-    cluster: NatsCluster, stream_name: Callable[[], str], wait_for_interest: Any, until_placed: Any
+    cluster: NatsCluster, stream_name: Callable[[], str], wait_for_interest: Any
 ) -> None:
     name = stream_name()
     async with connected(cluster.urls) as nc:
         js = nc.jetstream()
-        await until_placed(lambda: js.add_stream(name=name, subjects=[name], num_replicas=3))
+        await js.add_stream(name=name, subjects=[name], num_replicas=3)
         await wait_for_interest(js, name)
         await js.publish(name, b"kept")
         victim = cluster.wait_ready()
@@ -62,11 +62,11 @@ def test_cluster_without_a_leader_is_reported() -> None:
             cluster.wait_ready(timeout=0.5)
 
 
-async def test_cluster_survives_kill_and_pause_of_all_servers(wait_for_interest: Any, until_placed: Any) -> None:
+async def test_cluster_survives_kill_and_pause_of_all_servers(wait_for_interest: Any) -> None:
     with NatsCluster() as cluster:
         async with connected(cluster.url) as nc:
             js = nc.jetstream(timeout=10)
-            await until_placed(lambda: js.add_stream(name="KEPT", subjects=["kept"], num_replicas=3))
+            await js.add_stream(name="KEPT", subjects=["kept"], num_replicas=3)
             await wait_for_interest(js, "kept")
             await js.publish("kept", b"kept")
         await asyncio.to_thread(cluster.kill)

@@ -26,12 +26,12 @@ REQUESTS = [
 ]
 
 
-async def _fill(url: str, wait_for_interest: Any, until_placed: Any, replicas: int = 1) -> str:
+async def _fill(url: str, wait_for_interest: Any, replicas: int = 1) -> str:
     """Return the name of the leader of stream S."""
     nc = await nats.connect(url, connect_timeout=10)
     js = nc.jetstream(timeout=30)
     config = StreamConfig(name="S", subjects=["S.>"], allow_direct=True, allow_batched=True, num_replicas=replicas)
-    await until_placed(lambda: js.add_stream(config))
+    await js.add_stream(config)
     await js.add_stream(StreamConfig(name="KV_B", subjects=["$KV.B.>"], allow_direct=True, max_msgs_per_subject=1))
     await wait_for_interest(js, "S.a")
     await wait_for_interest(js, "$KV.B.key")
@@ -70,10 +70,10 @@ def requests(
 
 
 @pytest.fixture(scope="module")
-def sent(requests: Any, wait_for_interest: Any, until_placed: Any) -> Iterator[dict[str, Future[Any]]]:
+def sent(requests: Any, wait_for_interest: Any) -> Iterator[dict[str, Future[Any]]]:
     """Send all requests to a server that dies before it replies and restarts a moment later."""
     with NatsServer() as server:
-        asyncio.run(_fill(server.url, wait_for_interest, until_placed))
+        asyncio.run(_fill(server.url, wait_for_interest))
         prepared = requests(server.url)
         server.pause()  # requests sent now are lost with the server
         with ThreadPoolExecutor(len(prepared)) as pool:
@@ -86,10 +86,10 @@ def sent(requests: Any, wait_for_interest: Any, until_placed: Any) -> Iterator[d
 
 
 @pytest.fixture(scope="module")
-def sent_in_election(requests: Any, wait_for_interest: Any, until_placed: Any) -> Iterator[dict[str, Future[Any]]]:
+def sent_in_election(requests: Any, wait_for_interest: Any) -> Iterator[dict[str, Future[Any]]]:
     """Send all requests about a stream whose leader was killed; the others need 4 to 9 s to elect a new one."""
     with NatsCluster(3) as cluster:
-        leader = asyncio.run(_fill(cluster.url, wait_for_interest, until_placed, replicas=3))
+        leader = asyncio.run(_fill(cluster.url, wait_for_interest, replicas=3))
         [gone] = [server for server in cluster.servers if server.name == leader]
         prepared = requests(",".join(url for url in cluster.urls if url != gone.url), timeout=60)
         del prepared["bucket plan"]
@@ -110,11 +110,9 @@ def test_a_request_survives_its_server(sent: dict[str, Future[Any]], kind: str) 
 
 
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_a_request_waits_for_a_server_that_is_down(
-    requests: Any, wait_for_interest: Any, until_placed: Any, kind: str
-) -> None:
+def test_a_request_waits_for_a_server_that_is_down(requests: Any, wait_for_interest: Any, kind: str) -> None:
     with NatsServer() as server:
-        asyncio.run(_fill(server.url, wait_for_interest, until_placed))
+        asyncio.run(_fill(server.url, wait_for_interest))
         send = requests(server.url)[kind]
         server.kill()
         restart = threading.Timer(0.3, server.restart)
