@@ -4,8 +4,9 @@ import contextlib
 import http.client
 import json
 import os
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -15,6 +16,9 @@ from .server import Lifecycle, NatsServer
 _POLL_INTERVAL = 0.02
 _REQUEST_TIMEOUT = 1.0
 _LOG_CHARS_IN_ERRORS = 1500
+_MOST_REPLICAS = 5
+_NOT_YET = (10005, 10008)  # no suitable peers for placement; no leader
+_TRIAL_STREAM = "nats_cluster_trial"
 
 
 class NatsCluster(Lifecycle):
@@ -140,10 +144,11 @@ class NatsCluster(Lifecycle):
             server.resume()
 
     def wait_ready(self, *, timeout: float = 30.0) -> NatsServer:
-        """Wait until the running servers are a majority with one JetStream leader.
+        """Wait until the running servers are a majority with one JetStream leader, and all of them take streams.
 
-        After the leader was killed, paused or restarted, the election takes some seconds. Each stream has its own leader,
-        which this does not wait for.
+        To find that out, this creates and deletes a stream named ``nats_cluster_trial``, if the configuration admits
+        clients without credentials. After the leader was killed, paused or restarted, the election takes some seconds.
+        Each stream has its own leader, which this does not wait for.
 
         Args:
             timeout: How long to wait, in seconds.
@@ -152,15 +157,16 @@ class NatsCluster(Lifecycle):
             The server that leads the JetStream meta group.
 
         Raises:
-            NatsServerStartError: There is no such majority within `timeout`.
+            NatsServerStartError: The cluster is not ready within `timeout`.
             RuntimeError: The cluster is not started.
         """
         deadline = time.monotonic() + timeout
-        while (leader := self._settled_leader()) is None:
+        while (leader := self._settled_leader()) is None or not _takes_requests(leader, self._running()):
             if time.monotonic() > deadline:
                 logs = "\n".join(f"{server!r}:\n{server.log[-_LOG_CHARS_IN_ERRORS:]}" for server in self.servers)
                 raise NatsServerStartError(
-                    f"the cluster of {self._n} has no JetStream leader after {timeout:g} s. The end of its logs:\n{logs}"
+                    f"the cluster of {self._n} has no JetStream leader, or not all its servers take streams, "
+                    f"after {timeout:g} s. The end of its logs:\n{logs}"
                 )
             time.sleep(_POLL_INTERVAL)
         return leader
@@ -182,8 +188,11 @@ class NatsCluster(Lifecycle):
         """The URL of one server, if possible of a running one; clients learn the other URLs from it."""
         return next((server.url for server in self.servers if server.running), self.servers[0].url)
 
+    def _running(self) -> list[NatsServer]:
+        return [server for server in self.servers if server.running]
+
     def _settled_leader(self) -> NatsServer | None:
-        running = {server.name: server for server in self.servers if server.running}
+        running = {server.name: server for server in self._running()}
         groups = {name: _meta_group(server) for name, server in running.items()}
         leaders = {group.get("leader") for group in groups.values()}
         leader = leaders.pop() if len(leaders) == 1 else None
@@ -221,3 +230,56 @@ def _meta_group(server: NatsServer) -> dict[str, Any]:
     finally:
         connection.close()
     return group
+
+
+def _takes_requests(leader: NatsServer, servers: Sequence[NatsServer]) -> bool:
+    """Return whether every server passes requests on to the JetStream leader, and the leader gives each a replica.
+
+    The leader has to know the free space of a server, which the server tells it some time after it has joined the cluster,
+    and which no server's monitoring shows. If a client without credentials cannot find it out, the result is true.
+    """
+    try:
+        for server in servers:
+            _ask(server, "INFO")
+        created = _ask(leader, f"STREAM.CREATE.{_TRIAL_STREAM}", _trial_config(len(servers)))
+        if created in _NOT_YET:
+            return False
+        if created is not None:
+            _ask(leader, f"STREAM.DELETE.{_TRIAL_STREAM}")
+    except OSError:
+        return False
+    return True
+
+
+def _trial_config(servers: int) -> Mapping[str, Any]:
+    return {"name": _TRIAL_STREAM, "storage": "memory", "num_replicas": min(servers, _MOST_REPLICAS)}
+
+
+def _ask(server: NatsServer, what: str, body: Mapping[str, Any] | None = None) -> int | None:
+    """Return the error code of the JetStream API's answer (0: none), or None if the API answers no such client.
+
+    Raises:
+        OSError: There is no answer yet.
+    """
+    payload = json.dumps(body or {}).encode()
+    address = urlsplit(server.url)
+    with (
+        socket.create_connection((address.hostname, address.port), _REQUEST_TIMEOUT) as connection,
+        connection.makefile("rb") as lines,
+    ):
+        info = json.loads(lines.readline().removeprefix(b"INFO ") or b"{}")
+        if info.get("auth_required") or info.get("tls_required"):
+            return None
+        connection.sendall(
+            b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\nSUB answer 1\r\n'
+            + f"PUB $JS.API.{what} answer {len(payload)}\r\n".encode()
+            + payload
+            + b"\r\n"
+        )
+        for line in lines:
+            if line.startswith(b"MSG "):
+                error = json.loads(lines.read(int(line.split()[-1]))).get("error") or {}
+                return int(error.get("err_code", 0))
+            if line.startswith(b"HMSG "):
+                return None  # no responders: the account has no JetStream
+    raise ConnectionResetError

@@ -11,6 +11,7 @@ import nats.js.errors
 import pytest
 
 from jetstream_ext.testing import NatsCluster, NatsServerStartError
+from jetstream_ext.testing import cluster as module
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -28,6 +29,30 @@ async def test_stream_with_three_replicas_can_be_created_at_once() -> None:
     async with NatsCluster(config="max_payload: 2048") as cluster, connected(cluster.urls) as nc:
         await nc.jetstream().add_stream(name="S", subjects=["s"], num_replicas=3)
         assert nc.max_payload == 2048
+
+
+async def test_a_cluster_that_gives_a_server_no_stream_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a moment after the start: three servers cannot hold four replicas."""
+    trial_config = module._trial_config
+    with NatsCluster() as cluster:
+        monkeypatch.setattr(module, "_trial_config", lambda _: trial_config(4))
+        with pytest.raises(NatsServerStartError, match="or not all its servers take streams, after 1 s"):
+            cluster.wait_ready(timeout=1)
+        monkeypatch.undo()
+        cluster.wait_ready()
+        async with connected(cluster.url) as nc:
+            assert await nc.jetstream().streams_info() == []
+
+
+async def test_a_cluster_that_asks_for_a_password_is_ready() -> None:
+    with NatsCluster(2, config="authorization { user: u, password: p }") as cluster:
+        assert cluster.wait_ready() in cluster.servers
+
+
+async def test_a_cluster_whose_clients_have_no_jetstream_is_ready() -> None:
+    config = "accounts { A { users: [{user: a, password: a}] } }\nno_auth_user: a"
+    with NatsCluster(2, config=config) as cluster:
+        assert cluster.wait_ready() in cluster.servers
 
 
 async def test_stream_with_three_replicas_survives_a_kill(
@@ -58,7 +83,7 @@ async def test_stream_with_three_replicas_survives_a_kill(
 def test_cluster_without_a_leader_is_reported() -> None:
     with NatsCluster(2) as cluster:
         cluster.servers[1].kill()
-        with pytest.raises(NatsServerStartError, match=r"cluster of 2 has no JetStream leader(?s:.*)killed"):
+        with pytest.raises(NatsServerStartError, match=r"cluster of 2 has no JetStream leader, (?s:.*)killed"):
             cluster.wait_ready(timeout=0.5)
 
 
