@@ -272,9 +272,7 @@ def _ask(server: NatsServer, what: str, body: Mapping[str, Any] | None = None) -
             return None
         connection.sendall(
             b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\nSUB answer 1\r\n'
-            + f"PUB $JS.API.{what} answer {len(payload)}\r\n".encode()
-            + payload
-            + b"\r\n"
+            b"PUB $JS.API.%s answer %d\r\n%s\r\n" % (what.encode(), len(payload), payload)
         )
         for line in lines:
             if line.startswith(b"MSG "):
