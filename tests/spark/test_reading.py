@@ -1,7 +1,7 @@
 """One partition, read as an executor reads it, without Spark."""
 
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -93,17 +93,20 @@ def test_filters_select_the_rows(stream: str, seqs: Any) -> None:
     assert seqs(replace(part, subject="other")) == []
 
 
-def test_record_batches_are_bounded(
-    stream: str, batches: Callable[..., Iterator[pa.RecordBatch]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("bounds", "sizes"), [({}, [22]), ({"_ROWS": 10}, [12, 10]), ({"_BYTES": 20}, [4, 4, 4, 10])])
+async def test_record_batches_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, bounds: dict[str, int], sizes: list[int]
 ) -> None:
-    # Messages that arrive together stay together, so a record batch can exceed its bounds by them.
-    monkeypatch.setattr(reading, "_BYTES", 10)
-    parts = [batch.num_rows for part in SequenceRange(stream, 1, 50).split(5) for batch in batches(part)]
-    assert sum(parts) == 50
-    assert len(parts) == 5
-    monkeypatch.setattr(reading, "_BYTES", 1 << 20)
-    monkeypatch.setattr(reading, "_ROWS", 10)
-    assert sum(batch.num_rows for batch in batches(SequenceRange(stream, 1, 50))) == 50
+    """Messages that arrive together stay together, so a record batch can exceed its bounds by them."""
+
+    async def arrive(*counts: int) -> AsyncGenerator[Block, None]:
+        for count in counts:
+            yield Block("S", [1] * count, [b"12345"] * count, [0] * count)
+
+    for name, bound in bounds.items():
+        monkeypatch.setattr(reading, name, bound)
+    chunks = reading._chunks(arrive(4, 4, 4, 1, 9), SequenceRange("S", 1, 22))
+    assert [len(chunk) async for chunk in chunks] == sizes
 
 
 def test_a_schema_selects_the_columns(stream: str, batches: Callable[..., Iterator[pa.RecordBatch]]) -> None:
