@@ -241,14 +241,12 @@ def _takes_requests(leader: NatsServer, servers: Sequence[NatsServer]) -> bool:
     try:
         for server in servers:
             _ask(server, "INFO")
-        created = _ask(leader, f"STREAM.CREATE.{_TRIAL_STREAM}", _trial_config(len(servers)))
-        if created in _NOT_YET:
-            return False
-        if created is not None:
-            _ask(leader, f"STREAM.DELETE.{_TRIAL_STREAM}")
+        answers = [_ask(leader, f"STREAM.CREATE.{_TRIAL_STREAM}", _trial_config(len(servers)))]
+        if answers == [0]:
+            answers.append(_ask(leader, f"STREAM.DELETE.{_TRIAL_STREAM}"))
     except OSError:
         return False
-    return True
+    return not any(answer in _NOT_YET for answer in answers)
 
 
 def _trial_config(servers: int) -> Mapping[str, Any]:
@@ -278,6 +276,6 @@ def _ask(server: NatsServer, what: str, body: Mapping[str, Any] | None = None) -
             if line.startswith(b"MSG "):
                 error = json.loads(lines.read(int(line.split()[-1]))).get("error") or {}
                 return int(error.get("err_code", 0))
-            if line.startswith(b"HMSG "):
-                return None  # no responders: the account has no JetStream
+            if line.startswith((b"HMSG ", b"-ERR")):
+                return None  # no responders, because the account has no JetStream; or the client may not ask
     raise ConnectionResetError

@@ -49,8 +49,16 @@ async def test_a_cluster_that_asks_for_a_password_is_ready() -> None:
         assert cluster.wait_ready() in cluster.servers
 
 
-async def test_a_cluster_whose_clients_have_no_jetstream_is_ready() -> None:
-    config = "accounts { A { users: [{user: a, password: a}] } }\nno_auth_user: a"
+@pytest.mark.parametrize(
+    "account",
+    [
+        "users: [{user: a, password: a}]",
+        "jetstream: enabled, users: [{user: a, password: a, permissions: {publish: [x]}}]",
+    ],
+    ids=["no JetStream", "no permission"],
+)
+async def test_a_cluster_whose_clients_may_not_ask_jetstream_is_ready(account: str) -> None:
+    config = f"accounts {{ A {{ {account} }} }}\nno_auth_user: a"
     with NatsCluster(2, config=config) as cluster:
         assert cluster.wait_ready() in cluster.servers
 
