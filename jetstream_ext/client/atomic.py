@@ -17,7 +17,7 @@ import nats.js.errors
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.atomic_session import AtomicSession
-from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
+from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription, weakly
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import AtomicPublishDuplicateMessageIDError, ResponseError
 from jetstream_ext.protocol.api import ABANDONED, parse_abandoned
@@ -405,6 +405,8 @@ class AbandonedBatches:
     batches that were announced in between.
     """
 
+    _inbox: InboxSubscription | None = None
+
     def __init__(self, js: JetStreamContext, stream: str) -> None:
         check_name(stream, "stream name")
         self._js = Context(js)
@@ -412,7 +414,6 @@ class AbandonedBatches:
         # All domains publish to the same subject; the advisory names its domain.
         domain = _DOMAIN.match(self._js.prefix)
         self._domain = domain[1] if domain else None
-        self._inbox: InboxSubscription | None = None
         self._pending: deque[AbandonedBatch] = deque()
         self._changed = asyncio.Event()  # set while a batch is pending, and after the end
 
@@ -421,7 +422,7 @@ class AbandonedBatches:
             raise RuntimeError(f"the watch on {self._subject} is already open; call watch_abandoned() for another one")
         connection, timeout = self._js.connection, self._js.timeout
         connection.check_usable()
-        handler = InboxHandler(self._receive, disconnected=lambda: None)
+        handler = InboxHandler(weakly(self._receive), disconnected=lambda: None)
         self._inbox = await connection.inbox(handler, subject=self._subject, timeout=timeout)
 
         async def subscribed() -> None:
@@ -464,6 +465,10 @@ class AbandonedBatches:
                 return
             self._pending.append(abandoned)
             self._changed.set()
+
+    def __del__(self) -> None:
+        if self._inbox is not None:
+            self._inbox.owner_dropped(f"watch_abandoned {self._subject}")
 
     def __aiter__(self) -> Self:
         return self

@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 from nats.nuid import NUID
 
 from jetstream_ext.client.api import api_level, get_at_leader, lookup_stream, remember_ack, settled_state, stream_state
-from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
+from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription, weakly
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.retry import Retry, is_transient_read
@@ -44,6 +44,8 @@ _Waiter = asyncio.Future[JetStreamExtError | None]
 class AtomicSession:
     """One atomic batch on a connection; the arguments are those of `AtomicBatch` and `AtomicBatchMachine`."""
 
+    _inbox: InboxSubscription | None = None
+
     def __init__(
         self,
         context: Context,
@@ -63,7 +65,6 @@ class AtomicSession:
         self._context = context
         self._timeout = context.resolve_timeout(timeout)
         self._opening = asyncio.Lock()
-        self._inbox: InboxSubscription | None = None
         self._waiters: dict[int, _Waiter] = {}
         self._commit_waiter: _Waiter | None = None
         # For `resolve`: the stream when the batch was opened, a sequence that it had then, and the connection's session
@@ -193,7 +194,7 @@ class AtomicSession:
             level, version = owner[0].api_level, owner[0].server_version or "older"
             self._opened = owner
         inbox = await connection.inbox(
-            InboxHandler(self._receive, self._disconnected), tail=".*", timeout=self._timeout
+            InboxHandler(weakly(self._receive), weakly(self._disconnected)), tail=".*", timeout=self._timeout
         )
         try:
             self.machine.open(first, api_level=level, server_version=version, reply=inbox.subject)
@@ -237,7 +238,9 @@ class AtomicSession:
 
     async def _write(self, block: Block) -> None:
         try:
-            await self._context.connection.write(block.data, block.messages, block.size, timeout=self._timeout)
+            await self._context.connection.write(
+                block.data, block.messages, block.size, timeout=self._timeout, over=lambda: self.machine.ended
+            )
         except nats.errors.Error as error:
             self.machine.lost(f"writing to the connection failed ({error!r})")
             self._settle()
@@ -287,6 +290,10 @@ class AtomicSession:
     def _disconnected(self) -> None:
         self.machine.disconnected(reply_awaited=bool(self._waiters))
         self._settle()
+
+    def __del__(self) -> None:
+        if self._inbox is not None:
+            self._inbox.owner_dropped(f"AtomicBatch {self.machine.batch_id}")
 
     def _settle(self) -> None:
         """Close the inbox and wake every waiter if the batch has ended."""

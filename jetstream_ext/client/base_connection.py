@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,12 +24,23 @@ from jetstream_ext.protocol import frames
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame
 
-_STATE_POLL: Final = 0.05  # seconds; nats-py has no event for a connection that is closed or connected again
+# Seconds between two looks at the connection, during a wait and while inboxes are open: nats-py has no event for one that
+# is closed while it reconnects or while its server reads nothing.
+_WAIT_POLL: Final = 0.05
+_INBOX_POLL: Final = 0.2
 _CANCEL_AGAIN: Final = 0.5
 
 ROOM: Final = "room in the write buffer of the connection"
 
 _T = TypeVar("_T")
+
+
+class Over(Exception):  # noqa: N818 - no error
+    """A wait ended because its `over` returned True."""
+
+
+def never() -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +49,8 @@ class InboxHandler:
 
     Attributes:
         frames: Takes delivered messages, in order.
-        disconnected: The connection is lost, and with it perhaps sent messages and their answers.
+        disconnected: The connection is lost, and with it perhaps sent messages and their answers. Called again if it is
+            then closed.
         reconnected: nats-py is connected again; it has restored the subscription and written its buffer.
     """
 
@@ -48,16 +62,47 @@ class InboxHandler:
 class InboxSubscription:
     """A subscription that delivers to an `InboxHandler` until `close`."""
 
-    def __init__(self, drop: Callable[[Subscription], None], subject: str) -> None:
+    def __init__(self, connection: BaseConnection, subject: str) -> None:
         self.subject = subject
         self.subscription: Subscription | None = None
-        self._drop = drop
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
 
     def close(self) -> None:
         """Unsubscribe. Never suspends; safe to call twice and on a closed connection."""
         subscription, self.subscription = self.subscription, None
         if subscription is not None:
-            self._drop(subscription)
+            self._connection.drop(subscription)
+
+    def owner_dropped(self, what: str, timer: asyncio.TimerHandle | None = None) -> None:
+        """Close, from the owner's ``__del__`` and so perhaps from another thread, if `what` was left open; warn if so."""
+        if self.subscription is None or self._connection.end is not None:
+            return
+        warnings.warn(
+            f"{what} was dropped while it was open; use `async with`, or end it", ResourceWarning, stacklevel=3
+        )
+
+        def close() -> None:
+            self.close()
+            if timer is not None:
+                timer.cancel()
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs any more
+            self._loop.call_soon_threadsafe(close)
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a callback that calls the bound method `method` as long as its object is referred to elsewhere.
+
+    A connection and a loop hold such callbacks, so that an object that its user has dropped is collected.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*arguments: object) -> None:
+        if (target := reference()) is not None:
+            target(*arguments)
+
+    return call
 
 
 def notify(handlers: Iterable[InboxHandler | None], *, connected: bool) -> None:
@@ -84,6 +129,33 @@ class BaseConnection(ABC):
     def __init__(self, nc: Client, server_info: Callable[[], Mapping[str, Any]]) -> None:
         self.nc = nc
         self._server_info = server_info
+        self._handlers: dict[Any, InboxHandler | None] = {}
+        self._inboxes = 0  # the open ones
+        self._poll: asyncio.TimerHandle | None = None
+
+    def _inbox_opened(self) -> None:
+        self._inboxes += 1
+        if self._poll is None:
+            self._poll = asyncio.get_running_loop().call_later(_INBOX_POLL, self._check_inboxes)
+
+    def _inbox_dropped(self) -> None:
+        self._inboxes -= 1
+        if not self._inboxes and self._poll is not None:
+            self._poll.cancel()
+            self._poll = None
+
+    def _check_inboxes(self) -> None:
+        self._poll = None
+        if self.end is not None:
+            notify(self._handlers.values(), connected=False)
+            return
+        self._check_state()
+        if self._inboxes:
+            self._poll = asyncio.get_running_loop().call_later(_INBOX_POLL, self._check_inboxes)
+
+    @abstractmethod
+    def _check_state(self) -> None:
+        """Tell the handlers that the connection is lost or back, if nothing else does."""
 
     @abstractmethod
     async def inbox(
@@ -103,18 +175,25 @@ class BaseConnection(ABC):
         """Append encoded commands to nats-py's buffer, or raise as `check_usable` does and write nothing."""
 
     @abstractmethod
-    async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
+    async def write(
+        self, data: bytes, messages: int, payload_bytes: int, *, timeout: float, over: Callable[[], bool] = never
+    ) -> None:
         """Call `write_nowait`, then wait for up to `timeout` seconds while the buffer is over nats-py's own limit.
+
+        The wait also ends when `over` returns True, because the batch of the bytes has ended.
 
         Cancellation: Everything is written: the bytes are in the buffer before the first suspension.
         """
 
-    async def bounded(self, operation: Awaitable[_T], timeout: float, what: str) -> _T:
-        """Await an operation of nats-py until `timeout` seconds have passed or the connection is closed.
+    async def bounded(
+        self, operation: Awaitable[_T], timeout: float, what: str, *, over: Callable[[], bool] = never
+    ) -> _T:
+        """Await an operation of nats-py until `timeout` seconds have passed or no answer can come any more.
 
         nats-py's own waits (subscribe, flush, request) have no bound, and some swallow a cancellation. The operation
         therefore runs in its own task, which is cancelled if this call ends first. `what` names the awaited thing in the
-        RequestTimeoutError. An error of the socket is a ConnectionReconnectingError.
+        RequestTimeoutError, also if nats-py's own timeout passes first. An error of the socket, or a full buffer while
+        nats-py reconnects, is a ConnectionReconnectingError.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -123,16 +202,20 @@ class BaseConnection(ABC):
         try:
             while True:
                 remaining = deadline - loop.time()
-                done, _ = await asyncio.wait({task}, timeout=max(0.0, min(remaining, _STATE_POLL)))
+                done, _ = await asyncio.wait({task}, timeout=max(0.0, min(remaining, _WAIT_POLL)))
                 if done:
                     return task.result()
-                if self.closed:
-                    raise nats.errors.ConnectionClosedError
+                if over():
+                    raise Over
+                if (end := self.end) is not None:
+                    raise end
                 if remaining <= 0:
                     raise RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}")
-        except nats.errors.Error:
-            raise  # nats-py's timeouts are OSErrors too
-        except OSError as error:
+        except RequestTimeoutError:
+            raise
+        except nats.errors.TimeoutError:  # before OSError, which it is, too
+            raise RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}") from None
+        except (OSError, nats.errors.OutboundBufferLimitError) as error:
             raise nats.errors.ConnectionReconnectingError from error
         finally:
             task.cancel()
@@ -140,18 +223,15 @@ class BaseConnection(ABC):
     async def request(self, subject: str, payload: bytes, timeout: float) -> Msg:
         """Send a request and return the answer, or raise RequestTimeoutError after `timeout` seconds."""
         what = f"the answer on {subject}"
-        try:
-            return await self.bounded(self.nc.request(subject, payload, timeout=timeout), timeout, what)
-        except nats.errors.TimeoutError:
-            raise RequestTimeoutError(f"timed out after {timeout:.4g} s while waiting for {what}") from None
+        return await self.bounded(self.nc.request(subject, payload, timeout=timeout), timeout, what)
 
     async def wait_usable(self, timeout: float) -> None:
-        """Wait until the connection is usable, or raise RequestTimeoutError or nats-py's ConnectionClosedError."""
+        """Wait until the connection is usable; raise RequestTimeoutError, or `end` if it will not be any more."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while not self.usable:
-            if self.closed:
-                raise nats.errors.ConnectionClosedError
+            if (end := self.end) is not None:
+                raise end
             remaining = deadline - loop.time()
             if remaining <= 0:
                 raise RequestTimeoutError(f"the connection was lost and did not come back within {timeout:.4g} s")
@@ -159,12 +239,16 @@ class BaseConnection(ABC):
 
     @property
     def usable(self) -> bool:
-        """Whether bytes written now can reach the server."""
-        return bool(self.nc.is_connected) and not self.nc.is_draining_pubs
+        """Whether bytes written now can reach the server, and their answers this client."""
+        return bool(self.nc.is_connected) and not self.nc.is_draining
 
     @property
-    def closed(self) -> bool:
-        return bool(self.nc.is_closed)
+    def end(self) -> nats.errors.Error | None:
+        """nats-py's error of a connection on which no answer can come any more, now or later; None of any other."""
+        if self.nc.is_closed:
+            return nats.errors.ConnectionClosedError()
+        # nats-py's drain() ends the subscriptions first; what they had received is delivered until then.
+        return nats.errors.ConnectionDrainingError() if self.nc.is_draining_pubs else None
 
     @property
     def session(self) -> int:
@@ -197,7 +281,7 @@ class BaseConnection(ABC):
             return
         if self.nc.is_closed:
             raise nats.errors.ConnectionClosedError
-        if self.nc.is_draining_pubs:
+        if self.nc.is_draining:
             raise nats.errors.ConnectionDrainingError
         raise nats.errors.ConnectionReconnectingError
 
@@ -209,15 +293,13 @@ class FallbackConnection(BaseConnection):
         super().__init__(nc, server_info)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._writing = asyncio.Lock()
-        self._handlers: dict[Subscription, InboxHandler] = {}
-        self._poller: asyncio.Task[None] | None = None
         self._session = 0
         self._lost = False
 
     async def inbox(
         self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
     ) -> InboxSubscription:
-        inbox = InboxSubscription(self.drop, subject or self.nc.new_inbox())
+        inbox = InboxSubscription(self, subject or self.nc.new_inbox())
 
         async def deliver(msg: Msg) -> None:
             block = h.rebuild(msg.headers)
@@ -231,19 +313,13 @@ class FallbackConnection(BaseConnection):
             raise
         self._check_state()  # an earlier loss does not concern the new handler
         self._handlers[subscription] = handler
-        if self._poller is None or self._poller.done():
-            self._poller = self._spawn(self._poll_state())
+        self._inbox_opened()
         inbox.subscription = subscription
         return inbox
 
     def _drop_late_subscription(self, subscribing: asyncio.Task[Subscription]) -> None:
         if not subscribing.cancelled() and subscribing.exception() is None:
             self.drop(subscribing.result())
-
-    async def _poll_state(self) -> None:
-        while not self.closed:
-            await asyncio.sleep(_STATE_POLL)
-            self._check_state()
 
     def _check_state(self) -> None:
         session, connected = self.nc.stats["reconnects"], self.nc.is_connected
@@ -255,19 +331,20 @@ class FallbackConnection(BaseConnection):
             notify(self._handlers.values(), connected=True)
 
     def drop(self, subscription: Subscription) -> None:
-        self._handlers.pop(subscription, None)
-        if not self._handlers and self._poller is not None:
-            self._poller.cancel()
-            self._poller = None
+        if self._handlers.pop(subscription, None) is not None:
+            self._inbox_dropped()
         self._spawn(_unsubscribe(subscription))
 
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
         self.check_usable()
         self._publish_soon(data)
 
-    async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
+    async def write(
+        self, data: bytes, messages: int, payload_bytes: int, *, timeout: float, over: Callable[[], bool] = never
+    ) -> None:
         self.check_usable()
-        await self.bounded(asyncio.shield(self._publish_soon(data)), timeout, ROOM)
+        with contextlib.suppress(Over):
+            await self.bounded(asyncio.shield(self._publish_soon(data)), timeout, ROOM, over=over)
 
     def _publish_soon(self, data: bytes) -> asyncio.Task[None]:
         task = self._spawn(self._publish(data))

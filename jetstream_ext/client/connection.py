@@ -41,8 +41,10 @@ from jetstream_ext.client.base_connection import (
     FallbackConnection,
     InboxHandler,
     InboxSubscription,
+    Over,
     call_handler,
     cancel,
+    never,
     notify,
 )
 from jetstream_ext.errors import JetStreamExtError
@@ -54,7 +56,6 @@ from jetstream_ext.protocol.subjects import check_subject
 # States of nats-py's parser (nats.protocol.parser).
 _AWAITING_CONTROL_LINE = 1
 _MAX_CONTROL_LINE = 4096
-_USABLE = frozenset({Client.CONNECTED, Client.DRAINING_SUBS})
 
 _log = logging.getLogger("jetstream_ext")
 _CLOSE_TIMEOUT: Final = 2.0
@@ -76,7 +77,6 @@ class Connection(BaseConnection):
         super().__init__(nc, lambda: _server_info(nc))
         self._parser = nc._ps
         self._parse = nc._ps.parse
-        self._handlers: dict[bytes, InboxHandler | None] = {}
         self._closed_sids: deque[bytes] = deque()
         self._buffer: bytearray = nc._ps.buf
         self._needed = 0
@@ -87,7 +87,9 @@ class Connection(BaseConnection):
 
     @property
     def usable(self) -> bool:
-        return self.nc._status in _USABLE  # cheaper than nats-py's properties: it is checked for every message
+        return bool(
+            self.nc._status == Client.CONNECTED
+        )  # cheaper than nats-py's properties: it is checked for every message
 
     async def inbox(
         self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float
@@ -98,12 +100,13 @@ class Connection(BaseConnection):
         if nc.is_draining:
             raise nats.errors.ConnectionDrainingError
         self._watch_reader()
-        inbox = InboxSubscription(self.drop, subject or nc.new_inbox())
+        inbox = InboxSubscription(self, subject or nc.new_inbox())
         nc._sid += 1
         # The same as nats-py's `subscribe`, without its unbounded wait for the flusher.
         subscription = inbox.subscription = Subscription(nc, nc._sid, inbox.subject + tail)
         nc._subs[subscription._id] = subscription
         self._handlers[b"%d" % subscription._id] = handler
+        self._inbox_opened()
         if nc.is_connected:  # otherwise nats-py subscribes when it is connected again
             self._append(b"SUB %b  %d\r\n" % (subscription._subject.encode(), subscription._id))
         return inbox
@@ -115,8 +118,9 @@ class Connection(BaseConnection):
             nc._remove_sub(subscription._id)
             subscription._closed = True
             subscription._stop_processing()
-            if self.usable:
+            if nc.is_connected:
                 self._append(b"UNSUB %b\r\n" % sid)
+        self._inbox_dropped()
         # `_cut` discards late frames of this subscription; nats-py would parse them one by one.
         self._handlers[sid] = None
         self._parsed_lines.clear()
@@ -139,10 +143,24 @@ class Connection(BaseConnection):
         if queue.empty():  # one wake-up is enough: nats-py's flusher writes the whole buffer
             queue.put_nowait(asyncio.get_running_loop().create_future())
 
-    async def write(self, data: bytes, messages: int, payload_bytes: int, *, timeout: float) -> None:
+    async def write(
+        self, data: bytes, messages: int, payload_bytes: int, *, timeout: float, over: Callable[[], bool] = never
+    ) -> None:
         self.write_nowait(data, messages, payload_bytes)
         if self.nc._pending_data_size > self.nc._max_pending_size > 0:
-            await self.bounded(self.nc._flush_pending(force_flush=True), timeout, ROOM)
+            with contextlib.suppress(Over):
+                await self.bounded(self._flushed(), timeout, ROOM, over=over)
+
+    async def _flushed(self) -> None:
+        # The same as nats-py's forced flush, which takes its own timeout and a cancellation for success.
+        queue = self.nc._flush_queue
+        assert queue is not None
+        written = asyncio.get_running_loop().create_future()
+        await queue.put(written)
+        await written
+
+    def _check_state(self) -> None:
+        """Do nothing: nats-py's reader task ends with a connection, and its parser gets the data of a new one."""
 
     def _watch_reader(self) -> None:
         if (task := self.nc._reading_task) is not None and task is not self._watched_reader:
@@ -287,7 +305,7 @@ _INTERNALS: dict[str, Any] = {
     "_ps.state": int,
     "_ps.needed": int,
 }
-_COROUTINES = ("_flush_pending", "_ps.parse")
+_COROUTINES = ("_ps.parse",)
 
 
 def _internals_known(nc: Client) -> bool:

@@ -57,7 +57,7 @@ class _Inboxes:
         self._woken.set()
 
     def _lost(self) -> None:
-        self._notify(self._disconnected, nats.errors.ConnectionClosedError() if self._connection.closed else None)
+        self._notify(self._disconnected, self._connection.end)
 
     async def wait(self, until: float) -> None:
         """Wait for a message, the loss of the connection, or the time `until` of the loop's clock."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
@@ -14,7 +15,7 @@ from nats.js import JetStreamContext
 from nats.nuid import NUID
 
 from jetstream_ext.client.api import api_level
-from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription
+from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription, never, weakly
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.fast import Ended, Event, FastBatch
@@ -40,6 +41,9 @@ FlowHandler = Callable[[BatchFlowAck], Awaitable[None] | None]
 
 _log: Final = logging.getLogger("jetstream_ext.fast")
 
+_WAITED_FOR: Final[set[FastSession]] = set()
+"""Sessions with a waiting caller: a task that waits must not be collected with the session that it waits for."""
+
 
 class FastPublisher:
     """Publish into a stream with one acknowledgement for many messages.
@@ -59,7 +63,6 @@ class FastPublisher:
         batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None generates one.
         ack_timeout: Seconds that a wait may last without a reply of the server; None is the context's timeout. After the
             connection is lost, `GapMode.OK` waits this long for the next one, and again for the server's answer on it.
-        stall_ping: Seconds of waiting after which a ping asks the server for its position.
         keepalive: Seconds without traffic after which a ping keeps an idle batch alive (the server drops it after 10 s);
             0 or None sends no pings.
         on_gap: Called with every `BatchFlowGap`.
@@ -81,7 +84,6 @@ class FastPublisher:
         gap: GapMode = GapMode.FAIL,
         batch_id: str | None = None,
         ack_timeout: float | None = None,
-        stall_ping: float = 1.0,
         keepalive: float | None = 5.0,
         on_gap: GapHandler | None = None,
         on_error: ErrorHandler | None = None,
@@ -96,7 +98,6 @@ class FastPublisher:
             max_outstanding_acks=max_outstanding_acks,
             gap=gap,
             ack_timeout=context.resolve_timeout(ack_timeout, "ack_timeout"),
-            stall_ping=stall_ping,
             keepalive=keepalive or 0.0,
         )
         self._batch = self._session.batch
@@ -362,6 +363,8 @@ class FastSession:
     `batch` are the arguments of `FastBatch`, which makes every decision; `handlers` are called with events of their type.
     """
 
+    _inbox: InboxSubscription | None = None
+
     def __init__(
         self, context: Context, *, handlers: Mapping[type[Event], Callable[[Any], object] | None], **batch: Any
     ) -> None:
@@ -370,11 +373,12 @@ class FastSession:
         self._connection: BaseConnection = context.connection
         self.batch: FastBatch = FastBatch(max_payload=self._connection.max_payload, **batch)
         self.now: Callable[[], float] = lambda: asyncio.get_running_loop().time()  # `_open` sets a faster one
-        self._inbox: InboxSubscription | None = None
         self._turn = asyncio.Lock()
         self._senders = 0  # callers in `wait_turn`
         self._waiters = 0  # callers in `wait`
         self._changed = asyncio.Event()  # set and cleared at once, to wake all waiters
+        self._ended = asyncio.Event()
+        self._fire = weakly(self._timer_fired)
         self._timer: asyncio.TimerHandle | None = None
         self._handler_tasks: set[asyncio.Task[None]] = set()
 
@@ -413,6 +417,7 @@ class FastSession:
         if batch.reached(goal):
             return
         self._waiters += 1
+        _WAITED_FOR.add(self)
         try:
             while True:
                 batch.waiting(self.now())
@@ -424,18 +429,22 @@ class FastSession:
             self._waiters -= 1
             if not self._waiters:
                 batch.not_waiting()
+                _WAITED_FOR.discard(self)
 
     async def wait_closed(self) -> EndReason:
         """Wait for the end of the batch without sending anything."""
-        while self.batch.end_reason is None:
-            await self._changed.wait()
+        try:
+            await self._connection.bounded(self._ended.wait(), math.inf, "the end of the batch")
+        except nats.errors.Error:  # nothing tells an unused batch about its connection
+            self._disconnected()
+        assert self.batch.end_reason is not None
         return self.batch.end_reason
 
     async def write(self, data: bytes, messages: int, size: int) -> None:
         """Write bytes of the batch; if that ends the batch, raise its error."""
         batch = self.batch
         try:
-            await self._connection.write(data, messages, size, timeout=batch.ack_timeout)
+            await self._connection.write(data, messages, size, timeout=batch.ack_timeout, over=self._ended.is_set)
         except RequestTimeoutError:
             self.deliver(batch.write_timed_out(self.now()))
             batch.check_open()
@@ -444,6 +453,8 @@ class FastSession:
             for_good = not isinstance(error, nats.errors.ConnectionReconnectingError)
             self.deliver(batch.disconnected(self.now(), for_good=for_good))
             batch.check_open()
+        if batch.end_reason is not None:
+            batch.reached(never)
         if self._timer is None:
             self._arm()  # writing only postpones what is due, so a timer that is set fires early enough
 
@@ -457,7 +468,7 @@ class FastSession:
             raise FAST_INGEST.unsupported(
                 server_version=connection.server_version, api_level=level, detail="nothing was sent"
             )
-        handler = InboxHandler(self._receive, self._disconnected, self._reconnected)
+        handler = InboxHandler(weakly(self._receive), weakly(self._disconnected), weakly(self._reconnected))
         tail = f".{self.batch.batch_id}.>"
         inbox = await connection.inbox(handler, tail=tail, timeout=self.batch.ack_timeout)
         try:
@@ -473,7 +484,7 @@ class FastSession:
         self.deliver(*self.batch.receive(frames, self.now()))
 
     def _disconnected(self) -> None:
-        for_good = self._connection.closed or self._connection.nc.is_draining
+        for_good = self._connection.end is not None or self._connection.nc.is_draining
         self.deliver(self.batch.disconnected(self.now(), for_good=for_good))
 
     def _reconnected(self) -> None:
@@ -493,6 +504,7 @@ class FastSession:
             if isinstance(event, UnrecognisedReply):
                 _log.warning("batch %s: ignored an unrecognised reply: %r", self.batch.batch_id, event.payload)
             elif isinstance(event, Ended):
+                self._ended.set()
                 if self._inbox is not None:
                     self._inbox.close()
             elif (handler := self._handlers.get(type(event))) is not None:
@@ -530,7 +542,11 @@ class FastSession:
             self._timer.cancel()
             self._timer = None
         if due is not None:
-            self._timer = asyncio.get_running_loop().call_at(due, self._timer_fired)
+            self._timer = asyncio.get_running_loop().call_at(due, self._fire)
+
+    def __del__(self) -> None:
+        if self._inbox is not None:
+            self._inbox.owner_dropped(f"FastPublisher {self.batch.batch_id}", self._timer)
 
     def _timer_fired(self) -> None:
         self._timer = None

@@ -43,8 +43,8 @@ class State(enum.Enum):
     # The reply to the first message decides whether anything may follow it: a server without fast ingest stores every
     # message, including pings, as a separate message.
     STARTING = "starting"
-    # Messages go out as the window allows. While a caller waits, the server is pinged every `stall_ping` seconds,
-    # because the answer recovers a lost ack. An idle batch is kept alive by a ping every `keepalive` seconds, because
+    # Messages go out as the window allows. While a caller waits, the server is pinged every `stall_ping` seconds, and
+    # three times before `ack_timeout`, because the answer recovers a lost ack. An idle batch is kept alive by a ping every `keepalive` seconds, because
     # servers drop a batch after 10 s without a message.
     OPEN = "open"
     # Only in ok mode: nothing is sent until the server has answered a ping on the new connection. That ping makes it
@@ -99,6 +99,7 @@ DONE: Final = Ending(EndReason.COMMITTED)
 LEFT: Final = Ending(EndReason.DISCARDED)
 LEFT_COMMIT: Final = Ending(
     EndReason.DISCARDED, _UNKNOWN, "the batch was discarded before its commit was answered; {rest}")
+UNUSED: Final = Ending(EndReason.DISCONNECTED, _ABANDONED, "the connection was closed; nothing was sent", None)
 CUT: Final = Ending(EndReason.DISCONNECTED, _ABANDONED, "the connection was lost; {rest}", None)
 CUT_COMMIT: Final = Ending(
     EndReason.DISCONNECTED, _UNKNOWN, "the connection was lost before the commit was answered; {rest}")
@@ -152,7 +153,7 @@ TABLE: Final[dict[Input, tuple[Cell, Cell, Cell, Cell, Cell, Cell, Cell]]] = {
     Input.COMMIT:            (ERR,      COMMITTING,       COMMITTING,       ERR,       ERR,             ERR,        ERR),
     Input.DISCARD:           (LEFT,     LEFT,             LEFT,             LEFT,      LEFT_COMMIT,     LEFT,       ___),
     Input.CONNECTION_LOST:   (___,      (CUT, SUSPENDED), (CUT, SUSPENDED), ___,       CUT_COMMIT,      CAUSE,      ___),
-    Input.CONNECTION_CLOSED: (___,      CUT,              CUT,              CUT,       CUT_COMMIT,      CAUSE,      ___),
+    Input.CONNECTION_CLOSED: (UNUSED,   CUT,              CUT,              CUT,       CUT_COMMIT,      CAUSE,      ___),
     Input.DEADLINE:          (___,      NO_START,         SILENCE,          NO_RESUME, NO_COMMIT,       CAUSE,      ___),
     Input.ACK:               (___,      OPEN,             ___,              ___,       ___,             ___,        ___),
     Input.ALL_ARRIVED:       (___,      ___,              ___,              OPEN,      ___,             ___,        ___),
@@ -239,7 +240,7 @@ class FastBatch:
 
         self._table = _TABLES[self.gap]
         self._wire = FastWire(batch_id=batch_id, flow=flow, gap=self.gap, max_payload=max_payload)
-        self._stall_ping = check_seconds(stall_ping, "stall_ping")
+        self._stall_ping = min(stall_ping, self.ack_timeout / 3)
         self._keepalive = check_seconds(keepalive, "keepalive", zero=True) or math.inf
         self._waiting_since = math.inf  # the oldest wait without a sign of life since
         self._unanswered_since = math.inf  # the oldest ping without one

@@ -122,7 +122,7 @@ async def test_a_failed_write_ends_the_batch(
 ) -> None:
     name = await make_stream()
 
-    async def fails(data: bytes, messages: int, size: int, *, timeout: float) -> None:
+    async def fails(data: bytes, messages: int, size: int, **options: object) -> None:
         raise error
 
     for commit in (False, True):

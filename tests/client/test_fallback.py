@@ -21,8 +21,8 @@ from jetstream_ext.testing import NatsServer
 
 def with_unknown_internals(nc: Client) -> Client:
     """Change an internal of `nc` without an effect on nats-py itself."""
-    flush = nc._flush_pending
-    nc._flush_pending = lambda force_flush=False: flush(force_flush)  # type: ignore[method-assign, assignment]
+    parse = nc._ps.parse
+    nc._ps.parse = lambda data=b"": parse(data)  # type: ignore[method-assign]
     return nc
 
 
@@ -73,7 +73,7 @@ async def test_it_warns_once_per_connection(server: NatsServer) -> None:
         await nc.close()
 
 
-@pytest.mark.parametrize("missing", ["_pending", "_subs", "_flush_pending", "_remove_sub", "_ps"])
+@pytest.mark.parametrize("missing", ["_pending", "_subs", "_flush_queue", "_remove_sub", "_ps"])
 def test_any_missing_internal_selects_the_fallback(missing: str) -> None:
     nc = Client()
     setattr(nc, missing, object())

@@ -152,7 +152,8 @@ class TestPublishing:
         assert len(await payloads(js, stream)) == 3, "pings are not stored"
 
     async def test_lost_acks_are_recovered_by_pings(self, js: JetStreamContext, stream: str) -> None:
-        pub = jsx.FastPublisher(js, flow=10, stall_ping=0.05)
+        pub = jsx.FastPublisher(js, flow=10)
+        pub._batch._stall_ping = 0.05
         await pub.add(f"{stream}.a", b"x")
         machine = pub._batch
         receive, lost = machine.receive, 0
@@ -362,7 +363,7 @@ class TestGapsAndRefusals:
         assert pub.gaps == [jsx.BatchFlowGap(2, 3)]
 
     async def test_a_deleted_stream_ends_a_wait(self, js: JetStreamContext, stream: str) -> None:
-        pub = jsx.FastPublisher(js, stall_ping=0.1)
+        pub = jsx.FastPublisher(js)
         await pub.add(f"{stream}.a", b"1")
         await js.delete_stream(stream)
         pub._batch.ack_timeout = 0.5
@@ -473,7 +474,7 @@ class TestRefusedAtOnce:
         [
             {"flow": 0}, {"flow": 65536}, {"max_outstanding_acks": 0}, {"max_outstanding_acks": 4}, {"gap": "maybe"},
             {"batch_id": "a.b"}, {"batch_id": ""}, {"ack_timeout": 0}, {"ack_timeout": float("nan")},
-            {"stall_ping": 0}, {"stall_ping": float("nan")}, {"keepalive": -1}, {"keepalive": float("nan")},
+            {"keepalive": -1}, {"keepalive": float("nan")},
         ],
     )  # fmt: skip
     def test_options_out_of_range_are_refused(self, js: JetStreamContext, options: dict[str, Any]) -> None:

@@ -276,7 +276,8 @@ INJECTED: list[tuple[str, int, int, bytes, Any]] = [
 async def test_forged_replies_do_no_harm(
     js: JetStreamContext, there: Client, stream: str, request: Any, seq: int, op: int, said: bytes, after: Any
 ) -> None:
-    pub = jsx.FastPublisher(js, flow=10, gap=OK, batch_id="b", stall_ping=60)
+    pub = jsx.FastPublisher(js, flow=10, gap=OK, batch_id="b")
+    pub._batch._stall_ping = 60.0
     await pub.add_many([(f"{stream}.a", b"x")] * 5)
     await pub.flush()
     for _ in range(2 if "twice" in request.node.name else 1):

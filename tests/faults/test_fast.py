@@ -67,7 +67,8 @@ class TestAcknowledgedIsStored:
         nc = await connect(proxy.url)
         js = nc.jetstream()
         stream = await make_stream(js)
-        pub = jsx.FastPublisher(js, flow=flow, ack_timeout=PATIENT, stall_ping=0.3)
+        pub = jsx.FastPublisher(js, flow=flow, ack_timeout=PATIENT)
+        pub._batch._stall_ping = 0.3
         running = asyncio.create_task(publish_until_the_end(pub))
         while pub.ack_seq < 2000:
             await asyncio.sleep(0.001)
@@ -116,7 +117,8 @@ class TestOkModeContinues:
         nc = await connect(proxy.url)
         js = nc.jetstream()
         stream = await make_stream(js)
-        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, flow=50, ack_timeout=30.0, stall_ping=0.3)
+        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, flow=50, ack_timeout=30.0)
+        pub._batch._stall_ping = 0.3
         done = asyncio.Event()
 
         async def cutting() -> None:
@@ -160,7 +162,8 @@ class TestOkModeContinues:
     ) -> None:
         js = (await connect(victim.url)).jetstream()
         stream = await make_stream(js)
-        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, flow=10, ack_timeout=PATIENT, stall_ping=0.3)
+        pub = jsx.FastPublisher(js, gap=jsx.GapMode.OK, flow=10, ack_timeout=PATIENT)
+        pub._batch._stall_ping = 0.3
         await pub.add_many(numbers(25))
         if how == "restart":
             await asyncio.to_thread(victim.restart)
@@ -212,7 +215,8 @@ class TestLeaders:
         stream = await make_stream(js, num_replicas=3)
         await wait_for_interest(js, "s.0")
         # Without a leader there are no acks; one vote takes 4 to 9 s, and a busy cluster may need a second.
-        pub = jsx.FastPublisher(js, gap=mode, flow=100, ack_timeout=BOUND, stall_ping=0.3)
+        pub = jsx.FastPublisher(js, gap=mode, flow=100, ack_timeout=BOUND)
+        pub._batch._stall_ping = 0.3
         enough: float = 2000
 
         async def publish() -> None:

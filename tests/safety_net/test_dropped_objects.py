@@ -12,7 +12,6 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 
-ISSUE = "Every wait ends, every report is true: "
 MakeStream = Callable[..., Awaitable[str]]
 
 
@@ -41,7 +40,6 @@ async def drop_and_collect(drop: Drop, js: JetStreamContext, stream: str) -> lis
     return [str(warning.message) for warning in caught if warning.category is ResourceWarning]
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "a dropped publisher keeps sending pings")
 async def test_a_dropped_publisher_sends_nothing_more(
     nc: Client, js: JetStreamContext, make_stream: MakeStream
 ) -> None:
@@ -54,9 +52,6 @@ async def test_a_dropped_publisher_sends_nothing_more(
     assert nc.stats["out_msgs"] == before
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=ISSUE + "a dropped publisher or batch keeps its subscription"
-)
 @DROP
 async def test_a_dropped_object_leaves_no_subscription_task_or_timer(
     js: JetStreamContext, make_stream: MakeStream, leak_check: Any, drop: Drop
@@ -65,9 +60,6 @@ async def test_a_dropped_object_leaves_no_subscription_task_or_timer(
     assert leak_check.leaked() == (set(), set(), set())
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=ISSUE + "no ResourceWarning for a dropped publisher or batch"
-)
 @DROP
 async def test_dropping_an_open_object_is_a_resource_warning(
     js: JetStreamContext, make_stream: MakeStream, drop: Drop

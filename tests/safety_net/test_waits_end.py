@@ -25,7 +25,6 @@ from waiting import abandon
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
-ISSUE = "Every wait ends, every report is true: "
 TIMEOUT = 0.2
 SLACK = 9.0  # for a busy machine; less than the ten seconds after which nats-py's own flush times out
 HANGS = 1.0  # a call that has not ended by then counts as hanging
@@ -298,7 +297,6 @@ async def test_watching_for_abandoned_batches_ends_when_the_connection_is_draine
         assert isinstance(await within(SLACK, waiting), nats.errors.ConnectionClosedError)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "wait_closed() of an unused publisher hangs")
 async def test_waiting_for_the_end_of_an_unused_publisher_ends_with_the_connection(
     server: NatsServer, connect: Connect, within: Within
 ) -> None:
@@ -309,7 +307,6 @@ async def test_waiting_for_the_end_of_an_unused_publisher_ends_with_the_connecti
     await within(HANGS, waiting)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "a commit is sent while the connection drains")
 async def test_a_commit_on_a_draining_connection_is_refused_before_it_is_sent(
     server: NatsServer, js: JetStreamContext, connect: Connect, make_stream: MakeStream, within: Within
 ) -> None:

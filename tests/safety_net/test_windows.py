@@ -40,9 +40,6 @@ async def test_concurrent_adds_stay_within_the_window(js: JetStreamContext, make
     assert in_flight <= 10
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=ISSUE + "a lost ack is not recovered with a timeout of 1 s or less"
-)
 @pytest.mark.parametrize("context_timeout", [False, True])
 async def test_a_lost_ack_is_recovered_within_a_short_timeout(
     connect: Connect, within: Within, context_timeout: bool
