@@ -21,6 +21,7 @@ from jetstream_ext.errors import (
     ErrorCode,
     MessagesLostError,
     PositionLostError,
+    RequestTimeoutError,
     ServerError,
     Status,
 )
@@ -29,6 +30,8 @@ _T = TypeVar("_T")
 _log = logging.getLogger("jetstream_ext")
 
 _NO_TIME: Final = 0.001
+# Seconds after the deadline for an attempt that ends in time by itself, and says better what it waited for.
+_GRACE: Final = 0.1
 
 _TRANSIENT: Final = (
     MessagesLostError,
@@ -132,11 +135,22 @@ class Retry:
         await asyncio.sleep(pause)
 
     async def call(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Return what `attempt` returns; call it again after each transient error, until the deadline."""
+        """Return what `attempt` returns; call it again after each transient error, until `give_up_after` has passed.
+
+        An attempt that has not ended a little later is cancelled, and the error of the one before is raised.
+        """
+        if self._deadline is None:
+            self.start()
+        assert self._deadline is not None
+        last: Exception = RequestTimeoutError(f"timed out after {self.give_up_after:.4g} s")
         while True:
             try:
-                return await attempt()
+                async with asyncio.timeout_at(self._deadline + _GRACE) as limit:
+                    return await attempt()
             except Exception as error:
+                if limit.expired():
+                    raise last from None
                 await self.pause_if_transient(error)
                 if self.over:
                     raise
+                last = error

@@ -127,3 +127,19 @@ async def test_a_call_makes_no_attempt_after_the_deadline() -> None:
     with pytest.raises(nats.errors.NoRespondersError):
         await retry.call(attempt)
     assert attempts == 1
+
+
+async def test_an_attempt_ends_with_the_time_of_all() -> None:
+    attempts = 0
+
+    async def fails_then_hangs() -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            raise errors.BatchAbandonedError("the first failure")
+        await asyncio.Event().wait()
+
+    with pytest.raises(errors.BatchAbandonedError, match="the first failure"):
+        await Retry(0.1).call(fails_then_hangs)
+    with pytest.raises(errors.RequestTimeoutError, match=r"timed out after 0\.1 s"):
+        await Retry(0.1).call(asyncio.Event().wait)

@@ -335,3 +335,80 @@ async def test_a_commit_on_a_draining_connection_is_refused_before_it_is_sent(
         await draining
     assert isinstance(outcome, DOCUMENTED)
     assert (getattr(outcome, "outcome", "not_stored"), stored) == ("not_stored", 0)
+
+
+@pytest.mark.parametrize("kind", ["atomic", "fast"])
+async def test_a_write_that_waits_for_room_ends_with_its_batch(
+    own_server: NatsServer, connect: Connect, clog: Clog, within: Within, kind: str
+) -> None:
+    js = (await connect(own_server.url)).jetstream(timeout=60)
+    await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True, allow_batched=True)
+    batch: Any = jsx.AtomicBatch(js) if kind == "atomic" else jsx.FastPublisher(js)
+    await batch.add("s.a", b"1")
+    await clog(js._nc, own_server)
+
+    async def add() -> None:
+        while True:  # nats-py may still write some of it
+            await batch.add("s.a", bytes(100_000), **({"ack": False} if kind == "atomic" else {}))
+
+    adding = asyncio.ensure_future(add())
+    try:
+        sent = -1
+        while sent < (sent := batch._batch.sent if kind == "fast" else batch.size):
+            await asyncio.sleep(0.3)
+        assert not adding.done()
+        await batch.discard()
+        assert isinstance(await within(SLACK, adding), errors.BatchClosedError)
+    finally:
+        own_server.kill()
+
+
+@pytest.mark.parametrize("call", ["flush", "wait_closed", "watch_abandoned", "scan"])
+@pytest.mark.parametrize("while_it", ["reconnects", "waits for a server that reads nothing"])
+async def test_a_close_ends_a_wait(
+    own_server: NatsServer, connect: Connect, within: Within, call: str, while_it: str
+) -> None:
+    nc = await connect(own_server.url, reconnect_time_wait=30)
+    js = nc.jetstream(timeout=60)
+    await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True, allow_batched=True, allow_direct=True)
+    publisher = jsx.FastPublisher(js, gap=jsx.GapMode.OK)
+    await publisher.add("s.a", b"1")
+    async with jsx.watch_abandoned(js, "S") as watch:
+        if while_it == "reconnects":
+            own_server.kill()
+            while not nc.is_reconnecting:
+                await asyncio.sleep(0.01)
+        else:
+            own_server.pause()
+        waits: dict[str, Callable[[], Awaitable[Any]]] = {
+            "flush": publisher.flush,
+            "wait_closed": publisher.wait_closed,
+            "watch_abandoned": lambda: anext(watch),
+            "scan": jsx.DirectGet(js, "S").scan().to_list,
+        }
+        waiting = asyncio.ensure_future(waits[call]())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        closing = asyncio.ensure_future(nc.close())
+        try:
+            assert isinstance(await within(SLACK, waiting), (*DOCUMENTED, jsx.EndReason))
+        finally:
+            own_server.kill()
+            await abandon(closing)
+            await publisher.discard()
+
+
+@pytest.mark.parametrize("kind", ["atomic", "fast"])
+async def test_what_waits_ends_when_a_drain_ends(
+    own_server: NatsServer, connect: Connect, within: Within, kind: str
+) -> None:
+    nc = await connect(own_server.url)
+    js = nc.jetstream(timeout=60)
+    await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True, allow_batched=True, no_ack=True)
+    batch: Any = jsx.AtomicBatch(js) if kind == "atomic" else jsx.FastPublisher(js)
+    adding = asyncio.ensure_future(batch.add("s.a", b"1"))  # never answered
+    await asyncio.sleep(0.2)
+    assert not adding.done()
+    await nc.drain()
+    assert isinstance(await within(SLACK, adding), DOCUMENTED)
+    await batch.discard()
