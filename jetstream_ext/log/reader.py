@@ -8,6 +8,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
@@ -21,7 +22,7 @@ from jetstream_ext.errors import PositionLostError, StreamConfigMismatchError
 from jetstream_ext.log.offsets import First, Last, OffsetStore, Seq, Start, Stored, StoredOffset, Time, check_start
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.gaps import Gaps
+from jetstream_ext.protocol.gaps import Gaps, were_replaced
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.subjects import check_filter
 
@@ -135,6 +136,7 @@ class LogReader:
         self.offsets: OffsetStore = OffsetStore(js, timeout=timeout) if offsets is None else offsets
         self.name: str | None = start.name if isinstance(start, Stored) else None
         self._reading = False
+        self._state: StreamState | None = None
         self._start_at(check_start(start))
 
     def __repr__(self) -> str:
@@ -174,7 +176,13 @@ class LogReader:
         self._position: int | None = start.seq if isinstance(start, Seq) else None
         # Until a reader that starts at the oldest message has read one, no message can be lost.
         self._at_head = False
-        self._state: StreamState | None = None
+        # The state when no message at or above the position had been removed from the beginning of the stream, and a time
+        # before which the message at the position had not been stored.
+        self._before: StreamState | None = None
+        self._since: datetime | None = None
+        if self._state is not None and self._position is not None:
+            self._note(self._state, self._position)
+        self._state = None
         self._ready: deque[StoredMsg] = deque()
         self._after_ready = 0  # the position once `_ready` is returned
 
@@ -279,6 +287,7 @@ class LogReader:
             if state is None or position > state.last_seq:
                 state = await self._look_at(position)
                 if position > state.last_seq:
+                    self._note(state, position)
                     return False
             await self._read_group(position, state)
         return True
@@ -286,7 +295,11 @@ class LogReader:
     async def _read_group(self, position: int, state: StreamState) -> None:
         """Read a group of messages, have the leader verify it, and make it ready."""
         if position < state.first_seq and not self._at_head:
-            position = self._report_loss(position, state.first_seq)
+            if were_replaced(state, self._before, self._since):
+                position = state.first_seq
+            else:
+                position = self._report_loss(position, state.first_seq)
+        self._note(state, position)
         rows, end = await self._read_rows(position, state.last_seq)
         state = await self._look()
         gaps = Gaps(position, end)
@@ -294,17 +307,27 @@ class LogReader:
         gaps.close()
         if not (missing := gaps.lowest) or state.first_seq <= missing:
             self._at_head = False
-        elif not self._at_head:
+        elif not self._at_head and not were_replaced(state, self._before, self._since):
             # Messages before the gap are verified and returned first; the next call reports the gap.
             kept = [row for row in rows if row.seq < missing]
             if kept:
                 rows, end = kept, missing - 1
             else:
                 self._report_loss(missing, min(state.first_seq, end + 1))
+        if rows:
+            self._since = rows[-1].time
+        self._note(state, end + 1)
         self._ready.extend(rows)
         self._after_ready = end + 1
         if not rows:
             self._position = self._after_ready
+
+    def _note(self, state: StreamState, position: int) -> None:
+        """Note a state of the stream that later ones are compared with; everything below `position` is verified."""
+        if state.first_seq <= position:
+            self._before = state
+        if state.last_seq < position:
+            self._since = state.now
 
     def _report_loss(self, position: int, first: int) -> int:
         """Raise an error for the removed messages, or log a warning and return where to continue."""
@@ -322,7 +345,7 @@ class LogReader:
         """Return the position; look up the start and the stream, unless that is done."""
         if self._position is not None:
             if self._created is None:
-                await self._look()
+                self._note(await self._look(), self._position)
             return self._position
         start = self._start
         if isinstance(start, Stored):
@@ -337,6 +360,9 @@ class LogReader:
             state.check_created(start.created)
         self._position = await self._find(start, state)
         self._at_head = isinstance(start, First)
+        if isinstance(start, Time):
+            self._since = start.when
+        self._note(state, self._position)
         return self._position
 
     async def _read_rows(self, position: int, last: int) -> tuple[list[StoredMsg], int]:

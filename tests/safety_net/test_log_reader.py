@@ -47,7 +47,6 @@ async def compacted(js: JetStreamContext, make_stream: MakeStream, how: str) -> 
     return publish
 
 
-@pytest.mark.xfail(strict=True, raises=errors.PositionLostError, reason=ISSUE + "compaction is reported as a loss")
 @COMPACTED
 async def test_messages_replaced_before_they_are_read_are_not_lost(js: JetStreamContext, compacted: Any) -> None:
     for subject in ("a", "b", "a", "c", "a"):
@@ -56,7 +55,6 @@ async def test_messages_replaced_before_they_are_read_are_not_lost(js: JetStream
     assert [message.seq for message in read] == [2, 4, 5]
 
 
-@pytest.mark.xfail(strict=True, raises=errors.PositionLostError, reason=ISSUE + "compaction is reported as a loss")
 @COMPACTED
 async def test_messages_replaced_while_they_are_read_are_not_lost(js: JetStreamContext, compacted: Any) -> None:
     await compacted("a", b"1")
