@@ -121,7 +121,7 @@ class StoredOffset:
         name: The reader.
         stream: The stream that it reads.
         created: When that stream was created, as the server writes it. A stream of the same name that was created at
-            another time has other sequences.
+            another time has other sequences. Empty if the reader had ``confirm=False`` and did not know it.
         seq: The next sequence to read, from 1.
         revision: The key's revision in the bucket, which the next commit must follow.
         writer: A random id of the `OffsetStore` object that stored the position.
@@ -281,9 +281,8 @@ class OffsetStore:
         """
         name = _name_of(reader, name)
         here = await reader.open()
-        assert reader.created is not None
         seq = check_sequence(here if position is None else position, "position")
-        offset = StoredOffset(name, reader.stream, reader.created, seq, writer=self._id)
+        offset = StoredOffset(name, reader.stream, reader.created or "", seq, writer=self._id)
         writer = await self._writer(name)
         fetched = writer.fence != 0
         try:

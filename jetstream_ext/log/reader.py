@@ -16,12 +16,13 @@ from nats.js import JetStreamContext
 from jetstream_ext.client.api import first_since, get_at_leader, settled_state, stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.client.direct_reader import read_one
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
-from jetstream_ext.client.verified_read import VerifiedReader
-from jetstream_ext.errors import PositionLostError, StreamConfigMismatchError
+from jetstream_ext.client.verified_read import VerifiedReader, newest_up_to
+from jetstream_ext.errors import MessageNotFoundError, PositionLostError, RequestTimeoutError, StreamConfigMismatchError
 from jetstream_ext.log.offsets import First, Last, OffsetStore, Seq, Start, Stored, StoredOffset, Time, check_start
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.protocol.gaps import Gaps, were_replaced
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.subjects import check_filter
@@ -71,6 +72,10 @@ class LogReader:
         patience: Seconds that transient errors (an election, a restart, a lost connection) may last.
         poll: The longest pause, in seconds, between two requests at the end of the stream: how late the reader may
             notice a message after a quiet time, and how often an idle reader asks.
+        confirm: Have the leader verify what is read. False trusts the replica or mirror that answers and asks no leader:
+            for many readers of one stream, and for reading a mirror or replica while the leader is away. The end of the
+            stream is then where the responder's is. Messages that the responder lacks or that were removed are skipped
+            without an error, and a recreated stream is not noticed. `on_lost` has no effect.
 
     Attributes:
         context: The JetStream context.
@@ -99,7 +104,8 @@ class LogReader:
     Cancellation: Any call may be cancelled. The position is then after the last message that was returned, nothing is
         left behind, and the reader can be used again.
 
-    Requires: nats-server 2.11, ``allow_direct``, permission for ``STREAM.INFO``, ``STREAM.MSG.GET`` and ``DIRECT.GET``.
+    Requires: nats-server 2.11, ``allow_direct``, permission for ``DIRECT.GET`` and, unless ``confirm=False``, for
+        ``STREAM.INFO`` and ``STREAM.MSG.GET``.
     """
 
     def __init__(
@@ -115,6 +121,7 @@ class LogReader:
         timeout: float | None = None,
         patience: float = 30.0,
         poll: float = 0.25,
+        confirm: bool = True,
     ) -> None:
         if subject is not None:
             check_filter(subject)
@@ -123,6 +130,7 @@ class LogReader:
         self._patience = check_seconds(patience, "patience")
         self._poll = check_seconds(poll, "poll")
         self._skips = on_lost == "skip"
+        self._confirm = confirm
         self._context = Context(js)
         self._timeout = self._context.resolve_timeout(timeout)
         self._direct = DirectGet(js, stream, timeout=timeout)
@@ -144,7 +152,10 @@ class LogReader:
 
     @property
     def created(self) -> str | None:
-        """When the stream was created, as the server writes it; None before the reader has asked."""
+        """When the stream was created, as the server writes it; None before the reader has asked.
+
+        With ``confirm=False`` the reader does not ask: it is what a stored position says, or None.
+        """
         return self._created
 
     @property
@@ -152,7 +163,8 @@ class LogReader:
         """The next sequence to read, from 1; None before the start was looked up (by the first read, or `open`).
 
         The reader has returned every matching message below it, except those before its start, and no message at or
-        above it. At the end, it is one more than the stream's last sequence, whether or not that message matched.
+        above it. At the end, it is one more than the stream's last sequence, whether or not that message matched; with
+        ``confirm=False`` it is one more than the sequence of the last message returned.
         """
         return self._position
 
@@ -280,9 +292,18 @@ class LogReader:
         )
 
     async def _advance(self) -> bool:
-        """Make messages ready; return False if the stream ends before the position, as its leader reports."""
+        """Make messages ready; return False if the stream ends before the position, as its leader or responder reports."""
         while not self._ready:
             position = await self._resolve()
+            if not self._confirm:
+                # One request at a time: only the rows show how far the responder is.
+                batch = self._direct.batch(_GROUP, subject=self.subject, seq=position, max_bytes=_REQUEST_BYTES)
+                self._ready.extend(await batch.to_list())
+                if not self._ready:
+                    return False
+                self._checked = True
+                self._after_ready = self._ready[-1].seq + 1
+                return True
             state = self._state
             if state is None or position > state.last_seq:
                 state = await self._look_at(position)
@@ -344,7 +365,7 @@ class LogReader:
     async def _resolve(self) -> int:
         """Return the position; look up the start and the stream, unless that is done."""
         if self._position is not None:
-            if self._created is None:
+            if self._created is None and self._confirm:
                 self._note(await self._look(), self._position)
             return self._position
         start = self._start
@@ -355,6 +376,11 @@ class LogReader:
                 f"the stored position of {start.name!r} belongs to stream {start.stream!r}, and this reader reads "
                 f"{self.stream!r}; take another name"
             )
+        if not self._confirm:
+            if isinstance(start, StoredOffset):
+                self._created = start.created or None
+            self._position = await self._find_unconfirmed(start)
+            return self._position
         state = await self._look()
         if isinstance(start, StoredOffset):
             state.check_created(start.created)
@@ -435,3 +461,36 @@ class LogReader:
                 reader = VerifiedReader(self._context, self.stream, self._timeout, need=0)
                 found = await reader.newest_up_to(state.last_seq, state.first_seq)
         return state.last_seq + 1 if found is None else found.seq
+
+    async def _find_unconfirmed(self, start: Start | StoredOffset) -> int:
+        """Return the sequence of a start as the responders have it."""
+        if isinstance(start, Seq | StoredOffset):
+            return start.seq
+        # The oldest message names a subject, whose last message shows how far the responder is.
+        oldest = None if isinstance(start, First) else await self._find_one(Request(seq=1, next_by_subj=">"))
+        if oldest is None:
+            return 1
+        newest_of = self._direct.multi_last([oldest.subject])
+        await newest_of.to_list()
+        last, found = newest_of.up_to_seq, None
+        disagree = RequestTimeoutError(f"stream {self.stream!r}: the responders to direct gets differ; try again")
+        if last is None:
+            raise disagree  # this one lacks the subject
+        if isinstance(start, Last):
+            found = await newest_up_to(self._find_one, last, oldest.seq, subject=self.subject or ">")
+        elif isinstance(start, Time):
+            found = await self._find_one(Request(start_time=start.when, next_by_subj=self.subject or ">"))
+            newest = (
+                None if found else await newest_up_to(self._find_one, last, oldest.seq, subject=self.subject or ">")
+            )
+            if newest is not None and newest.time >= start.when:
+                raise disagree
+        return last + 1 if found is None else found.seq
+
+    async def _find_one(self, request: Request) -> StoredMsg | None:
+        try:
+            found = await read_one(self._context, self.stream, request, self._timeout)
+        except MessageNotFoundError:
+            found = None
+        self._checked = True
+        return found

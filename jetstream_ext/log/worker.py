@@ -269,8 +269,7 @@ class _Worker:
     async def _commit(self, outputs: Sequence[BatchMessage], position: int) -> None:
         """Store outputs and a position, all or nothing."""
         reader = self.reader
-        assert reader.created is not None
-        record = encode_position(reader.stream, reader.created, position, worker=self.id, commit=self.commits)
+        record = encode_position(reader.stream, reader.created or "", position, worker=self.id, commit=self.commits)
         try:
             await self.writer.store(outputs, record)
         except RecordMovedError as moved:

@@ -286,7 +286,9 @@ async def test_every_newest_message_is_returned_once_and_in_order(
     for _ in range(40):
         for _ in range(rng.randint(0, 12)):
             subject = f"{name}.{rng.choice('aaaaaabbcdefgh')}"
-            newest[subject] = (await js.publish(subject, headers=ROLLUP if rollups and rng.random() < 0.5 else None)).seq
+            newest[subject] = (
+                await js.publish(subject, headers=ROLLUP if rollups and rng.random() < 0.5 else None)
+            ).seq
         for message in await reader.read(rng.randint(1, 20)):
             read.setdefault(message.subject, []).append(message.seq)
             order.append(message.seq)

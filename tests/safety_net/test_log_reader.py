@@ -122,9 +122,6 @@ async def test_replicas_that_fence_each_other_back_off(js: JetStreamContext, mak
     assert taken_over <= 5
 
 
-@pytest.mark.xfail(
-    strict=True, raises=TypeError, reason=ISSUE + "LogReader has no confirm=False for reads while the origin is away"
-)
 async def test_an_unconfirmed_reader_asks_no_leader(connect: Connect) -> None:
     async with ReferenceServer() as server:
         js = (await connect(server.url)).jetstream(timeout=30)
@@ -168,3 +165,13 @@ async def test_a_mirror_is_read_while_its_origin_is_away(mirror: tuple[NatsServe
     hub.kill()
     found = await (kvx.get_many(kv, ["a"], timeout=10) if call == "get_many" else kvx.snapshot(kv, timeout=10))
     assert found["a"].value == b"1"
+
+
+async def test_an_unconfirmed_reader_reads_a_mirror_while_its_origin_is_away(
+    mirror: tuple[NatsServer, KeyValue],
+) -> None:
+    hub, kv = mirror
+    reader = LogReader(kv._js, kv._stream, confirm=False, timeout=10)
+    hub.kill()
+    assert [message.data for message in await reader.read()] == [b"1"]
+    assert await reader.read(timeout=0.1) == []
