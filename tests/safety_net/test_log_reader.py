@@ -75,9 +75,6 @@ async def replica(js: JetStreamContext, source: str, target: str, **options: Any
     await exactly_once(reader, target, numbers(target), name="w", prefix=f"{target}.at", **options)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=TypeError, reason=ISSUE + "exactly_once has no standby=True for a second replica"
-)
 async def test_a_standby_waits_while_another_worker_is_alive(js: JetStreamContext, make_stream: MakeStream) -> None:
     source, target = await make_stream(), await make_stream()
     workers = [asyncio.ensure_future(replica(js, source, target, standby=True)) for _ in range(2)]
@@ -93,9 +90,6 @@ async def test_a_standby_waits_while_another_worker_is_alive(js: JetStreamContex
     assert [message.data for message in outputs] == [b"%d" % n for n in range(5)]
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=ISSUE + "two supervised replicas fence each other indefinitely"
-)
 async def test_replicas_that_fence_each_other_back_off(js: JetStreamContext, make_stream: MakeStream) -> None:
     source, target = await make_stream(), await make_stream()
     taken_over = 0
