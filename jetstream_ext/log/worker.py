@@ -279,25 +279,27 @@ class _Worker:
         """Take the name over: go to the stored position, and store it again as this start's own."""
         loop = asyncio.get_running_loop()
         patient_until = loop.time() + TAKEOVER_PAUSE
+        checked: str | None = None  # the inbox of the worker that this one may take over from
         while True:
             stored = await self.writer.read()
             if stored is not None:
                 self.reader.seek(self._decode(stored))
-                if not self.standby and not await self._may_take_over(stored) and loop.time() < patient_until:
-                    continue
+                record = orjson.loads(stored.data)
+                inbox = record.get("inbox")  # workers of earlier versions have none
+                if inbox and not self.standby and inbox != checked:
+                    if await self._may_take_over(record) or loop.time() >= patient_until:
+                        checked = inbox
+                    continue  # that took a while: a worker that commits often has stored another record
             try:
                 await self._commit([], await self.reader.open())
                 return
             except FencedError:
                 continue  # another worker has committed since, or is starting: the last one to claim continues
 
-    async def _may_take_over(self, stored: StoredMsg) -> bool:
+    async def _may_take_over(self, record: dict[str, Any]) -> bool:
         """Return False, after a second, if the worker that stored a record is alive and took over a moment ago."""
-        record = orjson.loads(stored.data)
-        if not (inbox := str(record.get("inbox") or "")):
-            return True  # of an earlier version
         self.took_over = 0
-        if not await Retry(self.patience).call(partial(self._is_alive, inbox)):
+        if not await Retry(self.patience).call(partial(self._is_alive, record["inbox"])):
             return True
         self.took_over = int((await self._look()).now.timestamp())
         if self.took_over - int(record.get("took_over") or 0) >= TAKEOVER_PAUSE:
