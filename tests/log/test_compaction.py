@@ -1,5 +1,6 @@
 """Streams that keep the newest messages of each subject: what a newer message replaced is not lost, what a purge removed is."""
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -205,7 +206,7 @@ async def test_expiry_by_age_is_reported_unless_the_messages_were_too_young(
     await publish(js, name, "cc")
     behind = LogReader(js, name, start=Seq(5))
     while (await js.stream_info(name)).state.messages:
-        pass
+        await asyncio.sleep(0.02)
     await publish(js, name, "d")
     with pytest.raises(PositionLostError):
         await behind.read()

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import nats
 import pytest
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
@@ -15,6 +16,7 @@ from jetstream_ext.client.connection import open_bucket
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log import Last, LogReader, OffsetStore, Processed, exactly_once, lease, worker
 from jetstream_ext.log.lease import Lease, lease_key
+from jetstream_ext.testing import ReferenceServer, VirtualClock
 
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
@@ -139,23 +141,24 @@ async def test_a_standby_takes_over_when_the_other_worker_dies(
 
 
 @TTL_OR_NOT
-async def test_a_worker_keeps_its_lease_while_its_handler_works(
-    start: Any, more: More, monkeypatch: pytest.MonkeyPatch
+async def test_a_worker_renews_its_lease_while_its_handler_works(
+    start: Any, more: More, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "SECONDS", 3)
-    waiting = asyncio.Event()
+    monkeypatch.setattr(lease, "SECONDS", 1)
+    renewed = asyncio.Event()
 
     async def slow(message: StoredMsg) -> None:
-        waiting.set()
-        await asyncio.sleep(7)
+        await renewed.wait()
 
     active = start(standby=True, handler=slow)
     await more(start.source, 1, 1)
-    await waiting.wait()
-    standby = start(standby=True)
-    await asyncio.sleep(7)
-    assert not standby.handled
-    assert not active.task.done()
+    await active.handles(1)
+    async with asyncio.timeout(60):
+        while not ((found := await lease_of(offsets, start.target)) and json.loads(found.data)["renewal"] > 4):
+            await asyncio.sleep(0.02)
+    renewed.set()
+    await more(start.source, 2, 2)
+    await active.handles(2)
 
 
 async def test_only_one_of_several_standbys_works(start: Any, more: More) -> None:
@@ -214,30 +217,58 @@ async def test_a_deleted_lease_is_stored_again(start: Any, more: More, offsets: 
     assert not active.task.done()
 
 
-async def test_a_slow_answer_does_not_end_a_lease(
-    js: JetStreamContext, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lease_for(holder: str) -> Lease:
-        bucket = Bucket(open_bucket(js, offsets.bucket), 30)
-        return Lease(bucket, "leases.k", holder=holder, name=holder, patience=30, seconds=3)
+@pytest.mark.parametrize("with_ttl", [True, False])
+async def test_only_the_clock_of_the_server_ends_a_lease(with_ttl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a slow answer nor local time does."""
+    clock = VirtualClock()
+    async with ReferenceServer(clock=clock) as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream(timeout=30)
+        await js.add_stream(name="KV_B", subjects=["$KV.B.>"], max_msgs_per_subject=1, allow_msg_ttl=with_ttl)
 
-    alive, standby = lease_for("a"), lease_for("b")
-    await alive.acquire()
-    ask = standby._bucket.unchecked_state
+        def lease_for(holder: str) -> Lease:
+            lease = Lease(
+                Bucket(open_bucket(js, "B"), 30), "leases.k", holder=holder, name=holder, patience=30, seconds=3600
+            )
+            monkeypatch.setattr(lease, "_renew", later)  # only the test renews it
+            return lease
 
-    async def slow() -> Any:
-        state = await ask()
-        await asyncio.sleep(4)
-        return state
+        async def later(writer: Any) -> None:
+            await asyncio.Event().wait()
 
-    monkeypatch.setattr(standby._bucket, "unchecked_state", slow)
-    waiting = asyncio.ensure_future(standby.acquire())
-    await asyncio.sleep(13)
-    assert not waiting.done()
-    assert not alive.lost
-    await alive.release()
-    await asyncio.wait_for(waiting, 60)
-    await standby.release()
+        alive, standby = lease_for("a"), lease_for("b")
+        await alive.acquire()
+        assert alive._writer is not None
+        ask = standby._bucket.unchecked_state
+        asked = 0
+
+        async def slow() -> Any:
+            nonlocal asked
+            asked += 1
+            state = await ask()
+            if asked <= 2:
+                clock.advance(3000)
+                await alive._writer.store([], alive._encode())
+                clock.advance(500)
+            return state
+
+        monkeypatch.setattr(standby._bucket, "unchecked_state", slow)
+        waiting = asyncio.ensure_future(standby.acquire())  # its first request only asks for the configuration
+        async with asyncio.timeout(60):
+            while asked < 8:
+                await asyncio.sleep(0.01)
+        assert not waiting.done(), "the lease is 500 s old"
+        clock.advance(3000)
+        asked = 8
+        async with asyncio.timeout(60):
+            while asked < 12:
+                await asyncio.sleep(0.01)
+        assert not waiting.done()
+        clock.advance(101)
+        await asyncio.wait_for(waiting, 60)
+        await standby.release()
+        await alive.release()
+        await nc.close()
 
 
 async def test_cancelling_a_standby_leaves_nothing(
