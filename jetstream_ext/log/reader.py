@@ -55,6 +55,23 @@ class LogReader:
     deleted from the middle. It raises an error if the messages at its position were purged, have expired, or were
     deleted with the stream.
 
+    On a stream that keeps the newest messages of each subject (``max_msgs_per_subject``, or rollups of a subject) the
+    reader also skips messages that newer ones of their subjects replaced, wherever they were. It returns the newest
+    message of every subject. A removed message leaves no trace of its subject, so if messages are missing at the
+    beginning of such a stream, the reader decides by the stream's state. The messages are lost
+
+    * if the stream is empty, or has too few messages for one subject to have reached ``max_msgs_per_subject``;
+    * if a limit may have removed them: ``max_msgs`` is reached, less than one message fits into ``max_bytes`` (both only
+      with discard ``old``), or they may be older than ``max_age``;
+    * if subjects have disappeared since this reader last checked the stream's beginning, or, without rollups, if the
+      stream has fewer messages than then. Compaction never does that; purges, deletions and the expiry of a message's
+      own TTL do.
+
+    Otherwise they were replaced. Two cases cannot be decided: a purge, a deletion or the end of a message's own TTL that
+    happened before this reader checked the stream for the first time, or after which as many new subjects (or messages)
+    arrived, counts as a replacement. A marker that the server stores when a TTL ends (``subject_delete_marker_ttl``)
+    replaces the message.
+
     An ``async for`` may be left and continued later; nothing has to be closed. One task at a time may read.
 
     Args:
@@ -64,7 +81,7 @@ class LogReader:
         subject: Read only what matches this filter (wildcards allowed); None is everything.
         tail: At the end of the stream, ``async for`` waits for more instead of ending. The reader asks the leader again
             after 5 ms, then after twice as long each time, up to `poll`.
-        on_lost: What happens where messages were removed that the reader has not read: ``"error"`` raises
+        on_lost: What happens where messages were lost that the reader has not read: ``"error"`` raises
             `PositionLostError`, ``"skip"`` continues after them and logs a warning to the logger ``jetstream_ext``. A
             filtered reader cannot know whether the removed messages would have matched; it assumes so.
         offsets: Where `Stored` is looked up and `OffsetStore.commit` stores; None is ``OffsetStore(js)``.

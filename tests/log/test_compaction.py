@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import nats
 import pytest
 from nats.js import JetStreamContext
 
@@ -14,6 +15,7 @@ from jetstream_ext.errors import PositionLostError
 from jetstream_ext.log import First, LogReader, Seq, Time, exactly_once
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.gaps import were_replaced
+from jetstream_ext.testing import ReferenceServer, VirtualClock
 
 Make = Callable[..., Awaitable[str]]
 KEEP_ONE: dict[str, Any] = {"max_msgs_per_subject": 1}
@@ -227,15 +229,27 @@ async def test_rollups_of_a_subject_replace_and_rollups_of_the_stream_do_not(
         await reader.read()
 
 
-async def test_a_marker_replaces_the_message_that_expired(js: JetStreamContext, make_stream: Make) -> None:
-    name = await make_stream(allow_msg_ttl=True, subject_delete_marker_ttl=60, allow_rollup_hdrs=True)
-    await publish(js, name, "a", headers={"Nats-TTL": "1"})
-    reader = LogReader(js, name, start=Seq(1))
-    await reader.open()
-    tail = LogReader(js, name, start=Seq(2), tail=True)
-    (marker,) = await tail.read(timeout=60)
-    assert marker.headers["Nats-Marker-Reason"] == "MaxAge"
-    assert await seqs(reader) == [marker.seq]
+@pytest.mark.parametrize("markers", [True, False])
+async def test_a_marker_replaces_the_message_that_expired(markers: bool) -> None:
+    clock = VirtualClock()
+    async with ReferenceServer(clock=clock) as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream(timeout=30)
+        options = {"subject_delete_marker_ttl": 60} if markers else {"max_msgs_per_subject": 1}
+        await js.add_stream(name="S", subjects=["S.>"], allow_direct=True, allow_msg_ttl=True, **options)
+        await publish(js, "S", "a", headers={"Nats-TTL": "60"})
+        await publish(js, "S", "b")
+        reader = LogReader(js, "S", start=Seq(1))
+        await reader.open()
+        clock.advance(61)
+        if markers:
+            found = [message async for message in reader]
+            assert [message.seq for message in found] == [2, 3]
+            assert found[1].headers["Nats-Marker-Reason"] == "MaxAge"
+        else:
+            with pytest.raises(PositionLostError):
+                await reader.read()
+        await nc.close()
 
 
 async def test_buckets_are_compacted_streams(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
