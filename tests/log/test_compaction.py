@@ -13,6 +13,7 @@ from nats.js import JetStreamContext
 
 from jetstream_ext.errors import PositionLostError
 from jetstream_ext.log import First, LogReader, Seq, Time, exactly_once
+from jetstream_ext.log import reader as reader_module
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.gaps import were_replaced
 from jetstream_ext.testing import ReferenceServer, VirtualClock
@@ -286,11 +287,12 @@ async def test_a_worker_handles_the_newest_message_of_every_subject(js: JetStrea
     assert handled == [1, 2, 7, 8]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 async def test_every_newest_message_is_returned_once_and_in_order(
-    js: JetStreamContext, make_stream: Make, seed: int
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     rng = random.Random(seed)
+    monkeypatch.setattr(reader_module, "_GROUP", rng.choice([3, 4096]))
     keep = rng.choice([0, 1, 2, 5])
     name = await make_stream(max_msgs_per_subject=keep, allow_rollup_hdrs=keep == 0 or rng.random() < 0.5)
     rollups = keep == 0 or (await js.stream_info(name)).config.allow_rollup_hdrs
