@@ -67,6 +67,7 @@ class Lease:
         self._seconds = SECONDS if seconds is None else seconds
         self._writer: FencedWriter | None = None
         self._renewing: asyncio.Task[None] | None = None
+        self._may_hold = False  # this worker's lease may be stored
         self._count = 0
 
     async def acquire(self) -> None:
@@ -76,7 +77,7 @@ class Lease:
             ValueError: The key has another value.
             Exception: Transient errors of the bucket's stream lasted longer than `patience`.
 
-        Cancellation: Safe; nothing is left behind but, at most, a lease that ends by itself.
+        Cancellation: The lease may be stored; `release` deletes it.
         """
         state = await Retry(self._patience).call(self._bucket.unchecked_state)
         config = state.config
@@ -107,32 +108,34 @@ class Lease:
 
         Cancellation: The lease may be left; it ends by itself.
         """
-        if self._renewing is None or self._writer is None:
-            return
         renewing, self._renewing = self._renewing, None
         try:
             async with asyncio.timeout(_RELEASE_TIMEOUT):
-                await cancel(renewing, _RELEASE_TIMEOUT)
-                if not self.lost and self._bucket.context.connection.usable:
+                if renewing is not None:
+                    await cancel(renewing, _RELEASE_TIMEOUT)
+                if self._writer is not None and self._may_hold and self._bucket.context.connection.usable:
                     await self._delete(self._writer)
         except Exception as error:
             _log.debug("%s: the lease could not be deleted: %r", self._name, error)
         finally:
-            renewing.cancel()
+            if renewing is not None:
+                renewing.cancel()
 
     async def _take(self, writer: FencedWriter) -> bool:
         """Store this worker's lease, unless another worker has one; return whether it is stored."""
+        self._may_hold = False
         now = (await Retry(self._patience).call(self._bucket.unchecked_state)).now  # before the read: see the module
         found = await writer.read()
         if found is not None and operation(found.headers)[0] == "PUT":
             holder, seconds = self._decode(found)
             if holder != self._holder and now - found.time < timedelta(seconds=seconds):
                 return False
+        self._may_hold = True
         try:
             await writer.store([], self._encode())
         except RecordMovedError:
-            return False
-        return True
+            self._may_hold = False
+        return self._may_hold
 
     async def _renew(self, writer: FencedWriter) -> None:
         while not self.lost:

@@ -96,6 +96,16 @@ async def lease_of(offsets: OffsetStore, target: str) -> StoredMsg | None:
     return await bucket.get_at_leader(last_by_subj=bucket.subject(lease_key(target, f"{target}.at.w")))
 
 
+async def outputs(js: JetStreamContext, target: str, last: int) -> list[int]:
+    """Return the outputs once the one of the input `last` is stored."""
+    reader = LogReader(js, target, subject=f"{target}.out", tail=True, poll=0.02)
+    found: list[int] = []
+    async with asyncio.timeout(60):
+        while last not in found:
+            found.append(int((await anext(reader)).data))
+    return found
+
+
 @TTL_OR_NOT
 async def test_a_standby_takes_over_at_once_when_the_other_worker_is_stopped(
     js: JetStreamContext, start: Any, more: More, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
@@ -109,14 +119,12 @@ async def test_a_standby_takes_over_at_once_when_the_other_worker_is_stopped(
     await active.handles(6)
     await active.stop()
     await more(start.source, 7, 9)
-    await standby.handles(9)
+    assert await outputs(js, start.target, 9) == list(range(1, 10))
     assert active.handled == list(range(1, 7))
     assert set(standby.handled) >= {7, 8, 9}
     await standby.stop()
     found = await lease_of(offsets, start.target)
     assert found is None or found.headers["KV-Operation"] in ("DEL", "PURGE")
-    outputs = [message.data async for message in LogReader(js, start.target, subject=f"{start.target}.out")]
-    assert outputs == [b"%d" % n for n in range(1, 10)]
 
 
 @TTL_OR_NOT
@@ -295,6 +303,21 @@ async def test_cancelling_a_standby_leaves_nothing(
     await leak_check.assert_clean()
 
 
+async def test_a_worker_cancelled_at_any_moment_leaves_no_lease(
+    js: JetStreamContext, start: Any, more: More, leak_check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "SECONDS", 600)
+    await more(start.source, 1, 40)
+    for steps in range(0, 120, 3):
+        replica = start(standby=True, max_messages=5)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await replica.stop()
+        await leak_check.assert_clean()
+    start(standby=True)
+    assert await outputs(js, start.target, 40) == list(range(1, 41))
+
+
 async def test_the_bucket_is_created(js: JetStreamContext, make_stream: Make, stream_name: Callable[[], str]) -> None:
     source, target, bucket = await make_stream(3), await make_stream(), stream_name()
     reader = LogReader(js, source, offsets=OffsetStore(js, bucket))
@@ -351,8 +374,7 @@ async def test_a_fenced_worker_that_is_started_again_waits_while_the_other_one_i
     await second.stop()
     await more(start.source, last + 11, last + 11)
     await again.handles(last + 11)
-    outputs = [message.data async for message in LogReader(js, start.target, subject=f"{start.target}.out")]
-    assert outputs[: last + 10] == [b"%d" % n for n in range(1, last + 11)]
+    assert await outputs(js, start.target, last + 11) == list(range(1, last + 12))
 
 
 async def test_the_wait_of_a_restarted_worker_is_bounded(
