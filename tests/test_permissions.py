@@ -111,6 +111,12 @@ async def read_log(js: JetStreamContext) -> None:
     assert len([message async for message in reader(js)]) == 1
 
 
+async def read_unconfirmed(js: JetStreamContext) -> None:
+    for start in (log.First(), log.Last(), log.Time(datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC))):
+        unconfirmed = log.LogReader(js, "S", start=start, subject="s.a", patience=js._timeout, confirm=False)
+        assert len([message async for message in unconfirmed]) == 1
+
+
 async def offsets(js: JetStreamContext) -> None:
     started = log.LogReader(js, "S", start=log.Seq(1), patience=js._timeout)
     store = await log.OffsetStore(js, "B", patience=js._timeout).create()
@@ -158,6 +164,7 @@ CALLS: dict[str, Call] = {
     "kv.touch": touch,
     "kv.enable": enable,
     "log.LogReader": read_log,
+    "log.LogReader(confirm=False)": read_unconfirmed,
     "log.OffsetStore": offsets,
     "log.exactly_once": work,
 }

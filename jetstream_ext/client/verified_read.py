@@ -8,7 +8,7 @@ again. `range_read.RangeRead` proves ranges.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -132,17 +132,7 @@ class VerifiedReader:
 
     async def newest_up_to(self, seq: int, first: int) -> StoredMsg | None:
         """Return the newest message up to `seq` that the leader still has, or None; `first` is the lowest sequence."""
-        if (newest := await self._at_leader(Request(seq=seq))) is not None:
-            return newest
-        low, high = first, seq - 1
-        while low <= high:
-            middle = (low + high + 1) // 2
-            found = await self._at_leader(Request(seq=middle, next_by_subj=">"))
-            if found is None or found.seq > seq:
-                high = middle - 1
-            else:
-                newest, low = found, found.seq + 1
-        return newest
+        return await newest_up_to(self._at_leader, seq, first)
 
     async def oldest_of(self, subject: str, after: int) -> tuple[StoredMsg, int] | None:
         """Return the oldest message of a subject and the number of its messages, or None if it has none.
@@ -265,3 +255,21 @@ class VerifiedReader:
 
     async def _pause(self, retry: Retry, doubt: _UnverifiedError) -> None:
         await retry.pause_until_deadline(RequestTimeoutError(f"{self._what}: {doubt} (tried for {self._timeout:g} s)"))
+
+
+async def newest_up_to(
+    find: Callable[[Request], Awaitable[StoredMsg | None]], seq: int, first: int, *, subject: str = ">"
+) -> StoredMsg | None:
+    """Return the newest message of a subject or filter from sequence `first` to `seq`, or None; `find` does single gets."""
+    newest = await find(Request(seq=seq)) if subject == ">" else None
+    if newest is not None:
+        return newest
+    low, high = first, seq
+    while low <= high:
+        middle = (low + high + 1) // 2
+        found = await find(Request(seq=middle, next_by_subj=subject))
+        if found is None or found.seq > seq:
+            high = middle - 1
+        else:
+            newest, low = found, found.seq + 1
+    return newest

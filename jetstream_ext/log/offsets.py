@@ -121,7 +121,7 @@ class StoredOffset:
         name: The reader.
         stream: The stream that it reads.
         created: When that stream was created, as the server writes it. A stream of the same name that was created at
-            another time has other sequences.
+            another time has other sequences. Empty if the reader had ``confirm=False`` and did not know it.
         seq: The next sequence to read, from 1.
         revision: The key's revision in the bucket, which the next commit must follow.
         writer: A random id of the `OffsetStore` object that stored the position.
@@ -191,6 +191,7 @@ class OffsetStore:
 
     Attributes:
         bucket: The bucket's name.
+        context: The JetStream context.
 
     Raises:
         BadSubjectError: `bucket` is not a valid name.
@@ -204,7 +205,7 @@ class OffsetStore:
     ) -> None:
         check_name(bucket, "bucket name")
         self.bucket: str = bucket
-        self._js = js
+        self.context: JetStreamContext = js
         self._context = Context(js)
         self._timeout = self._context.resolve_timeout(timeout)
         self._patience = check_seconds(patience, "patience")
@@ -229,7 +230,7 @@ class OffsetStore:
         try:
             await self._open()
         except BucketNotFoundError:
-            creating = self._js.create_key_value(bucket=self.bucket, history=1, replicas=replicas)
+            creating = self.context.create_key_value(bucket=self.bucket, history=1, replicas=replicas)
             what = f"the creation of bucket {self.bucket!r}"
             await self._context.connection.bounded(creating, self._timeout, what)
         return self
@@ -281,9 +282,8 @@ class OffsetStore:
         """
         name = _name_of(reader, name)
         here = await reader.open()
-        assert reader.created is not None
         seq = check_sequence(here if position is None else position, "position")
-        offset = StoredOffset(name, reader.stream, reader.created, seq, writer=self._id)
+        offset = StoredOffset(name, reader.stream, reader.created or "", seq, writer=self._id)
         writer = await self._writer(name)
         fetched = writer.fence != 0
         try:
@@ -343,7 +343,7 @@ class OffsetStore:
 
     async def _open(self) -> Bucket:
         if self._opened is None:
-            bucket = Bucket(open_bucket(self._js, self.bucket), self._timeout)
+            bucket = Bucket(open_bucket(self.context, self.bucket), self._timeout)
             await bucket.state(direct=False)
             self._opened = bucket
         return self._opened

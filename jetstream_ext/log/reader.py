@@ -8,6 +8,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
@@ -15,13 +16,14 @@ from nats.js import JetStreamContext
 from jetstream_ext.client.api import first_since, get_at_leader, settled_state, stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.client.direct_reader import read_one
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
-from jetstream_ext.client.verified_read import VerifiedReader
-from jetstream_ext.errors import PositionLostError, StreamConfigMismatchError
+from jetstream_ext.client.verified_read import VerifiedReader, newest_up_to
+from jetstream_ext.errors import MessageNotFoundError, PositionLostError, RequestTimeoutError, StreamConfigMismatchError
 from jetstream_ext.log.offsets import First, Last, OffsetStore, Seq, Start, Stored, StoredOffset, Time, check_start
 from jetstream_ext.protocol.api import StreamState
-from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.gaps import Gaps
+from jetstream_ext.protocol.direct import Request, StoredMsg
+from jetstream_ext.protocol.gaps import Gaps, were_replaced
 from jetstream_ext.protocol.options import check_int, check_seconds
 from jetstream_ext.protocol.subjects import check_filter
 
@@ -53,6 +55,23 @@ class LogReader:
     deleted from the middle. It raises an error if the messages at its position were purged, have expired, or were
     deleted with the stream.
 
+    On a stream that keeps the newest messages of each subject (``max_msgs_per_subject``, or rollups of a subject) the
+    reader also skips messages that newer ones of their subjects replaced, wherever they were. It returns the newest
+    message of every subject. A removed message leaves no trace of its subject, so if messages are missing at the
+    beginning of such a stream, the reader decides by the stream's state. The messages are lost
+
+    * if the stream is empty, or has too few messages for one subject to have reached ``max_msgs_per_subject``;
+    * if a limit may have removed them: ``max_msgs`` is reached, less than one message fits into ``max_bytes`` (both only
+      with discard ``old``), or they may be older than ``max_age``;
+    * if subjects have disappeared since this reader last checked the stream's beginning, or, without rollups, if the
+      stream has fewer messages than then. Compaction never does that; purges, deletions and the expiry of a message's
+      own TTL do.
+
+    Otherwise they were replaced. Two cases cannot be decided: a purge, a deletion or the end of a message's own TTL that
+    happened before this reader checked the stream for the first time, or after which as many new subjects (or messages)
+    arrived, counts as a replacement. A marker that the server stores when a TTL ends (``subject_delete_marker_ttl``)
+    replaces the message.
+
     An ``async for`` may be left and continued later; nothing has to be closed. One task at a time may read.
 
     Args:
@@ -62,7 +81,7 @@ class LogReader:
         subject: Read only what matches this filter (wildcards allowed); None is everything.
         tail: At the end of the stream, ``async for`` waits for more instead of ending. The reader asks the leader again
             after 5 ms, then after twice as long each time, up to `poll`.
-        on_lost: What happens where messages were removed that the reader has not read: ``"error"`` raises
+        on_lost: What happens where messages were lost that the reader has not read: ``"error"`` raises
             `PositionLostError`, ``"skip"`` continues after them and logs a warning to the logger ``jetstream_ext``. A
             filtered reader cannot know whether the removed messages would have matched; it assumes so.
         offsets: Where `Stored` is looked up and `OffsetStore.commit` stores; None is ``OffsetStore(js)``.
@@ -70,6 +89,10 @@ class LogReader:
         patience: Seconds that transient errors (an election, a restart, a lost connection) may last.
         poll: The longest pause, in seconds, between two requests at the end of the stream: how late the reader may
             notice a message after a quiet time, and how often an idle reader asks.
+        confirm: Have the leader verify what is read. False trusts the replica or mirror that answers and asks no leader:
+            for many readers of one stream, and for reading a mirror or replica while the leader is away. The end of the
+            stream is then where the responder's is. Messages that the responder lacks or that were removed are skipped
+            without an error, and a recreated stream is not noticed. `on_lost` has no effect.
 
     Attributes:
         context: The JetStream context.
@@ -98,7 +121,8 @@ class LogReader:
     Cancellation: Any call may be cancelled. The position is then after the last message that was returned, nothing is
         left behind, and the reader can be used again.
 
-    Requires: nats-server 2.11, ``allow_direct``, permission for ``STREAM.INFO``, ``STREAM.MSG.GET`` and ``DIRECT.GET``.
+    Requires: nats-server 2.11, ``allow_direct``, permission for ``DIRECT.GET`` and, unless ``confirm=False``, for
+        ``STREAM.INFO`` and ``STREAM.MSG.GET``.
     """
 
     def __init__(
@@ -114,6 +138,7 @@ class LogReader:
         timeout: float | None = None,
         patience: float = 30.0,
         poll: float = 0.25,
+        confirm: bool = True,
     ) -> None:
         if subject is not None:
             check_filter(subject)
@@ -122,6 +147,7 @@ class LogReader:
         self._patience = check_seconds(patience, "patience")
         self._poll = check_seconds(poll, "poll")
         self._skips = on_lost == "skip"
+        self._confirm = confirm
         self._context = Context(js)
         self._timeout = self._context.resolve_timeout(timeout)
         self._direct = DirectGet(js, stream, timeout=timeout)
@@ -135,6 +161,7 @@ class LogReader:
         self.offsets: OffsetStore = OffsetStore(js, timeout=timeout) if offsets is None else offsets
         self.name: str | None = start.name if isinstance(start, Stored) else None
         self._reading = False
+        self._state: StreamState | None = None
         self._start_at(check_start(start))
 
     def __repr__(self) -> str:
@@ -142,7 +169,10 @@ class LogReader:
 
     @property
     def created(self) -> str | None:
-        """When the stream was created, as the server writes it; None before the reader has asked."""
+        """When the stream was created, as the server writes it; None before the reader has asked.
+
+        With ``confirm=False`` the reader does not ask: it is what a stored position says, or None.
+        """
         return self._created
 
     @property
@@ -150,7 +180,8 @@ class LogReader:
         """The next sequence to read, from 1; None before the start was looked up (by the first read, or `open`).
 
         The reader has returned every matching message below it, except those before its start, and no message at or
-        above it. At the end, it is one more than the stream's last sequence, whether or not that message matched.
+        above it. At the end, it is one more than the stream's last sequence, whether or not that message matched; with
+        ``confirm=False`` it is one more than the sequence of the last message returned.
         """
         return self._position
 
@@ -174,7 +205,13 @@ class LogReader:
         self._position: int | None = start.seq if isinstance(start, Seq) else None
         # Until a reader that starts at the oldest message has read one, no message can be lost.
         self._at_head = False
-        self._state: StreamState | None = None
+        # The state when no message at or above the position had been removed from the beginning of the stream, and a time
+        # before which the message at the position had not been stored.
+        self._before: StreamState | None = None
+        self._since: datetime | None = None
+        if self._state is not None and self._position is not None:
+            self._note(self._state, self._position)
+        self._state = None
         self._ready: deque[StoredMsg] = deque()
         self._after_ready = 0  # the position once `_ready` is returned
 
@@ -272,13 +309,23 @@ class LogReader:
         )
 
     async def _advance(self) -> bool:
-        """Make messages ready; return False if the stream ends before the position, as its leader reports."""
+        """Make messages ready; return False if the stream ends before the position, as its leader or responder reports."""
         while not self._ready:
             position = await self._resolve()
+            if not self._confirm:
+                # One request at a time: only the rows show how far the responder is.
+                batch = self._direct.batch(_GROUP, subject=self.subject, seq=position, max_bytes=_REQUEST_BYTES)
+                self._ready.extend(await batch.to_list())
+                if not self._ready:
+                    return False
+                self._checked = True
+                self._after_ready = self._ready[-1].seq + 1
+                return True
             state = self._state
             if state is None or position > state.last_seq:
                 state = await self._look_at(position)
                 if position > state.last_seq:
+                    self._note(state, position)
                     return False
             await self._read_group(position, state)
         return True
@@ -286,7 +333,11 @@ class LogReader:
     async def _read_group(self, position: int, state: StreamState) -> None:
         """Read a group of messages, have the leader verify it, and make it ready."""
         if position < state.first_seq and not self._at_head:
-            position = self._report_loss(position, state.first_seq)
+            if were_replaced(state, self._before, self._since):
+                position = state.first_seq
+            else:
+                position = self._report_loss(position, state.first_seq)
+        self._note(state, position)
         rows, end = await self._read_rows(position, state.last_seq)
         state = await self._look()
         gaps = Gaps(position, end)
@@ -294,17 +345,27 @@ class LogReader:
         gaps.close()
         if not (missing := gaps.lowest) or state.first_seq <= missing:
             self._at_head = False
-        elif not self._at_head:
+        elif not self._at_head and not were_replaced(state, self._before, self._since):
             # Messages before the gap are verified and returned first; the next call reports the gap.
             kept = [row for row in rows if row.seq < missing]
             if kept:
                 rows, end = kept, missing - 1
             else:
                 self._report_loss(missing, min(state.first_seq, end + 1))
+        if rows:
+            self._since = rows[-1].time
+        self._note(state, end + 1)
         self._ready.extend(rows)
         self._after_ready = end + 1
         if not rows:
             self._position = self._after_ready
+
+    def _note(self, state: StreamState, position: int) -> None:
+        """Note a state of the stream that later ones are compared with; everything below `position` is verified."""
+        if state.first_seq <= position:
+            self._before = state
+        if state.last_seq < position:
+            self._since = state.now
 
     def _report_loss(self, position: int, first: int) -> int:
         """Raise an error for the removed messages, or log a warning and return where to continue."""
@@ -321,8 +382,8 @@ class LogReader:
     async def _resolve(self) -> int:
         """Return the position; look up the start and the stream, unless that is done."""
         if self._position is not None:
-            if self._created is None:
-                await self._look()
+            if self._created is None and self._confirm:
+                self._note(await self._look(), self._position)
             return self._position
         start = self._start
         if isinstance(start, Stored):
@@ -332,11 +393,19 @@ class LogReader:
                 f"the stored position of {start.name!r} belongs to stream {start.stream!r}, and this reader reads "
                 f"{self.stream!r}; take another name"
             )
+        if not self._confirm:
+            if isinstance(start, StoredOffset):
+                self._created = start.created or None
+            self._position = await self._find_unconfirmed(start)
+            return self._position
         state = await self._look()
         if isinstance(start, StoredOffset):
             state.check_created(start.created)
         self._position = await self._find(start, state)
         self._at_head = isinstance(start, First)
+        if isinstance(start, Time):
+            self._since = start.when
+        self._note(state, self._position)
         return self._position
 
     async def _read_rows(self, position: int, last: int) -> tuple[list[StoredMsg], int]:
@@ -409,3 +478,36 @@ class LogReader:
                 reader = VerifiedReader(self._context, self.stream, self._timeout, need=0)
                 found = await reader.newest_up_to(state.last_seq, state.first_seq)
         return state.last_seq + 1 if found is None else found.seq
+
+    async def _find_unconfirmed(self, start: Start | StoredOffset) -> int:
+        """Return the sequence of a start as the responders have it."""
+        if isinstance(start, Seq | StoredOffset):
+            return start.seq
+        # The oldest message names a subject, whose last message shows how far the responder is.
+        oldest = None if isinstance(start, First) else await self._find_one(Request(seq=1, next_by_subj=">"))
+        if oldest is None:
+            return 1
+        newest_of = self._direct.multi_last([oldest.subject])
+        await newest_of.to_list()
+        last, found = newest_of.up_to_seq, None
+        disagree = RequestTimeoutError(f"stream {self.stream!r}: the responders to direct gets differ; try again")
+        if last is None:
+            raise disagree  # this one lacks the subject
+        if isinstance(start, Last):
+            found = await newest_up_to(self._find_one, last, oldest.seq, subject=self.subject or ">")
+        elif isinstance(start, Time):
+            found = await self._find_one(Request(start_time=start.when, next_by_subj=self.subject or ">"))
+            newest = (
+                None if found else await newest_up_to(self._find_one, last, oldest.seq, subject=self.subject or ">")
+            )
+            if newest is not None and newest.time >= start.when:
+                raise disagree
+        return last + 1 if found is None else found.seq
+
+    async def _find_one(self, request: Request) -> StoredMsg | None:
+        try:
+            found = await read_one(self._context, self.stream, request, self._timeout)
+        except MessageNotFoundError:
+            found = None
+        self._checked = True
+        return found

@@ -2,29 +2,50 @@
 
 ::
 
+    stand by  (standby=True) wait for the lease of this name
     claim     read the newest record of this name: its position, or the reader's start
+              another worker took over lately, and is alive ────────────────► wait, read it again
               store it again as this start's own ────────────────── moved ─► read it again
     process   read messages, call the handler
     commit    store the outputs and a record of the new position ── moved ─► FencedError
 
 `client.fenced_write` stores, and finds out whether a commit was stored whose answer was lost.
+
+Two replicas that a supervisor restarts whenever they are fenced would take over from each other without end. Therefore
+every worker subscribes to an inbox and names it in its records, and a worker that takes over from a live one (no server
+answers "no responders" for the inbox) writes the time of the take-over into its records. The next worker waits while that
+time is less than `TAKEOVER_PAUSE` ago and the inbox has its subscriber. Times are those of the output stream's leader.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
+import logging
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, cast
 
+import nats.errors
+import orjson
 from nats.nuid import NUID
 
 from jetstream_ext.client.api import stream_state
-from jetstream_ext.client.connection import Context
+from jetstream_ext.client.base_connection import InboxHandler
+from jetstream_ext.client.connection import Context, open_bucket
 from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.client.retry import Retry
-from jetstream_ext.errors import AtomicPublishTooLargeError, BadSubjectError, FencedError, StreamConfigMismatchError
+from jetstream_ext.errors import (
+    AtomicPublishTooLargeError,
+    BadSubjectError,
+    FencedError,
+    RequestTimeoutError,
+    StreamConfigMismatchError,
+)
+from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.log.lease import Lease, lease_key
 from jetstream_ext.log.offsets import StoredOffset, encode_position
 from jetstream_ext.log.reader import LogReader
 from jetstream_ext.protocol.api import StreamState
@@ -38,6 +59,12 @@ Outputs = BatchMessage | Iterable[BatchMessage] | AsyncIterable[BatchMessage] | 
 Handler = Callable[[StoredMsg], Outputs | Awaitable[Outputs]]
 GroupHandler = Callable[[list[StoredMsg]], Outputs | Awaitable[Outputs]]
 
+_log = logging.getLogger("jetstream_ext")
+
+TAKEOVER_PAUSE: Final = 30.0
+"""Seconds after a take-over from a live worker in which the next worker waits, if the one that took over is alive."""
+# Seconds without the answer "no responders" after which the subscriber of an inbox counts as alive.
+_ALIVE_AFTER: Final = 1.0
 # Seconds without input after which a position is stored that has moved over messages that the filter excludes.
 _IDLE: Final = 5.0
 
@@ -68,6 +95,7 @@ async def exactly_once(
     prefix: str,
     max_messages: int = 100,
     grouped: bool = False,
+    standby: bool = False,
     position_may_vanish: bool = False,
     timeout: float | None = None,
     patience: float = 30.0,
@@ -77,7 +105,10 @@ async def exactly_once(
     One atomic batch stores the outputs and the reader's new position. The position is a message of the output stream on
     ``<prefix>.<name>``, and a batch is stored only if no other worker has stored a position there meanwhile. A worker
     that is killed at any moment and started again continues after its last commit. Of two workers with the same name,
-    the one that was started last continues; the next commit of the other one stores nothing and raises `FencedError`.
+    the one that was started last continues; the next commit of the other one stores nothing and raises `FencedError`. If
+    that one is started again while the other one is alive, it waits until 30 s have passed since the other took over, so
+    that two supervised replicas do not stop each other repeatedly. With ``standby=True`` a replica waits instead of
+    taking over.
 
     ::
 
@@ -101,6 +132,10 @@ async def exactly_once(
         max_messages: Inputs in one commit at most, from 1. If their outputs exceed the server's batch limit (1000 by
             default), they are split into several commits.
         grouped: `handler` is called with the list of all inputs of one commit instead. Its outputs cannot be split.
+        standby: Wait while another worker of this name is alive, and take over when it ends (at once) or dies (after
+            10 s). All replicas must pass it. A worker that is alive holds a lease, a key of the bucket of
+            ``reader.offsets``, which is created if it does not exist. A handler that blocks the event loop for 10 s
+            loses the lease. The lease makes nothing safe; the fence does.
         position_may_vanish: Allow an output stream whose limits can remove the position (see Raises). A worker whose
             position was removed starts at the reader's start again.
         timeout: Seconds to wait for an answer of the output stream; None is the context's own.
@@ -112,7 +147,8 @@ async def exactly_once(
         by an exception or a cancellation.
 
     Raises:
-        FencedError: Another worker of this name was started; this one must stop, and can store nothing more.
+        FencedError: Another worker of this name was started, or has taken the lease; this one must stop, and can store
+            nothing more.
         StreamConfigMismatchError: The output stream lacks ``allow_atomic`` or a subject for the position, stores that
             under another one (``subject_transform``), or its limits can remove it: ``max_age`` (without
             ``allow_msg_ttl``), ``max_msgs`` or ``max_bytes`` (with discard ``old``), or a retention other than
@@ -127,10 +163,11 @@ async def exactly_once(
         Exception: Exceptions of the handler; a transient error that lasted longer than `patience`.
 
     Cancellation: Safe at every point, as a crash is: a commit that was sent is stored completely or not at all. Nothing
-        is left behind.
+        is left behind. With ``standby=True`` the call deletes its lease first, which takes 2 s at most.
 
     Requires: nats-server 2.12.1 and ``allow_atomic`` on the output stream (ADR-50); what the reader requires;
-        permission for the output subjects, and for ``STREAM.INFO`` and ``STREAM.MSG.GET`` of the output stream.
+        permission for the output subjects, and for ``STREAM.INFO`` and ``STREAM.MSG.GET`` of the output stream; with
+        ``standby=True`` what `OffsetStore` requires.
     """
     check_name(output_stream, "stream name")
     subject = f"{prefix}.{name}"
@@ -145,6 +182,7 @@ async def exactly_once(
         subject=subject,
         max_messages=check_int(max_messages, "max_messages"),
         grouped=grouped,
+        standby=standby,
         may_vanish=position_may_vanish,
         timeout=context.resolve_timeout(timeout),
         patience=check_seconds(patience, "patience"),
@@ -164,6 +202,7 @@ class _Worker:
     subject: str
     max_messages: int
     grouped: bool
+    standby: bool
     may_vanish: bool
     timeout: float
     patience: float
@@ -176,11 +215,40 @@ class _Worker:
     outputs: int = 0
     commits: int = 0
     committed: int = 0  # the position of this start's newest record
+    lease: Lease | None = None
+    inbox: str = ""  # its subscription shows that this worker is alive
+    took_over: int = 0  # when it took over from a live worker, in seconds since 1970; 0: it did not
 
     async def run(self) -> Processed:
+        await self._prepare()
+        connection = self.context.connection
+        quiet = InboxHandler(frames=lambda _: None, disconnected=lambda: None)
+        inbox = await Retry(self.patience).call(lambda: connection.inbox(quiet, timeout=self.timeout))
+        try:
+            self.inbox = inbox.subject
+            if self.standby:
+                offsets = self.reader.offsets
+                await Retry(self.patience).call(offsets.create)
+                bucket = Bucket(open_bucket(offsets.context, offsets.bucket), self.timeout)
+                key = lease_key(self.stream, self.subject)
+                self.lease = Lease(bucket, key, holder=self.id, name=f"worker {self.name!r}", patience=self.patience)
+                await self.lease.acquire()
+            await self._claim()
+            return await self._work()
+        finally:
+            inbox.close()
+            if self.lease is not None:
+                await self.lease.release()
+
+    async def _work(self) -> Processed:
         reader = self.reader
-        await self._claim()
         while True:
+            if self.lease is not None and self.lease.lost:
+                raise FencedError(
+                    f"worker {self.name!r} on stream {self.stream!r}: another worker of this name has taken its lease, which "
+                    "was not renewed in time; stop this one, which stores nothing more",
+                    name=self.name,
+                )
             messages = await reader.read(self.max_messages, _IDLE if reader.tail else 0)
             position = await reader.open()
             if messages:
@@ -192,8 +260,7 @@ class _Worker:
             if not reader.tail:
                 return Processed(self.inputs, self.outputs, self.commits, position)
 
-    async def _claim(self) -> None:
-        """Take the name over: go to the stored position, and store it again as this start's own."""
+    async def _prepare(self) -> None:
         state = await self._look()
         _check_output_stream(state, self.subject, self.context.connection.server_version, may_vanish=self.may_vanish)
         config = state.config
@@ -207,15 +274,46 @@ class _Worker:
             rollup=bool(config.get("allow_rollup_hdrs")) and not config.get("deny_purge"),
             msg_ttl=NEVER if state.max_age and config.get("allow_msg_ttl") else None,
         )
+
+    async def _claim(self) -> None:
+        """Take the name over: go to the stored position, and store it again as this start's own."""
+        loop = asyncio.get_running_loop()
+        patient_until = loop.time() + TAKEOVER_PAUSE
+        checked: str | None = None  # the inbox of the worker that this one may take over from
         while True:
             stored = await self.writer.read()
             if stored is not None:
                 self.reader.seek(self._decode(stored))
+                record = orjson.loads(stored.data)
+                inbox = record.get("inbox")  # workers of earlier versions have none
+                if inbox and not self.standby and inbox != checked:
+                    if await self._may_take_over(record) or loop.time() >= patient_until:
+                        checked = inbox
+                    continue  # that took a while: a worker that commits often has stored another record
             try:
                 await self._commit([], await self.reader.open())
                 return
             except FencedError:
                 continue  # another worker has committed since, or is starting: the last one to claim continues
+
+    async def _may_take_over(self, record: dict[str, Any]) -> bool:
+        """Return False, after a second, if the worker that stored a record is alive and took over a moment ago."""
+        self.took_over = 0
+        if not await Retry(self.patience).call(partial(self._is_alive, record["inbox"])):
+            return True
+        self.took_over = int((await self._look()).now.timestamp())
+        if self.took_over - int(record.get("took_over") or 0) >= TAKEOVER_PAUSE:
+            return True
+        _log.debug("worker %r waits: another worker of its name has just taken over", self.name)
+        return False
+
+    async def _is_alive(self, inbox: str) -> bool:
+        with contextlib.suppress(RequestTimeoutError):
+            try:
+                await self.context.connection.request(inbox, b"", _ALIVE_AFTER)
+            except nats.errors.NoRespondersError:
+                return False
+        return True
 
     async def _handle(self, messages: list[StoredMsg], position: int) -> list[tuple[list[BatchMessage], int]]:
         """Return the outputs, and the position after the input that they belong to."""
@@ -269,8 +367,15 @@ class _Worker:
     async def _commit(self, outputs: Sequence[BatchMessage], position: int) -> None:
         """Store outputs and a position, all or nothing."""
         reader = self.reader
-        assert reader.created is not None
-        record = encode_position(reader.stream, reader.created, position, worker=self.id, commit=self.commits)
+        record = encode_position(
+            reader.stream,
+            reader.created or "",
+            position,
+            worker=self.id,
+            commit=self.commits,
+            inbox=self.inbox,
+            took_over=self.took_over,
+        )
         try:
             await self.writer.store(outputs, record)
         except RecordMovedError as moved:

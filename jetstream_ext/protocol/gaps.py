@@ -1,8 +1,15 @@
-"""Gaps in a run of stream sequences."""
+"""Gaps in a run of stream sequences, and whether newer messages replaced what is missing at a stream's beginning."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import datetime
+from typing import Final
+
+from jetstream_ext.protocol.api import StreamState
+
+# The largest message that a server can be configured to take, in bytes: its ``max_payload``.
+_LARGEST_MESSAGE: Final = 64 << 20
 
 
 def find_gaps(previous: int, seqs: Sequence[int], last: int) -> Iterator[range]:
@@ -40,3 +47,42 @@ class Gaps:
     def close(self) -> None:
         if self._previous < self._last:
             self.add([self._last + 1])
+
+
+def were_replaced(state: StreamState, before: StreamState | None, since: datetime | None) -> bool:
+    """Return whether newer messages replaced the messages that are missing at the beginning of a stream; else they are lost.
+
+    A removed message leaves no trace of its subject, so the state of the stream decides: its messages were replaced if it
+    *compacts* (``max_msgs_per_subject`` or rollups), and if nothing shows that something else removed messages.
+    Compaction keeps the newest messages of every subject. This shows another cause:
+
+    * the stream has no messages, or too few for one subject to have reached ``max_msgs_per_subject``;
+    * a limit that removes the oldest messages may have acted: ``max_msgs`` is reached, less than one message fits into
+      ``max_bytes`` (both with discard ``old``), or the messages may be older than ``max_age``;
+    * since `before` subjects have disappeared, or (without rollups) the stream has fewer messages.
+
+    Args:
+        state: The stream now, as its leader reports it.
+        before: The stream when its beginning was checked last; None if it was not.
+        since: A time, by the server's clock, before which the first missing message had not been stored; None is the
+            creation of the stream.
+    """
+    config, limit = state.config, state.max_msgs_per_subject
+    rollups = bool(config.get("allow_rollup_hdrs"))
+    if not (limit or rollups) or not state.messages or state.retention != "limits":
+        return False
+    if not rollups and state.messages < state.num_subjects + limit - 1:
+        return False
+    if str(config.get("discard") or "old") == "old":
+        max_msgs, max_bytes = int(config.get("max_msgs") or -1), int(config.get("max_bytes") or -1)
+        if 0 < max_msgs <= state.messages:
+            return False
+        largest = int(config.get("max_msg_size") or -1)
+        if 0 < max_bytes < state.size + (largest if largest > 0 else _LARGEST_MESSAGE):
+            return False
+    if state.max_age and state.now - (since or state.created_at) >= state.max_age:
+        return False
+    if before is None:
+        return True
+    by_limit = not rollups and not before.config.get("allow_rollup_hdrs") and before.max_msgs_per_subject == limit
+    return state.num_subjects >= before.num_subjects and not (by_limit and state.messages < before.messages)

@@ -52,7 +52,7 @@ async def test_every_code_block_runs(own: JetStreamContext, capsys: pytest.Captu
 
     names = {"js": own, "jsx": jsx, "handle": handle, "yesterday": datetime.now(UTC) - timedelta(days=1)}
     code = blocks("python")
-    assert len(code) == 7
+    assert len(code) == 9
     for block in code:
         await run(block, names)
     said = capsys.readouterr().out.splitlines()
@@ -75,10 +75,11 @@ def test_the_page_names_every_public_name() -> None:
 
 def test_the_figures_of_the_page_are_those_of_the_code() -> None:
     from jetstream_ext.client import api
-    from jetstream_ext.log import reader, worker
+    from jetstream_ext.log import lease, reader, worker
 
     assert (reader._GROUP, reader._GROUP_BYTES, api.SETTLE) == (4096, 4 << 20, 3.0)
     assert (reader._FIRST_PAUSE, worker._IDLE) == (0.005, 5.0)
+    assert (worker.TAKEOVER_PAUSE, lease.SECONDS, lease._POLL) == (30.0, 10, 0.25)
     signature = inspect.signature(log.LogReader)
     assert signature.parameters["poll"].default == 0.25
     assert inspect.signature(log.exactly_once).parameters["max_messages"].default == 100

@@ -1,5 +1,6 @@
 """The log on every server line that supports it."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Any
@@ -30,8 +31,9 @@ async def fill(js: JetStreamContext, first: int, last: int) -> None:
         await js.publish(f"s.{n % 3}", b"%d" % n)
 
 
+@pytest.mark.parametrize("confirm", [True, False])
 @pytest.mark.parametrize("js", READS, indirect=True)
-async def test_every_server_line_can_be_read(js: JetStreamContext) -> None:
+async def test_every_server_line_can_be_read(js: JetStreamContext, confirm: bool) -> None:
     await js.add_stream(name="S", subjects=["s.*"], allow_direct=True)
     await fill(js, 1, 30)
     for seq in (4, 5, 6, 20, 30):
@@ -39,7 +41,7 @@ async def test_every_server_line_can_be_read(js: JetStreamContext) -> None:
     there = [n for n in range(1, 30) if n not in (4, 5, 6, 20)]
 
     async def seqs(**options: Any) -> list[int]:
-        return [msg.seq async for msg in LogReader(js, "S", **options)]
+        return [msg.seq async for msg in LogReader(js, "S", confirm=confirm, **options)]
 
     middle = (await js.get_msg("S", 12, direct=True)).time
     assert middle is not None
@@ -51,19 +53,37 @@ async def test_every_server_line_can_be_read(js: JetStreamContext) -> None:
     assert await seqs(start=New()) == []
     assert await seqs(start=Time(middle)) in ([n for n in there if n >= 12], [n for n in there if n >= 11])
     assert await seqs(start=Time(datetime(2099, 1, 1, tzinfo=UTC))) == []
-    reader = LogReader(js, "S", tail=True)
+    reader = LogReader(js, "S", tail=True, confirm=confirm)
     assert len(await reader.read(100)) == len(there)
     await fill(js, 31, 33)
     assert [msg.seq for msg in await reader.read()] == [31, 32, 33]
     await js.purge_stream("S", seq=10)
-    with pytest.raises(errors.PositionLostError):
-        await seqs(start=Seq(3))
+    if confirm:
+        with pytest.raises(errors.PositionLostError):
+            await seqs(start=Seq(3))
+    else:
+        assert (await seqs(start=Seq(3)))[0] == 10
 
     store = await OffsetStore(js).create()
-    reader = LogReader(js, "S", start=Stored("r"), offsets=store)
+    reader = LogReader(js, "S", start=Stored("r"), offsets=store, confirm=confirm)
     async with store.committing(reader, every=5) as messages:
         assert [msg.seq async for msg in messages][-1] == 33
     assert await LogReader(js, "S", start=Stored("r"), offsets=store).open() == 34
+
+
+@pytest.mark.parametrize("js", READS, indirect=True)
+async def test_every_server_line_tells_a_purge_from_compaction(js: JetStreamContext) -> None:
+    await js.add_stream(name="S", subjects=["s.*"], allow_direct=True, max_msgs_per_subject=1)
+    await fill(js, 1, 5)
+    reader = LogReader(js, "S", start=Seq(1))
+    assert [msg.seq for msg in await reader.read(2)] == [3, 4]
+    reader.seek(4)
+    await fill(js, 6, 8)
+    assert [msg.seq for msg in await reader.read()] == [6, 7, 8]
+    reader.seek(7)
+    await js.purge_stream("S", seq=8)
+    with pytest.raises(errors.PositionLostError):
+        await reader.read()
 
 
 @pytest.mark.parametrize("js", WORKS, indirect=True)
@@ -81,18 +101,21 @@ async def test_every_server_line_runs_a_worker(js: JetStreamContext) -> None:
     await fill(js, 1, 40)
     second: list[Any] = []
 
-    async def work(*, zombie: bool = False) -> Any:
+    async def work(*, zombie: bool = False, standby: bool = False) -> Any:
         async def handle(msg: jsx.StoredMsg) -> list[jsx.BatchMessage]:
             if zombie and msg.seq == 25:
                 second.append(await work())
             return [jsx.BatchMessage("t.out", msg.data)] * (msg.seq % 3)
 
-        return await exactly_once(LogReader(js, "S"), "T", handle, name="w", prefix="t.at", max_messages=10)
+        return await exactly_once(
+            LogReader(js, "S"), "T", handle, name="w", prefix="t.at", max_messages=10, standby=standby
+        )
 
     with pytest.raises(errors.FencedError):
         await work(zombie=True)
     assert [done.inputs for done in second] == [20]
     assert (await work()).inputs == 0
+    assert [done.inputs for done in await asyncio.gather(work(standby=True), work(standby=True))] == [0, 0]
     out = [int(msg.data) async for msg in LogReader(js, "T", subject="t.out")]
     assert out == [n for n in range(1, 41) for _ in range(n % 3)]
     positions = [msg async for msg in LogReader(js, "T", subject="t.at.w")]

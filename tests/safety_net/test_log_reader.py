@@ -47,7 +47,6 @@ async def compacted(js: JetStreamContext, make_stream: MakeStream, how: str) -> 
     return publish
 
 
-@pytest.mark.xfail(strict=True, raises=errors.PositionLostError, reason=ISSUE + "compaction is reported as a loss")
 @COMPACTED
 async def test_messages_replaced_before_they_are_read_are_not_lost(js: JetStreamContext, compacted: Any) -> None:
     for subject in ("a", "b", "a", "c", "a"):
@@ -56,7 +55,6 @@ async def test_messages_replaced_before_they_are_read_are_not_lost(js: JetStream
     assert [message.seq for message in read] == [2, 4, 5]
 
 
-@pytest.mark.xfail(strict=True, raises=errors.PositionLostError, reason=ISSUE + "compaction is reported as a loss")
 @COMPACTED
 async def test_messages_replaced_while_they_are_read_are_not_lost(js: JetStreamContext, compacted: Any) -> None:
     await compacted("a", b"1")
@@ -77,9 +75,6 @@ async def replica(js: JetStreamContext, source: str, target: str, **options: Any
     await exactly_once(reader, target, numbers(target), name="w", prefix=f"{target}.at", **options)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=TypeError, reason=ISSUE + "exactly_once has no standby=True for a second replica"
-)
 async def test_a_standby_waits_while_another_worker_is_alive(js: JetStreamContext, make_stream: MakeStream) -> None:
     source, target = await make_stream(), await make_stream()
     workers = [asyncio.ensure_future(replica(js, source, target, standby=True)) for _ in range(2)]
@@ -95,9 +90,6 @@ async def test_a_standby_waits_while_another_worker_is_alive(js: JetStreamContex
     assert [message.data for message in outputs] == [b"%d" % n for n in range(5)]
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=ISSUE + "two supervised replicas fence each other indefinitely"
-)
 async def test_replicas_that_fence_each_other_back_off(js: JetStreamContext, make_stream: MakeStream) -> None:
     source, target = await make_stream(), await make_stream()
     taken_over = 0
@@ -124,9 +116,6 @@ async def test_replicas_that_fence_each_other_back_off(js: JetStreamContext, mak
     assert taken_over <= 5
 
 
-@pytest.mark.xfail(
-    strict=True, raises=TypeError, reason=ISSUE + "LogReader has no confirm=False for reads while the origin is away"
-)
 async def test_an_unconfirmed_reader_asks_no_leader(connect: Connect) -> None:
     async with ReferenceServer() as server:
         js = (await connect(server.url)).jetstream(timeout=30)
@@ -170,3 +159,13 @@ async def test_a_mirror_is_read_while_its_origin_is_away(mirror: tuple[NatsServe
     hub.kill()
     found = await (kvx.get_many(kv, ["a"], timeout=10) if call == "get_many" else kvx.snapshot(kv, timeout=10))
     assert found["a"].value == b"1"
+
+
+async def test_an_unconfirmed_reader_reads_a_mirror_while_its_origin_is_away(
+    mirror: tuple[NatsServer, KeyValue],
+) -> None:
+    hub, kv = mirror
+    reader = LogReader(kv._js, kv._stream, confirm=False, timeout=10)
+    hub.kill()
+    assert [message.data for message in await reader.read()] == [b"1"]
+    assert await reader.read(timeout=0.1) == []

@@ -1,0 +1,317 @@
+"""Streams that keep the newest messages of each subject: what a newer message replaced is not lost, what a purge removed is."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import nats
+import pytest
+from nats.js import JetStreamContext
+
+from jetstream_ext.errors import PositionLostError
+from jetstream_ext.log import First, LogReader, Seq, Time, exactly_once
+from jetstream_ext.log import reader as reader_module
+from jetstream_ext.protocol.api import StreamState
+from jetstream_ext.protocol.gaps import were_replaced
+from jetstream_ext.testing import ReferenceServer, VirtualClock
+
+Make = Callable[..., Awaitable[str]]
+KEEP_ONE: dict[str, Any] = {"max_msgs_per_subject": 1}
+ROLLUP = {"Nats-Rollup": "sub"}
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+CREATED = NOW - timedelta(days=1)
+HOUR_NS = 3600 * 10**9
+
+
+def state_of(config: dict[str, Any], **fields: Any) -> StreamState:
+    """A stream of 10 messages on 10 subjects, from sequence 51 to 60."""
+    given = {"first_seq": 51, "last_seq": 60, "messages": 10, "num_subjects": 10, "size": 1000, "now": NOW} | fields
+    return StreamState("S", CREATED.isoformat(), config, **given)
+
+
+COMPACTING: dict[str, Any] = {"max_msgs_per_subject": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "replaced"),
+    [
+        ({}, {}, False),
+        ({"allow_msg_ttl": True}, {}, False),
+        (COMPACTING, {}, True),
+        ({"allow_rollup_hdrs": True}, {}, True),
+        (COMPACTING | {"retention": "workqueue"}, {}, False),
+        (COMPACTING, {"messages": 0, "num_subjects": 0, "first_seq": 61}, False),
+        # A replaced message has as many newer ones as the stream keeps.
+        ({"max_msgs_per_subject": 5}, {"messages": 13}, False),
+        ({"max_msgs_per_subject": 5}, {"messages": 14}, True),
+        ({"max_msgs_per_subject": 5, "allow_rollup_hdrs": True}, {"messages": 13}, True),
+        (COMPACTING | {"max_msgs": 11}, {}, True),
+        (COMPACTING | {"max_msgs": 10}, {}, False),
+        (COMPACTING | {"max_msgs": 10, "discard": "new"}, {}, True),
+        (COMPACTING | {"max_bytes": 1500, "max_msg_size": 500}, {}, True),
+        (COMPACTING | {"max_bytes": 1500, "max_msg_size": 501}, {}, False),
+        (COMPACTING | {"max_bytes": 1 << 26}, {}, False),
+        (COMPACTING | {"max_bytes": 1 << 27}, {}, True),
+        (COMPACTING | {"max_bytes": 1500, "discard": "new"}, {}, True),
+        (COMPACTING | {"max_age": HOUR_NS}, {}, False),
+        (COMPACTING | {"max_age": 25 * HOUR_NS}, {}, True),
+    ],
+)
+def test_the_state_decides_without_an_earlier_one(
+    config: dict[str, Any], fields: dict[str, Any], replaced: bool
+) -> None:
+    assert were_replaced(state_of(config, **fields), None, None) is replaced
+
+
+@pytest.mark.parametrize(("minutes", "replaced"), [(59, True), (60, False)])
+def test_messages_younger_than_max_age_have_not_expired(minutes: int, replaced: bool) -> None:
+    state = state_of(COMPACTING | {"max_age": HOUR_NS})
+    assert were_replaced(state, None, NOW - timedelta(minutes=minutes)) is replaced
+
+
+@pytest.mark.parametrize(
+    ("config", "before", "replaced"),
+    [
+        (COMPACTING, {}, True),
+        (COMPACTING, {"num_subjects": 9, "messages": 9}, True),
+        (COMPACTING, {"num_subjects": 11, "messages": 10}, False),
+        (COMPACTING, {"messages": 11}, False),
+        (COMPACTING, {"messages": 11, "config": {"max_msgs_per_subject": 2}}, True),
+        (COMPACTING, {"messages": 11, "config": COMPACTING | {"allow_rollup_hdrs": True}}, True),
+        (COMPACTING | {"allow_rollup_hdrs": True}, {"messages": 11}, True),
+        (COMPACTING | {"allow_rollup_hdrs": True}, {"messages": 11, "num_subjects": 11}, False),
+    ],
+)
+def test_an_earlier_state_shows_that_something_else_removed_messages(
+    config: dict[str, Any], before: dict[str, Any], replaced: bool
+) -> None:
+    state = state_of(config)
+    assert were_replaced(state, replace(state, **before), None) is replaced
+
+
+async def publish(js: JetStreamContext, name: str, subjects: str, **options: Any) -> None:
+    for subject in subjects:
+        await js.publish(f"{name}.{subject}", subject.encode(), **options)
+
+
+async def seqs(reader: LogReader) -> list[int]:
+    return [message.seq for message in await reader.read()]
+
+
+async def test_a_reader_passes_over_a_stream_whose_old_messages_were_all_replaced(
+    js: JetStreamContext, make_stream: Make
+) -> None:
+    name = await make_stream(**KEEP_ONE)
+    await publish(js, name, "abc")
+    reader = LogReader(js, name, start=Seq(2))
+    await publish(js, name, "abcabc")
+    assert await seqs(reader) == [7, 8, 9]
+    await publish(js, name, "a" * 20)
+    assert await seqs(reader) == [29], "the first message of the stream is still below the position"
+    await publish(js, name, "bcbc")
+    await publish(js, name, "a")
+    assert await seqs(reader) == [32, 33, 34]
+
+
+async def test_a_hot_subject_never_loses_a_tailing_reader(js: JetStreamContext, make_stream: Make) -> None:
+    name = await make_stream(max_msgs_per_subject=3)
+    reader = LogReader(js, name, tail=True)
+    for last in range(7, 70, 7):
+        await publish(js, name, "a" * 7)
+        assert await seqs(reader) == [last - 2, last - 1, last]
+
+
+async def test_a_filtered_reader_passes_over_what_was_replaced(js: JetStreamContext, make_stream: Make) -> None:
+    name = await make_stream(**KEEP_ONE)
+    await publish(js, name, "abab")
+    reader = LogReader(js, name, start=Seq(1), subject=f"{name}.b")
+    assert await seqs(reader) == [4]
+
+
+PURGES: dict[str, dict[str, Any]] = {
+    "everything": {},
+    "up to a sequence": {"seq": 5},
+    "all but the newest": {"keep": 2},
+    "a subject": {"subject": "a"},
+    "a subject but its newest": {"subject": "h", "keep": 1},
+}
+
+
+@pytest.mark.parametrize("purge", PURGES)
+@pytest.mark.parametrize("keep", [1, 2])
+async def test_a_purge_of_unread_messages_is_reported(
+    js: JetStreamContext, make_stream: Make, purge: str, keep: int
+) -> None:
+    name = await make_stream(max_msgs_per_subject=keep)
+    await publish(js, name, "hh" + "abcdef" if purge.endswith("its newest") else "abcdefgh")
+    reader = LogReader(js, name, start=Seq(1))
+    await reader.open()
+    options = dict(PURGES[purge])
+    if "subject" in options:
+        options["subject"] = f"{name}.{options['subject']}"
+    before = (await js.stream_info(name)).state
+    await js.purge_stream(name, **options)
+    after = (await js.stream_info(name)).state
+    if after.first_seq == before.first_seq:
+        assert (purge, keep) == ("a subject but its newest", 1), "only then nothing is removed"
+        return
+    with pytest.raises(PositionLostError) as caught:
+        await reader.read()
+    assert (caught.value.expected, caught.value.got) == (1, max(after.first_seq, 1))
+    with pytest.raises(PositionLostError):
+        await reader.read()
+    reader.seek(caught.value.got or 0)
+    assert len(await seqs(reader)) == after.messages
+
+
+async def test_a_purge_is_reported_although_the_beginning_was_replaced_before(
+    js: JetStreamContext, make_stream: Make
+) -> None:
+    name = await make_stream(**KEEP_ONE)
+    await publish(js, name, "abcdefgh")
+    reader = LogReader(js, name, start=Seq(1))
+    assert [message.seq for message in await reader.read(2)] == [1, 2]
+    reader.seek(3)  # discards what the reader has fetched
+    await publish(js, name, "abc")
+    assert [message.seq for message in await reader.read(2)] == [4, 5]
+    reader.seek(6)
+    await js.purge_stream(name, seq=8)
+    with pytest.raises(PositionLostError) as caught:
+        await reader.read()
+    assert (caught.value.expected, caught.value.got) == (6, 8)
+
+
+async def test_limits_that_remove_the_oldest_messages_are_reported(js: JetStreamContext, make_stream: Make) -> None:
+    name = await make_stream(max_msgs_per_subject=1, max_msgs=4)
+    await publish(js, name, "abcabc")
+    assert await seqs(LogReader(js, name, start=Seq(1))) == [4, 5, 6], "the limit is not reached"
+    await publish(js, name, "de")
+    with pytest.raises(PositionLostError):
+        await LogReader(js, name, start=Seq(4)).read()
+
+
+async def test_expiry_by_age_is_reported_unless_the_messages_were_too_young(
+    js: JetStreamContext, make_stream: Make
+) -> None:
+    name = await make_stream(max_msgs_per_subject=1, max_age=3600)
+    await publish(js, name, "a")
+    reader = LogReader(js, name)
+    assert await seqs(reader) == [1]
+    await publish(js, name, "bba")
+    assert await seqs(reader) == [3, 4]
+    assert await seqs(LogReader(js, name, start=Time(datetime.now(UTC) - timedelta(minutes=1)))) == [3, 4]
+    config = (await js.stream_info(name)).config
+    await js.update_stream(config.evolve(max_age=0.2, duplicate_window=0.1))
+    await publish(js, name, "cc")
+    behind = LogReader(js, name, start=Seq(5))
+    while (await js.stream_info(name)).state.messages:
+        await asyncio.sleep(0.02)
+    await publish(js, name, "d")
+    with pytest.raises(PositionLostError):
+        await behind.read()
+
+
+async def test_rollups_of_a_subject_replace_and_rollups_of_the_stream_do_not(
+    js: JetStreamContext, make_stream: Make
+) -> None:
+    name = await make_stream(allow_rollup_hdrs=True)
+    await publish(js, name, "aabb")
+    reader = LogReader(js, name, start=Seq(1))
+    await reader.open()
+    await publish(js, name, "ab", headers=ROLLUP)
+    assert await seqs(reader) == [5, 6]
+    await publish(js, name, "ccc")
+    await js.publish(f"{name}.d", b"d", headers={"Nats-Rollup": "all"})
+    with pytest.raises(PositionLostError):
+        await reader.read()
+
+
+@pytest.mark.parametrize("markers", [True, False])
+async def test_a_marker_replaces_the_message_that_expired(markers: bool) -> None:
+    clock = VirtualClock()
+    async with ReferenceServer(clock=clock) as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream(timeout=30)
+        options = {"subject_delete_marker_ttl": 60} if markers else {"max_msgs_per_subject": 1}
+        await js.add_stream(name="S", subjects=["S.>"], allow_direct=True, allow_msg_ttl=True, **options)
+        await publish(js, "S", "a", headers={"Nats-TTL": "60"})
+        await publish(js, "S", "b")
+        reader = LogReader(js, "S", start=Seq(1))
+        await reader.open()
+        clock.advance(61)
+        if markers:
+            found = [message async for message in reader]
+            assert [message.seq for message in found] == [2, 3]
+            assert found[1].headers["Nats-Marker-Reason"] == "MaxAge"
+        else:
+            with pytest.raises(PositionLostError):
+                await reader.read()
+        await nc.close()
+
+
+async def test_buckets_are_compacted_streams(js: JetStreamContext, stream_name: Callable[[], str]) -> None:
+    kv = await js.create_key_value(bucket=stream_name(), direct=True)
+    for n in range(5):
+        await kv.put("hot", b"%d" % n)
+        await kv.put(f"key{n % 2}", b"%d" % n)
+    reader = LogReader(js, f"KV_{kv._name}", start=Seq(1))
+    assert await seqs(reader) == [8, 9, 10]
+    for n in range(5):
+        await kv.put("key0", b"")
+        await kv.put("key1", b"")
+        await kv.put("hot", b"%d" % n)
+    assert await seqs(reader) == [23, 24, 25]
+    await kv.delete("hot")
+    await kv.purge("key0")
+    await kv.put("key1", b"")
+    assert await seqs(reader) == [26, 27, 28]
+
+
+async def test_a_worker_handles_the_newest_message_of_every_subject(js: JetStreamContext, make_stream: Make) -> None:
+    name, target = await make_stream(**KEEP_ONE), await make_stream()
+    handled: list[int] = []
+
+    async def work() -> None:
+        await exactly_once(
+            LogReader(js, name), target, lambda message: handled.append(message.seq), name="w", prefix=f"{target}.at"
+        )
+
+    await publish(js, name, "ab")
+    await work()
+    await publish(js, name, "abbaab")
+    await work()
+    assert handled == [1, 2, 7, 8]
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_every_newest_message_is_returned_once_and_in_order(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rng = random.Random(seed)
+    monkeypatch.setattr(reader_module, "_GROUP", rng.choice([3, 4096]))
+    keep = rng.choice([0, 1, 2, 5])
+    name = await make_stream(max_msgs_per_subject=keep, allow_rollup_hdrs=keep == 0 or rng.random() < 0.5)
+    rollups = keep == 0 or (await js.stream_info(name)).config.allow_rollup_hdrs
+    reader = LogReader(js, name, start=rng.choice([First(), Seq(1)]))
+    newest: dict[str, int] = {}
+    read: dict[str, list[int]] = {}
+    order: list[int] = []
+    for _ in range(40):
+        for _ in range(rng.randint(0, 12)):
+            subject = f"{name}.{rng.choice('aaaaaabbcdefgh')}"
+            newest[subject] = (
+                await js.publish(subject, headers=ROLLUP if rollups and rng.random() < 0.5 else None)
+            ).seq
+        for message in await reader.read(rng.randint(1, 20)):
+            read.setdefault(message.subject, []).append(message.seq)
+            order.append(message.seq)
+    while messages := await reader.read():
+        for message in messages:
+            read.setdefault(message.subject, []).append(message.seq)
+            order.append(message.seq)
+    assert order == sorted(set(order))
+    assert {subject: found[-1] for subject, found in read.items()} == newest

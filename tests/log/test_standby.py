@@ -1,0 +1,414 @@
+"""Replicas of one worker: a standby waits for the lease, and workers that are restarted do not stop each other repeatedly."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import nats
+import pytest
+from nats.js import JetStreamContext
+from nats.js.errors import NotFoundError
+
+from jetstream_ext import BatchMessage, StoredMsg, errors
+from jetstream_ext.client.connection import open_bucket
+from jetstream_ext.kv.bucket import Bucket
+from jetstream_ext.log import Last, LogReader, OffsetStore, Processed, exactly_once, lease, worker
+from jetstream_ext.log.lease import Lease, lease_key
+from jetstream_ext.testing import ReferenceServer, VirtualClock
+
+Make = Callable[..., Awaitable[str]]
+More = Callable[[str, int, int], Awaitable[None]]
+
+
+class Replica:
+    """One run of the worker "w", which follows its input, and the sequences that it has handled."""
+
+    def __init__(
+        self,
+        js: JetStreamContext,
+        source: str,
+        target: str,
+        offsets: OffsetStore,
+        *,
+        handler: Any = None,
+        **options: Any,
+    ) -> None:
+        self.handled: list[int] = []
+        self.handler = handler
+        self.target = target
+        reader = LogReader(js, source, tail=True, poll=0.01, offsets=offsets)
+        options = {"name": "w", "prefix": f"{target}.at", **options}
+        self.task: asyncio.Task[Processed] = asyncio.ensure_future(exactly_once(reader, target, self.handle, **options))
+
+    async def handle(self, message: StoredMsg) -> BatchMessage:
+        self.handled.append(message.seq)
+        if self.handler is not None:
+            await self.handler(message)
+        return BatchMessage(f"{self.target}.out", message.data)
+
+    async def stop(self) -> None:
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+
+    async def handles(self, seq: int) -> None:
+        async with asyncio.timeout(60):
+            while seq not in self.handled:
+                if self.task.done():
+                    self.task.result()
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def offsets(js: JetStreamContext, stream_name: Callable[[], str], request: pytest.FixtureRequest) -> OffsetStore:
+    """A bucket for leases; parametrized indirectly with False, it does not allow TTLs."""
+    name = stream_name()
+    if getattr(request, "param", True):
+        return await OffsetStore(js, name).create()
+    await js.add_stream(name=f"KV_{name}", subjects=[f"$KV.{name}.>"], max_msgs_per_subject=1)
+    return OffsetStore(js, name)
+
+
+@pytest.fixture
+async def start(js: JetStreamContext, make_stream: Make, offsets: OffsetStore) -> AsyncIterator[Callable[..., Replica]]:
+    """Start replicas of one worker; they are stopped at the end. The function has its streams' names."""
+    source, target = await make_stream(), await make_stream()
+    started: list[Replica] = []
+
+    def start(**options: Any) -> Replica:
+        started.append(Replica(js, source, target, offsets, **options))
+        return started[-1]
+
+    start.source, start.target = source, target  # type: ignore[attr-defined]
+    yield start
+    for replica in started:
+        replica.task.cancel()
+    await asyncio.gather(*(replica.task for replica in started), return_exceptions=True)
+
+
+TTL_OR_NOT = pytest.mark.parametrize("offsets", [True, False], indirect=True, ids=["with TTLs", "without TTLs"])
+
+
+async def lease_of(offsets: OffsetStore, target: str) -> StoredMsg | None:
+    bucket = Bucket(open_bucket(offsets.context, offsets.bucket))
+    return await bucket.get_at_leader(last_by_subj=bucket.subject(lease_key(target, f"{target}.at.w")))
+
+
+async def outputs(js: JetStreamContext, target: str, last: int) -> list[int]:
+    """Return the outputs once the one of the input `last` is stored."""
+    reader = LogReader(js, target, subject=f"{target}.out", tail=True, poll=0.02)
+    found: list[int] = []
+    async with asyncio.timeout(60):
+        while last not in found:
+            found.append(int((await anext(reader)).data))
+    return found
+
+
+@TTL_OR_NOT
+async def test_a_standby_takes_over_at_once_when_the_other_worker_is_stopped(
+    js: JetStreamContext, start: Any, more: More, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "SECONDS", 3600)
+    active = start(standby=True)
+    await more(start.source, 1, 3)
+    await active.handles(3)
+    standby = start(standby=True)
+    await more(start.source, 4, 6)
+    await active.handles(6)
+    await active.stop()
+    await more(start.source, 7, 9)
+    assert await outputs(js, start.target, 9) == list(range(1, 10))
+    assert active.handled == list(range(1, 7))
+    assert set(standby.handled) >= {7, 8, 9}
+    await standby.stop()
+    found = await lease_of(offsets, start.target)
+    assert found is None or found.headers["KV-Operation"] in ("DEL", "PURGE")
+
+
+@TTL_OR_NOT
+async def test_a_standby_takes_over_when_the_other_worker_dies(
+    start: Any, more: More, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "SECONDS", 1)
+    active = start(standby=True)
+    await more(start.source, 1, 3)
+    await active.handles(3)
+    standby = start(standby=True)
+
+    async def die(self: Lease) -> None:
+        assert self._renewing is not None
+        self._renewing.cancel()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lease, "release", die)
+        await active.stop()
+    await more(start.source, 4, 4)
+    await standby.handles(4)
+
+
+@TTL_OR_NOT
+async def test_a_worker_renews_its_lease_while_its_handler_works(
+    start: Any, more: More, offsets: OffsetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "SECONDS", 1)
+    renewed = asyncio.Event()
+
+    async def slow(message: StoredMsg) -> None:
+        await renewed.wait()
+
+    active = start(standby=True, handler=slow)
+    await more(start.source, 1, 1)
+    await active.handles(1)
+    async with asyncio.timeout(60):
+        while not ((found := await lease_of(offsets, start.target)) and json.loads(found.data)["renewal"] > 4):
+            await asyncio.sleep(0.02)
+    renewed.set()
+    await more(start.source, 2, 2)
+    await active.handles(2)
+
+
+async def test_only_one_of_several_standbys_works(start: Any, more: More) -> None:
+    replicas = [start(standby=True) for _ in range(4)]
+    for n in range(1, 6):
+        await more(start.source, n, n)
+        while not any(n in replica.handled for replica in replicas):
+            await asyncio.sleep(0.01)
+    assert sorted(replica.handled for replica in replicas) == [[], [], [], [1, 2, 3, 4, 5]]
+    assert not any(replica.task.done() for replica in replicas)
+
+
+async def test_workers_of_other_names_and_streams_have_leases_of_their_own(
+    js: JetStreamContext, start: Any, make_stream: Make, offsets: OffsetStore, more: More
+) -> None:
+    other = await make_stream()
+    replicas = [
+        start(standby=True),
+        start(standby=True, name="v"),
+        Replica(js, start.source, other, offsets, standby=True),
+    ]
+    await more(start.source, 1, 1)
+    for replica in replicas:
+        await replica.handles(1)
+    await replicas[-1].stop()
+
+
+async def test_a_worker_whose_lease_was_taken_stops(
+    start: Any, more: More, offsets: OffsetStore, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(lease, "SECONDS", 1)
+    monkeypatch.setattr(worker, "_IDLE", 0.1)
+    active = start(standby=True)
+    await more(start.source, 1, 1)
+    await active.handles(1)
+    kv = open_bucket(offsets.context, offsets.bucket)
+    taken = json.dumps({"v": 1, "worker": "another", "seconds": 3600, "renewal": 1}).encode()
+    await kv.put(lease_key(start.target, f"{start.target}.at.w"), taken)
+    with pytest.raises(errors.FencedError, match="has taken its lease"):
+        await asyncio.wait_for(active.task, 60)
+    found = await lease_of(offsets, start.target)
+    assert found is not None
+    assert found.data == taken, "the lease of the other worker stays"
+
+
+async def test_a_deleted_lease_is_stored_again(start: Any, more: More, offsets: OffsetStore, monkeypatch: Any) -> None:
+    monkeypatch.setattr(lease, "SECONDS", 1)
+    active = start(standby=True)
+    await more(start.source, 1, 1)
+    await active.handles(1)
+    kv = open_bucket(offsets.context, offsets.bucket)
+    await kv.delete(lease_key(start.target, f"{start.target}.at.w"))
+    async with asyncio.timeout(60):
+        while not ((found := await lease_of(offsets, start.target)) and found.data):
+            await asyncio.sleep(0.02)
+    assert not active.task.done()
+
+
+@pytest.mark.parametrize("with_ttl", [True, False])
+async def test_only_the_clock_of_the_server_ends_a_lease(with_ttl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a slow answer nor local time does."""
+    clock = VirtualClock()
+    async with ReferenceServer(clock=clock) as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        js = nc.jetstream(timeout=30)
+        await js.add_stream(name="KV_B", subjects=["$KV.B.>"], max_msgs_per_subject=1, allow_msg_ttl=with_ttl)
+
+        def lease_for(holder: str) -> Lease:
+            lease = Lease(
+                Bucket(open_bucket(js, "B"), 30), "leases.k", holder=holder, name=holder, patience=30, seconds=3600
+            )
+            monkeypatch.setattr(lease, "_renew", later)  # only the test renews it
+            return lease
+
+        async def later(writer: Any) -> None:
+            await asyncio.Event().wait()
+
+        alive, standby = lease_for("a"), lease_for("b")
+        await alive.acquire()
+        assert alive._writer is not None
+        ask = standby._bucket.unchecked_state
+        asked = 0
+
+        async def slow() -> Any:
+            nonlocal asked
+            asked += 1
+            state = await ask()
+            if asked <= 2:
+                clock.advance(3000)
+                await alive._writer.store([], alive._encode())
+                clock.advance(500)
+            return state
+
+        monkeypatch.setattr(standby._bucket, "unchecked_state", slow)
+        waiting = asyncio.ensure_future(standby.acquire())  # its first request only asks for the configuration
+        async with asyncio.timeout(60):
+            while asked < 8:
+                await asyncio.sleep(0.01)
+        assert not waiting.done(), "the lease is 500 s old"
+        clock.advance(3000)
+        asked = 8
+        async with asyncio.timeout(60):
+            while asked < 12:
+                await asyncio.sleep(0.01)
+        assert not waiting.done()
+        clock.advance(101)
+        await asyncio.wait_for(waiting, 60)
+        await standby.release()
+        await alive.release()
+        await nc.close()
+
+
+async def test_cancelling_a_standby_leaves_nothing(
+    js: JetStreamContext, start: Any, more: More, offsets: OffsetStore, leak_check: Any
+) -> None:
+    active = start(standby=True)
+    await more(start.source, 1, 1)
+    await active.handles(1)
+    held = await lease_of(offsets, start.target)
+    leak_check.before = leak_check._held()
+    for steps in range(0, 60, 3):
+        standby = start(standby=True)
+        for _ in range(steps):
+            await asyncio.sleep(0.002)
+        await standby.stop()
+        await leak_check.assert_clean()
+    await more(start.source, 2, 2)
+    await active.handles(2)
+    found = await lease_of(offsets, start.target)
+    assert held is not None
+    assert found is not None
+    assert json.loads(found.data)["worker"] == json.loads(held.data)["worker"]
+    await active.stop()
+    await leak_check.assert_clean()
+
+
+async def test_a_worker_cancelled_at_any_moment_leaves_no_lease(
+    js: JetStreamContext, start: Any, more: More, leak_check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "SECONDS", 600)
+    await more(start.source, 1, 40)
+    for steps in range(0, 120, 3):
+        replica = start(standby=True, max_messages=5)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await replica.stop()
+        await leak_check.assert_clean()
+    start(standby=True)
+    assert await outputs(js, start.target, 40) == list(range(1, 41))
+
+
+async def test_the_bucket_is_created(js: JetStreamContext, make_stream: Make, stream_name: Callable[[], str]) -> None:
+    source, target, bucket = await make_stream(3), await make_stream(), stream_name()
+    reader = LogReader(js, source, offsets=OffsetStore(js, bucket))
+    await exactly_once(reader, target, lambda _: None, name="w", prefix=f"{target}.at", standby=True)
+    assert (await js.stream_info(f"KV_{bucket}")).config.allow_msg_ttl
+    plain = LogReader(js, source, offsets=OffsetStore(js, stream_name()))
+    await exactly_once(plain, target, lambda _: None, name="w", prefix=f"{target}.at")
+    with pytest.raises(NotFoundError):
+        await js.stream_info(f"KV_{plain.offsets.bucket}")
+
+
+async def test_a_foreign_value_of_the_key_is_refused(start: Any, offsets: OffsetStore) -> None:
+    kv = open_bucket(offsets.context, offsets.bucket)
+    await kv.put(lease_key(start.target, f"{start.target}.at.w"), b"hello")
+    with pytest.raises(ValueError, match="not the lease of a worker"):
+        await asyncio.wait_for(start(standby=True).task, 60)
+
+
+def test_keys_of_leases_are_valid_and_distinct() -> None:
+    assert lease_key("S", "s.at.w") == "leases.S.s.at.w"
+    assert lease_key("S", "s.$a.é=") == "leases.S.s.=24a.=C3=A9=3D"
+
+
+async def holder(js: JetStreamContext, target: str) -> str:
+    (found,) = await LogReader(js, target, subject=f"{target}.at.w", start=Last()).read()
+    return str(json.loads(found.data)["worker"])
+
+
+async def test_a_fenced_worker_that_is_started_again_waits_while_the_other_one_is_alive(
+    js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "TAKEOVER_PAUSE", 3600.0)
+    monkeypatch.setattr(worker, "_ALIVE_AFTER", 0.3)
+    first = start()
+    await more(start.source, 1, 1)
+    await first.handles(1)
+    second = start()
+    async with asyncio.timeout(60):
+        while not first.task.done():
+            count = (await js.stream_info(start.source)).state.last_seq
+            await more(start.source, count + 1, count + 1)
+            await asyncio.sleep(0.05)
+    with pytest.raises(errors.FencedError):
+        first.task.result()
+    took_over = await holder(js, start.target)
+    again = start()
+    last = (await js.stream_info(start.source)).state.last_seq
+    for n in range(last + 1, last + 11):
+        await more(start.source, n, n)
+        await second.handles(n)
+        await asyncio.sleep(0.1)
+    assert await holder(js, start.target) == took_over
+    assert not again.handled
+    await second.stop()
+    await more(start.source, last + 11, last + 11)
+    await again.handles(last + 11)
+    assert await outputs(js, start.target, last + 11) == list(range(1, last + 12))
+
+
+async def test_the_wait_of_a_restarted_worker_is_bounded(
+    js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "TAKEOVER_PAUSE", 3.0)
+    monkeypatch.setattr(worker, "_ALIVE_AFTER", 0.3)
+    replicas = []
+    for _ in range(3):
+        replicas.append(start())
+        async with asyncio.timeout(60):
+            while not replicas[-1].handled:
+                count = (await js.stream_info(start.source)).state.last_seq
+                await more(start.source, count + 1, count + 1)
+                await asyncio.sleep(0.05)
+    for fenced in replicas[:-1]:
+        with pytest.raises(errors.FencedError):
+            await asyncio.wait_for(fenced.task, 60)
+
+
+@pytest.mark.parametrize("version", ["now", "earlier"])
+async def test_a_worker_does_not_wait_for_one_that_has_ended(
+    js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr(worker, "TAKEOVER_PAUSE", 3600.0)
+    if version == "earlier":
+        encode = worker.encode_position
+        monkeypatch.setattr(
+            worker,
+            "encode_position",
+            lambda *position, inbox, took_over, **record: encode(*position, **record),
+        )
+    for n in range(1, 6):
+        replica = start()
+        await more(start.source, n, n)
+        await replica.handles(n)
+        await replica.stop()
