@@ -12,8 +12,6 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Final, Literal, Self, Unpack, cast
 
-import nats.errors
-import nats.js.errors
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.atomic_session import AtomicSession
@@ -250,15 +248,11 @@ async def publish_atomic(
     try:
         await session.fill(messages)
         return await session.commit(None)
-    except AtomicPublishDuplicateMessageIDError as refusal:
+    except AtomicPublishDuplicateMessageIDError:
         if batch_id is None:
             raise  # the id was generated: no other batch has it
-        try:
-            ack = await session.resolve(None)
-        except (nats.errors.Error, nats.js.errors.APIError) as unknown:
-            raise refusal from unknown
-        if ack is None:
-            raise
+        ack = await session.resolve(None)
+        assert ack is not None  # otherwise it raises the refusal
         return ack
     finally:
         session.discard()

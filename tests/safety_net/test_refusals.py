@@ -50,9 +50,6 @@ PUBLISH = pytest.mark.parametrize("publish", [add_atomic, add_fast, add_many_fas
 LOCAL = (ValueError, nats.errors.Error)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=ISSUE + "a blank message id is sent, and servers ignore it"
-)
 @pytest.mark.parametrize("options", [{"msg_id": " "}, {"headers": {"Nats-Msg-Id": " "}}], ids=["msg_id", "header"])
 @PUBLISH
 async def test_a_blank_message_id_is_refused(
@@ -64,7 +61,6 @@ async def test_a_blank_message_id_is_refused(
     assert (await js.stream_info(stream)).state.last_seq == 0
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "headers over 64 KiB are sent")
 @PUBLISH
 async def test_headers_that_a_server_cannot_store_are_refused(
     nc: Client, js: JetStreamContext, make_stream: MakeStream, within: Within, publish: Publish
@@ -80,7 +76,6 @@ async def test_headers_that_a_server_cannot_store_are_refused(
     assert (await js.stream_info(stream)).state.last_seq == 0
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "a long subject closes the connection")
 @pytest.mark.parametrize("call", ["atomic", "fast", "get_last"])
 async def test_a_subject_longer_than_the_control_line_is_refused(
     server: NatsServer, connect: Connect, make_stream: MakeStream, within: Within, call: str

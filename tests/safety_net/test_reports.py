@@ -49,7 +49,6 @@ class TestBatchIdUsedAgain:
     def batch(stream: str, *contents: str) -> list[BatchMessage]:
         return [BatchMessage(f"{stream}.a", text.encode(), msg_id=text.replace(" ", "-")) for text in contents]
 
-    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "a batch id used again is a false success")
     async def test_publish_atomic_does_not_return_the_ack_of_other_content(
         self, js: JetStreamContext, stream: str
     ) -> None:
@@ -61,7 +60,6 @@ class TestBatchIdUsedAgain:
         assert b"9 pears" not in await payloads(js, stream)
         assert outcome is not None, "9 pears are reported as stored"
 
-    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "resolve() takes another batch for this one")
     async def test_resolve_does_not_take_a_refused_batch_for_an_earlier_one_of_other_content(
         self, js: JetStreamContext, stream: str
     ) -> None:
@@ -77,7 +75,6 @@ class TestBatchIdUsedAgain:
             pass
         assert outcome != "stored"
 
-    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "resolve() takes another batch for this one")
     async def test_resolve_does_not_take_a_lost_batch_for_another_publishers_of_the_same_id(
         self, connect: Connect
     ) -> None:
@@ -237,9 +234,6 @@ class TestMixedClusters:
             assert (await direct.stream_info("S")).state.messages == 0
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=ISSUE + "a batch over two streams is only reported as incomplete"
-)
 async def test_a_batch_over_two_streams_names_them(
     js: JetStreamContext, make_stream: MakeStream, within: Within
 ) -> None:
