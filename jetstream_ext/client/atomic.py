@@ -17,7 +17,7 @@ from nats.js import JetStreamContext
 from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
 from jetstream_ext.client.connection import Context
-from jetstream_ext.errors import AtomicPublishDuplicateMessageIDError, ResponseError
+from jetstream_ext.errors import AtomicPublishDuplicateMessageIDError, BatchOutcomeUnknownError, ResponseError
 from jetstream_ext.protocol.api import ABANDONED, parse_abandoned
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_int, check_message
@@ -248,10 +248,13 @@ async def publish_atomic(
     try:
         await session.fill(messages)
         return await session.commit(None)
-    except AtomicPublishDuplicateMessageIDError:
+    except AtomicPublishDuplicateMessageIDError as refusal:
         if batch_id is None:
             raise  # the id was generated: no other batch has it
-        ack = await session.resolve(None)
+        try:
+            ack = await session.resolve(None)
+        except BatchOutcomeUnknownError as unknown:
+            raise unknown from refusal
         assert ack is not None  # otherwise it raises the refusal
         return ack
     finally:

@@ -344,7 +344,8 @@ async def _find_out(
 ) -> BatchAck | None:
     """Return the ack that the commit should have had, or None: nothing of the batch is stored, nor will be.
 
-    `plan` starts a new attempt. `cause` is the error that left the outcome unknown; a BatchOutcomeUnknownError of this call is raised from it.
+    `plan` starts an attempt. `cause` is the error that left the outcome unknown; a BatchOutcomeUnknownError of this call
+    is raised from it.
     """
     retry = Retry(timeout, transient=_may_be_known_later)
     retry.start()
@@ -361,8 +362,7 @@ async def _find_out(
         if isinstance(error, TimeoutError) or _may_be_known_later(error):
             why += f" (tried for {timeout:g} s)"
     raise BatchOutcomeUnknownError(
-        f"batch {commit.batch_id}: the outcome is unknown: {why}; either all of its {commit.size} messages are stored or "
-        "none",
+        f"batch {commit.batch_id}: the outcome is unknown: {why}; its {commit.size} messages may be stored",
         batch_id=commit.batch_id,
         sent=commit.size,
         acked=commit.staged,

@@ -141,13 +141,13 @@ def find_earlier(commit: Commit, now: datetime) -> Plan:
     since = now - (state.duplicate_window or timedelta()) - _CLOCK_SKEW
     endings = _Endings(commit)
     yield from _read_subject(state, endings, commit.last_subject, since)
-    doubt = ""
+    doubt = False
     for last_seq in reversed(endings.seqs):
         search = Search(commit, last_seq - commit.size)
         yield from _read(state, search, last_seq)
         if search.last_seq is not None:
             return _ack(commit, state, search.last_seq)
-        doubt = doubt or search.doubt
+        doubt |= search.partial
     state = yield from _check_leader(commit, state)
     if doubt or not (yield from _has_all(state, since)):
         raise NeverKnown("the stream has removed messages, possibly those of an earlier batch with this id")
@@ -235,6 +235,8 @@ def _read(state: StreamState, search: Search, end: int) -> Generator[Query, Any,
 
 def _read_subject(state: StreamState, endings: _Endings, subject: str, since: datetime) -> Generator[Query, Any, None]:
     """Pass the messages on `subject` since then to `endings`."""
+    if not state.last_seq:
+        return
     if state.allows_direct:
         options = {"subject": subject, "start_time": since, "up_to_seq": state.last_seq, "confirm": True}
         yield AskRange(state.name, endings, options)
@@ -296,7 +298,7 @@ class Search:
     def _compare(self, number: int, message: StoredMsg, fingerprints: Sequence[int]) -> None:
         start, size = message.seq - number, self._commit.size
         if number <= self._last_number or (self._contiguous and start != self._start):
-            self._partial = self._has_hole  # another run begins
+            self._partial = self.partial  # another run begins
             self._same = self._others = 0
         self._start, self._last_number = start, number
         # Servers mark the last message of every batch that they store.
@@ -320,13 +322,14 @@ class Search:
             self.next_seq = gap.stop
 
     @property
-    def _has_hole(self) -> bool:
+    def partial(self) -> bool:
+        """Whether a run with the batch's id could be the batch, but has a hole."""
         return self._partial or (0 < self._same < self._commit.size and not self._others)
 
     @property
     def doubt(self) -> str:
         """Why a batch with the same id, which is not proved to be this one, may be it or a part of it; or nothing."""
-        if self._has_hole:
+        if self.partial:
             return "the stream has removed messages of a batch with this id"
         if self._mixed:
             return "the stream has a batch with this id that has some of its messages and others: another publisher uses the id"
