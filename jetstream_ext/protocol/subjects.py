@@ -12,6 +12,8 @@ from jetstream_ext.protocol.frames import check_line
 # Subjects are parts of lines of a text protocol in UTF-8: no control characters, white space or lone surrogates.
 _FORBIDDEN_CHARACTERS: Final = frozenset(chr(code) for code in (*range(33), 127, *range(0xD800, 0xE000)))
 
+_LONGEST_NAME: Final = 255  # in every server; it cannot be configured
+
 
 def _check_text(text: str, what: str) -> None:
     if not isinstance(text, str):
@@ -41,6 +43,8 @@ def check_filter(subject: str) -> None:
 def check_name(name: str, what: str) -> None:
     """Raise BadSubjectError unless `name` can name a stream, consumer or bucket, and TypeError if it is not a str."""
     _check_text(name, what)
+    if len(name.encode()) > _LONGEST_NAME:
+        raise BadSubjectError(f"{what} {name[:64]!r}… is longer than the {_LONGEST_NAME} bytes that servers accept")
     if not set(".*>/\\").isdisjoint(name):
         raise BadSubjectError(f"{what} {name!r} has one of . * > / \\, which are not allowed in a name")
 
