@@ -271,7 +271,7 @@ class TestMaxPayload:
 
     @pytest.mark.parametrize("how", ["add", "add_many", "commit"])
     @pytest.mark.parametrize("kind", ["atomic", "fast"])
-    async def test_of_an_open_batch(
+    async def test_an_open_batch_takes_the_limit_of_a_new_server(
         self, reconnect: Any, make_stream: MakeStream, within: Within, kind: str, how: str
     ) -> None:
         js, lower = reconnect
@@ -285,7 +285,7 @@ class TestMaxPayload:
         assert isinstance(outcome, nats.errors.MaxPayloadError)
 
     @pytest.mark.parametrize("kind", ["atomic", "fast"])
-    async def test_of_a_source_that_waits_for_the_reconnect(
+    async def test_a_source_in_between_takes_the_limit_of_a_new_server(
         self, reconnect: Any, make_stream: MakeStream, within: Within, kind: str
     ) -> None:
         js, lower = reconnect
@@ -302,7 +302,9 @@ class TestMaxPayload:
         assert isinstance(outcome, nats.errors.MaxPayloadError)
 
     @pytest.mark.parametrize("call", ["publish_atomic", "publish_atomic_many", "ingest"])
-    async def test_of_a_new_batch(self, reconnect: Any, make_stream: MakeStream, within: Within, call: str) -> None:
+    async def test_a_new_batch_takes_the_limit_of_a_new_server(
+        self, reconnect: Any, make_stream: MakeStream, within: Within, call: str
+    ) -> None:
         js, lower = reconnect
         stream = await make_stream()
         await jsx.publish_atomic(js, [(f"{stream}.a", b"1")])

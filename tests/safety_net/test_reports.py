@@ -391,7 +391,9 @@ class TestTwoStreams:
 
     @pytest.mark.parametrize("count", [2, 3, 500])
     @pytest.mark.parametrize("call", ["publish_atomic", "publish_atomic_many", "async source"])
-    async def test_nothing_is_sent(self, js: JetStreamContext, make_stream: MakeStream, call: str, count: int) -> None:
+    async def test_nothing_is_stored(
+        self, nc: Client, js: JetStreamContext, make_stream: MakeStream, call: str, count: int
+    ) -> None:
         first, second = await make_stream(), await make_stream()
         messages = [(f"{first}.a", b"%d" % n) for n in range(count - 1)] + [(f"{second}.a", b"2")]
 
@@ -399,12 +401,17 @@ class TestTwoStreams:
             for message in messages:
                 yield message
 
+        seen = await nc.subscribe(f"{first}.>")
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "publish_atomic": lambda: jsx.publish_atomic(js, messages),
+            "publish_atomic_many": lambda: jsx.publish_atomic_many(js, [messages]).to_list(),
+            "async source": lambda: jsx.publish_atomic(js, source()),
+        }
         with pytest.raises(errors.BadSubjectError, match=f"'{second}'.*'{first}'") as caught:
-            if call == "publish_atomic_many":
-                await jsx.publish_atomic_many(js, [messages])
-            else:
-                await jsx.publish_atomic(js, messages if call == "publish_atomic" else source())
+            await calls[call]()
         assert not isinstance(caught.value, errors.ServerError)
+        await nc.flush()
+        assert call == "async source" or not seen.pending_msgs
         for stream in (first, second):
             assert (await js.stream_info(stream)).state.last_seq == 0
 
@@ -413,12 +420,14 @@ class TestTwoStreams:
         first, second = await make_stream(), await make_stream()
         async with jsx.AtomicBatch(js) as batch:
             await batch.add(f"{first}.a", b"1")
+            calls: dict[str, Callable[[], Awaitable[object]]] = {
+                "add": lambda: batch.add(f"{second}.a", b"3"),
+                "add_many": lambda: batch.add_many([(f"{first}.b", b"2"), (f"{second}.a", b"3")]),
+                "commit": lambda: batch.commit(f"{second}.a", b"3"),
+            }
             for _ in range(2):
                 with pytest.raises(errors.BadSubjectError, match="must be of one stream"):
-                    if how == "add_many":
-                        await batch.add_many([(f"{first}.b", b"2"), (f"{second}.a", b"3")])
-                    else:
-                        await getattr(batch, how)(f"{second}.a", b"3")
+                    await calls[how]()
             await batch.add(f"{first}.c", b"4")
         assert batch.ack is not None
         assert batch.ack.batch_size == batch.size == (4 if how == "add_many" else 2)
