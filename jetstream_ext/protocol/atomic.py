@@ -209,9 +209,9 @@ class AtomicBatchMachine:
 
         Raises BadSubjectError if that is another stream than the batch's.
         """
-        assert self._stream is not None
-        if stream is None:
-            self._encoder.subjects.stores = None  # perhaps accounts map subjects: the server decides
+        if self._stream is None or stream is None or not self._subjects:
+            # Perhaps accounts map subjects, or the message for which the batch was opened was not added. The server decides.
+            self._stream = self._encoder.subjects.stores = None
         elif stream == self._stream.name:
             self._encoder.subjects.accept(subject)  # its subjects have changed since
         else:

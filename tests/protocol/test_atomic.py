@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from jetstream_ext import errors
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.atomic import TABLE, AtomicBatchMachine, Input, State, Unresolved
-from jetstream_ext.protocol.options import as_message
+from jetstream_ext.protocol.atomic_wire import fingerprint
+from jetstream_ext.protocol.options import as_message, message_headers
 from jetstream_ext.protocol.subjects import SubjectElsewhere
 from jetstream_ext.types import NEVER, BatchAck, BatchMessage
 
@@ -244,6 +245,8 @@ def test_only_a_batch_with_an_id_of_the_caller_keeps_fingerprints() -> None:
     single.commit(single.prepare(as_message(messages[-1])))
     assert single.fingerprints == bulk.fingerprints
     assert len(set(bulk.fingerprints or ())) == 4
+    stored = [fingerprint(m.subject, dict(message_headers(m)), m.payload) for m in map(as_message, messages)]
+    assert bulk.fingerprints == tuple(stored)
 
 
 STREAM = StreamState("S", "today", {"subjects": ["a.*"]})
@@ -274,6 +277,17 @@ def test_a_subject_that_the_stream_lacks_is_a_question() -> None:
             machine._encoder.subjects.clear()
         else:
             assert machine.prepare(message("b.2"))
+
+
+def test_a_batch_without_messages_is_for_no_stream_yet() -> None:
+    machine = AtomicBatchMachine("b1")
+    first = machine.prepare(message("a.1"))
+    machine.open(first, api_level=4, server_version="", reply="_INBOX.r", stream=STREAM)
+    with pytest.raises(SubjectElsewhere):
+        machine.prepare(message("b.1"))
+    for answer in ("T", "S", None):  # of several calls at once
+        machine.check_stream("b.1", answer)
+    assert add(machine, message("b.1"))
 
 
 @LEVELS
