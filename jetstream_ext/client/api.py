@@ -313,6 +313,14 @@ async def stream_name(where: Context | Api, subject: str, timeout: float | None 
     return str(names[0]) if isinstance(names, list) and names else None
 
 
+async def known_stream_name(context: Context, subject: str, timeout: float) -> str | None:
+    """As `stream_name`, but return None as well if no server answers, or refuses."""
+    try:
+        return await stream_name(context, subject, min(timeout, _LOOKUP_TIMEOUT))
+    except (nats.errors.Error, APIError):
+        return None
+
+
 def remember_ack(context: Context, ack: BatchAck) -> None:
     """Note that a stream has reached the sequence of `ack`."""
     streams = _cache(context).streams

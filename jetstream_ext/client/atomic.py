@@ -12,14 +12,12 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Final, Literal, Self, Unpack, cast
 
-import nats.errors
-import nats.js.errors
 from nats.js import JetStreamContext
 
 from jetstream_ext.client.atomic_session import AtomicSession
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription, weakly
 from jetstream_ext.client.connection import Context
-from jetstream_ext.errors import AtomicPublishDuplicateMessageIDError, ResponseError
+from jetstream_ext.errors import AtomicPublishDuplicateMessageIDError, BatchOutcomeUnknownError, ResponseError
 from jetstream_ext.protocol.api import ABANDONED, parse_abandoned
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_int, check_message
@@ -45,7 +43,8 @@ class AtomicBatch:
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
-        batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None generates one.
+        batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None generates one. Two publishers must not use one id at the
+            same time: the server could put messages of both into one batch.
         ack_first: Wait for the server's reply to the first message, which reports most refusals.
         ack_every: Wait for the reply to every n-th message; None is every 1000th. The reply reports a batch that the
             server has dropped.
@@ -116,7 +115,8 @@ class AtomicBatch:
             BatchError: The server refused, or the batch had ended.
             UnsupportedFeatureError: The server is older than 2.12, or it is 2.12.0 and there is an
                 `expected_last_subject_seq`; nothing was sent.
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
+            BadSubjectError: The subject is invalid or too long (about 4000 bytes), or another stream stores it.
+            BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
 
         Cancellation: The batch stays usable. If `size` counts the message, it is part of the batch.
         """
@@ -176,8 +176,9 @@ class AtomicBatch:
 
         The call makes sure at the stream's leader that the commit can no longer be applied, then reads everything that
         was stored since the batch was opened. It sets `state` to ``"committed"`` (and `ack`) or to ``"failed"``.
-        If the commit was refused because of its message ids (10201), the call looks for an earlier batch with this id
-        and size: ``"stored"`` then means that the messages were stored before.
+        If the commit was refused because of its message ids (10201) and the batch's id was given, the call looks for an
+        earlier batch with this id: ``"stored"`` then means that this batch was stored before. With a given id, every
+        message of a batch that is found is compared: by its message id, or else by its subject and content.
 
         Args:
             timeout: Seconds that the call may take; None is four times the batch's own, because an election, the usual
@@ -185,11 +186,12 @@ class AtomicBatch:
 
         Raises:
             BatchOutcomeUnknownError: The outcome cannot be known: no leader answered (a later call may succeed), or
-                messages that could have been the batch's were removed from the stream since. The error says which.
+                messages that could have been the batch's were removed from the stream since, or another publisher uses
+                the batch's id. The error says which.
             ValueError, TypeError: `timeout` is not over 0, or not a number.
             BatchError: The batch is still open, or is being committed.
-            AtomicPublishDuplicateMessageIDError: No earlier batch with this id was found.
-            RequestTimeoutError: The stream was not read to the end in time.
+            AtomicPublishDuplicateMessageIDError: The commit was refused for its message ids, and this batch had not been
+                stored before.
 
         Cancellation: Safe; `resolve` can be called again.
 
@@ -230,13 +232,14 @@ async def publish_atomic(
         messages: At least one ``(subject, payload)``, ``(subject, payload, headers)`` or `BatchMessage`, from an
             iterable or an async iterable. If it raises, nothing is stored.
         batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None generates one. With a `batch_id` and a `msg_id` on every
-            message the call can be repeated: if the batch was stored before, within the stream's duplicate window,
-            the call returns the ack of that batch.
+            message the call can be repeated: if this batch was stored before, within the stream's duplicate window,
+            the call returns its ack. Two publishers must not use one id at the same time.
         timeout: Seconds to wait for a reply; None is the context's timeout.
 
     Raises:
         EmptyBatchError: There were no messages.
-        BatchOutcomeUnknownError: The answer was lost: either all messages are stored, or none.
+        BatchOutcomeUnknownError: The answer was lost: either all messages are stored, or none. Or the server refused
+            repeated message ids, and it cannot be known whether this batch was stored before.
         BatchError: The server refused; nothing is stored.
         UnsupportedFeatureError: As for `AtomicBatch.add`; nothing is stored.
         BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: A message cannot be sent, or an argument
@@ -255,10 +258,9 @@ async def publish_atomic(
             raise  # the id was generated: no other batch has it
         try:
             ack = await session.resolve(None)
-        except (nats.errors.Error, nats.js.errors.APIError) as unknown:
-            raise refusal from unknown
-        if ack is None:
-            raise
+        except BatchOutcomeUnknownError as unknown:
+            raise unknown from refusal
+        assert ack is not None  # otherwise it raises the refusal
         return ack
     finally:
         session.discard()

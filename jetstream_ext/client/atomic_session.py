@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Iterable, Iterator
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -15,12 +15,20 @@ import nats.js.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import api_level, get_at_leader, lookup_stream, remember_ack, settled_state, stream_state
+from jetstream_ext.client.api import (
+    api_level,
+    get_at_leader,
+    known_stream_name,
+    lookup_stream,
+    remember_ack,
+    settled_state,
+    stream_state,
+)
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription, weakly
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.retry import Retry, is_transient_read
-from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, RequestTimeoutError
+from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError
 from jetstream_ext.protocol import atomic_resolve, frames
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.atomic import AtomicBatchMachine, State, Unresolved
@@ -28,6 +36,7 @@ from jetstream_ext.protocol.atomic_resolve import Commit, FenceReplies, NeverKno
 from jetstream_ext.protocol.atomic_wire import Block, Encoded
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import as_message, check_seconds
+from jetstream_ext.protocol.subjects import SubjectElsewhere
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
 # Payload bytes per write of `fill`: the server works on one block while the next is encoded.
@@ -58,10 +67,13 @@ class AtomicSession:
     ) -> None:
         self.machine: AtomicBatchMachine = AtomicBatchMachine(
             NUID().next().decode() if batch_id is None else batch_id,
+            own_id=batch_id is None,
+            inbox_size=context.connection.inbox_size,
             ack_first=ack_first,
             ack_every=ack_every,
             in_one_go=in_one_go,
         )
+        self._in_one_go = in_one_go
         self._context = context
         self._timeout = context.resolve_timeout(timeout)
         self._opening = asyncio.Lock()
@@ -86,17 +98,22 @@ class AtomicSession:
         if isinstance(messages, AsyncIterable):
             # One write each: nats-py's buffer joins them, and a slow source must not wait for a full block.
             async for entry in messages:
-                first = await self._open(as_message(entry))
-                asked = max(asked, (await self._send_block(iter(()), first)).last_asked)
+                alone = await self._open(as_message(entry))
+                asked = max(asked, (await self._send_block(iter(()), alone)).last_asked)
             return asked
         source = iter(messages)
         for entry in source:
-            block = await self._send_block(source, await self._open(as_message(entry)))
-            asked = max(asked, block.last_asked)
-            while block.stopped is None:
-                await asyncio.sleep(0)  # lets nats-py's flusher write
-                block = await self._send_block(source)
+            first: Encoded | None = await self._open(as_message(entry))
+            while True:
+                block = await self._send_block(source, first)
                 asked = max(asked, block.last_asked)
+                if isinstance(block.stopped, SubjectElsewhere):
+                    first = await self._open(as_message(block.stopped.entry))
+                elif block.stopped is None:
+                    first = None
+                    await asyncio.sleep(0)  # lets nats-py's flusher write
+                else:
+                    break
             break
         return asked
 
@@ -160,12 +177,18 @@ class AtomicSession:
         machine = self.machine
         timeout = _RESOLVE_TIMEOUTS * self._timeout if timeout is None else check_seconds(timeout, "timeout")
         unresolved = machine.unresolved()
+        if unresolved is Unresolved.NONE:
+            return machine.ack
         facts = machine.batch_id, machine.size, machine.staged, machine.last_subject
-        commit = Commit(*facts, *self._opened, self._session)
-        if unresolved is Unresolved.COMMIT:
-            machine.resolved(await _find_commit(self._context, commit, timeout, machine.error))
-        elif unresolved is Unresolved.EARLIER:
-            machine.resolved(await _find_earlier(self._context, commit, timeout))
+        commit = Commit(*facts, *self._opened, self._session, machine.fingerprints)
+
+        def plan() -> Plan:
+            if unresolved is Unresolved.COMMIT:
+                return atomic_resolve.find_commit(commit)
+            return atomic_resolve.find_earlier(commit, datetime.now(UTC))
+
+        machine.resolved(await _find_out(self._context, commit, plan, timeout, machine.error))
+        if unresolved is Unresolved.EARLIER:
             machine.result()
         return machine.ack
 
@@ -173,14 +196,23 @@ class AtomicSession:
 
     async def _open(self, message: BatchMessage, ack: bool | None = None) -> Encoded:
         """Check and encode a message, and open the batch for it if it is the first."""
-        machine = self.machine
-        machine.limit_messages(self._context.connection.max_payload)
-        encoded = machine.prepare(message, ack)
+        machine, connection = self.machine, self._context.connection
+        machine.limit_messages(connection.max_payload)
         if machine.state is State.NEW:
+            encoded = machine.prepare(message, ack)
             async with self._opening:
                 if machine.state is State.NEW:
                     await self._open_for(encoded, message)
-        return encoded
+        while True:
+            machine.limit_messages(connection.max_payload)
+            try:
+                return machine.prepare(message, ack)
+            except SubjectElsewhere as question:
+                await self._find_stream(question.subject)
+
+    async def _find_stream(self, subject: str) -> None:
+        """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
+        self.machine.check_stream(subject, await known_stream_name(self._context, subject, self._timeout))
 
     async def _open_for(self, first: Encoded, message: BatchMessage) -> None:
         connection = self._context.connection
@@ -197,7 +229,9 @@ class AtomicSession:
             InboxHandler(weakly(self._receive), weakly(self._disconnected)), tail=".*", timeout=self._timeout
         )
         try:
-            self.machine.open(first, api_level=level, server_version=version, reply=inbox.subject)
+            self.machine.open(
+                first, api_level=level, server_version=version, reply=inbox.subject, stream=self._opened[0]
+            )
         except BaseException:
             inbox.close()
             raise
@@ -214,12 +248,15 @@ class AtomicSession:
             raise
 
     async def _send_block(self, source: Iterator[Entry], first: Encoded | None = None) -> Block:
-        """Send one block; raise the error that stopped it before the end of `source`."""
+        """Send one block; raise the error that stopped it before the end of `source`, except a SubjectElsewhere."""
         self._check_usable()
+        self.machine.limit_messages(self._context.connection.max_payload)
         block = self.machine.add_many(source, _BLOCK, first)
+        if isinstance(block.stopped, SubjectElsewhere) and self._in_one_go:
+            await self._find_stream(block.stopped.subject)  # before anything of the block is sent
         if block.messages:
             await self._send(block)
-        if block.stopped is not None and not isinstance(block.stopped, StopIteration):
+        if block.stopped is not None and not isinstance(block.stopped, StopIteration | SubjectElsewhere):
             raise block.stopped
         return block
 
@@ -309,12 +346,13 @@ class AtomicSession:
 # -- the outcome of a commit ---------------------------------------------------------------------------------------------
 
 
-async def _find_commit(
-    context: Context, commit: Commit, timeout: float, cause: BaseException | None
+async def _find_out(
+    context: Context, commit: Commit, plan: Callable[[], Plan], timeout: float, cause: BaseException | None
 ) -> BatchAck | None:
-    """Return the ack of a commit, or None: nothing of the batch is stored, nor will be.
+    """Return the ack that the commit should have had, or None: nothing of the batch is stored, nor will be.
 
-    `cause` is the error that left the outcome unknown; a BatchOutcomeUnknownError of this call is raised from it.
+    `plan` starts an attempt. `cause` is the error that left the outcome unknown; a BatchOutcomeUnknownError of this call
+    is raised from it.
     """
     retry = Retry(timeout, transient=_may_be_known_later)
     retry.start()
@@ -323,7 +361,7 @@ async def _find_commit(
         async with asyncio.timeout(timeout):
             while True:
                 try:
-                    return await _follow(context, atomic_resolve.find_commit(commit), _ANSWER_TIMEOUT)
+                    return await _follow(context, plan(), _ANSWER_TIMEOUT)
                 except Exception as error:
                     why, cause = str(error) or why, error
                     await retry.pause_if_transient(error)
@@ -331,8 +369,7 @@ async def _find_commit(
         if isinstance(error, TimeoutError) or _may_be_known_later(error):
             why += f" (tried for {timeout:g} s)"
     raise BatchOutcomeUnknownError(
-        f"batch {commit.batch_id}: the outcome is unknown: {why}; either all of its {commit.size} messages are stored or "
-        "none",
+        f"batch {commit.batch_id}: the outcome is unknown: {why}; its {commit.size} messages may be stored",
         batch_id=commit.batch_id,
         sent=commit.size,
         acked=commit.staged,
@@ -342,21 +379,6 @@ async def _find_commit(
 
 def _may_be_known_later(error: Exception) -> bool:
     return isinstance(error, NotYetKnown) or is_transient_read(error)
-
-
-async def _find_earlier(context: Context, commit: Commit, timeout: float) -> BatchAck | None:
-    """Return the ack of an earlier batch with the same id and size, if its last message is still stored."""
-    try:
-        async with asyncio.timeout(timeout):
-            return await _follow(context, atomic_resolve.find_earlier(commit, datetime.now(UTC)), timeout)
-    except RequestTimeoutError:
-        raise
-    except TimeoutError as error:
-        stream = commit.opened.name if commit.opened else ""
-        raise RequestTimeoutError(
-            f"stream {stream!r}: the search for an earlier batch {commit.batch_id} did not finish within {timeout:g} s; "
-            "that batch may be stored"
-        ) from error
 
 
 async def _follow(context: Context, plan: Plan, timeout: float) -> BatchAck | None:
@@ -383,7 +405,7 @@ async def _ask(context: Context, query: Query, timeout: float) -> Any:
             assert isinstance(context.js, JetStreamContext)  # only those publish
             async with DirectGet(context.js, stream, timeout=timeout).scan(**options) as messages:
                 async for message in messages:
-                    search.see(message.seq, message.headers)
+                    search.see(message)
         case atomic_resolve.AskFence(subject, kill, mark):
             return await _send_fence(context, subject.encode(), kill, mark, timeout)
     return None

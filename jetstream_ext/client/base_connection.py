@@ -12,6 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, TypeVar
 
 import nats.errors
@@ -29,6 +30,8 @@ from jetstream_ext.protocol.frames import Frame
 _WAIT_POLL: Final = 0.05
 _INBOX_POLL: Final = 0.2
 _CANCEL_AGAIN: Final = 0.5
+# What nats-py appends to an inbox for the reply to a request: a dot, an id of 22 characters and 4 more.
+_REQUEST_TOKEN: Final = 27
 
 ROOM: Final = "room in the write buffer of the connection"
 
@@ -221,8 +224,12 @@ class BaseConnection(ABC):
             task.cancel()
 
     async def request(self, subject: str, payload: bytes, timeout: float) -> Msg:
-        """Send a request and return the answer, or raise RequestTimeoutError after `timeout` seconds."""
+        """Send a request and return the answer, or raise RequestTimeoutError after `timeout` seconds.
+
+        Raises BadSubjectError if the subject is too long.
+        """
         what = f"the answer on {subject}"
+        self.check_request(subject)
         return await self.bounded(self.nc.request(subject, payload, timeout=timeout), timeout, what)
 
     async def wait_usable(self, timeout: float) -> None:
@@ -259,6 +266,15 @@ class BaseConnection(ABC):
     def max_payload(self) -> int:
         """The server's limit for headers and payload together, in bytes."""
         return int(self.nc.max_payload)
+
+    @cached_property
+    def inbox_size(self) -> int:
+        """How many bytes the subject of an inbox has."""
+        return len(self.nc.new_inbox().encode())
+
+    def check_request(self, subject: str) -> None:
+        """Raise BadSubjectError if nats-py cannot send a request to `subject` because it is too long."""
+        frames.check_line(subject, self.inbox_size + _REQUEST_TOKEN)
 
     @property
     def server_version(self) -> str:

@@ -22,7 +22,7 @@ import re
 import ssl
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +31,7 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
+from nats.js.api import PubAck
 from nats.js.client import KV_PRE_TEMPLATE, KV_STREAM_TEMPLATE
 from nats.js.kv import KeyValue
 from nats.js.manager import JetStreamManager
@@ -49,6 +50,7 @@ from jetstream_ext.client.base_connection import (
 )
 from jetstream_ext.errors import JetStreamExtError
 from jetstream_ext.protocol import frames
+from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_seconds
 from jetstream_ext.protocol.subjects import check_subject
@@ -336,6 +338,19 @@ class Context:
     @property
     def connection(self) -> BaseConnection:
         return connection_of(self.nc)
+
+    async def publish(
+        self, subject: str, payload: bytes, headers: Mapping[str, str], timeout: float, what: str
+    ) -> PubAck:
+        """Publish by nats-py's ``js.publish``, within `timeout` seconds; `what` is as in `bounded`.
+
+        Raises BadSubjectError or MaxPayloadError for a message that would make the server close the connection.
+        """
+        assert isinstance(self.js, JetStreamContext)  # only those publish
+        self.connection.check_request(subject)
+        frames.check_size(len(h.rebuild(headers)) + len(payload), self.connection.max_payload)
+        publishing = self.js.publish(subject, payload, timeout=timeout, headers=dict(headers))
+        return await self.connection.bounded(publishing, timeout, what)
 
 
 def bucket_parts(kv: KeyValue) -> tuple[JetStreamContext, str, str, str]:

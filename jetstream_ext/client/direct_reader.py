@@ -46,6 +46,7 @@ class _Inboxes:
         """
         connection = self._connection
         connection.check_usable()
+        frames.check_line(subject, connection.inbox_size)
         frames.check_size(len(payload), connection.max_payload)
         handler = InboxHandler(partial(self._notify, received), self._lost)
         inbox = self._open[key] = await connection.inbox(handler, timeout=timeout)

@@ -371,7 +371,9 @@ class FastSession:
         self._context = context
         self._handlers = handlers
         self._connection: BaseConnection = context.connection
-        self.batch: FastBatch = FastBatch(max_payload=self._connection.max_payload, **batch)
+        self.batch: FastBatch = FastBatch(
+            max_payload=self._connection.max_payload, inbox_size=self._connection.inbox_size, **batch
+        )
         self.now: Callable[[], float] = lambda: asyncio.get_running_loop().time()  # `_open` sets a faster one
         self._turn = asyncio.Lock()
         self._senders = 0  # callers in `wait_turn`
@@ -405,6 +407,7 @@ class FastSession:
             if self._inbox is None:
                 await self._open()
             elif self._connection.usable:
+                self.batch.set_max_payload(self._connection.max_payload)
                 return
             elif not self.batch.sent:
                 self._connection.check_usable()

@@ -134,8 +134,8 @@ class FencedWriter:
             batch = [first if first.stream else replace(first, stream=self.stream), *messages[1:], last]
             return await publish_atomic(js, batch, timeout=self.timeout)
         timeout = self.context.resolve_timeout(self.timeout)
-        publish = js.publish(self.subject, record, timeout=timeout, headers=dict(message_headers(last)))
-        ack = await self.context.connection.bounded(publish, timeout, f"the ack of {self.subject}")
+        headers = dict(message_headers(last))
+        ack = await self.context.publish(self.subject, record, headers, timeout, f"the ack of {self.subject}")
         return BatchAck(ack.stream, ack.seq, batch_size=1, domain=ack.domain)
 
     async def _find_out(self, error: Exception, messages: Sequence[Entry], record: bytes, retry: Retry) -> BatchAck:

@@ -359,10 +359,8 @@ class _Ingest:
                 await self._pause(error)
 
     async def _publish_alone(self, message: BatchMessage, headers: dict[str, str]) -> bool:
-        publishing = self._js.publish(
-            message.subject, payload_bytes(message.payload), timeout=self._ack_timeout, headers=dict(headers)
-        )
-        ack = await self._context.connection.bounded(publishing, self._ack_timeout, "the ack of a message")
+        payload = payload_bytes(message.payload)
+        ack = await self._context.publish(message.subject, payload, headers, self._ack_timeout, "the ack of a message")
         return bool(ack.duplicate)
 
     async def _publish_in_a_batch(self, message: BatchMessage, headers: dict[str, str]) -> bool:

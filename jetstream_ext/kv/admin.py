@@ -68,8 +68,7 @@ async def touch(kv: KeyValue, key: str, ttl: TTL, *, timeout: float | None = Non
         headers |= ROLLUP_HEADERS
     headers |= {MSG_TTL: text, EXPECTED_LAST_SUBJECT_SEQ: str(found.seq)}
     try:
-        publishing = bucket.js.publish(subject, found.data, timeout=bucket.timeout, headers=headers)
-        ack = await bucket.context.connection.bounded(publishing, bucket.timeout, f"the ack of {subject}")
+        ack = await bucket.context.publish(subject, found.data, headers, bucket.timeout, f"the ack of {subject}")
     except nats.errors.TimeoutError:
         raise RequestTimeoutError(
             f"bucket {bucket.name!r}: no answer within {bucket.timeout:g} s; key {key!r} may have been written"

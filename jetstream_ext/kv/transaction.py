@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Final, Literal, Self, TypeVar
 
 from nats.js.kv import KeyValue
-from nats.nuid import NUID
 
 from jetstream_ext.client.atomic import AtomicBatch, BatchState, publish_atomic
 from jetstream_ext.client.retry import Retry, is_transient
@@ -59,7 +58,7 @@ class Transaction:
     def __init__(self, bucket: Bucket, *, with_id: bool = False) -> None:
         self._bucket = bucket
         self._staging = Staging(bucket.prefix, bucket=bucket.name, max_payload=bucket.context.connection.max_payload)
-        self._batch_id = NUID().next().decode()
+        self._batch_id = ""  # of the newest commit
         self._with_id = with_id
         self._batch: AtomicBatch | None = None
         self._messages: list[BatchMessage] = []
@@ -215,10 +214,10 @@ class Transaction:
             if staging.needs_fence:
                 fence = (await bucket.state(direct=False)).last_seq
                 await self._check_reads()  # raises unless everything was as it was read at the fence
+            # Without an id of ours: no other batch can have a generated one, so a part of the batch proves all of it.
+            self._batch = batch = AtomicBatch(bucket.js, ack_first=not self._with_id, timeout=bucket.timeout)
+            self._batch_id = batch.batch_id
             self._messages = staging.messages(fence=fence, msg_id=self._batch_id if self._with_id else None)
-            self._batch = batch = AtomicBatch(
-                bucket.js, batch_id=self._batch_id, ack_first=not self._with_id, timeout=bucket.timeout
-            )
             try:
                 await batch.add_many(self._messages)
                 self._accept(await batch.commit_eob())
@@ -231,7 +230,6 @@ class Transaction:
                 raise await self._explain(refusal) from refusal.__cause__
             finally:
                 await batch.discard()
-            self._batch_id = NUID().next().decode()
 
     async def _check_reads(self) -> None:
         """Raise KeyConflictError unless everything was as it was read at a moment between the last read and now."""
@@ -323,7 +321,10 @@ class Transaction:
         try:
             ack = await publish_atomic(bucket.js, self._messages, batch_id=self._batch_id, timeout=bucket.timeout)
         except AtomicPublishDuplicateMessageIDError:
-            pass  # it was written, and other clients have written to its keys since
+            pass  # it was written, because no other message has its id; other clients have written to its keys since
+        except BatchOutcomeUnknownError as error:
+            if not isinstance(error.__cause__, AtomicPublishDuplicateMessageIDError):
+                raise
         except WrongLastSequenceError as refusal:
             self._state = "failed"  # the server compares ids before revisions
             raise await self._find_conflict() or refusal from refusal

@@ -16,10 +16,12 @@ from typing import Any, Final
 from jetstream_ext import errors
 from jetstream_ext.errors import BatchError, JetStreamExtError, Outcome, ResponseError, ServerError
 from jetstream_ext.protocol import atomic_wire as wire
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.atomic_wire import NO_OPTIONS, Block, Encoded, Encoder, options_of
 from jetstream_ext.protocol.feature_table import ATOMIC, ATOMIC_EOB, FENCED_BATCHES
 from jetstream_ext.protocol.frames import pub
 from jetstream_ext.protocol.options import as_message, check_batch_id
+from jetstream_ext.protocol.subjects import SubjectElsewhere
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
 _log: Final = logging.getLogger("jetstream_ext.atomic")
@@ -38,7 +40,7 @@ class State(enum.Enum):
     COMMITTING = "committing"  # the commit was sent; a lost answer means UNKNOWN
     COMMITTED = "committed"  # everything is stored
     DISCARDED = "discarded"  # nothing is stored
-    FAILED = "failed"  # nothing is stored, unless an earlier batch with the same id stored the same messages (10201)
+    FAILED = "failed"  # nothing is stored
     UNKNOWN = "unknown"  # everything is stored or nothing; only reading the stream tells (`protocol.atomic_resolve`)
 
 
@@ -53,6 +55,7 @@ class Input(enum.Enum):
     STORED_SEPARATELY = "the ack of an ordinary message: the server does not know batches"
     MESSAGE_REFUSED = "the newest message was refused, and the server keeps the batch without it"
     BATCH_REFUSED = "any other refusal: the server has dropped the batch"
+    SEEN_BEFORE = "the commit was refused for its message ids: the batch may have been stored before"
     REPLY_MALFORMED = "a reply that breaks the protocol"
     ANSWER_LOST = "no reply in time, or the connection was lost while a reply was awaited"
     DISCONNECTED = "the connection was lost while no reply was awaited"
@@ -73,10 +76,11 @@ TABLE: Final[dict[Input, tuple[State | None, ...]]] = {
     Input.STORED_SEPARATELY: (___,       FAILED,     FAILED,     ___,       ___,       ___,       ___),
     Input.MESSAGE_REFUSED:   (___,       OPEN,       OPEN,       ___,       ___,       ___,       ___),
     Input.BATCH_REFUSED:     (___,       FAILED,     FAILED,     ___,       ___,       ___,       ___),
+    Input.SEEN_BEFORE:       (___,       ___,        UNKNOWN,    ___,       ___,       ___,       ___),
     Input.REPLY_MALFORMED:   (___,       FAILED,     UNKNOWN,    ___,       ___,       ___,       ___),
     Input.ANSWER_LOST:       (___,       FAILED,     UNKNOWN,    ___,       ___,       ___,       ___),
     Input.DISCONNECTED:      (___,       OPEN,       ___,        ___,       ___,       ___,       ___),
-    Input.FOUND_STORED:      (___,       ___,        ___,        ___,       ___,       COMMITTED, COMMITTED),
+    Input.FOUND_STORED:      (___,       ___,        ___,        ___,       ___,       ___,       COMMITTED),
     Input.FOUND_NOTHING:     (___,       ___,        ___,        ___,       ___,       ___,       FAILED),
 }  # fmt: skip
 """Where an input leads; ``___`` ignores it."""
@@ -99,13 +103,19 @@ class AtomicBatchMachine:
     The arguments are those of `AtomicBatch`, and `max_payload` as in `limit_messages`. With `in_one_go` the whole batch
     is sent without returning to the caller: its newest message is held back to commit it, and a disconnection in
     between ends it.
+
+    With `own_id` no other batch can have the id, so one message with it proves that the batch is stored. Otherwise
+    another publisher may use it at the same time or may have used it before, and the machine keeps the fingerprint of
+    every message, to tell this batch from others in the stream.
     """
 
     def __init__(
         self,
         batch_id: str,
         *,
+        own_id: bool = False,
         max_payload: int = 1 << 20,
+        inbox_size: int = 0,
         ack_first: bool = True,
         ack_every: int | None = None,
         in_one_go: bool = False,
@@ -116,7 +126,7 @@ class AtomicBatchMachine:
         self.staged: int = 0  # the highest batch sequence that the server said it has
         self.ack: BatchAck | None = None
         self.error: JetStreamExtError | None = None
-        self._encoder = Encoder(self.batch_id, max_payload)
+        self._encoder = Encoder(self.batch_id, max_payload, inbox_size)
         self._ack_first = ack_first
         self._ack_every = ack_every or _ASK_AT_LEAST_EVERY
         self._in_one_go = in_one_go
@@ -125,8 +135,10 @@ class AtomicBatchMachine:
         self._server_version = ""
         self._has_marker = False
         self._holds_back = False
+        self._stream: StreamState | None = None
         # What the batch consists of.
         self._subjects: list[str] = []
+        self._fingerprints: list[int] | None = None if own_id else []
         self._written: set[str] = set()
         self._first_subject = b""
         self._held: Encoded | None = None
@@ -134,6 +146,7 @@ class AtomicBatchMachine:
         self._commit_has_message = False
         self._commit_held: Encoded | None = None
         self._given_up = False
+        self._duplicate: ServerError | None = None  # the refusal that led to UNKNOWN: the stream has seen message ids
         self._doubt_from = 0  # the first sequence after a disconnection that no reply has settled, or 0
 
     @property
@@ -144,6 +157,11 @@ class AtomicBatchMachine:
     @property
     def last_subject(self) -> str:
         return self._subjects[-1] if self._subjects else ""
+
+    @property
+    def fingerprints(self) -> tuple[int, ...] | None:
+        """What tells each message of the batch from others; None if no other batch can have its id."""
+        return None if self._fingerprints is None else tuple(self._fingerprints)
 
     @property
     def ended(self) -> bool:
@@ -157,12 +175,17 @@ class AtomicBatchMachine:
         self._encoder.max_payload = max_payload
 
     def prepare(self, message: BatchMessage, ack: bool | None = None) -> Encoded:
-        """Check and encode a message for `open`, `add` or `commit`; raise as `Encoder.encode` does."""
+        """Check and encode a message for `open`, `add` or `commit`; raise as `Encoder.encode` does.
+
+        Raises SubjectElsewhere if the batch is open and its stream is known not to have the subject.
+        """
         self.check_open()
         return self._encoder.encode(message, ack)
 
-    def open(self, first: Encoded, *, api_level: int, server_version: str, reply: str) -> None:
-        """Open the batch for messages, of which `first` is going to be the first.
+    def open(
+        self, first: Encoded, *, api_level: int, server_version: str, reply: str, stream: StreamState | None = None
+    ) -> None:
+        """Open the batch for messages, of which `first` is going to be the first; `stream` takes it, if that is known.
 
         Below API level 4 the newest message is held back, because there the only way to commit is on a message. The
         reply subject of a message is ``<reply>.<batch sequence>``. Raises UnsupportedFeatureError if the server has no
@@ -176,7 +199,26 @@ class AtomicBatchMachine:
         self._server_version = server_version
         self._has_marker = ATOMIC_EOB.at(api_level)
         self._holds_back = self._in_one_go or not self._has_marker
+        self._stream = stream
+        if stream is not None:
+            self._encoder.subjects.stores = stream.stores
         self._apply(Input.OPENED)
+
+    def check_stream(self, subject: str, stream: str | None) -> None:
+        """Take the answer to a SubjectElsewhere: the name of the stream that stores `subject`, or None if nobody knows.
+
+        Raises BadSubjectError if that is another stream than the batch's.
+        """
+        if self._stream is None or stream is None or not self._subjects:
+            # Perhaps accounts map subjects, or the message for which the batch was opened was not added. The server decides.
+            self._stream = self._encoder.subjects.stores = None
+        elif stream == self._stream.name:
+            self._encoder.subjects.accept(subject)  # its subjects have changed since
+        else:
+            raise errors.BadSubjectError(
+                f"batch {self.batch_id}: subject {subject!r} is stored by stream {stream!r}, but the batch is for stream "
+                f"{self._stream.name!r}; all messages of an atomic batch must be of one stream; the message was not added"
+            )
 
     def add(self, message: Encoded) -> Block:
         """Take a message; return what to send: nothing if the message is held back.
@@ -186,7 +228,10 @@ class AtomicBatchMachine:
         """
         self.check_open()
         self._check_place(message)
+        self._encoder.check_size(message)
+        self._check_held()
         self._count([message[0]])
+        self._identify(message)
         ready: Encoded | None = message
         if self._holds_back:
             ready, self._held = self._held, message
@@ -204,6 +249,8 @@ class AtomicBatchMachine:
         names: list[str] = []  # counted at once, unless the place of a message is to be checked
         stopped: BaseException | None = StopIteration()
         encoder, hold_back, ack_every = self._encoder, self._holds_back, self._ack_every
+        fingerprints = self._fingerprints
+        self._check_held()
         plain, room, known = encoder.plain, encoder.plain_room, encoder.subjects.encode
         source: Iterator[Any] = messages if first is None else chain((first,), messages)
         try:
@@ -231,6 +278,8 @@ class AtomicBatchMachine:
                     names = []
                     self._check_place(encoded)
                 names.append(encoded[0])
+                if fingerprints is not None:
+                    fingerprints.append(encoder.fingerprint(encoded))
                 if hold_back:
                     ready, self._held = self._held, encoded
                     if ready is None:
@@ -257,6 +306,8 @@ class AtomicBatchMachine:
                     stopped = None
                     break
         except BaseException as error:  # the caller raises it when the messages before it are sent
+            if isinstance(error, SubjectElsewhere):
+                error.entry = message
             stopped = error
         self._count(names)
         return Block(b"".join(out), len(out), size, awaited, last_asked, stopped)
@@ -268,10 +319,13 @@ class AtomicBatchMachine:
         """
         self.check_open()
         held = self._held
+        self._check_held()
         if last is not None:
             self._check_place(last)
+            self._encoder.check_size(last)
             outgoing = [last] if held is None else [held, last]
             self._count([last[0]])
+            self._identify(last)
         elif held is not None:
             outgoing = [held]
         elif self.sent and self._has_marker:
@@ -340,12 +394,13 @@ class AtomicBatchMachine:
                 f"batch {self.batch_id} is still open; commit or discard it before resolve()", **self._facts("unknown")
             )
         if self.state is UNKNOWN:
-            return Unresolved.COMMIT
-        if self.state is FAILED:
-            if isinstance(self.error, errors.AtomicPublishDuplicateMessageIDError):
-                return Unresolved.EARLIER
-            if not isinstance(self.error, BatchError) or self.error.outcome != "not_stored":
-                self.check_open()
+            return Unresolved.COMMIT if self._duplicate is None else Unresolved.EARLIER
+        if self.state is FAILED and (
+            not isinstance(self.error, BatchError)
+            or self.error.outcome != "not_stored"
+            or isinstance(self.error, errors.AtomicPublishDuplicateMessageIDError)
+        ):
+            self.check_open()
         return Unresolved.NONE
 
     # -- what the server and the connection do ----------------------------------------------------------------------
@@ -398,6 +453,11 @@ class AtomicBatchMachine:
         """Take the proven outcome of a commit: the ack that it should have had, or None if nothing is stored."""
         if ack is not None:
             self._apply(Input.FOUND_STORED, ack=ack)
+        elif self._duplicate is not None:
+            text = "the stream has messages with its ids, but not this batch"
+            text = f"batch {self.batch_id}: the commit was refused: {self._duplicate.description}; {text}"
+            error = errors.batch_refusal(self._duplicate, text, **self._facts("not_stored"))
+            self._apply(Input.FOUND_NOTHING, error=error)
         else:
             why = "the stream has none of its messages, so it was not committed"
             self._apply(Input.FOUND_NOTHING, why, cause=self.error)
@@ -417,6 +477,14 @@ class AtomicBatchMachine:
                 "subject; put the expectation on that message"
             )
         self._check_server(message, self._server_version)
+
+    def _check_held(self) -> None:
+        if self._held is not None:
+            self._encoder.check_size(self._held)
+
+    def _identify(self, message: Encoded) -> None:
+        if self._fingerprints is not None:
+            self._fingerprints.append(self._encoder.fingerprint(message))
 
     @staticmethod
     def _check_server(message: Encoded, server_version: str) -> None:
@@ -461,8 +529,17 @@ class AtomicBatchMachine:
         if isinstance(reply, ServerError):
             what = "the commit" if answers_commit else f"message {seq}"
             subject = self._subjects[(seq - 1) % self.size]  # the end-of-batch marker has the first subject
+            if answers_commit and isinstance(reply, errors.AtomicPublishDuplicateMessageIDError):
+                self._seen_before(reply)
+                return None
             error = wire.refusal_error(
-                reply, self.batch_id, what, subject, in_doubt=bool(self._doubt_from), facts=self._facts("not_stored")
+                reply,
+                self.batch_id,
+                what,
+                subject,
+                in_doubt=bool(self._doubt_from),
+                facts=self._facts("not_stored"),
+                streams=self._streams(payload),
             )
             # With a message held back the refusal would reach the caller that adds the next one.
             if seq == self.sent and seq > 1 and self._held is None and wire.refuses_one_message(reply):
@@ -485,6 +562,30 @@ class AtomicBatchMachine:
         else:
             self._apply(Input.STAGED, seq=seq)
         return None
+
+    def _seen_before(self, refusal: ServerError) -> None:
+        facts, what = self._facts("unknown"), f"batch {self.batch_id}: the commit was refused: {refusal.description}; "
+        if self._fingerprints is None:
+            text = "nothing of this batch is stored, but the stream has messages with its ids, or it has an id twice"
+            error = errors.batch_refusal(refusal, what + text, **{**facts, "outcome": "not_stored"})
+            self._apply(Input.BATCH_REFUSED, error=error)
+        else:
+            self._duplicate = refusal
+            text = "either this batch was stored before, or nothing of it is stored (see AtomicBatch.resolve)"
+            self._apply(Input.SEEN_BEFORE, error=errors.batch_refusal(refusal, what + text, **facts))
+
+    def _streams(self, payload: bytes) -> str:
+        """Return what can be said about the streams of a batch that a server finds incomplete, or nothing."""
+        if len(self._written) < 2:
+            return ""
+        answered = wire.answering_stream(payload)
+        own = self._stream.name if self._stream is not None else ""
+        if answered and own and answered != own:
+            return f"the batch is for stream {own!r}, and stream {answered!r} received a part of it"
+        if self._stream is None or self._encoder.subjects.stores is None:
+            part = f"stream {answered!r}" if answered else "the answering stream"
+            return f"{part} may not store all of its subjects"
+        return ""
 
     def _apply(
         self,
@@ -529,6 +630,8 @@ class AtomicBatchMachine:
             self._held = self._commit_held
             return
         name = self._subjects.pop()
+        if self._fingerprints is not None:
+            self._fingerprints.pop()
         if name not in self._subjects:
             self._written.discard(name)
 

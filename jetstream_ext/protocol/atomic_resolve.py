@@ -1,4 +1,4 @@
-"""Whether a stream stored an atomic batch whose commit was not answered: questions, and what the answers prove.
+"""Whether a stream stored an atomic batch whose commit was not answered, or was refused as a repetition (10201).
 
 A `Plan` yields a question, is sent its answer, and returns the verdict: the ack that the commit should have had, or
 None, which proves that nothing of the batch is stored or will be. `client.atomic_session` asks.
@@ -6,13 +6,17 @@ None, which proves that nothing of the batch is stored or will be. `client.atomi
 A stored batch is a run of sequences, and each of its messages has the batch's id in a header. So one message with the
 id proves that all were stored, and a stream in which nothing is missing proves that none was. Messages that were
 removed since then leave holes. If a hole has room for the whole batch, the outcome cannot be known.
+
+An id that was not generated may be another batch's too: of an earlier one, or of another publisher at the same time, whose
+messages the server then puts into the same batch. So every message of the run that was found is compared, by its message
+id, or else by its subject and content (`atomic_wire.fingerprint`), and a run with a hole proves nothing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
@@ -21,9 +25,10 @@ import orjson
 from jetstream_ext.errors import ErrorCode, ResponseError, ServerError, Status
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState, recreated
-from jetstream_ext.protocol.atomic_wire import read_reply
+from jetstream_ext.protocol.atomic_wire import fingerprint, read_reply
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.gaps import find_gaps
+from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.types import BatchAck
 
 # An expectation that no stream meets (the largest that servers parse): the refusal names the stream's last sequence.
@@ -46,6 +51,7 @@ class Commit:
     opened: StreamState | None  # the stream when the batch was opened; None: it could not be looked up
     after: int  # a sequence that the stream had then
     session: int  # the session of the connection that the commit was written to
+    fingerprints: Sequence[int] | None = None  # of its messages; None: no other batch can have its id
 
 
 class NeverKnown(Exception):  # noqa: N818 - a verdict, not an error
@@ -77,7 +83,7 @@ class AskRange:
     """Pass the messages that `DirectGet.scan` finds with the options to `search`; the answer is None."""
 
     stream: str
-    search: Search
+    search: Search | _Endings
     options: Mapping[str, Any]
 
 
@@ -97,43 +103,21 @@ Plan = Generator[Query, Any, BatchAck | None]
 
 def find_commit(commit: Commit) -> Plan:
     """Find out what became of a commit; raise NotYetKnown or NeverKnown, with the reason, if it cannot be known."""
-    opened, after = commit.opened, commit.after
-    if opened is None:
-        raise NeverKnown("the state of the stream could not be read when the batch was opened")
-    state = yield from _state(opened)
+    state = yield from _opened_state(commit)
+    after = commit.after
     if state.last_seq < after:
         raise NotYetKnown("the stream's leader lacks messages that the stream had when the batch was opened")
-
-    # If the last message on the batch's last subject belongs to the batch, the whole batch is stored.
-    last: StoredMsg | None = yield AskMessage(state.name, {"last_by_subj": commit.last_subject})
-    if last is not None and last.seq > after:
-        newest = Search(commit.batch_id, commit.size, last.seq - 1)
-        newest.see(last.seq, last.headers)
-        if newest.last_seq is not None:
-            return _ack(commit, state, newest.last_seq)
-
-    # The fence follows the commit on the same connection. So its refusals prove that the leader has processed the
-    # commit, and name the sequence that the stream will reach. Then every message since the batch was opened is read.
-    replies: FenceReplies = yield AskFence(commit.last_subject, *_fence(commit.batch_id, state.name))
-    session, until = replies[0], _fenced(replies, state.name)
-    leader = state.leader
-    state = yield from _state(opened, until or 0)
-    if state.leader != leader:
-        raise NotYetKnown("the stream's leader changed during the search")
-    if state.last_seq < (until or 0):
-        # The leader may have refused messages when it applied them; the next attempt's fence does not count them.
-        raise NotYetKnown("the stream's leader has not yet applied all messages that it accepted")
-    if until is None and state.replicated:
-        raise NotYetKnown("the stream's leader did not report the stream's last sequence")
-
-    search = Search(commit.batch_id, commit.size, after, contiguous=state.contiguous)
-    yield from _read(state, search)
+    ack = yield from _newest(commit, state, after)
+    if ack is not None:
+        return ack
+    state, session = yield from _settle(commit, state)
+    search = Search(commit, after, contiguous=state.contiguous)
+    yield from _read(state, search, state.last_seq)
     if search.last_seq is not None:
         return _ack(commit, state, search.last_seq)
-    state = yield from _state(opened)
-    if state.leader != leader or not state.leader_is_certain:
-        # A former leader that does not know its successor may have answered the reads.
-        raise NotYetKnown("the stream's leader changed, or has lost its majority")
+    yield from _check_leader(commit, state)
+    if search.doubt:
+        raise NeverKnown(search.doubt)
     if search.room:
         raise NeverKnown("the stream has removed messages since the batch was opened, possibly those of the batch")
     if session != commit.session and not commit.staged:
@@ -144,47 +128,145 @@ def find_commit(commit: Commit) -> Plan:
 
 
 def find_earlier(commit: Commit, now: datetime) -> Plan:
-    """Find an earlier batch with the same id and size; the verdict is None unless its last message is still stored."""
+    """Find out whether a batch that was refused because of its message ids (10201) had been stored before.
+
+    The verdict None proves that it was not, within the stream's duplicate window. Raises as `find_commit` does.
+    """
+    state = yield from _opened_state(commit)
+    ack = yield from _newest(commit, state, 0)
+    if ack is not None:
+        return ack
+    # The leader also knows the ids of messages that it has not applied yet.
+    state, _ = yield from _settle(commit, state)
+    since = now - (state.duplicate_window or timedelta()) - _CLOCK_SKEW
+    endings = _Endings(commit)
+    yield from _read_subject(state, endings, commit.last_subject, since)
+    doubt = False
+    for last_seq in reversed(endings.seqs):
+        search = Search(commit, last_seq - commit.size)
+        yield from _read(state, search, last_seq)
+        if search.last_seq is not None:
+            return _ack(commit, state, search.last_seq)
+        doubt |= search.partial
+    state = yield from _check_leader(commit, state)
+    if doubt or not (yield from _has_all(state, since)):
+        raise NeverKnown("the stream has removed messages, possibly those of an earlier batch with this id")
+    return None
+
+
+def _opened_state(commit: Commit) -> Generator[Query, Any, StreamState]:
     if commit.opened is None:
-        return None
-    stream, subject = commit.opened.name, commit.last_subject
-    state: StreamState | None = yield AskState(stream)
-    last: StoredMsg | None = yield AskMessage(stream, {"last_by_subj": subject})
-    if state is None:
-        return None
-    ending = _Ending(commit.batch_id, commit.size, 0)
-    if last is not None:
-        ending.see(last.seq, last.headers)
-    if ending.last_seq is None and state.allows_direct:
-        since = now - (state.duplicate_window or timedelta()) - _CLOCK_SKEW
-        yield AskRange(stream, ending, {"subject": subject, "start_time": since})
-    return None if ending.last_seq is None else _ack(commit, state, ending.last_seq)
+        raise NeverKnown("the state of the stream could not be read when the batch was opened")
+    if commit.fingerprints is not None and commit.opened.config.get("subject_transform"):
+        raise NeverKnown("the stream transforms subjects, so its messages cannot be compared with those of the batch")
+    return (yield from _state(commit.opened))
 
 
-def _state(opened: StreamState, seq: int = 0) -> Generator[Query, Any, StreamState]:
-    state: StreamState | None = yield AskState(opened.name, seq)
+def _newest(commit: Commit, state: StreamState, after: int) -> Plan:
+    """Return the ack of the batch if the last message on its last subject belongs to it and is behind `after`."""
+    last: StoredMsg | None = yield AskMessage(state.name, {"last_by_subj": commit.last_subject})
+    if last is None or last.seq <= after:
+        return None
+    newest = Search(replace(commit, fingerprints=None), last.seq - 1)
+    newest.see(last)
+    if newest.last_seq is not None and commit.fingerprints is not None:
+        newest = Search(commit, newest.last_seq - commit.size)
+        yield from _read(state, newest, newest.next_seq + commit.size - 1)
+    return None if newest.last_seq is None else _ack(commit, state, newest.last_seq)
+
+
+def _settle(commit: Commit, state: StreamState) -> Generator[Query, Any, tuple[StreamState, int]]:
+    """Wait until the leader has applied what it had accepted; return the stream then, and the connection's session.
+
+    The fence follows the commit on the same connection. So its refusals prove that the leader has processed the commit,
+    and name the sequence that the stream will reach.
+    """
+    leader = state.leader
+    replies: FenceReplies = yield AskFence(commit.last_subject, *_fence(commit.batch_id, state.name))
+    until = _fenced(replies, state.name)
+    state = yield from _state(state, until or 0)
+    if state.leader != leader:
+        raise NotYetKnown("the stream's leader changed during the search")
+    if state.last_seq < (until or 0):
+        # The leader may have refused messages when it applied them; the next attempt's fence does not count them.
+        raise NotYetKnown("the stream's leader has not yet applied all messages that it accepted")
+    if until is None and state.replicated:
+        raise NotYetKnown("the stream's leader did not report the stream's last sequence")
+    return state, replies[0]
+
+
+def _check_leader(commit: Commit, before: StreamState) -> Generator[Query, Any, StreamState]:
+    """Return the stream after the reads; a former leader that does not know its successor may have answered them."""
+    state = yield from _state(before)
+    if state.leader != before.leader or not state.leader_is_certain:
+        raise NotYetKnown("the stream's leader changed, or has lost its majority")
+    return state
+
+
+def _has_all(state: StreamState, since: datetime) -> Generator[Query, Any, bool]:
+    """Return whether the stream has removed nothing that was stored since then."""
+    if state.never_removed or not state.has_every_sequence:
+        return state.never_removed
+    first: StoredMsg | None = yield AskMessage(state.name, {"seq": state.first_seq, "next_by_subj": ">"})
+    return first is not None and first.seq == state.first_seq and first.time < since
+
+
+def _state(before: StreamState, seq: int = 0) -> Generator[Query, Any, StreamState]:
+    state: StreamState | None = yield AskState(before.name, seq)
     if state is None:
         raise NeverKnown("the stream no longer exists")
-    if recreated(opened.created, state.created):
+    if recreated(before.created, state.created):
         raise NeverKnown("the stream was deleted and re-created")
     return state
 
 
-def _read(state: StreamState, search: Search) -> Generator[Query, Any, None]:
-    """Pass the messages after those that `search` has seen to it, up to the last sequence in `state`."""
-    end = state.last_seq
+def _read(state: StreamState, search: Search, end: int) -> Generator[Query, Any, None]:
+    """Pass the messages after those that `search` has seen to it, up to the sequence `end`."""
+    end = min(end, state.last_seq)
     if state.allows_direct and search.next_seq <= end:
         yield AskRange(state.name, search, {"seq": search.next_seq, "up_to_seq": end, "confirm": True})
     while not state.allows_direct and search.next_seq <= end:
         found: StoredMsg | None = yield AskMessage(state.name, {"seq": search.next_seq, "next_by_subj": ">"})
         if found is None or found.seq > end:
             break
-        search.see(found.seq, found.headers)
+        search.see(found)
     search.skip(end)
+
+
+def _read_subject(state: StreamState, endings: _Endings, subject: str, since: datetime) -> Generator[Query, Any, None]:
+    """Pass the messages on `subject` since then to `endings`."""
+    if not state.last_seq:
+        return
+    if state.allows_direct:
+        options = {"subject": subject, "start_time": since, "up_to_seq": state.last_seq, "confirm": True}
+        yield AskRange(state.name, endings, options)
+        return
+    request: dict[str, Any] = {"start_time": rfc3339(since, "since"), "next_by_subj": subject}
+    while (found := (yield AskMessage(state.name, request))) is not None:
+        endings.see(found)
+        request = {"seq": found.seq + 1, "next_by_subj": subject}
 
 
 def _ack(commit: Commit, state: StreamState, last_seq: int) -> BatchAck:
     return BatchAck(state.name, last_seq, commit.batch_id, commit.size)
+
+
+def _number(batch_id: str, headers: Mapping[str, str]) -> int:
+    """Return the batch sequence of a message with these headers, or 0 if it does not belong to the batch."""
+    number = headers.get(h.BATCH_SEQUENCE, "")
+    return int(number) if headers.get(h.BATCH_ID) == batch_id and number.isdecimal() and len(number) < 20 else 0
+
+
+class _Endings:
+    """Collects where batches with the id and the size of `commit` end: servers mark the last message that they store."""
+
+    def __init__(self, commit: Commit) -> None:
+        self.seqs: list[int] = []
+        self._commit = commit
+
+    def see(self, message: StoredMsg) -> None:
+        if h.BATCH_COMMIT in message.headers and _number(self._commit.batch_id, message.headers) == self._commit.size:
+            self.seqs.append(message.seq)
 
 
 class Search:
@@ -193,20 +275,45 @@ class Search:
     `contiguous`: the messages of a batch have consecutive sequences. On a stream with sources they may not.
     """
 
-    def __init__(self, batch_id: str, size: int, after: int, *, contiguous: bool = True) -> None:
-        self.last_seq: int | None = None  # of the batch's last message, once one of its messages was seen
-        self.next_seq: int = after + 1
-        self._batch_id = batch_id
-        self._size = size
+    def __init__(self, commit: Commit, after: int, *, contiguous: bool = True) -> None:
+        self.last_seq: int | None = None  # of the batch's last message, once the batch is found
+        self.next_seq: int = max(0, after) + 1
+        self._commit = commit
         self._contiguous = contiguous
         self._hole = 0
+        # The run of messages with the batch's id that is being compared.
+        self._start = self._last_number = self._same = self._others = 0
+        self._partial = self._mixed = False
 
-    def see(self, seq: int, headers: Mapping[str, str]) -> None:
+    def see(self, message: StoredMsg) -> None:
+        seq, headers, commit = message.seq, message.headers, self._commit
         self.skip(seq - 1)
         self.next_seq = seq + 1
-        number = headers.get(h.BATCH_SEQUENCE, "")
-        if headers.get(h.BATCH_ID) == self._batch_id and number.isdecimal() and 0 < int(number) <= self._size:
-            self.last_seq = seq + self._size - int(number)
+        number = _number(commit.batch_id, headers)
+        if commit.fingerprints is not None and number:
+            self._compare(number, message, commit.fingerprints)
+        elif 0 < number <= commit.size:
+            self.last_seq = seq + commit.size - number
+
+    def _compare(self, number: int, message: StoredMsg, fingerprints: Sequence[int]) -> None:
+        start, size = message.seq - number, self._commit.size
+        if number <= self._last_number or (self._contiguous and start != self._start):
+            self._partial = self.partial  # another run begins
+            self._same = self._others = 0
+        self._start, self._last_number = start, number
+        # Servers mark the last message of every batch that they store.
+        ends = h.BATCH_COMMIT in message.headers
+        if (
+            number <= size
+            and ends == (number == size)
+            and fingerprints[number - 1] == fingerprint(message.subject, message.headers, message.data)
+        ):
+            self._same += 1
+        else:
+            self._others += 1
+        if self._same == size and not self._others:
+            self.last_seq = message.seq
+        self._mixed |= self._same > 0 < self._others
 
     def skip(self, to: int) -> None:
         """Note that the stream has no more messages up to the sequence `to`."""
@@ -215,18 +322,23 @@ class Search:
             self.next_seq = gap.stop
 
     @property
+    def partial(self) -> bool:
+        """Whether a run with the batch's id could be the batch, but has a hole."""
+        return self._partial or (0 < self._same < self._commit.size and not self._others)
+
+    @property
+    def doubt(self) -> str:
+        """Why a batch with the same id, which is not proved to be this one, may be it or a part of it; or nothing."""
+        if self.partial:
+            return "the stream has removed messages of a batch with this id"
+        if self._mixed:
+            return "the stream has a batch with this id that has some of its messages and others: another publisher uses the id"
+        return ""
+
+    @property
     def room(self) -> bool:
         """Whether a run of missing messages has room for the batch."""
-        return self._hole >= self._size
-
-
-class _Ending(Search):
-    """Looks for the last message of a batch: it has the commit header, which servers add if a marker committed it."""
-
-    def see(self, seq: int, headers: Mapping[str, str]) -> None:
-        ends = h.BATCH_COMMIT in headers and headers.get(h.BATCH_SEQUENCE) == str(self._size)
-        if ends and self.last_seq is None:
-            super().see(seq, headers)
+        return self._hole >= self._commit.size
 
 
 def _fence(batch_id: str, stream: str) -> tuple[bytes, bytes]:

@@ -7,7 +7,7 @@ that is held back, or sent again after a refusal, is encoded once.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -33,6 +33,7 @@ COMMIT: Final = b"\r\nNats-Batch-Commit: 1" + END
 MARKER: Final = b"\r\nNats-Batch-Commit: eob" + END
 # A message is measured with a commit and the longest sequence that it can get, so that it still fits when it is sent.
 _LONGEST: Final = len(b"%d" % (1 << 32)) + len(COMMIT)
+_REPLY_TAIL: Final = len(b".%d" % (1 << 32))
 
 # The refusals of a single message: the server drops it and keeps the batch.
 _OF_ONE_MESSAGE: Final = frozenset(
@@ -65,15 +66,31 @@ class Block(NamedTuple):
     stopped: BaseException | None = None  # what the source raised (StopIteration at its end), or a message's refusal
 
 
-class Encoder:
-    """Checks and encodes the messages of one batch; `max_payload` bounds headers and payload together, in bytes."""
+def fingerprint(subject: str, headers: Mapping[str, str], payload: bytes) -> int:
+    """Return what tells a message from others, in this process: its message id, or else its subject and content.
 
-    def __init__(self, batch_id: str, max_payload: int) -> None:
+    Other headers that begin with ``Nats-`` do not count, because servers change some of them. A counter stream replaces
+    the payload by the new total (ADR-49); there the increment counts.
+    """
+    if msg_id := headers.get(h.MSG_ID):
+        return hash((h.MSG_ID, msg_id))
+    increment = headers.get(h.INCREMENT)
+    own = sorted(pair for pair in headers.items() if not pair[0].lower().startswith("nats-"))
+    return hash((subject, *own, payload if increment is None else increment))
+
+
+class Encoder:
+    """Checks and encodes the messages of one batch; `max_payload` bounds headers and payload together, in bytes.
+
+    `inbox_size` is the length of the inbox to which the reply subjects belong, in bytes.
+    """
+
+    def __init__(self, batch_id: str, max_payload: int, inbox_size: int) -> None:
         own = h.encode([(h.BATCH_ID, batch_id)])[: -len(h.CRLF)]
         self._tail = own[len(h.VERSION) :] + f"{h.BATCH_SEQUENCE}: ".encode()
         self.plain: bytes = h.VERSION + self._tail  # the header block of a message without headers, up to the sequence
         self.max_payload: int = max_payload
-        self.subjects: SubjectCache = SubjectCache()
+        self.subjects: SubjectCache = SubjectCache(inbox_size + _REPLY_TAIL)
 
     @property
     def plain_room(self) -> int:
@@ -94,8 +111,20 @@ class Encoder:
         subject = self.subjects.encode(name)
         payload = payload_bytes(payload)
         head = h.encode(message_headers(message))[: -len(END)] + self._tail
+        h.check_block(len(head) + _LONGEST)
         check_size(len(head) + _LONGEST + len(payload), self.max_payload)
         return name, subject, head, payload, ack, expectations
+
+    def check_size(self, message: Encoded) -> None:
+        """Raise MaxPayloadError if a message is too large by now: after a reconnect the limit may be lower."""
+        check_size(len(message[2]) + _LONGEST + len(message[3]), self.max_payload)
+
+    def fingerprint(self, message: Encoded) -> int:
+        """Return the `fingerprint` that the message will have in the stream."""
+        name, _, head, payload, _, _ = message
+        if head is self.plain:
+            return hash((name, payload))  # as `fingerprint`, for nearly every message of a bulk
+        return fingerprint(name, dict(h.parse_lines(head)), payload)
 
 
 def _check_headers(message: BatchMessage) -> Expectations | None:
@@ -138,15 +167,24 @@ def read_reply(header: bytes, payload: bytes) -> Reply | BatchAck | ServerError:
     return parse_batch_ack(reply, payload)
 
 
+def answering_stream(payload: bytes) -> str:
+    """Return the stream that a reply names, or nothing."""
+    stream = parse_object("the reply to a batch message", payload).get("stream") if payload else None
+    return stream if isinstance(stream, str) else ""
+
+
 def refuses_one_message(refusal: ServerError) -> bool:
     """Return whether the server still has the batch, without the message that it refused."""
     return errors.reached_no_stream(refusal) or refusal.err_code in _OF_ONE_MESSAGE
 
 
 def refusal_error(
-    refusal: ServerError, batch_id: str, what: str, subject: str, *, in_doubt: bool, facts: dict[str, Any]
+    refusal: ServerError, batch_id: str, what: str, subject: str, *, in_doubt: bool, facts: dict[str, Any], streams: str
 ) -> JetStreamExtError:
-    """Return the error for a refusal of `what`; `in_doubt`: it is the first answer since the connection was lost."""
+    """Return the error for a refusal of `what`.
+
+    `in_doubt`: it is the first answer since the connection was lost. `streams`: what explains an incomplete batch.
+    """
     if errors.reached_no_stream(refusal):
         text = f"no stream stores subject {subject!r} of {what}, or the stream has no leader"
         return errors.NoStreamError(f"batch {batch_id}: {text}; nothing of the batch is stored", **facts)
@@ -165,4 +203,6 @@ def refusal_error(
         )
     else:
         text = f"{what} was refused: {refusal.description}; nothing of the batch is stored"
+        if streams and isinstance(refusal, errors.AtomicPublishIncompleteError):
+            text += f"; {streams}, and all messages of an atomic batch must be of one stream"
     return errors.batch_refusal(refusal, f"batch {batch_id}: {text}", **facts)

@@ -220,6 +220,7 @@ class FastBatch:
         stall_ping: float = 1.0,
         keepalive: float = 5.0,
         max_payload: int = 1 << 20,
+        inbox_size: int = 0,
     ) -> None:
         self.batch_id: str = check_batch_id(batch_id)
         self.gap: GapMode = GapMode(gap)
@@ -239,7 +240,9 @@ class FastBatch:
         self.in_doubt: deque[InDoubt] = deque(maxlen=KEPT_REPORTS)
 
         self._table = _TABLES[self.gap]
-        self._wire = FastWire(batch_id=batch_id, flow=flow, gap=self.gap, max_payload=max_payload)
+        self._wire = FastWire(
+            batch_id=batch_id, flow=flow, gap=self.gap, max_payload=max_payload, inbox_size=inbox_size
+        )
         self._stall_ping = min(stall_ping, self.ack_timeout / 3)
         self._keepalive = check_seconds(keepalive, "keepalive", zero=True) or math.inf
         self._waiting_since = math.inf  # the oldest wait without a sign of life since

@@ -29,6 +29,7 @@ PING: Final = b"4"
 
 _OPERATIONS: Final = frozenset({START, APPEND, COMMIT_EOB, PING})
 _MAX_DIGITS: Final = 20  # 2**64
+_REPLY_TAIL: Final = _MAX_DIGITS + len(".1.$FI")
 _BLOCK_BYTES: Final = 1 << 20  # a window of large messages must not be held in memory twice
 
 
@@ -43,13 +44,13 @@ class Encoded(NamedTuple):
 class FastWire:
     """Checks messages and encodes the commands of one batch; `open` sets the prefix of the reply subjects."""
 
-    def __init__(self, *, batch_id: str, flow: int, gap: GapMode, max_payload: int) -> None:
+    def __init__(self, *, batch_id: str, flow: int, gap: GapMode, max_payload: int, inbox_size: int) -> None:
         self.max_payload: int = max_payload  # the server's limit for headers and payload together, in bytes
         self._tokens = f".{batch_id}.{flow}.{gap.value}."
         self._reply = b""
         self._append_tail = b"." + APPEND + b".$FI"
         self.subject: bytes = b""  # of the first message: pings and the end of the batch need a subject of the stream
-        self._subjects = SubjectCache()
+        self._subjects = SubjectCache(inbox_size + len(self._tokens) + _REPLY_TAIL)
 
     def open(self, inbox: str) -> None:
         self._reply = (inbox + self._tokens).encode()
@@ -64,10 +65,10 @@ class FastWire:
         return Encoded(subject, header, payload)
 
     def message(self, encoded: Encoded, seq: int) -> bytes:
+        # The limit may have changed since the message was encoded.
+        check_size(len(encoded.header) + len(encoded.payload), self.max_payload)
         if seq == 1:
             self.subject = encoded.subject
-            # The limit may have changed since the message was encoded.
-            check_size(len(encoded.header) + len(encoded.payload), self.max_payload)
         return pub(encoded.subject, self._reply_to(seq, START if seq == 1 else APPEND), encoded.header, encoded.payload)
 
     def plain(self, subject: str, payload: bytes, seq: int) -> bytes:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from jetstream_ext.errors import MaxPayloadError
+from jetstream_ext.errors import BadSubjectError, MaxPayloadError
+
+# Servers close the connection if a command's line is longer, in bytes without the command's name. It is their default,
+# and their INFO does not tell another one.
+MAX_CONTROL_LINE: Final = 4096
+_SIZES: Final = len(" 65535 1000000000 ")  # the sizes in the line of a publish, with the blanks around them
 
 Frame = tuple[bytes, bytes, int]
 """One delivered message: its subject, its header block and payload in one piece, and the size of the block. It
@@ -50,6 +55,16 @@ def check_size(size: int, max_payload: int) -> None:
     if size > max_payload:
         raise MaxPayloadError(
             f"the message has {size} bytes with its headers, more than the server's max_payload of {max_payload}"
+        )
+
+
+def check_line(subject: str, reply_size: int) -> None:
+    """Raise BadSubjectError if `subject` is too long to be published to, with a reply subject of `reply_size` bytes."""
+    size, room = len(subject.encode()), MAX_CONTROL_LINE - _SIZES - reply_size
+    if size > room:
+        raise BadSubjectError(
+            f"subject {subject[:64]!r}… has {size} bytes, and at most {room} can be sent with its reply subject: a server "
+            f"closes the connection after a line of more than {MAX_CONTROL_LINE} bytes; nothing was sent"
         )
 
 

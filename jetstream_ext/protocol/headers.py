@@ -30,6 +30,7 @@ _REPLY_NAMES: Final = frozenset(name.encode() for name in REPLY_HEADERS)
 
 MSG_ID: Final = "Nats-Msg-Id"
 MSG_TTL: Final = "Nats-TTL"
+INCREMENT: Final = "Nats-Incr"
 EXPECTED_STREAM: Final = "Nats-Expected-Stream"
 EXPECTED_LAST_SEQ: Final = "Nats-Expected-Last-Sequence"
 EXPECTED_LAST_SUBJECT_SEQ: Final = "Nats-Expected-Last-Subject-Sequence"
@@ -38,6 +39,9 @@ EXPECTED_LAST_MSG_ID: Final = "Nats-Expected-Last-Msg-Id"
 BATCH_ID: Final = "Nats-Batch-Id"
 BATCH_SEQUENCE: Final = "Nats-Batch-Sequence"
 BATCH_COMMIT: Final = "Nats-Batch-Commit"
+
+MAX_BLOCK: Final = 65_535
+"""How many bytes of headers servers store with a message (10097 beyond that)."""
 
 # RFC 9110 token characters: what nats-py and the server accept in a header name.
 _NAME_CHARS: Final = frozenset("!#$%&'*+-.^_`|~0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
@@ -103,14 +107,22 @@ def check_header(name: str, value: str) -> None:
         raise BadHeaderError(f"the value of header {name!r} has a line break or a NUL character")
 
 
+def check_block(size: int) -> None:
+    """Raise BadHeaderError if servers do not store a header block of `size` bytes."""
+    if size > MAX_BLOCK:
+        raise BadHeaderError(f"the headers have {size} bytes; servers store at most {MAX_BLOCK} with a message")
+
+
 _known_names: dict[str, str] = {}
 _KNOWN_LIMIT: Final = 1024
+_BLANK_ID: Final = f"\r\n{MSG_ID}: \r\n"
 
 
 def encode(items: Iterable[tuple[str, str]]) -> bytes:
-    """Encode a header block; every pair is checked.
+    """Encode a header block; every pair and the size are checked.
 
-    Blanks around a value are left out, as nats-py does: otherwise a message id would depend on the client.
+    Blanks around a value are left out, as nats-py does: otherwise a message id would depend on the client. A blank
+    message id is refused: servers ignore it.
     """
     text = "NATS/1.0\r\n"
     for name, value in items:
@@ -122,7 +134,13 @@ def encode(items: Iterable[tuple[str, str]]) -> bytes:
                 _known_names.clear()
             start = _known_names[name] = f"{name}: "
         text += f"{start}{value.strip()}\r\n"
-    return (text + "\r\n").encode()
+    if _BLANK_ID in text:
+        raise BadHeaderError(
+            f"a message id ({MSG_ID}) is blank; servers ignore it, so that they would store duplicates"
+        )
+    block = (text + "\r\n").encode()
+    check_block(len(block))
+    return block
 
 
 def rebuild(headers: Mapping[str, str] | None) -> bytes:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Final
+from typing import Any, Final
 
 from jetstream_ext.errors import BadSubjectError
+from jetstream_ext.protocol.frames import check_line
 
 # Subjects are parts of lines of a text protocol in UTF-8: no control characters, white space or lone surrogates.
 _FORBIDDEN_CHARACTERS: Final = frozenset(chr(code) for code in (*range(33), 127, *range(0xD800, 0xE000)))
+
+_LONGEST_NAME: Final = 255  # in every server; it cannot be configured
 
 
 def _check_text(text: str, what: str) -> None:
@@ -40,6 +43,8 @@ def check_filter(subject: str) -> None:
 def check_name(name: str, what: str) -> None:
     """Raise BadSubjectError unless `name` can name a stream, consumer or bucket, and TypeError if it is not a str."""
     _check_text(name, what)
+    if len(name.encode()) > _LONGEST_NAME:
+        raise BadSubjectError(f"{what} {name[:64]!r}… is longer than the {_LONGEST_NAME} bytes that servers accept")
     if not set(".*>/\\").isdisjoint(name):
         raise BadSubjectError(f"{what} {name!r} has one of . * > / \\, which are not allowed in a name")
 
@@ -106,13 +111,37 @@ class SubjectMatcher:
         return [known[subject] for subject in subjects]
 
 
+class SubjectElsewhere(Exception):  # noqa: N818 - a question, not an error
+    """`subject` is none of the subjects that the batch's stream had when it was looked up."""
+
+    def __init__(self, subject: str) -> None:
+        super().__init__(subject)
+        self.subject: str = subject
+        self.entry: Any = None  # the message of a bulk
+
+
 class SubjectCache(dict[str, bytes]):
-    """Checked subjects and their bytes; `encode` returns the bytes, or raises as `check_subject` does."""
+    """Checked subjects and their bytes; `encode` returns the bytes, or raises as `check_subject` and `check_line` do.
+
+    With `stores`, it raises SubjectElsewhere for a new subject of which that is not true.
+    """
 
     _LIMIT = 8192
 
+    def __init__(self, reply_size: int = 0) -> None:
+        super().__init__()
+        self._reply_size = reply_size
+        self.stores: Callable[[str], bool] | None = None
+
     def __missing__(self, subject: str) -> bytes:
         check_subject(subject)
+        check_line(subject, self._reply_size)
+        if self.stores is not None and not self.stores(subject):
+            raise SubjectElsewhere(subject)
+        return self.accept(subject)
+
+    def accept(self, subject: str) -> bytes:
+        """Remember a subject that was checked; return its bytes."""
         if len(self) >= self._LIMIT:
             self.clear()
         known = self[subject] = subject.encode()

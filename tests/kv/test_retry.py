@@ -168,6 +168,7 @@ class Lossy:
             if self.stored:
                 await self.commit(tx)
             else:
+                tx._batch_id = "lost"
                 tx._messages = tx._staging.messages(msg_id=tx._batch_id)
             tx._state = "unknown"
             tx._revisions = {}

@@ -13,7 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetstream_ext import errors
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.atomic import TABLE, AtomicBatchMachine, Input, State, Unresolved
+from jetstream_ext.protocol.atomic_wire import fingerprint
+from jetstream_ext.protocol.options import as_message, message_headers
+from jetstream_ext.protocol.subjects import SubjectElsewhere
 from jetstream_ext.types import NEVER, BatchAck, BatchMessage
 
 NEW, OPEN, COMMITTING, COMMITTED = State.NEW, State.OPEN, State.COMMITTING, State.COMMITTED
@@ -128,6 +132,39 @@ def test_messages_are_checked_against_the_newest_limit_of_the_server(max_payload
         assert add(machine, large)
 
 
+@pytest.mark.parametrize("own_id", [True, False])
+def test_a_message_that_is_held_back_is_not_sent_over_a_lower_limit(own_id: bool) -> None:
+    machine = batch(2, own_id=own_id)
+    add(machine, message("a.1"))
+    add(machine, message("a.2", bytes(1000)))
+    encoded = machine.prepare(message("a.3", bytes(1000)))
+    before = visible(machine)
+    machine.limit_messages(500)
+    for call in (
+        lambda: machine.add(encoded),
+        lambda: machine.add(machine.prepare(message("a.4"))),
+        lambda: machine.add_many(iter([("a.5", b"")]), 1),
+        lambda: machine.commit(None),
+        lambda: machine.commit(machine.prepare(message("a.6"))),
+    ):
+        with pytest.raises(errors.MaxPayloadError, match="max_payload of 500"):
+            call()
+        assert visible(machine) == before
+    machine.limit_messages(10_000)
+    assert [command[0] for command in commit(machine, message("a.7"))] == ["a.2", "a.7"]
+
+
+def test_a_prepared_message_is_not_sent_over_a_lower_limit() -> None:
+    machine = at(OPEN)
+    encoded = machine.prepare(message(payload=bytes(1000)))
+    machine.limit_messages(500)
+    before = visible(machine)
+    for call in (machine.add, machine.commit):
+        with pytest.raises(errors.MaxPayloadError):
+            call(encoded)
+        assert visible(machine) == before
+
+
 def test_a_clean_exit_commits_an_open_batch_with_messages() -> None:
     for state, commits in ((NEW, False), (OPEN, True), (COMMITTED, False), (DISCARDED, False)):
         machine = at(state)
@@ -177,11 +214,80 @@ def test_resolve_of_open_duplicate_and_separately_stored_batches() -> None:
             at(state).unresolved()
     duplicate = at(COMMITTING)
     duplicate.receive(duplicate.sent, *refusal(10201))
-    assert duplicate.unresolved() is Unresolved.EARLIER
+    assert (duplicate.unresolved(), duplicate.state) == (Unresolved.EARLIER, UNKNOWN)
+    duplicate.resolved(None)
+    assert duplicate.state is FAILED
+    generated = at(COMMITTING, own_id=True)
+    generated.receive(generated.sent, *refusal(10201))
+    assert generated.state is FAILED
+    for machine in (duplicate, generated):
+        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError) as caught:
+            machine.unresolved()
+        assert caught.value.outcome == "not_stored"
     separate = at(OPEN)
     separate.receive(2, *REPLIES["ordinary ack"])
     with pytest.raises(errors.UnsupportedFeatureError):
         separate.unresolved()
+
+
+def test_only_a_batch_with_an_id_of_the_caller_keeps_fingerprints() -> None:
+    assert at(COMMITTING, own_id=True).fingerprints is None
+    bulk, single = batch(), batch()
+    messages = [
+        ("a.1", b"1"), ("a.2", b"2", {"K": "v"}), message("a.3"), message("a.4", msg_id="4"), ("a.1", b"1"),
+    ]  # fmt: skip
+    assert isinstance(bulk.add_many(iter(messages), 1 << 20).stopped, StopIteration)
+    for entry in messages[:-1]:
+        add(single, as_message(entry))
+    single.commit(single.prepare(as_message(messages[-1])))
+    single.receive(single.sent, *refusal(10167))  # the newest message is not part of the batch
+    assert single.fingerprints == (bulk.fingerprints or ())[:-1]
+    single.commit(single.prepare(as_message(messages[-1])))
+    assert single.fingerprints == bulk.fingerprints
+    assert len(set(bulk.fingerprints or ())) == 4
+    stored = [fingerprint(m.subject, dict(message_headers(m)), m.payload) for m in map(as_message, messages)]
+    assert bulk.fingerprints == tuple(stored)
+
+
+STREAM = StreamState("S", "today", {"subjects": ["a.*"]})
+
+
+def test_a_subject_that_the_stream_lacks_is_a_question() -> None:
+    machine = AtomicBatchMachine("b1")
+    first = machine.prepare(message("a.1"))
+    machine.open(first, api_level=4, server_version="", reply="_INBOX.r", stream=STREAM)
+    add(machine, message("a.1"))
+    before = visible(machine)
+    for answer in ("T", "S", None):
+        with pytest.raises(SubjectElsewhere, match=r"b\.1"):
+            machine.prepare(message("b.1"))
+        block = machine.add_many(iter([("b.1", b"1")]), 1 << 20)
+        assert isinstance(block.stopped, SubjectElsewhere)
+        assert (block.stopped.entry, block.messages) == (("b.1", b"1"), 0)
+        assert visible(machine) == before
+        if answer == "T":
+            with pytest.raises(errors.BadSubjectError, match=r"'b\.1' is stored by stream 'T', .* for stream 'S'"):
+                machine.check_stream("b.1", answer)
+            continue
+        machine.check_stream("b.1", answer)
+        assert machine.prepare(message("b.1"))
+        if answer == "S":
+            with pytest.raises(SubjectElsewhere):
+                machine.prepare(message("b.2"))
+            machine._encoder.subjects.clear()
+        else:
+            assert machine.prepare(message("b.2"))
+
+
+def test_a_batch_without_messages_is_for_no_stream_yet() -> None:
+    machine = AtomicBatchMachine("b1")
+    first = machine.prepare(message("a.1"))
+    machine.open(first, api_level=4, server_version="", reply="_INBOX.r", stream=STREAM)
+    with pytest.raises(SubjectElsewhere):
+        machine.prepare(message("b.1"))
+    for answer in ("T", "S", None):  # of several calls at once
+        machine.check_stream("b.1", answer)
+    assert add(machine, message("b.1"))
 
 
 @LEVELS

@@ -14,7 +14,7 @@ import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
-from jetstream_ext.testing import NatsServer
+from jetstream_ext.testing import NatsServer, ReferenceServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -81,6 +81,16 @@ async def connect() -> AsyncIterator[Connect]:
     made.clear()
     gc.collect()  # here, where warnings about sockets that nats-py leaves open are expected
     await asyncio.sleep(0)
+
+
+@pytest.fixture(params=["nats-server", "reference"])
+async def either_server(request: pytest.FixtureRequest, server: NatsServer) -> AsyncIterator[str]:
+    """The URL of the shared server, and of a reference server."""
+    if request.param == "nats-server":
+        yield server.url
+    else:
+        async with ReferenceServer() as reference:
+            yield reference.url
 
 
 @pytest.fixture

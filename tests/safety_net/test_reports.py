@@ -49,7 +49,6 @@ class TestBatchIdUsedAgain:
     def batch(stream: str, *contents: str) -> list[BatchMessage]:
         return [BatchMessage(f"{stream}.a", text.encode(), msg_id=text.replace(" ", "-")) for text in contents]
 
-    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "a batch id used again is a false success")
     async def test_publish_atomic_does_not_return_the_ack_of_other_content(
         self, js: JetStreamContext, stream: str
     ) -> None:
@@ -61,7 +60,6 @@ class TestBatchIdUsedAgain:
         assert b"9 pears" not in await payloads(js, stream)
         assert outcome is not None, "9 pears are reported as stored"
 
-    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "resolve() takes another batch for this one")
     async def test_resolve_does_not_take_a_refused_batch_for_an_earlier_one_of_other_content(
         self, js: JetStreamContext, stream: str
     ) -> None:
@@ -77,7 +75,6 @@ class TestBatchIdUsedAgain:
             pass
         assert outcome != "stored"
 
-    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "resolve() takes another batch for this one")
     async def test_resolve_does_not_take_a_lost_batch_for_another_publishers_of_the_same_id(
         self, connect: Connect
     ) -> None:
@@ -98,6 +95,150 @@ class TestBatchIdUsedAgain:
                 pass
             assert b"9 pears" not in await payloads(js, "S")
             assert outcome != "stored"
+
+
+async def refused_batch(js: JetStreamContext, messages: list[BatchMessage], batch_id: str | None) -> jsx.AtomicBatch:
+    """Return a batch whose commit was refused because the stream has some of its message ids."""
+    batch = jsx.AtomicBatch(js, batch_id=batch_id)
+    await batch.add_many(messages)
+    with pytest.raises(errors.AtomicPublishDuplicateMessageIDError) as caught:
+        await batch.commit_eob()
+    assert (caught.value.outcome, batch.state) == (
+        ("not_stored", "failed") if batch_id is None else ("unknown", "unknown")
+    )
+    return batch
+
+
+async def lost_batch(js: JetStreamContext, messages: list[BatchMessage], batch_id: str) -> jsx.AtomicBatch:
+    """Return a batch whose commit was never sent, although the library cannot know that."""
+    batch = jsx.AtomicBatch(js, batch_id=batch_id)
+    await batch.add_many(messages)
+    machine = batch._session.machine
+    machine.commit(None)
+    machine.lost("silence")
+    assert batch.state == "unknown"
+    return batch
+
+
+class TestBatchesWithOneId:
+    """Every report about a batch with an id of the caller is about this batch, on every server."""
+
+    @pytest.fixture
+    async def js(self, either_server: str, connect: Connect) -> JetStreamContext:
+        return (await connect(either_server)).jetstream(timeout=30)
+
+    def batch(self, stream: str, text: str, *, ids: str = "") -> list[BatchMessage]:
+        """Return one message for each letter of `text`; the letters in `ids` have a message id."""
+        return [
+            BatchMessage(
+                f"{stream}.a", letter.encode(), headers={"By": letter}, msg_id=letter if letter in ids else None
+            )
+            for letter in text
+        ]
+
+    @pytest.mark.parametrize("direct", [True, False])
+    @pytest.mark.parametrize("ids", ["xyz", "x", "z"])
+    async def test_a_repeated_batch_is_reported_as_stored(
+        self, js: JetStreamContext, make_stream: MakeStream, ids: str, direct: bool
+    ) -> None:
+        stream = await make_stream(allow_direct=direct)
+        messages = self.batch(stream, "xyz", ids=ids)
+        ack = await jsx.publish_atomic(js, messages, batch_id="job")
+        assert await jsx.publish_atomic(js, messages, batch_id="job") == ack
+        await jsx.publish_atomic(js, self.batch(stream, "uvw"), batch_id="job")  # the newest on its subject
+        await js.publish(f"{stream}.a", b"newer")
+        assert await jsx.publish_atomic(js, messages, batch_id="job") == ack
+        batch = await refused_batch(js, messages, "job")
+        assert await batch.resolve() == "stored"
+        assert (batch.ack, batch.state) == (ack, "committed")
+        assert (await js.stream_info(stream)).state.messages == 7
+
+    async def test_a_message_id_tells_more_than_the_content(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
+        stream = await make_stream()
+        first, second = ([BatchMessage(f"{stream}.a", payload, msg_id="1")] for payload in (b"at 7:00", b"at 7:01"))
+        ack = await jsx.publish_atomic(js, first, batch_id="job")
+        assert await jsx.publish_atomic(js, second, batch_id="job") == ack
+
+    @pytest.mark.parametrize("other", ["xyw", "xy", "xyzw", "zyx", "xzy", "x"])
+    async def test_another_batch_with_the_id_is_not_this_one(
+        self, js: JetStreamContext, make_stream: MakeStream, other: str
+    ) -> None:
+        stream = await make_stream()
+        await jsx.publish_atomic(js, self.batch(stream, other, ids="x"), batch_id="job")
+        messages = self.batch(stream, "xyz", ids="x")
+        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError, match="not this batch") as caught:
+            await jsx.publish_atomic(js, messages, batch_id="job")
+        assert caught.value.outcome == "not_stored"
+        batch = await refused_batch(js, messages, "job")
+        for _ in range(2):
+            with pytest.raises(errors.AtomicPublishDuplicateMessageIDError, match="not this batch"):
+                await batch.resolve()
+        assert batch.state == "failed"
+        assert (await js.stream_info(stream)).state.messages == len(other)
+
+    @pytest.mark.parametrize("other", ["uvw", "uv", "uvwx"])
+    async def test_a_lost_batch_is_not_taken_for_another_one(
+        self, js: JetStreamContext, make_stream: MakeStream, other: str
+    ) -> None:
+        stream = await make_stream()
+        await js.publish(f"{stream}.a")
+        batch = await lost_batch(js, self.batch(stream, "xyz"), "job")
+        await asyncio.sleep(0)
+        # Its first message makes the server drop the batch above.
+        with pytest.raises(errors.AtomicPublishIncompleteError):
+            await jsx.publish_atomic(js, self.batch(stream, other), batch_id="job")
+        await jsx.publish_atomic(js, self.batch(stream, other), batch_id="job")
+        assert await batch.resolve() == "not_stored"
+
+    async def test_a_lost_batch_and_one_that_shares_messages_with_it_leave_the_outcome_unknown(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
+        stream = await make_stream()
+        batch = await lost_batch(js, self.batch(stream, "xyz"), "job")
+        with pytest.raises(errors.AtomicPublishIncompleteError):
+            await jsx.publish_atomic(js, self.batch(stream, "xyw"), batch_id="job")
+        await jsx.publish_atomic(js, self.batch(stream, "xyw"), batch_id="job")
+        with pytest.raises(errors.BatchOutcomeUnknownError, match="another publisher uses the id") as caught:
+            await batch.resolve()
+        assert (caught.value.outcome, batch.state) == ("unknown", "unknown")
+
+    async def test_two_publishers_whose_messages_are_mixed_are_not_reported_as_stored(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
+        stream = await make_stream()
+        one = await lost_batch(js, self.batch(stream, "xyz"), "job")
+        # The server takes the commit of another publisher for that of the batch it has.
+        header = {"Nats-Batch-Id": "job", "Nats-Batch-Sequence": "4", "Nats-Batch-Commit": "1"}
+        await js._nc.request(f"{stream}.a", b"w", headers=header, timeout=30)
+        assert (await js.stream_info(stream)).state.messages == 4
+        with pytest.raises(errors.BatchOutcomeUnknownError, match="another publisher uses the id"):
+            await one.resolve()
+
+    @pytest.mark.parametrize("overwritten", ["first", "last"])
+    async def test_removed_messages_leave_the_outcome_unknown(
+        self, js: JetStreamContext, make_stream: MakeStream, overwritten: str
+    ) -> None:
+        stream = await make_stream(max_msgs_per_subject=1)
+        messages = [BatchMessage(f"{stream}.{name}", b"", msg_id=name) for name in ("first", "last")]
+        await jsx.publish_atomic(js, messages, batch_id="job")
+        await js.publish(f"{stream}.{overwritten}", b"newer")
+        with pytest.raises(errors.BatchOutcomeUnknownError, match="removed") as caught:
+            await jsx.publish_atomic(js, messages, batch_id="job")
+        assert caught.value.outcome == "unknown"
+        assert isinstance(caught.value.__cause__, errors.AtomicPublishDuplicateMessageIDError)
+
+    async def test_no_other_batch_has_a_generated_id(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        stream = await make_stream()
+        messages = self.batch(stream, "xyz", ids="x")
+        await jsx.publish_atomic(js, messages)
+        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError, match="messages with its ids") as caught:
+            await jsx.publish_atomic(js, messages)
+        assert caught.value.outcome == "not_stored"
+        batch = await refused_batch(js, messages, None)
+        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError):
+            await batch.resolve()
 
 
 class TestMultiLast:
@@ -237,9 +378,100 @@ class TestMixedClusters:
             assert (await direct.stream_info("S")).state.messages == 0
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=ISSUE + "a batch over two streams is only reported as incomplete"
-)
+class TestTwoStreams:
+    """A batch over two streams is refused before anything is sent, if the servers can tell."""
+
+    @pytest.fixture
+    async def nc(self, either_server: str, connect: Connect) -> Client:
+        return await connect(either_server)
+
+    @pytest.fixture
+    def js(self, nc: Client) -> JetStreamContext:
+        return nc.jetstream(timeout=30)
+
+    @pytest.mark.parametrize("count", [2, 3, 500])
+    @pytest.mark.parametrize("call", ["publish_atomic", "publish_atomic_many", "async source"])
+    async def test_nothing_is_stored(
+        self, nc: Client, js: JetStreamContext, make_stream: MakeStream, call: str, count: int
+    ) -> None:
+        first, second = await make_stream(), await make_stream()
+        messages = [(f"{first}.a", b"%d" % n) for n in range(count - 1)] + [(f"{second}.a", b"2")]
+
+        async def source() -> Any:
+            for message in messages:
+                yield message
+
+        seen = await nc.subscribe(f"{first}.>")
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "publish_atomic": lambda: jsx.publish_atomic(js, messages),
+            "publish_atomic_many": lambda: jsx.publish_atomic_many(js, [messages]).to_list(),
+            "async source": lambda: jsx.publish_atomic(js, source()),
+        }
+        with pytest.raises(errors.BadSubjectError, match=f"'{second}'.*'{first}'") as caught:
+            await calls[call]()
+        assert not isinstance(caught.value, errors.ServerError)
+        await nc.flush()
+        assert call == "async source" or not seen.pending_msgs
+        for stream in (first, second):
+            assert (await js.stream_info(stream)).state.last_seq == 0
+
+    @pytest.mark.parametrize("how", ["add", "add_many", "commit"])
+    async def test_the_batch_stays_open(self, js: JetStreamContext, make_stream: MakeStream, how: str) -> None:
+        first, second = await make_stream(), await make_stream()
+        async with jsx.AtomicBatch(js) as batch:
+            await batch.add(f"{first}.a", b"1")
+            calls: dict[str, Callable[[], Awaitable[object]]] = {
+                "add": lambda: batch.add(f"{second}.a", b"3"),
+                "add_many": lambda: batch.add_many([(f"{first}.b", b"2"), (f"{second}.a", b"3")]),
+                "commit": lambda: batch.commit(f"{second}.a", b"3"),
+            }
+            for _ in range(2):
+                with pytest.raises(errors.BadSubjectError, match="must be of one stream"):
+                    await calls[how]()
+            await batch.add(f"{first}.c", b"4")
+        assert batch.ack is not None
+        assert batch.ack.batch_size == batch.size == (4 if how == "add_many" else 2)
+
+    @pytest.mark.parametrize("how", ["add", "add_many"])
+    async def test_a_subject_that_the_stream_has_got_since_is_accepted(
+        self, js: JetStreamContext, make_stream: MakeStream, how: str
+    ) -> None:
+        stream = await make_stream()
+        await jsx.publish_atomic(js, [(f"{stream}.a", b"1")])  # now the stream's subjects are cached
+        await js.update_stream(name=stream, subjects=[f"{stream}.>", f"{stream}more.*"], allow_atomic=True)
+        async with jsx.AtomicBatch(js) as batch:
+            await batch.add(f"{stream}.a", b"2")
+            if how == "add":
+                await batch.add(f"{stream}more.a", b"3")
+                await batch.add(f"{stream}more.b", b"4")
+            else:
+                await batch.add_many([(f"{stream}more.a", b"3"), (f"{stream}.b", b"4"), (f"{stream}more.b", b"5")])
+        assert batch.ack is not None
+        assert batch.ack.batch_size == batch.size
+
+    async def test_a_subject_of_no_stream_is_left_to_the_server(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
+        stream = await make_stream()
+        async with jsx.AtomicBatch(js) as batch:
+            await batch.add(f"{stream}.a", b"1")
+            with pytest.raises(errors.NoStreamError):
+                await batch.add(f"{stream}nowhere", b"2", ack=True)
+
+    async def test_a_client_that_may_not_ask_is_told_which_stream_refused(
+        self, js: JetStreamContext, nc: Client, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, second = await make_stream(), await make_stream()
+
+        async def unknown(*_: Any) -> None:
+            return None
+
+        monkeypatch.setattr("jetstream_ext.client.atomic_session.lookup_stream", unknown)
+        with pytest.raises(errors.AtomicPublishIncompleteError, match=f"'{second}'.*must be of one stream") as caught:
+            await jsx.publish_atomic(js, [(f"{first}.a", b"1"), (f"{second}.a", b"2")])
+        assert caught.value.outcome == "not_stored"
+
+
 async def test_a_batch_over_two_streams_names_them(
     js: JetStreamContext, make_stream: MakeStream, within: Within
 ) -> None:
