@@ -193,14 +193,17 @@ class IngestReport:
     """The result of an `ingest`.
 
     Attributes:
-        stored: The number of messages of the source that are stored: the first ``stored`` ones, each once. With the
-            caller's own message ids this includes messages that the stream had before: the server skips and
-            acknowledges a message whose id it knows.
+        stored: The number of messages of the source that are stored: the first ``stored`` ones, each once except those
+            in doubt. With the caller's own message ids this includes messages that the stream had before: the server
+            skips and acknowledges a message whose id it knows.
         duplicates: The number of messages that were sent again although the first attempt had stored them. Without
             message ids, the stream would hold them twice.
         resent: The number of messages that were sent again because their batch ended before they were acknowledged.
         batches: The number of fast batches that the server opened.
         seconds: The duration.
+        in_doubt: How many of the stored messages may be stored more than once, and then out of order. They were sent
+            again when the server could no longer know their ids, and the stream did not show whether the first copy had
+            been stored: it has removed messages, or the client may not read it. 0: each message is stored once.
     """
 
     stored: int
@@ -208,3 +211,4 @@ class IngestReport:
     resent: int
     batches: int
     seconds: float
+    in_doubt: int = 0
