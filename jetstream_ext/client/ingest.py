@@ -266,7 +266,7 @@ class _Ingest:
         elif not in_doubt:
             text += "; nothing is stored"
         if self._in_doubt:
-            text += f", {self._in_doubt} of them perhaps more than once"
+            text += f", {self._in_doubt} of them perhaps not exactly once"
         if in_doubt:
             after = f" and the {in_doubt - 1} after it" if in_doubt > 1 else ""
             text += f"; it{after} may be stored"
@@ -405,12 +405,11 @@ class _Ingest:
                     await self._find_out()
                 except nats.errors.Error as error:
                     await self._pause(error)
-                continue
-            verdict = self._verdicts[0] if self._verdicts else Verdict.MISSING
-            if verdict is Verdict.STORED or verdict is Verdict.REPEATED:
-                self._confirm(1, in_doubt=verdict is Verdict.REPEATED)
-            else:
-                await self._publish_oldest(in_doubt=verdict is Verdict.UNKNOWN)
+                    continue
+            while self._verdicts and self._verdicts[0] in (Verdict.STORED, Verdict.DOUBTFUL):
+                self._confirm(1, in_doubt=self._verdicts[0] is Verdict.DOUBTFUL)
+            if self._window:
+                await self._publish_oldest(in_doubt=bool(self._verdicts) and self._verdicts[0] is Verdict.UNKNOWN)
 
     async def _publish_oldest(self, *, in_doubt: bool) -> None:
         """Publish the oldest message of the window, once; `in_doubt`: an earlier copy may be stored and unknown."""
@@ -543,10 +542,10 @@ class _Ingest:
         if state is not None:
             self._note(state, 0)
         if self._answered and verdicts[0] is not Verdict.STORED:
-            verdicts[0] = Verdict.REPEATED
+            verdicts[0] = Verdict.DOUBTFUL
         known = [*self._verdicts, *[Verdict.MISSING] * (len(verdicts) - len(self._verdicts))]
         # A copy that may have been stored and removed before an earlier search is not seen by this one.
-        worse = {Verdict.MISSING: Verdict.UNKNOWN, Verdict.STORED: Verdict.REPEATED}
+        worse = {Verdict.MISSING: Verdict.UNKNOWN, Verdict.STORED: Verdict.DOUBTFUL}
         self._verdicts = deque(
             worse.get(new, new) if old is Verdict.UNKNOWN else new for old, new in zip(known, verdicts, strict=True)
         )

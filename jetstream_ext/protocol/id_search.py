@@ -1,9 +1,9 @@
 """Which of some messages a stream holds, by their ids: what a backward search of the stream proves.
 
 `client.ingest` asks when the server may have forgotten the ids. The messages were sent in order, and all of them after
-the sequence `base` existed. Sequences that are missing now may have been any of them: limits, purges and rollups remove
-messages. A message that only this sender can have stored proves more than itself: a fast batch stores a prefix of what
-was sent, so everything sent before it was stored too, even if it is no longer there.
+the stream had the sequence `base`. A sequence that is missing now may have been any of them: limits, purges and rollups
+remove messages. A fast batch stores a prefix of what was sent. So a message that only this sender can have stored proves
+that everything sent before it was stored too, even if it is no longer there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Verdict(enum.Enum):
     """What is known about one message."""
 
     STORED = "it was stored once"
-    REPEATED = "it was stored, perhaps more than once"
+    DOUBTFUL = "it was stored, but perhaps not once"
     MISSING = "it was not stored before the search began"
     UNKNOWN = "it may have been stored and removed"
 
@@ -76,19 +76,18 @@ class IdSearch:
         """Return what the whole search proves about each message."""
         newest, after = -1, self._base
         for index, msg_id in enumerate(self._ids):
-            if self._seqs[msg_id] and msg_id.startswith(self._own) and not (index == 0 and self._sent_again):
+            if self._seqs[msg_id] and not (index == 0 and self._sent_again):
                 newest, after = index, min(self._seqs[msg_id])
         return [self._verdict(index, newest, after) for index in range(len(self._ids))]
 
     def _verdict(self, index: int, newest: int, after: int) -> Verdict:
         msg_id = self._ids[index]
-        copies, own = len(self._seqs[msg_id]), msg_id.startswith(self._own)
+        copies, sent_again = len(self._seqs[msg_id]), index == 0 and self._sent_again
         removed = self._hole > self._base
         if copies:
             # Sent again, it may have been stored twice and removed once.
-            return Verdict.REPEATED if copies > 1 or (index == 0 and self._sent_again and removed) else Verdict.STORED
-        if own and index < newest:
-            return Verdict.REPEATED if index == 0 and self._sent_again else Verdict.STORED
-        if self._hole > (after if own else self._base):
-            return Verdict.UNKNOWN
-        return Verdict.MISSING
+            return Verdict.DOUBTFUL if copies > 1 or (sent_again and removed) else Verdict.STORED
+        if index < newest and removed:
+            proved = self._ids[newest].startswith(self._own) and not sent_again
+            return Verdict.STORED if proved else Verdict.DOUBTFUL
+        return Verdict.UNKNOWN if self._hole > after else Verdict.MISSING
