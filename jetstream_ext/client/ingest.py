@@ -274,16 +274,17 @@ class _Ingest:
 
     def _confirm(self, count: int, *, in_doubt: bool = False) -> None:
         """Take the oldest `count` messages out of the window: they are stored, once unless they are `in_doubt`."""
+        newest: Entry | None = None
         for _ in range(count):
             newest = self._window.popleft()
-            if not in_doubt:
-                self._newest = newest
-            if self._verdicts:
-                self._verdicts.popleft()
+        for _ in range(min(count, len(self._verdicts))):
+            self._verdicts.popleft()
         self._stored += count
         self._in_doubt += in_doubt
         self._unanswered = max(0, self._unanswered - count)
         if count:
+            if not in_doubt:
+                self._newest = newest
             self._sent_again = self._answered = False
             self._retry.reset()
         self._report_progress()
@@ -578,6 +579,7 @@ class _Ingest:
             if await self._is_refused_silently():
                 return unknown
             raise
+        self._unanswered_lookups = 0
         if state.replicated:
             # A former leader that does not know its successor may have answered.
             now = await stream_state(self._context, state.name, self._ack_timeout)

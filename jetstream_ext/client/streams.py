@@ -168,10 +168,10 @@ async def _overlap(api: Api, wanted: StreamConfig, refusal: ServerError) -> Serv
         with suppress(nats.errors.Error, APIError):  # the refusal alone is better than another error
             names = (await api.ask("STREAM.NAMES", {"subject": subject})).get("streams")
             holders |= {str(name): subject for name in names or ()}
-    found = ", ".join(f"stream {name!r} stores messages on {subject!r}" for name, subject in holders.items())
+    found = ", ".join(f"stream {name!r} stores messages on {subject!r}" for name, subject in sorted(holders.items()))
     advice = (
         "a subject belongs to one stream, so that a message is stored once: give other subjects, or none and "
-        f"sources=[StreamSource(name={next(iter(holders), '...')!r})] for a stream that copies its messages"
+        f"sources=[StreamSource(name={min(holders, default='...')!r})] for a stream that copies its messages"
     )
     text = f"stream {wanted.name!r}: nothing was created: {found or refusal.description}; {advice}"
     return ServerError(code=refusal.code, err_code=refusal.err_code, description=text)

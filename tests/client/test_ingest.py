@@ -14,6 +14,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
+from jetstream_ext.client import api
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -246,6 +247,23 @@ async def test_messages_that_are_refused_after_a_lost_answer_may_be_stored(
     with pytest.raises(errors.IngestError, match=r"was refused: .*; it and the 4 after it may be stored$") as caught:
         await jsx.ingest(js, [(f"{stream}.a", b"x")] * 5)
     assert caught.value.in_doubt == 5
+
+
+async def test_a_message_that_an_older_server_has_stored_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unknown(*arguments: Any, **options: Any) -> None:
+        return None
+
+    monkeypatch.setattr(api, "lookup_stream", unknown)
+    async with NatsServer(version="2.12.8") as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        nc._server_info["api_lvl"] = 5  # as if connected to a newer server of the same cluster
+        js = nc.jetstream()
+        await js.add_stream(name="S", subjects=["s.>"], allow_direct=True)
+        with pytest.raises(errors.IngestError, match=r"could not be sent: .*message 1 is stored") as caught:
+            await jsx.ingest(js, [("s.1", b"%d" % n) for n in range(5)])
+        assert (caught.value.index, caught.value.in_doubt) == (1, 0)
+        assert [each.data for each in await messages(js, "S")] == [b"0"]
+        await nc.close()
 
 
 @pytest.mark.parametrize("upgrade", [True, False], ids=["the stream has the option", "the stream lacks the option"])
