@@ -367,11 +367,6 @@ class FastPublisher:
             batch.check_open()
 
 
-def leader_of(publisher: FastPublisher) -> LeaderInfo | None:
-    """Return what was known about the stream's server when the batch was opened, before anything was sent."""
-    return publisher._session.leader  # noqa: SLF001 - a class of this module
-
-
 class FastSession:
     """Carries messages, replies, timers and events between the callers, the batch and the connection.
 

@@ -15,11 +15,11 @@ from nats.js import JetStreamContext
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import get_at_leader, stream_name, stream_state
+from jetstream_ext.client.api import LeaderInfo, get_at_leader, stream_name, stream_state
 from jetstream_ext.client.clock import elapsed
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.client.fast import FastPublisher, leader_of
+from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.retry import Retry, is_not_closed, is_transient
 from jetstream_ext.errors import (
     BatchError,
@@ -102,13 +102,20 @@ async def ingest(
     progress_every = check_seconds(progress_every, "progress_every", zero=True)
     ack_timeout = Context(js).resolve_timeout(ack_timeout, "ack_timeout")
     new_publisher = partial(
-        FastPublisher, js, flow=flow, max_outstanding_acks=max_outstanding_acks, ack_timeout=ack_timeout
+        _Publisher, js, flow=flow, max_outstanding_acks=max_outstanding_acks, ack_timeout=ack_timeout
     )
     source = _Source(messages, msg_id)
     try:
         return await _Ingest(js, source, new_publisher, timeout, ack_timeout, on_progress, progress_every).run()
     finally:
         await source.aclose()
+
+
+class _Publisher(FastPublisher):
+    @property
+    def leader(self) -> LeaderInfo | None:
+        """What was known about the stream's server when the batch was opened, before anything was sent."""
+        return self._session.leader
 
 
 class _Source:
@@ -196,7 +203,7 @@ class _Ingest:
         self,
         js: JetStreamContext,
         source: _Source,
-        new_publisher: Callable[..., FastPublisher],
+        new_publisher: Callable[..., _Publisher],
         timeout: float,
         ack_timeout: float,
         on_progress: ProgressHandler | None,
@@ -349,7 +356,7 @@ class _Ingest:
         finally:
             await publisher.discard()
             self._batches += opened
-        leader = leader_of(publisher)
+        leader = publisher.leader
         if leader is not None and leader.stream is not None:
             self._note(leader.stream, leader.last_seq)
         self._confirm(before + publisher.ack_seq - self._stored)
