@@ -193,14 +193,18 @@ class IngestReport:
     """The result of an `ingest`.
 
     Attributes:
-        stored: The number of messages of the source that are stored: the first ``stored`` ones, each once. With the
-            caller's own message ids this includes messages that the stream had before: the server skips and
-            acknowledges a message whose id it knows.
+        stored: The number of messages of the source that are stored: the first ``stored`` ones, each once except those
+            in doubt. With the caller's own message ids this includes messages that the stream had before: the server
+            skips and acknowledges a message whose id it knows.
         duplicates: The number of messages that were sent again although the first attempt had stored them. Without
             message ids, the stream would hold them twice.
         resent: The number of messages that were sent again because their batch ended before they were acknowledged.
         batches: The number of fast batches that the server opened.
         seconds: The duration.
+        in_doubt: How many of the stored messages may not be stored exactly once. The server could no longer know their
+            ids, and the stream did not show whether the first copy had been stored: it has removed messages, or the
+            client may not read it. They were sent again, and may be stored twice and out of order; or, if a later
+            message with an id of the caller was found, they were taken for stored. 0: each message is stored once.
     """
 
     stored: int
@@ -208,3 +212,4 @@ class IngestReport:
     resent: int
     batches: int
     seconds: float
+    in_doubt: int = 0

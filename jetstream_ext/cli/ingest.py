@@ -104,10 +104,13 @@ def command(
                 "sent": report.stored,
                 "skipped": job.skipped,
                 "resent": report.resent,
+                "in_doubt": report.in_doubt,
                 "complete": not job.stopping,
                 "seconds": round(report.seconds, 3),
             }
         )
+    if report.in_doubt:
+        click.echo(f"{count(report.in_doubt, 'row')} may not be stored exactly once, because of an outage", err=True)
     if job.stopping:
         raise Stopped(f"stopped: exactly {count(rows, 'row')} {is_are(rows)} in {stream}; {_RESUME_HINT}")
     if not as_json:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import nats.errors
@@ -26,7 +26,7 @@ from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ResponseError, 
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState, parse_answer, parse_stream_state
 from jetstream_ext.protocol.direct import StoredMsg
-from jetstream_ext.protocol.feature_table import START_TIME_LEVEL
+from jetstream_ext.protocol.feature_table import START_TIME_LEVEL, Feature
 from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.types import BatchAck
 
@@ -275,6 +275,40 @@ def _cache(context: Context) -> _Cache:
     return cache
 
 
+class LeaderInfo(NamedTuple):
+    """The server that stores the messages on a subject: its API level and version.
+
+    `stream` is the stream as its leader reported it, and `last_seq` a sequence that it has already reached. Without an
+    answer (no such stream, or no permission to ask), `stream` is None and the rest is what the connection tells.
+    """
+
+    api_level: int
+    server_version: str
+    stream: StreamState | None = None
+    last_seq: int = 0
+
+
+async def lookup_leader(
+    context: Context, subject: str, stream: str | None, timeout: float, feature: Feature
+) -> LeaderInfo:
+    """Return which server stores `subject` (the stream's name may be given), to learn whether it has `feature`.
+
+    In a cluster of mixed versions, or over a leaf node, the connected server is another one than the stream's leader. A
+    cached answer without the feature is not used, because the server may have been upgraded since. The lookups take at
+    most half of `timeout`.
+    """
+    seconds = min(timeout / 2, _LOOKUP_TIMEOUT)
+    if context.prefix != DEFAULT_PREFIX:
+        seconds /= 2  # for each of the two lookups
+    owner = await lookup_stream(context, subject, stream, seconds)
+    if owner is not None and not feature.at(owner[0].api_level):
+        forget_stream(context, owner[0].name)
+        owner = await lookup_stream(context, subject, stream, seconds) or owner
+    if owner is None:
+        return LeaderInfo(await api_level(context, seconds), context.connection.server_version)
+    return LeaderInfo(owner[0].api_level, owner[0].server_version or "older", *owner)
+
+
 async def lookup_stream(
     context: Context, subject: str, stream: str | None, timeout: float
 ) -> tuple[StreamState, int] | None:
@@ -307,6 +341,11 @@ async def lookup_stream(
     return state, state.last_seq
 
 
+def forget_stream(context: Context, name: str) -> None:
+    """Forget what is cached about a stream."""
+    _cache(context).streams.pop(name, None)
+
+
 async def stream_name(where: Context | Api, subject: str, timeout: float | None = None) -> str | None:
     """Return the name of the stream that stores messages on `subject`, or None; raise as `Api.ask` does."""
     names = (await _api(where, timeout).ask("STREAM.NAMES", {"subject": subject})).get("streams")
@@ -329,7 +368,7 @@ def remember_ack(context: Context, ack: BatchAck) -> None:
         streams[ack.stream] = asked_at, state, max(last_seq, ack.seq)
 
 
-async def api_level(context: Context) -> int:
+async def api_level(context: Context, timeout: float) -> int:
     """Return the API level of the JetStream behind `context` (0: a server before 2.11; ADR-44).
 
     A server's ``INFO`` has it from 2.12. Behind a domain or another prefix, the JetStream of another server is asked; if
@@ -342,7 +381,7 @@ async def api_level(context: Context) -> int:
     if cache.level is not None and now - cache.level[0] < _CACHE_TTL:
         return cache.level[1]
     try:
-        level = await Api(context, min(context.timeout, _LOOKUP_TIMEOUT)).level()
+        level = await Api(context, timeout).level()
     except RequestTimeoutError:
         level = info_level  # cached: without the permission to ask, the next request gets no answer either
     except (nats.errors.Error, APIError):

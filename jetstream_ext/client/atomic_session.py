@@ -16,10 +16,9 @@ from nats.js import JetStreamContext
 from nats.nuid import NUID
 
 from jetstream_ext.client.api import (
-    api_level,
     get_at_leader,
     known_stream_name,
-    lookup_stream,
+    lookup_leader,
     remember_ack,
     settled_state,
     stream_state,
@@ -34,6 +33,7 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.atomic import AtomicBatchMachine, State, Unresolved
 from jetstream_ext.protocol.atomic_resolve import Commit, FenceReplies, NeverKnown, NotYetKnown, Plan, Query
 from jetstream_ext.protocol.atomic_wire import Block, Encoded
+from jetstream_ext.protocol.feature_table import ATOMIC
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import as_message, check_seconds
 from jetstream_ext.protocol.subjects import SubjectElsewhere
@@ -217,20 +217,19 @@ class AtomicSession:
     async def _open_for(self, first: Encoded, message: BatchMessage) -> None:
         connection = self._context.connection
         connection.check_usable()
-        # A server before 2.12 stores the messages of a batch as separate ones. The connected server's INFO says nothing
-        # about the stream's leader, which may be an older server; the stream's answer does.
-        owner = await lookup_stream(self._context, message.subject, message.stream, self._timeout)
-        if owner is None:
-            level, version = await api_level(self._context), connection.server_version
-        else:
-            level, version = owner[0].api_level, owner[0].server_version or "older"
-            self._opened = owner
+        # A server before 2.12 stores the messages of a batch as separate ones.
+        leader = await lookup_leader(self._context, message.subject, message.stream, self._timeout, ATOMIC)
+        self._opened = leader.stream, leader.last_seq
         inbox = await connection.inbox(
             InboxHandler(weakly(self._receive), weakly(self._disconnected)), tail=".*", timeout=self._timeout
         )
         try:
             self.machine.open(
-                first, api_level=level, server_version=version, reply=inbox.subject, stream=self._opened[0]
+                first,
+                api_level=leader.api_level,
+                server_version=leader.server_version,
+                reply=inbox.subject,
+                stream=leader.stream,
             )
         except BaseException:
             inbox.close()

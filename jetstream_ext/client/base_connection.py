@@ -281,6 +281,15 @@ class BaseConnection(ABC):
         return str(self._server_info().get("version", ""))
 
     @property
+    def server_name(self) -> str:
+        return str(self._server_info().get("server_name", ""))
+
+    @property
+    def server_id(self) -> str:
+        """The id of the connected server's process: a restarted server has another one."""
+        return str(self._server_info().get("server_id", ""))
+
+    @property
     def api_level(self) -> int | None:
         """The connected server's JetStream API level (None: a server before 2.12)."""
         level = self._server_info().get("api_lvl")

@@ -178,6 +178,7 @@ async def create_source_consumer(
 
     Raises:
         ValueError: Servers refuse or silently replace a name or option, or it would leave the stream unread.
+        TypeError: ``filter_subjects`` is not a list.
         nats.js.errors.NotFoundError: There is no such stream.
         UnsupportedFeatureError: The server is older than 2.14. Nothing was created.
         ServerError: The server refused; 10148: a consumer of this name exists with another configuration.
@@ -255,6 +256,8 @@ def _check_config(config: ConsumerConfig, filter_subject: str | None) -> None:
     for name in _OWN_KEYWORDS:
         if getattr(config, name) != getattr(default, name):
             raise ValueError(f"give {name} as an argument of create_source_consumer, not in config")
+    if isinstance(config.filter_subjects, str):
+        raise TypeError(f"filter_subjects must be a list, not {config.filter_subjects!r}; give filter_subject for one")
     if config.filter_subjects and filter_subject is not None:
         raise ValueError("give filter_subject or config.filter_subjects, not both")
     for subject in config.filter_subjects or ():

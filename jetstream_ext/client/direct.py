@@ -239,7 +239,8 @@ class DirectGet:
         """
         filters = () if isinstance(subjects, str) else tuple(subjects)
         if not filters:
-            raise ValueError("subjects must be a sequence of at least one subject")
+            hint = f"; give [{subjects!r}]" if subjects else ""
+            raise ValueError(f"subjects must be a list of at least one subject, not {subjects!r}{hint}")
         for subject in filters:
             check_filter(subject)
         if up_to_seq is not None and up_to_time is not None:

@@ -14,7 +14,7 @@ import nats.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import api_level
+from jetstream_ext.client.api import LeaderInfo, lookup_leader
 from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription, never, weakly
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import RequestTimeoutError
@@ -198,7 +198,7 @@ class FastPublisher:
         session = self._session
         encoded = self._batch.encode(message)
         if not session.can_send:
-            await session.wait_turn()
+            await session.wait_turn(message)
         return await self._publish(self._batch.add(encoded, session.now()), len(encoded.payload))
 
     async def _publish(self, command: bytes, size: int) -> FastPubAck:
@@ -224,14 +224,18 @@ class FastPublisher:
             Exception: What `messages` raises, or the error of a message that cannot be sent. Everything before it was
                 sent; the batch stays usable.
 
-        Cancellation: What was taken from `messages` is sent and counted; the batch stays usable.
+        Cancellation: What was taken from `messages` is sent and counted; the batch stays usable. Only the first message
+            of a batch may be taken and not sent; then `batch_seq` is 0.
         """
         batch, session = self._batch, self._session
         if isinstance(messages, AsyncIterable):
             source = aiter(messages)
             while True:
-                if not session.can_send:
-                    await session.wait_turn()  # before a message is taken: a cancelled call loses none
+                # Before a message is taken, so that a cancelled call loses none. The first one is needed to open the batch.
+                if not session.opened:
+                    session.check_new()
+                elif not session.can_send:
+                    await session.wait_turn()
                 try:
                     entry = await anext(source)
                 except StopAsyncIteration:
@@ -240,6 +244,13 @@ class FastPublisher:
                 await self.add_message(entry if isinstance(entry, BatchMessage) else BatchMessage(*entry))
         entries = iter(messages)
         stopped: BaseException | None = None
+        if not session.opened:
+            session.check_new()
+            for entry in entries:
+                await self.add_message(entry if isinstance(entry, BatchMessage) else BatchMessage(*entry))
+                break
+            else:
+                return FastPubAck(batch.sent, batch.acked)
         while stopped is None:
             if not session.can_send:
                 await session.wait_turn()
@@ -371,6 +382,7 @@ class FastSession:
         self._context = context
         self._handlers = handlers
         self._connection: BaseConnection = context.connection
+        self.leader: LeaderInfo | None = None  # the server of the stream, once the batch is opened
         self.batch: FastBatch = FastBatch(
             max_payload=self._connection.max_payload, inbox_size=self._connection.inbox_size, **batch
         )
@@ -391,21 +403,32 @@ class FastSession:
         """Whether a message can be sent without waiting."""
         return not self._senders and self._connection.usable and self.batch.has_room
 
-    async def wait_turn(self) -> None:
+    @property
+    def opened(self) -> bool:
+        """Whether the batch has its inbox; until then `wait_turn` needs the first message."""
+        return self._inbox is not None
+
+    def check_new(self) -> None:
+        """Raise if a batch that is not opened yet cannot be opened now."""
+        self.batch.check_open()
+        self._connection.check_usable()
+
+    async def wait_turn(self, message: BatchMessage | None = None) -> None:
         """Wait until a message can be sent; callers get their turn in the order of their calls."""
         self._senders += 1
         try:
             async with self._turn:
-                await self.wait_ready(self.batch.can_send)
+                await self.wait_ready(self.batch.can_send, message)
         finally:
             self._senders -= 1
 
-    async def wait_ready(self, goal: Callable[[], bool]) -> None:
-        """Wait for `goal` on a usable connection; open the batch if it is new."""
+    async def wait_ready(self, goal: Callable[[], bool], first: BatchMessage | None = None) -> None:
+        """Wait for `goal` on a usable connection; open the batch for its message `first` if it is new."""
         while True:
             await self.wait(goal)
             if self._inbox is None:
-                await self._open()
+                assert first is not None
+                await self._open(first)
             elif self._connection.usable:
                 self.batch.set_max_payload(self._connection.max_payload)
                 return
@@ -463,17 +486,17 @@ class FastSession:
 
     # -- the connection -------------------------------------------------------------------------------------------
 
-    async def _open(self) -> None:
-        connection = self._connection
+    async def _open(self, first: BatchMessage) -> None:
+        connection, timeout = self._connection, self.batch.ack_timeout
         connection.check_usable()
-        level = await api_level(self._context)
-        if not FAST_INGEST.at(level):
+        leader = self.leader = await lookup_leader(self._context, first.subject, first.stream, timeout, FAST_INGEST)
+        if not FAST_INGEST.at(leader.api_level):
             raise FAST_INGEST.unsupported(
-                server_version=connection.server_version, api_level=level, detail="nothing was sent"
+                server_version=leader.server_version, api_level=leader.api_level, detail="nothing was sent"
             )
         handler = InboxHandler(weakly(self._receive), weakly(self._disconnected), weakly(self._reconnected))
         tail = f".{self.batch.batch_id}.>"
-        inbox = await connection.inbox(handler, tail=tail, timeout=self.batch.ack_timeout)
+        inbox = await connection.inbox(handler, tail=tail, timeout=timeout)
         try:
             self.batch.open(inbox.subject)
         except BaseException:

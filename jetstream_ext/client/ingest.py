@@ -12,11 +12,13 @@ from typing import Final
 
 import nats.errors
 from nats.js import JetStreamContext
-from nats.js.errors import APIError, NoStreamResponseError
+from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import stream_name
+from jetstream_ext.client.api import LeaderInfo, get_at_leader, stream_name, stream_state
+from jetstream_ext.client.clock import elapsed
 from jetstream_ext.client.connection import Context
+from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fast import FastPublisher
 from jetstream_ext.client.retry import Retry, is_not_closed, is_transient
 from jetstream_ext.errors import (
@@ -24,10 +26,13 @@ from jetstream_ext.errors import (
     FastPublishDisabledError,
     FastPublishMirrorError,
     IngestError,
+    RequestTimeoutError,
     RequiredApiLevelError,
     UnsupportedFeatureError,
 )
 from jetstream_ext.protocol import headers as h
+from jetstream_ext.protocol.api import StreamState, recreated
+from jetstream_ext.protocol.id_search import IdSearch, Verdict
 from jetstream_ext.protocol.options import check_seconds, has_expectation, message_headers, payload_bytes
 from jetstream_ext.types import BatchFlowAck, BatchMessage, Entry, IngestProgress, IngestReport
 
@@ -35,6 +40,10 @@ MsgId = Callable[[Entry], str]
 ProgressHandler = Callable[[IngestProgress], None]
 
 _NO_FAST_INGEST: Final = (FastPublishDisabledError, FastPublishMirrorError, RequiredApiLevelError)
+# The share of the duplicate window for which ids are trusted: servers measure it with a clock that may be set.
+_TRUSTED_SHARE: Final = 0.75
+_LOOKUP_TIMEOUT: Final = 2.0
+_MAX_UNANSWERED_LOOKUPS: Final = 3
 
 
 async def ingest(
@@ -54,8 +63,10 @@ async def ingest(
     Messages are sent by fast ingest. If a batch ends early (the server was killed, its leader changed, the connection
     was lost, messages were lost, the stream is overloaded), the messages that it had not acknowledged are published
     again one by one, and another batch continues from there. Every message has a ``Nats-Msg-Id``, so that the server
-    drops a second copy: each message is stored exactly once if the server is back within the stream's
-    ``duplicate_window`` (2 minutes by default).
+    drops a second copy. If it may have forgotten the ids (after the stream's ``duplicate_window``, or after a restart),
+    the stream is read first, and only what it lacks is sent again. Messages for which this proves nothing, because the
+    stream has removed messages meanwhile or may not be read, are sent again too; the report counts them in `in_doubt`.
+    Every other message is stored exactly once.
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
@@ -78,7 +89,8 @@ async def ingest(
     Raises:
         IngestError: A message was refused (the error names it; everything before it is stored and nothing after it), the
             stream does not take fast ingest, or no message was stored for `timeout` seconds.
-        UnsupportedFeatureError: The server is older than 2.14.
+        UnsupportedFeatureError: The stream's server is older than 2.14 and the stream lacks ``allow_batched``. During an
+            upgrade, while the stream has it, the call waits for a newer server.
         ValueError, TypeError: An argument is out of its range or of another type.
         Exception: What `messages` or `msg_id` raises, once everything before it is stored.
 
@@ -90,13 +102,20 @@ async def ingest(
     progress_every = check_seconds(progress_every, "progress_every", zero=True)
     ack_timeout = Context(js).resolve_timeout(ack_timeout, "ack_timeout")
     new_publisher = partial(
-        FastPublisher, js, flow=flow, max_outstanding_acks=max_outstanding_acks, ack_timeout=ack_timeout
+        _Publisher, js, flow=flow, max_outstanding_acks=max_outstanding_acks, ack_timeout=ack_timeout
     )
     source = _Source(messages, msg_id)
     try:
         return await _Ingest(js, source, new_publisher, timeout, ack_timeout, on_progress, progress_every).run()
     finally:
         await source.aclose()
+
+
+class _Publisher(FastPublisher):
+    @property
+    def leader(self) -> LeaderInfo | None:
+        """What was known about the stream's server when the batch was opened, before anything was sent."""
+        return self._session.leader
 
 
 class _Source:
@@ -108,9 +127,9 @@ class _Source:
         self.ended = False
         self.error: Exception | None = None
         """The exception of the caller's iterable or `msg_id`."""
+        self.run_id: str = NUID().next().decode()  # the start of the ids of this run; nothing else uses it
+        self.taken = 0  # how many messages were read
         self._msg_id = msg_id
-        self._run = NUID().next().decode()
-        self._taken = 0
         self.entries: Iterator[Entry] | AsyncGenerator[Entry, None]
         if isinstance(messages, AsyncIterable):
             self.entries = self._read_async(aiter(messages))
@@ -143,7 +162,7 @@ class _Source:
 
     def _with_id(self, entry: Entry) -> Entry:
         """Return the message with an id; anything else stays as it is, and is refused when it is sent."""
-        self._taken += 1
+        self.taken += 1
         if type(entry) is tuple:  # nearly every message of a bulk: no object is made for it
             if len(entry) == 2:
                 return entry[0], entry[1], {h.MSG_ID: self._id(entry)}
@@ -162,23 +181,29 @@ class _Source:
 
     def _id(self, entry: Entry) -> str:
         if self._msg_id is None:
-            return f"{self._run}-{self._taken}"
+            return f"{self.run_id}-{self.taken}"
         name = self._msg_id(entry)
         if isinstance(name, str) and not name.strip():
             raise ValueError(
-                f"msg_id returned an empty id for the message at index {self._taken - 1}; return a unique, non-empty str"
+                f"msg_id returned an empty id for the message at index {self.taken - 1}; return a unique, non-empty str"
             )
         return name
 
 
 class _Ingest:
-    """One run: fast-ingest batches, and single publishes of what a broken batch leaves in the window."""
+    """One run: fast-ingest batches, and single publishes of what a broken batch leaves in the window.
+
+    A message that was sent without an answer may be stored. To send it again is safe while the server knows its id: for
+    the duplicate window, in the process that stored the first copy. A restarted server knows only the ids of messages
+    that the stream still has. Otherwise `_find_out` searches the stream. What it does not find was not stored before it
+    began, so ids are trusted again from that moment on.
+    """
 
     def __init__(
         self,
         js: JetStreamContext,
         source: _Source,
-        new_publisher: Callable[..., FastPublisher],
+        new_publisher: Callable[..., _Publisher],
         timeout: float,
         ack_timeout: float,
         on_progress: ProgressHandler | None,
@@ -194,10 +219,22 @@ class _Ingest:
         self._progress_every = progress_every
         self._progress_at, self._progress_stored = -math.inf, 0  # of the newest report
         self._retry = Retry(timeout, transient=is_not_closed)
-        self._stored = self._duplicates = self._resent = self._batches = 0
+        self._stored = self._duplicates = self._resent = self._batches = self._in_doubt = 0
         self._refused: tuple[Entry, Exception] | None = None
-        self._in_doubt = 0  # how many messages of the window, from the oldest on, were sent and not answered
         self._began = asyncio.get_running_loop().time()
+
+        self._stream: StreamState | None = None  # as it was when it was last looked up
+        self._base = 0  # a sequence that the stream had before any message of the window was sent
+        self._newest: Entry | None = None  # the newest message that is certainly stored, once
+        self._unanswered_lookups = 0  # a client without the permission to ask gets no answer
+        self._unanswered = 0  # how many messages of the window, from the oldest on, were sent and not answered
+        self._verdicts: deque[Verdict] = deque()  # what is known about the oldest messages of the window
+        self._sent_again = False  # the oldest message of the window was sent again
+        self._answered = False  # and that was acknowledged, too late to know whether it is a second copy
+        self._sent_at = 0.0  # no copy that is not known to be stored was stored before this time of `elapsed`,
+        self._sent_to = ""  # or in another process than this one ("" is unknown)
+        self._trusted_until = 0.0  # the end of the time in which ids are trusted, while
+        self._trusted: str | int = ""  # the connected process or the session of the connection is this one
 
     async def run(self) -> IngestReport:
         self._report_progress()
@@ -216,11 +253,11 @@ class _Ingest:
 
     def _report(self) -> IngestReport:
         seconds = asyncio.get_running_loop().time() - self._began
-        return IngestReport(self._stored, self._duplicates, self._resent, self._batches, seconds)
+        return IngestReport(self._stored, self._duplicates, self._resent, self._batches, seconds, self._in_doubt)
 
     def _failure(self, what: str, entry: Entry | None = None) -> IngestError:
         """Return the error about `entry`, by default the oldest message of the window."""
-        in_doubt = self._in_doubt
+        in_doubt = self._unanswered
         if entry is None and self._window:
             entry = self._window[0]
         subject = None
@@ -235,18 +272,27 @@ class _Ingest:
             text += f"; the {before} stored"
         elif not in_doubt:
             text += "; nothing is stored"
+        if self._in_doubt:
+            text += f", {self._in_doubt} of them perhaps not exactly once"
         if in_doubt:
             after = f" and the {in_doubt - 1} after it" if in_doubt > 1 else ""
             text += f"; it{after} may be stored"
         return IngestError(text, index=self._stored, subject=subject, report=self._report(), in_doubt=in_doubt)
 
-    def _confirm(self, count: int) -> None:
-        """Take the oldest `count` messages out of the window: they are stored."""
+    def _confirm(self, count: int, *, in_doubt: bool = False) -> None:
+        """Take the oldest `count` messages out of the window: they are stored, once unless they are `in_doubt`."""
+        newest: Entry | None = None
         for _ in range(count):
-            self._window.popleft()
+            newest = self._window.popleft()
+        for _ in range(min(count, len(self._verdicts))):
+            self._verdicts.popleft()
         self._stored += count
-        self._in_doubt = max(0, self._in_doubt - count)
+        self._in_doubt += in_doubt
+        self._unanswered = max(0, self._unanswered - count)
         if count:
+            if not in_doubt:
+                self._newest = newest
+            self._sent_again = self._answered = False
             self._retry.reset()
         self._report_progress()
 
@@ -280,17 +326,25 @@ class _Ingest:
             except nats.errors.Error as error:
                 await self._pause(error)
 
+    # -- fast batches -------------------------------------------------------------------------------------------------
+
     async def _send_batch(self) -> None:
         """Send from the source until it or the batch ends; then the window holds what is not acknowledged."""
         await self._connected()
         before = self._stored
         opened = False
         trouble: Exception | None = None
+        process = self._context.connection.server_id
+        # Two moments, and how many messages had been read by then. The oldest message that is not acknowledged was read,
+        # and sent, after the older moment.
+        older = newer = self._source.taken, elapsed()
 
         def acked(_: BatchFlowAck) -> None:
-            nonlocal opened
+            nonlocal opened, older, newer
             opened = True
             self._confirm(before + publisher.ack_seq - self._stored)
+            if self._stored >= newer[0]:
+                older, newer = newer, (self._source.taken, elapsed())
 
         publisher = self._new_publisher(on_flow=acked)
         try:
@@ -298,20 +352,25 @@ class _Ingest:
             if publisher.batch_seq:
                 await publisher.commit_eob()
         except (UnsupportedFeatureError, BatchError, nats.errors.Error) as error:
-            if self._stored == 0 and isinstance(error, UnsupportedFeatureError):
-                raise
             trouble = error
         finally:
             await publisher.discard()
             self._batches += opened
+        leader = publisher.leader
+        if leader is not None and leader.stream is not None:
+            self._note(leader.stream, leader.last_seq)
         self._confirm(before + publisher.ack_seq - self._stored)
+        # In fail mode everything up to the final ack is stored, and nothing after it.
+        if publisher.ack is not None:
+            self._base = max(self._base, publisher.ack.seq)
+        elif trouble is not None and getattr(trouble, "outcome", "unknown") != "not_stored":
+            self._unanswered = publisher.batch_seq - publisher.ack_seq
+            self._sent_at, self._trusted_until = older[1], 0.0
+            self._sent_to = process if self._stream is not None and self._is_connected_to(self._stream) else ""
         if trouble is None:
             return
-        # In fail mode everything up to the final ack is stored, and nothing after it.
-        if publisher.ack is None and getattr(trouble, "outcome", "unknown") != "not_stored":
-            self._in_doubt = publisher.batch_seq - publisher.ack_seq
         if isinstance(trouble, (UnsupportedFeatureError, *_NO_FAST_INGEST)):
-            raise self._failure(f"could not be sent: {trouble}") from trouble
+            await self._check_upgrade(trouble)
         await self._pause(trouble)
 
     async def _send(self, publisher: FastPublisher) -> None:
@@ -325,38 +384,73 @@ class _Ingest:
             self._refused = self._window.pop(), error
             self._source.ended = True
 
+    async def _check_upgrade(self, error: Exception) -> None:
+        """Raise unless the server lacks fast ingest only for now: the stream still has the option, so others have it."""
+        if isinstance(error, UnsupportedFeatureError | RequiredApiLevelError):
+            try:
+                state = await self._look_up()
+            except nats.errors.Error:
+                if self._stored:  # the stream's leader is away, as during an upgrade
+                    return
+            else:
+                if state is not None and state.config.get("allow_batched"):
+                    return
+            if not self._stored and not self._unanswered and isinstance(error, UnsupportedFeatureError):
+                raise error
+        raise self._failure(f"could not be sent: {error}") from error
+
+    # -- single messages ----------------------------------------------------------------------------------------------
+
     async def _resend(self) -> None:
-        """Publish the messages of the window one at a time.
+        """Publish the messages of the window that are not stored, one at a time.
 
         That keeps the order, and if one is refused nothing after it is stored.
         """
         while self._window:
-            duplicate = await self._publish(self._window[0])
-            self._duplicates += duplicate
-            self._resent += 1
-            self._confirm(1)
+            await self._connected()
+            if self._answered or (self._unanswered and not self._ids_are_trusted()):
+                try:
+                    await self._find_out()
+                except nats.errors.Error as error:
+                    await self._pause(error)
+                    continue
+            while self._verdicts and self._verdicts[0] in (Verdict.STORED, Verdict.DOUBTFUL):
+                self._confirm(1, in_doubt=self._verdicts[0] is Verdict.DOUBTFUL)
+            if self._window:
+                await self._publish_oldest(in_doubt=bool(self._verdicts) and self._verdicts[0] is Verdict.UNKNOWN)
 
-    async def _publish(self, entry: Entry) -> bool:
-        """Publish the oldest message of the window until it is stored; return whether it was stored before."""
+    async def _publish_oldest(self, *, in_doubt: bool) -> None:
+        """Publish the oldest message of the window, once; `in_doubt`: an earlier copy may be stored and unknown."""
+        entry = self._window[0]
         message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
         headers = dict(message_headers(message))
         once = self._publish_alone if not has_expectation(message) else self._publish_in_a_batch
-        while True:
-            await self._connected()
-            try:
-                return await once(message, headers)
-            except nats.errors.MaxPayloadError as error:  # after a reconnect the limit may be lower
-                raise self._failure(f"was refused: {error}") from error
-            except (UnsupportedFeatureError, *_NO_FAST_INGEST) as error:  # or the server older
-                raise self._failure(f"could not be sent: {error}") from error
-            except nats.errors.Error as error:
-                if isinstance(error, NoStreamResponseError) and await self._has_no_stream(message.subject):
-                    raise self._failure("has a subject that no stream stores") from error
-                if isinstance(error, APIError) and not is_transient(error):
-                    raise self._failure(f"was refused: {error.description}") from error
-                if not isinstance(error, APIError | NoStreamResponseError):
-                    self._in_doubt = max(self._in_doubt, 1)
-                await self._pause(error)
+        if self._unanswered:
+            self._sent_again = True
+        else:
+            self._sent_at, self._sent_to, self._trusted_until = elapsed(), "", 0.0
+        try:
+            duplicate = await once(message, headers)
+        except nats.errors.MaxPayloadError as error:  # after a reconnect the limit may be lower
+            raise self._failure(f"was refused: {error}") from error
+        except (UnsupportedFeatureError, *_NO_FAST_INGEST) as error:  # or the server older
+            await self._check_upgrade(error)
+            await self._pause(error)
+        except nats.errors.Error as error:
+            if isinstance(error, NoStreamResponseError) and await self._has_no_stream(message.subject):
+                raise self._failure("has a subject that no stream stores") from error
+            if isinstance(error, APIError) and not is_transient(error):
+                raise self._failure(f"was refused: {error.description}") from error
+            if not isinstance(error, APIError | NoStreamResponseError):
+                self._unanswered = max(self._unanswered, 1)
+            await self._pause(error)
+        else:
+            if self._unanswered and not duplicate and not self._ids_are_trusted():
+                self._answered = True  # `_find_out` counts the copies
+                return
+            self._duplicates += duplicate
+            self._resent += 1
+            self._confirm(1, in_doubt=in_doubt and not duplicate)
 
     async def _publish_alone(self, message: BatchMessage, headers: dict[str, str]) -> bool:
         payload = payload_bytes(message.payload)
@@ -373,6 +467,10 @@ class _Ingest:
         try:
             await publisher.add_message(message)
             ack = await publisher.commit_eob()
+        except UnsupportedFeatureError:
+            if publisher.ack_seq:  # an older server has stored it as an ordinary message
+                return False
+            raise
         finally:
             await publisher.discard()
         return ack.seq == 0  # nothing was stored
@@ -383,3 +481,138 @@ class _Ingest:
             return await stream_name(self._context, subject, self._ack_timeout) is None
         except nats.errors.Error:
             return False  # no answer, or no permission to ask
+
+    # -- what is stored -----------------------------------------------------------------------------------------------
+
+    def _ids_are_trusted(self) -> bool:
+        """Whether the server knows the id of every copy that is stored and not known to be."""
+        connection = self._context.connection
+        return elapsed() < self._trusted_until and self._trusted in (connection.server_id, connection.session)
+
+    def _is_connected_to(self, state: StreamState) -> bool:
+        """Whether the connected process is the only one that stores the stream."""
+        return not state.replicated and bool(state.leader) and state.leader == self._context.connection.server_name
+
+    def _note(self, state: StreamState, seq: int) -> None:
+        """Note what the stream's leader answered; it had the sequence `seq` before what is in the window was sent."""
+        if self._stream is not None and recreated(self._stream.created, state.created):
+            self._base = 0
+        self._stream, self._base = state, max(self._base, seq)
+
+    async def _look_up(self) -> StreamState | None:
+        """Return the stream as its leader reports it; None: there is none, or the client may not ask.
+
+        A server does not answer a request without permission. If no lookup was ever answered, and the server answers a
+        ping, that is taken for the reason.
+        """
+        if self._unanswered_lookups >= _MAX_UNANSWERED_LOOKUPS:
+            return None
+        known, timeout = self._stream, min(self._ack_timeout, _LOOKUP_TIMEOUT)
+        try:
+            if known is not None:
+                return await stream_state(self._context, known.name, self._ack_timeout)
+            entry = self._window[0] if self._window else self._newest
+            assert entry is not None
+            subject = entry.subject if isinstance(entry, BatchMessage) else entry[0]
+            name = await stream_name(self._context, subject, timeout)
+            return None if name is None else await stream_state(self._context, name, timeout)
+        except NotFoundError:
+            return None
+        except RequestTimeoutError:
+            if known is not None or not await self._is_refused_silently():
+                raise
+            return None
+
+    async def _is_refused_silently(self) -> bool:
+        """Count a request without an answer; return whether so many had none although the server answers pings."""
+        connection, timeout = self._context.connection, min(self._ack_timeout, _LOOKUP_TIMEOUT)
+        await connection.bounded(self._context.nc.flush(timeout), timeout, "the answer to a ping")  # type: ignore[arg-type]
+        self._unanswered_lookups += 1
+        return self._unanswered_lookups >= _MAX_UNANSWERED_LOOKUPS
+
+    async def _find_out(self) -> None:
+        """Find out whether the server knows the ids of the messages without an answer, or else which of them are stored."""
+        connection = self._context.connection
+        now, session = elapsed(), connection.session
+        state = await self._look_up()
+        process, trusted = "", math.inf
+        if state is not None:
+            process = connection.server_id if self._is_connected_to(state) else ""
+            window = state.duplicate_window
+            trusted = _TRUSTED_SHARE * window.total_seconds() if window else 0.0
+            same = self._stream is not None and not recreated(self._stream.created, state.created)
+            if same and process and process == self._sent_to and not self._answered and now < self._sent_at + trusted:
+                self._trusted_until, self._trusted = self._sent_at + trusted, process
+                return
+        verdicts = await self._search(state, process)
+        if state is not None:
+            self._note(state, 0)
+        if self._answered and verdicts[0] is not Verdict.STORED:
+            verdicts[0] = Verdict.DOUBTFUL
+        known = [*self._verdicts, *[Verdict.MISSING] * (len(verdicts) - len(self._verdicts))]
+        # A copy that may have been stored and removed before an earlier search is not seen by this one.
+        worse = {Verdict.MISSING: Verdict.UNKNOWN, Verdict.STORED: Verdict.DOUBTFUL}
+        self._verdicts = deque(
+            worse.get(new, new) if old is Verdict.UNKNOWN else new for old, new in zip(known, verdicts, strict=True)
+        )
+        self._answered = False
+        self._sent_at, self._sent_to = now, process
+        self._trusted_until, self._trusted = now + trusted, process or session
+
+    async def _search(self, state: StreamState | None, process: str) -> list[Verdict]:
+        """Search the stream for the messages without an answer, from its end back to what was stored before them."""
+        sent = [self._window[index] for index in range(max(1, self._unanswered))]
+        unknown = [Verdict.UNKNOWN] * len(sent)
+        if state is None:
+            return unknown
+        base = self._base
+        restarted = state.config.get("storage") == "memory" and (not process or process != self._sent_to)
+        if restarted or state.last_seq < base or (self._stream and recreated(self._stream.created, state.created)):
+            base = 0  # the stream may have begun again
+        search = IdSearch(
+            [_msg_id(entry) for entry in sent],
+            own=f"{self._source.run_id}-",
+            before="" if self._newest is None else _msg_id(self._newest),
+            base=base,
+            last_seq=state.last_seq,
+            sent_again=self._sent_again,
+        )
+        try:
+            while (block := search.next_block()) is not None:
+                search.see(await self._read(state, *block))
+        except RequestTimeoutError:
+            if await self._is_refused_silently():
+                return unknown
+            raise
+        self._unanswered_lookups = 0
+        if state.replicated:
+            # A former leader that does not know its successor may have answered.
+            now = await stream_state(self._context, state.name, self._ack_timeout)
+            if now.leader != state.leader or not now.leader_is_certain:
+                raise RequestTimeoutError(f"stream {state.name!r}: the leader changed during a read")
+        return [
+            verdict if state.stores(entry.subject if isinstance(entry, BatchMessage) else entry[0]) else Verdict.UNKNOWN
+            for entry, verdict in zip(sent, search.verdicts(), strict=True)
+        ]
+
+    async def _read(self, state: StreamState, first: int, last: int) -> list[tuple[int, str]]:
+        """Return the sequences and ids of the stream's messages from `first` to `last`, proved by its leader."""
+        if state.allows_direct:
+            direct = DirectGet(self._js, state.name, timeout=self._ack_timeout)
+            async with direct.scan(seq=first, up_to_seq=last, confirm=True) as messages:
+                return [(message.seq, message.headers.get(h.MSG_ID, "").strip()) async for message in messages]
+        found: list[tuple[int, str]] = []
+        while first <= last:
+            request = {"seq": first, "next_by_subj": ">"}
+            next_one = await get_at_leader(self._context, state.name, request, self._ack_timeout)
+            if next_one is None or next_one.seq > last:
+                break
+            found.append((next_one.seq, next_one.headers.get(h.MSG_ID, "").strip()))
+            first = next_one.seq + 1
+        return found
+
+
+def _msg_id(entry: Entry) -> str:
+    """Return the id of a message that was sent, as the stream shows it."""
+    headers = message_headers(entry if isinstance(entry, BatchMessage) else BatchMessage(*entry))
+    return dict(headers)[h.MSG_ID].strip()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+import nats.errors
 import orjson
 from nats.js import JetStreamContext
 from nats.js.api import DEFAULT_PREFIX, StreamConfig, StreamInfo, StreamSource
-from nats.js.errors import NotFoundError
+from nats.js.errors import APIError, NotFoundError
 
 from jetstream_ext.client.api import Api, malformed_as_error
 from jetstream_ext.client.connection import Context
@@ -107,10 +109,11 @@ async def ensure_stream(
 
     Raises:
         ValueError: The name is missing or invalid.
+        TypeError: ``subjects`` or ``sources`` is not a list.
         StreamConfigMismatchError: The stream exists with another configuration, or the server changed the
             configuration; ``diff`` maps each field to (wanted, found).
         UnsupportedFeatureError: The server is too old for an option; ``required_api_level`` is the level it needs.
-        ServerError: The server refused.
+        ServerError: The server refused; 10065: another stream, which the error names, stores one of the subjects.
         nats.js.errors.ServiceUnavailableError, RequestTimeoutError: There is no JetStream, or no leader or answer in time.
         ResponseError: The answer is malformed.
 
@@ -121,6 +124,7 @@ async def ensure_stream(
     """
     wanted = (config or StreamConfig()).evolve(**params)
     check_name(wanted.name or "", "stream name")
+    _check_lists(wanted)
     api = Api(Context(js), timeout)
     domain = api.context.connection.domain
     if api.context.prefix != DEFAULT_PREFIX:
@@ -139,10 +143,38 @@ async def ensure_stream(
         try:
             return _checked(api, wanted, await api.ask(f"STREAM.CREATE.{wanted.name}", wanted.as_dict()))
         except ServerError as refusal:
+            if refusal.err_code == ErrorCode.STREAM_SUBJECTS_OVERLAP:
+                raise await _overlap(api, wanted, refusal) from refusal
             # Another client may have created it in the meantime.
             if refusal.err_code != ErrorCode.STREAM_NAME_EXISTS or retried:
                 raise
             retried = True
+
+
+def _check_lists(wanted: StreamConfig) -> None:
+    """Raise TypeError for a single subject or source: nats-py sends it as it is, and servers call it invalid JSON."""
+    for name in ("subjects", "sources"):
+        given = getattr(wanted, name)
+        if given is not None and not isinstance(given, list | tuple):
+            shown = repr(given) if isinstance(given, str) else type(given).__name__
+            example = f"[{given!r}]" if isinstance(given, str) else "[...]"
+            raise TypeError(f"stream {wanted.name!r}: {name} must be a list, not {shown}; give {name}={example}")
+
+
+async def _overlap(api: Api, wanted: StreamConfig, refusal: ServerError) -> ServerError:
+    """Return the refusal (10065) of a stream whose subjects others store, with the streams that do."""
+    holders: dict[str, str] = {}
+    for subject in wanted.subjects or []:
+        with suppress(nats.errors.Error, APIError):  # the refusal alone is better than another error
+            names = (await api.ask("STREAM.NAMES", {"subject": subject})).get("streams")
+            holders |= {str(name): subject for name in names or ()}
+    found = ", ".join(f"stream {name!r} stores messages on {subject!r}" for name, subject in sorted(holders.items()))
+    advice = (
+        "a subject belongs to one stream, so that a message is stored once: give other subjects, or none and "
+        f"sources=[StreamSource(name={min(holders, default='...')!r})] for a stream that copies its messages"
+    )
+    text = f"stream {wanted.name!r}: nothing was created: {found or refusal.description}; {advice}"
+    return ServerError(code=refusal.code, err_code=refusal.err_code, description=text)
 
 
 def _without_external(config: StreamConfig, prefix: str) -> StreamConfig:
@@ -162,7 +194,7 @@ async def _extend(api: Api, wanted: StreamConfig, info: dict[str, Any]) -> Strea
     if diff := _diff(wanted, found.config):
         raise StreamConfigMismatchError(
             f"stream {wanted.name!r} exists with another configuration: {_describe(diff)}; nothing was changed; "
-            "pass the existing values, or change the stream with js.update_stream",
+            + (_made_durable(diff) or "pass the existing values, or change the stream with js.update_stream"),
             diff=diff,
         )
     missing = _missing(wanted, found.config)
@@ -271,6 +303,27 @@ def _stream_info(answer: dict[str, Any]) -> StreamInfo:
     info: StreamInfo = StreamInfo.from_response(orjson.loads(orjson.dumps(answer | {"config": {}})))
     info.config = _read(answer["config"])
     return info
+
+
+def _made_durable(diff: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return what to do if the difference is that an entry names a durable consumer; "" if it is another one."""
+    if "mirror" in diff:
+        want, have = diff["mirror"]
+        if want and have and want.consumer and want.consumer != have.consumer:
+            return (
+                "servers never change a mirror (10055): to read it by a durable consumer, create another stream, or delete "
+                "this one and create it again"
+            )
+    want, have = diff.get("sources", ((), ()))
+    existing = {(entry.name, entry.consumer and entry.consumer.name) for entry in have or ()}
+    names = [entry.name for entry in want or () if entry.consumer and (entry.name, entry.consumer.name) not in existing]
+    if not names:
+        return ""
+    return (
+        f"js.update_stream makes a source durable, but copies every message of {', '.join(map(repr, names))} again, unless its "
+        "consumer starts behind the last copy (the second field of the header Nats-Stream-Source); "
+        "see 'Make a source durable' in the how-to guides"
+    )
 
 
 def _describe(diff: Mapping[str, tuple[Any, Any]]) -> str:

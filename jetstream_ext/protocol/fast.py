@@ -505,6 +505,8 @@ class FastBatch:
             case ServerError():
                 return self._refused(reply, said, now, events)
             case _:
+                if self.state is STARTING:
+                    self.window.acknowledge_final(1)  # nothing but the first message was sent, and it is stored
                 events += self._happen(Input.ORDINARY_ACK, now, reply)
         return b""
 

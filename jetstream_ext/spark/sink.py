@@ -275,7 +275,14 @@ async def _publish(
     try:
         if options.semantics == "dedupe":
             entries = with_ids(messages, f"{task.writer}:{task.batch}:{task.partition}", first)
-            await ingest(context, entries, flow=_FLOW, timeout=PATIENCE)
+            report = await ingest(context, entries, flow=_FLOW, timeout=PATIENCE)
+            if report.in_doubt:
+                _log.warning(
+                    "stream %r: after an outage, %d rows of partition %d may not be stored exactly once",
+                    options.stream,
+                    report.in_doubt,
+                    task.partition,
+                )
             return
         async with FastPublisher(context, flow=_FLOW) as publisher:
             await publisher.add_many(without_ids(messages))

@@ -14,6 +14,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
+from jetstream_ext.client import api
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Callable[..., Awaitable[str]]
@@ -248,21 +249,53 @@ async def test_messages_that_are_refused_after_a_lost_answer_may_be_stored(
     assert caught.value.in_doubt == 5
 
 
-async def test_a_server_that_lost_fast_ingest_after_a_lost_answer_is_an_error_at_once(
-    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def unanswered(publisher: jsx.FastPublisher) -> None:
-        raise errors.RequestTimeoutError
+async def test_a_message_that_an_older_server_has_stored_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unknown(*arguments: Any, **options: Any) -> None:
+        return None
 
-    async def older(publisher: jsx.FastPublisher, message: jsx.BatchMessage) -> None:
+    monkeypatch.setattr(api, "lookup_stream", unknown)
+    async with NatsServer(version="2.12.8") as server:
+        nc = await nats.connect(server.url, connect_timeout=10)
+        nc._server_info["api_lvl"] = 5  # as if connected to a newer server of the same cluster
+        js = nc.jetstream()
+        await js.add_stream(name="S", subjects=["s.>"], allow_direct=True)
+        with pytest.raises(errors.IngestError, match=r"could not be sent: .*message 1 is stored") as caught:
+            await jsx.ingest(js, [("s.1", b"%d" % n) for n in range(5)])
+        assert (caught.value.index, caught.value.in_doubt) == (1, 0)
+        assert [each.data for each in await messages(js, "S")] == [b"0"]
+        await nc.close()
+
+
+@pytest.mark.parametrize("upgrade", [True, False], ids=["the stream has the option", "the stream lacks the option"])
+async def test_a_server_that_lost_fast_ingest_is_an_error_unless_the_stream_still_has_the_option(
+    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch, upgrade: bool
+) -> None:
+    add, commit, refusals = jsx.FastPublisher.add_message, jsx.FastPublisher.commit_eob, [1, 2, 3]
+
+    async def older(publisher: jsx.FastPublisher, message: jsx.BatchMessage) -> Any:
+        if not refusals:
+            return await add(publisher, message)
+        if upgrade:
+            refusals.pop()
         raise errors.UnsupportedFeatureError("fast ingest needs nats-server 2.14")
+
+    async def unanswered(publisher: jsx.FastPublisher) -> None:
+        monkeypatch.setattr(jsx.FastPublisher, "commit_eob", commit)
+        monkeypatch.setattr(jsx.FastPublisher, "add_message", older)
+        if not upgrade:
+            await js.update_stream((await js.stream_info(stream)).config.evolve(allow_batched=False))
+        raise errors.RequestTimeoutError
 
     monkeypatch.setattr(jsx.FastPublisher, "commit_eob", unanswered)
     monkeypatch.setattr(jsx.FastPublisher, "ack_seq", 0)
-    monkeypatch.setattr(jsx.FastPublisher, "add_message", older)
-    with pytest.raises(errors.IngestError, match=r"could not be sent: fast .*2\.14; it may be stored$"):
-        async with asyncio.timeout(30):
-            await jsx.ingest(js, [jsx.BatchMessage(f"{stream}.a", b"x", expected_last_seq=0)])
+    ingesting = jsx.ingest(js, [jsx.BatchMessage(f"{stream}.a", b"x", expected_last_seq=0)])
+    async with asyncio.timeout(30):
+        if upgrade:
+            assert (await ingesting).stored == 1
+        else:
+            with pytest.raises(errors.IngestError, match=r"could not be sent: fast .*2\.14; it may be stored$"):
+                await ingesting
+    assert [each.data for each in await messages(js, stream)] == [b"x"]
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,12 @@ async def test_transforms_belong_to_the_entry(
     await becomes(js, copy, jsx.SourceState.OK)
 
 
+async def test_filters_given_as_a_string_are_refused(js: JetStreamContext) -> None:
+    config = ConsumerConfig(filter_subjects="a.>")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"filter_subjects must be a list, not 'a\.>'; give filter_subject for one"):
+        await jsx.create_source_consumer(js, "S", "c", deliver_subject="d", config=config)
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

@@ -26,6 +26,7 @@ from nats.js.api import (
 )
 
 import jetstream_ext as jsx
+from jetstream_ext.client import api
 from jetstream_ext.errors import (
     RequestTimeoutError,
     ServerError,
@@ -336,3 +337,58 @@ async def test_a_timeout_and_a_cancellation_leave_nothing_behind(
     assert set(nc._subs) == before
     with pytest.raises(nats.js.errors.ServiceUnavailableError):
         await jsx.ensure_stream(nc.jetstream(prefix=stream_name()), name="S")
+
+
+class TestAdvice:
+    """Errors about streams that others have, or that differ, say what to do."""
+
+    async def test_every_stream_with_one_of_the_subjects_is_named(
+        self, js: JetStreamContext, stream_name: Callable[[], str]
+    ) -> None:
+        first, second, name = *sorted([stream_name(), stream_name()]), stream_name()
+        for each in (first, second):
+            await js.add_stream(name=each, subjects=[f"{name}.{each}.>"])
+        with pytest.raises(ServerError, match=f"nothing was created: .*{first}.*{second}.*sources=") as caught:
+            await jsx.ensure_stream(js, name=name, subjects=[f"{name}.*.a", "free"])
+        assert (caught.value.code, caught.value.err_code) == (400, 10065)
+
+    async def test_the_refusal_stands_alone_if_the_other_streams_cannot_be_named(
+        self, js: JetStreamContext, stream_name: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, second = stream_name(), stream_name()
+        await js.add_stream(name=first, subjects=[f"{first}.>"])
+        ask = api.Api.ask
+
+        async def refuse(self: Any, what: str, *arguments: Any, **options: Any) -> Any:
+            if what == "STREAM.NAMES":
+                raise RequestTimeoutError
+            return await ask(self, what, *arguments, **options)
+
+        monkeypatch.setattr(api.Api, "ask", refuse)
+        with pytest.raises(ServerError, match="subjects overlap with an existing stream; a subject belongs"):
+            await jsx.ensure_stream(js, name=second, subjects=[f"{first}.a"])
+
+    async def test_a_mirror_that_is_made_durable_must_be_created_again(
+        self, js: JetStreamContext, stream_name: Callable[[], str]
+    ) -> None:
+        origin, name = stream_name(), stream_name()
+        await js.add_stream(name=origin)
+        await jsx.ensure_stream(js, name=name, mirror=StreamSource(name=origin))
+        durable = StreamSource(name=origin, consumer=StreamConsumerSource(name="c", deliver_subject="d"))
+        with pytest.raises(StreamConfigMismatchError, match=r"never change a mirror \(10055\)"):
+            await jsx.ensure_stream(js, name=name, mirror=durable)
+
+    async def test_other_differences_of_sources_are_not_called_durable(
+        self, js: JetStreamContext, stream_name: Callable[[], str]
+    ) -> None:
+        origin, name = stream_name(), stream_name()
+        await js.add_stream(name=origin)
+        await jsx.ensure_stream(js, name=name, sources=[StreamSource(name=origin)])
+        with pytest.raises(StreamConfigMismatchError, match=r"js\.update_stream$"):
+            await jsx.ensure_stream(js, name=name, sources=[StreamSource(name=origin, filter_subject="a")])
+
+    @pytest.mark.parametrize("wrong", [{"subjects": "a.*"}, {"sources": StreamSource(name="A")}, {"sources": "A"}])
+    async def test_lists_that_are_none_are_refused(self, js: JetStreamContext, wrong: dict[str, Any]) -> None:
+        name = next(iter(wrong))
+        with pytest.raises(TypeError, match=rf"stream 'S': {name} must be a list, not .*; give {name}=\["):
+            await jsx.ensure_stream(js, name="S", **wrong)

@@ -315,9 +315,6 @@ class TestMaxPayload:
 
 
 class TestEnsureStream:
-    @pytest.mark.xfail(
-        strict=True, raises=AssertionError, reason=ISSUE + "the error for overlapping subjects (10065) has no advice"
-    )
     async def test_the_stream_that_has_the_subjects_is_named(
         self, js: JetStreamContext, make_stream: MakeStream, stream_name: Callable[[], str], within: Within
     ) -> None:
@@ -327,9 +324,6 @@ class TestEnsureStream:
         assert isinstance(outcome, nats.errors.Error)
         assert holder in str(outcome)
 
-    @pytest.mark.xfail(
-        strict=True, raises=AssertionError, reason=ISSUE + "the error for a source that is made durable has no advice"
-    )
     async def test_making_a_source_durable_says_what_to_do(
         self, js: JetStreamContext, make_stream: MakeStream, stream_name: Callable[[], str], within: Within
     ) -> None:
@@ -340,9 +334,6 @@ class TestEnsureStream:
         assert isinstance(outcome, errors.StreamConfigMismatchError)
         assert "durable" in str(outcome)
 
-    @pytest.mark.xfail(
-        strict=True, raises=AssertionError, reason=ISSUE + "the error for subjects given as a string has no advice"
-    )
     async def test_subjects_given_as_a_string_are_refused_with_a_hint(
         self, js: JetStreamContext, stream_name: Callable[[], str], within: Within
     ) -> None:

@@ -292,11 +292,6 @@ class TestMultiLast:
 
 
 class TestIngest:
-    @pytest.mark.xfail(
-        strict=True,
-        raises=AssertionError,
-        reason=ISSUE + "messages stored twice after the duplicate window are not reported",
-    )
     async def test_an_outage_longer_than_the_duplicate_window_is_never_reported_as_once(
         self, own_server: NatsServer, connect: Connect, within: Within
     ) -> None:
@@ -326,9 +321,6 @@ class TestIngest:
         if isinstance(outcome, jsx.IngestReport) and not getattr(outcome, "in_doubt", None):
             assert stored == list(range(40))
 
-    @pytest.mark.xfail(
-        strict=True, raises=AssertionError, reason=ISSUE + "an older server during an upgrade ends ingest"
-    )
     async def test_an_older_server_in_between_does_not_end_ingest(
         self, own_server: NatsServer, connect: Connect, within: Within
     ) -> None:
@@ -351,7 +343,6 @@ class TestIngest:
 
 
 class TestMixedClusters:
-    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "fast ingest trusts the greeting")
     async def test_the_streams_own_server_decides_whether_there_is_fast_ingest(
         self, own_server: NatsServer, connect: Connect, within: Within
     ) -> None:
@@ -364,7 +355,6 @@ class TestMixedClusters:
             await publisher.discard()
         assert isinstance(outcome, jsx.FastPubAck)
 
-    @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "fast ingest trusts the greeting")
     async def test_nothing_is_sent_to_an_older_server_of_the_stream(self, connect: Connect, within: Within) -> None:
         async with ReferenceServer(dialect="2.12") as server:
             direct = (await connect(server.url)).jetstream()

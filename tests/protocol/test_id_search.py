@@ -1,0 +1,80 @@
+"""`IdSearch`: what is in a stream decides what was stored, and nothing else is claimed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jetstream_ext.protocol.id_search import IdSearch, Verdict
+
+STORED, DOUBTFUL, MISSING, UNKNOWN = Verdict
+Stream = dict[int, str]
+
+
+def verdicts(
+    stream: Stream, ids: Sequence[str], *, base: int = 0, last_seq: int, before: str = "", sent_again: bool = False
+) -> list[Verdict]:
+    search = IdSearch(ids, own="run-", before=before, base=base, last_seq=last_seq, sent_again=sent_again)
+    while (block := search.next_block()) is not None:
+        search.see((seq, stream[seq]) for seq in range(block[0], block[1] + 1) if seq in stream)
+    return search.verdicts()
+
+
+@pytest.mark.parametrize(
+    ("stream", "ids", "options", "expected"),
+    [
+        pytest.param({}, ["run-1"], {"last_seq": 0}, [MISSING], id="an empty stream"),
+        pytest.param({1: "run-1"}, ["run-1", "run-2"], {"last_seq": 1}, [STORED, MISSING], id="a prefix"),
+        pytest.param({1: "run-1", 9: "run-1"}, ["run-1"], {"last_seq": 9}, [DOUBTFUL], id="two copies"),
+        pytest.param({2: "run-2"}, ["run-1", "run-2"], {"last_seq": 2}, [STORED, STORED], id="replaced by its successor"),
+        pytest.param({2: "b"}, ["a", "b"], {"last_seq": 2}, [DOUBTFUL, STORED], id="another may have stored the successor"),
+        pytest.param({1: "b"}, ["a", "b"], {"last_seq": 1}, [MISSING, STORED], id="another stored the successor"),
+        pytest.param({1: "x"}, ["run-1"], {"last_seq": 2}, [UNKNOWN], id="the last message was removed"),
+        pytest.param({3: "x"}, ["run-1"], {"last_seq": 3, "base": 2}, [MISSING], id="a hole before the search"),
+        pytest.param({3: "run-1"}, ["run-1", "run-2"], {"last_seq": 3}, [STORED, MISSING], id="a hole before a proof"),
+        pytest.param({1: "run-1"}, ["run-1", "run-2"], {"last_seq": 2}, [STORED, UNKNOWN], id="a hole behind a proof"),
+        pytest.param({4: "run-0", 5: "x"}, ["run-1"], {"last_seq": 5, "before": "run-0"}, [MISSING], id="behind the newest"),
+        pytest.param(
+            {5: "run-1"}, ["run-1", "run-2"], {"last_seq": 5, "sent_again": True}, [DOUBTFUL, UNKNOWN],
+            id="sent again over a successor that it replaced",
+        ),
+        pytest.param(
+            {1: "run-1", 2: "x"}, ["run-1", "run-2"], {"last_seq": 2, "sent_again": True}, [STORED, MISSING],
+            id="sent again and still all there",
+        ),
+    ],
+)  # fmt: skip
+def test_verdicts(stream: Stream, ids: list[str], options: dict[str, object], expected: list[Verdict]) -> None:
+    assert verdicts(stream, ids, **options) == expected  # type: ignore[arg-type]
+
+
+@given(st.data())
+def test_no_verdict_is_false(data: st.DataObject) -> None:
+    """A batch stores a prefix of what was sent, others write too, and some of all that is removed."""
+    own = data.draw(st.booleans(), label="own ids")
+    ids = [f"run-{n}" if own else f"id-{n}" for n in range(1, data.draw(st.integers(1, 8), label="sent") + 1)]
+    stored = data.draw(st.integers(0, len(ids)), label="stored")
+    others = data.draw(st.integers(0, 60), label="others")
+    order = data.draw(st.permutations([True] * stored + [False] * others), label="order")
+    base = data.draw(st.integers(0, 5), label="base")
+    stream: Stream = dict.fromkeys(range(1, base + 1), "x")
+    acknowledged = data.draw(st.booleans(), label="one acknowledged")
+    log = (["run-0"] if acknowledged else []) + ["x"] * data.draw(st.integers(0, 5), label="others before")
+    sent = iter(ids)
+    log += [next(sent) if mine else "x" for mine in order]
+    stream |= {base + index + 1: msg_id for index, msg_id in enumerate(log)}
+    last_seq = base + len(log)
+    removed = data.draw(st.sets(st.sampled_from(sorted(stream))) if stream else st.just(set()), label="removed")
+    found = {seq: msg_id for seq, msg_id in stream.items() if seq not in removed}
+    before = "run-0" if acknowledged else ""
+    for index, verdict in enumerate(verdicts(found, ids, base=base, last_seq=last_seq, before=before)):
+        assert verdict is not DOUBTFUL or not own
+        if verdict is STORED or verdict is DOUBTFUL:
+            assert index < stored
+        elif verdict is MISSING:
+            assert index >= stored
+        else:
+            assert removed, "nothing is unknown in a stream that has every message"

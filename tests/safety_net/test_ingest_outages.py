@@ -1,0 +1,282 @@
+"""What `ingest` reports after an outage is what the stream holds, whatever the server has forgotten meanwhile."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import nats.errors
+import pytest
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext.client import ingest as ingest_module
+from jetstream_ext.client.api import get_at_leader
+from jetstream_ext.client.connection import Context
+from jetstream_ext.testing import NatsServer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from link import Link
+
+# nats-py leaves the sockets of lost connections to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
+Connect = Callable[..., Awaitable[Client]]
+Outage = Callable[[], Awaitable[None]]
+SENT, COUNT = 10, 20
+SHORT = 0.2  # seconds; a duplicate window that ends during the outages here
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(60):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+async def add_stream(js: JetStreamContext, **config: Any) -> None:
+    await js.add_stream(name="S", subjects=["s.>"], **{"allow_batched": True, "allow_direct": True, **config})
+
+
+async def stored(js: JetStreamContext) -> list[int]:
+    """Return the numbers that the stream holds, in order."""
+    found, seq = [], 1
+    while (message := await get_at_leader(Context(js), "S", {"seq": seq, "next_by_subj": ">"})) is not None:
+        found.append(int(message.data))
+        seq = message.seq + 1
+    return found
+
+
+async def last_seq(js: JetStreamContext) -> int:
+    return (await js.stream_info("S")).state.last_seq or 0
+
+
+async def cut(link: Link, js: JetStreamContext) -> None:
+    """Cut the link for now, and wait until the client has noticed."""
+    link.accepting = False
+    link.cut()
+
+    async def noticed() -> bool:
+        return not js._nc.is_connected
+
+    await until(noticed)
+
+
+async def run(
+    js: JetStreamContext, outage: Outage, message: Callable[[int], Any] | None = None, **options: Any
+) -> jsx.IngestReport:
+    """Ingest numbers; the outage comes while the first ones are sent and not acknowledged."""
+
+    async def source() -> AsyncIterator[Any]:
+        for n in range(COUNT):
+            if n == SENT:
+                await outage()
+            yield ("s.a", b"%d" % n) if message is None else message(n)
+
+    async with asyncio.timeout(120):
+        return await jsx.ingest(js, source(), **{"flow": 100, "timeout": 60, **options})
+
+
+class TestRestart:
+    @pytest.fixture
+    async def js(self, own_server: NatsServer, connect: Connect) -> JetStreamContext:
+        return (await connect(own_server.url)).jetstream()
+
+    @pytest.fixture
+    def restart(self, own_server: NatsServer, js: JetStreamContext) -> Outage:
+        """Kill and restart the server once it has the first messages."""
+
+        async def restart() -> None:
+            async def arrived() -> bool:
+                return await last_seq(js) == SENT
+
+            await until(arrived)
+            await asyncio.to_thread(own_server.kill)
+            await asyncio.to_thread(own_server.restart)
+
+        return restart
+
+    @pytest.mark.parametrize("direct", [True, False])
+    async def test_messages_that_the_stream_has_are_not_sent_again(
+        self, js: JetStreamContext, restart: Outage, direct: bool
+    ) -> None:
+        await add_stream(js, allow_direct=direct)
+        report = await run(js, restart)
+        assert (report.stored, report.duplicates, report.in_doubt) == (COUNT, 0, 0)
+        assert await stored(js) == list(range(COUNT))
+
+    async def test_an_older_value_never_replaces_a_newer_one(self, js: JetStreamContext, restart: Outage) -> None:
+        # A restarted server does not know the ids of the messages that were replaced.
+        await add_stream(js, max_msgs_per_subject=1)
+        report = await run(js, restart)
+        assert (report.stored, report.in_doubt) == (COUNT, 0)
+        assert await stored(js) == [COUNT - 1]
+        assert await last_seq(js) == COUNT, "every message was stored once"
+
+    async def test_with_ids_of_the_caller_replaced_messages_are_in_doubt_and_not_sent_again(
+        self, js: JetStreamContext, restart: Outage
+    ) -> None:
+        await add_stream(js, max_msgs_per_subject=1)
+        report = await run(js, restart, msg_id=lambda entry: f"number-{int(entry[1])}")
+        assert (report.stored, report.in_doubt) == (COUNT, SENT - 1)
+        assert await last_seq(js) == COUNT
+
+    async def test_messages_that_were_removed_by_another_publisher_are_in_doubt(
+        self, own_server: NatsServer, js: JetStreamContext, restart: Outage
+    ) -> None:
+        await add_stream(js, max_msgs_per_subject=1)
+
+        async def replaced_and_restarted() -> None:
+            async def arrived() -> bool:
+                return await last_seq(js) == SENT
+
+            await until(arrived)
+            await js.publish("s.a", b"1000")
+            await asyncio.to_thread(own_server.kill)
+            await asyncio.to_thread(own_server.restart)
+
+        report = await run(js, replaced_and_restarted)
+        assert (report.stored, report.in_doubt) == (COUNT, SENT)
+        assert await stored(js) == [COUNT - 1]
+
+    async def test_messages_that_were_lost_with_the_stream_are_sent_again(
+        self, js: JetStreamContext, restart: Outage
+    ) -> None:
+        await add_stream(js, storage="memory")
+
+        async def restarted_and_created() -> None:
+            await restart()
+
+            async def created() -> bool:
+                try:
+                    await add_stream(js, storage="memory")
+                except nats.errors.Error:
+                    return False
+                return True
+
+            await until(created)
+
+        report = await run(js, restarted_and_created)
+        assert (report.stored, report.in_doubt) == (COUNT, 0)
+        assert await stored(js) == list(range(COUNT))
+
+
+class TestLongOutage:
+    """The link is away for longer than the duplicate window; the server has stored the first messages."""
+
+    @pytest.fixture
+    async def direct(self, own_server: NatsServer, connect: Connect) -> JetStreamContext:
+        return (await connect(own_server.url)).jetstream()
+
+    @pytest.fixture
+    async def link(self, own_server: NatsServer) -> AsyncIterator[Link]:
+        async with Link(own_server.port) as link:
+            yield link
+
+    @pytest.fixture
+    async def js(self, link: Link, connect: Connect) -> JetStreamContext:
+        return (await connect(link.url)).jetstream()
+
+    @pytest.fixture
+    def outage(self, link: Link, direct: JetStreamContext, js: JetStreamContext) -> Outage:
+        async def outage() -> None:
+            async def arrived() -> bool:
+                return await last_seq(direct) == SENT
+
+            await until(arrived)
+            await cut(link, js)
+
+            async def forgotten() -> bool:
+                probe = await direct.publish("probe", b"", headers={"Nats-Msg-Id": "probe"})
+                return not probe.duplicate
+
+            await direct.add_stream(name="PROBE", subjects=["probe"], duplicate_window=SHORT)
+            await direct.publish("probe", b"", headers={"Nats-Msg-Id": "probe"})
+            await until(forgotten)  # ids of that age are forgotten
+            link.accepting = True
+
+        return outage
+
+    @pytest.mark.parametrize("config", [{}, {"allow_direct": False}, {"max_msgs": 5}, {"max_msgs_per_subject": 1}])
+    async def test_nothing_is_stored_twice(
+        self, direct: JetStreamContext, js: JetStreamContext, outage: Outage, config: dict[str, Any]
+    ) -> None:
+        await add_stream(direct, duplicate_window=SHORT, **config)
+        report = await run(js, outage)
+        assert (report.stored, report.in_doubt) == (COUNT, 0)
+        assert await last_seq(direct) == COUNT
+        kept = config.get("max_msgs", config.get("max_msgs_per_subject", COUNT))
+        assert await stored(direct) == list(range(COUNT))[-kept:]
+
+    async def test_an_expectation_does_not_fail_for_a_message_that_is_stored(
+        self, direct: JetStreamContext, js: JetStreamContext, outage: Outage
+    ) -> None:
+        await add_stream(direct, duplicate_window=SHORT)
+        report = await run(
+            js, outage, lambda n: jsx.BatchMessage("s.a", b"%d" % n, expected_last_subject_seq=n), ack_timeout=30
+        )
+        assert (report.stored, report.in_doubt) == (COUNT, 0)
+        assert await stored(direct) == list(range(COUNT))
+
+    async def test_an_ack_that_comes_after_the_window_is_compared_with_the_stream(
+        self, direct: JetStreamContext, js: JetStreamContext, outage: Outage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(ingest_module, "_TRUSTED_SHARE", 0.0)  # every ack comes too late
+        await add_stream(direct, duplicate_window=SHORT)
+
+        async def lost_again() -> None:
+            await outage()
+            await direct.purge_stream("S", keep=4)
+
+        report = await run(js, lost_again)
+        assert report.stored == COUNT
+        assert await stored(direct) == list(range(SENT - 4, COUNT))
+        assert report.in_doubt == 0
+
+    async def test_what_was_purged_is_in_doubt(
+        self, direct: JetStreamContext, js: JetStreamContext, outage: Outage
+    ) -> None:
+        await add_stream(direct, duplicate_window=SHORT)
+
+        async def purged() -> None:
+            await outage()
+            await direct.purge_stream("S")
+
+        report = await run(js, purged)
+        assert (report.stored, report.in_doubt) == (COUNT, SENT)
+        assert await stored(direct) == list(range(COUNT))
+
+
+class TestWithoutPermission:
+    CONFIG = """
+        authorization { users: [
+            { user: admin, password: p },
+            { user: writer, password: p, permissions: { publish: ["s.>"], subscribe: ["_INBOX.>"] } }
+        ] }
+    """
+
+    @pytest.mark.parametrize("known", [True, False], ids=["within the window", "after the window"])
+    async def test_what_the_server_does_not_call_a_duplicate_is_in_doubt(self, connect: Connect, known: bool) -> None:
+        async with NatsServer(config=self.CONFIG) as server, Link(server.port) as link:
+            admin = (await connect(server.url, user="admin", password="p")).jetstream()
+            await add_stream(admin, duplicate_window=120 if known else SHORT)
+            js = (await connect(link.url, user="writer", password="p")).jetstream()
+
+            async def outage() -> None:
+                async def arrived() -> bool:
+                    return await last_seq(admin) == SENT
+
+                await until(arrived)
+                await cut(link, js)
+                if not known:
+                    await asyncio.sleep(1.5)  # the server forgets the ids, possibly late
+                link.accepting = True
+
+            report = await run(js, outage, ack_timeout=2)
+            assert report.stored == COUNT
+            found = await stored(admin)
+            assert report.in_doubt >= len(found) - len(set(found))
+            assert report.duplicates + report.in_doubt == SENT
+            if known:
+                assert (report.in_doubt, found) == (0, list(range(COUNT)))
