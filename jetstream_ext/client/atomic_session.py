@@ -79,6 +79,8 @@ class AtomicSession:
         self._opening = asyncio.Lock()
         self._waiters: dict[int, _Waiter] = {}
         self._commit_waiter: _Waiter | None = None
+        self._commit_began = 0.0
+        self._opening_took = 0.0  # seconds of the timeout that the first message has spent before it is sent
         # For `resolve`: the stream when the batch was opened, a sequence that it had then, and the connection's session
         # when the commit was written.
         self._opened: tuple[StreamState | None, int] = None, 0
@@ -121,7 +123,7 @@ class AtomicSession:
         """Wait for the reply to a message that was sent, if it has not arrived."""
         if seq > self.machine.staged:
             self.machine.check_open()
-            await self._reply(seq, self._expect(seq))
+            await self._reply(seq, self._expect(seq), self._begin())
             self.machine.check_added()
 
     async def commit(self, message: BatchMessage | None) -> BatchAck:
@@ -135,7 +137,7 @@ class AtomicSession:
         self._check_usable()
         block = self.machine.commit(last)
         self._session = self._context.connection.session
-        self._commit_waiter = self._expect(block.awaited)
+        self._commit_waiter, self._commit_began = self._expect(block.awaited), self._begin()
         try:
             await self._write(block)
         except asyncio.CancelledError:
@@ -151,7 +153,7 @@ class AtomicSession:
         """Wait for the answer to the commit that was sent."""
         assert self._commit_waiter is not None
         try:
-            await self._reply(self.machine.sent, self._commit_waiter)
+            await self._reply(self.machine.sent, self._commit_waiter, self._commit_began)
         except asyncio.CancelledError:
             self._abandon_commit()
             raise
@@ -215,7 +217,7 @@ class AtomicSession:
         self.machine.check_stream(subject, await known_stream_name(self._context, subject, self._timeout))
 
     async def _open_for(self, first: Encoded, message: BatchMessage) -> None:
-        connection = self._context.connection
+        connection, began = self._context.connection, self._begin()
         connection.check_usable()
         # A server before 2.12 stores the messages of a batch as separate ones.
         leader = await lookup_leader(self._context, message.subject, message.stream, self._timeout, ATOMIC)
@@ -234,7 +236,7 @@ class AtomicSession:
         except BaseException:
             inbox.close()
             raise
-        self._inbox = inbox
+        self._inbox, self._opening_took = inbox, self._begin() - began
 
     def _check_usable(self) -> None:
         """Raise what ended the batch, or nats-py's error if nothing can be written."""
@@ -261,7 +263,7 @@ class AtomicSession:
 
     async def _send(self, block: Block) -> None:
         """Send a block, and wait for a reply if the machine says so."""
-        waiter = self._expect(block.awaited) if block.awaited else None
+        waiter, began = self._expect(block.awaited) if block.awaited else None, self._begin()
         try:
             if block.messages:
                 await self._write(block)
@@ -269,7 +271,7 @@ class AtomicSession:
             self._forget(block.awaited, waiter)
             raise
         if waiter is not None:
-            await self._reply(block.awaited, waiter)
+            await self._reply(block.awaited, waiter, began)
         self.machine.check_added()
 
     async def _write(self, block: Block) -> None:
@@ -295,11 +297,16 @@ class AtomicSession:
         if self._waiters.get(seq) is waiter:  # the sequence of a refused message may have been reused
             self._waiters.pop(seq, None)
 
-    async def _reply(self, seq: int, waiter: _Waiter) -> None:
+    def _begin(self) -> float:
+        """Return the time from which a call's timeout counts, if nothing was awaited before but the opening."""
+        took, self._opening_took = self._opening_took, 0.0
+        return asyncio.get_running_loop().time() - took
+
+    async def _reply(self, seq: int, waiter: _Waiter, began: float) -> None:
         """Wait for a reply; raise if it is the refusal of this one message."""
         refusal: JetStreamExtError | None = None
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout_at(began + self._timeout):
                 refusal = await waiter
         except TimeoutError:
             self.machine.lost(f"no answer within {self._timeout:g} s")

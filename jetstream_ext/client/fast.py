@@ -487,7 +487,7 @@ class FastSession:
     # -- the connection -------------------------------------------------------------------------------------------
 
     async def _open(self, first: BatchMessage) -> None:
-        connection, timeout = self._connection, self.batch.ack_timeout
+        connection, timeout, began = self._connection, self.batch.ack_timeout, self.now()
         connection.check_usable()
         leader = self.leader = await lookup_leader(self._context, first.subject, first.stream, timeout, FAST_INGEST)
         if not FAST_INGEST.at(leader.api_level):
@@ -498,7 +498,7 @@ class FastSession:
         tail = f".{self.batch.batch_id}.>"
         inbox = await connection.inbox(handler, tail=tail, timeout=timeout)
         try:
-            self.batch.open(inbox.subject)
+            self.batch.open(inbox.subject, self.now() - began)
         except BaseException:
             inbox.close()
             raise

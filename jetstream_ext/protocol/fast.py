@@ -247,7 +247,7 @@ class FastBatch:
         self._keepalive = check_seconds(keepalive, "keepalive", zero=True) or math.inf
         self._waiting_since = math.inf  # the oldest wait without a sign of life since
         self._unanswered_since = math.inf  # the oldest ping without one
-        self._asked_at = self._wrote_at = 0.0
+        self._asked_at = self._wrote_at = self._opening_took = 0.0
         self._asks_again = False  # COMMITTING, DRAINING: the server is to be asked again
         self._connected = True
         self._probed = False  # SUSPENDED: the server was asked on a new connection once
@@ -309,10 +309,14 @@ class FastBatch:
 
     # -- sending --------------------------------------------------------------------------------------------------
 
-    def open(self, inbox: str) -> None:
-        """Set the prefix of the reply subjects before the first message; raise if the batch was discarded."""
+    def open(self, inbox: str, took: float = 0.0) -> None:
+        """Set the prefix of the reply subjects before the first message; raise if the batch was discarded.
+
+        `took` are the seconds that the shell needed to get that far; the wait for the first reply is shorter by them.
+        """
         self._check(Input.MESSAGE)
         self._wire.open(inbox)
+        self._opening_took = took
 
     def set_max_payload(self, max_payload: int) -> None:
         self._wire.max_payload = max_payload
@@ -606,6 +610,8 @@ class FastBatch:
         self._waiting_since = self._unanswered_since = math.inf
         if new in _OWES_AN_ANSWER:
             self._wait(now)
+        if new is STARTING:
+            self._waiting_since -= self._opening_took
         _log.debug("batch %s: %s -> %s (%s)", self.batch_id, old.name, new.name, event.value)
         return events
 
