@@ -43,6 +43,10 @@ _CACHE_TTL: Final = 30.0
 _LOOKUP_TIMEOUT: Final = 2.0
 _LONGEST_PAUSE: Final = 3600.0
 
+# A mirror with the same options, and without a filter or start, holds the same messages for the same time.
+_SAME: Final = ("max_msgs_per_subject", "max_age", "allow_msg_ttl")
+_PART: Final = ("filter_subject", "subject_transforms", "opt_start_seq", "opt_start_time")
+
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 
@@ -209,6 +213,42 @@ async def get_at_leader(
             headers=h.decode_stored(block),
             time_ns=h.parse_time_ns(h.to_utc(str(found["time"]))),
         )
+
+
+async def mirrors_all(context: Context, mirror: str, stream: str, timeout: float) -> bool:
+    """Return whether the stream `mirror` holds the same messages as `stream`; raise as `Api.ask` does about `stream`."""
+    try:
+        state = await stream_state(context, mirror, timeout / 2)
+    except (NotFoundError, ServiceUnavailableError, ServerError, RequestTimeoutError):
+        return False  # in another account or domain, or without the permission to ask, its configuration is unknown
+    if state.origin.get("name") != stream or any(state.origin.get(name) for name in _PART):
+        return False
+    origin = await stream_state(context, stream, timeout)
+    return all(state.config.get(name) == origin.config.get(name) for name in _SAME)
+
+
+async def newest_up_to(where: Context | Api, stream: str, seq: int, first: int, timeout: float) -> StoredMsg | None:
+    """Return the newest message up to `seq` that the leader still has, or None; `first` is the lowest sequence.
+
+    Raises as `Api.ask` does.
+    """
+
+    async def ask(**request: object) -> StoredMsg | None:
+        return await get_at_leader(where, stream, request, timeout)
+
+    if seq < first:
+        return None
+    if (newest := await ask(seq=seq)) is not None:
+        return newest
+    low, high = first, seq - 1
+    while low <= high:
+        middle = (low + high + 1) // 2
+        found = await ask(seq=middle, next_by_subj=">")
+        if found is None or found.seq > seq:
+            high = middle - 1
+        else:
+            newest, low = found, found.seq + 1
+    return newest
 
 
 async def first_since(

@@ -91,7 +91,7 @@ class Script:
     def answer(self, frames: list[Frame]) -> Action:
         """Answer the oldest request."""
         assert isinstance(self.act(), Wait)
-        self.machine.receive(self.plan.in_flight[0], frames)
+        self.machine.receive(self.plan.in_flight[0], frames, self.now)
         return self.act()
 
     def expire(self) -> Action:
@@ -151,7 +151,7 @@ class TestTable:
     def test_an_ended_read_takes_late_inputs(self) -> None:
         script = Script(scan())
         assert script.answer(reply([1])) == Done()
-        script.machine.receive(script.sent[0], reply([1]))
+        script.machine.receive(script.sent[0], reply([1]), script.now)
         script.machine.disconnected()
         script.machine.handle_timer(1e9)
         script.machine.failed(ValueError())
@@ -245,7 +245,7 @@ class TestReading:
         script = Script(scan())
         script.act()
         machine, first = script.machine, script.sent[0]
-        machine.receive(first, reply([1, 2, 3, 4], 2))
+        machine.receive(first, reply([1, 2, 3, 4], 2), script.now)
         kinds = [type(machine.next_action(0.0)) for _ in range(4)]
         assert kinds == [DropReply, SendRequest, Deliver, Wait]
 
@@ -253,10 +253,10 @@ class TestReading:
         script = Script(scan(prefetch=2))
         assert isinstance(script.answer(reply([1, 2, 3, 4], 8)), Wait)
         second, third = script.plan.in_flight
-        script.machine.receive(third, reply([9, 10, 11, 12]))
+        script.machine.receive(third, reply([9, 10, 11, 12]), script.now)
         assert isinstance(script.act(), Wait)
         assert script.delivered == [1, 2, 3, 4]
-        script.machine.receive(second, reply([5, 6, 7, 8], 4))
+        script.machine.receive(second, reply([5, 6, 7, 8], 4), script.now)
         assert script.act() == Done()
         assert script.delivered == list(range(1, 13))
 
@@ -265,7 +265,7 @@ class TestReading:
         script.act()
         first = script.sent[0]
         script.expire()
-        script.machine.receive(first, reply([1]))
+        script.machine.receive(first, reply([1]), script.now)
         script.reconnect()
         assert script.answer(reply([1, 2])) == Done()
         assert script.delivered == [1, 2]
@@ -317,7 +317,7 @@ class TestSilence:
         script = Script(scan())
         script.answer([row(1, 0, 9)])
         script.now = 4.0
-        script.machine.receive(script.sent[0], [row(2, 1, 8)])
+        script.machine.receive(script.sent[0], [row(2, 1, 8)], script.now)
         script.now = 100.0  # the reader was busy
         action = script.act()
         assert isinstance(action, Wait)
@@ -332,7 +332,7 @@ class TestSilence:
     def test_a_frame_that_comes_with_the_timer_counts(self) -> None:
         script = Script(scan())
         script.act()
-        script.machine.receive(script.sent[0], reply([1]))
+        script.machine.receive(script.sent[0], reply([1]), script.now)
         script.machine.handle_timer(TIMEOUT)
         assert script.act() == Done()
 
@@ -341,7 +341,7 @@ class TestConnection:
     def test_rows_before_the_loss_count_and_the_rest_is_requested_again(self) -> None:
         script = Script(scan())
         script.act()
-        script.machine.receive(script.sent[0], [row(1, 0, 3)])
+        script.machine.receive(script.sent[0], [row(1, 0, 3)], script.now)
         script.machine.disconnected()
         script.reconnect()
         assert script.answer(reply([2, 3, 4])) == Done()
@@ -728,7 +728,7 @@ class World:
         if coming and self.machine.state is State.READING:
             sent = self.rng.choice(coming)
             self.now += self.rng.choice([0.0, 0.001, 0.1])
-            self.machine.receive(sent, self.open[sent].pop(0))
+            self.machine.receive(sent, self.open[sent].pop(0), self.now)
         elif coming and self.rng.random() < self.cluster.trouble / 5:
             self.machine.disconnected()
         else:

@@ -101,11 +101,6 @@ class TestBatchIdUsedAgain:
 
 
 class TestMultiLast:
-    @pytest.mark.xfail(
-        strict=True,
-        raises=AssertionError,
-        reason=ISSUE + "pages of multi_last(up_to_seq=) beyond the end differ in time",
-    )
     async def test_pages_are_all_of_one_moment(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         stream = await make_stream(storage="memory")
         for n in range(4):
@@ -117,9 +112,6 @@ class TestMultiLast:
             found += [message async for message in messages]
         assert [message.seq for message in found] == [1, 2, 3, 4]
 
-    @pytest.mark.xfail(
-        strict=True, raises=AssertionError, reason=ISSUE + "the answer of a lagging replica has a later up_to_seq"
-    )
     async def test_answer_of_a_lagging_replica_has_no_later_up_to_seq(self, connect: Connect) -> None:
         faults = Faults(StaleReplica("$JS.API.DIRECT.GET.>", behind=3, times=None))
         async with ReferenceServer(faults=faults) as server:
@@ -135,7 +127,6 @@ class TestMultiLast:
             assert read.up_to_seq is not None
             assert [message.seq for message in found] == [read.up_to_seq]
 
-    @pytest.mark.xfail(strict=True, raises=TypeError, reason=ISSUE + "multi_last and batch have no min_seq")
     @pytest.mark.parametrize("name", ["batch", "multi_last"])
     async def test_reads_of_many_messages_wait_for_a_sequence(
         self, js: JetStreamContext, make_stream: MakeStream, name: str
