@@ -32,7 +32,7 @@ _UNLIMITED: Final = 1 << 31  # as `max_bytes`: the messages are known and few
 # The replies in flight of one scan take about this many seconds: other calls on the connection wait behind them.
 _SECONDS_IN_FLIGHT: Final = 0.5
 # Before anything is known of a connection: so slow that a first request keeps no other call waiting for long.
-_FIRST_RATE: Final = float(1 << 20)
+_FIRST_RATE: Final = float(1 << 19)
 # One reply may come in one burst from a buffer on the way, so it raises the known rate only so far.
 _FASTER: Final = 4.0
 # A request asks for so much of its `max_bytes`: a reply that `max_bytes` cuts makes the guess after it wrong.
@@ -46,10 +46,13 @@ class Link:
     """What a connection carries, in bytes per second, as the replies to scans show it."""
 
     rate: float = _FIRST_RATE
+    _measured: float = 0.0
 
     def adapt(self, size: int, seconds: float) -> None:
         """Take that a reply of `size` bytes arrived in so many seconds."""
-        measured = size / seconds if seconds > 0 else self.rate * _FASTER
+        before, self._measured = self._measured, size / seconds if seconds > 0 else self.rate * _FASTER
+        # Of two replies of one message each, on their way together, the first one arrives after the latency of the link.
+        measured = max(before, self._measured)
         if measured > self.rate or seconds >= _SLOW:
             self.rate = max(1.0, min(measured, self.rate * _FASTER))
 
