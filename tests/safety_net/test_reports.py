@@ -140,6 +140,27 @@ class TestMultiLast:
             read = direct.multi_last([f"{stream}.a"], min_seq=ack.seq)
         assert [message.seq for message in await read.to_list()] == [ack.seq]
 
+    @pytest.mark.parametrize("storage", ["file", "memory"])
+    @pytest.mark.parametrize("name", ["batch", "multi_last", "up_to_seq", "pages"])
+    async def test_reads_wait_until_a_lagging_replica_has_caught_up(
+        self, connect: Connect, storage: str, name: str
+    ) -> None:
+        faults = Faults(StaleReplica("$JS.API.DIRECT.GET.>", behind=3, times=5))
+        async with ReferenceServer(faults=faults) as server:
+            js = (await connect(server.url)).jetstream(timeout=30)
+            await js.add_stream(name="S", subjects=["s.>"], storage=storage, allow_direct=True)
+            for subject in "abcab":
+                await js.publish(f"s.{subject}")
+            direct = jsx.DirectGet(js, "S")
+            read = {
+                "batch": lambda: direct.batch(3, seq=3, min_seq=5),
+                "multi_last": lambda: direct.multi_last(["s.>"], min_seq=5),
+                "up_to_seq": lambda: direct.multi_last(["s.>"], up_to_seq=5),
+                "pages": lambda: direct.multi_last(["s.>"], up_to_seq=5, max_bytes=1),
+            }[name]()
+            assert [message.seq for message in await read.to_list()] == [3, 4, 5]
+            assert read.up_to_seq == (None if name == "batch" else 5)
+
 
 class TestIngest:
     @pytest.mark.xfail(
