@@ -469,8 +469,13 @@ class RangeRead(_Read):
         if isinstance(plan, MultiLast) and plan.behind:
             self._behind(now)
 
-    def _behind(self, now: float, why: str = "no replica or mirror that answers direct gets has caught up") -> None:
+    def _behind(self, now: float, why: str = "") -> None:
         """Pause, because another responder may have what this one lacks."""
+        assert isinstance(self._plan, MultiLast)
+        why = (
+            why
+            or f"no replica or mirror that answers direct gets has sequence {self._plan.point}, which the leader has"
+        )
         self._retried = self._silent = False
         text = f"stream {self._stream!r}: {why} (tried for {self._timeout:g} s)"
         self._happen(Input.BEHIND, RequestTimeoutError(text), why, give_up=self._patience_ends(now))

@@ -277,7 +277,7 @@ class MultiLast(Plan):
         self._request = request
         self._step = _Step.NOW if request.up_to_seq is None else _Step.POINT
         self._matches = matcher(request.multi_last or ())
-        self._point = request.up_to_seq  # what `EndOfBatch.up_to_seq` says
+        self.point: int | None = request.up_to_seq  # what `EndOfBatch.up_to_seq` says
         self._witness = (0, "")  # its sequence and its subject
         self._reply, self._reply_pending = Block(), 0
         self._page, self._page_pending = Block(), 0  # a page that shows what comes next
@@ -292,7 +292,7 @@ class MultiLast(Plan):
         seq, subject = self._witness
         request = self._request
         if self._step is _Step.POINT:
-            request = Request(seq=self._point, next_by_subj=">", batch=1, max_bytes=1)
+            request = Request(seq=self.point, next_by_subj=">", batch=1, max_bytes=1)
         elif self._step is _Step.SUBJECTS:
             subjects = dict.fromkeys((*(message.subject for message in self._page.messages()), subject))
             request = Request(multi_last=tuple(subjects), up_to_seq=seq, max_bytes=_UNLIMITED)
@@ -320,15 +320,15 @@ class MultiLast(Plan):
         seq, subject = self._witness
         match self._step:
             case _Step.NOW:
-                self._point = end.up_to_seq or newest or None
+                self.point = end.up_to_seq or newest or None
                 if not pending or len(reply) == self._request.batch:
                     return self._deliver(reply, pending, ended=True)
                 self._page, self._page_pending, self._step = reply, pending, _Step.POINT
-            case _Step.POINT if newest == self._point:
+            case _Step.POINT if newest == self.point:
                 self._witness = newest, reply.message(0).subject
                 return self._deliver(self._page, self._page_pending, ended=False)
             case _Step.POINT:
-                self.wanted = self._point
+                self.wanted = self.point
             case _Step.PAGE | _Step.SUBJECTS if newest != seq and not (self._step is _Step.PAGE and pending):
                 self.wanted, self._step = seq, _Step.PAGE
             case _Step.PAGE if newest != seq:
@@ -356,7 +356,7 @@ class MultiLast(Plan):
         return rows
 
     def _end(self) -> None:
-        self._finish_early(EndOfBatch(self._pending, self._last, self._point, found=bool(self._rows)))
+        self._finish_early(EndOfBatch(self._pending, self._last, self.point, found=bool(self._rows)))
 
     def found(self, newest: tuple[int, str] | None, last_seq: int) -> None:
         """Take sequence and subject of the leader's newest message up to `wanted`, and the leader's last sequence.
@@ -366,12 +366,12 @@ class MultiLast(Plan):
         assert self.wanted is not None
         wanted, self.wanted = self.wanted, None
         if newest is None or newest[0] <= self._cursor:  # what followed has been removed
-            self._point = self._point if self._rows else min(wanted, last_seq)
+            self.point = self.point if self._rows else min(wanted, last_seq)
             self._pending = 0
             self._end()
             return
         self.behind = newest == self._witness
-        self._witness, self._point, self._step = newest, newest[0], _Step.PAGE
+        self._witness, self.point, self._step = newest, newest[0], _Step.PAGE
 
     def retry(self) -> bool:
         self.in_flight.clear()

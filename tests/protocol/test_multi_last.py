@@ -301,7 +301,7 @@ class TestOneReplica:
         world = one("abca", Request(multi_last=("a",), up_to_seq=4), file=file, reached=3)
         error = world.act()
         assert isinstance(error, errors.RequestTimeoutError)
-        assert "caught up" in str(error)
+        assert "has sequence 4, which the leader has (tried for 5 s)" in str(error)
         assert (world.delivered, world.plan.done) == ([], False)
         assert TIMEOUT <= world.now <= TIMEOUT + 2 * PAUSE
 
@@ -362,7 +362,7 @@ def test_a_read_shows_the_moment_that_it_names_or_fails(seed: int, proved: bool,
     assert rows == sorted(rows)
     assert len({subject for _, subject in rows}) == len(rows), "a subject came twice"
     end = world.plan.end
-    shown = end.up_to_seq if end is not None and end.up_to_seq is not None else world.plan._point
+    shown = end.up_to_seq if end is not None and end.up_to_seq is not None else world.plan.point
     if rows:
         assert shown is not None
         true = stream.lasts(filters, shown)
