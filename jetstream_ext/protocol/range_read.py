@@ -462,7 +462,11 @@ class RangeRead(_Read):
         plan = self._plan
         if isinstance(plan, Scan) and sent.rows:
             plan.link.adapt(*self._replies[sent].lap)
-        rows = plan.finish(sent, end)
+        try:
+            rows = plan.finish(sent, end)
+        except JetStreamExtError as error:  # a malformed header, which is otherwise decoded on access
+            self._happen(Input.REFUSED, error)
+            return
         self._drop_replies()
         if rows is not None and rows.seqs:
             self._rows = rows

@@ -281,6 +281,7 @@ class MultiLast(Plan):
         self._witness = (0, "")  # its sequence and its subject
         self._reply, self._reply_pending = Block(), 0
         self._page, self._page_pending = Block(), 0  # a page that shows what comes next
+        self._page_subjects: tuple[str, ...] = ()
         self._rows = self._last = self._pending = 0
         self._cursor = 0  # the pages up to this sequence have been read
 
@@ -294,8 +295,7 @@ class MultiLast(Plan):
         if self._step is _Step.POINT:
             request = Request(seq=self.point, next_by_subj=">", batch=1, max_bytes=1)
         elif self._step is _Step.SUBJECTS:
-            subjects = dict.fromkeys((*(message.subject for message in self._page.messages()), subject))
-            request = Request(multi_last=tuple(subjects), up_to_seq=seq, max_bytes=_UNLIMITED)
+            request = Request(multi_last=self._page_subjects, up_to_seq=seq, max_bytes=_UNLIMITED)
         elif self._step is _Step.PAGE:
             request = replace(
                 request,
@@ -333,7 +333,8 @@ class MultiLast(Plan):
                 self.wanted, self._step = seq, _Step.PAGE
             case _Step.PAGE if newest != seq:
                 self._page, self._page_pending = reply, pending - (not self._matches(subject))
-                self._step = _Step.SUBJECTS
+                subjects = (*(message.subject for message in reply.messages()), subject)
+                self._page_subjects, self._step = tuple(dict.fromkeys(subjects)), _Step.SUBJECTS
             case _Step.PAGE:
                 return self._deliver(reply, 0, ended=True)
             case _Step.SUBJECTS:

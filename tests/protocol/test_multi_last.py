@@ -297,6 +297,17 @@ class TestOneReplica:
         assert world.act() is None
         assert world.delivered == [(1, "a"), (2, "b"), (3, "c")], "also without a point in time"
 
+    def test_a_malformed_header_ends_the_read(self, file: bool) -> None:
+        world = one("abc", Request(multi_last=(">",), up_to_seq=3), file=file)
+        action = world.machine.next_action(0.0)
+        assert isinstance(action, SendRequest)
+        point, *rest = reply([(3, "c")], 0)
+        world.machine.receive(
+            action.sent, [(point[0], point[1].replace(b"Nats-Subject", b"Nats-Object"), 0), *rest], 0.0
+        )
+        assert isinstance(world.act(), errors.ResponseError)
+        assert world.machine.state.value == "ended"
+
     def test_a_responder_that_is_behind_the_point_is_a_timeout(self, file: bool) -> None:
         world = one("abca", Request(multi_last=("a",), up_to_seq=4), file=file, reached=3)
         error = world.act()
