@@ -316,7 +316,7 @@ def carried_out(machine: RangeRead, now: float = 0.0) -> None:
 
 def arrived(frames: list[Any], now: float = 0.0) -> Event:
     def event(machine: RangeRead) -> None:
-        machine.receive(machine._plan.in_flight[0], frames)  # noqa: SLF001 - the newest request
+        machine.receive(machine._plan.in_flight[0], frames, now)  # noqa: SLF001 - the newest request
         carried_out(machine, now)
 
     return event

@@ -25,7 +25,7 @@ from jetstream_ext.client.retry import Retry, has_no_leader
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ResponseError, ServerError, Status
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState, parse_answer, parse_stream_state
-from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.protocol.feature_table import START_TIME_LEVEL, Feature
 from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.types import BatchAck
@@ -42,6 +42,10 @@ _CACHE_TTL: Final = 30.0
 # that, lookups pause, twice as long each time.
 _LOOKUP_TIMEOUT: Final = 2.0
 _LONGEST_PAUSE: Final = 3600.0
+
+# A mirror with the same options, and without a filter or start, holds the same messages for the same time.
+_SAME: Final = ("max_msgs_per_subject", "max_age", "allow_msg_ttl")
+_PART: Final = ("filter_subject", "subject_transforms", "opt_start_seq", "opt_start_time")
 
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")
@@ -209,6 +213,38 @@ async def get_at_leader(
             headers=h.decode_stored(block),
             time_ns=h.parse_time_ns(h.to_utc(str(found["time"]))),
         )
+
+
+async def mirrors_all(context: Context, mirror: str, stream: str, timeout: float) -> bool:
+    """Return whether the stream `mirror` holds the same messages as `stream`; raise as `Api.ask` does about `stream`."""
+    try:
+        state = await stream_state(context, mirror, timeout / 2)
+    except (NotFoundError, ServiceUnavailableError, ServerError, RequestTimeoutError):
+        return False  # in another account or domain, or without the permission to ask, its configuration is unknown
+    if state.origin.get("name") != stream or any(state.origin.get(name) for name in _PART):
+        return False
+    origin = await stream_state(context, stream, timeout)
+    return all(state.config.get(name) == origin.config.get(name) for name in _SAME)
+
+
+async def newest_up_to(
+    find: Callable[[Request], Awaitable[StoredMsg | None]], seq: int, first: int, *, subject: str = ">"
+) -> StoredMsg | None:
+    """Return the newest message of a subject or filter from sequence `first` to `seq`, or None; `find` does single gets."""
+    if seq < first:
+        return None
+    newest = await find(Request(seq=seq)) if subject == ">" else None
+    if newest is not None:
+        return newest
+    low, high = first, seq
+    while low <= high:
+        middle = (low + high + 1) // 2
+        found = await find(Request(seq=middle, next_by_subj=subject))
+        if found is None or found.seq > seq:
+            high = middle - 1
+        else:
+            newest, low = found, found.seq + 1
+    return newest
 
 
 async def first_since(

@@ -164,6 +164,7 @@ class DirectGet:
         seq: int | None = None,
         start_time: datetime | None = None,
         max_bytes: int = DEFAULT_MAX_BYTES,
+        min_seq: int | None = None,
     ) -> MessageBatch:
         """Read up to `batch` messages with one request; if the reply breaks off, another request reads the rest.
 
@@ -173,6 +174,7 @@ class DirectGet:
             seq: The first stream sequence to look at (default 1).
             start_time: Start at the first message stored at or after this aware datetime instead.
             max_bytes: Stop after the message that brings subjects, headers and payloads to this many bytes.
+            min_seq: As for `scan`; if a responder lacks a message up to this sequence, another request reads the rest.
 
         Returns:
             The messages, in the order of their sequences; the request goes out on first use.
@@ -197,7 +199,7 @@ class DirectGet:
             batch=check_int(batch, "batch", high=_INT64_MAX),
             max_bytes=check_int(max_bytes, "max_bytes", high=_INT64_MAX),
         )
-        return self._read(OneReply(request))
+        return self._read(OneReply(request), min_seq=min_seq)
 
     def multi_last(
         self,
@@ -207,6 +209,7 @@ class DirectGet:
         up_to_time: datetime | None = None,
         batch: int | None = None,
         max_bytes: int = DEFAULT_MAX_BYTES,
+        min_seq: int | None = None,
     ) -> MessageBatch:
         """Read the last message of every subject that matches one of `subjects`, all as of one sequence.
 
@@ -214,12 +217,20 @@ class DirectGet:
         missing from the answer if the stream does not keep the old message (``max_msgs_per_subject`` 1): by ADR-31, an
         answer is exact only as far as the stream's history reaches.
 
+        `MessageBatch.up_to_seq` is that sequence. Every page is of a responder that has reached it; the read waits (within
+        the timeout) for one. If the message at that sequence was removed, or `up_to_seq` is beyond the end of the stream
+        or of the responder, that needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+
         Args:
-            subjects: Subjects and filters; together they may match 1024 subjects (a server's default).
-            up_to_seq: The point in time as a stream sequence; None is now.
+            subjects: Subjects and filters; together they may match 1024 subjects (a server's default). With `up_to_seq`,
+                `min_seq` or several pages, the subject of the newest message counts as well.
+            up_to_seq: The point in time as a stream sequence; None is now. If the stream ends before, it is the end of the
+                stream, which `MessageBatch.up_to_seq` then says.
             up_to_time: The point in time as an aware datetime (exclusive) instead.
             batch: The maximum number of messages, 1 to 2**63-1.
             max_bytes: Bytes per page, 1 to 2**63-1; as for `batch`.
+            min_seq: Read your own writes: wait (within the timeout) until the leader has this sequence, and for a responder
+                that has what the leader has. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
 
         Returns:
             As for `batch`.
@@ -229,8 +240,7 @@ class DirectGet:
             TypeError: `up_to_time` is not a datetime.
             BadSubjectError: One of `subjects` is not a valid subject or filter.
             TooManySubjectsError: While iterating: the filters match too many subjects.
-            MessagesLostError, RequestTimeoutError: While iterating: as for `scan`, and at once if the first page breaks
-                off without `up_to_seq`: the sequence that it was read at is then unknown.
+            RequestTimeoutError: While iterating: as for `scan`, and if no responder has reached the point in time.
             JetStreamExtError, nats.errors.Error: While iterating: as for `scan`.
 
         Cancellation: As for `batch`.
@@ -254,7 +264,7 @@ class DirectGet:
             batch=None if batch is None else check_int(batch, "batch", high=_INT64_MAX),
             max_bytes=check_int(max_bytes, "max_bytes", high=_INT64_MAX),
         )
-        return self._read(MultiLast(request))
+        return self._read(MultiLast(request, proved=min_seq is not None), min_seq=min_seq)
 
     def scan(
         self,
@@ -319,11 +329,11 @@ class DirectGet:
             max_bytes=check_int(max_bytes, "max_bytes", high=_INT64_MAX),
             prefetch=check_int(prefetch, "prefetch", high=4),
         )
-        if min_seq is not None:
-            check_sequence(min_seq, "min_seq")
         return self._read(plan, confirm=confirm, min_seq=min_seq)
 
     def _read(self, plan: Plan, *, confirm: bool = False, min_seq: int | None = None) -> MessageBatch:
+        if min_seq is not None:
+            check_sequence(min_seq, "min_seq")
         blocks = read_blocks(self._js, self._stream, plan, self._timeout, confirm=confirm, min_seq=min_seq)
         return MessageBatch(plan, blocks)
 

@@ -8,10 +8,20 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Self
+from weakref import WeakKeyDictionary
 
 import nats.errors
+from nats.aio.client import Client
 
-from jetstream_ext.client.api import LAG_PAUSE, gather_bounded, get_at_leader, stream_state, wait_for_sequence
+from jetstream_ext.client.api import (
+    LAG_PAUSE,
+    gather_bounded,
+    get_at_leader,
+    mirrors_all,
+    newest_up_to,
+    stream_state,
+    wait_for_sequence,
+)
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry
@@ -20,7 +30,7 @@ from jetstream_ext.protocol import frames, range_read
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg, not_found
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.range_read import Action, RangeRead, SingleRead, State, no_answer
-from jetstream_ext.protocol.reads import OneReply, Plan, Scan, SentRequest
+from jetstream_ext.protocol.reads import Link, OneReply, Plan, Scan, SentRequest
 
 
 class _Inboxes:
@@ -78,14 +88,26 @@ class _Inboxes:
             inbox.close()
 
 
+_links: WeakKeyDictionary[Client, tuple[int, Link]] = WeakKeyDictionary()
+
+
+def _link(context: Context) -> Link:
+    """Return what is known of a connection since it last connected."""
+    session = context.connection.session
+    known = _links.get(context.nc)
+    if known is None or known[0] != session:
+        known = _links[context.nc] = session, Link()
+    return known[1]
+
+
 async def read_blocks(
     context: Context, stream: str, plan: Plan, timeout: float, *, confirm: bool = False, min_seq: int | None = None
 ) -> AsyncGenerator[Block, None]:
     """Yield the messages of a read as they come; see `RangeRead` for `timeout` and `DirectGet` for errors.
 
-    `confirm` and `min_seq` need a `Scan`. With `confirm`, the leader proves that the whole range was delivered; a range
-    without an end ends at the leader's current last sequence. With `min_seq`, the read waits until the leader has this
-    sequence, and the range is proved at least up to it.
+    With `confirm`, which needs a `Scan`, the leader proves that the whole range was delivered; a range without an end ends
+    at the leader's current last sequence. With `min_seq`, the read waits until the leader has this sequence, and a range
+    is proved at least up to it. A `MultiLast` with `min_seq` must be `proved`.
     """
     loop, connection = asyncio.get_running_loop(), context.connection
     if min_seq is not None:
@@ -97,13 +119,30 @@ async def read_blocks(
             plan.up_to_seq = (await stream_state(context, stream, timeout)).last_seq
         prove_to = plan.up_to_seq
     machine = RangeRead(
-        stream, plan, timeout, pause=LAG_PAUSE, prove_to=prove_to, server_version=connection.server_version
+        stream,
+        plan,
+        timeout,
+        pause=LAG_PAUSE,
+        prove_to=prove_to,
+        link=_link(context),
+        server_version=connection.server_version,
     )
     api = f"{context.prefix}.DIRECT.GET.{stream}"
 
+    async def at_leader(request: Request) -> StoredMsg | None:
+        return await get_at_leader(context, stream, request.body(), timeout)
+
     async def ask_leader(request: Request) -> int | None:
-        found = await Retry(timeout).call(lambda: get_at_leader(context, stream, request.body(), timeout))
+        found = await Retry(timeout).call(lambda: at_leader(request))
         return None if found is None else found.seq
+
+    def receive(sent: SentRequest, frames: list[Frame]) -> None:
+        machine.receive(sent, frames, loop.time())
+
+    async def find_newest(seq: int) -> tuple[tuple[int, str] | None, int]:
+        state = await stream_state(context, stream, timeout)
+        newest = await newest_up_to(at_leader, min(seq, state.last_seq), state.lowest_seq)
+        return None if newest is None else (newest.seq, newest.subject), state.last_seq
 
     async def perform(action: Action) -> None:
         match action:
@@ -113,7 +152,7 @@ async def read_blocks(
             case range_read.SendRequest(sent):
                 subject, payload = sent.request.address(api)
                 try:
-                    await inboxes.send(subject, payload, partial(machine.receive, sent), timeout, sent)
+                    await inboxes.send(subject, payload, partial(receive, sent), timeout, sent)
                 except nats.errors.ConnectionReconnectingError as error:
                     machine.not_sent(sent, error)
             case range_read.DropReply(sent):
@@ -121,6 +160,10 @@ async def read_blocks(
             case range_read.AskLeader(requests):
                 found = await gather_bounded(ask_leader, requests, limit=len(requests))
                 machine.leader_answered(found, loop.time())
+            case range_read.FindNewest(seq):
+                machine.newest_found(*await Retry(timeout).call(lambda: find_newest(seq)), loop.time())
+            case range_read.CheckMirror(name):
+                machine.mirror_checked(loop.time(), same=await mirrors_all(context, name, stream, timeout))
             case range_read.AwaitConnection():
                 await connection.wait_usable(timeout)
                 machine.connected()

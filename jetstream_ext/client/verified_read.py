@@ -12,9 +12,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from nats.js.errors import NotFoundError, ServiceUnavailableError
-
-from jetstream_ext.client.api import LAG_PAUSE, get_at_leader, stream_state, wait_for_sequence
+from jetstream_ext.client.api import (
+    LAG_PAUSE,
+    get_at_leader,
+    mirrors_all,
+    newest_up_to,
+    stream_state,
+    wait_for_sequence,
+)
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct_reader import read_blocks, read_one
 from jetstream_ext.client.retry import Retry
@@ -23,7 +28,6 @@ from jetstream_ext.errors import (
     MessageNotFoundError,
     MessagesLostError,
     RequestTimeoutError,
-    ServerError,
 )
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg, not_found
 from jetstream_ext.protocol.reads import OneReply, Scan
@@ -32,9 +36,6 @@ _CATCH_UP_BATCH: Final = 16_000
 _NO_LIMIT: Final = 1 << 31
 _FIRST_PAUSE: Final = 0.001  # short, because another responder may answer the next request
 _AWAY: Final = "no replica answers"  # a stream that does not allow direct gets is refused before
-# A mirror with the same options, and without a filter or start, holds the same messages for the same time.
-_SAME: Final = ("max_msgs_per_subject", "max_age", "allow_msg_ttl")
-_PART: Final = ("filter_subject", "subject_transforms", "opt_start_seq", "opt_start_time")
 
 
 class _UnverifiedError(Exception):
@@ -216,14 +217,7 @@ class VerifiedReader:
             raise _UnverifiedError(f"no replica with sequence {need} answered")
 
     async def _mirrors_all(self, responder: str) -> bool:
-        try:
-            mirror = await stream_state(self._context, responder, self._timeout / 2)
-        except (NotFoundError, ServiceUnavailableError, ServerError, RequestTimeoutError):
-            return False  # in another account or domain, or without the permission to ask, its configuration is unknown
-        if mirror.origin.get("name") != self._stream or any(mirror.origin.get(name) for name in _PART):
-            return False
-        origin = await stream_state(self._context, self._stream, self._timeout)
-        return all(mirror.config.get(name) == origin.config.get(name) for name in _SAME)
+        return await mirrors_all(self._context, responder, self._stream, self._timeout)
 
     async def _ask(self, request: Request) -> Answer:
         plan, joined = OneReply(request, whole=True), Block()
@@ -255,21 +249,3 @@ class VerifiedReader:
 
     async def _pause(self, retry: Retry, doubt: _UnverifiedError) -> None:
         await retry.pause_until_deadline(RequestTimeoutError(f"{self._what}: {doubt} (tried for {self._timeout:g} s)"))
-
-
-async def newest_up_to(
-    find: Callable[[Request], Awaitable[StoredMsg | None]], seq: int, first: int, *, subject: str = ">"
-) -> StoredMsg | None:
-    """Return the newest message of a subject or filter from sequence `first` to `seq`, or None; `find` does single gets."""
-    newest = await find(Request(seq=seq)) if subject == ">" else None
-    if newest is not None:
-        return newest
-    low, high = first, seq
-    while low <= high:
-        middle = (low + high + 1) // 2
-        found = await find(Request(seq=middle, next_by_subj=subject))
-        if found is None or found.seq > seq:
-            high = middle - 1
-        else:
-            newest, low = found, found.seq + 1
-    return newest

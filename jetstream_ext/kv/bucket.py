@@ -13,7 +13,7 @@ from nats.js.errors import BadBucketError, BucketNotFoundError, NotFoundError
 from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import Api, gather_bounded, get_at_leader, malformed_as_error, stream_state
-from jetstream_ext.client.connection import Context, bucket_parts
+from jetstream_ext.client.connection import Context, bucket_parts, open_bucket
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import BatchServerError, RequestTimeoutError, ServerError, Status, batch_refusal
@@ -54,12 +54,31 @@ class Bucket:
         self.check(state, direct=direct)
         return state
 
-    def check(self, state: StreamState, *, direct: bool = True) -> None:
-        """Raise BadBucketError for a mirror or no bucket; with `direct`, also raise as `check_direct_reads` does."""
-        if mirror := state.config.get("mirror"):
+    async def readable_state(self) -> StreamState:
+        """As `state`, but for reads a mirror of a bucket is a bucket: of what its own leader has."""
+        state = await self.unchecked_state()
+        if state.origin:
+            origin = str(state.origin.get("name"))
+            _, _, stream, prefix = bucket_parts(open_bucket(self.js, origin.removeprefix("KV_")))
+            if stream != origin or state.origin.get("subject_transforms"):
+                raise BadBucketError(
+                    description=f"bucket {self.name!r} is a mirror of stream {origin!r}, which is not a bucket or whose "
+                    "subjects are transformed; read that stream",
+                    stream=self.stream,
+                )
+            self.prefix = prefix
+        self.check(state, mirror=True)
+        return state
+
+    def check(self, state: StreamState, *, direct: bool = True, mirror: bool = False) -> None:
+        """Raise BadBucketError for no bucket, or for a mirror unless `mirror`.
+
+        With `direct`, also raise as `check_direct_reads` does.
+        """
+        if state.origin and not mirror:
             raise BadBucketError(  # nats-py finds no key there either
-                description=f"bucket {self.name!r} is a mirror of stream {mirror.get('name')!r}; open the bucket of that stream "
-                "instead (its mirrors answer its direct gets)",
+                description=f"bucket {self.name!r} is a mirror of stream {state.origin.get('name')!r}; open the bucket of that "
+                "stream instead (its mirrors answer its direct gets), or read the mirror with get_many and snapshot",
                 stream=self.stream,
             )
         if not state.max_msgs_per_subject:  # nats-py also refuses it

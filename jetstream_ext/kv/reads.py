@@ -56,6 +56,9 @@ async def get_many(
     wrote before; but two entries may be from different points in time. With `at`, all are from that one. For a
     consistent read of now, take a `snapshot`.
 
+    The bucket may be a mirror of another bucket. Then only the mirror and its own leader are asked, also while the origin
+    is away, and "now" is what that leader has.
+
     Args:
         kv: nats-py's bucket.
         keys: Any number of keys.
@@ -68,7 +71,7 @@ async def get_many(
     Raises:
         nats.js.errors.InvalidKeyError: No client accepts one of the keys; nothing was sent.
         nats.js.errors.BucketNotFoundError: There is no such bucket.
-        nats.js.errors.BadBucketError: The bucket is a mirror of another bucket; read that one.
+        nats.js.errors.BadBucketError: The stream is no bucket, or mirrors one with other subjects.
         DirectGetDisabledError: The bucket does not allow direct gets; `enable` turns them on.
         UnsupportedFeatureError: The server is older than 2.11.
         HistoryUnavailableError: With `at`: the value of some keys is no longer stored. The error names these keys, as
@@ -84,8 +87,8 @@ async def get_many(
     """
     wanted = check_keys(keys)
     bucket = Bucket(kv, timeout)
+    state = await bucket.readable_state()
     subjects = Subjects(bucket.name, bucket.prefix, wanted.__contains__)
-    state = await bucket.state()
     if at is None:
         latest = Latest(subjects)
         await _read_by_name(bucket, bucket.reader(state.last_seq), list(wanted), latest.feed)
@@ -113,6 +116,8 @@ async def snapshot(
     A snapshot of the past is exact, or the call raises an error. "Reads of the past" in the documentation says what is
     still known of a key whose history is short, was purged, or expired.
 
+    A mirror of a bucket is read as by `get_many`.
+
     Args:
         kv: nats-py's bucket.
         filters: Keys and patterns of keys (``*`` for a token, ``>`` for the rest); None is the whole bucket.
@@ -133,8 +138,8 @@ async def snapshot(
     """
     patterns = check_filters(filters)
     bucket = Bucket(kv, timeout)
+    state = await bucket.readable_state()
     subjects = Subjects(bucket.name, bucket.prefix, matcher(patterns))
-    state = await bucket.state()
     if at is None:
         return await _read_now(bucket, subjects, patterns, state, include_deletes=include_deletes)
     verdict, point = await _read_past(bucket, subjects, patterns, state, at, strict=strict)
@@ -285,7 +290,7 @@ async def _revision_at(bucket: Bucket, state: StreamState, when: datetime) -> in
     if 0 <= ahead <= bucket.timeout:
         # Clocks differ a little. What is stored up to then is known only after the server's clock has passed it.
         await asyncio.sleep(ahead + 0.001)
-        state = await bucket.state()
+        state = await bucket.readable_state()
     if state.now <= when:
         raise ValueError(
             f"bucket {bucket.name!r}: the time {when.isoformat()} is in the future; the server's clock shows "
@@ -300,7 +305,7 @@ async def _read_past(
     """Return what is known of `at`; with `strict`, raise HistoryUnavailableError unless that is everything."""
     point = await resolve_revision(bucket, state, at)
     if point.revision > state.last_seq:
-        state = await bucket.state()  # `_revision_at` has waited for that time
+        state = await bucket.readable_state()  # `_revision_at` has waited for that time
     verdict = await _judge_past(bucket, subjects, patterns, state, point)
     what, keys = f"bucket {bucket.name!r} at revision {point.revision}", verdict.unavailable
     if strict and keys:
@@ -411,7 +416,7 @@ async def _feed_by_name(
 
 async def _any_removed(bucket: Bucket, source: VerifiedReader, state: StreamState, revision: int) -> bool:
     """Whether messages up to `revision` were, or may have been, removed."""
-    if (await bucket.state()).never_removed:
+    if (await bucket.readable_state()).never_removed:
         return False
     if revision - state.lowest_seq >= _SMALL_LOG:
         return True

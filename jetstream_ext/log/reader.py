@@ -13,12 +13,12 @@ from typing import Final, Literal, Self
 
 from nats.js import JetStreamContext
 
-from jetstream_ext.client.api import first_since, get_at_leader, settled_state, stream_state
+from jetstream_ext.client.api import first_since, get_at_leader, newest_up_to, settled_state, stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.direct_reader import read_one
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
-from jetstream_ext.client.verified_read import VerifiedReader, newest_up_to
+from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import MessageNotFoundError, PositionLostError, RequestTimeoutError, StreamConfigMismatchError
 from jetstream_ext.log.offsets import First, Last, OffsetStore, Seq, Start, Stored, StoredOffset, Time, check_start
 from jetstream_ext.protocol.api import StreamState

@@ -303,6 +303,11 @@ class ReplyDecoder:
         self._added = 0
         self._stream = ""
 
+    @property
+    def responder(self) -> str:
+        """The stream that answers; empty before its first message."""
+        return self._stream
+
     def feed(self, frames: Iterable[Frame]) -> Block:
         """Decode more of the reply; raise what `status_error` returns, UnsupportedFeatureError, or ResponseError."""
         frames = list(frames)

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from jetstream_ext.errors import DirectGetDisabledError, JetStreamExtError, MessagesLostError, RequestTimeoutError
-from jetstream_ext.protocol.direct import Block, ReplyDecoder, Request, StoredMsg, decode_single
+from jetstream_ext.protocol.direct import Block, EndOfBatch, ReplyDecoder, Request, StoredMsg, decode_single
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.gaps import find_gaps
-from jetstream_ext.protocol.reads import Plan, Scan, SentRequest
+from jetstream_ext.protocol.reads import Link, MultiLast, Plan, RangePlan, Scan, SentRequest, Stopwatch
 
 _log = logging.getLogger("jetstream_ext.direct")
 
@@ -36,7 +36,7 @@ class State(enum.Enum):
     """Where a read is: the columns of `TABLE`."""
 
     READING = "reading"
-    PROVING = "proving"  # the leader is asked for the gaps in a mirror's rows, or for the rest of the range
+    PROVING = "proving"  # the leader is asked for gaps in a mirror's rows, the rest of the range, or the newest message
     PAUSED = "paused"
     RESUMING = "resuming"  # the next request needs a usable connection
     ENDED = "ended"
@@ -47,6 +47,9 @@ class Input(enum.Enum):
 
     COMPLETE = "everything was delivered, and nothing is left to prove"
     SHORT = "the replies end before the sequence to prove"
+    UNPROVED = "only the leader knows whether the replies show what is asked for"
+    PROVED = "the leader has said what the replies must show"
+    BEHIND = "a responder does not have what is asked for"
     GAPS = "a mirror's rows have gaps"
     TOO_MANY_GAPS = "a mirror's rows have too many gaps to ask the leader for each"
     GAPS_PROVED = "the leader has no message in the gaps"
@@ -67,6 +70,9 @@ TABLE: Final[dict[Input, tuple[State | tuple[State, State] | None, ...]]] = {
     Input.COMPLETE:      (ENDED,               ENDED,           ERR,      ENDED,    ENDED),
     Input.SHORT:         (PROVING,             ERR,             ERR,      ERR,      ERR),
     Input.GAPS:          (PROVING,             ERR,             ERR,      ERR,      ERR),
+    Input.UNPROVED:      (PROVING,             ERR,             ERR,      ERR,      ERR),
+    Input.PROVED:        (ERR,                 READING,         ERR,      ERR,      ERR),
+    Input.BEHIND:        ((PAUSED, ENDED),     (PAUSED, ENDED), ERR,      ERR,      ERR),
     Input.TOO_MANY_GAPS: (RESUMING,            ERR,             ERR,      ERR,      ERR),
     Input.GAPS_PROVED:   (ERR,                 READING,         ERR,      ERR,      ERR),
     Input.MISSING:       (ERR,                 (PAUSED, ENDED), ERR,      ERR,      ERR),
@@ -79,8 +85,8 @@ TABLE: Final[dict[Input, tuple[State | tuple[State, State] | None, ...]]] = {
 }  # fmt: skip
 """Where an input leads; with ``ERR`` it raises RuntimeError.
 
-Of a pair, the second is for a read that gives up: the second INTERRUPTED at one place; MISSING, NO_RESPONDER and a
-request that cannot be sent after `timeout` seconds without a new row; NO_RESPONDER before any answer.
+Of a pair, the second is for a read that gives up: the second INTERRUPTED at one place; MISSING, BEHIND, NO_RESPONDER and
+a request that cannot be sent after `timeout` seconds without a new row; NO_RESPONDER before any answer.
 """
 
 _CELLS: Final = {(state, event): cell for event, row in TABLE.items() for state, cell in zip(State, row, strict=True)}
@@ -103,6 +109,20 @@ class AskLeader:
     """Ask the stream's leader for each of these messages; hand the sequences found to `leader_answered`."""
 
     requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FindNewest:
+    """Ask the stream's leader for its newest message up to the sequence `seq`; hand it to `newest_found`."""
+
+    seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckMirror:
+    """Find out whether the stream `name`, which answered, holds the same messages; call `mirror_checked`."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +150,7 @@ class Done:
 
 
 # After an action that fails in another way, the caller calls `failed`.
-Action = SendRequest | DropReply | AskLeader | AwaitConnection | Deliver | Wait | Done
+Action = SendRequest | DropReply | AskLeader | FindNewest | CheckMirror | AwaitConnection | Deliver | Wait | Done
 
 
 @dataclass(slots=True)
@@ -140,6 +160,8 @@ class _Reply:
     lost: bool = False  # nothing comes after `frames`
     error: Exception | None = None  # why, if it is not the lost connection
     unsent: bool = False
+    whole: bool = False  # its last frame has arrived
+    lap: tuple[int, float] = (0, 0.0)  # see `Stopwatch.lap`
 
 
 def no_answer(stream: str, timeout: float, *, connected: bool = True) -> RequestTimeoutError:
@@ -221,7 +243,9 @@ class RangeRead(_Read):
         plan: Which requests answer the read.
         timeout: Seconds that may pass without an answer, or without a new row while responders lag or do not answer.
         pause: Seconds between two requests while responders lag or do not answer.
-        prove_to: Prove a `Scan` up to this sequence; None believes the responders.
+        prove_to: Prove a `RangePlan` up to this sequence, or accept for a `MultiLast` only answers of the stream itself and
+            of mirrors that hold the same messages; None believes the responders.
+        link: What is known of the connection; the replies to a `Scan` add to it.
         server_version: The connected server's version, for errors.
     """
 
@@ -233,19 +257,24 @@ class RangeRead(_Read):
         *,
         pause: float,
         prove_to: int | None = None,
+        link: Link | None = None,
         server_version: str = "",
     ) -> None:
         super().__init__(stream, timeout)
         self._plan = plan
         self._pause = pause
         self._server_version = server_version
-        self._scan: Scan | None = None
+        self._range: RangePlan | None = None
         self._prove_to = 0
         self._before = 0  # the last sequence that was delivered
-        if prove_to is not None:
-            assert isinstance(plan, Scan)
-            self._scan, self._before = plan, plan.position
+        if prove_to is not None and isinstance(plan, RangePlan):
+            self._range, self._before = plan, plan.position
             self._prove_to = prove_to if plan.up_to_seq is None else min(prove_to, plan.up_to_seq)
+        self._checked = None if prove_to is None else {stream}  # which streams may answer a `MultiLast`
+        self._unchecked: tuple[SentRequest, EndOfBatch] | None = None  # the whole answer of another one
+        if isinstance(plan, Scan) and link is not None:
+            plan.link = link
+        self._stopwatch = Stopwatch()
         self._replies: dict[SentRequest, _Reply] = {}
         self._dropped: list[SentRequest] = []
         self._rows: Block | None = None
@@ -262,13 +291,20 @@ class RangeRead(_Read):
             # Before rows are delivered, so that the server works while the reader does.
             if (self.state is READING or self.state is PROVING) and (sent := self._plan.next_request()) is not None:
                 decoder = ReplyDecoder(self._stream, start=sent.request.seq or 1, server_version=self._server_version)
+                if all(reply.whole for reply in self._replies.values()):
+                    self._stopwatch.start(now)
                 self._replies[sent] = _Reply(decoder)
                 _log.debug("stream %r: request sent: %s", self._stream, sent.request)
                 return SendRequest(sent)
+            if self.state is PROVING and self._unchecked is not None:
+                return CheckMirror(self._replies[self._unchecked[0]].decoder.responder)
+            if self.state is PROVING and isinstance(self._plan, MultiLast):
+                assert self._plan.wanted is not None
+                return FindNewest(self._plan.wanted)
             if self.state is PROVING:
-                assert self._scan is not None
+                assert self._range is not None
                 behind = [gap.start - 1 for gap in self._gaps[:MAX_LEADER_REQUESTS]] or [self._before]
-                return AskLeader(tuple(map(self._scan.request_after, behind)))
+                return AskLeader(tuple(map(self._range.request_after, behind)))
             if self._rows is not None and not self._gaps:
                 rows, self._rows = self._rows, None
                 self._before = rows.seqs[-1]
@@ -283,11 +319,16 @@ class RangeRead(_Read):
                     self._timer = now + (self._pause if self.state is PAUSED else self._timeout)
                 return Wait(self._timer)
 
-    def receive(self, sent: SentRequest, frames: list[Frame]) -> None:
+    def receive(self, sent: SentRequest, frames: list[Frame], now: float) -> None:
         """Take frames of a reply, in order; they are decoded when the reply is the oldest."""
         reply = self._replies.get(sent)
         if reply is None or reply.lost:
             return
+        size = sum(len(body) for _, body, _ in frames)
+        self._stopwatch.add(size, now, first=not sent.wire)
+        sent.wire += size
+        if frames[-1][1].startswith(b"NATS/1.0 "):  # a status ends a reply
+            reply.whole, reply.lap = True, self._stopwatch.lap()
         if reply.frames:
             reply.frames += frames
         else:
@@ -323,11 +364,37 @@ class RangeRead(_Read):
         elif not self._gaps:
             self._happen(Input.GAPS_PROVED)
 
+    def newest_found(self, newest: tuple[int, str] | None, last_seq: int, now: float) -> None:
+        """Take sequence and subject of the message that `FindNewest` asked for, if any, and the leader's last sequence."""
+        assert isinstance(self._plan, MultiLast)
+        self._plan.found(newest, last_seq)
+        if self._plan.behind:
+            self._behind(now)
+        else:
+            self._happen(Input.PROVED)
+
+    def mirror_checked(self, now: float, *, same: bool) -> None:
+        assert self._unchecked is not None
+        assert self._checked is not None
+        (sent, end), self._unchecked = self._unchecked, None
+        name = self._replies[sent].decoder.responder
+        if same:
+            self._checked.add(name)
+            self._happen(Input.PROVED)
+            self._finish(sent, end, now)
+        else:
+            self._plan.retry()
+            self._drop_replies()
+            self._behind(now, f"only mirror {name!r} answers, which does not hold the same messages")
+
     def _read(self, now: float) -> bool:
         """Take what has arrived of the oldest reply; return whether there is something new to do."""
         plan = self._plan
+        if isinstance(plan, MultiLast) and plan.wanted is not None:
+            self._happen(Input.UNPROVED, why=f"the newest message up to sequence {plan.wanted} is needed")
+            return True
         if plan.done:
-            if self._scan is None or self._before >= self._prove_to:
+            if self._range is None or self._before >= self._prove_to or self._range.cut:
                 self._happen(Input.COMPLETE)
             else:
                 self._happen(Input.SHORT, why=f"nothing came after sequence {self._before}")
@@ -374,7 +441,7 @@ class RangeRead(_Read):
             if rows.seqs:
                 self._retried = False
                 self._rows = rows
-                if self._scan is not None:
+                if self._range is not None:
                     self._check_responder(rows)
         if sent not in self._plan.in_flight:
             return  # the answer was dropped
@@ -382,8 +449,40 @@ class RangeRead(_Read):
             reply.lost, reply.error = True, decoder.broken
         elif decoder.end is not None:
             self._silent = False
-            self._plan.finish(sent, decoder.end)
-            self._drop_replies()
+            known = self._checked is None or not isinstance(self._plan, MultiLast) or not decoder.responder
+            if known or decoder.responder in (self._checked or ()):
+                self._finish(sent, decoder.end, now)
+            else:
+                self._unchecked = sent, decoder.end
+                self._happen(
+                    Input.UNPROVED, why=f"{decoder.responder!r} answers, which may be a mirror of other messages"
+                )
+
+    def _finish(self, sent: SentRequest, end: EndOfBatch, now: float) -> None:
+        plan = self._plan
+        if isinstance(plan, Scan) and sent.rows:
+            plan.link.adapt(*self._replies[sent].lap)
+        try:
+            rows = plan.finish(sent, end)
+        except JetStreamExtError as error:  # a malformed header, which is otherwise decoded on access
+            self._happen(Input.REFUSED, error)
+            return
+        self._drop_replies()
+        if rows is not None and rows.seqs:
+            self._rows = rows
+        if isinstance(plan, MultiLast) and plan.behind:
+            self._behind(now)
+
+    def _behind(self, now: float, why: str = "") -> None:
+        """Pause, because another responder may have what this one lacks."""
+        assert isinstance(self._plan, MultiLast)
+        why = (
+            why
+            or f"no replica or mirror that answers direct gets has sequence {self._plan.point}, which the leader has"
+        )
+        self._retried = self._silent = False
+        text = f"stream {self._stream!r}: {why} (tried for {self._timeout:g} s)"
+        self._happen(Input.BEHIND, RequestTimeoutError(text), why, give_up=self._patience_ends(now))
 
     def _check_responder(self, rows: Block) -> None:
         """Note the gaps of a mirror's answer to prove them, or drop the answer if there are too many."""
@@ -415,15 +514,18 @@ class RangeRead(_Read):
 
     def _go_back(self, seq: int) -> None:
         """Keep only the rows before `seq`, and forget what is in flight."""
-        assert self._scan is not None
+        assert self._range is not None
         rows, self._gaps = self._rows, []
+        dropped = 0
         if rows is not None:
+            dropped = len(rows)
             rows.keep(0, bisect_left(rows.seqs, seq))
+            dropped -= len(rows)
             if rows.seqs:
                 self._give_up_at = None
             else:
                 self._rows = rows = None
-        self._scan.rewind(self._before if rows is None else rows.seqs[-1])
+        self._range.rewind(self._before if rows is None else rows.seqs[-1], dropped)
         self._retried = self._silent = False
         self._drop_replies()
 

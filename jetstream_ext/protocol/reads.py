@@ -4,12 +4,15 @@
 last message of many subjects at one point in time::
 
     next_request() ──► request on the wire ──► accept(request, block)  ─► the rows to deliver
-                                               finish(request, end)    ─► done, or more requests
+                                               finish(request, end)    ─► rows held back; done, or more requests
                                                retry()                 ─► the rest is asked for again
+
+A `Link` knows what the connection carries, so that a scan asks for no more than other calls can wait for.
 """
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
@@ -18,10 +21,80 @@ from datetime import datetime
 from typing import Final
 
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request
+from jetstream_ext.protocol.subjects import matcher
 
 FIRST_BATCH: Final = 1_000
 MAX_BATCH: Final = 16_000
 MAX_BATCH_GAPPY: Final = 64_000
+NEWEST: Final = (1 << 64) - 1  # as `MultiLast.wanted`: the leader's newest message
+
+_UNLIMITED: Final = 1 << 31  # as `max_bytes`: the messages are known and few
+# The replies in flight of one scan take about this many seconds: other calls on the connection wait behind them.
+_SECONDS_IN_FLIGHT: Final = 0.5
+# Before anything is known of a connection: so slow that a first request keeps no other call waiting for long.
+_FIRST_RATE: Final = float(1 << 19)
+# One reply may come in one burst from a buffer on the way, so it raises the known rate only so far.
+_FASTER: Final = 4.0
+# A request asks for so much of its `max_bytes`: a reply that `max_bytes` cuts makes the guess after it wrong.
+_FULL: Final = 0.75
+# In less time than this, the pauses of the machine are longer than those of the connection.
+_SLOW: Final = 0.1
+
+
+@dataclass(slots=True)
+class Link:
+    """What a connection carries, in bytes per second, as the replies to scans show it."""
+
+    rate: float = _FIRST_RATE
+    _measured: float = 0.0
+
+    def adapt(self, size: int, seconds: float) -> None:
+        """Take that a reply of `size` bytes arrived in so many seconds."""
+        before, self._measured = self._measured, size / seconds if seconds > 0 else self.rate * _FASTER
+        # Of two replies of one message each, on their way together, the first one arrives after the latency of the link.
+        measured = max(before, self._measured)
+        if measured > self.rate or seconds >= _SLOW:
+            self.rate = max(1.0, min(measured, self.rate * _FASTER))
+
+    def room(self, requests: int) -> int:
+        """Return the bytes that each of so many requests in flight may ask for."""
+        return max(1, int(self.rate * _SECONDS_IN_FLIGHT / requests))
+
+
+class Stopwatch:
+    """Measures how long the bytes of replies take to arrive.
+
+    The time until a reply's first bytes is also that of the server and of the way to it. It counts only for a reply
+    whose first bytes are most of it. All times are the caller's clock, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        self._first = self._rest = 0
+        self._first_seconds = self._rest_seconds = 0.0
+
+    def start(self, now: float) -> None:
+        """Note that a request is sent while no reply is on its way."""
+        self._last = now
+
+    def add(self, size: int, now: float, *, first: bool) -> None:
+        """Note that bytes of a reply, perhaps its first ones, have arrived."""
+        seconds, self._last = max(0.0, now - self._last), now
+        if first:
+            self._first += size
+            self._first_seconds += seconds
+        else:
+            self._rest += size
+            self._rest_seconds += seconds
+
+    def lap(self) -> tuple[int, float]:
+        """Return the bytes that have arrived since the last call, and the seconds that they took."""
+        size, seconds = self._rest, self._rest_seconds
+        if size < self._first:
+            size, seconds = size + self._first, seconds + self._first_seconds
+        self._first = self._rest = 0
+        self._first_seconds = self._rest_seconds = 0.0
+        return size, seconds
 
 
 @dataclass(eq=False, slots=True)
@@ -32,7 +105,8 @@ class SentRequest:
     start: int = 0  # the first sequence that can be in the reply (0: unknown)
     count: int = 0  # how many messages it asked for
     rows: int = 0
-    size: int = 0
+    size: int = 0  # as `max_bytes` counts
+    wire: int = 0  # bytes that have arrived
     first: int = 0
     last: int = 0
 
@@ -56,8 +130,8 @@ class Plan(ABC):
         """
 
     @abstractmethod
-    def finish(self, sent: SentRequest, end: EndOfBatch) -> None:
-        """Take the end of the oldest reply."""
+    def finish(self, sent: SentRequest, end: EndOfBatch) -> Block | None:
+        """Take the end of the oldest reply; return rows that `accept` held back and that now count."""
 
     @abstractmethod
     def retry(self) -> bool:
@@ -72,7 +146,42 @@ class Plan(ABC):
         self.end, self.done = end, True
 
 
-class OneReply(Plan):
+class RangePlan(Plan):
+    """A plan whose rows are the messages of a range in order, so that the leader can prove that none is missing.
+
+    Everything up to the cursor, `position`, was delivered.
+    """
+
+    def __init__(self, subject: str | None, seq: int, start_time: datetime | None, up_to_seq: int | None) -> None:
+        super().__init__()
+        self.position: int = seq - 1
+        self.subject = subject
+        self.start_time = start_time
+        self.up_to_seq = up_to_seq
+        self._origin = (seq - 1, start_time)
+
+    @property
+    @abstractmethod
+    def cut(self) -> bool:
+        """Whether the caller's own limits end the read, so that nothing after the last row is missing."""
+
+    def request_after(self, seq: int) -> Request:
+        """Return the single get that finds the next message of the range behind `seq`, if there is one."""
+        origin, start_time = self._origin
+        if start_time is not None and seq == origin:
+            return Request(start_time=start_time, next_by_subj=self.subject)
+        return Request(seq=seq + 1, next_by_subj=self.subject or ">")
+
+    def rewind(self, position: int, dropped: int = 0) -> None:
+        """Continue behind `position`: the range holds more than the replies had. So many rows do not count after all."""
+        self.position = position
+        origin, start_time = self._origin
+        self.start_time = start_time if position == origin else None
+        self.done: bool = False
+        self.in_flight.clear()
+
+
+class OneReply(RangePlan):
     """The plan of one request, which one reply answers.
 
     With `whole`, the reply counts only as a whole, because it shows one moment of one server: if it breaks off after
@@ -80,23 +189,35 @@ class OneReply(Plan):
     """
 
     def __init__(self, request: Request, *, whole: bool = False) -> None:
-        super().__init__()
+        super().__init__(request.next_by_subj, request.seq or 1, request.start_time, None)
         self._request = request
         self._whole = whole
-        self._rows = self._last = self._pending = 0
+        self._rows = self._pending = 0
+
+    @property
+    def cut(self) -> bool:
+        return self._rows == self._request.batch or (self.end is not None and self.end.num_pending > 0)
 
     def next_request(self) -> SentRequest | None:
         if self.done or self.in_flight:
             return None
         request = self._request
         if self._rows and request.batch is not None:
-            request = replace(request, seq=self._last + 1, start_time=None, batch=request.batch - self._rows)
+            request = replace(request, seq=self.position + 1, start_time=None, batch=request.batch - self._rows)
         return self._send(request)
 
     def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
         self._rows += len(block)
-        self._last, self._pending = block.seqs[-1], pending
+        self.position, self._pending = block.seqs[-1], pending
         return block
+
+    def rewind(self, position: int, dropped: int = 0) -> None:
+        super().rewind(position)
+        self._rows -= dropped
+
+    @property
+    def _last(self) -> int:
+        return self.position if self._rows else 0
 
     def finish(self, sent: SentRequest, end: EndOfBatch) -> None:
         self.in_flight.clear()
@@ -116,87 +237,158 @@ class OneReply(Plan):
         return True
 
 
+class _Step(enum.Enum):
+    """What the next request of a `MultiLast` is for."""
+
+    NOW = "the first page, of the moment when it is answered"
+    POINT = "the message with the sequence of the point in time"
+    PAGE = "a page at the point in time"
+    SUBJECTS = "the messages on the subjects of a page that is not the last one"
+
+
 class MultiLast(Plan):
     """The plan of a `multi_last` read: pages at one pinned point in time, with both cursors (ADR-31, revision 6).
 
-    On 2.11 the EOB of a cut page counts one message too few, so the count on the page's last message decides whether
-    more follows. A 404 does not prove that no message matches: servers with file storage also send it when they have
-    not reached `up_to_seq`. After a 404 on the first page the plan asks which sequence the server has reached, and uses
-    that as the point in time. After a 404 on a later page it asks once more, because another server had the point.
+    Only the end of a reply without `up_to_seq` says what its responder had. With `up_to_seq`, file storage that has not
+    reached it answers 404, and memory storage answers with what it has and repeats the asked sequence. So every other
+    request is for the sequence of a message that is known, the *witness*, and asks for its subject, too. Rows are in the
+    order of their sequences, and a replica has no gaps:
 
-    `request` is the first page; its `batch` is the caller's limit for all pages together.
+    * A page that ends with the witness shows the point in time.
+    * A page that ends before, because it is full, only shows which subjects come next. Another request for these subjects
+      alone has their messages and the witness.
+
+    A direct get finds the witness at the point in time, or else (it was removed, no responder has it, or the stream ends
+    before) the caller asks the leader for the newest message up to the sequence `wanted`. That message then is the point
+    in time: a responder may lack what was stored, and removed, after it. If a page lacks the witness, the leader is asked
+    again: either the witness was removed, or the responder is behind.
+
+    On 2.11 the EOB of a cut page counts one message too few, so the count on the page's last message decides whether
+    more follows. A 404 does not prove that no message matches.
+
+    `request` is the first page; its `batch` is the caller's limit for all pages together. With `proved`, every row is
+    proved to be the leader's, also if there is no `up_to_seq`.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, proved: bool = False) -> None:
         super().__init__()
+        self.wanted: int | None = (request.up_to_seq or NEWEST) if proved else None
+        self.behind: bool = False  # the last reply is not what the leader has; taken back with `next_request`
         self._request = request
-        self._pinned = request.up_to_seq
+        self._step = _Step.NOW if request.up_to_seq is None else _Step.POINT
+        self._matches = matcher(request.multi_last or ())
+        self.point: int | None = request.up_to_seq  # what `EndOfBatch.up_to_seq` says
+        self._witness = (0, "")  # its sequence and its subject
+        self._reply, self._reply_pending = Block(), 0
+        self._page, self._page_pending = Block(), 0  # a page that shows what comes next
+        self._page_subjects: tuple[str, ...] = ()
         self._rows = self._last = self._pending = 0
-        self._doubted = self._probing = False
+        self._cursor = 0  # the pages up to this sequence have been read
 
     def next_request(self) -> SentRequest | None:
-        if self.done or self.in_flight:
+        if self.done or self.in_flight or self.wanted is not None:
             return None
+        self.behind = False
+        self._reply = Block()
+        seq, subject = self._witness
         request = self._request
-        if self._probing:
-            request = replace(request, up_to_seq=None, batch=1)
-        elif self._last:
-            limit = None if request.batch is None else request.batch - self._rows
-            request = replace(request, seq=self._last + 1, up_to_seq=self._pinned, up_to_time=None, batch=limit)
-        elif self._pinned is not None:
-            request = replace(request, up_to_seq=self._pinned)
+        if self._step is _Step.POINT:
+            request = Request(seq=self.point, next_by_subj=">", batch=1, max_bytes=1)
+        elif self._step is _Step.SUBJECTS:
+            request = Request(multi_last=self._page_subjects, up_to_seq=seq, max_bytes=_UNLIMITED)
+        elif self._step is _Step.PAGE:
+            request = replace(
+                request,
+                multi_last=(*(request.multi_last or ()), *(() if self._matches(subject) else (subject,))),
+                seq=self._cursor + 1 if self._cursor else None,
+                up_to_seq=seq,
+                up_to_time=None,
+                batch=None if request.batch is None else request.batch - self._rows,
+            )
         return self._send(request)
 
     def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
-        if self._probing:
-            block.keep(0, 0)
-            return block
-        self._rows += len(block)
-        self._last, self._pending = block.seqs[-1], pending
-        sent.rows += len(block)
-        return block
+        self._reply.stream = block.stream
+        self._reply.extend(block)
+        self._reply_pending = pending
+        return Block(block.stream)
 
-    def finish(self, sent: SentRequest, end: EndOfBatch) -> None:
+    def finish(self, sent: SentRequest, end: EndOfBatch) -> Block | None:
         self.in_flight.clear()
-        if self._probing:
-            self._probing = False
-            if end.up_to_seq is not None and end.up_to_seq < (self._pinned or 0):
-                self._pinned = end.up_to_seq
-                return
-        elif not end.found and not self._doubted and self._pinned is not None:
-            self._doubted = True
-            self._probing = not self._rows
-            if self._probing or self._pending:
-                return
-        if self._pinned is None:
-            self._pinned = end.up_to_seq
-        if not sent.rows:
-            self._pending = 0
-        self.end: EndOfBatch | None = EndOfBatch(self._pending, self._last, self._pinned, found=bool(self._rows))
-        self.done: bool = self._full or self._pending == 0
+        reply, pending = self._reply, self._reply_pending if self._reply.seqs else 0
+        newest = reply.seqs[-1] if reply.seqs else 0
+        seq, subject = self._witness
+        match self._step:
+            case _Step.NOW:
+                self.point = end.up_to_seq or newest or None
+                if not pending or len(reply) == self._request.batch:
+                    return self._deliver(reply, pending, ended=True)
+                self._page, self._page_pending, self._step = reply, pending, _Step.POINT
+            case _Step.POINT if newest == self.point:
+                self._witness = newest, reply.message(0).subject
+                return self._deliver(self._page, self._page_pending, ended=False)
+            case _Step.POINT:
+                self.wanted = self.point
+            case _Step.PAGE | _Step.SUBJECTS if newest != seq and not (self._step is _Step.PAGE and pending):
+                self.wanted, self._step = seq, _Step.PAGE
+            case _Step.PAGE if newest != seq:
+                self._page, self._page_pending = reply, pending - (not self._matches(subject))
+                subjects = (*(message.subject for message in reply.messages()), subject)
+                self._page_subjects, self._step = tuple(dict.fromkeys(subjects)), _Step.SUBJECTS
+            case _Step.PAGE:
+                return self._deliver(reply, 0, ended=True)
+            case _Step.SUBJECTS:
+                cursor = self._page.seqs[-1]
+                reply.keep(bisect_right(reply.seqs, self._cursor), bisect_right(reply.seqs, cursor))
+                self._cursor = cursor
+                return self._deliver(reply, self._page_pending, ended=False)
+        return None
 
-    @property
-    def _full(self) -> bool:
-        return self._request.batch is not None and self._rows >= self._request.batch
+    def _deliver(self, rows: Block, pending: int, *, ended: bool) -> Block:
+        self._step, self._pending = _Step.PAGE, pending
+        # A witness that was not asked for; its subject may even have a wildcard.
+        rows.select([self._matches(message.subject) for message in rows.messages()])
+        if rows.seqs:
+            self._rows += len(rows)
+            self._last = rows.seqs[-1]
+            self._cursor = max(self._cursor, self._last)
+        if ended or (self._request.batch is not None and self._rows >= self._request.batch):
+            self._end()
+        return rows
+
+    def _end(self) -> None:
+        self._finish_early(EndOfBatch(self._pending, self._last, self.point, found=bool(self._rows)))
+
+    def found(self, newest: tuple[int, str] | None, last_seq: int) -> None:
+        """Take sequence and subject of the leader's newest message up to `wanted`, and the leader's last sequence.
+
+        If it is the witness, the last responder is `behind`.
+        """
+        assert self.wanted is not None
+        wanted, self.wanted = self.wanted, None
+        if newest is None or newest[0] <= self._cursor:  # what followed has been removed
+            self.point = self.point if self._rows else min(wanted, last_seq)
+            self._pending = 0
+            self._end()
+            return
+        self.behind = newest == self._witness
+        self._witness, self.point, self._step = newest, newest[0], _Step.PAGE
 
     def retry(self) -> bool:
-        if self._rows and self._pinned is None:
-            return False  # the point of the rows that came is not known
         self.in_flight.clear()
-        if self._full:
-            self._finish_early(EndOfBatch(self._pending, self._last, self._pinned))
         return True
 
 
-class Scan(Plan):
+class Scan(RangePlan):
     """The plan of one range read.
 
-    Everything up to the cursor, `position`, was delivered. A request starts behind the cursor, except a *guess*: on a
+    A request starts behind the cursor, except a *guess*: on a
     dense, unfiltered range the next request can be sent before the reply to the last one has arrived, because its start
     is known. A wrong guess costs only itself: rows up to the cursor are dropped, and a guess that starts beyond the
     cursor's successor is dropped and requested again.
 
-    `max_bytes` bounds the bytes of a reply. Without `batch`, a request asks for about as many messages as fit. Servers
+    `max_bytes` bounds the bytes of a reply, and so does what the `link` carries. Without `batch`, a request asks for about
+    as many messages as fit. Servers
     count the pending messages again for each request. On a stream with many deleted sequences that costs more than the
     messages, so there requests grow beyond the guess by bytes. Without `up_to_seq`, the range ends where the
     responder's stream does.
@@ -213,20 +405,20 @@ class Scan(Plan):
         max_bytes: int,
         prefetch: int = 2,
     ) -> None:
-        super().__init__()
-        self.position: int = seq - 1
-        self.subject = subject
-        self.start_time = start_time
-        self.up_to_seq = up_to_seq
+        super().__init__(subject, seq, start_time, up_to_seq)
+        self.link = Link()
         if up_to_seq is not None and up_to_seq < seq and start_time is None:
             self._finish_early(EndOfBatch(0, 0, found=False))
-        self._origin = (seq - 1, start_time)
         self._fixed = batch
         self._batch = batch or FIRST_BATCH
         self._max_bytes = max_bytes
         self._prefetch = prefetch
         self._dense = self._reached = False
         self._pending = self._beyond = 0
+
+    @property
+    def cut(self) -> bool:
+        return False
 
     def next_request(self) -> SentRequest | None:
         if self.done or self._reached or len(self.in_flight) >= self._prefetch:
@@ -251,7 +443,7 @@ class Scan(Plan):
             # Without a subject, 2.11.0 answers 404 if the message at `start` was deleted.
             next_by_subj=self.subject or ">",
             batch=count,
-            max_bytes=self._max_bytes,
+            max_bytes=min(self._max_bytes, int(self.link.room(self._prefetch) / _FULL)),
         )
         return self._send(request, 0 if by_time else start, count)
 
@@ -305,26 +497,15 @@ class Scan(Plan):
             return
         span = sent.last - (sent.start or sent.first) + 1
         self._dense = self.subject is None and span == sent.rows and sent.start != 0
+        carried = int(self.link.room(self._prefetch) * sent.rows / max(1, sent.wire, sent.size))
         if self._fixed is not None:
+            self._batch = max(1, min(self._fixed, carried))
             return
-        # Leave a quarter of the bytes free: a reply that max_bytes cuts makes the guess after it wrong.
-        fits = int(self._max_bytes * 0.75 / max(1.0, sent.size / sent.rows))
+        fits = int(self._max_bytes * _FULL / max(1.0, sent.size / sent.rows))
         ceiling = MAX_BATCH if span <= 1.1 * sent.rows else MAX_BATCH_GAPPY
-        self._batch = max(1, min(fits, sent.count * 4, ceiling))
+        self._batch = max(1, min(fits, carried, sent.count * 4, ceiling))
 
-    def request_after(self, seq: int) -> Request:
-        """Return the single get that finds the next message of the range behind `seq`, if there is one."""
-        origin, start_time = self._origin
-        if start_time is not None and seq == origin:
-            return Request(start_time=start_time, next_by_subj=self.subject)
-        return Request(seq=seq + 1, next_by_subj=self.subject or ">")
-
-    def rewind(self, position: int) -> None:
-        """Continue behind `position`: the range holds more than the replies had."""
-        self.position = position
-        origin, start_time = self._origin
-        self.start_time = start_time if position == origin else None
-        self.done: bool = False
+    def rewind(self, position: int, dropped: int = 0) -> None:
+        super().rewind(position)
         self._reached = self._dense = False
         self._beyond = 0
-        self.in_flight.clear()

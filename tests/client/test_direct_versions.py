@@ -206,7 +206,9 @@ class TestMultiLastForms:
 
     async def test_form_2_reads_up_to_a_sequence(self, direct: jsx.DirectGet, stream: str) -> None:
         multi = direct.multi_last([f"{stream}.>"], up_to_seq=8)
-        assert (await seqs(multi), multi.up_to_seq) == ([5, 6, 7], 8)
+        assert (await seqs(multi), multi.up_to_seq) == ([5, 6, 7], 7), "8 was deleted"
+        multi = direct.multi_last([f"{stream}.>"], up_to_seq=9)
+        assert (await seqs(multi), multi.up_to_seq) == ([5, 7, 9], 9)
 
     async def test_form_3_reads_up_to_a_time(
         self, direct: jsx.DirectGet, stream: str, version: tuple[int, ...]
@@ -245,6 +247,45 @@ class TestMultiLastForms:
             await js.publish(f"{name}.c", b"newer")  # after the request for the page with b
             # By ADR-31, an answer is exact only as far as the stream's history reaches.
             assert read + await seqs(multi) == expected
+
+    @pytest.mark.parametrize("storage", ["file", "memory"])
+    @pytest.mark.parametrize("max_bytes", [1, 1 << 20])
+    async def test_a_point_beyond_the_end_is_the_end(
+        self, js: JetStreamContext, make: Make, storage: str, max_bytes: int
+    ) -> None:
+        name = await make(storage=storage)
+        direct = jsx.DirectGet(js, name)
+        multi = direct.multi_last([f"{name}.>"], up_to_seq=7)
+        assert (await seqs(multi), multi.up_to_seq) == ([], 0)
+        for key in "abcd":
+            await js.publish(f"{name}.{key}")
+        for filters, expected in (
+            ([f"{name}.>"], [1, 2, 3, 4]), ([f"{name}.{key}" for key in "abcd"], [2, 3, 4, 5]),
+        ):  # fmt: skip
+            multi = direct.multi_last(filters, up_to_seq=1000, max_bytes=max_bytes)
+            read = [(await anext(multi)).seq]
+            last = (await js.publish(f"{name}.a")).seq
+            assert read + await seqs(multi) == expected
+            assert multi.up_to_seq == last - 1
+        multi = direct.multi_last([f"{name}.b"], up_to_seq=1000, max_bytes=max_bytes)
+        assert (await seqs(multi), multi.up_to_seq) == ([2], last), "the newest message is of another subject"
+        for point in range(1, 5):
+            multi = direct.multi_last([f"{name}.>"], up_to_seq=point, max_bytes=max_bytes)
+            assert (await seqs(multi), multi.up_to_seq) == (list(range(1, point + 1)), point)
+
+    @pytest.mark.parametrize("storage", ["file", "memory"])
+    async def test_min_seq_reads_one_s_own_writes(self, js: JetStreamContext, make: Make, storage: str) -> None:
+        name = await make(storage=storage)
+        direct = jsx.DirectGet(js, name)
+        for n in range(1, 6):
+            await js.publish(f"{name}.{n % 2}")
+            for max_bytes in (1, 1 << 20):
+                multi = direct.multi_last([f"{name}.>"], min_seq=n, max_bytes=max_bytes)
+                assert (await seqs(multi), multi.up_to_seq) == (list(range(max(1, n - 1), n + 1)), n)
+            assert await seqs(direct.multi_last([f"{name}.none"], min_seq=n)) == []
+            assert await seqs(direct.batch(2, seq=n, min_seq=n)) == [n]
+            assert await seqs(direct.batch(2, subject=f"{name}.none", min_seq=n)) == []
+            assert await seqs(direct.batch(2, min_seq=n)) == [1, 2][:n]
 
     async def test_the_limit_of_1024_subjects(self, js: JetStreamContext, make: Make) -> None:
         name = await make()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from nats.js.errors import NotFoundError, ServiceUnavailableError
 
+from jetstream_ext.client import api
 from jetstream_ext.client import verified_read as module
 from jetstream_ext.client.verified_read import Answer, VerifiedReader
 from jetstream_ext.errors import MessageNotFoundError, RequestTimeoutError, ResponseError, ServerError
@@ -78,8 +79,9 @@ def mirrors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             raise config
         return StreamState(stream, "", config, config.get("mirror", {}), last_seq=log.last, messages=len(log.messages))
 
-    monkeypatch.setattr(module, "get_at_leader", get_at_leader)
-    monkeypatch.setattr(module, "stream_state", stream_state)
+    for each in (module, api):
+        monkeypatch.setattr(each, "get_at_leader", get_at_leader)
+        monkeypatch.setattr(each, "stream_state", stream_state)
     return known
 
 

@@ -154,6 +154,21 @@ def test_last_message_after_the_newest_was_deleted(pair: Any, storage: str) -> N
         pair.api(f"STREAM.MSG.GET.{pair.name}", {"last_by_subj": pattern})
 
 
+@pytest.mark.parametrize("storage", ["memory", "file"])
+def test_sequences_beyond_the_end_get_the_same_frames(pair: Any, storage: str) -> None:
+    pair.stream(subjects=["d.>"], allow_direct=True, storage=storage)
+    for point in (1, 99):
+        pair.publish(f"$JS.API.DIRECT.GET.{pair.name}", b'{"multi_last":["d.>"],"up_to_seq":%d}' % point, wait=1)
+    for subject in ("d.A", "d.B", "d.C"):
+        pair.publish(subject, b"x")
+    for _ in range(2):
+        for point, seq in itertools.product((2, 3, 4, 99), (0, 2, 4)):
+            for pattern in (b"d.>", b"d.B", b"nope"):
+                request = b'{"multi_last":["%b"],"up_to_seq":%d,"seq":%d}' % (pattern, point, seq)
+                pair.publish(f"$JS.API.DIRECT.GET.{pair.name}", request, wait=1)
+        pair.api(f"STREAM.MSG.DELETE.{pair.name}", {"seq": 3})
+
+
 def test_request_without_allow_direct_gets_503(pair: Any) -> None:
     pair.stream(subjects=["d.>"], max_msgs_per_subject=1)
     pair.publish(f"$JS.API.DIRECT.GET.{pair.name}", b'{"seq":1}', wait=1)

@@ -15,8 +15,10 @@ with atheris.instrument_imports(include=["jetstream_ext"]):
     from jetstream_ext.protocol.range_read import (
         AskLeader,
         AwaitConnection,
+        CheckMirror,
         Deliver,
         Done,
+        FindNewest,
         RangeRead,
         SendRequest,
         Wait,
@@ -77,11 +79,11 @@ def one_input(raw: bytes) -> None:
     plans = [
         Scan(max_bytes=1000, up_to_seq=up_to),
         OneReply(Request(batch=5, seq=1)),
-        MultiLast(Request(multi_last=("a",), up_to_seq=9 if data.ConsumeBool() else None)),
+        MultiLast(Request(multi_last=("a",), up_to_seq=9 if data.ConsumeBool() else None), proved=up_to is not None),
         OneReply(Request(batch=5, seq=1), whole=True),
     ]
     plan = plans[data.ConsumeIntInRange(0, 3)]
-    prove_to = up_to if isinstance(plan, Scan) and data.ConsumeBool() else None
+    prove_to = up_to if isinstance(plan, MultiLast) or data.ConsumeBool() else None
     machine = RangeRead("S", plan, 5.0, pause=0.05, prove_to=prove_to)
     now, last = 0.0, 0
     try:
@@ -93,6 +95,11 @@ def one_input(raw: bytes) -> None:
                     last = look_at(block.messages())
                 case AskLeader(requests):
                     machine.leader_answered([data.ConsumeIntInRange(0, 60) or None for _ in requests], now)
+                case FindNewest(seq):
+                    newest = min(seq, data.ConsumeIntInRange(0, 60))
+                    machine.newest_found((newest, "a.b") if newest else None, data.ConsumeIntInRange(newest, 60), now)
+                case CheckMirror(_):
+                    machine.mirror_checked(now, same=data.ConsumeBool())
                 case AwaitConnection():
                     machine.connected()
                 case Done(None):
@@ -106,7 +113,7 @@ def one_input(raw: bytes) -> None:
                             header = header_block(data, last)
                             frames.append((b"_INBOX.x", header + data.ConsumeBytes(5), len(header)))
                         if plan.in_flight:
-                            machine.receive(plan.in_flight[0], frames)
+                            machine.receive(plan.in_flight[0], frames, now)
                     elif data.ConsumeBool():
                         machine.disconnected()
                     now = max(now, until) if data.ConsumeBool() else now

@@ -1,12 +1,14 @@
 """Mirrors and replicas answer as well. Those that hold less or more than the bucket, or lag, are not trusted."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import nats
 import pytest
-from nats.js.api import StreamSource
+from nats.js.api import StreamSource, SubjectTransform
 from nats.js.errors import BadBucketError
+from nats.js.kv import KeyValue
 
 import jetstream_ext.kv as kvx
 from jetstream_ext.client.verified_read import VerifiedReader
@@ -93,18 +95,70 @@ async def test_timeout_names_the_untrusted_mirror(make_bucket, load, monkeypatch
         assert timeout < 30, said
 
 
-async def test_bucket_that_is_a_mirror_is_refused(make_bucket) -> None:
-    """As nats.go and nats.js create it: the keys have the other bucket's name, and nats-py does not find them."""
-    kv = await make_bucket()
-    await kv.put("a", b"1")
-    mirror = f"{kv._name}_M"
+@pytest.fixture
+async def open_mirror(make_bucket) -> Callable[..., Awaitable[tuple[KeyValue, KeyValue]]]:
+    """A bucket and its mirror, as nats.go and nats.js create it: the keys have the other bucket's name."""
+
+    async def open_mirror(**config: Any) -> tuple[KeyValue, KeyValue]:
+        kv = await make_bucket(history=2)
+        for key, value in (("a", b"1"), ("b", b"2"), ("a", b"3"), ("c.d", b"4")):
+            await kv.put(key, value)
+        await kv.delete("b")
+        source = {"subject_transforms": config.pop("transforms", None), "filter_subject": config.pop("only", None)}
+        await kv._js.add_stream(
+            name=f"KV_{kv._name}_M",
+            mirror=StreamSource(name=kv._stream, **source),
+            **{"max_msgs_per_subject": 2, "allow_direct": True, **config},
+        )
+        return kv, await kv._js.key_value(f"{kv._name}_M")
+
+    return open_mirror
+
+
+async def caught_up(mirror: KeyValue, last: int) -> None:
+    async with asyncio.timeout(60):
+        while (await mirror._js.stream_info(mirror._stream)).state.last_seq < last:
+            await asyncio.sleep(0.02)
+
+
+async def test_bucket_that_is_a_mirror_is_read(open_mirror) -> None:
+    kv, mirror = await open_mirror()
+    await caught_up(mirror, 5)
+    for filters in (None, ["a", "b"], ["c.>"]):
+        there, here = await kvx.snapshot(kv, filters), await kvx.snapshot(mirror, filters)
+        assert (here.revision, {key: entry.value for key, entry in here.items()}) == (
+            there.revision, {key: entry.value for key, entry in there.items()},
+        )  # fmt: skip
+    found = await kvx.get_many(mirror, ["a", "b", "c.d", "e"])
+    assert {key: (entry.value, entry.revision) for key, entry in found.items()} == {"a": (b"3", 3), "c.d": (b"4", 4)}
+    past = await kvx.get_many(mirror, ["a", "b", "c.d"], at=2)
+    assert {key: entry.value for key, entry in past.items()} == {"a": b"1", "b": b"2"}
+    assert (await kvx.snapshot(mirror, at=3))["a"].value == b"3"
+
+
+async def test_mirror_with_a_filter_is_a_part_of_the_bucket(open_mirror) -> None:
+    kv, _ = await open_mirror()
     await kv._js.add_stream(
-        name=f"KV_{mirror}", mirror=StreamSource(name=kv._stream), max_msgs_per_subject=1, allow_direct=True
+        name=f"KV_{kv._name}_P",
+        mirror=StreamSource(name=kv._stream, filter_subject=f"{kv._pre}a"),
+        max_msgs_per_subject=2,
+        allow_direct=True,
     )
-    bound = await kv._js.key_value(mirror)
-    for read in (kvx.snapshot(bound), kvx.get_many(bound, ["a"]), kvx.snapshot(bound, at=1)):
-        with pytest.raises(BadBucketError, match=kv._stream):
+    part = await kv._js.key_value(f"{kv._name}_P")
+    await caught_up(part, 3)
+    assert list(await kvx.snapshot(part)) == ["a"]
+
+
+async def test_mirror_with_other_subjects_is_refused(open_mirror) -> None:
+    transform = SubjectTransform(src="$KV.>", dest="x.>")
+    kv, mirror = await open_mirror(transforms=[transform])
+    for read in (kvx.snapshot(mirror), kvx.get_many(mirror, ["a"]), kvx.snapshot(mirror, at=1)):
+        with pytest.raises(BadBucketError, match=f"{kv._stream}.*transformed"):
             await read
+
+
+async def test_writes_to_a_mirror_are_refused(open_mirror) -> None:
+    kv, bound = await open_mirror()
     tx = kvx.transaction(bound)
     assert await tx.get("a") is None
     with pytest.raises(BadBucketError, match=kv._stream):

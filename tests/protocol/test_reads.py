@@ -31,7 +31,7 @@ class Model:
     messages: dict[int, tuple[str, int]]
     last_seq: int = 0
     old: bool = False
-    """2.11: the end of a cut multi_last page says one too few, and a batch's messages count themselves."""
+    """2.11: a batch's messages count themselves."""
     requests: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -40,8 +40,6 @@ class Model:
     def answer(self, request: Request) -> Reply:
         self.requests.append(request)
         assert request.batch is None or request.batch >= 1, "0 and less mean something else to a server"
-        if request.multi_last is not None:
-            return self._multi_last(request)
         assert (request.seq is None) != (request.start_time is None)
         first = request.seq or int(request.start_time.timestamp())  # type: ignore[union-attr]
         wanted = request.next_by_subj
@@ -51,22 +49,6 @@ class Model:
             return Reply([], [], NOT_FOUND)
         pendings = [len(found) - i - (0 if self.old else 1) for i in range(len(taken))]
         return Reply(taken, pendings, EndOfBatch(len(found) - len(taken), taken[-1]))
-
-    def _multi_last(self, request: Request) -> Reply:
-        up_to = self.last_seq if request.up_to_seq is None else request.up_to_seq
-        lasts: dict[str, int] = {}
-        for seq in sorted(self.messages):
-            subject = self.messages[seq][0]
-            if seq <= up_to and (">" in request.multi_last or subject in request.multi_last):  # type: ignore[operator]
-                lasts[subject] = seq
-        if not lasts:
-            return Reply([], [], NOT_FOUND)
-        found = sorted(seq for seq in lasts.values() if seq >= (request.seq or 0))
-        taken = self._cut(found, request)
-        left = len(found) - len(taken)
-        said = max(0, left - 1) if self.old else left
-        pendings = [len(found) - i - 1 for i in range(len(taken))]
-        return Reply(taken, pendings, EndOfBatch(said, taken[-1] if taken else 0, up_to))
 
     def _cut(self, found: list[int], request: Request) -> list[int]:
         taken, size = [], 0
@@ -343,118 +325,6 @@ class TestOneReply:
         plan = OneReply(Request(start_time=datetime.fromtimestamp(4, UTC), batch=6, max_bytes=100))
         assert Driver(plan, model, [2]).run() == [4, 5, 6, 7, 8, 9]
         assert (model.requests[1].seq, model.requests[1].start_time, model.requests[1].batch) == (6, None, 4)
-
-
-subjects = st.dictionaries(st.integers(1, 120), st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 40)), max_size=60)
-
-
-class TestMultiLast:
-    @given(
-        messages=subjects, wanted=st.sampled_from([(">",), ("a", "b", "c"), ("h",)]), up_to=maybe,
-        batch=st.none() | st.integers(1, 10), max_bytes=st.integers(1, 200), old=st.booleans(), lost=losses,
-        piece=st.integers(1, 5), coming=st.lists(st.sampled_from("abcdefghi"), max_size=10),
-    )  # fmt: skip
-    def test_the_last_of_every_subject_at_one_point(
-        self, messages: dict[int, tuple[str, int]], wanted: tuple[str, ...], up_to: int | None, batch: int | None,
-        max_bytes: int, old: bool, lost: list[int | None], piece: int, coming: list[str],
-    ) -> None:  # fmt: skip
-        model = Model(dict(messages), last_seq=up_to or 0, old=old)
-        plan = MultiLast(Request(multi_last=wanted, up_to_seq=up_to, batch=batch, max_bytes=max_bytes))
-        driver = Driver(plan, model, lost, piece)
-        subjects = iter(coming)
-
-        def write() -> None:
-            if (subject := next(subjects, None)) is not None:
-                model.last_seq += 1
-                model.messages[model.last_seq] = (subject, 5)
-
-        delivered = driver.run(write)
-        if driver.gave_up:
-            assert up_to is None, "with a point of its own it can always ask for the rest"
-            assert delivered
-            return
-        assert plan.end is not None
-        pinned = up_to if up_to is not None else plan.end.up_to_seq or 0
-        lasts: dict[str, int] = {}
-        for seq in sorted(model.messages):
-            if seq <= pinned and (">" in wanted or model.messages[seq][0] in wanted):
-                lasts[model.messages[seq][0]] = seq
-        expected = sorted(lasts.values())
-        assert delivered == expected[:batch]
-        assert plan.end.last_seq == (delivered[-1] if delivered else 0)
-        assert plan.end.num_pending == len(expected) - len(delivered)
-        assert plan.end.found is bool(delivered)
-
-    def test_2_11_s_short_count_at_the_end_of_a_page_loses_nothing(self) -> None:
-        # Five keys, pages of four bytes: the first page's end says that none are left.
-        model = Model({seq: (name, 1) for seq, name in enumerate("abcde", 1)}, old=True)
-        assert model.answer(Request(multi_last=(">",), max_bytes=4)).end.num_pending == 0
-        model.requests.clear()
-        plan = MultiLast(Request(multi_last=(">",), max_bytes=4))
-        assert Driver(plan, model).run() == [1, 2, 3, 4, 5]
-        assert [(r.seq, r.up_to_seq) for r in model.requests] == [(None, None), (5, 5)]
-
-    def test_pages_have_both_cursors_and_drop_the_time(self) -> None:
-        model = Model({seq: (name, 10) for seq, name in enumerate("abcdef", 1)})
-        plan = MultiLast(Request(multi_last=(">",), up_to_time=datetime(2026, 1, 1, tzinfo=UTC), max_bytes=20))
-        assert Driver(plan, model).run() == [1, 2, 3, 4, 5, 6]
-        assert [(r.seq, r.up_to_seq, r.up_to_time is None) for r in model.requests] == [
-            (None, None, False), (3, 6, True), (5, 6, True),
-        ]  # fmt: skip
-
-    def test_a_point_beyond_the_stream_is_the_end_of_the_stream(self) -> None:
-        """Servers with file storage answer 404."""
-        plan = MultiLast(Request(multi_last=(">",), up_to_seq=9, max_bytes=1))
-        said = [
-            ([], NOT_FOUND), ([3], EndOfBatch(1, 3, 5)),  # the second is not delivered: it only tells the point
-            ([3], EndOfBatch(1, 3, 5)), ([5], EndOfBatch(0, 5, 5)),
-        ]  # fmt: skip
-        asked, delivered = [], []
-        for seqs, end in said:
-            ask = plan.next_request()
-            assert ask is not None
-            asked.append((ask.request.seq, ask.request.up_to_seq, ask.request.batch))
-            delivered += accept(plan, ask, seqs, end.num_pending)
-            plan.finish(ask, end)
-        assert asked == [(None, 9, None), (None, None, 1), (None, 5, None), (4, 5, None)]
-        assert (delivered, plan.done, plan.end) == ([3, 5], True, EndOfBatch(0, 5, 5))
-
-    @pytest.mark.parametrize("reached", [NOT_FOUND, EndOfBatch(3, 4, 9)])
-    def test_no_match_at_a_reached_sequence_is_an_empty_result(self, reached: EndOfBatch) -> None:
-        plan = MultiLast(Request(multi_last=("a",), up_to_seq=9, max_bytes=1))
-        for end in (NOT_FOUND, reached):
-            ask = plan.next_request()
-            assert ask is not None
-            plan.finish(ask, end)
-        assert (plan.done, plan.end) == (True, EndOfBatch(0, 0, 9, found=False))
-
-    def test_a_replica_that_has_not_reached_the_point_is_asked_once_more(self) -> None:
-        plan = MultiLast(Request(multi_last=(">",), max_bytes=1))
-        for seq, end in ((3, EndOfBatch(1, 3, 5)), (0, NOT_FOUND), (5, EndOfBatch(0, 5, 5))):
-            ask = plan.next_request()
-            assert ask is not None
-            accept(plan, ask, [seq] if seq else [], end.num_pending)
-            plan.finish(ask, end)
-        assert (plan.done, plan.end) == (True, EndOfBatch(0, 5, 5))
-
-    def test_an_empty_page_ends_it(self) -> None:
-        plan = MultiLast(Request(multi_last=("a",), max_bytes=10))
-        ask = plan.next_request()
-        assert ask is not None
-        plan.accept(ask, Block("S", [3], [b"3"], [0]), 10, 1)
-        plan.finish(ask, EndOfBatch(1, 3, 7))
-        page = plan.next_request()
-        assert page is not None
-        assert (page.request.seq, page.request.up_to_seq) == (4, 7)
-        plan.finish(page, EndOfBatch(0, 0, 7))  # overwritten meanwhile, and not kept
-        assert plan.done
-        assert plan.end == EndOfBatch(0, 3, 7)
-
-    def test_a_lost_end_of_a_full_batch_asks_for_no_more(self) -> None:
-        model = Model({seq: (name, 1) for seq, name in enumerate("abcdef", 1)})
-        plan = MultiLast(Request(multi_last=(">",), up_to_seq=6, batch=3, max_bytes=100))
-        assert Driver(plan, model, [3]).run() == [1, 2, 3]
-        assert plan.end == EndOfBatch(3, 3, 6)
 
 
 LOG = Request(seq=7, batch=10)

@@ -37,9 +37,6 @@ async def answers(nc: Client) -> list[tuple[str | None, str | None]]:
     return found
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=ISSUE + "the reference server answers for a sequence beyond the end"
-)
 async def test_reference_server_answers_as_a_real_one_for_a_sequence_beyond_the_end(
     own_server: NatsServer, connect: Connect
 ) -> None:

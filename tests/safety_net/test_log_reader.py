@@ -11,7 +11,6 @@ import pytest
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import ExternalStream, StreamSource
-from nats.js.errors import BadBucketError
 from nats.js.kv import KeyValue
 
 import jetstream_ext as jsx
@@ -152,7 +151,6 @@ async def mirror(connect: Connect) -> AsyncIterator[tuple[NatsServer, KeyValue]]
         yield hub, await js.key_value("B")
 
 
-@pytest.mark.xfail(strict=True, raises=BadBucketError, reason=ISSUE + "get_many and snapshot cannot read mirrors")
 @pytest.mark.parametrize("call", ["get_many", "snapshot"])
 async def test_a_mirror_is_read_while_its_origin_is_away(mirror: tuple[NatsServer, KeyValue], call: str) -> None:
     hub, kv = mirror

@@ -242,11 +242,6 @@ class TestBatchesWithOneId:
 
 
 class TestMultiLast:
-    @pytest.mark.xfail(
-        strict=True,
-        raises=AssertionError,
-        reason=ISSUE + "pages of multi_last(up_to_seq=) beyond the end differ in time",
-    )
     async def test_pages_are_all_of_one_moment(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         stream = await make_stream(storage="memory")
         for n in range(4):
@@ -258,9 +253,6 @@ class TestMultiLast:
             found += [message async for message in messages]
         assert [message.seq for message in found] == [1, 2, 3, 4]
 
-    @pytest.mark.xfail(
-        strict=True, raises=AssertionError, reason=ISSUE + "the answer of a lagging replica has a later up_to_seq"
-    )
     async def test_answer_of_a_lagging_replica_has_no_later_up_to_seq(self, connect: Connect) -> None:
         faults = Faults(StaleReplica("$JS.API.DIRECT.GET.>", behind=3, times=None))
         async with ReferenceServer(faults=faults) as server:
@@ -276,7 +268,6 @@ class TestMultiLast:
             assert read.up_to_seq is not None
             assert [message.seq for message in found] == [read.up_to_seq]
 
-    @pytest.mark.xfail(strict=True, raises=TypeError, reason=ISSUE + "multi_last and batch have no min_seq")
     @pytest.mark.parametrize("name", ["batch", "multi_last"])
     async def test_reads_of_many_messages_wait_for_a_sequence(
         self, js: JetStreamContext, make_stream: MakeStream, name: str
@@ -289,6 +280,27 @@ class TestMultiLast:
         else:
             read = direct.multi_last([f"{stream}.a"], min_seq=ack.seq)
         assert [message.seq for message in await read.to_list()] == [ack.seq]
+
+    @pytest.mark.parametrize("storage", ["file", "memory"])
+    @pytest.mark.parametrize("name", ["batch", "multi_last", "up_to_seq", "pages"])
+    async def test_reads_wait_until_a_lagging_replica_has_caught_up(
+        self, connect: Connect, storage: str, name: str
+    ) -> None:
+        faults = Faults(StaleReplica("$JS.API.DIRECT.GET.>", behind=3, times=5))
+        async with ReferenceServer(faults=faults) as server:
+            js = (await connect(server.url)).jetstream(timeout=30)
+            await js.add_stream(name="S", subjects=["s.>"], storage=storage, allow_direct=True)
+            for subject in "abcab":
+                await js.publish(f"s.{subject}")
+            direct = jsx.DirectGet(js, "S")
+            read = {
+                "batch": lambda: direct.batch(3, seq=3, min_seq=5),
+                "multi_last": lambda: direct.multi_last(["s.>"], min_seq=5),
+                "up_to_seq": lambda: direct.multi_last(["s.>"], up_to_seq=5),
+                "pages": lambda: direct.multi_last(["s.>"], up_to_seq=5, max_bytes=1),
+            }[name]()
+            assert [message.seq for message in await read.to_list()] == [3, 4, 5]
+            assert read.up_to_seq == (None if name == "batch" else 5)
 
 
 class TestIngest:

@@ -53,7 +53,6 @@ async def test_a_lost_ack_is_recovered_within_a_short_timeout(
         assert isinstance(outcome, jsx.FastPubAck)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "a scan on a slow link starves other calls")
 async def test_a_scan_over_a_slow_link_leaves_room_for_other_calls(own_server: NatsServer, connect: Connect) -> None:
     admin = (await connect(own_server.url)).jetstream()
     await admin.add_stream(name="S", subjects=["s.>"], storage="memory", allow_direct=True)

@@ -166,6 +166,9 @@ class DirectGet:
                 return
             up_to -= 1
         up_to = up_to or store.last
+        if store.file and up_to > store.last:
+            self._send_status(reply, "404 No Results")  # a store in memory answers with what it has
+            return
         found = {message.seq: message for message in self._last_of_each(request["multi_last"], up_to)}
         if len(found) > _MAX_SUBJECTS:
             self._send_status(reply, "413 Too Many Results")

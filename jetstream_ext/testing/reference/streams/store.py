@@ -31,7 +31,7 @@ class Store:
     """Keep messages in the order of their sequences. The stream enforces the limits, not the store."""
 
     def __init__(self, *, file: bool, first_seq: int = 0) -> None:
-        self._file = file
+        self.file: bool = file
         self._messages: dict[int, StoredMessage] = {}
         self._order: list[int] = []
         self._subjects: dict[str, list[int]] = {}
@@ -54,7 +54,7 @@ class Store:
 
     def size(self, subject: str, header: bytes, payload: bytes) -> int:
         body = len(subject.encode("utf-8", "surrogateescape")) + len(header) + len(payload)
-        if not self._file:
+        if not self.file:
             return body + _MEMORY_OVERHEAD
         return body + _FILE_OVERHEAD + (_FILE_HEADER_OVERHEAD if header else 0)
 
@@ -172,7 +172,7 @@ class Store:
 
     def as_of(self, behind: int) -> Store:
         """Return a copy as it was `behind` messages ago. It can undo the last 10,000 changes."""
-        copy = Store(file=self._file, first_seq=self._first)
+        copy = Store(file=self.file, first_seq=self._first)
         copy._restore(self)
         for message, added in reversed(self._changes):
             if not added:

@@ -1,0 +1,401 @@
+"""The read of the last message of many subjects, against a model of replicas that lag, with either kind of storage."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetstream_ext import errors
+from jetstream_ext.protocol.direct import EndOfBatch, Request
+from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.range_read import (
+    Action,
+    AwaitConnection,
+    CheckMirror,
+    Deliver,
+    Done,
+    DropReply,
+    FindNewest,
+    RangeRead,
+    SendRequest,
+    Wait,
+)
+from jetstream_ext.protocol.reads import NEWEST, MultiLast, SentRequest
+from jetstream_ext.protocol.subjects import matcher
+
+TIMEOUT, PAUSE = 5.0, 0.05
+Rows = list[tuple[int, str]]
+
+
+def status(text: str) -> Frame:
+    block = f"NATS/1.0 {text}\r\n\r\n".encode()
+    return b"_INBOX.x", block, len(block)
+
+
+def reply(
+    rows: Rows, pending: int = 0, up_to: int | None = None, stream: str = "S", *, old: bool = False
+) -> list[Frame]:
+    """A whole reply; with `old`, its end counts one message too few, as on 2.11."""
+    frames: list[Frame] = []
+    last = 0
+    for place, (seq, subject) in enumerate(rows, 1):
+        block = (
+            f"NATS/1.0\r\nNats-Stream: {stream}\r\nNats-Subject: {subject}\r\nNats-Sequence: {seq}\r\n"
+            f"Nats-Time-Stamp: 2026-11-20T21:23:31.2Z\r\nNats-Num-Pending: {pending + len(rows) - place}\r\n"
+            f"Nats-Last-Sequence: {last}\r\n\r\n"
+        ).encode()
+        frames.append((b"_INBOX.x", block, len(block)))
+        last = seq
+    said = max(0, pending - 1) if old else pending
+    point = "" if up_to is None else f"\r\nNats-UpTo-Sequence: {up_to}"
+    return [*frames, status(f"204 EOB\r\nNats-Num-Pending: {said}\r\nNats-Last-Sequence: {last}{point}")]
+
+
+NOTHING = [status("404 No Results")]
+
+
+@dataclass
+class Stream:
+    """Every message that was ever stored, of which the newest `history` of each subject are kept."""
+
+    log: Rows = field(default_factory=list)
+    history: int = 100
+    deleted: set[int] = field(default_factory=set)
+
+    @property
+    def last(self) -> int:
+        return len(self.log)
+
+    def write(self, subject: str) -> None:
+        self.log.append((self.last + 1, subject))
+
+    def held(self, reached: int) -> Rows:
+        """What a replica that has reached a sequence stores."""
+        found, counts = [], dict.fromkeys((subject for _, subject in self.log), 0)
+        for seq, subject in reversed(self.log[:reached]):
+            counts[subject] += 1
+            if counts[subject] <= self.history and seq not in self.deleted:
+                found.append((seq, subject))
+        return found[::-1]
+
+    def newest(self, up_to: int) -> tuple[int, str] | None:
+        return max((row for row in self.held(self.last) if row[0] <= up_to), default=None)
+
+    def lasts(self, filters: Sequence[str], up_to: int) -> Rows:
+        """The last message of each subject, as if all had been kept."""
+        matches = matcher(filters)
+        found = {
+            subject: seq for seq, subject in self.log if seq <= up_to and matches(subject) and seq not in self.deleted
+        }
+        return sorted((seq, subject) for subject, seq in found.items())
+
+
+@dataclass
+class Replica:
+    stream: Stream
+    reached: int
+    file: bool = True
+    stuck: bool = False
+    name: str = "S"
+    only: str = ">"  # what a mirror holds
+    old: bool = False
+
+    def answer(self, request: Request) -> list[Frame]:
+        part = matcher([self.only])
+        held = [row for row in self.stream.held(self.reached) if part(row[1])]
+        if request.multi_last is None:
+            found = [row for row in held if row[0] >= (request.seq or 0)]
+            return reply(found[:1], len(found) - 1, stream=self.name) if found else NOTHING
+        up_to = request.up_to_seq or self.reached
+        if self.file and up_to > self.reached:
+            return NOTHING
+        matches = matcher(request.multi_last)
+        lasts = {subject: seq for seq, subject in held if seq <= up_to and matches(subject)}
+        if not lasts:
+            return NOTHING
+        rows = sorted((seq, subject) for subject, seq in lasts.items() if seq >= (request.seq or 0))
+        count = min(request.batch or 1000, request.max_bytes or 1000)
+        return reply(rows[:count], len(rows[count:]), up_to, self.name, old=self.old)
+
+
+class World:
+    """Drives one read against a cluster, on a virtual clock; each request goes to some replica."""
+
+    def __init__(
+        self, stream: Stream, replicas: list[Replica], plan: MultiLast, rng: random.Random, **options: int
+    ) -> None:
+        self.stream, self.replicas, self.plan, self.rng = stream, replicas, plan, rng
+        self.machine = RangeRead("S", plan, TIMEOUT, pause=PAUSE, **options)
+        self.delivered: Rows = []
+        self.requests: list[Request] = []
+        self.leader_asked: list[int] = []
+        self.coming: list[str] = []
+        self.loss = 0.0
+        self.now = 0.0
+        self._replies: dict[SentRequest, list[Frame]] = {}
+
+    def act(self) -> Exception | None:
+        for _ in range(20_000):
+            action = self.machine.next_action(self.now)
+            if isinstance(action, Done):
+                return action.error
+            self.happen(action)
+        pytest.fail("the read does not end")
+
+    def happen(self, action: Action) -> None:
+        match action:
+            case SendRequest(sent):
+                self.requests.append(sent.request)
+                replica = self.rng.choice(self.replicas)
+                if not replica.stuck:
+                    replica.reached = min(self.stream.last, replica.reached + self.rng.choice([0, 0, 1, 50]))
+                frames = list(replica.answer(sent.request))
+                if self.rng.random() < self.loss:
+                    del frames[self.rng.randrange(len(frames))]
+                self._replies[sent] = frames
+                if self.coming:
+                    self.stream.write(self.coming.pop())
+            case DropReply(sent):
+                self._replies.pop(sent, None)
+            case Deliver(block):
+                self.delivered += [(message.seq, message.subject) for message in block.messages()]
+            case FindNewest(seq):
+                self.leader_asked.append(seq)
+                self.machine.newest_found(self.stream.newest(seq), self.stream.last, self.now)
+            case CheckMirror(name):
+                only = next(replica.only for replica in self.replicas if replica.name == name)
+                self.machine.mirror_checked(self.now, same=only == ">")
+            case AwaitConnection():
+                self.machine.connected()
+            case Wait(until):
+                coming = next((sent for sent, frames in self._replies.items() if frames), None)
+                if coming is None or self.machine.state.value != "reading":
+                    self.now = until
+                    self.machine.handle_timer(until)
+                else:
+                    size = self.rng.choice([1, 3, 200])
+                    frames = self._replies[coming]
+                    self._replies[coming] = frames[size:]
+                    self.machine.receive(coming, frames[:size], self.now)
+                    if self.rng.random() < self.loss:
+                        self.machine.disconnected()
+                        self._replies.clear()
+            case _:
+                pytest.fail(f"unexpected {action}")
+
+
+def one(
+    log: str,
+    request: Request,
+    *,
+    file: bool = True,
+    proved: bool = False,
+    old: bool = False,
+    reached: int | None = None,
+) -> World:
+    """A read of a stream with one replica; each letter of `log` is a message."""
+    stream = Stream()
+    for subject in log:
+        stream.write(subject)
+    replica = Replica(stream, stream.last if reached is None else reached, file, stuck=reached is not None, old=old)
+    options = {"prove_to": 1} if proved else {}
+    return World(stream, [replica], MultiLast(request, proved=proved), random.Random(1), **options)
+
+
+BOTH = pytest.mark.parametrize("file", [True, False], ids=["file", "memory"])
+
+
+@BOTH
+class TestOneReplica:
+    def test_one_page_is_one_request(self, file: bool) -> None:
+        world = one("abcab", Request(multi_last=(">",), max_bytes=100), file=file)
+        assert world.act() is None
+        assert world.delivered == [(3, "c"), (4, "a"), (5, "b")]
+        assert world.plan.end == EndOfBatch(0, 5, 5)
+        assert (len(world.requests), world.leader_asked) == (1, [])
+
+    def test_nothing_found_is_one_request(self, file: bool) -> None:
+        world = one("abc", Request(multi_last=("d",)), file=file)
+        assert (world.act(), world.delivered, len(world.requests)) == (None, [], 1)
+        assert world.plan.end == EndOfBatch(0, 0, found=False)
+
+    @pytest.mark.parametrize("old", [False, True])
+    def test_pages_are_of_one_moment_and_ask_no_leader(self, file: bool, old: bool) -> None:
+        world = one("abcde", Request(multi_last=(">",), max_bytes=2), file=file, old=old)
+        world.coming = list("azaza")
+        assert world.act() is None
+        assert world.delivered == [(1, "a"), (2, "b"), (3, "c"), (4, "d"), (5, "e")]
+        assert world.plan.end == EndOfBatch(0, 5, 5)
+        assert world.leader_asked == []
+        assert {request.up_to_seq for request in world.requests if request.multi_last} == {None, 5}
+
+    @pytest.mark.parametrize("size", [1, 2, 100])
+    def test_a_point_in_the_past(self, file: bool, size: int) -> None:
+        world = one("abcabc", Request(multi_last=("a", "b"), up_to_seq=3, max_bytes=size), file=file)
+        assert world.act() is None
+        assert world.delivered == [(1, "a"), (2, "b")], "c, which the last message up to there is of, was not asked for"
+        assert world.plan.end == EndOfBatch(0, 2, 3)
+        assert world.leader_asked == []
+
+    @pytest.mark.parametrize("size", [1, 2, 100])
+    def test_a_point_beyond_the_end_is_the_end(self, file: bool, size: int) -> None:
+        world = one("abcabc", Request(multi_last=("a", "b"), up_to_seq=1000, max_bytes=size), file=file)
+        world.coming = list("aaa")
+        assert world.act() is None
+        assert world.plan.end is not None
+        assert 6 <= (world.plan.end.up_to_seq or 0) <= 9
+        assert world.delivered == world.stream.lasts(["a", "b"], world.plan.end.up_to_seq or 0)
+        assert world.leader_asked == [1000]
+
+    def test_a_point_that_was_removed(self, file: bool) -> None:
+        world = one("abcabc", Request(multi_last=(">",), up_to_seq=4, max_bytes=1), file=file)
+        world.stream.deleted = {4}
+        assert world.act() is None
+        assert world.delivered == [(1, "a"), (2, "b"), (3, "c")]
+        assert world.plan.end == EndOfBatch(0, 3, 3), "what was stored after it is not known any more"
+
+    @pytest.mark.parametrize("limit", [1, 2, 3, 4])
+    def test_a_limit_ends_the_read_with_the_number_of_those_left(self, file: bool, limit: int) -> None:
+        for point in (None, 3, 4, 99):
+            world = one("abcz", Request(multi_last=("a", "b", "c"), up_to_seq=point, batch=limit), file=file)
+            assert world.act() is None
+            assert world.delivered == [(1, "a"), (2, "b"), (3, "c")][:limit]
+            assert world.plan.end == EndOfBatch(max(0, 3 - limit), min(3, limit), min(point or 4, 4))
+
+    def test_nothing_up_to_the_point(self, file: bool) -> None:
+        for log, point, said in (("", 5, 0), ("ab", 5, 2), ("ab", 1, 1)):
+            world = one(log, Request(multi_last=("x",), up_to_seq=point), file=file)
+            assert (world.act(), world.delivered) == (None, [])
+            assert world.plan.end == EndOfBatch(0, 0, said, found=False)
+
+    def test_a_message_that_is_overwritten_between_two_pages_is_missing(self, file: bool) -> None:
+        world = one("abcd", Request(multi_last=(">",), max_bytes=1), file=file)
+        world.stream.history = 1
+        world.coming = list("d")
+        assert world.act() is None
+        assert world.delivered == [(1, "a"), (2, "b"), (3, "c")]
+        assert world.plan.end == EndOfBatch(0, 3, 3)
+
+    def test_the_read_by_time_pages_by_sequence(self, file: bool) -> None:
+        when = datetime(2026, 1, 1, tzinfo=UTC)
+        world = one("abc", Request(multi_last=(">",), up_to_time=when, max_bytes=2), file=file)
+        assert world.act() is None
+        assert [request.up_to_time for request in world.requests] == [when, None, None]
+        assert world.delivered == [(1, "a"), (2, "b"), (3, "c")]
+
+    def test_a_page_that_breaks_off_is_asked_again(self, file: bool) -> None:
+        world = one("abc", Request(multi_last=(">",)), file=file)
+        action = world.machine.next_action(0.0)
+        assert isinstance(action, SendRequest)
+        world.machine.receive(action.sent, reply([(1, "a")], 2, 3)[:1], 0.0)
+        assert isinstance(world.machine.next_action(0.0), Wait)
+        world.machine.disconnected()
+        assert world.act() is None
+        assert world.delivered == [(1, "a"), (2, "b"), (3, "c")], "also without a point in time"
+
+    def test_a_malformed_header_ends_the_read(self, file: bool) -> None:
+        world = one("abc", Request(multi_last=(">",), up_to_seq=3), file=file)
+        action = world.machine.next_action(0.0)
+        assert isinstance(action, SendRequest)
+        point, *rest = reply([(3, "c")], 0)
+        world.machine.receive(
+            action.sent, [(point[0], point[1].replace(b"Nats-Subject", b"Nats-Object"), 0), *rest], 0.0
+        )
+        assert isinstance(world.act(), errors.ResponseError)
+        assert world.machine.state.value == "ended"
+
+    def test_a_responder_that_is_behind_the_point_is_a_timeout(self, file: bool) -> None:
+        world = one("abca", Request(multi_last=("a",), up_to_seq=4), file=file, reached=3)
+        error = world.act()
+        assert isinstance(error, errors.RequestTimeoutError)
+        assert "has sequence 4, which the leader has (tried for 5 s)" in str(error)
+        assert (world.delivered, world.plan.done) == ([], False)
+        assert TIMEOUT <= world.now <= TIMEOUT + 2 * PAUSE
+
+    def test_proved_shows_what_the_leader_has(self, file: bool) -> None:
+        world = one("abca", Request(multi_last=("a", "x")), file=file, proved=True)
+        assert world.act() is None
+        assert world.delivered == [(4, "a")]
+        assert (world.plan.end, world.leader_asked) == (EndOfBatch(0, 4, 4), [NEWEST])
+        late = one("abca", Request(multi_last=("x",)), file=file, proved=True, reached=3)
+        assert isinstance(late.act(), errors.RequestTimeoutError)
+
+    def test_proved_does_not_believe_a_partial_mirror(self, file: bool) -> None:
+        world = one("abca", Request(multi_last=(">",)), file=file, proved=True)
+        mirror = Replica(world.stream, 4, file, name="M", only="a")
+        world.replicas.append(mirror)
+        for seed in range(20):
+            world = World(world.stream, world.replicas, MultiLast(Request(multi_last=(">",)), proved=True),
+                          random.Random(seed), prove_to=1)  # fmt: skip
+            assert world.act() is None
+            assert world.delivered == [(2, "b"), (3, "c"), (4, "a")]
+        world = World(
+            world.stream, [mirror], MultiLast(Request(multi_last=(">",)), proved=True), random.Random(1), prove_to=1
+        )
+        assert "mirror 'M'" in str(world.act())
+        mirror.only = ">"
+        world = World(
+            world.stream, [mirror], MultiLast(Request(multi_last=(">",)), proved=True), random.Random(1), prove_to=1
+        )
+        assert (world.act(), len(world.delivered)) == (None, 3)
+
+
+@given(seed=st.integers(0, 1 << 40), proved=st.booleans(), loss=st.sampled_from([0.0, 0.0, 0.05]))
+@settings(max_examples=600, deadline=None)
+def test_a_read_shows_the_moment_that_it_names_or_fails(seed: int, proved: bool, loss: float) -> None:
+    rng = random.Random(seed)
+    stream = Stream(history=rng.choice([1, 2, 100]))
+    for _ in range(rng.choice([0, 3, 12, 40])):
+        stream.write(rng.choice("abcdefgh"))
+    stream.deleted = {seq for seq, _ in stream.log if rng.random() < rng.choice([0, 0, 0.3])}
+    began = stream.last
+    point = rng.choice([None, rng.randint(1, began + 5), began + 100])
+    filters = rng.choice([(">",), ("a", "b", "c"), ("h",), ("*",), ("z",)])
+    request = Request(
+        multi_last=filters, up_to_seq=point, batch=rng.choice([None, None, 1, 3]), max_bytes=rng.choice([1, 2, 5, 1000])
+    )
+    replicas = [
+        Replica(stream, rng.choice([began, rng.randint(0, began)]), rng.random() < 0.5, rng.random() < 0.2, old=rng.random() < 0.2)
+        for _ in range(rng.randint(1, 3))
+    ]  # fmt: skip
+    world = World(stream, replicas, MultiLast(request, proved=proved), rng, **({"prove_to": 1} if proved else {}))
+    world.coming, world.loss = [rng.choice("abcdefghi") for _ in range(rng.choice([0, 3, 10]))], loss
+    most = max(replica.reached for replica in replicas)
+    error = world.act()
+    if error is not None:
+        assert isinstance(error, errors.RequestTimeoutError | errors.MessagesLostError), repr(error)
+        assert loss or any(replica.stuck for replica in replicas), "a responder that catches up is waited for"
+    rows = world.delivered
+    assert rows == sorted(rows)
+    assert len({subject for _, subject in rows}) == len(rows), "a subject came twice"
+    end = world.plan.end
+    shown = end.up_to_seq if end is not None and end.up_to_seq is not None else world.plan.point
+    if rows:
+        assert shown is not None
+        true = stream.lasts(filters, shown)
+        assert set(rows) <= set(true), "a row is not the last one at the point in time"
+    if error is not None:
+        return
+    assert end is not None
+    if end.up_to_seq is None:
+        assert (rows, point, proved) == ([], None, False)
+        return
+    if proved or point is not None:
+        newest = stream.newest(began if point is None else min(point, began))
+        assert newest is None or end.up_to_seq >= newest[0]
+    if point is not None:
+        assert end.up_to_seq <= point
+    kept = set(stream.held(stream.last)) | set(rows)
+    expected = [row for row in stream.lasts(filters, end.up_to_seq) if row in kept]
+    assert rows == expected[: len(rows)]
+    if request.batch is None:
+        assert rows == expected, "all that the stream still has"
+        assert end.num_pending == 0
+    else:
+        assert len(rows) >= min(request.batch, len(expected))
+    assert end.last_seq == (rows[-1][0] if rows else 0)
+    assert most <= stream.last

@@ -1,0 +1,222 @@
+"""Scans over a link of some rate and latency, in virtual time: how long other calls wait behind them, and how fast they are."""
+
+import heapq
+from itertools import count, pairwise
+
+import pytest
+
+from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.range_read import AwaitConnection, Deliver, Done, DropReply, RangeRead, SendRequest, Wait
+from jetstream_ext.protocol.reads import Link, Scan, SentRequest, Stopwatch
+
+CHUNK = 32_768
+MIB = 1 << 20
+
+
+def row(seq: int, last: int, pending: int, size: int) -> Frame:
+    block = (
+        f"NATS/1.0\r\nNats-Stream: S\r\nNats-Subject: a\r\nNats-Sequence: {seq}\r\n"
+        f"Nats-Time-Stamp: 2026-11-20T21:23:31.2Z\r\nNats-Num-Pending: {pending}\r\nNats-Last-Sequence: {last}\r\n\r\n"
+    ).encode()
+    return b"_INBOX.x", block + bytes(size), len(block)
+
+
+def end(last: int, pending: int) -> Frame:
+    block = f"NATS/1.0 204 EOB\r\nNats-Num-Pending: {pending}\r\nNats-Last-Sequence: {last}\r\n\r\n".encode()
+    return b"_INBOX.x", block, len(block)
+
+
+class Path:
+    """A server with a dense stream, behind a link that carries `rate` bytes per second in pieces of `CHUNK`."""
+
+    def __init__(self, messages: int, size: int, rate: float, latency: float, *, link: Link | None = None) -> None:
+        self.messages, self.size, self.rate, self.latency = messages, size, rate, latency
+        self.link = link or Link()
+        self.now = self.free_at = 0.0
+        self.waits: list[tuple[float, float]] = []
+        """When a request was sent, and how long another call would wait for its answer at that moment."""
+        self.asked: list[int] = []
+        """The bytes that each request let the server send."""
+
+    def run(self, *, consume: float = 0.0, **options: int) -> list[int]:
+        plan = Scan(max_bytes=options.pop("max_bytes", 8 * MIB), **options)
+        machine = RangeRead("S", plan, 30.0, pause=0.05, link=self.link)
+        coming: list[tuple[float, int, SentRequest, list[Frame]]] = []
+        number = count()
+        read: list[int] = []
+        while True:
+            match machine.next_action(self.now):
+                case Done(error):
+                    assert error is None
+                    return read
+                case Deliver(block):
+                    read += block.seqs
+                    self.now += consume
+                case SendRequest(sent):
+                    for at, frames in self.answer(sent):
+                        heapq.heappush(coming, (at, next(number), sent, frames))
+                    self.waits.append((self.now, self.free_at - self.now - self.latency))
+                case Wait():
+                    at, _, sent, frames = heapq.heappop(coming)
+                    self.now = max(self.now, at)
+                    machine.receive(sent, frames, at)
+                case DropReply(_):
+                    pass
+                case AwaitConnection():
+                    pytest.fail("the connection is not lost")
+
+    def answer(self, sent: SentRequest) -> list[tuple[float, list[Frame]]]:
+        """Return what arrives and when: the frames that each piece completes."""
+        request = sent.request
+        assert request.seq is not None
+        assert request.batch is not None
+        assert request.max_bytes is not None
+        fit = -(-request.max_bytes // (self.size + 1))
+        seqs = range(request.seq, min(self.messages + 1, request.seq + request.batch, request.seq + fit))
+        frames = [row(seq, seq - 1 if seq > request.seq else 0, self.messages - seq, self.size) for seq in seqs]
+        frames.append(end(seqs[-1], self.messages - seqs[-1]))
+        self.asked.append(sum(len(body) for _, body, _ in frames))
+        start = max(self.now + self.latency, self.free_at)
+        arrived: list[tuple[float, list[Frame]]] = []
+        done = 0
+        for frame in frames:
+            done += len(frame[1])
+            at = start + -(-done // CHUNK) * CHUNK / self.rate
+            if arrived and arrived[-1][0] == at:
+                arrived[-1][1].append(frame)
+            else:
+                arrived.append((at, [frame]))
+        self.free_at = start + done / self.rate
+        return arrived
+
+
+@pytest.mark.parametrize("size", [128, 10_000, 100_000])
+@pytest.mark.parametrize("rate", [400e3, 1e6, 3e6])
+@pytest.mark.parametrize("latency", [0.0002, 0.05])
+def test_other_calls_wait_for_about_half_a_second_on_a_slow_link(size: int, rate: float, latency: float) -> None:
+    path = Path(int(30 * rate / (size + 170)), size, rate, latency)
+    assert path.run() == list(range(1, path.messages + 1))
+    assert max(wait for _, wait in path.waits[3:]) < 0.8
+    assert max(wait for _, wait in path.waits) < 1.0, "nor while the link is not yet known"
+    assert path.now < 1.25 * path.messages * (size + 170) / rate, "the link is busy all the time"
+
+
+def test_a_message_that_takes_longer_is_read_alone() -> None:
+    path = Path(20, 1_000_000, 400e3, 0.01)
+    assert path.run() == list(range(1, 21))
+    assert max(path.asked) < 1_001_000
+
+
+@pytest.mark.parametrize(
+    ("size", "rate", "latency"),
+    [
+        (128, 1e9, 0.0001), (10_000, 1e9, 0.0001), (10_000, 125e6, 0.2), (10_000, 50e6, 0.2), (10_000, 125e6, 0.6),
+        (500_000, 1e9, 0.0001), (500_000, 125e6, 0.2),
+    ],
+)  # fmt: skip
+def test_requests_grow_to_the_usual_size_on_a_fast_link(size: int, rate: float, latency: float) -> None:
+    messages = 150_000 if size == 128 else 100 * MIB // size
+    fast, known = (Path(messages, size, rate, latency, link=link) for link in (None, Link(1e12)))
+    for path in (fast, known):
+        assert path.run() == list(range(1, messages + 1))
+    usual = max(known.asked[1:])
+    assert usual > 4 * MIB
+    assert next(place for place, asked in enumerate(fast.asked) if asked > 0.9 * usual) <= 8
+    assert len(fast.asked) <= len(known.asked) + 8
+
+
+def test_the_next_scan_on_the_connection_starts_as_fast_as_the_last_one_ended() -> None:
+    link = Link()
+    Path(5_000, 10_000, 200e6, 0.001, link=link).run()
+    again = Path(5_000, 10_000, 200e6, 0.001, link=link)
+    again.run()
+    assert again.asked[0] >= 8 * MIB
+
+
+def test_small_reads_do_not_make_a_link_slow() -> None:
+    link = Link(100e6)
+    for _ in range(50):
+        Path(3, 100, 1e9, 0.05, link=link).run()
+    assert link.rate == 100e6
+
+
+def test_a_slow_reader_is_no_slow_link() -> None:
+    path = Path(2_000, 10_000, 200e6, 0.001)
+    path.run(consume=2.0)
+    assert max(path.asked) >= 4 * MIB
+
+
+def test_a_link_that_becomes_slow_is_noticed() -> None:
+    link = Link(200e6)
+    path = Path(300, 100_000, 1e6, 0.01, link=link)
+    path.run()
+    first = path.waits[0][1]
+    assert first > 5, "the first requests rely on what is known"
+    assert all(wait < 0.8 for sent, wait in path.waits if sent > 3 * first)
+
+
+def test_more_requests_in_flight_are_smaller() -> None:
+    path = Path(3_000, 10_000, 1e6, 0.01)
+    assert path.run(prefetch=4) == list(range(1, 3_001))
+    assert max(wait for _, wait in path.waits[8:]) < 0.8
+
+
+def test_a_batch_size_of_the_caller_is_a_limit() -> None:
+    fast = Path(5_000, 1_000, 1e9, 0.0001, link=Link(1e12))
+    fast.run(batch=500)
+    assert len(fast.asked) == 10
+    slow = Path(5_000, 1_000, 400e3, 0.01)
+    assert slow.run(batch=5_000) == list(range(1, 5_001))
+    assert max(wait for _, wait in slow.waits[3:]) < 0.8
+
+
+class TestStopwatch:
+    def test_the_wait_for_the_first_bytes_is_left_out(self) -> None:
+        watch = Stopwatch()
+        watch.start(1.0)
+        watch.add(100, 3.0, first=True)
+        for now in (3.1, 3.2, 3.3):
+            watch.add(100, now, first=False)
+        size, seconds = watch.lap()
+        assert (size, round(seconds, 6)) == (300, 0.3)
+        assert watch.lap() == (0, 0.0)
+
+    def test_unless_they_are_most_of_the_reply(self) -> None:
+        watch = Stopwatch()
+        watch.start(1.0)
+        watch.add(100, 3.0, first=True)
+        watch.add(10, 3.5, first=False)
+        assert watch.lap() == (110, 2.5)
+
+
+class TestLink:
+    def test_one_reply_raises_it_only_so_far(self) -> None:
+        link = Link(100.0)
+        for faster, later in pairwise([100.0, 400.0, 1600.0]):
+            assert link.rate == faster
+            link.adapt(1 << 40, 0.5)
+            assert link.rate == later
+
+    def test_a_short_reply_does_not_lower_it(self) -> None:
+        link = Link(1000.0)
+        link.adapt(1, 0.05)
+        assert link.rate == 1000.0
+        for _ in range(2):
+            link.adapt(100, 1.0)
+        assert link.rate == 100.0
+
+    def test_the_faster_of_two_replies_counts(self) -> None:
+        link = Link(1000.0)
+        for rate in (2000.0, 10.0, 2000.0, 10.0):
+            link.adapt(int(rate), 1.0)
+            assert link.rate == 2000.0
+        link.adapt(20, 1.0)
+        assert link.rate == 20.0
+
+    def test_there_is_always_room(self) -> None:
+        link = Link()
+        for _ in range(2):
+            link.adapt(0, 1e9)
+        assert link.room(4) == 1
+        link.adapt(1, 0.0)
+        assert link.rate == 4.0
