@@ -197,8 +197,10 @@ class Network:
         stream._add, stream.undo_append = recorded, undone  # type: ignore[method-assign]
 
     def store(self, subject: str, payload: bytes) -> None:
-        """Publish without a connection."""
+        """Publish without a connection, and so without faults."""
+        rules, self.faults.rules = self.faults.rules, []
         self._handle(0, Publish(subject, payload))
+        self.faults.rules = rules
 
     def change_leader(self, name: str, unsaved: int) -> None:
         self.say(f"    {name} has a new leader, which lacks up to {unsaved} messages")
