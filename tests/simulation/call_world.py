@@ -67,7 +67,7 @@ class World:
             raise WrongError(self._wrong[0])
 
     def _uncaught(self, _: Any, context: dict[str, Any]) -> None:
-        task = context.get("future")
+        task = context.get("future", context.get("task"))
         if isinstance(task, asyncio.Task) and task.get_coro().__qualname__.startswith(NATS_PY):  # type: ignore[union-attr]
             return
         self._wrong.append(f"uncaught: {context.get('message')}: {context.get('exception')!r}")

@@ -280,7 +280,14 @@ class Network:
             for command in link.parser.feed(data):
                 if isinstance(command, Publish):
                     self.say(f"  \u2192 {command.subject} {command.payload[:60]!r} reply {command.reply}")
+                    if command.subject.startswith("$JS.API."):  # its answer may show every message
+                        self._fix_streams()
                 self._handle(link.number, command)
+
+    def _fix_streams(self) -> None:
+        assert self.engine.jetstream is not None
+        for hosted in self.engine.jetstream.streams.values():
+            hosted.stream.shown = hosted.stream.store.last
 
     def _handle(self, number: int, command: Any) -> None:
         self._take(self.engine.handle(number, command, self.now))
