@@ -19,7 +19,7 @@ from typing import Any
 import nats
 import nats.aio.client
 import nats.errors
-import nats.js.errors
+import nats.js.client
 import nats.nuid
 from virtual_network import START, Network, VirtualLoop, WrongError
 
@@ -73,6 +73,7 @@ class World:
         self._wrong.append(f"uncaught: {context.get('message')}: {context.get('exception')!r}")
 
     def _end_tasks(self) -> None:
+        self.network.hang_up_all()
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
         with contextlib.suppress(WrongError):
@@ -220,10 +221,15 @@ class World:
         messages: list[Any] = [(f"s.{n % 3}", b"%d" % n) for n in range(total)]
         if refused < total:
             messages[refused] = ("s..", b"refused")
-        self.say(f"ingest {total} messages, {options}, max_msgs_per_subject {limit}")
+        self.say(
+            f"ingest {total} messages, pause {slow}, max_msgs_per_subject {limit}, {sorted(options)} "
+            f"{[value for value in options.values() if not callable(value)]}"
+        )
         self.trouble("s")
         source = slowly() if slow else messages
-        done = await self.end(jsx.ingest(self.nc.jetstream(timeout=self.timeout), source, **options), PATIENCE, "ingest")
+        done = await self.end(
+            jsx.ingest(self.nc.jetstream(timeout=self.timeout), source, **options), PATIENCE, "ingest"
+        )
 
         def check() -> None:
             found = [int(each.payload) for each in self.stored("s")]
@@ -248,9 +254,8 @@ class World:
                 raise WrongError(f"{stored} of {total} are reported as stored, without an error")
             if missing := [n for n in range(stored) if not copies[n]]:
                 raise WrongError(f"false success: {missing} are not stored")
-            if twice := [n for n in range(stored) if copies[n] > 1]:
-                if not doubt:
-                    raise WrongError(f"false once: {twice} are stored more than once")
+            if (twice := [n for n in range(stored) if copies[n] > 1]) and not doubt:
+                raise WrongError(f"false once: {twice} are stored more than once")
             first = list(dict.fromkeys(found))
             if first != sorted(first):
                 raise WrongError(f"the order is not kept: {found}")
@@ -367,9 +372,14 @@ class World:
             possible = sum(said != "not_stored" for said, _ in same)
             if what == "stored":
                 ack = outcome
-                if ack is None or [
-                    journal[seq].payload if seq in journal else None for seq in range(ack.seq - len(key) + 1, ack.seq + 1)
-                ] != content:
+                if (
+                    ack is None
+                    or [
+                        journal[seq].payload if seq in journal else None
+                        for seq in range(ack.seq - len(key) + 1, ack.seq + 1)
+                    ]
+                    != content
+                ):
                     raise WrongError(f"false success: {content} is not stored at {ack!r}")
             if runs[key] > possible:
                 raise WrongError(f"false not_stored: {content} is stored {runs[key]} times, reported {same}")
@@ -526,6 +536,8 @@ def _virtual(loop: VirtualLoop, seed: int) -> Iterator[None]:
 
     replaced: list[tuple[Any, str, Any]] = [
         (nats.aio.client, "time", _Clock(loop)),
+        (nats.aio.client, "token_hex", lambda size: rng.randbytes(size).hex()),
+        (nats.js.client, "token_hex", lambda size: rng.randbytes(size).hex()),
         (nats.nuid, "randbelow", rng.randrange),
         (nats.nuid, "token_bytes", rng.randbytes),
         (atomic_session, "datetime", Now),

@@ -6,6 +6,7 @@ lost; those for the server are lost or arrive late, as from a server that a clie
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from random import Random
@@ -269,6 +270,12 @@ class Network:
             del self._links[link.number]
             self.loop.call_soon(link.protocol.connection_lost, error)
             link.up.push(None, self.delay(link))
+
+    def hang_up_all(self) -> None:
+        """Close every link, and take no others."""
+        self._down_until = math.inf
+        for link in list(self._links.values()):
+            self.hang_up(link, None)
 
     def delay(self, link: _Link) -> float:
         return link.latency * self.random.random()
