@@ -13,7 +13,7 @@ import inspect
 import itertools
 import typing
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -29,6 +29,7 @@ import jetstream_ext.kv as kvx
 import jetstream_ext.log as log
 from jetstream_ext.testing import NatsServer
 
+MOMENTS = (0.0, 0.001, 0.03)
 SIZES = (0, 100_000, 1_000_000)
 PENDING = 4 << 20
 SLACK = 1.0  # seconds that a call may take beyond its timeout
@@ -39,6 +40,8 @@ FAULTS = {
 }
 # What waits for an event, and not for an answer, ends only with its connection.
 ENDLESS = {"AbandonedBatches.__anext__", "FastPublisher.wait_closed", "FastPublisher.wait_closed (unused)"}
+# What has a `patience` for transient errors besides the `timeout` for an answer, each of which is the cell's timeout.
+PATIENT = ("Committing", "LogReader", "OffsetStore", "exactly_once", "ingest", "retry_transaction")
 ENDS_FOR_GOOD = ("close", "drain", "kill", "stop and close")
 _ASYNC = ("__aenter__", "__aexit__", "__anext__", "__await__")
 
@@ -159,11 +162,14 @@ async def open_batches(t: Try) -> jsx.AtomicBatches:
     return acks
 
 
-async def open_watch(t: Try) -> jsx.AbandonedBatches:
+async def new_watch(t: Try) -> jsx.AbandonedBatches:
     watch = jsx.watch_abandoned(t.js, "W")
     t.undo.append(watch.aclose)
-    await watch.__aenter__()
     return watch
+
+
+async def open_watch(t: Try) -> jsx.AbandonedBatches:
+    return await (await new_watch(t)).__aenter__()
 
 
 def publishers(gap: jsx.GapMode) -> tuple[Callable[[Try], Awaitable[Any]], Callable[[Try], Awaitable[Any]]]:
@@ -271,7 +277,7 @@ def exactly_once(t: Try, reader: log.LogReader) -> Awaitable[object]:
 
 CALLS: dict[str, Call] = {
     # client
-    "AbandonedBatches.__aenter__": plain(lambda t: jsx.watch_abandoned(t.js, "W").__aenter__()),
+    "AbandonedBatches.__aenter__": on(new_watch, lambda t, watch: watch.__aenter__()),
     "AbandonedBatches.__aexit__": on(open_watch, lambda t, watch: watch.__aexit__(None, None, None)),
     "AbandonedBatches.__anext__": on(open_watch, lambda t, watch: anext(watch)),
     "AbandonedBatches.aclose": on(open_watch, lambda t, watch: watch.aclose()),
@@ -316,7 +322,7 @@ CALLS: dict[str, Call] = {
     "publish_atomic_many": plain(lambda t: _listed(jsx.publish_atomic_many(t.js, [t.entries()] * 2))),
     "reset_consumer": plain(lambda t: jsx.reset_consumer(t.js, t.stream, "c")),
     "source_health": plain(lambda t: jsx.source_health(t.js, t.stream)),
-    "watch_abandoned": plain(lambda t: jsx.watch_abandoned(t.js, "W").__aenter__()),
+    "watch_abandoned": on(new_watch, lambda t, watch: watch.__aenter__()),
     # kv
     "Transaction.__aenter__": on(a_bucket, lambda t, kv: kvx.transaction(kv).__aenter__()),
     "Transaction.__aexit__": on(open_transaction, lambda t, tx: tx.__aexit__(None, None, None)),
@@ -352,6 +358,10 @@ async def _listed(acks: jsx.AtomicBatches) -> object:
     return await acks
 
 
+# Every connection that is lost leaves its batches open on the server for 10 s.
+CONFIG = "jetstream { limits { max_batch_inflight_per_stream: 1000, max_batch_inflight_total: 1000 } }"
+
+
 async def fill(server: NatsServer) -> None:
     """Create the streams and buckets that the calls use."""
     nc = await nats.connect(server.url, connect_timeout=10)
@@ -385,13 +395,15 @@ class Cell:
     size: int = 0
     pending: bool = False
     fallback: bool = False
+    moment: float = 0.0  # seconds after the start of the call at which its connection ends
     wrong: str = ""
     complete: bool = False  # the call had all its answers before the fault
 
     def __str__(self) -> str:
         fault = self.fault if isinstance(self.fault, str) else f"stop after answer {self.fault}"
         state = "4 MiB pending" if self.pending else "idle"
-        return f"{self.call}, {fault}, {self.size:,} B, {state}" + (", fallback" if self.fallback else "")
+        when = f" after {self.moment:g} s" if self.moment else ""
+        return f"{self.call}, {fault}{when}, {self.size:,} B, {state}" + (", fallback" if self.fallback else "")
 
 
 class _LoopClock:
@@ -455,7 +467,6 @@ class _Running:
     freezer: _Freezer | None
     start: Start
     task: asyncio.Task[object] | None = None
-    began: float = 0.0
 
 
 _names = itertools.count()
@@ -502,6 +513,7 @@ async def _prepare(server: NatsServer, cell: Cell, timeout: float, proxies: cont
                     raise
                 for undo in t.undo:
                     await undo()
+                await asyncio.sleep(attempt * timeout / 4)
     finally:
         _CELL.reset(token)
     return _Running(cell, t, held, freezer, start)
@@ -532,9 +544,10 @@ async def run_round(server: NatsServer, cells: list[Cell], *, timeout: float) ->
         return task
 
     def caught(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        name = getattr(getattr(context.get("future"), "get_coro", lambda: None)(), "__qualname__", "")
-        if not name.startswith("Client."):
-            uncaught.append(f"{context.get('message')}: {context.get('exception')!r}")
+        task = context.get("future", context.get("task"))
+        name = getattr(task.get_coro(), "__qualname__", "") if isinstance(task, asyncio.Task) else ""
+        if not name.startswith(("Client.", "Subscription.")):
+            uncaught.append(f"{context.get('message')} {name} {context.get('exception')!r}")
 
     loop.set_task_factory(factory)
     loop.set_exception_handler(caught)
@@ -551,21 +564,14 @@ async def run_round(server: NatsServer, cells: list[Cell], *, timeout: float) ->
             for running in everything:
                 if running.freezer is not None:
                     running.freezer.arm()
-                running.task = _start(running, clock)
-            for _ in range(len(cells) % 7):  # the result may depend on how far the calls are
-                await asyncio.sleep(0)
-            for running in everything:
-                if running.cell.fault in ("close", "stop and close"):
-                    ends.append(asyncio.create_task(running.t.nc.close()))
-                elif running.cell.fault == "drain":
-                    ends.append(asyncio.create_task(running.t.nc.drain()))
+                running.task = _start(running)
+            closed = [each for each in everything if each.cell.fault in ("close", "stop and close", "drain")]
+            ends += [asyncio.create_task(_end(running)) for running in closed]
+            await asyncio.sleep(max(cell.moment for cell in cells))
             if not faults.isdisjoint(FAULTS["the server is killed"]):
                 server.kill()
             tasks = [each.task for each in everything if each.task is not None]
-            bounded = [each.task for each in everything if each.task is not None and not _is_endless(each.cell)]
-            await clock.wait(bounded, timeout + SLACK)
-            for running in everything:
-                _judge(running)
+            await asyncio.gather(*(_watch(running, clock, timeout) for running in everything))
             for task in tasks:
                 await abandon(task)
             await asyncio.gather(*(_undo(each, clock) for each in everything))
@@ -588,15 +594,29 @@ async def run_round(server: NatsServer, cells: list[Cell], *, timeout: float) ->
         cells[0].wrong += f" [in this round: uncaught: {uncaught[0]}]"
 
 
-def _start(running: _Running, clock: _LoopClock) -> asyncio.Task[object]:
+def _start(running: _Running) -> asyncio.Task[object]:
     context = contextvars.copy_context()
     context.run(_CELL.set, running.cell)
-    running.began = clock.seconds
 
     async def call() -> object:
         return await running.start()
 
     return asyncio.get_running_loop().create_task(call(), context=context)
+
+
+async def _end(running: _Running) -> None:
+    await asyncio.sleep(running.cell.moment)
+    nc = running.t.nc
+    await (nc.drain() if running.cell.fault == "drain" else nc.close())
+
+
+async def _watch(running: _Running, clock: _LoopClock, timeout: float) -> None:
+    """Wait as long as the call may take, and judge it."""
+    assert running.task is not None
+    if not _is_endless(running.cell):
+        timeouts = 2 if running.cell.call.startswith(PATIENT) else 1
+        await clock.wait([running.task], timeouts * timeout + SLACK)
+    _judge(running)
 
 
 def _is_endless(cell: Cell) -> bool:
@@ -653,22 +673,42 @@ def _check_leaks(running: _Running, owners: weakref.WeakKeyDictionary[asyncio.Ta
             cell.wrong += f"; {what} are left: {sorted(left)}"
 
 
-async def freezing(server: NatsServer, calls: Iterable[str], *, timeout: float, fallback: bool) -> AsyncIterator[Cell]:
-    """Stop each call after 0, 1, 2 ... answers until it completes; yield each cell that was run."""
-    left = list(calls)
+def matrix(group: str) -> list[Cell]:
+    """Return every cell for the faults of a group; the moment of the fault rotates."""
+    moments = itertools.cycle(MOMENTS)
+    return [
+        Cell(call, fault, size, pending, fallback, next(moments))
+        for fallback, pending, size, fault, call in itertools.product(
+            (False, True), (False, True), SIZES, FAULTS[group], CALLS
+        )
+    ]
+
+
+def sample(group: str) -> list[Cell]:
+    """Return each call with one fault of the group; together, every fault meets every size, state and connection."""
+    faults, states = FAULTS[group], tuple(itertools.product((False, True), SIZES, (False, True)))
+    shift = list(FAULTS).index(group)
+    return [
+        Cell(call, faults[(n + n // 2) % 2], size, pending, fallback, MOMENTS[n % 3])
+        for n, call in enumerate(CALLS)
+        for pending, size, fallback in [states[(5 * n + shift) % len(states)]]
+    ]
+
+
+async def run_cells(server: NatsServer, cells: list[Cell], *, timeout: float) -> None:
+    """Run cells of one group in rounds; the bytes of one round are in memory at once."""
+    for start in range(0, len(cells), 24):
+        await run_round(server, cells[start : start + 24], timeout=timeout)
+
+
+async def freeze_everywhere(server: NatsServer, calls: Iterable[str], *, timeout: float, fallback: bool) -> list[Cell]:
+    """Stop each call after 0, 1, 2 ... answers until it completes, and return the cells."""
+    done, left = list[Cell](), list(calls)
     for answers in range(100):
         cells = [Cell(call, answers, fallback=fallback) for call in left]
-        for share in shares(cells):
-            await run_round(server, share, timeout=timeout)
-        for cell in cells:
-            yield cell
+        await run_cells(server, cells, timeout=timeout)
+        done += cells
         left = [cell.call for cell in cells if not cell.complete and not _is_endless(cell)]
         if not left:
-            return
-    raise AssertionError(f"never complete: {left}")
-
-
-def shares(cells: list[Cell], size: int = 24) -> Iterator[list[Cell]]:
-    """Cut a list of cells into rounds; the bytes of one round are in memory at once."""
-    for start in range(0, len(cells), size):
-        yield cells[start : start + size]
+            return done
+    raise AssertionError(f"these calls never complete: {left}")
