@@ -32,6 +32,7 @@ from jetstream_ext.testing import NatsServer
 MOMENTS = (0.0, 0.001, 0.03)
 SIZES = (0, 100_000, 1_000_000)
 PENDING = 4 << 20
+TARGETS = 8  # streams to write to: a server keeps the batches of a lost connection for 10 s, up to 50 in a stream
 SLACK = 1.0  # seconds that a call may take beyond its timeout
 FAULTS = {
     "the server stays": ("close", "drain"),
@@ -79,7 +80,7 @@ class Try:
     """What one call needs: a connection of its own, a payload and a timeout."""
 
     nc: Client
-    name: str
+    number: int
     size: int
     timeout: float
     undo: list[Callable[[], Awaitable[object]]] = field(default_factory=list)
@@ -89,7 +90,9 @@ class Try:
         self.js = self.nc.jetstream(timeout=self.timeout)
         self.payload = bytes(self.size)
         self.stream = f"R{self.size}"  # to read from
-        self.subject = f"w.{self.name}"  # to write to
+        self.name = f"n{self.number}"
+        self.target = f"W{self.number % TARGETS}"  # to write to
+        self.subject = f"w{self.number % TARGETS}.{self.name}"
         self.direct = jsx.DirectGet(self.js, self.stream)
 
     def entries(self, count: int = 8) -> Iterator[tuple[str, bytes]]:
@@ -163,7 +166,7 @@ async def open_batches(t: Try) -> jsx.AtomicBatches:
 
 
 async def new_watch(t: Try) -> jsx.AbandonedBatches:
-    watch = jsx.watch_abandoned(t.js, "W")
+    watch = jsx.watch_abandoned(t.js, t.target)
     t.undo.append(watch.aclose)
     return watch
 
@@ -267,10 +270,10 @@ async def open_committing(t: Try) -> log.Committing:
 def exactly_once(t: Try, reader: log.LogReader) -> Awaitable[object]:
     return log.exactly_once(
         reader,
-        "W",
+        t.target,
         lambda msg: jsx.BatchMessage(t.subject, t.payload),
         name=t.name,
-        prefix="w.at",
+        prefix=f"w{t.number % TARGETS}.at",
         patience=t.timeout,
     )
 
@@ -315,7 +318,7 @@ CALLS: dict[str, Call] = {
     "create_source_consumer": plain(
         lambda t: jsx.create_source_consumer(t.js, t.stream, t.name, deliver_subject=f"d.{t.name}")
     ),
-    "ensure_stream": plain(lambda t: jsx.ensure_stream(t.js, name="W", subjects=["w.>"], allow_msg_ttl=True)),
+    "ensure_stream": plain(lambda t: jsx.ensure_stream(t.js, name=f"E{t.name}", subjects=[f"e{t.name}"])),
     "features": plain(lambda t: jsx.features(t.js)),
     "ingest": plain(lambda t: jsx.ingest(t.js, t.entries(30), flow=10, timeout=t.timeout)),
     "publish_atomic": plain(lambda t: jsx.publish_atomic(t.js, t.entries())),
@@ -358,16 +361,13 @@ async def _listed(acks: jsx.AtomicBatches) -> object:
     return await acks
 
 
-# Every connection that is lost leaves its batches open on the server for 10 s.
-CONFIG = "jetstream { limits { max_batch_inflight_per_stream: 1000, max_batch_inflight_total: 1000 } }"
-
-
 async def fill(server: NatsServer) -> None:
     """Create the streams and buckets that the calls use."""
     nc = await nats.connect(server.url, connect_timeout=10)
     js = nc.jetstream(timeout=60)
     flags = {"allow_direct": True, "allow_atomic": True, "allow_batched": True}
-    await js.add_stream(name="W", subjects=["w.>"], max_bytes=64 << 20, **flags)
+    for n in range(TARGETS):
+        await js.add_stream(name=f"W{n}", subjects=[f"w{n}.>"], max_bytes=16 << 20, **flags)
     for size in SIZES:
         await js.add_stream(name=f"R{size}", subjects=[f"r{size}.>"], **flags)
         await js.add_consumer(f"R{size}", durable_name="c")
@@ -469,7 +469,7 @@ class _Running:
     task: asyncio.Task[object] | None = None
 
 
-_names = itertools.count()
+_numbers = itertools.count()
 
 
 async def _ignore(error: Exception) -> None:
@@ -504,7 +504,7 @@ async def _prepare(server: NatsServer, cell: Cell, timeout: float, proxies: cont
     token = _CELL.set(cell)
     try:
         for attempt in itertools.count():
-            t = Try(nc, f"n{next(_names)}", cell.size, timeout)
+            t = Try(nc, next(_numbers), cell.size, timeout)
             try:
                 start = await CALLS[cell.call](t)
                 break
