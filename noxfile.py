@@ -63,6 +63,7 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     "simulation": (["tests/simulation"], {}),
     "call_simulation": (["tests/simulation", "--calls"], {}),
+    "waits": (["-m", "pytest", "--timeout=7200", "tests/safety_net/test_waits_end.py"], {}),
     "fuzz": (["tests/fuzz/direct_get.py"], {}),
 }
 

@@ -686,12 +686,10 @@ def matrix(group: str) -> list[Cell]:
 
 def sample(group: str) -> list[Cell]:
     """Return each call with one fault of the group; together, every fault meets every size, state and connection."""
-    faults, states = FAULTS[group], tuple(itertools.product((False, True), SIZES, (False, True)))
-    shift = list(FAULTS).index(group)
+    ends = list(itertools.product(FAULTS[group], SIZES, (False, True), (False, True)))
+    shift = 8 * list(FAULTS).index(group)
     return [
-        Cell(call, faults[(n + n // 2) % 2], size, pending, fallback, MOMENTS[n % 3])
-        for n, call in enumerate(CALLS)
-        for pending, size, fallback in [states[(5 * n + shift) % len(states)]]
+        Cell(call, *ends[(7 * n + shift) % len(ends)], moment=MOMENTS[n % len(MOMENTS)]) for n, call in enumerate(CALLS)
     ]
 
 
