@@ -136,6 +136,25 @@ class World:
             self.loop.call_later(self.random.random() * pick((0.01, 0.1, 1.0, 10.0)), action)
         self.loop.call_at(max(CALM, self.loop.time() + 1), self._calm)
 
+    def _commit_rule(self) -> reference.Rule:
+        """Return a fault of a commit: its answer is lost or late, or it is itself."""
+        pick = self.random.choice
+        options: dict[str, Any] = {"nth": pick((1, 1, 2)), "times": pick((1, 2)), "chance": pick((1.0, 0.5))}
+        commit: dict[str, Any] = {"subject": "s.>", "when": lambda message: b"Nats-Batch-Commit" in message.header}
+        rule: Callable[..., reference.Rule] = pick(
+            (
+                lambda: reference.Drop(kind="pub_ack", **options),
+                lambda: reference.Delay(kind="pub_ack", **options, seconds=pick((0.4, 3.0))),
+                lambda: reference.Lose(**commit, **options),
+                lambda: reference.Cut(**commit, **options, before=pick((True, False))),
+                lambda: reference.Stall(**commit, **options, seconds=pick((0.4, 3.0))),
+                lambda: reference.ChangeLeader(**commit, **options, unavailable=pick((0, 2))),
+            )
+        )
+        made = rule()
+        self.say(f"    {made}")
+        return made
+
     def _calm(self) -> None:
         self.say("    calm")
         self.network.faults.rules.clear()
@@ -272,6 +291,8 @@ class World:
         )
         js = self.nc.jetstream(timeout=self.timeout)
         self.trouble("s")
+        if self.bad and self.random.random() < 0.5:
+            self.network.faults.add(self._commit_rule())
         noise = asyncio.create_task(self._noise(pick((0.0, 0.05, 1.0))))
         plans: list[tuple[str | None, list[jsx.BatchMessage]]] = []
         outcomes: list[tuple[list[bytes], str, Any]] = []
@@ -291,8 +312,10 @@ class World:
                     for n in range(pick((1, 2, 5, 20)))
                 ]
             plans.append((batch_id, messages))
+            while not self.nc.is_connected and self.random.random() < 0.99:
+                await asyncio.sleep(0.05)
             content = [bytes(each.payload) for each in messages]
-            publish = pick((self._publish, self._publish, self._add_all, self._publish_many))
+            publish = pick((self._publish, self._add_all, self._add_all, self._publish_many))
             what, outcome = await publish(js, batch_id, messages)
             outcomes.append((content, what, outcome))
             if self.random.random() < 0.3:
@@ -366,21 +389,15 @@ class World:
         runs = Counter[tuple[bytes, ...]]()
         for _, group in _runs(self.stored("s")):
             runs[tuple(each.payload for each in group)] += 1
-        for content, what, outcome in outcomes:
+        for content, what, ack in outcomes:
+            if what == "stored":
+                seqs = range(ack.seq - len(content) + 1, ack.seq + 1) if ack is not None else ()
+                if [journal[seq].payload if seq in journal else None for seq in seqs] != content:
+                    raise WrongError(f"false success: {content} is not stored at {ack!r}")
+        for content, _, _ in outcomes:
             key = tuple(content)
             same = [(said, ack) for other, said, ack in outcomes if other == content]
             possible = sum(said != "not_stored" for said, _ in same)
-            if what == "stored":
-                ack = outcome
-                if (
-                    ack is None
-                    or [
-                        journal[seq].payload if seq in journal else None
-                        for seq in range(ack.seq - len(key) + 1, ack.seq + 1)
-                    ]
-                    != content
-                ):
-                    raise WrongError(f"false success: {content} is not stored at {ack!r}")
             if runs[key] > possible:
                 raise WrongError(f"false not_stored: {content} is stored {runs[key]} times, reported {same}")
             # The same commit answered twice is one run; two runs need two acks of their own.

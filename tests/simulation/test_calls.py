@@ -54,7 +54,7 @@ def test_a_schedule_can_be_replayed(kind: str) -> None:
 
 # Schedules that once found a defect.
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "see KNOWN")
-@pytest.mark.parametrize("name", ["ingest:6", "ingest:150", "atomic:174", "atomic:322", "worker:110"])
+@pytest.mark.parametrize("name", ["ingest:6", "ingest:150", "atomic:356", "worker:110"])
 def test_schedules_that_found_a_defect(name: str) -> None:
     replay(name)
 
