@@ -223,6 +223,24 @@ async def test_watching_for_abandoned_batches_ends_when_the_connection_is_draine
         assert isinstance(await within(SLACK, waiting), nats.errors.ConnectionClosedError)
 
 
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "a late PONG ends nats-py's read loop")
+async def test_a_watch_that_timed_out_leaves_the_connection_usable(own_server: NatsServer, connect: Connect) -> None:
+    nc = await connect(own_server.url)
+    js = nc.jetstream(timeout=30)
+    await js.add_stream(name="S", subjects=["s.>"])
+    own_server.pause()
+    try:
+        with pytest.raises(errors.RequestTimeoutError):
+            await jsx.watch_abandoned(nc.jetstream(timeout=0.2), "S").__aenter__()
+    finally:
+        own_server.resume()
+    answered = asyncio.ensure_future(js.account_info())
+    await asyncio.wait([answered, nc._reading_task], return_when=asyncio.FIRST_COMPLETED)
+    ended = nc._reading_task.done()
+    await abandon(answered)
+    assert not ended
+
+
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "wait_closed() of an unused publisher hangs")
 async def test_waiting_for_the_end_of_an_unused_publisher_ends_with_the_connection(
     server: NatsServer, connect: Connect, within: Within

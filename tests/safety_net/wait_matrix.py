@@ -482,7 +482,10 @@ def _without_internals(nc: Client) -> None:
     nc._flush_pending = lambda force_flush=False: flush(force_flush)  # type: ignore[method-assign, assignment]
 
 
-async def _prepare(server: NatsServer, cell: Cell, timeout: float, proxies: contextlib.AsyncExitStack) -> _Running:
+async def _prepare(
+    server: NatsServer, cell: Cell, timeout: float, proxies: contextlib.AsyncExitStack
+) -> _Running | None:
+    """Connect and prepare a call; None if that fails again and again."""
     freezer, url = None, server.url
     if isinstance(cell.fault, int):
         freezer = _Freezer(cell.fault)
@@ -508,9 +511,11 @@ async def _prepare(server: NatsServer, cell: Cell, timeout: float, proxies: cont
             try:
                 start = await CALLS[cell.call](t)
                 break
-            except (nats.errors.Error, AssertionError):  # a busy machine
+            except (nats.errors.Error, AssertionError) as error:  # a busy machine
                 if attempt == 20:
-                    raise
+                    cell.wrong, cell.complete = f"could not be prepared: {error!r}", True
+                    await end_connection(nc)
+                    return None
                 for undo in t.undo:
                     await undo()
                 await asyncio.sleep(attempt * timeout / 4)
@@ -556,7 +561,8 @@ async def run_round(server: NatsServer, cells: list[Cell], *, timeout: float) ->
     stops = not faults.isdisjoint((*FAULTS["the server is stopped"], *FAULTS["the server is killed"]))
     ends: list[asyncio.Task[Any]] = []
     async with contextlib.AsyncExitStack() as proxies:
-        everything = list(await asyncio.gather(*(_prepare(server, cell, timeout, proxies) for cell in cells)))
+        prepared = await asyncio.gather(*(_prepare(server, cell, timeout, proxies) for cell in cells))
+        everything = [each for each in prepared if each is not None]
         try:
             if stops:
                 server.pause()
