@@ -62,6 +62,8 @@ CAMPAIGNS: dict[str, tuple[list[str], dict[str, str]]] = {
         },
     ),
     "simulation": (["tests/simulation"], {}),
+    "call_simulation": (["tests/simulation", "--calls"], {}),
+    "waits": (["-m", "pytest", "--timeout=7200", "tests/safety_net/test_waits_end.py"], {}),
     "fuzz": (["tests/fuzz/direct_get.py"], {}),
 }
 
@@ -72,7 +74,8 @@ def full(session: nox.Session) -> None:
 
     The campaigns: longer (tests that CI runs shortened), faults, atomic_faults and spark_faults (kill, pause and restart
     real servers under load), differential (10,000 random sequences of commands to the reference server and to real ones),
-    simulation (200,000 schedules of the fast batch in virtual time), fuzz (the decoder of direct-get replies; needs a
+    simulation (200,000 schedules of the fast batch in virtual time), call_simulation (102,000 schedules of ingest, atomic
+    batches and exactly-once workers in virtual time), waits (every call, fault, payload and state of the connection), fuzz (the decoder of direct-get replies; needs a
     Python that atheris supports).
     """
     chosen, arguments = session.posargs[:1] or list(CAMPAIGNS), session.posargs[1:]

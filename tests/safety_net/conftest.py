@@ -18,7 +18,7 @@ from jetstream_ext.testing import NatsServer, ReferenceServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from waiting import abandon
+from waiting import abandon, end_connection
 
 Connect = Callable[..., Awaitable[Client]]
 Within = Callable[[float, Awaitable[Any]], Awaitable[Any]]
@@ -47,17 +47,6 @@ def within() -> Within:
 
 async def _ignore(error: Exception) -> None:
     pass
-
-
-async def end_connection(nc: Client) -> None:
-    """Close a connection in whatever state a test has left it."""
-    writer = getattr(nc._transport, "_io_writer", None)
-    if writer is not None and not writer.transport.is_closing():
-        writer.transport.abort()  # otherwise close() would wait until the pending bytes are written
-        await asyncio.sleep(0)
-    closing = asyncio.ensure_future(nc.close())
-    await asyncio.wait([closing], timeout=2)
-    await abandon(closing)
 
 
 @pytest.fixture

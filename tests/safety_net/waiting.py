@@ -1,7 +1,9 @@
-"""End a wait that does not end by itself."""
+"""End a wait or a connection that does not end by itself."""
 
 import asyncio
 from typing import Any
+
+from nats.aio.client import Client
 
 
 async def abandon(task: asyncio.Future[Any]) -> None:
@@ -13,3 +15,14 @@ async def abandon(task: asyncio.Future[Any]) -> None:
         await asyncio.sleep(0.01)
     if task.done() and not task.cancelled():
         task.exception()  # so that asyncio does not log it as never retrieved
+
+
+async def end_connection(nc: Client) -> None:
+    """Close a connection in whatever state a test has left it."""
+    writer = getattr(nc._transport, "_io_writer", None)
+    if writer is not None and not writer.transport.is_closing():
+        writer.transport.abort()  # otherwise close() would wait until the pending bytes are written
+        await asyncio.sleep(0)
+    closing = asyncio.ensure_future(nc.close())
+    await asyncio.wait([closing], timeout=2)
+    await abandon(closing)

@@ -143,6 +143,32 @@ def test_leader_change_can_lose_unacknowledged_messages() -> None:
     assert bench.fast(9, 3)[-1] == {"stream": "S", "seq": 5, "batch": "b", "count": 8}
 
 
+def test_every_message_can_change_the_leader() -> None:
+    bench = Bench(ChangeLeader("s.>", times=None))
+    assert bench.seqs(3) == [[1], [2], [3]]
+    bench = Bench(ChangeLeader("s.>", times=None, unavailable=2))
+    assert [bench.publish("s.a")[0].header[:12] for _ in range(3)] == [b"NATS/1.0 503"] * 3
+
+
+def test_second_leader_keeps_what_the_first_has_acknowledged() -> None:
+    bench = Bench(ChangeLeader("s.>", nth=4, times=2, unsaved=1))
+    for seq in range(1, 4):
+        bench.fast(seq, 1 if seq > 1 else 0, flow=9)
+    acknowledged = bench.fast(4, 1)[0]["seq"]
+    assert acknowledged == 2
+    assert bench.fast(5, 1)[0] == {"type": "ack", "seq": acknowledged, "msgs": 9}
+
+
+def test_message_that_was_reported_as_a_duplicate_is_not_lost_with_the_leader() -> None:
+    bench = Bench(ChangeLeader("s.>", nth=3, unsaved=1))
+    header = b"NATS/1.0\r\nNats-Msg-Id: one\r\n\r\n"
+    bench.publish("s.a", b"x", "R.b.9.ok.1.0.$FI", header)
+    (answer,) = bench.publish("s.a", b"x", header=header)
+    assert json.loads(answer.payload)["duplicate"]
+    (answer,) = bench.publish("s.a", b"x", header=header)[-1:]
+    assert json.loads(answer.payload) == {"stream": "S", "seq": 1, "duplicate": True}
+
+
 def test_leader_change_that_leaves_a_gap_ends_a_fail_batch() -> None:
     bench = Bench(ChangeLeader("s.>", nth=4, unavailable=1))
     for seq in range(1, 4):

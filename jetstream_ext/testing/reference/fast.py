@@ -127,6 +127,8 @@ class FastBatches:
             batch.committed = False
             batch.pending = 0
             batch.acked = batch.last = batch.stored
+            batch.acked_stream_seq = batch.last_stream_seq
+            batch.unacked.clear()  # another leader must not lose what this frame acknowledges
             self._send_ack(batch, batch.reply)
 
     def lose_unacked(self, count: int) -> None:

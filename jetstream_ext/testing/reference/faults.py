@@ -333,8 +333,10 @@ class Injector:
                 return False
             case ChangeLeader() if hosted is not None:
                 hosted.change_leader(unsaved=rule.unsaved)
-                self._leaderless[hosted.stream.name] = rule.unavailable
-                return self.incoming(message)
+                if rule.unavailable:
+                    self._leaderless[hosted.stream.name] = rule.unavailable - 1
+                    self._context.router.send_no_responders(message)
+                    return False
             case StaleReplica():
                 self._read_stale(message, rule.behind)
                 return False

@@ -124,6 +124,8 @@ class Stream:
         """The older state that Direct Get reads while a fault makes the replicas lag."""
         self.last_msg_id: str = ""
         self.duplicates: _Duplicates = _Duplicates(context)
+        self.shown: int = 0
+        """The newest message that an answer has called stored: no leader shows one before the replicas have it."""
         self._readers = readers
         self._on_stored = on_stored
         self._expiry = _Expiry(context, self._expire)
@@ -209,11 +211,13 @@ class Stream:
 
     def duplicate_of(self, msg_id: str) -> int:
         """Return the sequence of a message id inside the duplicate window, or 0."""
-        return self.duplicates.find(msg_id, self.config["duplicate_window"])
+        seq = self.duplicates.find(msg_id, self.config["duplicate_window"])
+        self.shown = max(self.shown, seq)
+        return seq
 
     def undo_append(self, seq: int) -> bool:
-        """Undo the newest message if it has this sequence, and return whether it did."""
-        if not self.store.undo_add(seq):
+        """Undo the newest message if it has this sequence and was not shown, and return whether it did."""
+        if seq <= self.shown or not self.store.undo_add(seq):
             return False
         self.duplicates.forget(seq)
         return True

@@ -1,0 +1,718 @@
+"""The matrix of waits: every public call x every end of a connection x sizes x a full write buffer.
+
+`CALLS` maps every public coroutine, async iterator and function that returns an awaitable to a function that prepares it
+on a connection of its own, and returns what starts it. `public_calls` finds their names in the modules, so that a test
+can say which is missing. `run_round` runs many cells of the matrix concurrently on one server; each call must end within
+its timeout, with an error of nats-py or of this package, and leave no task, timer or subscription.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import itertools
+import typing
+import weakref
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import nats
+import nats.errors
+from frame_proxy import Frame, FrameProxy
+from nats.aio.client import Client
+from waiting import abandon, end_connection
+
+import jetstream_ext as jsx
+import jetstream_ext.kv as kvx
+import jetstream_ext.log as log
+from jetstream_ext.testing import NatsServer
+
+MOMENTS = (0.0, 0.001, 0.03)
+SIZES = (0, 100_000, 1_000_000)
+PENDING = 4 << 20
+TARGETS = 8  # streams to write to: a server keeps the batches of a lost connection for 10 s, up to 50 in a stream
+SLACK = 1.0  # seconds that a call may take beyond its timeout
+FAULTS = {
+    "the server stays": ("close", "drain"),
+    "the server is killed": ("kill", "stay away"),
+    "the server is stopped": ("stop", "stop and close"),
+}
+# What waits for an event, and not for an answer, ends only with its connection.
+ENDLESS = {"AbandonedBatches.__anext__", "FastPublisher.wait_closed", "FastPublisher.wait_closed (unused)"}
+# What has a `patience` for transient errors besides the `timeout` for an answer, each of which is the cell's timeout.
+PATIENT = ("Committing", "LogReader", "OffsetStore", "exactly_once", "ingest", "retry_transaction")
+ENDS_FOR_GOOD = ("close", "drain", "kill", "stop and close")
+_ASYNC = ("__aenter__", "__aexit__", "__anext__", "__await__")
+
+
+def public_calls() -> set[str]:
+    """Return the names of everything public that can be awaited, iterated or entered."""
+    found = set[str]()
+    for module in (jsx, kvx, log):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if not inspect.isclass(thing):
+                found |= {name} if _waits(thing) else set()
+                continue
+            for part in dir(thing):
+                if part == "__await__" or ((part in _ASYNC or part[0] != "_") and _waits(getattr(thing, part))):
+                    found.add(f"{name}.{part}")
+    return found
+
+
+def _waits(function: object) -> bool:
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return True
+    if not inspect.isfunction(function):
+        return False
+    returned = typing.get_type_hints(function).get("return")
+    returned = typing.get_origin(returned) or returned
+    return any(hasattr(returned, name) for name in _ASYNC)
+
+
+# -- the calls --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Try:
+    """What one call needs: a connection of its own, a payload and a timeout."""
+
+    nc: Client
+    number: int
+    size: int
+    timeout: float
+    undo: list[Callable[[], Awaitable[object]]] = field(default_factory=list)
+    """What the caller must do with the objects that it has made; nothing of it may wait."""
+
+    def __post_init__(self) -> None:
+        self.js = self.nc.jetstream(timeout=self.timeout)
+        self.payload = bytes(self.size)
+        self.stream = f"R{self.size}"  # to read from
+        self.name = f"n{self.number}"
+        self.target = f"W{self.number % TARGETS}"  # to write to
+        self.subject = f"w{self.number % TARGETS}.{self.name}"
+        self.direct = jsx.DirectGet(self.js, self.stream)
+
+    def entries(self, count: int = 8) -> Iterator[tuple[str, bytes]]:
+        return ((self.subject, self.payload) for _ in range(count))
+
+    async def bucket(self) -> Any:
+        return await self.js.key_value(f"B{self.size}")
+
+    def reader(self) -> log.LogReader:
+        return log.LogReader(self.js, self.stream, patience=self.timeout)
+
+    def offsets(self, bucket: str = "offsets") -> log.OffsetStore:
+        return log.OffsetStore(self.js, bucket, patience=self.timeout)
+
+
+Start = Callable[[], Awaitable[object]]
+Call = Callable[[Try], Awaitable[Start]]
+
+
+def plain(call: Callable[[Try], Awaitable[object]]) -> Call:
+    """Return a call that needs no preparation."""
+
+    async def prepare(t: Try) -> Start:
+        return lambda: call(t)
+
+    return prepare
+
+
+def on(opened: Callable[[Try], Awaitable[Any]], call: Callable[[Try, Any], Awaitable[object]]) -> Call:
+    """Return a call of an object that `opened` has prepared."""
+
+    async def prepare(t: Try) -> Start:
+        prepared = await opened(t)
+        return lambda: call(t, prepared)
+
+    return prepare
+
+
+async def new_batch(t: Try) -> jsx.AtomicBatch:
+    batch = jsx.AtomicBatch(t.js)
+    t.undo.append(batch.discard)
+    return batch
+
+
+async def open_batch(t: Try) -> jsx.AtomicBatch:
+    batch = await new_batch(t)
+    await batch.add(t.subject, b"1")
+    return batch
+
+
+async def lost_commit(t: Try) -> jsx.AtomicBatch:
+    batch = await open_batch(t)
+    await _cancel_once_sent(t, batch.commit_eob())
+    assert batch.state == "unknown"
+    return batch
+
+
+async def _cancel_once_sent(t: Try, commit: Awaitable[object]) -> None:
+    sent = t.nc.stats["out_msgs"]
+    task = asyncio.ensure_future(commit)
+    while t.nc.stats["out_msgs"] == sent:
+        await asyncio.sleep(0)
+    await abandon(task)
+
+
+async def open_batches(t: Try) -> jsx.AtomicBatches:
+    acks = jsx.publish_atomic_many(t.js, [list(t.entries(2)) for _ in range(8)])
+    t.undo.append(acks.aclose)
+    await anext(acks)
+    return acks
+
+
+async def new_watch(t: Try) -> jsx.AbandonedBatches:
+    watch = jsx.watch_abandoned(t.js, t.target)
+    t.undo.append(watch.aclose)
+    return watch
+
+
+async def open_watch(t: Try) -> jsx.AbandonedBatches:
+    return await (await new_watch(t)).__aenter__()
+
+
+def publishers(gap: jsx.GapMode) -> tuple[Callable[[Try], Awaitable[Any]], Callable[[Try], Awaitable[Any]]]:
+    async def new(t: Try) -> jsx.FastPublisher:
+        publisher = jsx.FastPublisher(t.js, flow=10, gap=gap)
+        t.undo.append(publisher.discard)
+        return publisher
+
+    async def opened(t: Try) -> jsx.FastPublisher:
+        publisher = await new(t)
+        await publisher.add(t.subject, b"1")
+        return publisher
+
+    return new, opened
+
+
+def fast_calls(gap: jsx.GapMode) -> dict[str, Call]:
+    new, opened = publishers(gap)
+    return {
+        "__aenter__": on(new, lambda t, pub: pub.__aenter__()),
+        "__aexit__": on(opened, lambda t, pub: pub.__aexit__(None, None, None)),
+        "add": on(opened, lambda t, pub: pub.add(t.subject, t.payload)),
+        "add (the first)": on(new, lambda t, pub: pub.add(t.subject, t.payload)),
+        "add_message": on(opened, lambda t, pub: pub.add_message(jsx.BatchMessage(t.subject, t.payload))),
+        "add_many": on(opened, lambda t, pub: pub.add_many(t.entries(30))),
+        "commit": on(opened, lambda t, pub: pub.commit(t.subject, t.payload)),
+        "commit_eob": on(opened, lambda t, pub: pub.commit_eob()),
+        "discard": on(opened, lambda t, pub: pub.discard()),
+        "flush": on(opened, lambda t, pub: pub.flush()),
+        "ping": on(opened, lambda t, pub: pub.ping()),
+        "wait_closed": on(opened, lambda t, pub: pub.wait_closed()),
+        "wait_closed (unused)": on(new, lambda t, pub: pub.wait_closed()),
+    }
+
+
+async def new_messages(t: Try) -> jsx.MessageBatch:
+    messages = t.direct.scan()
+    t.undo.append(messages.aclose)
+    return messages
+
+
+async def open_messages(t: Try) -> jsx.MessageBatch:
+    messages = t.direct.scan(batch=1)
+    t.undo.append(messages.aclose)
+    await anext(messages)
+    return messages
+
+
+async def open_transaction(t: Try) -> kvx.Transaction:
+    tx = kvx.transaction(await t.bucket())
+    t.undo.append(tx.discard)
+    await tx.__aenter__()
+    tx.put(t.name, t.payload)
+    return tx
+
+
+async def lost_transaction(t: Try) -> kvx.Transaction:
+    tx = await open_transaction(t)
+    await _cancel_once_sent(t, tx.commit())
+    tx._with_id, tx._state = True, "unknown"  # whatever the cancelled commit had reached
+    return tx
+
+
+async def enter_transaction(t: Try, kv: Any) -> None:
+    async with kvx.transaction(kv) as tx:
+        tx.put(t.name, t.payload)
+
+
+async def change(tx: kvx.Transaction) -> None:
+    await tx.get("a")
+    tx.put("a", b"2")
+
+
+async def a_bucket(t: Try) -> Any:
+    return await t.bucket()
+
+
+async def open_reader(t: Try) -> log.LogReader:
+    reader = t.reader()
+    await reader.open()
+    return reader
+
+
+async def new_committing(t: Try) -> log.Committing:
+    return t.offsets().committing(t.reader(), name=t.name, every=1)
+
+
+async def open_committing(t: Try) -> log.Committing:
+    committing = await new_committing(t)
+    await committing.__aenter__()
+    await anext(committing)
+    return committing
+
+
+def exactly_once(t: Try, reader: log.LogReader) -> Awaitable[object]:
+    return log.exactly_once(
+        reader,
+        t.target,
+        lambda msg: jsx.BatchMessage(t.subject, t.payload),
+        name=t.name,
+        prefix=f"w{t.number % TARGETS}.at",
+        patience=t.timeout,
+    )
+
+
+CALLS: dict[str, Call] = {
+    # client
+    "AbandonedBatches.__aenter__": on(new_watch, lambda t, watch: watch.__aenter__()),
+    "AbandonedBatches.__aexit__": on(open_watch, lambda t, watch: watch.__aexit__(None, None, None)),
+    "AbandonedBatches.__anext__": on(open_watch, lambda t, watch: anext(watch)),
+    "AbandonedBatches.aclose": on(open_watch, lambda t, watch: watch.aclose()),
+    "AtomicBatch.__aenter__": on(new_batch, lambda t, batch: batch.__aenter__()),
+    "AtomicBatch.__aexit__": on(open_batch, lambda t, batch: batch.__aexit__(None, None, None)),
+    "AtomicBatch.add": on(open_batch, lambda t, batch: batch.add(t.subject, t.payload)),
+    "AtomicBatch.add (the first)": on(new_batch, lambda t, batch: batch.add(t.subject, t.payload)),
+    "AtomicBatch.add_many": on(open_batch, lambda t, batch: batch.add_many(t.entries())),
+    "AtomicBatch.add_message": on(
+        open_batch, lambda t, batch: batch.add_message(jsx.BatchMessage(t.subject, t.payload), ack=True)
+    ),
+    "AtomicBatch.commit": on(open_batch, lambda t, batch: batch.commit(t.subject, t.payload)),
+    "AtomicBatch.commit_eob": on(open_batch, lambda t, batch: batch.commit_eob()),
+    "AtomicBatch.discard": on(open_batch, lambda t, batch: batch.discard()),
+    "AtomicBatch.resolve": on(lost_commit, lambda t, batch: batch.resolve(timeout=t.timeout)),
+    "AtomicBatches.__anext__": on(open_batches, lambda t, acks: anext(acks)),
+    "AtomicBatches.__await__": plain(lambda t: _listed(jsx.publish_atomic_many(t.js, [t.entries()] * 2))),
+    "AtomicBatches.aclose": on(open_batches, lambda t, acks: acks.aclose()),
+    "AtomicBatches.to_list": on(open_batches, lambda t, acks: acks.to_list()),
+    "DirectGet.batch": plain(lambda t: t.direct.batch(10).to_list()),
+    "DirectGet.get": plain(lambda t: t.direct.get(1)),
+    "DirectGet.get_at": plain(lambda t: t.direct.get_at(datetime(2020, 1, 1, tzinfo=UTC))),
+    "DirectGet.get_last": plain(lambda t: t.direct.get_last(f"r{t.size}.1")),
+    "DirectGet.get_next": plain(lambda t: t.direct.get_next(f"r{t.size}.>")),
+    "DirectGet.multi_last": plain(lambda t: t.direct.multi_last([f"r{t.size}.>"]).to_list()),
+    "DirectGet.scan": plain(lambda t: t.direct.scan().to_list()),
+    "DirectGet.scan (confirmed)": plain(lambda t: t.direct.scan(confirm=True).to_list()),
+    **{f"FastPublisher.{name}": call for name, call in fast_calls(jsx.GapMode.FAIL).items()},
+    **{f"FastPublisher.{name} (gaps ok)": call for name, call in fast_calls(jsx.GapMode.OK).items()},
+    "MessageBatch.__aenter__": on(new_messages, lambda t, messages: messages.__aenter__()),
+    "MessageBatch.__aexit__": on(open_messages, lambda t, messages: messages.__aexit__(None, None, None)),
+    "MessageBatch.__anext__": on(open_messages, lambda t, messages: anext(messages)),
+    "MessageBatch.aclose": on(open_messages, lambda t, messages: messages.aclose()),
+    "MessageBatch.to_list": on(new_messages, lambda t, messages: messages.to_list()),
+    "create_source_consumer": plain(
+        lambda t: jsx.create_source_consumer(t.js, t.stream, t.name, deliver_subject=f"d.{t.name}")
+    ),
+    "ensure_stream": plain(lambda t: jsx.ensure_stream(t.js, name=f"E{t.name}", subjects=[f"e{t.name}"])),
+    "features": plain(lambda t: jsx.features(t.js)),
+    "ingest": plain(lambda t: jsx.ingest(t.js, t.entries(30), flow=10, timeout=t.timeout)),
+    "publish_atomic": plain(lambda t: jsx.publish_atomic(t.js, t.entries())),
+    "publish_atomic_many": plain(lambda t: _listed(jsx.publish_atomic_many(t.js, [t.entries()] * 2))),
+    "reset_consumer": plain(lambda t: jsx.reset_consumer(t.js, t.stream, "c")),
+    "source_health": plain(lambda t: jsx.source_health(t.js, t.stream)),
+    "watch_abandoned": on(new_watch, lambda t, watch: watch.__aenter__()),
+    # kv
+    "Transaction.__aenter__": on(a_bucket, lambda t, kv: kvx.transaction(kv).__aenter__()),
+    "Transaction.__aexit__": on(open_transaction, lambda t, tx: tx.__aexit__(None, None, None)),
+    "Transaction.commit": on(open_transaction, lambda t, tx: tx.commit()),
+    "Transaction.discard": on(open_transaction, lambda t, tx: tx.discard()),
+    "Transaction.get": on(open_transaction, lambda t, tx: tx.get("a")),
+    "Transaction.get_many": on(open_transaction, lambda t, tx: tx.get_many(["a", "b"])),
+    "Transaction.repeat": on(lost_transaction, lambda t, tx: tx.repeat()),
+    "Transaction.resolve": on(lost_transaction, lambda t, tx: tx.resolve(timeout=t.timeout)),
+    "enable": on(a_bucket, lambda t, kv: kvx.enable(kv, atomic=True)),
+    "get_many": on(a_bucket, lambda t, kv: kvx.get_many(kv, ["a", "b"])),
+    "retry_transaction": on(a_bucket, lambda t, kv: kvx.retry_transaction(kv, change, give_up_after=t.timeout)),
+    "snapshot": on(a_bucket, lambda t, kv: kvx.snapshot(kv)),
+    "touch": on(a_bucket, lambda t, kv: kvx.touch(kv, "b", jsx.NEVER)),
+    "transaction": on(a_bucket, enter_transaction),
+    # log
+    "Committing.__aenter__": on(new_committing, lambda t, messages: messages.__aenter__()),
+    "Committing.__aexit__": on(open_committing, lambda t, messages: messages.__aexit__(None, None, None)),
+    "Committing.__anext__": on(open_committing, lambda t, messages: anext(messages)),
+    "Committing.commit": on(open_committing, lambda t, messages: messages.commit()),
+    "LogReader.__anext__": on(open_reader, lambda t, reader: anext(reader)),
+    "LogReader.open": plain(lambda t: t.reader().open()),
+    "LogReader.read": on(open_reader, lambda t, reader: reader.read()),
+    "OffsetStore.commit": on(open_reader, lambda t, reader: t.offsets().commit(reader, name=t.name)),
+    "OffsetStore.committing": on(new_committing, lambda t, messages: messages.__aenter__()),
+    "OffsetStore.create": plain(lambda t: t.offsets(f"new{t.name}").create()),
+    "OffsetStore.fetch": plain(lambda t: t.offsets().fetch("r")),
+    "exactly_once": on(open_reader, exactly_once),
+}
+
+
+async def _listed(acks: jsx.AtomicBatches) -> object:
+    return await acks
+
+
+async def fill(server: NatsServer) -> None:
+    """Create the streams and buckets that the calls use."""
+    nc = await nats.connect(server.url, connect_timeout=10)
+    js = nc.jetstream(timeout=60)
+    flags = {"allow_direct": True, "allow_atomic": True, "allow_batched": True}
+    for n in range(TARGETS):
+        await js.add_stream(name=f"W{n}", subjects=[f"w{n}.>"], max_bytes=16 << 20, **flags)
+    for size in SIZES:
+        await js.add_stream(name=f"R{size}", subjects=[f"r{size}.>"], **flags)
+        await js.add_consumer(f"R{size}", durable_name="c")
+        kv = await js.create_key_value(bucket=f"B{size}", direct=True, history=2)
+        for n in range(3):
+            await js.publish(f"r{size}.{n}", bytes(size))
+        for key in "ab":
+            await kv.put(key, bytes(size))
+        await kvx.enable(kv, atomic=True, ttl=60)
+    await js.create_key_value(bucket="offsets")
+    await nc.close()
+
+
+# -- the cells ----------------------------------------------------------------------------------------------------------
+
+_CELL: contextvars.ContextVar["Cell | None"] = contextvars.ContextVar("cell", default=None)
+
+
+@dataclass(eq=False)
+class Cell:
+    """One call and what happens to its connection; `fault` is one of `FAULTS`, or the answer after which all stops."""
+
+    call: str
+    fault: str | int
+    size: int = 0
+    pending: bool = False
+    fallback: bool = False
+    moment: float = 0.0  # seconds after the start of the call at which its connection ends
+    wrong: str = ""
+    complete: bool = False  # the call had all its answers before the fault
+
+    def __str__(self) -> str:
+        fault = self.fault if isinstance(self.fault, str) else f"stop after answer {self.fault}"
+        state = "4 MiB pending" if self.pending else "idle"
+        when = f" after {self.moment:g} s" if self.moment else ""
+        return f"{self.call}, {fault}{when}, {self.size:,} B, {state}" + (", fallback" if self.fallback else "")
+
+
+class _LoopClock:
+    """Seconds in which the loop was able to run: a stall of the machine or of the loop hardly counts."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            before = loop.time()
+            await asyncio.sleep(0.01)
+            self.seconds += min(loop.time() - before, 0.02)
+
+    async def wait(self, tasks: Iterable[asyncio.Future[Any]], seconds: float) -> None:
+        """Wait until the tasks are done, for some seconds of this clock."""
+        until, left = self.seconds + seconds, set(tasks)
+        while left and self.seconds < until:
+            _, left = await asyncio.wait(left, timeout=0.05)
+
+    async def stop(self) -> None:
+        await abandon(self._task)
+
+
+class _Freezer:
+    """Hooks of a proxy that stop all traffic after some messages of the server."""
+
+    def __init__(self, answers: int) -> None:
+        self.left: float = float("inf")
+        self.answers = answers
+        self.frozen = False
+        self._forever = asyncio.Event()
+
+    def arm(self) -> None:
+        self.left = self.answers
+        self.frozen = not self.answers
+
+    async def up(self, frame: Frame) -> Frame | None:
+        if self.frozen and self.answers:
+            await self._forever.wait()
+        return frame
+
+    async def down(self, frame: Frame) -> Frame | None:
+        if self.left <= 0:
+            self.frozen = True
+            await self._forever.wait()
+        self.left -= 1
+        self.frozen = self.left <= 0
+        return frame
+
+
+@dataclass
+class _Running:
+    """A cell with its connection and its call."""
+
+    cell: Cell
+    t: Try
+    held: set[int]
+    freezer: _Freezer | None
+    start: Start
+    task: asyncio.Task[object] | None = None
+
+
+_numbers = itertools.count()
+
+
+async def _ignore(error: Exception) -> None:
+    pass
+
+
+def _without_internals(nc: Client) -> None:
+    """Make this package use nats-py's public interface only."""
+    flush = nc._flush_pending
+    nc._flush_pending = lambda force_flush=False: flush(force_flush)  # type: ignore[method-assign, assignment]
+
+
+async def _prepare(
+    server: NatsServer, cell: Cell, timeout: float, proxies: contextlib.AsyncExitStack
+) -> _Running | None:
+    """Connect and prepare a call; None if that fails again and again."""
+    freezer, url = None, server.url
+    if isinstance(cell.fault, int):
+        freezer = _Freezer(cell.fault)
+        proxy = FrameProxy(server.port, on_publish=freezer.up, on_delivery=freezer.down)
+        url = (await proxies.enter_async_context(proxy)).url
+    nc = await nats.connect(
+        url,
+        allow_reconnect=cell.fault != "kill",
+        reconnect_time_wait=0.05,
+        max_reconnect_attempts=-1,
+        connect_timeout=30,
+        drain_timeout=1,
+        error_cb=_ignore,
+    )
+    if cell.fallback:
+        _without_internals(nc)
+    await nc.jetstream(timeout=60).account_info()  # opens nats-py's own subscription for answers
+    held = set(nc._subs)
+    token = _CELL.set(cell)
+    try:
+        for attempt in itertools.count():
+            t = Try(nc, next(_numbers), cell.size, timeout)
+            try:
+                start = await CALLS[cell.call](t)
+                break
+            except (nats.errors.Error, AssertionError) as error:  # a busy machine
+                if attempt == 20:
+                    cell.wrong, cell.complete = f"could not be prepared: {error!r}", True
+                    await end_connection(nc)
+                    return None
+                for undo in t.undo:
+                    await undo()
+                await asyncio.sleep(attempt * timeout / 4)
+    finally:
+        _CELL.reset(token)
+    return _Running(cell, t, held, freezer, start)
+
+
+async def _clog(running: _Running, *, stopped: bool) -> None:
+    """Make 4 MiB pending in nats-py's buffer; behind a stopped server, also fill what is in front of it."""
+    nc = running.t.nc
+    noise = b"PUB noise 1000000\r\n" + bytes(1_000_000) + b"\r\n"
+    while nc._pending_data_size < PENDING:
+        while nc._pending_data_size < PENDING:
+            nc._pending.append(noise)
+            nc._pending_data_size += len(noise)
+        if stopped:
+            await nc._flush_pending()
+            await asyncio.sleep(0.05)  # nats-py's flusher takes the buffer if its socket takes bytes
+
+
+async def run_round(server: NatsServer, cells: list[Cell], *, timeout: float) -> None:
+    """Run cells whose faults are of one group of `FAULTS` (or numbers) concurrently, and note what is wrong in each."""
+    loop: Any = asyncio.get_running_loop()
+    owners: weakref.WeakKeyDictionary[asyncio.Task[Any], Cell | None] = weakref.WeakKeyDictionary()
+    uncaught: list[str] = []
+
+    def factory(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        task = asyncio.Task(coroutine, loop=loop, **options)
+        owners[task] = _CELL.get()
+        return task
+
+    def caught(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        task = context.get("future", context.get("task"))
+        name = getattr(task.get_coro(), "__qualname__", "") if isinstance(task, asyncio.Task) else ""
+        if not name.startswith(("Client.", "Subscription.")):
+            uncaught.append(f"{context.get('message')} {name} {context.get('exception')!r}")
+
+    loop.set_task_factory(factory)
+    loop.set_exception_handler(caught)
+    clock = _LoopClock()
+    faults = {cell.fault for cell in cells}
+    stops = not faults.isdisjoint((*FAULTS["the server is stopped"], *FAULTS["the server is killed"]))
+    ends: list[asyncio.Task[Any]] = []
+    async with contextlib.AsyncExitStack() as proxies:
+        prepared = await asyncio.gather(*(_prepare(server, cell, timeout, proxies) for cell in cells))
+        everything = [each for each in prepared if each is not None]
+        try:
+            if stops:
+                server.pause()
+            await asyncio.gather(*(_clog(each, stopped=stops) for each in everything if each.cell.pending))
+            for running in everything:
+                if running.freezer is not None:
+                    running.freezer.arm()
+                running.task = _start(running)
+            closed = [each for each in everything if each.cell.fault in ("close", "stop and close", "drain")]
+            ends += [asyncio.create_task(_end(running)) for running in closed]
+            await asyncio.sleep(max(cell.moment for cell in cells))
+            if not faults.isdisjoint(FAULTS["the server is killed"]):
+                server.kill()
+            tasks = [each.task for each in everything if each.task is not None]
+            await asyncio.gather(*(_watch(running, clock, timeout) for running in everything))
+            for task in tasks:
+                await abandon(task)
+            await asyncio.gather(*(_undo(each, clock) for each in everything))
+            await clock.wait([task for task in owners if owners[task] in cells and not task.done()], SLACK)
+            for running in everything:
+                _check_leaks(running, owners)
+        finally:
+            for task in ends:
+                await abandon(task)
+            for running in everything:
+                await end_connection(running.t.nc)
+            if not faults.isdisjoint(FAULTS["the server is killed"]):
+                await asyncio.to_thread(server.restart)
+            elif stops:
+                server.resume()
+    await clock.stop()
+    loop.set_task_factory(None)
+    loop.set_exception_handler(None)
+    if uncaught:
+        cells[0].wrong += f" [in this round: uncaught: {uncaught[0]}]"
+
+
+def _start(running: _Running) -> asyncio.Task[object]:
+    context = contextvars.copy_context()
+    context.run(_CELL.set, running.cell)
+
+    async def call() -> object:
+        return await running.start()
+
+    return asyncio.get_running_loop().create_task(call(), context=context)
+
+
+async def _end(running: _Running) -> None:
+    await asyncio.sleep(running.cell.moment)
+    nc = running.t.nc
+    await (nc.drain() if running.cell.fault == "drain" else nc.close())
+
+
+async def _watch(running: _Running, clock: _LoopClock, timeout: float) -> None:
+    """Wait as long as the call may take, and judge it."""
+    assert running.task is not None
+    if not _is_endless(running.cell):
+        timeouts = 2 if running.cell.call.startswith(PATIENT) else 1
+        await clock.wait([running.task], timeouts * timeout + SLACK)
+    _judge(running)
+
+
+def _is_endless(cell: Cell) -> bool:
+    return cell.call.removesuffix(" (gaps ok)") in ENDLESS and cell.fault not in ENDS_FOR_GOOD
+
+
+def _judge(running: _Running) -> None:
+    cell, task = running.cell, running.task
+    assert task is not None
+    frozen = running.freezer is None or running.freezer.frozen
+    cell.complete = task.done() and not frozen
+    if not task.done():
+        if not _is_endless(cell):
+            cell.wrong = "still waits: " + _where(task)
+    elif task.cancelled():
+        cell.wrong = "ended as cancelled"
+    elif (error := task.exception()) is not None and not isinstance(error, (nats.errors.Error, StopAsyncIteration)):
+        cell.wrong = f"raised {error!r}"
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    """Return the functions that a task is in, from the outside in."""
+    names, awaited = list[str](), task.get_coro()
+    while awaited is not None:
+        code = getattr(awaited, "cr_code", None) or getattr(awaited, "ag_code", None)
+        if code is not None:
+            names.append(code.co_qualname)
+        inner = getattr(awaited, "cr_await", None)
+        awaited = inner if inner is not None else getattr(awaited, "ag_await", None)
+    return " > ".join(names[-4:])
+
+
+async def _undo(running: _Running, clock: _LoopClock) -> None:
+    for undo in running.t.undo:
+        task = asyncio.ensure_future(undo())
+        await clock.wait([task], SLACK)
+        if not task.done():
+            running.cell.wrong += "; its cleanup waits: " + _where(task)  # type: ignore[arg-type]
+        elif not task.cancelled() and (error := task.exception()) is not None:
+            running.cell.wrong += f"; its cleanup raised {error!r}"
+        await abandon(task)
+
+
+def _check_leaks(running: _Running, owners: weakref.WeakKeyDictionary[asyncio.Task[Any], Cell | None]) -> None:
+    cell, nc = running.cell, running.t.nc
+    loop: Any = asyncio.get_running_loop()
+    tasks = {_where(task) for task, owner in owners.items() if owner is cell and not task.done()}
+    timers = {
+        repr(each._callback) for each in loop._scheduled if not each.cancelled() and each._context.get(_CELL) is cell
+    }
+    subscriptions = {nc._subs[sid]._subject for sid in set(nc._subs) - running.held}
+    for what, left in (("tasks", tasks), ("timers", timers), ("subscriptions", subscriptions)):
+        if left:
+            cell.wrong += f"; {what} are left: {sorted(left)}"
+
+
+def matrix(group: str) -> list[Cell]:
+    """Return every cell for the faults of a group; the moment of the fault rotates."""
+    moments = itertools.cycle(MOMENTS)
+    return [
+        Cell(call, fault, size, pending, fallback, next(moments))
+        for fallback, pending, size, fault, call in itertools.product(
+            (False, True), (False, True), SIZES, FAULTS[group], CALLS
+        )
+    ]
+
+
+def sample(group: str) -> list[Cell]:
+    """Return each call with one fault of the group; together, every fault meets every size, state and connection."""
+    ends = list(itertools.product(FAULTS[group], SIZES, (False, True), (False, True)))
+    shift = 8 * list(FAULTS).index(group)
+    return [
+        Cell(call, *ends[(7 * n + shift) % len(ends)], moment=MOMENTS[n % len(MOMENTS)]) for n, call in enumerate(CALLS)
+    ]
+
+
+async def run_cells(server: NatsServer, cells: list[Cell], *, timeout: float) -> None:
+    """Run cells of one group in rounds; the bytes of one round are in memory at once."""
+    for start in range(0, len(cells), 24):
+        await run_round(server, cells[start : start + 24], timeout=timeout)
+
+
+async def freeze_everywhere(server: NatsServer, calls: Iterable[str], *, timeout: float, fallback: bool) -> list[Cell]:
+    """Stop each call after 0, 1, 2 ... answers until it completes, and return the cells."""
+    done, left = list[Cell](), list(calls)
+    for answers in range(100):
+        cells = [Cell(call, answers, fallback=fallback) for call in left]
+        await run_cells(server, cells, timeout=timeout)
+        done += cells
+        left = [cell.call for cell in cells if not cell.complete and not _is_endless(cell)]
+        if not left:
+            return done
+    raise AssertionError(f"these calls never complete: {left}")

@@ -1,0 +1,115 @@
+"""A few seconds of the simulation of whole calls; `nox -s full -- call_simulation` runs 102,000 schedules."""
+
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from call_schedules import replay, run
+from call_world import JOBS
+
+from jetstream_ext.client import fenced_write
+from jetstream_ext.client.atomic_session import AtomicSession
+from jetstream_ext.client.base_connection import InboxSubscription
+from jetstream_ext.client.connection import Context
+from jetstream_ext.client.ingest import _Ingest, _Source
+from jetstream_ext.errors import BatchOutcomeUnknownError
+from jetstream_ext.types import BatchAck, BatchMessage
+
+ISSUE = "Every wait ends, every report is true: "
+SCHEDULES = {"ingest": 150, "atomic": 100, "worker": 50}
+KNOWN = {
+    "ingest": "ingest stores twice after the duplicate window, or where compaction has removed the ids",
+    "atomic": "a batch id used again is answered with the earlier batch",
+    "worker": "compaction of the input is reported as a loss",
+}
+
+
+def failures(kind: str, first: int, count: int) -> list[str]:
+    return [f"{name}: {error}" for name, error in run(first, count, [kind]) if error is not None]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.xfail(strict=False, reason=ISSUE + KNOWN[kind])) for kind in JOBS]
+)
+def test_schedules(kind: str) -> None:
+    first = Random().randrange(10**9)  # different seeds in every run; a failure names its seed
+    found = failures(kind, first, SCHEDULES[kind])
+    assert not found, "replay with: python tests/simulation --replay <name>\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_a_schedule_can_be_replayed(kind: str) -> None:
+    one: list[str] = []
+    other: list[str] = []
+    replay(f"{kind}:1", one.append)
+    replay(f"{kind}:1", other.append)
+    assert one == other
+    assert len(one) > 10
+
+
+# Schedules that once found a defect.
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason=ISSUE + "see KNOWN")
+@pytest.mark.parametrize("name", ["ingest:6", "ingest:150", "atomic:356", "worker:110"])
+def test_schedules_that_found_a_defect(name: str) -> None:
+    replay(name)
+
+
+committed, failed, resend = AtomicSession.committed, _Ingest._failure, _Ingest._resend
+
+
+async def _believes_in_success(self: AtomicSession) -> BatchAck:
+    try:
+        return await committed(self)
+    except BatchOutcomeUnknownError:
+        return BatchAck("s", 10**6, batch_id=self.machine.batch_id, batch_size=self.machine.size)
+
+
+async def _finds_nothing(self: AtomicSession, timeout: float | None) -> None:
+    return None
+
+
+async def _trusts_what_was_sent(self: _Ingest) -> None:
+    self._confirm(len(self._window))
+
+
+async def _backwards(self: _Ingest) -> None:
+    entries = list(self._window)
+    self._window.clear()
+    self._window.extend(reversed(entries))
+    await resend(self)
+
+
+def _without_doubts(self: _Ingest, *arguments: Any) -> Any:
+    self._in_doubt = 0
+    return failed(self, *arguments)
+
+
+def _without_a_fence(*arguments: Any, expected_last_subject_seq: int, **options: Any) -> BatchMessage:
+    return BatchMessage(*arguments, **options)
+
+
+BUGS: dict[str, tuple[Any, str, Any, str, str]] = {
+    "a lost ack is success": (AtomicSession, "committed", _believes_in_success, "atomic", "false success"),
+    "resolve finds nothing": (AtomicSession, "resolve", _finds_nothing, "atomic", "false not_stored"),
+    "waits without a limit": (Context, "resolve_timeout", lambda *_: 10.0**6, "atomic", "hang"),
+    "subscriptions stay": (InboxSubscription, "close", lambda _: None, "atomic", "subscriptions are left"),
+    "what was sent is stored": (_Ingest, "_resend", _trusts_what_was_sent, "ingest", "false success"),
+    "sent again backwards": (_Ingest, "_resend", _backwards, "ingest", "order"),
+    "sent again without ids": (_Source, "_with_id", lambda _, entry: entry, "ingest", "false once"),
+    "no doubts": (_Ingest, "_failure", _without_doubts, "ingest", "false not_stored"),
+    "no fence": (fenced_write, "BatchMessage", _without_a_fence, "worker", "false once"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_finds_bugs(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+    """The simulation must find the defect of a client with a known one."""
+    owner, name, wrong, kind, symptom = BUGS[bug]
+    monkeypatch.setattr(owner, name, wrong)
+    reports = (str(error) for _, error in run(0, 2000, [kind]))
+    assert any(symptom in report for report in reports)
