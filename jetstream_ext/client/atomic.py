@@ -426,14 +426,8 @@ class AbandonedBatches:
         connection.check_usable()
         handler = InboxHandler(weakly(self._receive), disconnected=lambda: None)
         self._inbox = await connection.inbox(handler, subject=self._subject, timeout=timeout)
-
-        async def subscribed() -> None:
-            # nats-py's ping overtakes what is still in its buffer; the second ping follows the subscription.
-            for _ in range(2):
-                await self._js.nc.flush(math.ceil(timeout) + 1)
-
         try:
-            await connection.bounded(subscribed(), timeout, "the server's PONG")
+            await connection.ping(timeout)
         except BaseException:
             await self.aclose()
             raise

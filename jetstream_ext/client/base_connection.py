@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -30,8 +31,11 @@ from jetstream_ext.protocol.frames import Frame
 _WAIT_POLL: Final = 0.05
 _INBOX_POLL: Final = 0.2
 _CANCEL_AGAIN: Final = 0.5
+_CANCELLATIONS: Final = 10
 # What nats-py appends to an inbox for the reply to a request: a dot, an id of 22 characters and 4 more.
 _REQUEST_TOKEN: Final = 27
+
+_FLUSH_TIMEOUT: Final = 1_000_000
 
 ROOM: Final = "room in the write buffer of the connection"
 
@@ -221,7 +225,7 @@ class BaseConnection(ABC):
         except (OSError, nats.errors.OutboundBufferLimitError) as error:
             raise nats.errors.ConnectionReconnectingError from error
         finally:
-            task.cancel()
+            cancel_soon(task)
 
     async def request(self, subject: str, payload: bytes, timeout: float) -> Msg:
         """Send a request and return the answer, or raise RequestTimeoutError after `timeout` seconds.
@@ -231,6 +235,16 @@ class BaseConnection(ABC):
         what = f"the answer on {subject}"
         self.check_request(subject)
         return await self.bounded(self.nc.request(subject, payload, timeout=timeout), timeout, what)
+
+    async def ping(self, timeout: float) -> None:
+        """Wait until the server has read everything that was written, or raise RequestTimeoutError."""
+        # nats-py's ping overtakes what is still in its buffer; the second one follows it.
+        for _ in range(2):
+            await self.bounded(self._pong(), timeout, "the server's PONG")
+
+    @abstractmethod
+    async def _pong(self) -> None:
+        """Send a ping and wait for the answer; a cancellation must not harm nats-py."""
 
     async def wait_usable(self, timeout: float) -> None:
         """Wait until the connection is usable; raise RequestTimeoutError, or `end` if it will not be any more."""
@@ -330,11 +344,12 @@ class FallbackConnection(BaseConnection):
             block = h.rebuild(msg.headers)
             handler.frames([(msg.subject.encode(), block + msg.data, len(block))])
 
-        subscribing = self._spawn(self.nc.subscribe(inbox.subject + tail, cb=deliver))
+        subscribing = self._track(asyncio.ensure_future(self.nc.subscribe(inbox.subject + tail, cb=deliver)))
         try:
             subscription = await self.bounded(asyncio.shield(subscribing), timeout, "the subscription to an inbox")
         except BaseException:
             subscribing.add_done_callback(self._drop_late_subscription)
+            subscribing.cancel()  # nats-py's flush takes that for success
             raise
         self._check_state()  # an earlier loss does not concern the new handler
         self._handlers[subscription] = handler
@@ -358,7 +373,8 @@ class FallbackConnection(BaseConnection):
     def drop(self, subscription: Subscription) -> None:
         if self._handlers.pop(subscription, None) is not None:
             self._inbox_dropped()
-        self._spawn(_unsubscribe(subscription))
+        # The command is in nats-py's buffer at once.
+        self._spawn(self.bounded(_unsubscribe(subscription), _WAIT_POLL, "the end of a subscription"))
 
     def write_nowait(self, data: bytes, messages: int, payload_bytes: int) -> None:
         self.check_usable()
@@ -368,13 +384,21 @@ class FallbackConnection(BaseConnection):
         self, data: bytes, messages: int, payload_bytes: int, *, timeout: float, over: Callable[[], bool] = never
     ) -> None:
         self.check_usable()
-        with contextlib.suppress(Over):
-            await self.bounded(asyncio.shield(self._publish_soon(data)), timeout, ROOM, over=over)
+        publishing = self._publish_soon(data)
+        try:
+            await self.bounded(asyncio.shield(publishing), timeout, ROOM, over=over)
+        except Over:
+            cancel_soon(publishing)
+        except nats.errors.Error:
+            cancel_soon(publishing)
+            raise
+
+    async def _pong(self) -> None:
+        # Longer than any wait, and in a task of its own: a late PONG after the end of nats-py's own wait ends its read loop.
+        await asyncio.shield(self._spawn(self.nc.flush(_FLUSH_TIMEOUT)))
 
     def _publish_soon(self, data: bytes) -> asyncio.Task[None]:
-        task = self._spawn(self._publish(data))
-        task.add_done_callback(mark_retrieved)  # a write fails when the connection is lost, which the handlers are told
-        return task
+        return self._spawn(self._publish(data))  # it fails when the connection is lost, which the handlers are told
 
     async def _publish(self, data: bytes) -> None:
         async with self._writing:  # keeps the order of the calls
@@ -383,9 +407,13 @@ class FallbackConnection(BaseConnection):
                 await self.nc.publish(command.subject, command.payload, reply=command.reply, headers=headers)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        task = asyncio.get_running_loop().create_task(coroutine)
+        # Until the connection is closed: nats-py's flush then waits for a task that has ended.
+        return self._track(asyncio.ensure_future(self.bounded(coroutine, math.inf, "nats-py")))
+
+    def _track(self, task: asyncio.Task[_T]) -> asyncio.Task[_T]:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(mark_retrieved)
         return task
 
 
@@ -400,6 +428,14 @@ def mark_retrieved(task: asyncio.Future[Any]) -> None:
     """Mark a task's exception as retrieved: asyncio logs it otherwise, although the caller has raised another error."""
     if not task.cancelled():
         task.exception()
+
+
+def cancel_soon(task: asyncio.Future[Any], times: int = _CANCELLATIONS) -> None:
+    """Cancel a task, again in each of the next rounds of the loop until it ends: nats-py's flush swallows cancellations."""
+    if not task.done():
+        task.cancel()
+        if times > 1:
+            asyncio.get_running_loop().call_soon(cancel_soon, task, times - 1)
 
 
 async def cancel(task: asyncio.Task[Any], timeout: float) -> None:

@@ -161,6 +161,11 @@ class Connection(BaseConnection):
         await queue.put(written)
         await written
 
+    async def _pong(self) -> None:
+        pong = asyncio.get_running_loop().create_future()
+        await self.nc._send_ping(pong)
+        await asyncio.shield(pong)  # nats-py's read loop would end with a PONG for a cancelled future
+
     def _check_state(self) -> None:
         """Do nothing: nats-py's reader task ends with a connection, and its parser gets the data of a new one."""
 
@@ -307,7 +312,7 @@ _INTERNALS: dict[str, Any] = {
     "_ps.state": int,
     "_ps.needed": int,
 }
-_COROUTINES = ("_ps.parse",)
+_COROUTINES = ("_send_ping", "_ps.parse")
 
 
 def _internals_known(nc: Client) -> bool:

@@ -526,7 +526,7 @@ class _Ingest:
     async def _is_refused_silently(self) -> bool:
         """Count a request without an answer; return whether so many had none although the server answers pings."""
         connection, timeout = self._context.connection, min(self._ack_timeout, _LOOKUP_TIMEOUT)
-        await connection.bounded(self._context.nc.flush(timeout), timeout, "the answer to a ping")  # type: ignore[arg-type]
+        await connection.ping(timeout)
         self._unanswered_lookups += 1
         return self._unanswered_lookups >= _MAX_UNANSWERED_LOOKUPS
 

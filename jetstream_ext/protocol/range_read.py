@@ -316,7 +316,8 @@ class RangeRead(_Read):
                 return Done(self.error)
             if self.state is PAUSED or not self._read(now):
                 if self._timer is None:
-                    self._timer = now + (self._pause if self.state is PAUSED else self._timeout)
+                    # A request without an answer is repeated once: half the time for each.
+                    self._timer = now + (self._pause if self.state is PAUSED else self._timeout / 2)
                 return Wait(self._timer)
 
     def receive(self, sent: SentRequest, frames: list[Frame], now: float) -> None:

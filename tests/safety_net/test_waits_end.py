@@ -53,19 +53,11 @@ Clog = Callable[[Client, NatsServer], Awaitable[None]]
 
 
 FULL = bool(os.environ.get("JETSTREAM_EXT_FULL"))
-# What fails today, as patterns of a cell of the matrix and its symptom. Remove an entry with its defect.
-KNOWN = (
-    (r"wait_closed \(unused\).*still waits", "wait_closed() of an unused publisher hangs"),
-    (r"fallback.*(tasks|timers|subscriptions) are left", "the fallback's tasks outlive the call behind pending bytes"),
-    (r"destroyed but it is pending! (FallbackConnection|_unsubscribe)", "the fallback's tasks outlive the connection"),
-    (r"4 MiB pending.*Client\.request > Client\._request", "nats-py's request swallows a cancellation once"),
-)
 
 
 def failures(cells: list[Cell]) -> list[str]:
-    """Return what is wrong in each cell, without what is known."""
-    found = [f"{cell}: {cell.wrong}" for cell in cells if cell.wrong]
-    return [each for each in found if not any(re.search(pattern, each) for pattern, _ in KNOWN)]
+    """Return what is wrong in each cell."""
+    return [f"{cell}: {cell.wrong}" for cell in cells if cell.wrong]
 
 
 @pytest.fixture
