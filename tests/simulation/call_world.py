@@ -25,7 +25,7 @@ from virtual_network import START, Network, VirtualLoop, WrongError
 
 import jetstream_ext as jsx
 from jetstream_ext import errors, log
-from jetstream_ext.client import atomic_session
+from jetstream_ext.client import atomic_session, ingest
 from jetstream_ext.testing import reference
 from jetstream_ext.testing.reference.streams.store import StoredMessage
 
@@ -558,6 +558,7 @@ def _virtual(loop: VirtualLoop, seed: int) -> Iterator[None]:
         (nats.nuid, "randbelow", rng.randrange),
         (nats.nuid, "token_bytes", rng.randbytes),
         (atomic_session, "datetime", Now),
+        (ingest, "elapsed", loop.time),
     ]
     kept = [getattr(where, name) for where, name, _ in replaced]
     state = random.getstate()
