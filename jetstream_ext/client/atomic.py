@@ -422,12 +422,13 @@ class AbandonedBatches:
     async def __aenter__(self) -> Self:
         if self._inbox is not None:
             raise RuntimeError(f"the watch on {self._subject} is already open; call watch_abandoned() for another one")
-        connection, timeout = self._js.connection, self._js.timeout
+        connection, timeout, clock = self._js.connection, self._js.timeout, asyncio.get_running_loop().time
         connection.check_usable()
+        began = clock()
         handler = InboxHandler(weakly(self._receive), disconnected=lambda: None)
         self._inbox = await connection.inbox(handler, subject=self._subject, timeout=timeout)
         try:
-            await connection.ping(timeout)
+            await connection.ping(began + timeout - clock())
         except BaseException:
             await self.aclose()
             raise

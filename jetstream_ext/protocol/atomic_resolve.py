@@ -8,8 +8,8 @@ id proves that all were stored, and a stream in which nothing is missing proves 
 removed since then leave holes. If a hole has room for the whole batch, the outcome cannot be known.
 
 An id that was not generated may be another batch's too: of an earlier one, or of another publisher at the same time, whose
-messages the server then puts into the same batch. So every message of the run that was found is compared, by its message
-id, or else by its subject and content (`atomic_wire.fingerprint`), and a run with a hole proves nothing.
+messages the server then puts into the same batch. So every message of the run that was found is compared
+(`atomic_wire.fingerprint`), and a run with a hole proves nothing.
 """
 
 from __future__ import annotations

