@@ -73,11 +73,11 @@ def fingerprint(subject: str, headers: Mapping[str, str], payload: bytes) -> int
     ``Nats-`` do not count, because servers change some of them. A counter stream replaces the payload by the new total
     (ADR-49); there the increment counts.
     """
-    own: list[object] = [headers.get(h.MSG_ID)]
-    if not own[0]:
-        own = sorted(pair for pair in headers.items() if not pair[0].lower().startswith("nats-"))
+    own: object = headers.get(h.MSG_ID)
+    if not own:
+        own = tuple(sorted(pair for pair in headers.items() if not pair[0].lower().startswith("nats-")))
     increment = headers.get(h.INCREMENT)
-    return hash((subject, *own, payload if increment is None else increment))
+    return hash((subject, own, payload if increment is None else increment))
 
 
 class Encoder:
@@ -124,7 +124,7 @@ class Encoder:
         """Return the `fingerprint` that the message will have in the stream."""
         name, _, head, payload, _, _ = message
         if head is self.plain:
-            return hash((name, payload))  # as `fingerprint`, for nearly every message of a bulk
+            return hash((name, (), payload))  # as `fingerprint`, for nearly every message of a bulk
         return fingerprint(name, dict(h.parse_lines(head)), payload)
 
 

@@ -162,8 +162,8 @@ def test_no_secret_is_written_down(servers: dict[str, dict[str, str]], with_js: 
             "spark.logConf": "true",
             "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile={logging.as_uri()}",
             "spark.ui.showConsoleProgress": "false",
-            # As documented for executors: Spark redacts the values of such names, but not where it logs a slow event,
-            # as which it would log every event here.
+            # As documented for executors: Spark redacts the values of such names, except where it logs a slow event.
+            # With this threshold every event is slow.
             "spark.scheduler.listenerbus.logSlowEvent": "false",
             "spark.scheduler.listenerbus.logSlowEvent.threshold": "0ms",
             "spark.executorEnv.JETSTREAM_EXT_JOB_PASSWORD": PASSWORD,
