@@ -285,10 +285,12 @@ class _Worker:
             if stored is not None:
                 self.reader.seek(self._decode(stored))
                 record = orjson.loads(stored.data)
-                inbox = record.get("inbox")  # workers of earlier versions have none
-                if inbox and not self.standby and inbox != checked:
-                    if await self._may_take_over(record) or loop.time() >= patient_until:
-                        checked = inbox
+                token, took_over = record.get("inbox"), record.get("took_over")
+                # Workers of earlier versions have no inbox. Other programs may write the record, too.
+                known = isinstance(token, str) and token.isascii() and token.isalnum() and isinstance(took_over, int)
+                if known and not self.standby and token != checked:
+                    if await self._may_take_over(token, took_over) or loop.time() >= patient_until:
+                        checked = token
                     continue  # that took a while: a worker that commits often has stored another record
             try:
                 await self._commit([], await self.reader.open())
@@ -296,20 +298,21 @@ class _Worker:
             except FencedError:
                 continue  # another worker has committed since, or is starting: the last one to claim continues
 
-    async def _may_take_over(self, record: dict[str, Any]) -> bool:
-        """Return False, after a second, if the worker that stored a record is alive and took over a moment ago."""
+    async def _may_take_over(self, token: str, took_over: int) -> bool:
+        """Return False, after a second, if the worker with this inbox is alive and took over a moment ago."""
         self.took_over = 0
-        if not await Retry(self.patience).call(partial(self._is_alive, record["inbox"])):
+        if not await Retry(self.patience).call(partial(self._is_alive, token)):
             return True
         self.took_over = int((await self._look()).now.timestamp())
-        if self.took_over - int(record.get("took_over") or 0) >= TAKEOVER_PAUSE:
+        if self.took_over - took_over >= TAKEOVER_PAUSE:
             return True
         _log.debug("worker %r waits: another worker of its name has just taken over", self.name)
         return False
 
-    async def _is_alive(self, inbox: str) -> bool:
+    async def _is_alive(self, token: str) -> bool:
         with contextlib.suppress(RequestTimeoutError):
             try:
+                inbox = self.inbox.rpartition(".")[0] + "." + token
                 await self.context.connection.request(inbox, b"", _ALIVE_AFTER)
             except nats.errors.NoRespondersError:
                 return False
@@ -373,7 +376,7 @@ class _Worker:
             position,
             worker=self.id,
             commit=self.commits,
-            inbox=self.inbox,
+            inbox=self.inbox.rpartition(".")[2],
             took_over=self.took_over,
         )
         try:

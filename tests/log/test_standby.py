@@ -375,6 +375,34 @@ async def test_a_fenced_worker_that_is_started_again_waits_while_the_other_one_i
     assert await outputs(js, start.target, last + 11) == list(range(1, last + 12))
 
 
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"inbox": "$JS.API.STREAM.DELETE.{}"},
+        {"inbox": "a b\r\nPUB {} 0\r\n"},
+        {"inbox": 7},
+        {"took_over": "lately"},
+        {"took_over": None},
+    ],
+    ids=str,
+)
+async def test_a_worker_sends_nothing_to_a_subject_that_another_program_has_chosen(
+    js: JetStreamContext, start: Any, more: More, forged: dict[str, Any]
+) -> None:
+    first = start()
+    await more(start.source, 1, 1)
+    await first.handles(1)
+    await first.stop()
+    (found,) = await LogReader(js, start.target, subject=f"{start.target}.at.w", start=Last()).read()
+    values = {key: value.format(start.source) if key == "inbox" and isinstance(value, str) else value
+              for key, value in forged.items()}  # fmt: skip
+    await js.publish(found.subject, json.dumps(json.loads(found.data) | values).encode())
+    second = start()
+    await more(start.source, 2, 2)
+    await second.handles(2)
+    await second.stop()
+
+
 async def test_the_wait_of_a_restarted_worker_is_bounded(
     js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
 ) -> None:
