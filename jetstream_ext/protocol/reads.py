@@ -382,16 +382,14 @@ class MultiLast(Plan):
 class Scan(RangePlan):
     """The plan of one range read.
 
-    A request starts behind the cursor, except a *guess*: on a
-    dense, unfiltered range the next request can be sent before the reply to the last one has arrived, because its start
-    is known. A wrong guess costs only itself: rows up to the cursor are dropped, and a guess that starts beyond the
-    cursor's successor is dropped and requested again.
+    A request starts behind the cursor, except a *guess*: on a dense, unfiltered range the next request can be sent before
+    the reply to the last one has arrived, because its start is known. A wrong guess costs only itself: rows up to the
+    cursor are dropped, and a guess that starts beyond the cursor's successor is dropped and requested again.
 
-    `max_bytes` bounds the bytes of a reply, and so does what the `link` carries. Without `batch`, a request asks for about
-    as many messages as fit. Servers
-    count the pending messages again for each request. On a stream with many deleted sequences that costs more than the
-    messages, so there requests grow beyond the guess by bytes. Without `up_to_seq`, the range ends where the
-    responder's stream does.
+    `max_bytes` and what the `link` carries bound the bytes of a reply. Without `batch`, a request asks for about as many
+    messages as fit. Servers count the pending messages again for each request. On a stream with many deleted sequences
+    that costs more than the messages, so there requests grow beyond the guess by bytes. Without `up_to_seq`, the range
+    ends where the responder's stream does.
     """
 
     def __init__(
