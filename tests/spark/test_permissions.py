@@ -35,9 +35,9 @@ def allowed(row: str) -> list[str]:
 
 def test_the_table_of_permissions_is_parsed() -> None:
     assert allowed("reading") == ["$JS.API.STREAM.INFO.S", "$JS.API.DIRECT.GET.S", "$JS.API.STREAM.MSG.GET.S"]
-    assert allowed("writing, dedupe or none") == ["$JS.API.STREAM.INFO.S", "s.>"]
+    assert allowed("writing, dedupe or none") == ["$JS.API.STREAM.INFO.S", "$JS.API.STREAM.NAMES", "s.>"]
     assert set(allowed("writing, transactional")) == {
-        "$JS.API.STREAM.INFO.S", "s.>", "_spark.S.>", "$JS.API.STREAM.MSG.GET.S"
+        "$JS.API.STREAM.INFO.S", "$JS.API.STREAM.NAMES", "s.>", "_spark.S.>", "$JS.API.STREAM.MSG.GET.S"
     }  # fmt: skip
     assert allowed("buckets")[0] == "$JS.API.STREAM.INFO.KV_B"
 
