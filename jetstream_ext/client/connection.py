@@ -89,9 +89,8 @@ class Connection(BaseConnection):
 
     @property
     def usable(self) -> bool:
-        return bool(
-            self.nc._status == Client.CONNECTED
-        )  # cheaper than nats-py's properties: it is checked for every message
+        status: int = self.nc._status  # cheaper than nats-py's properties: it is checked for every message
+        return status == Client.CONNECTED
 
     async def inbox(
         self, handler: InboxHandler, *, subject: str = "", tail: str = "", timeout: float

@@ -44,8 +44,8 @@ class State(enum.Enum):
     # message, including pings, as a separate message.
     STARTING = "starting"
     # Messages go out as the window allows. While a caller waits, the server is pinged every `stall_ping` seconds, and
-    # three times before `ack_timeout`, because the answer recovers a lost ack. An idle batch is kept alive by a ping every `keepalive` seconds, because
-    # servers drop a batch after 10 s without a message.
+    # three times before `ack_timeout`, because the answer recovers a lost ack. An idle batch is kept alive by a ping
+    # every `keepalive` seconds, because servers drop a batch after 10 s without a message.
     OPEN = "open"
     # Only in ok mode: nothing is sent until the server has answered a ping on the new connection. That ping makes it
     # report what was lost with the old one. Reports that were lost with it leave their messages in doubt.
