@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +14,7 @@ from nats.js.errors import BadBucketError, BucketNotFoundError, NotFoundError
 from nats.js.kv import KeyValue
 
 from jetstream_ext.client.api import Api, gather_bounded, get_at_leader, malformed_as_error, stream_state
-from jetstream_ext.client.connection import Context, bucket_parts, open_bucket
+from jetstream_ext.client.connection import Context, bucket_parts
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import BatchServerError, RequestTimeoutError, ServerError, Status, batch_refusal
@@ -23,6 +24,7 @@ from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.subjects import is_literal
 
 LOOKUPS_IN_FLIGHT: Final = 64
+_KEY: Final = re.compile(r"\$KV\.[^.]+\.")
 
 
 class Bucket:
@@ -57,17 +59,18 @@ class Bucket:
     async def readable_state(self) -> StreamState:
         """As `state`, but for reads a mirror of a bucket is a bucket: of what its own leader has."""
         state = await self.unchecked_state()
-        if state.origin:
-            origin = str(state.origin.get("name"))
-            _, _, stream, prefix = bucket_parts(open_bucket(self.js, origin.removeprefix("KV_")))
-            if stream != origin or state.origin.get("subject_transforms"):
+        self.check(state, mirror=True)
+        # The subjects are those of the first bucket in a chain of mirrors, and only the messages tell which one that is.
+        first = await self.get_at_leader(seq=state.first_seq, next_by_subj=">") if state.origin else None
+        if first is not None or state.origin.get("subject_transforms"):
+            named = None if first is None else _KEY.match(first.subject)
+            if named is None or state.origin.get("subject_transforms"):
                 raise BadBucketError(
-                    description=f"bucket {self.name!r} is a mirror of stream {origin!r}, which is not a bucket or whose "
-                    "subjects are transformed; read that stream",
+                    description=f"bucket {self.name!r} is a mirror of stream {state.origin.get('name')!r}, which is not a "
+                    "bucket or whose subjects are transformed; read that stream",
                     stream=self.stream,
                 )
-            self.prefix = prefix
-        self.check(state, mirror=True)
+            self.prefix = named[0]
         return state
 
     def check(self, state: StreamState, *, direct: bool = True, mirror: bool = False) -> None:

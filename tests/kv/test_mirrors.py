@@ -136,6 +136,18 @@ async def test_bucket_that_is_a_mirror_is_read(open_mirror) -> None:
     assert (await kvx.snapshot(mirror, at=3))["a"].value == b"3"
 
 
+async def test_mirror_of_a_mirror_is_read(open_mirror) -> None:
+    kv, mirror = await open_mirror()
+    name = f"{mirror._name}_2"
+    source = StreamSource(name=mirror._stream)
+    await kv._js.add_stream(name=f"KV_{name}", mirror=source, max_msgs_per_subject=2, allow_direct=True)
+    second = await kv._js.key_value(name)
+    await kvx.snapshot(second)  # perhaps still empty
+    await caught_up(second, 5)
+    assert set(await kvx.snapshot(second)) == {"a", "c.d"}
+    assert set(await kvx.get_many(second, ["a", "b"])) == {"a"}
+
+
 async def test_mirror_with_a_filter_is_a_part_of_the_bucket(open_mirror) -> None:
     kv, _ = await open_mirror()
     await kv._js.add_stream(
