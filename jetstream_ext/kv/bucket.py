@@ -62,9 +62,10 @@ class Bucket:
         self.check(state, mirror=True)
         # The subjects are those of the first bucket in a chain of mirrors, and only the messages tell which one that is.
         first = await self.get_at_leader(seq=state.first_seq, next_by_subj=">") if state.origin else None
-        if first is not None or state.origin.get("subject_transforms"):
-            named = None if first is None else _KEY.match(first.subject)
-            if named is None or state.origin.get("subject_transforms"):
+        transformed = bool(state.origin.get("subject_transforms"))
+        if first is not None or transformed:
+            named = None if first is None or transformed else _KEY.match(first.subject)
+            if named is None:
                 raise BadBucketError(
                     description=f"bucket {self.name!r} is a mirror of stream {state.origin.get('name')!r}, which is not a "
                     "bucket or whose subjects are transformed; read that stream",
