@@ -178,7 +178,7 @@ class AtomicBatch:
         was stored since the batch was opened. It sets `state` to ``"committed"`` (and `ack`) or to ``"failed"``.
         If the commit was refused because of its message ids (10201) and the batch's id was given, the call looks for an
         earlier batch with this id: ``"stored"`` then means that this batch was stored before. With a given id, every
-        message of a batch that is found is compared: by its message id, or else by its subject and content.
+        message of a batch that is found is compared by its subject, payload, and message id or headers.
 
         Args:
             timeout: Seconds that the call may take; None is four times the batch's own, because an election, the usual
@@ -234,7 +234,8 @@ async def publish_atomic(
         batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None generates one. With a `batch_id` and a `msg_id` on every
             message the call can be repeated: if this batch was stored before, within the stream's duplicate window,
             the call returns its ack. Two publishers must not use one id at the same time.
-        timeout: Seconds to wait for a reply; None is the context's timeout.
+        timeout: Seconds to wait for a reply; None is the context's timeout. With a `batch_id`, the search for an earlier
+            batch after a refusal may take four times as long.
 
     Raises:
         EmptyBatchError: There were no messages.
@@ -403,8 +404,8 @@ class AbandonedBatches:
     """The batches of a stream that the server drops, as it announces them; created by `watch_abandoned`.
 
     Use it as an async context manager and iterate over it inside. The iteration ends with nats-py's
-    ``ConnectionClosedError`` when the connection is closed or drained. It continues after a reconnect, without the
-    batches that were announced in between.
+    ``ConnectionClosedError`` or ``ConnectionDrainingError`` when the connection is closed or drained. It continues after
+    a reconnect, without the batches that were announced in between.
     """
 
     _inbox: InboxSubscription | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -79,8 +80,9 @@ class AtomicSession:
         self._opening = asyncio.Lock()
         self._waiters: dict[int, _Waiter] = {}
         self._commit_waiter: _Waiter | None = None
-        self._commit_began = 0.0
-        self._opening_took = 0.0  # seconds of the timeout that the first message has spent before it is sent
+        self._commit_deadline = 0.0
+        # Seconds that this call has spent on lookups. Until the server replies, its waits are shorter by them.
+        self._spent = 0.0
         # For `resolve`: the stream when the batch was opened, a sequence that it had then, and the connection's session
         # when the commit was written.
         self._opened: tuple[StreamState | None, int] = None, 0
@@ -90,12 +92,14 @@ class AtomicSession:
 
     async def add(self, message: BatchMessage, ack: bool | None) -> None:
         """Send a message; wait for its reply if it requests one."""
+        self._spent = 0.0
         encoded = await self._open(message, ack)
         self._check_usable()
         await self._send(self.machine.add(encoded))
 
     async def fill(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> int:
         """Send `messages` in blocks; return the highest sequence among them that asked for a reply, or 0."""
+        self._spent = 0.0
         asked = 0
         if isinstance(messages, AsyncIterable):
             # One write each: nats-py's buffer joins them, and a slow source must not wait for a full block.
@@ -123,7 +127,7 @@ class AtomicSession:
         """Wait for the reply to a message that was sent, if it has not arrived."""
         if seq > self.machine.staged:
             self.machine.check_open()
-            await self._reply(seq, self._expect(seq), self._begin())
+            await self._reply(seq, self._expect(seq), self._deadline)
             self.machine.check_added()
 
     async def commit(self, message: BatchMessage | None) -> BatchAck:
@@ -133,11 +137,13 @@ class AtomicSession:
 
     async def send_commit(self, message: BatchMessage | None) -> None:
         """Send the commit; `committed` waits for the answer."""
+        if not self._in_one_go:
+            self._spent = 0.0
         last = None if message is None else await self._open(message)
         self._check_usable()
         block = self.machine.commit(last)
         self._session = self._context.connection.session
-        self._commit_waiter, self._commit_began = self._expect(block.awaited), self._begin()
+        self._commit_waiter, self._commit_deadline = self._expect(block.awaited), self._deadline
         try:
             await self._write(block)
         except asyncio.CancelledError:
@@ -153,7 +159,7 @@ class AtomicSession:
         """Wait for the answer to the commit that was sent."""
         assert self._commit_waiter is not None
         try:
-            await self._reply(self.machine.sent, self._commit_waiter, self._commit_began)
+            await self._reply(self.machine.sent, self._commit_waiter, self._commit_deadline)
         except asyncio.CancelledError:
             self._abandon_commit()
             raise
@@ -214,17 +220,20 @@ class AtomicSession:
 
     async def _find_stream(self, subject: str) -> None:
         """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
-        self.machine.check_stream(subject, await known_stream_name(self._context, subject, self._timeout))
+        with self._spending():
+            name = await known_stream_name(self._context, subject, self._left / 2)
+        self.machine.check_stream(subject, name)
 
     async def _open_for(self, first: Encoded, message: BatchMessage) -> None:
-        connection, began = self._context.connection, self._begin()
+        connection = self._context.connection
         connection.check_usable()
-        # A server before 2.12 stores the messages of a batch as separate ones.
-        leader = await lookup_leader(self._context, message.subject, message.stream, self._timeout, ATOMIC)
+        with self._spending():
+            # A server before 2.12 stores the messages of a batch as separate ones.
+            leader = await lookup_leader(self._context, message.subject, message.stream, self._left, ATOMIC)
         self._opened = leader.stream, leader.last_seq
-        inbox = await connection.inbox(
-            InboxHandler(weakly(self._receive), weakly(self._disconnected)), tail=".*", timeout=self._timeout
-        )
+        with self._spending():
+            handler = InboxHandler(weakly(self._receive), weakly(self._disconnected))
+            inbox = await connection.inbox(handler, tail=".*", timeout=self._left)
         try:
             self.machine.open(
                 first,
@@ -236,7 +245,7 @@ class AtomicSession:
         except BaseException:
             inbox.close()
             raise
-        self._inbox, self._opening_took = inbox, self._begin() - began
+        self._inbox = inbox
 
     def _check_usable(self) -> None:
         """Raise what ended the batch, or nats-py's error if nothing can be written."""
@@ -263,7 +272,7 @@ class AtomicSession:
 
     async def _send(self, block: Block) -> None:
         """Send a block, and wait for a reply if the machine says so."""
-        waiter, began = self._expect(block.awaited) if block.awaited else None, self._begin()
+        waiter, deadline = self._expect(block.awaited) if block.awaited else None, self._deadline
         try:
             if block.messages:
                 await self._write(block)
@@ -271,13 +280,13 @@ class AtomicSession:
             self._forget(block.awaited, waiter)
             raise
         if waiter is not None:
-            await self._reply(block.awaited, waiter, began)
+            await self._reply(block.awaited, waiter, deadline)
         self.machine.check_added()
 
     async def _write(self, block: Block) -> None:
         try:
             await self._context.connection.write(
-                block.data, block.messages, block.size, timeout=self._timeout, over=lambda: self.machine.ended
+                block.data, block.messages, block.size, timeout=self._left, over=lambda: self.machine.ended
             )
         except nats.errors.Error as error:
             self.machine.lost(f"writing to the connection failed ({error!r})")
@@ -297,16 +306,30 @@ class AtomicSession:
         if self._waiters.get(seq) is waiter:  # the sequence of a refused message may have been reused
             self._waiters.pop(seq, None)
 
-    def _begin(self) -> float:
-        """Return the time from which a call's timeout counts, if nothing was awaited before but the opening."""
-        took, self._opening_took = self._opening_took, 0.0
-        return asyncio.get_running_loop().time() - took
+    @contextmanager
+    def _spending(self) -> Iterator[None]:
+        """Count the time of the block as spent."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            yield
+        finally:
+            self._spent += clock() - began
 
-    async def _reply(self, seq: int, waiter: _Waiter, began: float) -> None:
-        """Wait for a reply; raise if it is the refusal of this one message."""
+    @property
+    def _left(self) -> float:
+        """How many seconds a wait that begins now may take."""
+        return max(0.0, self._timeout - self._spent)
+
+    @property
+    def _deadline(self) -> float:
+        return asyncio.get_running_loop().time() + self._left
+
+    async def _reply(self, seq: int, waiter: _Waiter, deadline: float) -> None:
+        """Wait for a reply until `deadline`; raise if it is the refusal of this one message."""
         refusal: JetStreamExtError | None = None
         try:
-            async with asyncio.timeout_at(began + self._timeout):
+            async with asyncio.timeout_at(deadline):
                 refusal = await waiter
         except TimeoutError:
             self.machine.lost(f"no answer within {self._timeout:g} s")
@@ -317,6 +340,7 @@ class AtomicSession:
             raise refusal
 
     def _receive(self, received: list[Frame]) -> None:
+        self._spent = 0.0
         for frame in received:
             subject, header, payload = frames.parts(frame)
             token = subject.rpartition(b".")[2]

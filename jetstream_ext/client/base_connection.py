@@ -85,9 +85,6 @@ class InboxSubscription:
         """Close, from the owner's ``__del__`` and so perhaps from another thread, if `what` was left open; warn if so."""
         if self.subscription is None or self._connection.end is not None:
             return
-        warnings.warn(
-            f"{what} was dropped while it was open; use `async with`, or end it", ResourceWarning, stacklevel=3
-        )
 
         def close() -> None:
             self.close()
@@ -96,6 +93,10 @@ class InboxSubscription:
 
         with contextlib.suppress(RuntimeError):  # the loop is closed: nothing runs any more
             self._loop.call_soon_threadsafe(close)
+        # At last, because it may raise.
+        warnings.warn(
+            f"{what} was dropped while it was open; use `async with`, or end it", ResourceWarning, stacklevel=3
+        )
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -539,7 +539,7 @@ class AtomicBatchMachine:
                 subject,
                 in_doubt=bool(self._doubt_from),
                 facts=self._facts("not_stored"),
-                streams=self._streams(payload),
+                hint=self._hint(payload),
             )
             # With a message held back the refusal would reach the caller that adds the next one.
             if seq == self.sent and seq > 1 and self._held is None and wire.refuses_one_message(reply):
@@ -574,17 +574,22 @@ class AtomicBatchMachine:
             text = "either this batch was stored before, or nothing of it is stored (see AtomicBatch.resolve)"
             self._apply(Input.SEEN_BEFORE, error=errors.batch_refusal(refusal, what + text, **facts))
 
-    def _streams(self, payload: bytes) -> str:
-        """Return what can be said about the streams of a batch that a server finds incomplete, or nothing."""
-        if len(self._written) < 2:
-            return ""
-        answered = wire.answering_stream(payload)
+    def _hint(self, payload: bytes) -> str:
+        """Return what may explain that a server finds the batch incomplete, or nothing."""
+        answered, streams = wire.answering_stream(payload), ""
         own = self._stream.name if self._stream is not None else ""
+        stores = self._encoder.subjects.stores
         if answered and own and answered != own:
-            return f"the batch is for stream {own!r}, and stream {answered!r} received a part of it"
-        if self._stream is None or self._encoder.subjects.stores is None:
+            streams = f"the batch is for stream {own!r}, and stream {answered!r} received a part of it"
+        elif stores is None and len(self._written) > 1:
             part = f"stream {answered!r}" if answered else "the answering stream"
-            return f"{part} may not store all of its subjects"
+            streams = f"{part} may not store all of its subjects"
+        elif stores is not None and (elsewhere := [subject for subject in self._written if not stores(subject)]):
+            streams = f"stream {own!r} does not store its subject {elsewhere[0]!r}"
+        if streams:
+            return f"{streams}, and all messages of an atomic batch must be of one stream"
+        if self._fingerprints is not None and not self.staged:
+            return "perhaps the server still had messages of an earlier batch with this id (for up to 10 s): repeat the batch"
         return ""
 
     def _apply(

@@ -180,11 +180,11 @@ def refuses_one_message(refusal: ServerError) -> bool:
 
 
 def refusal_error(
-    refusal: ServerError, batch_id: str, what: str, subject: str, *, in_doubt: bool, facts: dict[str, Any], streams: str
+    refusal: ServerError, batch_id: str, what: str, subject: str, *, in_doubt: bool, facts: dict[str, Any], hint: str
 ) -> JetStreamExtError:
     """Return the error for a refusal of `what`.
 
-    `in_doubt`: it is the first answer since the connection was lost. `streams`: what explains an incomplete batch.
+    `in_doubt`: it is the first answer since the connection was lost. `hint`: what may explain an incomplete batch.
     """
     if errors.reached_no_stream(refusal):
         text = f"no stream stores subject {subject!r} of {what}, or the stream has no leader"
@@ -204,6 +204,6 @@ def refusal_error(
         )
     else:
         text = f"{what} was refused: {refusal.description}; nothing of the batch is stored"
-        if streams and isinstance(refusal, errors.AtomicPublishIncompleteError):
-            text += f"; {streams}, and all messages of an atomic batch must be of one stream"
+        if hint and isinstance(refusal, errors.AtomicPublishIncompleteError):
+            text += f"; {hint}"
     return errors.batch_refusal(refusal, f"batch {batch_id}: {text}", **facts)

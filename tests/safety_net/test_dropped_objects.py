@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import sys
 import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -25,7 +26,11 @@ async def drop_batch(js: JetStreamContext, stream: str) -> None:
     await batch.add(f"{stream}.a", b"1")
 
 
-DROP = pytest.mark.parametrize("drop", [drop_publisher, drop_batch])
+async def drop_watch(js: JetStreamContext, stream: str) -> None:
+    await jsx.watch_abandoned(js, stream).__aenter__()
+
+
+DROP = pytest.mark.parametrize("drop", [drop_publisher, drop_batch, drop_watch])
 Drop = Callable[[JetStreamContext, str], Awaitable[None]]
 
 
@@ -65,4 +70,20 @@ async def test_dropping_an_open_object_is_a_resource_warning(
     js: JetStreamContext, make_stream: MakeStream, drop: Drop
 ) -> None:
     found = await drop_and_collect(drop, js, await make_stream())
-    assert any("FastPublisher" in text or "AtomicBatch" in text for text in found)
+    assert any(text.startswith(("FastPublisher", "AtomicBatch", "watch_abandoned")) for text in found)
+
+
+@DROP
+async def test_a_dropped_object_leaves_nothing_where_warnings_are_errors(
+    js: JetStreamContext, make_stream: MakeStream, leak_check: Any, drop: Drop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: ignored.append(error.exc_type))
+    stream = await make_stream()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        await drop(js, stream)
+        gc.collect()
+        await asyncio.sleep(0.05)
+    assert ResourceWarning in ignored
+    assert leak_check.leaked() == (set(), set(), set())

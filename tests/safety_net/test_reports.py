@@ -482,6 +482,26 @@ class TestTwoStreams:
         assert caught.value.outcome == "not_stored"
 
 
+async def test_a_batch_for_a_stream_that_does_not_store_its_subject_says_so(
+    js: JetStreamContext, make_stream: MakeStream
+) -> None:
+    first, second = await make_stream(), await make_stream()
+    with pytest.raises(errors.JetStreamExtError, match=f"stream '{first}' does not store its subject '{second}.a'"):
+        await jsx.publish_atomic(js, [BatchMessage(f"{second}.a", b"1", stream=first), (f"{first}.a", b"2")])
+
+
+async def test_the_refusal_of_an_id_that_was_in_use_says_what_to_do(
+    js: JetStreamContext, make_stream: MakeStream
+) -> None:
+    stream = await make_stream()
+    async with jsx.AtomicBatch(js, batch_id="job") as batch:
+        await batch.add(f"{stream}.a", b"1")
+        await batch.discard()
+    with pytest.raises(errors.AtomicPublishIncompleteError, match=r"earlier batch with this id .* repeat the batch"):
+        await jsx.publish_atomic(js, [(f"{stream}.a", b"1")] * 2, batch_id="job")
+    await jsx.publish_atomic(js, [(f"{stream}.a", b"1")] * 2, batch_id="job")
+
+
 async def test_a_batch_over_two_streams_names_them(
     js: JetStreamContext, make_stream: MakeStream, within: Within
 ) -> None:
