@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any, Final, TypeVar
 
 import nats.errors
-from nats.aio.client import Client
+from nats.aio.client import DEFAULT_PENDING_SIZE, Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
@@ -193,6 +193,33 @@ class BaseConnection(ABC):
         Cancellation: Everything is written: the bytes are in the buffer before the first suspension.
         """
 
+    @property
+    @abstractmethod
+    def has_room(self) -> bool:
+        """Whether nats-py's write buffer is within its own limit.
+
+        If callers write only then, the buffer never holds more than the limit and their largest write.
+        """
+
+    async def wait_room(self, timeout: float, *, over: Callable[[], bool] = never) -> None:
+        """Wait for `has_room` for up to `timeout` seconds; return as well when `over` returns True.
+
+        Nothing is written. Raises RequestTimeoutError, and nats-py's error of a connection that has ended.
+        """
+
+        async def room() -> None:
+            while not self.has_room:
+                await self._flushed()
+
+        with contextlib.suppress(Over):
+            await self.bounded(room(), timeout, ROOM, over=over)
+        if (end := self.end) is not None:  # it makes room, too
+            raise end
+
+    @abstractmethod
+    async def _flushed(self) -> None:
+        """Wait until nats-py has written what is in its buffer."""
+
     async def bounded(
         self, operation: Awaitable[_T], timeout: float, what: str, *, over: Callable[[], bool] = never
     ) -> _T:
@@ -337,6 +364,7 @@ class FallbackConnection(BaseConnection):
         super().__init__(nc, server_info)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._writing = asyncio.Lock()
+        self._queued = 0  # bytes that nats-py has not taken yet
         self._session = 0
         self._lost = False
 
@@ -398,12 +426,29 @@ class FallbackConnection(BaseConnection):
             cancel_soon(publishing)
             raise
 
+    @property
+    def has_room(self) -> bool:
+        return self._queued <= DEFAULT_PENDING_SIZE
+
+    async def _flushed(self) -> None:
+        await asyncio.sleep(0)  # a write that was just queued does not hold the lock yet
+        async with self._writing:
+            pass
+
     async def _pong(self) -> None:
         # Longer than any wait, and in a task of its own: a late PONG after the end of nats-py's own wait ends its read loop.
         await asyncio.shield(self._spawn(self.nc.flush(_FLUSH_TIMEOUT)))
 
     def _publish_soon(self, data: bytes) -> asyncio.Task[None]:
-        return self._spawn(self._publish(data))  # it fails when the connection is lost, which the handlers are told
+        self._queued += len(data)
+        publishing = self._spawn(
+            self._publish(data)
+        )  # it fails when the connection is lost, which the handlers are told
+        publishing.add_done_callback(lambda _: self._written(len(data)))
+        return publishing
+
+    def _written(self, size: int) -> None:
+        self._queued -= size
 
     async def _publish(self, data: bytes) -> None:
         async with self._writing:  # keeps the order of the calls

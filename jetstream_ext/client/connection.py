@@ -148,9 +148,14 @@ class Connection(BaseConnection):
         self, data: bytes, messages: int, payload_bytes: int, *, timeout: float, over: Callable[[], bool] = never
     ) -> None:
         self.write_nowait(data, messages, payload_bytes)
-        if self.nc._pending_data_size > self.nc._max_pending_size > 0:
+        if not self.has_room:
             with contextlib.suppress(Over):
                 await self.bounded(self._flushed(), timeout, ROOM, over=over)
+
+    @property
+    def has_room(self) -> bool:
+        nc = self.nc
+        return nc._pending_data_size <= nc._max_pending_size or nc._max_pending_size <= 0
 
     async def _flushed(self) -> None:
         # The same as nats-py's forced flush, which takes its own timeout and a cancellation for success.

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlparse
 
+import nats
 import nats.errors
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from nats.protocol.parser import Parser
 
 from jetstream_ext.client.base_connection import FallbackConnection, InboxHandler, InboxSubscription
 from jetstream_ext.client.connection import _CLOSED_SIDS_KEPT, Connection, Context, OwnClient, connection_of
-from jetstream_ext.errors import BadSubjectError, JetStreamExtError
+from jetstream_ext.errors import BadSubjectError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol.direct import ReplyDecoder, StoredMsg
 from jetstream_ext.protocol.frames import Frame, parts
 from jetstream_ext.testing import NatsServer
@@ -391,6 +392,44 @@ async def test_a_write_times_out_while_nats_py_flushes() -> None:
         async with asyncio.timeout(0.01):
             await connection.write(b"PUB a 5\r\nabcde\r\n", 1, 5, timeout=5)
     assert nc._pending == [b"PUB a 5\r\nabcde\r\n"]
+
+
+@pytest.mark.parametrize("kind", [Connection, FallbackConnection])
+async def test_room_in_the_write_buffer_is_waited_for(nc: Client, kind: type[Connection | FallbackConnection]) -> None:
+    connection = Connection(nc) if kind is Connection else FallbackConnection(nc, dict)
+    command = b"PUB a  1000000\r\n%b\r\n" % bytes(1_000_000)
+    assert connection.has_room
+    while connection.has_room:
+        connection.write_nowait(command, 1, 1_000_000)
+    await connection.wait_room(60)
+    assert connection.has_room
+
+
+@pytest.mark.parametrize("kind", [Connection, FallbackConnection])
+async def test_a_wait_for_room_ends(own_server: NatsServer, kind: type[Connection | FallbackConnection]) -> None:
+    async with await nats.connect(own_server.url) as nc:
+        connection = Connection(nc) if kind is Connection else FallbackConnection(nc, dict)
+        command = b"PUB a  1000000\r\n%b\r\n" % bytes(1_000_000)
+
+        async def fill() -> None:
+            while True:  # until the sockets' own buffers are full, too
+                connection.write_nowait(command, 1, 1_000_000)
+                await connection.wait_room(0.2)
+
+        own_server.pause()
+        try:
+            with pytest.raises(RequestTimeoutError, match="room in the write buffer"):
+                await fill()
+            assert not connection.has_room
+            await connection.wait_room(60, over=lambda: True)
+            waiting = asyncio.ensure_future(connection.wait_room(60))
+            await asyncio.sleep(0)
+            nc._status = Client.CLOSED
+            with pytest.raises(nats.errors.ConnectionClosedError):
+                await waiting
+        finally:
+            nc._status = Client.CONNECTED
+            own_server.resume()
 
 
 async def test_a_broken_socket_is_a_lost_connection() -> None:
