@@ -77,7 +77,7 @@ class AtomicSession:
         self._in_one_go = in_one_go
         self._context = context
         self._timeout = context.resolve_timeout(timeout)
-        self._opening = asyncio.Lock()
+        self._opening, self._turn = asyncio.Lock(), asyncio.Lock()
         self._waiters: dict[int, _Waiter] = {}
         self._commit_waiter: _Waiter | None = None
         self._commit_deadline = 0.0
@@ -94,6 +94,7 @@ class AtomicSession:
         """Send a message; wait for its reply if it requests one."""
         self._spent = 0.0
         encoded = await self._open(message, ack)
+        await self._wait_room()
         self._check_usable()
         await self._send(self.machine.add(encoded))
 
@@ -283,11 +284,26 @@ class AtomicSession:
             await self._reply(block.awaited, waiter, deadline)
         self.machine.check_added()
 
+    async def _wait_room(self) -> None:
+        """Wait in turn until the connection has room for a message that is not part of the batch yet."""
+        connection = self._context.connection
+        if connection.has_room and not self._turn.locked():
+            return
+        async with self._turn:
+            with self._spending(), self._write_errors():
+                await connection.wait_room(self._left, over=lambda: self.machine.ended)
+
     async def _write(self, block: Block) -> None:
-        try:
+        with self._write_errors():
             await self._context.connection.write(
                 block.data, block.messages, block.size, timeout=self._left, over=lambda: self.machine.ended
             )
+
+    @contextmanager
+    def _write_errors(self) -> Iterator[None]:
+        """End the batch if the block raises an error of the connection."""
+        try:
+            yield
         except nats.errors.Error as error:
             self.machine.lost(f"writing to the connection failed ({error!r})")
             self._settle()

@@ -40,6 +40,26 @@ async def test_concurrent_adds_stay_within_the_window(js: JetStreamContext, make
     assert in_flight <= 10
 
 
+async def test_concurrent_adds_to_a_batch_wait_for_room(own_server: NatsServer, connect: Connect) -> None:
+    nc = await connect(own_server.url)
+    js = nc.jetstream(timeout=60)
+    await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True)
+    payload = bytes(100_000)
+    async with jsx.AtomicBatch(js) as batch:
+        await batch.add("s.a", b"first")
+        own_server.pause()
+        adding = asyncio.gather(*(batch.add("s.a", payload, ack=False) for _ in range(200)))
+        sent = -1
+        while sent < (sent := batch.size):  # the system takes some megabytes
+            await asyncio.sleep(0.3)
+        assert sent < 200
+        assert nc._pending_data_size <= nc._max_pending_size + 2 * len(payload)
+        own_server.resume()
+        await adding
+    assert batch.ack is not None
+    assert batch.ack.batch_size == 201
+
+
 @pytest.mark.parametrize("context_timeout", [False, True])
 async def test_a_lost_ack_is_recovered_within_a_short_timeout(
     connect: Connect, within: Within, context_timeout: bool
