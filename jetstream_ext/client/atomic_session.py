@@ -80,7 +80,7 @@ class AtomicSession:
         self._waiters: dict[int, _Waiter] = {}
         self._commit_waiter: _Waiter | None = None
         self._commit_began = 0.0
-        self._opening_took = 0.0  # seconds of the timeout that the first message has spent before it is sent
+        self._lookups_took = 0.0  # seconds of the call's timeout that its lookups have spent
         # For `resolve`: the stream when the batch was opened, a sequence that it had then, and the connection's session
         # when the commit was written.
         self._opened: tuple[StreamState | None, int] = None, 0
@@ -90,12 +90,14 @@ class AtomicSession:
 
     async def add(self, message: BatchMessage, ack: bool | None) -> None:
         """Send a message; wait for its reply if it requests one."""
+        self._lookups_took = 0.0
         encoded = await self._open(message, ack)
         self._check_usable()
         await self._send(self.machine.add(encoded))
 
     async def fill(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> int:
         """Send `messages` in blocks; return the highest sequence among them that asked for a reply, or 0."""
+        self._lookups_took = 0.0
         asked = 0
         if isinstance(messages, AsyncIterable):
             # One write each: nats-py's buffer joins them, and a slow source must not wait for a full block.
@@ -128,6 +130,8 @@ class AtomicSession:
 
     async def commit(self, message: BatchMessage | None) -> BatchAck:
         """Commit, with or without a last message."""
+        if not self._in_one_go:
+            self._lookups_took = 0.0
         await self.send_commit(message)
         return await self.committed()
 
@@ -139,7 +143,7 @@ class AtomicSession:
         self._session = self._context.connection.session
         self._commit_waiter, self._commit_began = self._expect(block.awaited), self._begin()
         try:
-            await self._write(block)
+            await self._write(block, self._commit_began)
         except asyncio.CancelledError:
             self._abandon_commit()
             raise
@@ -214,7 +218,11 @@ class AtomicSession:
 
     async def _find_stream(self, subject: str) -> None:
         """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
-        self.machine.check_stream(subject, await known_stream_name(self._context, subject, self._timeout))
+        began = self._begin()
+        name = await known_stream_name(self._context, subject, self._remaining(began))
+        if name is None:
+            self._lookups_took = self._now() - began  # perhaps nothing answers
+        self.machine.check_stream(subject, name)
 
     async def _open_for(self, first: Encoded, message: BatchMessage) -> None:
         connection, began = self._context.connection, self._begin()
@@ -223,7 +231,9 @@ class AtomicSession:
         leader = await lookup_leader(self._context, message.subject, message.stream, self._timeout, ATOMIC)
         self._opened = leader.stream, leader.last_seq
         inbox = await connection.inbox(
-            InboxHandler(weakly(self._receive), weakly(self._disconnected)), tail=".*", timeout=self._timeout
+            InboxHandler(weakly(self._receive), weakly(self._disconnected)),
+            tail=".*",
+            timeout=self._remaining(began),
         )
         try:
             self.machine.open(
@@ -236,7 +246,7 @@ class AtomicSession:
         except BaseException:
             inbox.close()
             raise
-        self._inbox, self._opening_took = inbox, self._begin() - began
+        self._inbox, self._lookups_took = inbox, self._now() - began
 
     def _check_usable(self) -> None:
         """Raise what ended the batch, or nats-py's error if nothing can be written."""
@@ -266,7 +276,7 @@ class AtomicSession:
         waiter, began = self._expect(block.awaited) if block.awaited else None, self._begin()
         try:
             if block.messages:
-                await self._write(block)
+                await self._write(block, began)
         except asyncio.CancelledError:
             self._forget(block.awaited, waiter)
             raise
@@ -274,10 +284,11 @@ class AtomicSession:
             await self._reply(block.awaited, waiter, began)
         self.machine.check_added()
 
-    async def _write(self, block: Block) -> None:
+    async def _write(self, block: Block, began: float) -> None:
+        timeout = self._remaining(began)
         try:
             await self._context.connection.write(
-                block.data, block.messages, block.size, timeout=self._timeout, over=lambda: self.machine.ended
+                block.data, block.messages, block.size, timeout=timeout, over=lambda: self.machine.ended
             )
         except nats.errors.Error as error:
             self.machine.lost(f"writing to the connection failed ({error!r})")
@@ -298,12 +309,18 @@ class AtomicSession:
             self._waiters.pop(seq, None)
 
     def _begin(self) -> float:
-        """Return the time from which a call's timeout counts, if nothing was awaited before but the opening."""
-        took, self._opening_took = self._opening_took, 0.0
-        return asyncio.get_running_loop().time() - took
+        """Return the time from which a call's timeout counts, if nothing was awaited before but lookups."""
+        return self._now() - self._lookups_took
+
+    def _remaining(self, began: float) -> float:
+        return max(0.001, began + self._timeout - self._now())
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     async def _reply(self, seq: int, waiter: _Waiter, began: float) -> None:
         """Wait for a reply; raise if it is the refusal of this one message."""
+        self._lookups_took = 0.0
         refusal: JetStreamExtError | None = None
         try:
             async with asyncio.timeout_at(began + self._timeout):

@@ -238,9 +238,13 @@ class BaseConnection(ABC):
 
     async def ping(self, timeout: float) -> None:
         """Wait until the server has read everything that was written, or raise RequestTimeoutError."""
-        # nats-py's ping overtakes what is still in its buffer; the second one follows it.
-        for _ in range(2):
-            await self.bounded(self._pong(), timeout, "the server's PONG")
+
+        async def pongs() -> None:
+            # nats-py's ping overtakes what is still in its buffer; the second one follows it.
+            await self._pong()
+            await self._pong()
+
+        await self.bounded(pongs(), timeout, "the server's PONG")
 
     @abstractmethod
     async def _pong(self) -> None:

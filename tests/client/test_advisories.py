@@ -117,11 +117,12 @@ async def test_a_closed_connection_ends_the_watch(own_nc: Client, own_js: JetStr
 
 
 async def test_opening_a_watch_takes_its_timeout_at_most(own_nc: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def slow(_: float) -> None:
+    async def slow(pong: asyncio.Future[bool]) -> None:
         await asyncio.sleep(0.3)
+        pong.set_result(True)
 
-    monkeypatch.setattr(own_nc, "flush", slow)
-    with pytest.raises(errors.RequestTimeoutError, match=r"0\.4 s"):
+    monkeypatch.setattr(own_nc, "_send_ping", slow)
+    with pytest.raises(errors.RequestTimeoutError, match="PONG"):
         await jsx.watch_abandoned(own_nc.jetstream(timeout=0.4), "S").__aenter__()
 
 
