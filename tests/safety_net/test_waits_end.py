@@ -99,6 +99,16 @@ def test_a_new_public_call_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"function", "source", "awaitable", "Batch.__anext__", "AtomicBatch.method"}
     assert public_calls() - before == found
 
+    class Hidden:
+        __module__ = "jetstream_ext.client.hidden"
+
+    def hidden() -> Hidden: ...  # type: ignore[empty-body]
+
+    hidden.__annotations__["return"] = Hidden
+    monkeypatch.setattr(jsx.AtomicBatch, "method", hidden)
+    with pytest.raises(AssertionError, match=r"AtomicBatch\.method returns .*Hidden"):
+        public_calls()
+
 
 def test_every_call_meets_every_kind_of_end() -> None:
     for group, faults in FAULTS.items():

@@ -53,16 +53,30 @@ _ASYNC = ("__aenter__", "__aexit__", "__anext__", "__await__")
 
 def public_calls() -> set[str]:
     """Return the names of everything public that can be awaited, iterated or entered."""
+    things = [(name, getattr(module, name)) for module in (jsx, kvx, log) for name in module.__all__]
+    assert len(dict(things)) == len(things), "a name is public in two modules: a row of the matrix would be ambiguous"
+    classes = {thing for _, thing in things if inspect.isclass(thing)}
     found = set[str]()
-    for module in (jsx, kvx, log):
-        for name in module.__all__:
-            thing = getattr(module, name)
-            if not inspect.isclass(thing):
-                found |= {name} if _waits(thing) else set()
-                continue
-            for part in dir(thing):
-                if part == "__await__" or ((part in _ASYNC or part[0] != "_") and _waits(getattr(thing, part))):
-                    found.add(f"{name}.{part}")
+    for name, thing in things:
+        parts = dir(thing) if thing in classes else [""]
+        for part in parts:
+            function = getattr(thing, part) if part else thing
+            if part == "__await__" or ((part in _ASYNC or part[:1] != "_") and _waits(function)):
+                found.add(f"{name}.{part}" if part else name)
+            hidden = {each for each in _returned(function) if each.__module__.startswith("jetstream_ext.")} - classes
+            assert not hidden or part[:1] == "_", f"{name}.{part} returns {hidden}, which is not public"
+    return found
+
+
+def _returned(function: object) -> set[type]:
+    """Return the classes in the return annotation of a function or property."""
+    function = function.fget if isinstance(function, property) else function
+    left = [typing.get_type_hints(function).get("return")] if inspect.isfunction(function) else []
+    found = set[type]()
+    while left:
+        annotation = left.pop()
+        left += typing.get_args(annotation)
+        found |= {annotation} if inspect.isclass(annotation) else set()
     return found
 
 
