@@ -178,7 +178,8 @@ async def _cancel_once_sent(t: Try, commit: Awaitable[object]) -> None:
 
 
 async def open_batches(t: Try) -> jsx.AtomicBatches:
-    acks = jsx.publish_atomic_many(t.js, [list(t.entries(2)) for _ in range(8)])
+    # More than are in flight, and no more: a busy server must answer them within the cell's timeout.
+    acks = jsx.publish_atomic_many(t.js, [list(t.entries(1)) for _ in range(6)])
     t.undo.append(acks.aclose)
     await anext(acks)
     return acks
