@@ -59,9 +59,11 @@ class _Inboxes:
         frames.check_line(subject, connection.inbox_size)
         frames.check_size(len(payload), connection.max_payload)
         handler = InboxHandler(partial(self._notify, received), self._lost)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
         inbox = self._open[key] = await connection.inbox(handler, timeout=timeout)
         command = frames.pub(subject.encode(), inbox.subject.encode(), b"", payload)
-        await connection.write(command, 1, len(payload), timeout=timeout)
+        await connection.write(command, 1, len(payload), timeout=max(0.0, deadline - loop.time()))
 
     def _notify(self, receive: Callable[..., None], *arguments: object) -> None:
         receive(*arguments)
@@ -136,8 +138,12 @@ async def read_blocks(
         found = await Retry(timeout).call(lambda: at_leader(request))
         return None if found is None else found.seq
 
+    heard = loop.time()  # the last answer, or the caller's last call
+
     def receive(sent: SentRequest, frames: list[Frame]) -> None:
-        machine.receive(sent, frames, loop.time())
+        nonlocal heard
+        heard = loop.time()
+        machine.receive(sent, frames, heard)
 
     async def find_newest(seq: int) -> tuple[tuple[int, str] | None, int]:
         state = await stream_state(context, stream, timeout)
@@ -145,25 +151,32 @@ async def read_blocks(
         return None if newest is None else (newest.seq, newest.subject), state.last_seq
 
     async def perform(action: Action) -> None:
+        nonlocal heard
         match action:
             case range_read.Wait(until):
                 await inboxes.wait(until)
                 machine.handle_timer(loop.time())
             case range_read.SendRequest(sent):
                 subject, payload = sent.request.address(api)
+                remaining = max(0.0, heard + timeout - loop.time())
                 try:
-                    await inboxes.send(subject, payload, partial(receive, sent), timeout, sent)
+                    await inboxes.send(subject, payload, partial(receive, sent), remaining, sent)
                 except nats.errors.ConnectionReconnectingError as error:
                     machine.not_sent(sent, error)
             case range_read.DropReply(sent):
                 inboxes.close(sent)
             case range_read.AskLeader(requests):
                 found = await gather_bounded(ask_leader, requests, limit=len(requests))
-                machine.leader_answered(found, loop.time())
+                heard = loop.time()
+                machine.leader_answered(found, heard)
             case range_read.FindNewest(seq):
-                machine.newest_found(*await Retry(timeout).call(lambda: find_newest(seq)), loop.time())
+                found_newest = await Retry(timeout).call(lambda: find_newest(seq))
+                heard = loop.time()
+                machine.newest_found(*found_newest, heard)
             case range_read.CheckMirror(name):
-                machine.mirror_checked(loop.time(), same=await mirrors_all(context, name, stream, timeout))
+                same = await mirrors_all(context, name, stream, timeout)
+                heard = loop.time()
+                machine.mirror_checked(heard, same=same)
             case range_read.AwaitConnection():
                 await connection.wait_usable(timeout)
                 machine.connected()
@@ -174,6 +187,7 @@ async def read_blocks(
             match machine.next_action(loop.time()):
                 case range_read.Deliver(block):
                     yield block
+                    heard = loop.time()
                 case range_read.Done(failure):
                     if failure is not None:
                         raise failure

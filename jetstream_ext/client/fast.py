@@ -387,6 +387,7 @@ class FastSession:
             max_payload=self._connection.max_payload, inbox_size=self._connection.inbox_size, **batch
         )
         self.now: Callable[[], float] = lambda: asyncio.get_running_loop().time()  # `_open` sets a faster one
+        self._opening_took = 0.0  # seconds of the first message's `ack_timeout` that opening the batch has spent
         self._turn = asyncio.Lock()
         self._senders = 0  # callers in `wait_turn`
         self._waiters = 0  # callers in `wait`
@@ -469,8 +470,9 @@ class FastSession:
     async def write(self, data: bytes, messages: int, size: int) -> None:
         """Write bytes of the batch; if that ends the batch, raise its error."""
         batch = self.batch
+        timeout, self._opening_took = max(0.0, batch.ack_timeout - self._opening_took), 0.0
         try:
-            await self._connection.write(data, messages, size, timeout=batch.ack_timeout, over=self._ended.is_set)
+            await self._connection.write(data, messages, size, timeout=timeout, over=self._ended.is_set)
         except RequestTimeoutError:
             self.deliver(batch.write_timed_out(self.now()))
             batch.check_open()
@@ -496,9 +498,10 @@ class FastSession:
             )
         handler = InboxHandler(weakly(self._receive), weakly(self._disconnected), weakly(self._reconnected))
         tail = f".{self.batch.batch_id}.>"
-        inbox = await connection.inbox(handler, tail=tail, timeout=timeout)
+        inbox = await connection.inbox(handler, tail=tail, timeout=began + timeout - self.now())
+        self._opening_took = self.now() - began
         try:
-            self.batch.open(inbox.subject, self.now() - began)
+            self.batch.open(inbox.subject, self._opening_took)
         except BaseException:
             inbox.close()
             raise

@@ -104,7 +104,8 @@ class FencedWriter:
         while True:
             self._in_doubt.add(record)
             try:
-                ack = await self._publish(messages, record)
+                timeout = retry.within(self.context.resolve_timeout(self.timeout))
+                ack = await self._publish(messages, record, timeout)
                 break
             except Exception as error:
                 failure = error
@@ -117,7 +118,7 @@ class FencedWriter:
         self._in_doubt.clear()
         return ack
 
-    async def _publish(self, messages: Sequence[Entry], record: bytes) -> BatchAck:
+    async def _publish(self, messages: Sequence[Entry], record: bytes, timeout: float) -> BatchAck:
         js = self.context.js
         assert isinstance(js, JetStreamContext)  # only those publish
         last = BatchMessage(
@@ -132,8 +133,7 @@ class FencedWriter:
             # The first message names the stream: looking it up would need another permission.
             first = as_message(messages[0])
             batch = [first if first.stream else replace(first, stream=self.stream), *messages[1:], last]
-            return await publish_atomic(js, batch, timeout=self.timeout)
-        timeout = self.context.resolve_timeout(self.timeout)
+            return await publish_atomic(js, batch, timeout=timeout)
         headers = dict(message_headers(last))
         ack = await self.context.publish(self.subject, record, headers, timeout, f"the ack of {self.subject}")
         return BatchAck(ack.stream, ack.seq, batch_size=1, domain=ack.domain)

@@ -77,7 +77,8 @@ async def ingest(
             what the first did not.
         flow: Messages per acknowledgement to request, as for `FastPublisher`.
         max_outstanding_acks: The window, in acknowledgements (`flow` messages each), as for `FastPublisher`.
-        timeout: Seconds of errors without a single stored message after which the call fails.
+        timeout: Seconds of errors without a single stored message after which the call fails. A server that does not
+            answer is an error after `ack_timeout`.
         ack_timeout: Seconds to wait for each answer of the server; None is the context's timeout.
         on_progress: A plain function, called on the loop repeatedly and at the end. Its exceptions go to the loop's
             exception handler.
@@ -214,7 +215,7 @@ class _Ingest:
         self._source = source
         self._window = source.window
         self._new_publisher = new_publisher
-        self._ack_timeout = ack_timeout
+        self._longest_wait = ack_timeout
         self._on_progress = on_progress
         self._progress_every = progress_every
         self._progress_at, self._progress_stored = -math.inf, 0  # of the newest report
@@ -318,6 +319,11 @@ class _Ingest:
         except nats.errors.Error:
             why = f"no ack for {self._retry.give_up_after:g} s" if is_not_closed(error) else "the connection is closed"
             raise self._failure(f"was not acknowledged: {why} ({error})") from error
+
+    @property
+    def _ack_timeout(self) -> float:
+        """Seconds to wait for an answer: after an error, at most until the call gives up."""
+        return self._retry.within(self._longest_wait)
 
     async def _connected(self) -> None:
         while True:
@@ -463,7 +469,7 @@ class _Ingest:
         Only in a batch do servers check the id first. On a stream with one replica they refuse an ordinary message for
         its expectation.
         """
-        publisher = self._new_publisher()
+        publisher = self._new_publisher(ack_timeout=self._ack_timeout)
         try:
             await publisher.add_message(message)
             ack = await publisher.commit_eob()

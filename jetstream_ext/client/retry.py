@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger("jetstream_ext")
 
 _NO_TIME: Final = 0.001
-# Seconds after the deadline for an attempt that ends in time by itself, and says better what it waited for.
+# Seconds after the deadline for an attempt that ends in time by itself: its error says better what it waited for.
 _GRACE: Final = 0.1
 
 _TRANSIENT: Final = (
@@ -78,7 +78,8 @@ def is_not_closed(error: BaseException) -> bool:
 class Retry:
     """The pauses between the attempts of one operation, and their end.
 
-    After `give_up_after` seconds without progress the next error is raised. Each pause is `factor` times as long as the
+    After `give_up_after` seconds without progress the next error is raised. An attempt of `attempt` ends then, too, so
+    that an operation without an answer takes the timeout of its first attempt and `give_up_after`. Each pause is `factor` times as long as the
     one before, up to `longest_pause`. `jitter` shortens each pause by a random part, so that competing writers do not
     retry in step. `transient` decides whether another attempt may succeed after an error.
     """
@@ -98,6 +99,7 @@ class Retry:
         """Record progress: the deadline and the pauses start again with the next error."""
         self._pause: float = self.first_pause
         self._deadline: float | None = None
+        self._last: Exception | None = None
 
     def start(self) -> None:
         """Start the deadline now, not with the first error."""
@@ -109,6 +111,10 @@ class Retry:
         if self._deadline is None:
             return self.give_up_after
         return max(_NO_TIME, self._deadline - asyncio.get_running_loop().time())
+
+    def within(self, timeout: float) -> float:
+        """Return `timeout`, or once there is a deadline at most the seconds until then."""
+        return timeout if self._deadline is None else min(timeout, self.remaining)
 
     @property
     def over(self) -> bool:
@@ -128,29 +134,35 @@ class Retry:
             self._deadline = now + self.give_up_after
         if now >= self._deadline:
             raise error
+        self._last = error
         pause = self._pause * random.random() if self.jitter else self._pause  # noqa: S311 - spreads load
         pause = min(pause, self._deadline - now)
         self._pause = min(self._pause * self.factor, self.longest_pause)
         _log.debug("trying again in %.3g s after %s: %s", pause, type(error).__name__, error)
         await asyncio.sleep(pause)
 
-    async def call(self, attempt: Callable[[], Awaitable[_T]]) -> _T:
-        """Return what `attempt` returns; call it again after each transient error, until `give_up_after` has passed.
+    async def attempt(self, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Return what `work` returns.
 
-        An attempt that has not ended a little later is cancelled, and the error of the one before is raised.
+        Work that has not ended a little after the deadline is cancelled, and the error of the attempt before is raised.
         """
+        try:
+            async with asyncio.timeout_at(None if self._deadline is None else self._deadline + _GRACE) as limit:
+                return await work()
+        except Exception:
+            if limit.expired():
+                late = RequestTimeoutError(f"timed out after {self.give_up_after:.4g} s")
+                raise self._last or late from None
+            raise
+
+    async def call(self, work: Callable[[], Awaitable[_T]]) -> _T:
+        """Return what `work` returns; call it again after each transient error, until `give_up_after` has passed."""
         if self._deadline is None:
             self.start()
-        assert self._deadline is not None
-        last: Exception = RequestTimeoutError(f"timed out after {self.give_up_after:.4g} s")
         while True:
             try:
-                async with asyncio.timeout_at(self._deadline + _GRACE) as limit:
-                    return await attempt()
+                return await self.attempt(work)
             except Exception as error:
-                if limit.expired():
-                    raise last from None
                 await self.pause_if_transient(error)
                 if self.over:
                     raise
-                last = error

@@ -417,7 +417,8 @@ async def retry_transaction(
     Args:
         kv: nats-py's bucket.
         fn: Called with the `Transaction` in every run. Its other side effects may happen more than once.
-        give_up_after: Seconds, over 0, after which the next conflict or transient error is raised.
+        give_up_after: Seconds, over 0, after which the next conflict or transient error is raised. If the bucket's leader
+            does not answer, that is at most `timeout` later.
         timeout: Seconds to wait for each answer; None is the context's own.
 
     Returns:

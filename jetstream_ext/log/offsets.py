@@ -187,7 +187,8 @@ class OffsetStore:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
         bucket: The bucket's name. The bucket must exist (`create` makes it) and must not have a TTL.
         timeout: Seconds to wait for an answer; None is the context's own.
-        patience: Seconds that transient errors (an election, a lost connection) may last.
+        patience: Seconds that transient errors (an election, a lost connection) may last. A call fails after `timeout` and
+            `patience` together if nothing answers.
 
     Attributes:
         bucket: The bucket's name.

@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 from jetstream_ext.client.api import first_since, get_at_leader, newest_up_to, settled_state, stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.client.direct_reader import read_one
+from jetstream_ext.client.direct_reader import read_blocks, read_one
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import MessageNotFoundError, PositionLostError, RequestTimeoutError, StreamConfigMismatchError
@@ -25,6 +25,7 @@ from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Request, StoredMsg
 from jetstream_ext.protocol.gaps import Gaps, were_replaced
 from jetstream_ext.protocol.options import check_int, check_seconds
+from jetstream_ext.protocol.reads import Scan
 from jetstream_ext.protocol.subjects import check_filter
 
 _log = logging.getLogger("jetstream_ext")
@@ -86,7 +87,8 @@ class LogReader:
             filtered reader cannot know whether the removed messages would have matched; it assumes so.
         offsets: Where `Stored` is looked up and `OffsetStore.commit` stores; None is ``OffsetStore(js)``.
         timeout: Seconds to wait for an answer; None is the context's own.
-        patience: Seconds that transient errors (an election, a restart, a lost connection) may last.
+        patience: Seconds that transient errors (an election, a restart, a lost connection) may last. A call fails after
+            `timeout` and `patience` together if nothing answers.
         poll: The longest pause, in seconds, between two requests at the end of the stream: how late the reader may
             notice a message after a quiet time, and how often an idle reader asks.
         confirm: Have the leader verify what is read. False trusts the replica or mirror that answers and asks no leader:
@@ -247,7 +249,7 @@ class LogReader:
         Args:
             max_messages: From 1. One call returns about 4,000 messages or 4 MiB at most.
             timeout: Seconds to wait for a first message, whatever `tail` is; 0 does not wait. None is the reader's
-                timeout with ``tail=True``, else 0. Transient errors may take up to `patience` in addition.
+                timeout with ``tail=True``, else 0. Transient errors may take the reader's `timeout` and `patience` in addition.
 
         Raises:
             ValueError, TypeError: A number is out of range, or of another type.
@@ -288,7 +290,7 @@ class LogReader:
         pause = min(_FIRST_PAUSE, self._poll)
         while True:
             try:
-                if await self._advance():
+                if await retry.attempt(self._advance):
                     return True
             except Exception as error:
                 await retry.pause_if_transient(error)
@@ -338,8 +340,9 @@ class LogReader:
             else:
                 position = self._report_loss(position, state.first_seq)
         self._note(state, position)
-        rows, end = await self._read_rows(position, state.last_seq)
-        state = await self._look()
+        rows, end, heard = await self._read_rows(position, state.last_seq)
+        # A read that has all its rows may have waited for the end of the answer.
+        state = await self._look(max(0.001, heard + self._timeout - asyncio.get_running_loop().time()))
         gaps = Gaps(position, end)
         gaps.add([row.seq for row in rows])
         gaps.close()
@@ -408,30 +411,35 @@ class LogReader:
         self._note(state, self._position)
         return self._position
 
-    async def _read_rows(self, position: int, last: int) -> tuple[list[StoredMsg], int]:
-        """Return a group of messages from a position on, and the sequence where it ends; `last` is the stream's."""
+    async def _read_rows(self, position: int, last: int) -> tuple[list[StoredMsg], int, float]:
+        """Return a group of messages from a position on, the sequence where it ends, and when the last of it came.
+
+        `last` is the stream's last sequence.
+        """
+        loop = asyncio.get_running_loop()
+        heard = math.inf  # no message: the leader has proved that there is none
         rows: list[StoredMsg] = []
         size, end = 0, min(last, position + self._span - 1)
         read_to = end
-        scan = self._direct.scan(
-            subject=self.subject, seq=position, up_to_seq=end, max_bytes=_REQUEST_BYTES, confirm=True
-        )
-        async with scan as messages:
-            async for message in messages:
-                rows.append(message)
-                size += len(message.data)
+        plan = Scan(subject=self.subject, seq=position, up_to_seq=end, max_bytes=_REQUEST_BYTES)
+        reading = read_blocks(self._context, self.stream, plan, self._timeout, confirm=True)
+        async with contextlib.aclosing(reading) as blocks:
+            async for block in blocks:
+                heard = loop.time()
+                rows += block.messages()
+                size += block.size
                 if size >= _GROUP_BYTES or len(rows) >= 2 * _GROUP:
-                    read_to = message.seq
+                    read_to = rows[-1].seq
                     break
         if read_to < end:
             self._span = read_to - position + 1
         elif 2 * len(rows) < _GROUP and 2 * size < _GROUP_BYTES:
             self._span = min(self._span * 4, _WIDEST)
-        return rows, read_to
+        return rows, read_to, min(heard, loop.time())
 
-    async def _look(self) -> StreamState:
+    async def _look(self, timeout: float | None = None) -> StreamState:
         """Return the stream's state as its leader reports it now; raise an error if the reader cannot read it."""
-        state = await stream_state(self._context, self.stream, self._timeout)
+        state = await stream_state(self._context, self.stream, self._timeout if timeout is None else timeout)
         if not self._checked:
             state.check_direct_reads(self._context.connection.server_version)
             if state.retention != "limits" and not self._skips:

@@ -140,7 +140,7 @@ async def exactly_once(
             position was removed starts at the reader's start again.
         timeout: Seconds to wait for an answer of the output stream; None is the context's own.
         patience: Seconds that transient errors of the output stream (an election, a restart, a lost connection) may
-            last.
+            last. The call fails after `timeout` and `patience` together if that stream does not answer.
 
     Returns:
         What was done, when a reader without ``tail=True`` has reached the end. With ``tail=True`` the call only ends

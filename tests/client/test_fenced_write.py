@@ -288,17 +288,35 @@ async def test_a_store_whose_outcome_is_unknown_is_retried_until_its_record_is_f
     one = writer(js, stream)
     publish, attempts = one._publish, 0
 
-    async def lose(messages: Any, record: bytes) -> Any:
+    async def lose(*arguments: Any) -> Any:
         nonlocal attempts
         attempts += 1
         if attempts == 3:
-            await publish(messages, record)
+            await publish(*arguments)
         raise errors.BatchOutcomeUnknownError
 
     monkeypatch.setattr(one, "_publish", lose)
     assert (await one.store([(f"{stream}.a", b"x")], b"1")).seq == 2
     assert attempts == 3
     assert await payloads(js, stream) == [b"x", b"1"]
+
+
+async def test_a_repeated_store_waits_for_an_answer_as_long_as_its_patience_lasts(
+    js: JetStreamContext, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = writer(js, stream, patience=0.5)
+    waits: list[float] = []
+
+    async def lose(messages: Any, record: bytes, timeout: float) -> Any:
+        waits.append(timeout)
+        raise errors.BatchOutcomeUnknownError
+
+    monkeypatch.setattr(one, "_publish", lose)
+    with pytest.raises(errors.BatchOutcomeUnknownError):
+        await one.store([], b"1")
+    assert waits[0] == 30
+    assert len(waits) > 1
+    assert max(waits[1:]) <= 0.5
 
 
 async def test_a_moved_record_is_raised_from_the_lost_answer(

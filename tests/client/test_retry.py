@@ -143,3 +143,15 @@ async def test_an_attempt_ends_with_the_time_of_all() -> None:
         await Retry(0.1).call(fails_then_hangs)
     with pytest.raises(errors.RequestTimeoutError, match=r"timed out after 0\.1 s"):
         await Retry(0.1).call(asyncio.Event().wait)
+
+
+async def test_an_attempt_after_the_first_error_ends_with_the_deadline() -> None:
+    retry = Retry(0.1)
+    assert retry.within(5) == 5
+    await retry.attempt(lambda: asyncio.sleep(0.3))  # nothing has failed: no limit
+    await retry.pause_if_transient(errors.BatchAbandonedError("the first failure"))
+    assert retry.within(5) <= 0.1
+    with pytest.raises(errors.BatchAbandonedError, match="the first failure"):
+        await retry.attempt(asyncio.Event().wait)
+    retry.reset()
+    assert retry.within(5) == 5

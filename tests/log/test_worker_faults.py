@@ -48,22 +48,28 @@ class FaultyCommits:
         self.late: list[asyncio.Task[Any]] = []
         faulty = self
 
-        async def publish(writer: FencedWriter, messages: Sequence[Entry], record: bytes) -> jsx.BatchAck:
-            return await faulty.publish(writer, messages, record)
+        async def publish(
+            writer: FencedWriter, messages: Sequence[Entry], record: bytes, timeout: float
+        ) -> jsx.BatchAck:
+            return await faulty.publish(writer, messages, record, timeout)
 
         monkeypatch.setattr(FencedWriter, "_publish", publish)
 
-    async def publish(self, writer: FencedWriter, messages: Sequence[Entry], record: bytes) -> jsx.BatchAck:
+    async def publish(
+        self, writer: FencedWriter, messages: Sequence[Entry], record: bytes, timeout: float
+    ) -> jsx.BatchAck:
         fault = self.choose(self.count)
         self.count += 1
         if fault is None:
-            return await publish_once(writer, messages, record)
+            return await publish_once(writer, messages, record, timeout)
         self.happened.append(fault)
         what, _, when = fault.partition(" ")
         if when == "behind":
-            await publish_once(writer, messages, record)
+            await publish_once(writer, messages, record, timeout)
         if what == "late":  # the message reaches the server after its sender has given up
-            self.late.append(asyncio.create_task(self._later(publish_once(copy.copy(writer), messages, record))))
+            self.late.append(
+                asyncio.create_task(self._later(publish_once(copy.copy(writer), messages, record, timeout)))
+            )
         if what == "cancelled":
             raise asyncio.CancelledError
         if what == "fails":
@@ -159,13 +165,13 @@ async def test_a_claim_after_another_worker_committed_continues_there(
     def work(reader: LogReader) -> Awaitable[Any]:
         return exactly_once(reader, target, handler(target), name="w", prefix=f"{target}.at")
 
-    async def publish(writer: FencedWriter, messages: Sequence[Entry], record: bytes) -> jsx.BatchAck:
+    async def publish(writer: FencedWriter, messages: Sequence[Entry], record: bytes, timeout: float) -> jsx.BatchAck:
         nonlocal published
         if not published:
             published = True
             assert (await work(LogReader(js, source))).inputs == 30
             await jsx.publish_atomic(js, [jsx.BatchMessage(f"{source}.0", b"%d" % n) for n in range(31, 41)])
-        return await publish_once(writer, messages, record)
+        return await publish_once(writer, messages, record, timeout)
 
     monkeypatch.setattr(FencedWriter, "_publish", publish)
     done = await work(LogReader(js, source))
@@ -179,7 +185,7 @@ async def test_an_unexplained_refusal_raises_after_patience(
     """A deposed leader refuses the commit, and answers with the earlier position."""
     source, target = await make_stream(5), await make_stream()
 
-    async def refuse(writer: FencedWriter, messages: Sequence[Entry], record: bytes) -> jsx.BatchAck:
+    async def refuse(writer: FencedWriter, messages: Sequence[Entry], record: bytes, timeout: float) -> jsx.BatchAck:
         raise errors.WrongLastSequenceError(code=400, err_code=10071, outcome="not_stored")
 
     monkeypatch.setattr(FencedWriter, "_publish", refuse)

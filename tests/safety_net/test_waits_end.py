@@ -5,7 +5,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
+import jetstream_ext.log as log
 from jetstream_ext import errors
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.testing import NatsServer
@@ -36,6 +37,7 @@ from wait_matrix import (
     run_cells,
     sample,
 )
+from wait_matrix import SLACK as WAIT_SLACK
 from waiting import abandon
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
@@ -53,6 +55,8 @@ Clog = Callable[[Client, NatsServer], Awaitable[None]]
 
 
 FULL = bool(os.environ.get("JETSTREAM_EXT_FULL"))
+# More than the matrix's slack, so that a call which waits once more shows; in `full`, so does half of another wait.
+CELL_TIMEOUT = 3.0 if FULL else 1.5
 
 
 def failures(cells: list[Cell]) -> list[str]:
@@ -70,6 +74,40 @@ def test_every_public_call_is_in_the_matrix() -> None:
     found = public_calls()
     assert {name.partition(" ")[0] for name in CALLS} == found
     assert found > {"publish_atomic", "publish_atomic_many", "DirectGet.scan", "MessageBatch.__anext__", "transaction"}
+
+
+def test_a_new_public_call_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def function() -> None: ...
+
+    async def source() -> AsyncIterator[int]:
+        yield 1
+
+    def awaitable() -> Awaitable[int]: ...  # type: ignore[empty-body]
+
+    class Batch:
+        def __aiter__(self) -> AsyncIterator[int]: ...  # type: ignore[empty-body]
+        async def __anext__(self) -> int: ...  # type: ignore[empty-body]
+        async def _private(self) -> None: ...
+        def plain(self) -> int: ...  # type: ignore[empty-body]
+
+    before = public_calls()
+    made: dict[str, object] = {"function": function, "source": source, "awaitable": awaitable, "Batch": Batch}
+    for module, (name, thing) in zip(itertools.cycle((jsx, kvx, log)), made.items(), strict=False):
+        monkeypatch.setattr(module, name, thing, raising=False)
+        monkeypatch.setattr(module, "__all__", [*module.__all__, name])
+    monkeypatch.setattr(jsx.AtomicBatch, "method", function, raising=False)
+    found = {"function", "source", "awaitable", "Batch.__anext__", "AtomicBatch.method"}
+    assert public_calls() - before == found
+
+    class Hidden:
+        __module__ = "jetstream_ext.client.hidden"
+
+    def hidden() -> Hidden: ...  # type: ignore[empty-body]
+
+    hidden.__annotations__["return"] = Hidden
+    monkeypatch.setattr(jsx.AtomicBatch, "method", hidden)
+    with pytest.raises(AssertionError, match=r"AtomicBatch\.method returns .*Hidden"):
+        public_calls()
 
 
 def test_every_call_meets_every_kind_of_end() -> None:
@@ -96,9 +134,18 @@ async def _raise(t: Try) -> None:
     raise asyncio.InvalidStateError
 
 
+async def _cannot_be_prepared(t: Try) -> Callable[[], Awaitable[object]]:
+    raise nats.errors.ConnectionClosedError
+
+
 async def test_the_matrix_finds_what_is_wrong(filled_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong: dict[str, tuple[Callable[[Try], Awaitable[object]], str]] = {
         "waits": (lambda t: asyncio.Event().wait(), "still waits: .*Event.wait"),
+        "takes too long": (lambda t: asyncio.sleep(t.timeout + WAIT_SLACK + 2), "still waits: .*sleep"),
+        "LogReader that takes too long": (
+            lambda t: asyncio.sleep(t.timeout + t.patience + WAIT_SLACK + 2),
+            "still waits: .*sleep",
+        ),
         "leaves a task": (_leave_a_task, "tasks are left: .*sleep"),
         "leaves a timer": (_leave_a_timer, "timers are left: .*print"),
         "leaves a subscription": (_leave_a_subscription, "subscriptions are left: .*left"),
@@ -107,11 +154,13 @@ async def test_the_matrix_finds_what_is_wrong(filled_server: NatsServer, monkeyp
     }
     for name, (call, _) in wrong.items():
         monkeypatch.setitem(CALLS, name, plain(call))
+    wrong["cannot be prepared"] = (_raise, "could not be prepared: .*ConnectionClosedError")
+    monkeypatch.setitem(CALLS, "cannot be prepared", _cannot_be_prepared)
     cells = [Cell(name, "stop") for name in wrong]
     await run_cells(filled_server, cells, timeout=0.5)
     for cell in cells:
         assert re.search(wrong[cell.call][1], cell.wrong), str(cell)
-    assert not cells[-1].wrong
+    assert [cell.call for cell in cells if not cell.wrong] == ["is right"]
 
 
 @pytest.mark.filterwarnings("ignore:jetstream_ext does not know the internals:RuntimeWarning")
@@ -119,7 +168,7 @@ async def test_the_matrix_finds_what_is_wrong(filled_server: NatsServer, monkeyp
 async def test_every_call_ends_with_its_connection_or_in_time(filled_server: NatsServer, group: str) -> None:
     """A part of the matrix; `nox -s full -- waits` runs every cell."""
     cells = matrix(group) if FULL else sample(group)
-    await run_cells(filled_server, cells, timeout=1.5 if FULL else 0.5)
+    await run_cells(filled_server, cells, timeout=CELL_TIMEOUT)
     assert failures(cells) == []
 
 
@@ -129,10 +178,10 @@ async def test_every_call_ends_if_the_server_stops_between_two_answers(
     filled_server: NatsServer, fallback: bool
 ) -> None:
     if FULL:
-        cells = await freeze_everywhere(filled_server, CALLS, timeout=1.5, fallback=fallback)
+        cells = await freeze_everywhere(filled_server, CALLS, timeout=CELL_TIMEOUT, fallback=fallback)
     else:
         cells = [Cell(call, n % 4) for n, call in enumerate(CALLS)]
-        await run_cells(filled_server, cells, timeout=0.5)
+        await run_cells(filled_server, cells, timeout=CELL_TIMEOUT)
     assert failures(cells) == []
 
 

@@ -27,12 +27,14 @@ from waiting import abandon, end_connection
 import jetstream_ext as jsx
 import jetstream_ext.kv as kvx
 import jetstream_ext.log as log
+from jetstream_ext.client.retry import is_transient
 from jetstream_ext.testing import NatsServer
 
 MOMENTS = (0.0, 0.001, 0.03)
 SIZES = (0, 100_000, 1_000_000)
 PENDING = 4 << 20
 TARGETS = 8  # streams to write to: a server keeps the batches of a lost connection for 10 s, up to 50 in a stream
+ATTEMPTS = 6  # to prepare a cell on a busy machine
 SLACK = 1.0  # seconds that a call may take beyond its timeout
 FAULTS = {
     "the server stays": ("close", "drain"),
@@ -41,7 +43,9 @@ FAULTS = {
 }
 # What waits for an event, and not for an answer, ends only with its connection.
 ENDLESS = {"AbandonedBatches.__anext__", "FastPublisher.wait_closed", "FastPublisher.wait_closed (unused)"}
-# What has a `patience` for transient errors besides the `timeout` for an answer, each of which is the cell's timeout.
+# What retries after transient errors: it ends after the `timeout` for an answer and the `patience` (or `ingest`'s own
+# `timeout`, or `give_up_after`). The patience is no multiple of the timeout, so that one more wait for an answer shows.
+PATIENCE = 1.4  # timeouts
 PATIENT = ("Committing", "LogReader", "OffsetStore", "exactly_once", "ingest", "retry_transaction")
 ENDS_FOR_GOOD = ("close", "drain", "kill", "stop and close")
 _ASYNC = ("__aenter__", "__aexit__", "__anext__", "__await__")
@@ -49,16 +53,30 @@ _ASYNC = ("__aenter__", "__aexit__", "__anext__", "__await__")
 
 def public_calls() -> set[str]:
     """Return the names of everything public that can be awaited, iterated or entered."""
+    things = [(name, getattr(module, name)) for module in (jsx, kvx, log) for name in module.__all__]
+    assert len(dict(things)) == len(things), "a name is public in two modules: a row of the matrix would be ambiguous"
+    classes = {thing for _, thing in things if inspect.isclass(thing)}
     found = set[str]()
-    for module in (jsx, kvx, log):
-        for name in module.__all__:
-            thing = getattr(module, name)
-            if not inspect.isclass(thing):
-                found |= {name} if _waits(thing) else set()
-                continue
-            for part in dir(thing):
-                if part == "__await__" or ((part in _ASYNC or part[0] != "_") and _waits(getattr(thing, part))):
-                    found.add(f"{name}.{part}")
+    for name, thing in things:
+        parts = dir(thing) if thing in classes else [""]
+        for part in parts:
+            function = getattr(thing, part) if part else thing
+            if part == "__await__" or ((part in _ASYNC or part[:1] != "_") and _waits(function)):
+                found.add(f"{name}.{part}" if part else name)
+            hidden = {each for each in _returned(function) if each.__module__.startswith("jetstream_ext.")} - classes
+            assert not hidden or part[:1] == "_", f"{name}.{part} returns {hidden}, which is not public"
+    return found
+
+
+def _returned(function: object) -> set[type]:
+    """Return the classes in the return annotation of a function or property."""
+    function = function.fget if isinstance(function, property) else function
+    left = [typing.get_type_hints(function).get("return")] if inspect.isfunction(function) else []
+    found = set[type]()
+    while left:
+        annotation = left.pop()
+        left += typing.get_args(annotation)
+        found |= {annotation} if inspect.isclass(annotation) else set()
     return found
 
 
@@ -88,6 +106,7 @@ class Try:
 
     def __post_init__(self) -> None:
         self.js = self.nc.jetstream(timeout=self.timeout)
+        self.patience = PATIENCE * self.timeout
         self.payload = bytes(self.size)
         self.stream = f"R{self.size}"  # to read from
         self.name = f"n{self.number}"
@@ -102,10 +121,10 @@ class Try:
         return await self.js.key_value(f"B{self.size}")
 
     def reader(self) -> log.LogReader:
-        return log.LogReader(self.js, self.stream, patience=self.timeout)
+        return log.LogReader(self.js, self.stream, patience=self.patience)
 
     def offsets(self, bucket: str = "offsets") -> log.OffsetStore:
-        return log.OffsetStore(self.js, bucket, patience=self.timeout)
+        return log.OffsetStore(self.js, bucket, patience=self.patience)
 
 
 Start = Callable[[], Awaitable[object]]
@@ -159,7 +178,8 @@ async def _cancel_once_sent(t: Try, commit: Awaitable[object]) -> None:
 
 
 async def open_batches(t: Try) -> jsx.AtomicBatches:
-    acks = jsx.publish_atomic_many(t.js, [list(t.entries(2)) for _ in range(8)])
+    # More than are in flight, and no more: a busy server must answer them within the cell's timeout.
+    acks = jsx.publish_atomic_many(t.js, [list(t.entries(1)) for _ in range(6)])
     t.undo.append(acks.aclose)
     await anext(acks)
     return acks
@@ -274,7 +294,7 @@ def exactly_once(t: Try, reader: log.LogReader) -> Awaitable[object]:
         lambda msg: jsx.BatchMessage(t.subject, t.payload),
         name=t.name,
         prefix=f"w{t.number % TARGETS}.at",
-        patience=t.timeout,
+        patience=t.patience,
     )
 
 
@@ -288,6 +308,9 @@ CALLS: dict[str, Call] = {
     "AtomicBatch.__aexit__": on(open_batch, lambda t, batch: batch.__aexit__(None, None, None)),
     "AtomicBatch.add": on(open_batch, lambda t, batch: batch.add(t.subject, t.payload)),
     "AtomicBatch.add (the first)": on(new_batch, lambda t, batch: batch.add(t.subject, t.payload)),
+    "AtomicBatch.add (another stream's subject)": on(
+        open_batch, lambda t, batch: batch.add(f"w{(t.number + 1) % TARGETS}.{t.name}", t.payload)
+    ),
     "AtomicBatch.add_many": on(open_batch, lambda t, batch: batch.add_many(t.entries())),
     "AtomicBatch.add_message": on(
         open_batch, lambda t, batch: batch.add_message(jsx.BatchMessage(t.subject, t.payload), ack=True)
@@ -320,7 +343,7 @@ CALLS: dict[str, Call] = {
     ),
     "ensure_stream": plain(lambda t: jsx.ensure_stream(t.js, name=f"E{t.name}", subjects=[f"e{t.name}"])),
     "features": plain(lambda t: jsx.features(t.js)),
-    "ingest": plain(lambda t: jsx.ingest(t.js, t.entries(30), flow=10, timeout=t.timeout)),
+    "ingest": plain(lambda t: jsx.ingest(t.js, t.entries(30), flow=10, timeout=t.patience)),
     "publish_atomic": plain(lambda t: jsx.publish_atomic(t.js, t.entries())),
     "publish_atomic_many": plain(lambda t: _listed(jsx.publish_atomic_many(t.js, [t.entries()] * 2))),
     "reset_consumer": plain(lambda t: jsx.reset_consumer(t.js, t.stream, "c")),
@@ -337,7 +360,7 @@ CALLS: dict[str, Call] = {
     "Transaction.resolve": on(lost_transaction, lambda t, tx: tx.resolve(timeout=t.timeout)),
     "enable": on(a_bucket, lambda t, kv: kvx.enable(kv, atomic=True)),
     "get_many": on(a_bucket, lambda t, kv: kvx.get_many(kv, ["a", "b"])),
-    "retry_transaction": on(a_bucket, lambda t, kv: kvx.retry_transaction(kv, change, give_up_after=t.timeout)),
+    "retry_transaction": on(a_bucket, lambda t, kv: kvx.retry_transaction(kv, change, give_up_after=t.patience)),
     "snapshot": on(a_bucket, lambda t, kv: kvx.snapshot(kv)),
     "touch": on(a_bucket, lambda t, kv: kvx.touch(kv, "b", jsx.NEVER)),
     "transaction": on(a_bucket, enter_transaction),
@@ -398,6 +421,8 @@ class Cell:
     moment: float = 0.0  # seconds after the start of the call at which its connection ends
     wrong: str = ""
     complete: bool = False  # the call had all its answers before the fault
+    took: float = 0.0  # seconds of the round's clock
+    failed: list[Exception] = field(default_factory=list)  # why it had to be prepared again
 
     def __str__(self) -> str:
         fault = self.fault if isinstance(self.fault, str) else f"stop after answer {self.fault}"
@@ -485,7 +510,35 @@ def _without_internals(nc: Client) -> None:
 async def _prepare(
     server: NatsServer, cell: Cell, timeout: float, proxies: contextlib.AsyncExitStack
 ) -> _Running | None:
-    """Connect and prepare a call; None if that fails again and again."""
+    """Connect and prepare a call; None if that fails again and again, each time on a connection of its own."""
+    for attempt in range(ATTEMPTS):
+        nc, freezer = await _connect(server, cell, proxies)
+        t = Try(nc, next(_numbers), cell.size, timeout)
+        try:
+            # This opens nats-py's own subscription for answers. A server that has just started may answer nothing.
+            await nc.jetstream(timeout=5).account_info()
+            held = set(nc._subs)
+            _CELL.set(cell)
+            return _Running(cell, t, held, freezer, await CALLS[cell.call](t))
+        except (nats.errors.Error, AssertionError) as error:
+            failure = error
+        finally:
+            _CELL.set(None)
+        cell.failed.append(failure)
+        for undo in t.undo:
+            await undo()
+        await end_connection(nc)
+        if not isinstance(failure, AssertionError) and not is_transient(failure):
+            break  # a busy machine is not the reason
+        await asyncio.sleep(attempt * timeout)
+    cell.wrong, cell.complete = f"could not be prepared: {cell.failed}", True
+    return None
+
+
+async def _connect(
+    server: NatsServer, cell: Cell, proxies: contextlib.AsyncExitStack
+) -> tuple[Client, _Freezer | None]:
+    """Return a connection and the hooks of its proxy."""
     freezer, url = None, server.url
     if isinstance(cell.fault, int):
         freezer = _Freezer(cell.fault)
@@ -502,26 +555,7 @@ async def _prepare(
     )
     if cell.fallback:
         _without_internals(nc)
-    await nc.jetstream(timeout=60).account_info()  # opens nats-py's own subscription for answers
-    held = set(nc._subs)
-    token = _CELL.set(cell)
-    try:
-        for attempt in itertools.count():
-            t = Try(nc, next(_numbers), cell.size, timeout)
-            try:
-                start = await CALLS[cell.call](t)
-                break
-            except (nats.errors.Error, AssertionError) as error:  # a busy machine
-                if attempt == 20:
-                    cell.wrong, cell.complete = f"could not be prepared: {error!r}", True
-                    await end_connection(nc)
-                    return None
-                for undo in t.undo:
-                    await undo()
-                await asyncio.sleep(attempt * timeout / 4)
-    finally:
-        _CELL.reset(token)
-    return _Running(cell, t, held, freezer, start)
+    return nc, freezer
 
 
 async def _clog(running: _Running, *, stopped: bool) -> None:
@@ -619,8 +653,10 @@ async def _end(running: _Running) -> None:
 async def _watch(running: _Running, clock: _LoopClock, timeout: float) -> None:
     """Wait as long as the call may take, and judge it."""
     assert running.task is not None
+    start = clock.seconds
+    running.task.add_done_callback(lambda _: setattr(running.cell, "took", clock.seconds - start))
     if not _is_endless(running.cell):
-        timeouts = 2 if running.cell.call.startswith(PATIENT) else 1
+        timeouts = 1 + PATIENCE * running.cell.call.startswith(PATIENT)
         await clock.wait([running.task], timeouts * timeout + SLACK)
     _judge(running)
 
