@@ -79,9 +79,9 @@ class Retry:
     """The pauses between the attempts of one operation, and their end.
 
     After `give_up_after` seconds without progress the next error is raised. An attempt of `attempt` ends then, too, so
-    that an operation without an answer takes the timeout of its first attempt and `give_up_after`. Each pause is `factor` times as long as the
-    one before, up to `longest_pause`. `jitter` shortens each pause by a random part, so that competing writers do not
-    retry in step. `transient` decides whether another attempt may succeed after an error.
+    that an operation without an answer takes the timeout of its first attempt and `give_up_after`. Each pause is `factor`
+    times as long as the one before, up to `longest_pause`. `jitter` shortens each pause by a random part, so that competing
+    writers do not retry in step. `transient` decides whether another attempt may succeed after an error.
     """
 
     give_up_after: float
@@ -140,6 +140,8 @@ class Retry:
         self._pause = min(self._pause * self.factor, self.longest_pause)
         _log.debug("trying again in %.3g s after %s: %s", pause, type(error).__name__, error)
         await asyncio.sleep(pause)
+        if self.over:
+            raise error
 
     async def attempt(self, work: Callable[[], Awaitable[_T]]) -> _T:
         """Return what `work` returns.
@@ -164,5 +166,3 @@ class Retry:
                 return await self.attempt(work)
             except Exception as error:
                 await self.pause_if_transient(error)
-                if self.over:
-                    raise

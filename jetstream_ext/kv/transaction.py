@@ -475,8 +475,6 @@ async def _commit(bucket: Bucket, tx: Transaction, retry: Retry) -> None:
         unknown = error
     while tx.state == "unknown":
         await retry.pause_until_deadline(unknown)
-        if retry.over:
-            raise unknown
         try:
             window = (await bucket.state(direct=False)).duplicate_window or timedelta(0)
             if tx.can_repeat and loop.time() + bucket.timeout - sent < window.total_seconds():
