@@ -161,7 +161,7 @@ class _Reply:
     error: Exception | None = None  # why, if it is not the lost connection
     unsent: bool = False
     whole: bool = False  # its last frame has arrived
-    lap: tuple[int, float] = (0, 0.0)  # see `Stopwatch.lap`
+    lap: tuple[int, float, bool] = (0, 0.0, True)  # see `Stopwatch.lap`
 
 
 def no_answer(stream: str, timeout: float, *, connected: bool = True) -> RequestTimeoutError:
@@ -462,7 +462,8 @@ class RangeRead(_Read):
     def _finish(self, sent: SentRequest, end: EndOfBatch, now: float) -> None:
         plan = self._plan
         if isinstance(plan, Scan) and sent.rows:
-            plan.link.adapt(*self._replies[sent].lap)
+            size, seconds, at_least = self._replies[sent].lap
+            plan.link.adapt(size, seconds, at_least=at_least)
         try:
             rows = plan.finish(sent, end)
         except JetStreamExtError as error:  # a malformed header, which is otherwise decoded on access

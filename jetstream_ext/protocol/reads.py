@@ -39,33 +39,39 @@ _FASTER: Final = 4.0
 _FULL: Final = 0.75
 # In less time than this, the pauses of the machine are longer than those of the connection.
 _SLOW: Final = 0.1
+# Replies of fewer bytes show too little of a link. At the least rate, requests ask for as much, so that a link that has
+# become faster is noticed.
+_TELLING: Final = 1 << 16
+_LEAST_RATE: Final = _TELLING / _SECONDS_IN_FLIGHT
 
 
 @dataclass(slots=True)
 class Link:
-    """What a connection carries, in bytes per second, as the replies to scans show it."""
+    """What a connection carries, in bytes per second, as the replies to reads show it."""
 
     rate: float = _FIRST_RATE
     _measured: float = 0.0
 
-    def adapt(self, size: int, seconds: float) -> None:
-        """Take that a reply of `size` bytes arrived in so many seconds."""
-        before, self._measured = self._measured, size / seconds if seconds > 0 else self.rate * _FASTER
-        # Of two replies of one message each, on their way together, the first one arrives after the latency of the link.
-        measured = max(before, self._measured)
-        if measured > self.rate or seconds >= _SLOW:
-            self.rate = max(1.0, min(measured, self.rate * _FASTER))
+    def adapt(self, size: int, seconds: float, *, at_least: bool = False) -> None:
+        """Take that bytes of a reply arrived in so many seconds, or `at_least` in so few."""
+        measured = size / seconds if seconds > 0 else self.rate * _FASTER
+        if not at_least:
+            before, self._measured = self._measured, measured
+            measured = max(before, measured)  # one slow reply may be a pause of the server or of this machine
+        if measured > self.rate or (seconds >= _SLOW and not at_least):
+            self.rate = max(_LEAST_RATE, min(measured, self.rate * _FASTER))
 
     def room(self, requests: int) -> int:
         """Return the bytes that each of so many requests in flight may ask for."""
-        return max(1, int(self.rate * _SECONDS_IN_FLIGHT / requests))
+        return int(self.rate * _SECONDS_IN_FLIGHT / requests)
 
 
 class Stopwatch:
     """Measures how long the bytes of replies take to arrive.
 
-    The time until a reply's first bytes is also that of the server and of the way to it. It counts only for a reply
-    whose first bytes are most of it. All times are the caller's clock, in seconds.
+    The time until a reply's first bytes is also that of the server and of the way to it. So it counts only for a reply
+    whose first bytes are most of it, and then only shows what the link carries at least. All times are the caller's
+    clock, in seconds.
     """
 
     def __init__(self) -> None:
@@ -87,14 +93,15 @@ class Stopwatch:
             self._rest += size
             self._rest_seconds += seconds
 
-    def lap(self) -> tuple[int, float]:
-        """Return the bytes that have arrived since the last call, and the seconds that they took."""
-        size, seconds = self._rest, self._rest_seconds
-        if size < self._first:
-            size, seconds = size + self._first, seconds + self._first_seconds
+    def lap(self) -> tuple[int, float, bool]:
+        """Return bytes that have arrived since the last call, the seconds that they took, and whether that is at least."""
+        total, size, seconds = self._first + self._rest, self._rest, self._rest_seconds
+        mostly_first = size * 4 < self._first
+        if mostly_first:
+            size, seconds = total, seconds + self._first_seconds
         self._first = self._rest = 0
         self._first_seconds = self._rest_seconds = 0.0
-        return size, seconds
+        return size, seconds, mostly_first or total < _TELLING
 
 
 @dataclass(eq=False, slots=True)
@@ -412,6 +419,7 @@ class Scan(RangePlan):
         self._max_bytes = max_bytes
         self._prefetch = prefetch
         self._dense = self._reached = False
+        self._ahead = prefetch  # requests in flight, as far as the range allows
         self._pending = self._beyond = 0
 
     @property
@@ -441,7 +449,7 @@ class Scan(RangePlan):
             # Without a subject, 2.11.0 answers 404 if the message at `start` was deleted.
             next_by_subj=self.subject or ">",
             batch=count,
-            max_bytes=min(self._max_bytes, int(self.link.room(self._prefetch) / _FULL)),
+            max_bytes=min(self._max_bytes, int(self.link.room(self._ahead) / _FULL)),
         )
         return self._send(request, 0 if by_time else start, count)
 
@@ -495,7 +503,8 @@ class Scan(RangePlan):
             return
         span = sent.last - (sent.start or sent.first) + 1
         self._dense = self.subject is None and span == sent.rows and sent.start != 0
-        carried = int(self.link.room(self._prefetch) * sent.rows / max(1, sent.wire, sent.size))
+        self._ahead = self._prefetch if self._dense else 1
+        carried = int(self.link.room(self._ahead) * sent.rows / max(1, sent.wire, sent.size))
         if self._fixed is not None:
             self._batch = max(1, min(self._fixed, carried))
             return
