@@ -43,8 +43,8 @@ class DirectGet:
         stream: The stream's name.
         timeout: Seconds, over 0; None is the context's own. They limit a single get in total. In a read of many
             messages they limit each wait: for a request's first message, for its next message, for a reconnect. After
-            that time the library sends the request once more, because only its responder may have died; if that reply
-            stops as well, the read fails. If no responder answers, the read fails after twice this time.
+            half of that time the library sends the request once more, because its responder may have died, and takes the
+            reply that comes first.
 
     Raises:
         BadSubjectError: `stream` is not a valid stream name, or the context's prefix is not a valid subject.
@@ -307,8 +307,8 @@ class DirectGet:
                 message, no responder for `timeout` seconds.
             UnsupportedFeatureError: While iterating: the server is older than 2.11.
             MessagesLostError: While iterating: messages were lost on their way, twice at the same place.
-            RequestTimeoutError: While iterating: no message came for `timeout` seconds, twice at the same place; or for
-                that time the leader did not reach `min_seq`, or no responder delivered all that the leader has.
+            RequestTimeoutError: While iterating: no message came for `timeout` seconds; or for that time the leader did not
+                reach `min_seq`, or no responder delivered all that the leader has.
             nats.js.errors.NotFoundError, nats.js.errors.APIError: While iterating, with `confirm` or `min_seq`: the
                 leader refused, or there is no such stream.
             JetStreamExtError, nats.errors.Error: While iterating: see the class.

@@ -149,12 +149,15 @@ async def read_blocks(
             case range_read.Wait(until):
                 await inboxes.wait(until)
                 machine.handle_timer(loop.time())
-            case range_read.SendRequest(sent):
+            case range_read.SendRequest(sent, until, repeat):
                 subject, payload = sent.request.address(api)
                 try:
-                    await inboxes.send(subject, payload, partial(receive, sent), timeout, sent)
+                    await inboxes.send(subject, payload, partial(receive, sent), max(0.001, until - loop.time()), sent)
                 except nats.errors.ConnectionReconnectingError as error:
                     machine.not_sent(sent, error)
+                except RequestTimeoutError:
+                    if not repeat:
+                        raise
             case range_read.DropReply(sent):
                 inboxes.close(sent)
             case range_read.AskLeader(requests):

@@ -16,7 +16,7 @@ import enum
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Final
 
@@ -114,6 +114,8 @@ class SentRequest:
     rows: int = 0
     size: int = 0  # as `max_bytes` counts
     wire: int = 0  # bytes that have arrived
+    held: Block = field(default_factory=Block)  # rows that count only with the whole reply
+    pending: int = 0  # how many matching messages follow the newest row
     first: int = 0
     last: int = 0
 
@@ -142,7 +144,10 @@ class Plan(ABC):
 
     @abstractmethod
     def retry(self) -> bool:
-        """Go back to the last good row; return False if that could change the answer."""
+        """Go back to the last good row; return False, and change nothing, if that could change the answer.
+
+        With the same `in_flight` as before, the read goes on as if this had not been called.
+        """
 
     def _send(self, request: Request, start: int = 0, count: int = 0) -> SentRequest:
         sent = SentRequest(request, start, count)
@@ -286,7 +291,6 @@ class MultiLast(Plan):
         self._matches = matcher(request.multi_last or ())
         self.point: int | None = request.up_to_seq  # what `EndOfBatch.up_to_seq` says
         self._witness = (0, "")  # its sequence and its subject
-        self._reply, self._reply_pending = Block(), 0
         self._page, self._page_pending = Block(), 0  # a page that shows what comes next
         self._page_subjects: tuple[str, ...] = ()
         self._rows = self._last = self._pending = 0
@@ -296,7 +300,6 @@ class MultiLast(Plan):
         if self.done or self.in_flight or self.wanted is not None:
             return None
         self.behind = False
-        self._reply = Block()
         seq, subject = self._witness
         request = self._request
         if self._step is _Step.POINT:
@@ -315,14 +318,14 @@ class MultiLast(Plan):
         return self._send(request)
 
     def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
-        self._reply.stream = block.stream
-        self._reply.extend(block)
-        self._reply_pending = pending
+        sent.held.stream = block.stream
+        sent.held.extend(block)
+        sent.pending = pending
         return Block(block.stream)
 
     def finish(self, sent: SentRequest, end: EndOfBatch) -> Block | None:
         self.in_flight.clear()
-        reply, pending = self._reply, self._reply_pending if self._reply.seqs else 0
+        reply, pending = sent.held, sent.pending
         newest = reply.seqs[-1] if reply.seqs else 0
         seq, subject = self._witness
         match self._step:
