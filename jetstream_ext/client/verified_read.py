@@ -30,7 +30,7 @@ from jetstream_ext.errors import (
     RequestTimeoutError,
 )
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg, not_found
-from jetstream_ext.protocol.reads import OneReply, Scan
+from jetstream_ext.protocol.reads import OneReply, Scan, reached_now
 
 _CATCH_UP_BATCH: Final = 16_000
 _NO_LIMIT: Final = 1 << 31
@@ -120,7 +120,7 @@ class VerifiedReader:
                 if up_to is None:
                     if not len(answer.block):
                         self._witness = None
-                    await self._check(answer.block.stream, answer.up_to_seq, self._need)
+                    await self._check(answer.block.stream, reached_now(answer.block, answer.up_to_seq), self._need)
                 else:
                     # A complete reply ends with the newest message that the responder has up to that point.
                     reached = up_to.seq if answer.pending else max(answer.block.seqs, default=0)

@@ -19,7 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from jetstream_ext.errors import DirectGetDisabledError, JetStreamExtError, MessagesLostError, RequestTimeoutError
+from jetstream_ext.errors import (
+    DirectGetDisabledError,
+    JetStreamExtError,
+    MessagesLostError,
+    RequestTimeoutError,
+    TooManySubjectsError,
+)
 from jetstream_ext.protocol.direct import Block, EndOfBatch, ReplyDecoder, Request, StoredMsg, decode_single
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.gaps import find_gaps
@@ -119,9 +125,10 @@ class AskLeader:
 
 @dataclass(frozen=True, slots=True)
 class FindNewest:
-    """Ask the stream's leader for its newest message up to the sequence `seq`; hand it to `newest_found`."""
+    """Ask the leader for its newest message up to the sequence `seq` that matches `filters`; hand it to `newest_found`."""
 
     seq: int
+    filters: tuple[str, ...] = (">",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +317,7 @@ class RangeRead(_Read):
                 return CheckMirror(self._replies[self._unchecked[0]].decoder.responder)
             if self.state is PROVING and isinstance(self._plan, MultiLast):
                 assert self._plan.wanted is not None
-                return FindNewest(self._plan.wanted)
+                return FindNewest(self._plan.wanted, self._plan.among)
             if self.state is PROVING:
                 assert self._range is not None
                 behind = [gap.start - 1 for gap in self._gaps[:MAX_LEADER_REQUESTS]] or [self._before]
@@ -471,6 +478,11 @@ class RangeRead(_Read):
             block = decoder.feed(frames)
         except DirectGetDisabledError as error:
             self._interrupt(error, now)
+            return
+        except TooManySubjectsError as error:
+            if not isinstance(self._plan, MultiLast) or not self._plan.fewer_subjects():
+                self._happen(Input.REFUSED, error)
+            self._drop_replies()
             return
         except JetStreamExtError as error:
             self._happen(Input.REFUSED, error)

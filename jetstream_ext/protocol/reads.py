@@ -255,15 +255,29 @@ class _Step(enum.Enum):
     NOW = "the first page, of the moment when it is answered"
     POINT = "the message with the sequence of the point in time"
     PAGE = "a page at the point in time"
+    FITS = "whether a server answers for the subjects without that of the witness"
     SUBJECTS = "the messages on the subjects of a page that is not the last one"
+
+
+def reached_now(rows: Block, up_to_seq: int | None) -> int:
+    """Return the sequence that a reply of now shows its responder to have (0: none); its end says `up_to_seq`.
+
+    Such a reply is one to a `multi_last` request without a point in time. A responder that has reached a sequence has the
+    last message of every subject as of then or later. A reply without messages does not name its responder.
+    """
+    return (up_to_seq or 0) if rows.seqs else 0
 
 
 class MultiLast(Plan):
     """The plan of a `multi_last` read: pages at one pinned point in time, with both cursors (ADR-31, revision 6).
 
-    Only the end of a reply without `up_to_seq` says what its responder had. With `up_to_seq`, file storage that has not
-    reached it answers 404, and memory storage answers with what it has and repeats the asked sequence. So every other
-    request is for the sequence of a message that is known, the *witness*, and asks for its subject, too. Rows are in the
+    Only the end of a reply without `up_to_seq` says what its responder had: see `reached_now`. So the first page is of now,
+    without `up_to_seq`, and every subject that exists is in it, also if it is overwritten meanwhile. With `proved`, it counts
+    if its responder has reached the newest message that the leader had before. If it is empty, its responder is unknown, and
+    another request includes the subject of that message.
+
+    With `up_to_seq`, file storage that has not reached it answers 404, and memory storage answers with what it has and
+    repeats the asked sequence. So every other request is for the sequence of a message that is known, the *witness*, and asks for its subject, too. Rows are in the
     order of their sequences, and a replica has no gaps:
 
     * A page that ends with the witness shows the point in time.
@@ -278,6 +292,9 @@ class MultiLast(Plan):
     On 2.11 the EOB of a cut page counts one message too few, so the count on the page's last message decides whether
     more follows. A 404 does not prove that no message matches.
 
+    The subject of the witness may be one more than a server answers for. If the others alone are not too many, the witness
+    becomes the newest message that matches: up to the point in time, the leader has no later one.
+
     `request` is the first page; its `batch` is the caller's limit for all pages together. With `proved`, every row is
     proved to be the leader's, also if there is no `up_to_seq`.
     """
@@ -288,7 +305,9 @@ class MultiLast(Plan):
         self.behind: bool = False  # the last reply is not what the leader has; taken back with `next_request`
         self._request = request
         self._step = _Step.NOW if request.up_to_seq is None else _Step.POINT
+        self.among: tuple[str, ...] = (">",)  # the filters that the message `wanted` matches
         self._matches = matcher(request.multi_last or ())
+        self._with_witness = False  # the first page asks for the witness
         self.point: int | None = request.up_to_seq  # what `EndOfBatch.up_to_seq` says
         self._witness = (0, "")  # its sequence and its subject
         self._page, self._page_pending = Block(), 0  # a page that shows what comes next
@@ -302,8 +321,12 @@ class MultiLast(Plan):
         self.behind = False
         seq, subject = self._witness
         request = self._request
-        if self._step is _Step.POINT:
+        if self._step is _Step.NOW and self._with_witness:
+            request = replace(request, multi_last=(*(request.multi_last or ()), subject), batch=None)
+        elif self._step is _Step.POINT:
             request = Request(seq=self.point, next_by_subj=">", batch=1, max_bytes=1)
+        elif self._step is _Step.FITS:
+            request = replace(request, up_to_seq=seq, up_to_time=None, batch=1, max_bytes=1)
         elif self._step is _Step.SUBJECTS:
             request = Request(multi_last=self._page_subjects, up_to_seq=seq, max_bytes=_UNLIMITED)
         elif self._step is _Step.PAGE:
@@ -329,6 +352,15 @@ class MultiLast(Plan):
         newest = reply.seqs[-1] if reply.seqs else 0
         seq, subject = self._witness
         match self._step:
+            case _Step.NOW if reached_now(reply, end.up_to_seq) < seq:
+                if reply.seqs:
+                    self.behind = True
+                elif self._with_witness or self._matches(subject):
+                    self.wanted, self._with_witness = NEWEST, False
+                else:
+                    self._with_witness = True
+            case _Step.NOW if self._with_witness and (pending or len(reply) > 1):
+                self.behind, self._with_witness = True, False  # there are messages that match, after all
             case _Step.NOW:
                 self.point = end.up_to_seq or newest or None
                 if not pending or len(reply) == self._request.batch:
@@ -339,6 +371,8 @@ class MultiLast(Plan):
                 return self._deliver(self._page, self._page_pending, ended=False)
             case _Step.POINT:
                 self.wanted = self.point
+            case _Step.FITS:
+                self.among, self.wanted = self._request.multi_last or (), seq
             case _Step.PAGE | _Step.SUBJECTS if newest != seq and not (self._step is _Step.PAGE and pending):
                 self.wanted, self._step = seq, _Step.PAGE
             case _Step.PAGE if newest != seq:
@@ -381,8 +415,34 @@ class MultiLast(Plan):
             self._pending = 0
             self._end()
             return
-        self.behind = newest == self._witness
-        self._witness, self.point, self._step = newest, newest[0], _Step.PAGE
+        # The first page was empty; the leader's newest message may be another one each time.
+        again = self._step is _Step.NOW and self._witness[0] > 0
+        self.behind = again or newest == self._witness
+        self._witness = newest
+        if self.among == (">",):
+            self.point = newest[0]
+        if self._step is not _Step.NOW:
+            self._step = _Step.PAGE
+
+    def fewer_subjects(self) -> bool:
+        """Leave the subject of the witness out, because a server does not answer for so many; return whether it was asked."""
+        if self._step is not _Step.PAGE or self._matches(self._witness[1]):
+            return False
+        self.in_flight.clear()
+        self._step = _Step.FITS
+        return True
+
+    def pin(self, seq: int) -> None:
+        """Read what was stored up to a sequence, and not up to a time."""
+        self._request = replace(self._request, up_to_seq=seq, up_to_time=None)
+        self.point = self.wanted = seq
+        self._step = _Step.POINT
+        if not seq:
+            self._end()
+
+    @property
+    def up_to_time(self) -> datetime | None:
+        return self._request.up_to_time
 
     def retry(self) -> bool:
         self.in_flight.clear()
