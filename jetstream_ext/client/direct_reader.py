@@ -92,7 +92,7 @@ class _Inboxes:
 _links: WeakKeyDictionary[Client, tuple[int, Link]] = WeakKeyDictionary()
 
 
-def _link(context: Context) -> Link:
+def link_of(context: Context) -> Link:
     """Return what is known of a connection since it last connected."""
     session = context.connection.session
     known = _links.get(context.nc)
@@ -130,7 +130,7 @@ async def read_blocks(
         timeout,
         pause=LAG_PAUSE,
         prove_to=prove_to,
-        link=_link(context),
+        link=link_of(context),
         server_version=connection.server_version,
     )
     api = f"{context.prefix}.DIRECT.GET.{stream}"

@@ -259,7 +259,7 @@ class RangeRead(_Read):
         pause: Seconds between two requests while responders lag or do not answer.
         prove_to: Prove a `RangePlan` up to this sequence, or accept for a `MultiLast` only answers of the stream itself and
             of mirrors that hold the same messages; None believes the responders.
-        link: What is known of the connection; the replies to a `Scan` add to it.
+        link: What is known of the connection; the replies add to it.
         server_version: The connected server's version, for errors.
     """
 
@@ -286,8 +286,9 @@ class RangeRead(_Read):
             self._prove_to = prove_to if plan.up_to_seq is None else min(prove_to, plan.up_to_seq)
         self._checked = None if prove_to is None else {stream}  # which streams may answer a `MultiLast`
         self._unchecked: tuple[SentRequest, EndOfBatch] | None = None  # the whole answer of another one
-        if isinstance(plan, Scan) and link is not None:
-            plan.link = link
+        self._link = link or Link()
+        if isinstance(plan, Scan):
+            plan.link = self._link
         self._stopwatch = Stopwatch()
         self._replies: dict[SentRequest, _Reply] = {}
         self._dropped: list[SentRequest] = []
@@ -512,9 +513,10 @@ class RangeRead(_Read):
 
     def _finish(self, sent: SentRequest, end: EndOfBatch, now: float) -> None:
         plan = self._plan
-        if isinstance(plan, Scan) and sent.rows:
-            size, seconds, at_least = self._replies[sent].lap
-            plan.link.adapt(size, seconds, at_least=at_least)
+        reply = self._replies[sent]
+        if reply.decoder.count:
+            size, seconds, at_least = reply.lap
+            self._link.adapt(size, seconds, at_least=at_least)
         try:
             rows = plan.finish(sent, end)
         except JetStreamExtError as error:  # a malformed header, which is otherwise decoded on access

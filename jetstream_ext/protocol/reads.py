@@ -7,7 +7,7 @@ last message of many subjects at one point in time::
                                                finish(request, end)    ─► rows held back; done, or more requests
                                                retry()                 ─► the rest is asked for again
 
-A `Link` knows what the connection carries, so that a scan asks for no more than other calls can wait for.
+A `Link` knows what the connection carries, so that a read asks for no more than other calls can wait for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_BATCH_GAPPY: Final = 64_000
 NEWEST: Final = (1 << 64) - 1  # as `MultiLast.wanted`: the leader's newest message
 
 _UNLIMITED: Final = 1 << 31  # as `max_bytes`: the messages are known and few
-# The replies in flight of one scan take about this many seconds: other calls on the connection wait behind them.
+# The replies in flight of one read take about this many seconds: other calls on the connection wait behind them.
 _SECONDS_IN_FLIGHT: Final = 0.5
 # Before anything is known of a connection: so slow that a first request keeps no other call waiting for long.
 _FIRST_RATE: Final = float(1 << 19)
