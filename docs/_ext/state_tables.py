@@ -344,6 +344,10 @@ def time_passed(machine: RangeRead) -> None:
     machine.handle_timer(LATE)
 
 
+def timeout_passed(machine: RangeRead) -> None:
+    machine.handle_timer(2 * LATE)
+
+
 def each(*events: Event) -> Event:
     def event(machine: RangeRead) -> None:
         for each in events:
@@ -412,8 +416,8 @@ RANGE_READ: list[Row] = [
         READING,
     ),
     Row("messages of a reply are lost", arrived(messages(5, last=4)), READING),
-    Row("nothing arrives for `timeout` seconds", time_passed, READING),
-    Row("nothing arrives, the second time at one place", each(time_passed, connection_usable, time_passed), READING),
+    Row("nothing arrives for half of `timeout`: the request is repeated", each(time_passed, carried_out), READING),
+    Row("nothing arrives for `timeout` seconds", each(time_passed, carried_out, timeout_passed), READING),
     Row("the connection is lost", connection_lost),
     Row(
         "messages or the connection are lost, the second time at one place",

@@ -43,8 +43,8 @@ class DirectGet:
         stream: The stream's name.
         timeout: Seconds, over 0; None is the context's own. They limit a single get in total. In a read of many
             messages they limit each wait: for a request's first message, for its next message, for a reconnect. After
-            half of that time the library sends the request once more, because only its responder may have died; if that
-            reply does not continue either, the read fails when the time is over.
+            half of that time the library sends the request once more, because its responder may have died, and takes the
+            reply that comes first.
 
     Raises:
         BadSubjectError: `stream` is not a valid stream name, or the context's prefix is not a valid subject.
@@ -213,24 +213,25 @@ class DirectGet:
     ) -> MessageBatch:
         """Read the last message of every subject that matches one of `subjects`, all as of one sequence.
 
-        Without `batch`, the read pages to the end at that sequence. A subject that is overwritten between two pages is
-        missing from the answer if the stream does not keep the old message (``max_msgs_per_subject`` 1): by ADR-31, an
-        answer is exact only as far as the stream's history reaches.
+        Without `batch`, the read pages to the end at that sequence. A subject that is overwritten between two pages, or
+        since `up_to_seq` or `up_to_time`, is missing from the answer if the stream does not keep the old message
+        (``max_msgs_per_subject`` 1): by ADR-31, an answer is exact only as far as the stream's history reaches. A read of
+        now that fits into one page contains every subject.
 
         `MessageBatch.up_to_seq` is that sequence. Every page is of a responder that has reached it; the read waits (within
         the timeout) for one. If the message at that sequence was removed, or `up_to_seq` is beyond the end of the stream
         or of the responder, that needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
 
         Args:
-            subjects: Subjects and filters; together they may match 1024 subjects (a server's default). With `up_to_seq`,
-                `min_seq` or several pages, the subject of the newest message counts as well.
+            subjects: Subjects and filters; together they may match 1024 subjects (a server's default).
             up_to_seq: The point in time as a stream sequence; None is now. If the stream ends before, it is the end of the
                 stream, which `MessageBatch.up_to_seq` then says.
             up_to_time: The point in time as an aware datetime (exclusive) instead.
             batch: The maximum number of messages, 1 to 2**63-1.
             max_bytes: Bytes per page, 1 to 2**63-1; as for `batch`.
             min_seq: Read your own writes: wait (within the timeout) until the leader has this sequence, and for a responder
-                that has what the leader has. Needs permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
+                that has what the leader has. With `up_to_time`, the leader decides what was stored up to then. Needs
+                permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
 
         Returns:
             As for `batch`.
@@ -307,8 +308,8 @@ class DirectGet:
                 message, no responder for `timeout` seconds.
             UnsupportedFeatureError: While iterating: the server is older than 2.11.
             MessagesLostError: While iterating: messages were lost on their way, twice at the same place.
-            RequestTimeoutError: While iterating: no message came for `timeout` seconds; or for
-                that time the leader did not reach `min_seq`, or no responder delivered all that the leader has.
+            RequestTimeoutError: While iterating: no message came for `timeout` seconds; or for that time the leader did not
+                reach `min_seq`, or no responder delivered all that the leader has.
             nats.js.errors.NotFoundError, nats.js.errors.APIError: While iterating, with `confirm` or `min_seq`: the
                 leader refused, or there is no such stream.
             JetStreamExtError, nats.errors.Error: While iterating: see the class.

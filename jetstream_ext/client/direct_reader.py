@@ -15,6 +15,7 @@ from nats.aio.client import Client
 
 from jetstream_ext.client.api import (
     LAG_PAUSE,
+    first_since,
     gather_bounded,
     get_at_leader,
     mirrors_all,
@@ -29,8 +30,8 @@ from jetstream_ext.errors import JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import frames, range_read
 from jetstream_ext.protocol.direct import Block, EndOfBatch, Request, StoredMsg, not_found
 from jetstream_ext.protocol.frames import Frame
-from jetstream_ext.protocol.range_read import Action, RangeRead, SingleRead, State, no_answer
-from jetstream_ext.protocol.reads import Link, OneReply, Plan, Scan, SentRequest
+from jetstream_ext.protocol.range_read import MAX_LEADER_REQUESTS, Action, RangeRead, SingleRead, State, no_answer
+from jetstream_ext.protocol.reads import NEWEST, Link, MultiLast, OneReply, Plan, Scan, SentRequest
 
 
 class _Inboxes:
@@ -93,7 +94,7 @@ class _Inboxes:
 _links: WeakKeyDictionary[Client, tuple[int, Link]] = WeakKeyDictionary()
 
 
-def _link(context: Context) -> Link:
+def link_of(context: Context) -> Link:
     """Return what is known of a connection since it last connected."""
     session = context.connection.session
     known = _links.get(context.nc)
@@ -114,6 +115,11 @@ async def read_blocks(
     loop, connection = asyncio.get_running_loop(), context.connection
     if min_seq is not None:
         await wait_for_sequence(context, stream, min_seq, timeout)
+        if (
+            isinstance(plan, MultiLast) and plan.up_to_time is not None
+        ):  # only the leader knows what was stored up to then
+            state = await stream_state(context, stream, timeout)
+            plan.pin(await first_since(context, state, plan.up_to_time, timeout) - 1)
     prove_to = min_seq
     if confirm:
         assert isinstance(plan, Scan)
@@ -126,7 +132,7 @@ async def read_blocks(
         timeout,
         pause=LAG_PAUSE,
         prove_to=prove_to,
-        link=_link(context),
+        link=link_of(context),
         server_version=connection.server_version,
     )
     api = f"{context.prefix}.DIRECT.GET.{stream}"
@@ -138,45 +144,58 @@ async def read_blocks(
         found = await Retry(timeout).call(lambda: at_leader(request))
         return None if found is None else found.seq
 
-    heard = loop.time()  # the last answer, or the caller's last call
-
     def receive(sent: SentRequest, frames: list[Frame]) -> None:
-        nonlocal heard
-        heard = loop.time()
-        machine.receive(sent, frames, heard)
+        machine.receive(sent, frames, loop.time())
 
-    async def find_newest(seq: int) -> tuple[tuple[int, str] | None, int]:
+    async def find_newest(seq: int, filters: tuple[str, ...]) -> tuple[tuple[int, str] | None, int]:
         state = await stream_state(context, stream, timeout)
-        newest = await newest_up_to(at_leader, min(seq, state.last_seq), state.lowest_seq)
+        first, last = state.lowest_seq, min(seq, state.last_seq)
+        newest: StoredMsg | None = None
+
+        async def next_of(subject: str) -> StoredMsg | None:
+            return await at_leader(Request(seq=first, next_by_subj=subject))
+
+        while len(filters) > 1:  # leave out those without a message after the newest one that is known
+            found = zip(await gather_bounded(next_of, filters, limit=MAX_LEADER_REQUESTS), filters, strict=True)
+            later = sorted((one.seq, subject) for one, subject in found if one is not None and one.seq <= last)
+            filters = tuple(subject for _, subject in later[:-1])
+            if later:
+                first, subject = later[-1]
+                newest = await newest_up_to(at_leader, last, first, subject=subject) or newest
+                first = max(first, newest.seq if newest else 0) + 1
+        for subject in filters:
+            newest = await newest_up_to(at_leader, last, first, subject=subject) or newest
+        if (
+            newest is None
+            and seq == NEWEST
+            and (newest := await at_leader(Request(seq=1, next_by_subj=">"))) is not None
+        ):
+            return (state.last_seq, newest.subject), state.last_seq  # every message was overwritten meanwhile
         return None if newest is None else (newest.seq, newest.subject), state.last_seq
 
     async def perform(action: Action) -> None:
-        nonlocal heard
         match action:
             case range_read.Wait(until):
                 await inboxes.wait(until)
                 machine.handle_timer(loop.time())
-            case range_read.SendRequest(sent):
+            case range_read.SendRequest(sent, until, repeat):
                 subject, payload = sent.request.address(api)
-                remaining = max(0.0, heard + timeout - loop.time())
                 try:
-                    await inboxes.send(subject, payload, partial(receive, sent), remaining, sent)
+                    await inboxes.send(subject, payload, partial(receive, sent), max(0.001, until - loop.time()), sent)
                 except nats.errors.ConnectionReconnectingError as error:
                     machine.not_sent(sent, error)
+                except RequestTimeoutError:
+                    if not repeat:
+                        raise
             case range_read.DropReply(sent):
                 inboxes.close(sent)
             case range_read.AskLeader(requests):
                 found = await gather_bounded(ask_leader, requests, limit=len(requests))
-                heard = loop.time()
-                machine.leader_answered(found, heard)
-            case range_read.FindNewest(seq):
-                found_newest = await Retry(timeout).call(lambda: find_newest(seq))
-                heard = loop.time()
-                machine.newest_found(*found_newest, heard)
+                machine.leader_answered(found, loop.time())
+            case range_read.FindNewest(seq, filters):
+                machine.newest_found(*await Retry(timeout).call(lambda: find_newest(seq, filters)), loop.time())
             case range_read.CheckMirror(name):
-                same = await mirrors_all(context, name, stream, timeout)
-                heard = loop.time()
-                machine.mirror_checked(heard, same=same)
+                machine.mirror_checked(loop.time(), same=await mirrors_all(context, name, stream, timeout))
             case range_read.AwaitConnection():
                 await connection.wait_usable(timeout)
                 machine.connected()
@@ -187,7 +206,6 @@ async def read_blocks(
             match machine.next_action(loop.time()):
                 case range_read.Deliver(block):
                     yield block
-                    heard = loop.time()
                 case range_read.Done(failure):
                     if failure is not None:
                         raise failure

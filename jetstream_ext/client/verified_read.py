@@ -21,7 +21,7 @@ from jetstream_ext.client.api import (
     wait_for_sequence,
 )
 from jetstream_ext.client.connection import Context
-from jetstream_ext.client.direct_reader import read_blocks, read_one
+from jetstream_ext.client.direct_reader import link_of, read_blocks, read_one
 from jetstream_ext.client.retry import Retry
 from jetstream_ext.errors import (
     DirectGetDisabledError,
@@ -30,7 +30,7 @@ from jetstream_ext.errors import (
     RequestTimeoutError,
 )
 from jetstream_ext.protocol.direct import DEFAULT_MAX_BYTES, Block, Request, StoredMsg, not_found
-from jetstream_ext.protocol.reads import OneReply, Scan
+from jetstream_ext.protocol.reads import OneReply, Scan, reached_now
 
 _CATCH_UP_BATCH: Final = 16_000
 _NO_LIMIT: Final = 1 << 31
@@ -94,11 +94,14 @@ class VerifiedReader:
             raise not_found(self._stream, request)
         return at_leader
 
-    async def last_of(self, subjects: Sequence[str], *, up_to: StoredMsg | None = None, limited: bool = True) -> Answer:
+    async def last_of(
+        self, subjects: Sequence[str], *, up_to: StoredMsg | None = None, in_flight: int | None = 1
+    ) -> Answer:
         """Return the last message of every subject that matches one of `subjects`, all of one moment.
 
         The answer may include the last message of one more subject. With `up_to` (see `newest_up_to`), it is of the
-        moment when that message was stored. `limited` limits the size of the answer; `Answer.pending` has the rest.
+        moment when that message was stored. The answer is no longer than the connection carries with so many `in_flight`,
+        and `Answer.pending` counts the rest; None does not limit it.
 
         Raises:
             TooManySubjectsError: The subjects match too many.
@@ -113,14 +116,14 @@ class VerifiedReader:
             request = Request(
                 multi_last=(*subjects, witness),
                 up_to_seq=None if up_to is None else up_to.seq,
-                max_bytes=DEFAULT_MAX_BYTES if limited else _NO_LIMIT,
+                max_bytes=_NO_LIMIT if in_flight is None else self._room(in_flight),
             )
             try:
                 answer = await self._ask(request)
                 if up_to is None:
                     if not len(answer.block):
                         self._witness = None
-                    await self._check(answer.block.stream, answer.up_to_seq, self._need)
+                    await self._check(answer.block.stream, reached_now(answer.block, answer.up_to_seq), self._need)
                 else:
                     # A complete reply ends with the newest message that the responder has up to that point.
                     reached = up_to.seq if answer.pending else max(answer.block.seqs, default=0)
@@ -182,7 +185,7 @@ class VerifiedReader:
         while True:
             # Every responder so far had at most what the leader has now; the next reply must reach that.
             leader = (await stream_state(self._context, self._stream, self._timeout)).last_seq
-            request = Request(seq=position + 1, batch=_CATCH_UP_BATCH, max_bytes=DEFAULT_MAX_BYTES)
+            request = Request(seq=position + 1, batch=_CATCH_UP_BATCH, max_bytes=self._room(1))
             try:
                 answer = await self._ask(request)
                 block = answer.block
@@ -243,6 +246,9 @@ class VerifiedReader:
         oldest = await self._at_leader(Request(seq=1, next_by_subj=">"))
         self._witness = None if oldest is None else oldest.subject
         return self._witness
+
+    def _room(self, in_flight: int) -> int:
+        return min(DEFAULT_MAX_BYTES, link_of(self._context).room(in_flight))
 
     def _retry(self) -> Retry:
         return Retry(self._timeout, first_pause=_FIRST_PAUSE, longest_pause=LAG_PAUSE, factor=1.5)

@@ -214,25 +214,32 @@ async def _read_by_name(
     *,
     up_to: StoredMsg | None = None,
 ) -> None:
-    """Read the last message of each of `keys` (up to the message `up_to`), in chunks that are each of one moment.
+    """Read the last message of each of `keys` (up to the message `up_to`), in parts that are each of one moment.
 
     Messages of other keys may be among them. Raises LookupError if `up_to` is no longer stored.
     """
 
     async def read(chunk: Sequence[str]) -> None:
         alone = len(chunk) == 1
+        in_flight = None if alone else _CHUNKS_IN_FLIGHT
         try:
-            answer = await source.last_of([bucket.subject(key) for key in chunk], up_to=up_to, limited=not alone)
+            answer = await source.last_of([bucket.subject(key) for key in chunk], up_to=up_to, in_flight=in_flight)
         except TooManySubjectsError:
             if alone:
                 raise
         else:
-            if not answer.pending:
-                take(rows_of(answer.block))
-                return
+            # Only a complete answer shows that it is of the moment of `up_to`.
+            if up_to is None or not answer.pending:
+                rows = list(rows_of(answer.block))
+                take(rows)
+                if not answer.pending:
+                    return
+                found = {row[1] for row in rows}
+                chunk = [key for key in chunk if bucket.subject(key) not in found]
         half = len(chunk) // 2
-        await read(chunk[:half])
-        await read(chunk[half:])
+        for part in (chunk[:half], chunk[half:]):
+            if part:
+                await read(part)
 
     await gather_bounded(read, _chunks(bucket, keys), limit=_CHUNKS_IN_FLIGHT)
 

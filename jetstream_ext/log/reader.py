@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 from jetstream_ext.client.api import first_since, get_at_leader, newest_up_to, settled_state, stream_state
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
-from jetstream_ext.client.direct_reader import read_blocks, read_one
+from jetstream_ext.client.direct_reader import link_of, read_blocks, read_one
 from jetstream_ext.client.retry import Retry, is_transient, is_transient_read
 from jetstream_ext.client.verified_read import VerifiedReader
 from jetstream_ext.errors import MessageNotFoundError, PositionLostError, RequestTimeoutError, StreamConfigMismatchError
@@ -316,7 +316,8 @@ class LogReader:
             position = await self._resolve()
             if not self._confirm:
                 # One request at a time: only the rows show how far the responder is.
-                batch = self._direct.batch(_GROUP, subject=self.subject, seq=position, max_bytes=_REQUEST_BYTES)
+                size = min(_REQUEST_BYTES, link_of(self._context).room(1))
+                batch = self._direct.batch(_GROUP, subject=self.subject, seq=position, max_bytes=size)
                 self._ready.extend(await batch.to_list())
                 if not self._ready:
                     return False

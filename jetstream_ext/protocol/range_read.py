@@ -14,11 +14,18 @@ from __future__ import annotations
 import enum
 import logging
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from jetstream_ext.errors import DirectGetDisabledError, JetStreamExtError, MessagesLostError, RequestTimeoutError
+from jetstream_ext.errors import (
+    DirectGetDisabledError,
+    JetStreamExtError,
+    MessagesLostError,
+    RequestTimeoutError,
+    TooManySubjectsError,
+)
 from jetstream_ext.protocol.direct import Block, EndOfBatch, ReplyDecoder, Request, StoredMsg, decode_single
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.gaps import find_gaps
@@ -55,7 +62,7 @@ class Input(enum.Enum):
     GAPS_PROVED = "the leader has no message in the gaps"
     MISSING = "the leader has a message that no responder delivered"
     NO_RESPONDER = "no responder answers"
-    INTERRUPTED = "the connection or messages are lost, or a reply stops"
+    INTERRUPTED = "the connection or messages are lost, or no reply comes"
     REFUSED = "the server refuses a request, or a reply breaks the protocol"
     FAILED = "a request, the leader's answer or the reconnect fails"
     PAUSE_OVER = "the pause is over"
@@ -94,9 +101,14 @@ _CELLS: Final = {(state, event): cell for event, row in TABLE.items() for state,
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Send `sent.request` with a reply inbox of its own; hand replies to `receive`, or call `not_sent`."""
+    """Send `sent.request` with a reply inbox of its own; hand replies to `receive`, or call `not_sent`.
+
+    The time to send it ends at `until`. That ends the read, too, unless it is a `repeat`.
+    """
 
     sent: SentRequest
+    until: float
+    repeat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +125,10 @@ class AskLeader:
 
 @dataclass(frozen=True, slots=True)
 class FindNewest:
-    """Ask the stream's leader for its newest message up to the sequence `seq`; hand it to `newest_found`."""
+    """Ask the leader for its newest message up to the sequence `seq` that matches `filters`; hand it to `newest_found`."""
 
     seq: int
+    filters: tuple[str, ...] = (">",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +174,7 @@ class _Reply:
     error: Exception | None = None  # why, if it is not the lost connection
     unsent: bool = False
     whole: bool = False  # its last frame has arrived
-    lap: tuple[int, float] = (0, 0.0)  # see `Stopwatch.lap`
+    lap: tuple[int, float, bool] = (0, 0.0, True)  # see `Stopwatch.lap`
 
 
 def no_answer(stream: str, timeout: float, *, connected: bool = True) -> RequestTimeoutError:
@@ -241,11 +254,12 @@ class RangeRead(_Read):
     Args:
         stream: The stream's name.
         plan: Which requests answer the read.
-        timeout: Seconds that may pass without an answer, or without a new row while responders lag or do not answer.
+        timeout: Seconds that may pass without an answer, or without a new row while responders lag or do not answer. After
+            half of it, a request without an answer is repeated, and both replies are awaited.
         pause: Seconds between two requests while responders lag or do not answer.
         prove_to: Prove a `RangePlan` up to this sequence, or accept for a `MultiLast` only answers of the stream itself and
             of mirrors that hold the same messages; None believes the responders.
-        link: What is known of the connection; the replies to a `Scan` add to it.
+        link: What is known of the connection; the replies add to it.
         server_version: The connected server's version, for errors.
     """
 
@@ -272,8 +286,9 @@ class RangeRead(_Read):
             self._prove_to = prove_to if plan.up_to_seq is None else min(prove_to, plan.up_to_seq)
         self._checked = None if prove_to is None else {stream}  # which streams may answer a `MultiLast`
         self._unchecked: tuple[SentRequest, EndOfBatch] | None = None  # the whole answer of another one
-        if isinstance(plan, Scan) and link is not None:
-            plan.link = link
+        self._link = link or Link()
+        if isinstance(plan, Scan):
+            plan.link = self._link
         self._stopwatch = Stopwatch()
         self._replies: dict[SentRequest, _Reply] = {}
         self._dropped: list[SentRequest] = []
@@ -281,6 +296,8 @@ class RangeRead(_Read):
         self._gaps: list[range] = []  # of `_rows`, which are held back until the leader has answered
         self._give_up_at: float | None = None
         self._answered = self._retried = self._silent = False
+        self._late: tuple[SentRequest, ...] = ()  # requests in flight before the oldest, which is silent, was repeated
+        self._deadline = 0.0  # of the wait for the oldest reply
         self._answers_dropped = 0
         self._mirror = ""
 
@@ -289,18 +306,19 @@ class RangeRead(_Read):
             if self._dropped:
                 return DropReply(self._dropped.pop())
             # Before rows are delivered, so that the server works while the reader does.
-            if (self.state is READING or self.state is PROVING) and (sent := self._plan.next_request()) is not None:
+            may_send = self.state is PROVING or (self.state is READING and not (self._late and self._plan.in_flight))
+            if may_send and (sent := self._plan.next_request()) is not None:
                 decoder = ReplyDecoder(self._stream, start=sent.request.seq or 1, server_version=self._server_version)
                 if all(reply.whole for reply in self._replies.values()):
                     self._stopwatch.start(now)
                 self._replies[sent] = _Reply(decoder)
                 _log.debug("stream %r: request sent: %s", self._stream, sent.request)
-                return SendRequest(sent)
+                return SendRequest(sent, self._deadline if self._late else now + self._timeout, repeat=bool(self._late))
             if self.state is PROVING and self._unchecked is not None:
                 return CheckMirror(self._replies[self._unchecked[0]].decoder.responder)
             if self.state is PROVING and isinstance(self._plan, MultiLast):
                 assert self._plan.wanted is not None
-                return FindNewest(self._plan.wanted)
+                return FindNewest(self._plan.wanted, self._plan.among)
             if self.state is PROVING:
                 assert self._range is not None
                 behind = [gap.start - 1 for gap in self._gaps[:MAX_LEADER_REQUESTS]] or [self._before]
@@ -315,9 +333,10 @@ class RangeRead(_Read):
             if self.state is ENDED:
                 return Done(self.error)
             if self.state is PAUSED or not self._read(now):
-                if self._timer is None:
-                    # A request without an answer is repeated once: half the time for each.
-                    self._timer = now + (self._pause if self.state is PAUSED else self._timeout / 2)
+                if self._timer is None and self.state is PAUSED:
+                    self._timer = now + self._pause
+                elif self._timer is None:
+                    self._timer, self._deadline = now + self._timeout / 2, now + self._timeout
                 return Wait(self._timer)
 
     def receive(self, sent: SentRequest, frames: list[Frame], now: float) -> None:
@@ -350,8 +369,29 @@ class RangeRead(_Read):
             return
         if self.state is PAUSED:
             self._happen(Input.PAUSE_OVER)
-        elif not (reply := self._replies[self._plan.in_flight[0]]).frames and not reply.lost:
-            self._interrupt(self._silence(reply.decoder.count), now)
+            return
+        replies = [self._replies[sent] for sent in (*self._late[:1], self._plan.in_flight[0])]
+        if any(reply.frames or reply.lost for reply in replies):
+            return
+        if self._timer < self._deadline:
+            # A loop that was blocked for that long may still have to read the reply.
+            self._timer = self._deadline = max(self._deadline, now + self._pause)
+            self._repeat()
+        else:
+            error = self._silence(replies[0].decoder.count)
+            self._happen(Input.INTERRUPTED, error, give_up=True)
+
+    def _repeat(self) -> None:
+        """Ask once more for what a silent reply lacks: its server may have died. Whichever comes first then counts."""
+        late = tuple(self._plan.in_flight)
+        if self._silent or not self._plan.retry():
+            return
+        self._silent = True
+        if self._plan.done:
+            self._drop_replies()
+        else:
+            self._late = late
+            _log.debug("stream %r: no answer for %.4g s, asking once more", self._stream, self._timeout / 2)
 
     def leader_answered(self, found: Sequence[int | None], now: float) -> None:
         """Take the sequences that the leader found for the requests of `AskLeader`; None is no message."""
@@ -402,6 +442,12 @@ class RangeRead(_Read):
             return True
         oldest = plan.in_flight[0]
         reply = self._replies[oldest]
+        if self._late and (self._replies[self._late[0]].frames or reply.frames or reply.lost):
+            if self._replies[self._late[0]].frames:
+                plan.in_flight = deque(self._late)
+            self._late = ()
+            self._drop_replies()
+            return True
         if reply.frames:
             frames, reply.frames = reply.frames, []
             self._timer = None
@@ -418,12 +464,13 @@ class RangeRead(_Read):
         away = isinstance(error, DirectGetDisabledError)
         give_up = self._patience_ends(now) if away or unsent else self._retried or self._silent
         give_up |= away and not self._answered
+        self._late = ()
         resumable = self._plan.retry()
         self._drop_replies()
         if self._plan.done:
             return
         if not away:
-            self._retried, self._silent = self._retried or not unsent, isinstance(error, RequestTimeoutError)
+            self._retried |= not unsent
         self._happen(Input.NO_RESPONDER if away else Input.INTERRUPTED, error, give_up=give_up or not resumable)
 
     def _decode(self, sent: SentRequest, reply: _Reply, frames: list[Frame], now: float) -> None:
@@ -432,6 +479,11 @@ class RangeRead(_Read):
             block = decoder.feed(frames)
         except DirectGetDisabledError as error:
             self._interrupt(error, now)
+            return
+        except TooManySubjectsError as error:
+            if not isinstance(self._plan, MultiLast) or not self._plan.fewer_subjects():
+                self._happen(Input.REFUSED, error)
+            self._drop_replies()
             return
         except JetStreamExtError as error:
             self._happen(Input.REFUSED, error)
@@ -461,8 +513,10 @@ class RangeRead(_Read):
 
     def _finish(self, sent: SentRequest, end: EndOfBatch, now: float) -> None:
         plan = self._plan
-        if isinstance(plan, Scan) and sent.rows:
-            plan.link.adapt(*self._replies[sent].lap)
+        reply = self._replies[sent]
+        if reply.decoder.count:
+            size, seconds, at_least = reply.lap
+            self._link.adapt(size, seconds, at_least=at_least)
         try:
             rows = plan.finish(sent, end)
         except JetStreamExtError as error:  # a malformed header, which is otherwise decoded on access
@@ -537,7 +591,7 @@ class RangeRead(_Read):
 
     def _drop_replies(self) -> None:
         """Forget the replies to requests that no longer count."""
-        for sent in [sent for sent in self._replies if sent not in self._plan.in_flight]:
+        for sent in [sent for sent in self._replies if sent not in (*self._plan.in_flight, *self._late)]:
             del self._replies[sent]
             self._dropped.append(sent)
 

@@ -7,7 +7,7 @@ last message of many subjects at one point in time::
                                                finish(request, end)    ─► rows held back; done, or more requests
                                                retry()                 ─► the rest is asked for again
 
-A `Link` knows what the connection carries, so that a scan asks for no more than other calls can wait for.
+A `Link` knows what the connection carries, so that a read asks for no more than other calls can wait for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import enum
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Final
 
@@ -29,7 +29,7 @@ MAX_BATCH_GAPPY: Final = 64_000
 NEWEST: Final = (1 << 64) - 1  # as `MultiLast.wanted`: the leader's newest message
 
 _UNLIMITED: Final = 1 << 31  # as `max_bytes`: the messages are known and few
-# The replies in flight of one scan take about this many seconds: other calls on the connection wait behind them.
+# The replies in flight of one read take about this many seconds: other calls on the connection wait behind them.
 _SECONDS_IN_FLIGHT: Final = 0.5
 # Before anything is known of a connection: so slow that a first request keeps no other call waiting for long.
 _FIRST_RATE: Final = float(1 << 19)
@@ -39,33 +39,39 @@ _FASTER: Final = 4.0
 _FULL: Final = 0.75
 # In less time than this, the pauses of the machine are longer than those of the connection.
 _SLOW: Final = 0.1
+# Replies of fewer bytes show too little of a link. At the least rate, requests ask for as much, so that a link that has
+# become faster is noticed.
+_TELLING: Final = 1 << 16
+_LEAST_RATE: Final = _TELLING / _SECONDS_IN_FLIGHT
 
 
 @dataclass(slots=True)
 class Link:
-    """What a connection carries, in bytes per second, as the replies to scans show it."""
+    """What a connection carries, in bytes per second, as the replies to reads show it."""
 
     rate: float = _FIRST_RATE
     _measured: float = 0.0
 
-    def adapt(self, size: int, seconds: float) -> None:
-        """Take that a reply of `size` bytes arrived in so many seconds."""
-        before, self._measured = self._measured, size / seconds if seconds > 0 else self.rate * _FASTER
-        # Of two replies of one message each, on their way together, the first one arrives after the latency of the link.
-        measured = max(before, self._measured)
-        if measured > self.rate or seconds >= _SLOW:
-            self.rate = max(1.0, min(measured, self.rate * _FASTER))
+    def adapt(self, size: int, seconds: float, *, at_least: bool = False) -> None:
+        """Take that bytes of a reply arrived in so many seconds, or `at_least` in so few."""
+        measured = size / seconds if seconds > 0 else self.rate * _FASTER
+        if not at_least:
+            before, self._measured = self._measured, measured
+            measured = max(before, measured)  # one slow reply may be a pause of the server or of this machine
+        if measured > self.rate or (seconds >= _SLOW and not at_least):
+            self.rate = max(_LEAST_RATE, min(measured, self.rate * _FASTER))
 
     def room(self, requests: int) -> int:
         """Return the bytes that each of so many requests in flight may ask for."""
-        return max(1, int(self.rate * _SECONDS_IN_FLIGHT / requests))
+        return int(self.rate * _SECONDS_IN_FLIGHT / requests)
 
 
 class Stopwatch:
     """Measures how long the bytes of replies take to arrive.
 
-    The time until a reply's first bytes is also that of the server and of the way to it. It counts only for a reply
-    whose first bytes are most of it. All times are the caller's clock, in seconds.
+    The time until a reply's first bytes is also that of the server and of the way to it. So it counts only for a reply
+    whose first bytes are most of it, and then only shows what the link carries at least. All times are the caller's
+    clock, in seconds.
     """
 
     def __init__(self) -> None:
@@ -87,14 +93,15 @@ class Stopwatch:
             self._rest += size
             self._rest_seconds += seconds
 
-    def lap(self) -> tuple[int, float]:
-        """Return the bytes that have arrived since the last call, and the seconds that they took."""
-        size, seconds = self._rest, self._rest_seconds
-        if size < self._first:
-            size, seconds = size + self._first, seconds + self._first_seconds
+    def lap(self) -> tuple[int, float, bool]:
+        """Return bytes that have arrived since the last call, the seconds that they took, and whether that is at least."""
+        total, size, seconds = self._first + self._rest, self._rest, self._rest_seconds
+        mostly_first = size * 4 < self._first
+        if mostly_first:
+            size, seconds = total, seconds + self._first_seconds
         self._first = self._rest = 0
         self._first_seconds = self._rest_seconds = 0.0
-        return size, seconds
+        return size, seconds, mostly_first or total < _TELLING
 
 
 @dataclass(eq=False, slots=True)
@@ -107,6 +114,8 @@ class SentRequest:
     rows: int = 0
     size: int = 0  # as `max_bytes` counts
     wire: int = 0  # bytes that have arrived
+    held: Block = field(default_factory=Block)  # rows that count only with the whole reply
+    pending: int = 0  # how many matching messages follow the newest row
     first: int = 0
     last: int = 0
 
@@ -135,7 +144,10 @@ class Plan(ABC):
 
     @abstractmethod
     def retry(self) -> bool:
-        """Go back to the last good row; return False if that could change the answer."""
+        """Go back to the last good row; return False, and change nothing, if that could change the answer.
+
+        With the same `in_flight` as before, the read goes on as if this had not been called.
+        """
 
     def _send(self, request: Request, start: int = 0, count: int = 0) -> SentRequest:
         sent = SentRequest(request, start, count)
@@ -243,15 +255,29 @@ class _Step(enum.Enum):
     NOW = "the first page, of the moment when it is answered"
     POINT = "the message with the sequence of the point in time"
     PAGE = "a page at the point in time"
+    FITS = "whether a server answers for the subjects without that of the witness"
     SUBJECTS = "the messages on the subjects of a page that is not the last one"
+
+
+def reached_now(rows: Block, up_to_seq: int | None) -> int:
+    """Return the sequence that a reply of now shows its responder to have (0: none); its end says `up_to_seq`.
+
+    Such a reply is one to a `multi_last` request without a point in time. A responder that has reached a sequence has the
+    last message of every subject as of then or later. A reply without messages does not name its responder.
+    """
+    return (up_to_seq or 0) if rows.seqs else 0
 
 
 class MultiLast(Plan):
     """The plan of a `multi_last` read: pages at one pinned point in time, with both cursors (ADR-31, revision 6).
 
-    Only the end of a reply without `up_to_seq` says what its responder had. With `up_to_seq`, file storage that has not
-    reached it answers 404, and memory storage answers with what it has and repeats the asked sequence. So every other
-    request is for the sequence of a message that is known, the *witness*, and asks for its subject, too. Rows are in the
+    Only the end of a reply without `up_to_seq` says what its responder had: see `reached_now`. So the first page is of now,
+    without `up_to_seq`, and every subject that exists is in it, also if it is overwritten meanwhile. With `proved`, it counts
+    if its responder has reached the newest message that the leader had before. If it is empty, its responder is unknown, and
+    another request includes the subject of that message.
+
+    With `up_to_seq`, file storage that has not reached it answers 404, and memory storage answers with what it has and
+    repeats the asked sequence. So every other request is for the sequence of a message that is known, the *witness*, and asks for its subject, too. Rows are in the
     order of their sequences, and a replica has no gaps:
 
     * A page that ends with the witness shows the point in time.
@@ -266,6 +292,9 @@ class MultiLast(Plan):
     On 2.11 the EOB of a cut page counts one message too few, so the count on the page's last message decides whether
     more follows. A 404 does not prove that no message matches.
 
+    The subject of the witness may be one more than a server answers for. If the others alone are not too many, the witness
+    becomes the newest message that matches: up to the point in time, the leader has no later one.
+
     `request` is the first page; its `batch` is the caller's limit for all pages together. With `proved`, every row is
     proved to be the leader's, also if there is no `up_to_seq`.
     """
@@ -276,10 +305,11 @@ class MultiLast(Plan):
         self.behind: bool = False  # the last reply is not what the leader has; taken back with `next_request`
         self._request = request
         self._step = _Step.NOW if request.up_to_seq is None else _Step.POINT
+        self.among: tuple[str, ...] = (">",)  # the filters that the message `wanted` matches
         self._matches = matcher(request.multi_last or ())
+        self._with_witness = False  # the first page asks for the witness
         self.point: int | None = request.up_to_seq  # what `EndOfBatch.up_to_seq` says
         self._witness = (0, "")  # its sequence and its subject
-        self._reply, self._reply_pending = Block(), 0
         self._page, self._page_pending = Block(), 0  # a page that shows what comes next
         self._page_subjects: tuple[str, ...] = ()
         self._rows = self._last = self._pending = 0
@@ -289,11 +319,14 @@ class MultiLast(Plan):
         if self.done or self.in_flight or self.wanted is not None:
             return None
         self.behind = False
-        self._reply = Block()
         seq, subject = self._witness
         request = self._request
-        if self._step is _Step.POINT:
+        if self._step is _Step.NOW and self._with_witness:
+            request = replace(request, multi_last=(*(request.multi_last or ()), subject), batch=None)
+        elif self._step is _Step.POINT:
             request = Request(seq=self.point, next_by_subj=">", batch=1, max_bytes=1)
+        elif self._step is _Step.FITS:
+            request = replace(request, up_to_seq=seq, up_to_time=None, batch=1, max_bytes=1)
         elif self._step is _Step.SUBJECTS:
             request = Request(multi_last=self._page_subjects, up_to_seq=seq, max_bytes=_UNLIMITED)
         elif self._step is _Step.PAGE:
@@ -308,17 +341,26 @@ class MultiLast(Plan):
         return self._send(request)
 
     def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
-        self._reply.stream = block.stream
-        self._reply.extend(block)
-        self._reply_pending = pending
+        sent.held.stream = block.stream
+        sent.held.extend(block)
+        sent.pending = pending
         return Block(block.stream)
 
     def finish(self, sent: SentRequest, end: EndOfBatch) -> Block | None:
         self.in_flight.clear()
-        reply, pending = self._reply, self._reply_pending if self._reply.seqs else 0
+        reply, pending = sent.held, sent.pending
         newest = reply.seqs[-1] if reply.seqs else 0
         seq, subject = self._witness
         match self._step:
+            case _Step.NOW if reached_now(reply, end.up_to_seq) < seq:
+                if reply.seqs:
+                    self.behind = True
+                elif self._with_witness or self._matches(subject):
+                    self.wanted, self._with_witness = NEWEST, False
+                else:
+                    self._with_witness = True
+            case _Step.NOW if self._with_witness and (pending or len(reply) > 1):
+                self.behind, self._with_witness = True, False  # there are messages that match, after all
             case _Step.NOW:
                 self.point = end.up_to_seq or newest or None
                 if not pending or len(reply) == self._request.batch:
@@ -329,6 +371,8 @@ class MultiLast(Plan):
                 return self._deliver(self._page, self._page_pending, ended=False)
             case _Step.POINT:
                 self.wanted = self.point
+            case _Step.FITS:
+                self.among, self.wanted = self._request.multi_last or (), seq
             case _Step.PAGE | _Step.SUBJECTS if newest != seq and not (self._step is _Step.PAGE and pending):
                 self.wanted, self._step = seq, _Step.PAGE
             case _Step.PAGE if newest != seq:
@@ -371,8 +415,34 @@ class MultiLast(Plan):
             self._pending = 0
             self._end()
             return
-        self.behind = newest == self._witness
-        self._witness, self.point, self._step = newest, newest[0], _Step.PAGE
+        # The first page was empty; the leader's newest message may be another one each time.
+        again = self._step is _Step.NOW and self._witness[0] > 0
+        self.behind = again or newest == self._witness
+        self._witness = newest
+        if self.among == (">",):
+            self.point = newest[0]
+        if self._step is not _Step.NOW:
+            self._step = _Step.PAGE
+
+    def fewer_subjects(self) -> bool:
+        """Leave the subject of the witness out, because a server does not answer for so many; return whether it was asked."""
+        if self._step is not _Step.PAGE or self._matches(self._witness[1]):
+            return False
+        self.in_flight.clear()
+        self._step = _Step.FITS
+        return True
+
+    def pin(self, seq: int) -> None:
+        """Read what was stored up to a sequence, and not up to a time."""
+        self._request = replace(self._request, up_to_seq=seq, up_to_time=None)
+        self.point = self.wanted = seq
+        self._step = _Step.POINT
+        if not seq:
+            self._end()
+
+    @property
+    def up_to_time(self) -> datetime | None:
+        return self._request.up_to_time
 
     def retry(self) -> bool:
         self.in_flight.clear()
@@ -412,6 +482,7 @@ class Scan(RangePlan):
         self._max_bytes = max_bytes
         self._prefetch = prefetch
         self._dense = self._reached = False
+        self._ahead = prefetch  # requests in flight, as far as the range allows
         self._pending = self._beyond = 0
 
     @property
@@ -441,7 +512,7 @@ class Scan(RangePlan):
             # Without a subject, 2.11.0 answers 404 if the message at `start` was deleted.
             next_by_subj=self.subject or ">",
             batch=count,
-            max_bytes=min(self._max_bytes, int(self.link.room(self._prefetch) / _FULL)),
+            max_bytes=min(self._max_bytes, int(self.link.room(self._ahead) / _FULL)),
         )
         return self._send(request, 0 if by_time else start, count)
 
@@ -495,7 +566,8 @@ class Scan(RangePlan):
             return
         span = sent.last - (sent.start or sent.first) + 1
         self._dense = self.subject is None and span == sent.rows and sent.start != 0
-        carried = int(self.link.room(self._prefetch) * sent.rows / max(1, sent.wire, sent.size))
+        self._ahead = self._prefetch if self._dense else 1
+        carried = int(self.link.room(self._ahead) * sent.rows / max(1, sent.wire, sent.size))
         if self._fixed is not None:
             self._batch = max(1, min(self._fixed, carried))
             return

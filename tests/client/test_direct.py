@@ -236,6 +236,55 @@ class TestScan:
         )
         assert await seqs(direct.multi_last([f"{name}.>"], up_to_time=time - timedelta(days=1))) == []
 
+    @pytest.mark.parametrize("storage", ["memory", "file"])
+    async def test_multi_last_with_min_seq_contains_a_key_that_is_overwritten(
+        self, js: JetStreamContext, make_stream: MakeStream, storage: str
+    ) -> None:
+        name = await make_stream(max_msgs_per_subject=1, storage=storage)
+        direct, stop = jsx.DirectGet(js, name, timeout=20), asyncio.Event()
+
+        async def overwrite() -> None:
+            while not stop.is_set():
+                await js.publish(f"{name}.k")
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(overwrite())
+            for _ in range(100):
+                ack = await js.publish(f"{name}.k")
+                (message,) = await direct.multi_last([f"{name}.k"], min_seq=ack.seq).to_list()
+                assert message.seq >= ack.seq
+            stop.set()
+
+    async def test_multi_last_by_time_with_min_seq_is_of_that_time(self, js: JetStreamContext, stream: str) -> None:
+        direct = jsx.DirectGet(js, stream, timeout=20)
+        await asyncio.sleep(0.01)
+        ack = await js.publish(f"{stream}.a")
+        when = (await direct.get(ack.seq)).time
+        batch = direct.multi_last([f"{stream}.>"], up_to_time=when, min_seq=ack.seq)
+        assert (await seqs(batch), batch.up_to_seq) == ([10, 11, 12], 12)
+        before = direct.multi_last([f"{stream}.>"], up_to_time=datetime(2020, 1, 1, tzinfo=UTC), min_seq=1)
+        assert (await seqs(before), before.up_to_seq) == ([], 0)
+
+    @pytest.mark.parametrize("wild", [True, False])
+    async def test_multi_last_of_as_many_subjects_as_the_server_answers_for(
+        self, js: JetStreamContext, make_stream: MakeStream, wild: bool
+    ) -> None:
+        name = await make_stream()
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add_many((f"{name}.h.{i}", bytes(500)) for i in range(1024))
+            await publisher.add(f"{name}.other", b"")
+            await publisher.add(f"{name}.h.7", b"")
+            await publisher.add(f"{name}.other", b"")
+        filters = [f"{name}.h.*"] if wild else [f"{name}.h.{i}" for i in range(1024)]
+        newest = [*range(1, 8), *range(9, 1025), 1026]
+        for options, expected, point in (
+            ({}, newest, 1027), ({"min_seq": 1027}, newest, 1027), ({"up_to_seq": 1025}, list(range(1, 1025)), 1025),
+            ({"up_to_seq": 1025, "min_seq": 1}, list(range(1, 1025)), 1025), ({"max_bytes": 100_000}, newest, 1027),
+        ):  # fmt: skip
+            batch = jsx.DirectGet(js, name, timeout=60).multi_last(filters, **options)
+            assert await seqs(batch) == expected
+            assert (batch.num_pending, batch.up_to_seq) == (0, point)
+
     async def test_too_many_subjects_are_an_error(self, js: JetStreamContext, make_stream: MakeStream) -> None:
         name = await make_stream()
         async with jsx.FastPublisher(js) as publisher:

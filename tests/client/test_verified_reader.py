@@ -14,6 +14,7 @@ from jetstream_ext.client.verified_read import Answer, VerifiedReader
 from jetstream_ext.errors import MessageNotFoundError, RequestTimeoutError, ResponseError, ServerError
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import Block, Request, StoredMsg
+from jetstream_ext.protocol.reads import Link
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 CONFIG = {"max_msgs_per_subject": 1, "max_age": 0, "allow_msg_ttl": True}
@@ -79,6 +80,7 @@ def mirrors(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             raise config
         return StreamState(stream, "", config, config.get("mirror", {}), last_seq=log.last, messages=len(log.messages))
 
+    monkeypatch.setattr(module, "link_of", lambda _: Link(1e12))
     for each in (module, api):
         monkeypatch.setattr(each, "get_at_leader", get_at_leader)
         monkeypatch.setattr(each, "stream_state", stream_state)

@@ -82,8 +82,9 @@ class Stream:
                 found.append((seq, subject))
         return found[::-1]
 
-    def newest(self, up_to: int) -> tuple[int, str] | None:
-        return max((row for row in self.held(self.last) if row[0] <= up_to), default=None)
+    def newest(self, up_to: int, filters: Sequence[str] = (">",)) -> tuple[int, str] | None:
+        matches = matcher(filters)
+        return max((row for row in self.held(self.last) if row[0] <= up_to and matches(row[1])), default=None)
 
     def lasts(self, filters: Sequence[str], up_to: int) -> Rows:
         """The last message of each subject, as if all had been kept."""
@@ -102,6 +103,7 @@ class Replica:
     stuck: bool = False
     name: str = "S"
     only: str = ">"  # what a mirror holds
+    most: int = 1024  # subjects
     old: bool = False
 
     def answer(self, request: Request) -> list[Frame]:
@@ -117,6 +119,8 @@ class Replica:
         lasts = {subject: seq for seq, subject in held if seq <= up_to and matches(subject)}
         if not lasts:
             return NOTHING
+        if len(lasts) > self.most:
+            return [status("413 Too Many Results")]
         rows = sorted((seq, subject) for subject, seq in lasts.items() if seq >= (request.seq or 0))
         count = min(request.batch or 1000, request.max_bytes or 1000)
         return reply(rows[:count], len(rows[count:]), up_to, self.name, old=self.old)
@@ -163,9 +167,9 @@ class World:
                 self._replies.pop(sent, None)
             case Deliver(block):
                 self.delivered += [(message.seq, message.subject) for message in block.messages()]
-            case FindNewest(seq):
+            case FindNewest(seq, filters):
                 self.leader_asked.append(seq)
-                self.machine.newest_found(self.stream.newest(seq), self.stream.last, self.now)
+                self.machine.newest_found(self.stream.newest(seq, filters), self.stream.last, self.now)
             case CheckMirror(name):
                 only = next(replica.only for replica in self.replicas if replica.name == name)
                 self.machine.mirror_checked(self.now, same=only == ">")
@@ -324,6 +328,55 @@ class TestOneReplica:
         late = one("abca", Request(multi_last=("x",)), file=file, proved=True, reached=3)
         assert isinstance(late.act(), errors.RequestTimeoutError)
 
+    @pytest.mark.parametrize("size", [1, 100])
+    def test_proved_contains_a_subject_that_is_overwritten_meanwhile(self, file: bool, size: int) -> None:
+        world = one("abca", Request(multi_last=("a",), max_bytes=size), file=file, proved=True)
+        world.stream.history = 1
+        for _ in range(3):
+            action = world.machine.next_action(0.0)
+            if isinstance(action, SendRequest):
+                break
+            world.happen(action)
+            world.stream.write("a")
+        world.replicas[0].reached = world.stream.last
+        world.happen(action)
+        assert world.act() is None
+        assert [subject for _, subject in world.delivered] == ["a"]
+        assert len([request for request in world.requests if request.multi_last]) == 1
+
+    def test_proved_finds_nothing_only_where_the_witness_is(self, file: bool) -> None:
+        world = one("abca", Request(multi_last=("x",), batch=1, max_bytes=1), file=file, proved=True)
+        assert (world.act(), world.delivered) == (None, [])
+        assert world.plan.end == EndOfBatch(0, 0, 4, found=False)
+        assert [request.multi_last for request in world.requests] == [("x",), ("x", "a")]
+        hot = one("abca", Request(multi_last=("x",)), file=file, proved=True, reached=0)
+        hot.coming = list("abcabcabc" * 100)
+        assert isinstance(hot.act(), errors.RequestTimeoutError), "also while the leader's newest message changes"
+
+    @pytest.mark.parametrize("filters", [("*",), ("a", "b", "c", "d")])
+    @pytest.mark.parametrize("size", [1, 3, 100])
+    def test_as_many_subjects_as_the_server_answers_for(self, file: bool, filters: tuple[str, ...], size: int) -> None:
+        for point, proved in ((9, True), (9, False), (7, False), (6, False), (None, True), (None, False)):
+            log = ["a", "b", "c", "d", "a.x", "a", "a.y", "b", "a.z"]
+            stream = Stream()
+            for subject in log:
+                stream.write(subject)
+            replicas = [Replica(stream, 9, file, most=4), Replica(stream, 5, file, stuck=True, most=4)]
+            for seed in range(8):
+                request = Request(multi_last=filters, up_to_seq=point, max_bytes=size)
+                plan = MultiLast(request, proved=proved)
+                world = World(stream, replicas if point else replicas[:1], plan, random.Random(seed))
+                assert world.act() is None
+                assert world.delivered == stream.lasts(filters, point or 9)
+                assert plan.end == EndOfBatch(0, world.delivered[-1][0], point or 9)
+
+    def test_too_many_subjects_are_an_error(self, file: bool) -> None:
+        for point, proved in ((4, True), (4, False), (None, True), (None, False)):
+            world = one("abcd", Request(multi_last=("a", "b", "c"), up_to_seq=point), file=file, proved=proved)
+            world.replicas[0].most = 2
+            assert isinstance(world.act(), errors.TooManySubjectsError)
+            assert world.now == 0.0
+
     def test_proved_does_not_believe_a_partial_mirror(self, file: bool) -> None:
         world = one("abca", Request(multi_last=(">",)), file=file, proved=True)
         mirror = Replica(world.stream, 4, file, name="M", only="a")
@@ -365,6 +418,7 @@ def test_a_read_shows_the_moment_that_it_names_or_fails(seed: int, proved: bool,
     world = World(stream, replicas, MultiLast(request, proved=proved), rng, **({"prove_to": 1} if proved else {}))
     world.coming, world.loss = [rng.choice("abcdefghi") for _ in range(rng.choice([0, 3, 10]))], loss
     most = max(replica.reached for replica in replicas)
+    had = {subject for _, subject in stream.held(began) if matcher(filters)(subject)}
     error = world.act()
     if error is not None:
         assert isinstance(error, errors.RequestTimeoutError | errors.MessagesLostError), repr(error)
@@ -384,6 +438,8 @@ def test_a_read_shows_the_moment_that_it_names_or_fails(seed: int, proved: bool,
     if end.up_to_seq is None:
         assert (rows, point, proved) == ([], None, False)
         return
+    if proved and point is None and request.batch is None and (request.max_bytes or 0) >= 1000:
+        assert had <= {subject for _, subject in rows}, "a subject that was there is missing from the only page"
     if proved or point is not None:
         newest = stream.newest(began if point is None else min(point, began))
         assert newest is None or end.up_to_seq >= newest[0]

@@ -265,9 +265,9 @@ class TestReading:
         script.act()
         first = script.sent[0]
         script.expire()
+        assert isinstance(script.answer([row(1, 0, 1)]), Wait)
         script.machine.receive(first, reply([1]), script.now)
-        script.reconnect()
-        assert script.answer(reply([1, 2])) == Done()
+        assert script.answer([row(2, 1, 0), eob(2, 0)]) == Done()
         assert script.delivered == [1, 2]
 
     def test_a_refusal_ends_the_read_after_what_came_before(self) -> None:
@@ -292,26 +292,83 @@ class TestReading:
 
 
 class TestSilence:
-    def test_is_retried_behind_the_last_row_and_fails_the_second_time(self) -> None:
+    def test_is_repeated_behind_the_last_row_and_fails_the_second_time(self) -> None:
         script = Script(scan())
         script.answer([row(1, 0, 9)])
-        assert isinstance(script.expire(), AwaitConnection)
-        script.reconnect()
+        assert script.expire() == Wait(TIMEOUT)
         assert isinstance(script.answer([row(2, 0, 8)]), Wait)
         assert script.sent[-1].request.seq == 2
+        script.expire()
         error = failure(script.expire())
         assert isinstance(error, errors.RequestTimeoutError)
         assert "stopped after 1 messages, with nothing more for 5 s" in str(error)
         assert script.delivered == [1, 2]
-        assert script.now == TIMEOUT
+        assert len(script.sent) == 2
+        assert script.now == 1.5 * TIMEOUT, "the whole time after the last message"
 
-    def test_a_complete_reply_allows_another_retry(self) -> None:
+    def test_of_the_repetition_as_well_ends_the_read_in_time(self) -> None:
+        script = Script(scan())
+        script.expire()
+        error = failure(script.expire())
+        assert "no answer to a direct get within 5 s" in str(error)
+        assert (script.now, len(script.sent)) == (TIMEOUT, 2)
+
+    def test_a_complete_reply_allows_another_repetition(self) -> None:
         script = Script(scan(batch=1))
         for seq in (1, 2, 3):
             script.expire()
-            script.reconnect()
             script.answer(reply([seq], 9))
         assert script.delivered == [1, 2, 3]
+
+    @pytest.mark.parametrize("before", [0, 1])
+    @pytest.mark.parametrize(
+        ("make", "end"),
+        [
+            (scan, eob(3, 0)),
+            (lambda: scan(batch=2, prefetch=3), eob(3, 0)),
+            (lambda: OneReply(Request(seq=1, batch=4)), eob(3, 0)),
+            (lambda: OneReply(Request(seq=1, batch=4), whole=True), eob(3, 0)),
+            (lambda: MultiLast(Request(multi_last=("a",))), eob(3, 0, 3)),
+        ],
+    )
+    def test_the_first_reply_counts_although_it_was_repeated(
+        self, make: Callable[[], Plan], end: Frame, before: int
+    ) -> None:
+        script = Script(make())
+        frames = [row(1, 0, 2), row(2, 1, 1), row(3, 2, 0), end]
+        if before:
+            script.answer(frames[:before])
+        script.expire()
+        script.act()
+        script.machine.receive(script.sent[0], frames[before:], script.now)
+        assert script.act() == Done()
+        assert script.delivered == [1, 2, 3]
+
+    def test_requests_sent_ahead_count_with_the_first_reply(self) -> None:
+        script = Script(scan(batch=2, prefetch=3))
+        script.answer(reply([1, 2], 6))
+        ahead = list(script.plan.in_flight)
+        script.expire()
+        for sent, seq in zip(ahead, (3, 5, 7), strict=True):
+            script.machine.receive(sent, reply([seq, seq + 1], 7 - seq), script.now)
+        assert script.act() == Done()
+        assert script.delivered == list(range(1, 9))
+
+    def test_a_repetition_that_is_not_sent_waits_for_the_connection(self) -> None:
+        script = Script(scan())
+        script.expire()
+        script.machine.not_sent(script.sent[1], nats.errors.ConnectionReconnectingError())
+        script.reconnect()
+        assert script.answer(reply([1])) == Done()
+
+    def test_a_reply_that_a_blocked_loop_has_not_read_still_counts(self) -> None:
+        script = Script(scan())
+        script.act()
+        script.now = 10 * TIMEOUT
+        script.machine.handle_timer(script.now)
+        assert isinstance(script.act(), Wait)
+        script.machine.receive(script.sent[0], reply([1]), script.now)
+        assert script.act() == Done()
 
     def test_the_time_starts_when_the_wait_starts(self) -> None:
         script = Script(scan())
@@ -500,7 +557,6 @@ class TestProof:
         script = Script(scan(6), prove_to=6)
         script.answer([row(1, 0, 9)])
         script.expire()
-        script.reconnect()
         script.answer([row(3, 0, 2, "M"), row(6, 4, 0, "M")])  # 4 was lost: the second failure at one place
         assert script.machine.state is State.PROVING
         script.leader(2)
@@ -592,7 +648,6 @@ def test_every_change_is_one_debug_record(caplog: pytest.LogCaptureFixture) -> N
         script = Script(scan(3), prove_to=3)
         script.answer([row(1, 0, 2)])
         script.expire()
-        script.reconnect()
         script.answer([status("503")])
         script.expire()
         script.reconnect()
@@ -602,13 +657,11 @@ def test_every_change_is_one_debug_record(caplog: pytest.LogCaptureFixture) -> N
         script.reconnect()
         script.answer(reply([]))
         script.leader(None)
-    said = [record.message.removeprefix("stream 'S': ").split(": ", 1) for record in caplog.records]
+    said = [(*record.message.removeprefix("stream 'S': ").split(": ", 1), "")[:2] for record in caplog.records]
     assert all(record.name == "jetstream_ext.direct" for record in caplog.records)
-    silence = "stream 'S': the answer to a direct get stopped after 1 messages"
     expected = [
         ("request sent", "seq=1"),
-        ("reading -> resuming", silence),
-        ("resuming -> reading", "the connection is usable"),
+        ("no answer for 2.5 s, asking once more", ""),
         ("request sent", "seq=2"),
         ("reading -> paused", "no server answers direct gets"),
         ("paused -> resuming", "the pause is over"),
@@ -782,7 +835,8 @@ class World:
     def wait(self, until: float) -> None:
         assert until >= self.now
         coming = [sent for sent, pieces in self.open.items() if pieces]
-        if coming and self.machine.state is State.READING:
+        late = self.rng.random() < self.cluster.trouble / 5
+        if coming and self.machine.state is State.READING and not late:
             sent = self.rng.choice(coming)
             self.now += self.rng.choice([0.0, 0.001, 0.1])
             self.machine.receive(sent, self.open[sent].pop(0), self.now)

@@ -38,8 +38,8 @@ class Path:
         self.asked: list[int] = []
         """The bytes that each request let the server send."""
 
-    def run(self, *, consume: float = 0.0, **options: int) -> list[int]:
-        plan = Scan(max_bytes=options.pop("max_bytes", 8 * MIB), **options)
+    def run(self, *, consume: float = 0.0, subject: str | None = None, **options: int) -> list[int]:
+        plan = Scan(subject=subject, max_bytes=options.pop("max_bytes", 8 * MIB), **options)
         machine = RangeRead("S", plan, 30.0, pause=0.05, link=self.link)
         coming: list[tuple[float, int, SentRequest, list[Frame]]] = []
         number = count()
@@ -133,11 +133,38 @@ def test_the_next_scan_on_the_connection_starts_as_fast_as_the_last_one_ended() 
     assert again.asked[0] >= 8 * MIB
 
 
-def test_small_reads_do_not_make_a_link_slow() -> None:
+@pytest.mark.parametrize("latency", [0.05, 0.15, 0.3, 0.6])
+@pytest.mark.parametrize(("messages", "size"), [(3, 100), (3, 10_000), (1, 100_000), (1, 1_000_000)])
+def test_replies_in_one_piece_do_not_make_a_link_slow(messages: int, size: int, latency: float) -> None:
     link = Link(100e6)
     for _ in range(50):
-        Path(3, 100, 1e9, 0.05, link=link).run()
-    assert link.rate == 100e6
+        Path(messages, size, 1e9, latency, link=link).run()
+    assert link.rate >= 100e6
+
+
+@pytest.mark.parametrize("latency", [0.05, 0.15, 0.3, 0.6])
+@pytest.mark.parametrize("size", [1_000, 10_000, 30_000])
+@pytest.mark.parametrize("subject", [None, ">"])
+def test_a_link_that_was_slow_becomes_fast_again(size: int, latency: float, subject: str | None) -> None:
+    link = Link()
+    for _ in range(2):
+        link.adapt(100, 1000.0)
+    path = Path(20_000_000 // (size + 170), size, 50e6, latency, link=link)
+    path.run(subject=subject)
+    assert len(path.asked) <= 15
+    assert path.link.rate > 5e6
+
+
+@pytest.mark.parametrize("size", [1_000, 10_000])
+@pytest.mark.parametrize("latency", [0.0002, 0.3])
+@pytest.mark.parametrize("subject", [None, ">"])
+@pytest.mark.parametrize("known", [None, 100e6])
+def test_a_very_slow_link_is_recognised(size: int, latency: float, subject: str | None, known: float | None) -> None:
+    link = Link() if known is None else Link(known)
+    path = Path(20_000_000 // (size + 170), size, 100e3, latency, link=link)
+    path.run(subject=subject)
+    assert 50e3 <= link.rate <= 300e3
+    assert all(wait < 1.5 for sent, wait in path.waits if sent > 2 * path.waits[0][1] + 5)
 
 
 def test_a_slow_reader_is_no_slow_link() -> None:
@@ -174,49 +201,64 @@ class TestStopwatch:
     def test_the_wait_for_the_first_bytes_is_left_out(self) -> None:
         watch = Stopwatch()
         watch.start(1.0)
-        watch.add(100, 3.0, first=True)
+        watch.add(30_000, 3.0, first=True)
         for now in (3.1, 3.2, 3.3):
-            watch.add(100, now, first=False)
-        size, seconds = watch.lap()
-        assert (size, round(seconds, 6)) == (300, 0.3)
-        assert watch.lap() == (0, 0.0)
+            watch.add(20_000, now, first=False)
+        size, seconds, at_least = watch.lap()
+        assert (size, round(seconds, 6), at_least) == (60_000, 0.3, False)
+        assert watch.lap() == (0, 0.0, True)
 
     def test_unless_they_are_most_of_the_reply(self) -> None:
         watch = Stopwatch()
         watch.start(1.0)
-        watch.add(100, 3.0, first=True)
-        watch.add(10, 3.5, first=False)
-        assert watch.lap() == (110, 2.5)
+        watch.add(100_000, 3.0, first=True)
+        watch.add(10_000, 3.5, first=False)
+        assert watch.lap() == (110_000, 2.5, True)
+
+    def test_a_small_reply_shows_little(self) -> None:
+        watch = Stopwatch()
+        watch.start(1.0)
+        watch.add(100, 1.5, first=True)
+        watch.add(60_000, 3.0, first=False)
+        assert watch.lap() == (60_000, 1.5, True)
 
 
 class TestLink:
     def test_one_reply_raises_it_only_so_far(self) -> None:
-        link = Link(100.0)
-        for faster, later in pairwise([100.0, 400.0, 1600.0]):
+        link = Link(1e6)
+        for faster, later in pairwise([1e6, 4e6, 16e6]):
             assert link.rate == faster
             link.adapt(1 << 40, 0.5)
             assert link.rate == later
 
     def test_a_short_reply_does_not_lower_it(self) -> None:
-        link = Link(1000.0)
+        link = Link(1e6)
         link.adapt(1, 0.05)
-        assert link.rate == 1000.0
+        assert link.rate == 1e6
         for _ in range(2):
-            link.adapt(100, 1.0)
-        assert link.rate == 100.0
+            link.adapt(200_000, 1.0)
+        assert link.rate == 200_000
+
+    def test_a_reply_that_shows_at_least_its_rate_does_not_lower_it(self) -> None:
+        link = Link(1e6)
+        for _ in range(3):
+            link.adapt(100, 10.0, at_least=True)
+        assert link.rate == 1e6
+        link.adapt(2_000_000, 1.0, at_least=True)
+        assert link.rate == 2e6
 
     def test_the_faster_of_two_replies_counts(self) -> None:
-        link = Link(1000.0)
-        for rate in (2000.0, 10.0, 2000.0, 10.0):
+        link = Link(1e6)
+        for rate in (2e6, 2e5, 2e6, 2e5):
             link.adapt(int(rate), 1.0)
-            assert link.rate == 2000.0
-        link.adapt(20, 1.0)
-        assert link.rate == 20.0
+            assert link.rate == 2e6
+        link.adapt(300_000, 1.0)
+        assert link.rate == 300_000
 
-    def test_there_is_always_room(self) -> None:
+    def test_requests_can_always_show_that_the_link_is_faster(self) -> None:
         link = Link()
         for _ in range(2):
             link.adapt(0, 1e9)
-        assert link.room(4) == 1
+        assert link.room(1) == 65_536
         link.adapt(1, 0.0)
-        assert link.rate == 4.0
+        assert link.room(1) == 4 * 65_536

@@ -1,6 +1,7 @@
 """The window is never exceeded, a lost ack is recovered, and a slow link is shared."""
 
 import asyncio
+import json
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,6 +13,9 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
+from jetstream_ext import kv as kvx
+from jetstream_ext import log
+from jetstream_ext.protocol.reads import Link as Carried
 from jetstream_ext.testing import Drop, Faults, NatsServer, ReferenceServer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -93,3 +97,46 @@ async def test_a_scan_over_a_slow_link_leaves_room_for_other_calls(own_server: N
                 unanswered += 1
         await abandon(scanning)
         assert unanswered == 0
+
+
+@pytest.mark.parametrize("what", ["get_many", "get_many of the past", "snapshot", "unconfirmed reader"])
+async def test_every_read_asks_for_no_more_than_the_link_carries(
+    own_server: NatsServer, connect: Connect, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    admin = await connect(own_server.url)
+    bucket = await admin.jetstream().create_key_value(bucket="B", history=2, storage="memory", direct=True)
+    values = {f"k{n}": bytes([n]) * 20_000 for n in range(100)}
+    for key, value in values.items():
+        await bucket.put(key, value)
+    monkeypatch.setattr(Carried, "adapt", lambda *_, **__: None)
+    asked: list[tuple[int, dict[str, Any]]] = []
+
+    async def note(request: Any) -> None:
+        body = json.loads(request.data)
+        asked.append((body["max_bytes"], body))
+
+    await admin.subscribe("$JS.API.DIRECT.GET.KV_B", cb=note)
+    await admin.flush()
+    js = (await connect(own_server.url)).jetstream(timeout=30)
+    kv = await js.key_value("B")
+    in_flight = 1
+    match what:
+        case "get_many":
+            in_flight = 3
+            assert {key: entry.value for key, entry in (await kvx.get_many(kv, values)).items()} == values
+        case "get_many of the past":
+            in_flight = 3
+            await bucket.put("k0", b"new")
+            assert {key: entry.value for key, entry in (await kvx.get_many(kv, values, at=100)).items()} == values
+        case "snapshot":
+            assert {key: entry.value for key, entry in (await kvx.snapshot(kv)).items()} == values
+        case "unconfirmed reader":
+            reader = log.LogReader(js, "KV_B", confirm=False)
+            assert [message.data async for message in reader] == list(values.values())
+    await admin.flush()
+    room = Carried().room(1)
+    assert len(asked) >= 2_000_000 // room
+    for max_bytes, body in asked:
+        # A single key is asked for with one message beside it; a scan knows how many messages it asks for.
+        if len(body.get("multi_last", range(3))) > 2:
+            assert max_bytes <= (room / 0.75 if "batch" in body and what == "snapshot" else room / in_flight)
