@@ -39,6 +39,7 @@ WINDOWS = (1, 1, 2, 10, 120)  # seconds
 CALM = 40.0
 PATIENCE = 300.0  # seconds after which a call that goes on until it succeeds counts as hanging
 NATS_PY = ("Client.", "Subscription.", "TcpTransport.", "open_connection")  # its tasks
+INGEST_WAITS = 4  # timeouts of an answer for which `ingest` may wait beyond its own timeout
 ENDS = 1.0  # seconds that a call may take beyond its timeouts
 
 
@@ -259,9 +260,19 @@ class World:
         )
         self.trouble("s")
         source = slowly() if slow else messages
+        progress = self.loop.time()
+
+        def progressed(_: jsx.IngestProgress) -> None:
+            nonlocal progress
+            progress = self.loop.time()
+
+        options |= {"on_progress": progressed, "progress_every": 0}
         done = await self.end(
             jsx.ingest(self.nc.jetstream(timeout=self.timeout), source, **options), PATIENCE, "ingest"
         )
+        waited = self.loop.time() - progress - options["timeout"] - slow * total
+        if waited > INGEST_WAITS * self.timeout + ENDS:
+            raise WrongError(f"hang: ingest has ended {waited:g} s later than its timeout")
 
         def check() -> None:
             found = [int(each.payload) for each in self.stored("s")]

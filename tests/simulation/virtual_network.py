@@ -222,7 +222,7 @@ class Network:
     def restart(self, seconds: float) -> None:
         """Kill the server, and start it again after some seconds, with what is in its streams."""
         self.say(f"    the server is killed; back in {seconds:g} s")
-        self._down_until = self.loop.time() + seconds
+        self._down_until = max(self._down_until, self.loop.time() + seconds)
         for link in list(self._links.values()):
             self.cut(link, late=False)
         for number in range(1, self._numbers + 1):
