@@ -174,6 +174,7 @@ class Network:
         self._numbers = 0
         self._ended: set[int] = set()  # the connections that the server has closed
         self._down_until = 0.0
+        self._restarts = 0
         self._alarm: asyncio.TimerHandle | None = None
         self._due = 0
 
@@ -229,6 +230,8 @@ class Network:
             self._ended.add(number)
             self._take(self.engine.detach(number, self.now))
         assert self.engine.jetstream is not None
+        self._restarts += 1
+        self.engine.context.server_id = f"{self.engine.context.server_id[:-4]}{self._restarts:04}"  # a new process
         for hosted in self.engine.jetstream.streams.values():
             hosted.atomic.forget_all()
             hosted.fast.forget_all()
