@@ -31,7 +31,6 @@ from jetstream_ext import errors, log
 from jetstream_ext.client import atomic_session, ingest
 from jetstream_ext.testing import reference
 from jetstream_ext.testing.reference.streams.store import StoredMessage
-from jetstream_ext.testing.reference.wire.protocol import get_header
 
 VERSIONS = ("2.14.6", "2.15.1")
 TIMEOUTS = (0.3, 0.5, 1.0, 2.0, 5.0)
@@ -320,7 +319,8 @@ class World:
             self.network.faults.add(self._commit_rule())
         noise = asyncio.create_task(self._noise(pick((0.0, 0.05, 1.0))))
         plans: list[tuple[str | None, list[jsx.BatchMessage]]] = []
-        outcomes: list[tuple[list[str], str, Any]] = []
+        outcomes: list[tuple[list[bytes], str, Any]] = []
+        ids: dict[bytes, str | None] = {}
         for number in range(pick((1, 2, 4))):
             if plans and self.random.random() < 0.4:  # the id of an earlier batch, with its content or another
                 batch_id, messages = pick(plans)
@@ -339,7 +339,8 @@ class World:
             plans.append((batch_id, messages))
             while not self.nc.is_connected and self.random.random() < 0.99:
                 await asyncio.sleep(0.05)
-            content = [each.msg_id or bytes(each.payload).decode() for each in messages]
+            content = [bytes(each.payload) for each in messages]
+            ids |= {bytes(each.payload): each.msg_id for each in messages}
             publish = pick((self._publish, self._add_all, self._add_all, self._publish_many))
             what, outcome = await publish(js, batch_id, messages)
             outcomes.append((content, what, outcome))
@@ -347,7 +348,7 @@ class World:
                 await asyncio.sleep(pick((0.5, 2.0)))
         noise.cancel()
         await asyncio.wait({noise})
-        return lambda: self._check_batches(outcomes)
+        return lambda: self._check_batches(outcomes, ids)
 
     async def _noise(self, pause: float) -> None:
         """Another writer of the stream."""
@@ -409,17 +410,23 @@ class World:
             return getattr(outcome, "outcome", "not_stored")
         return "stored"
 
-    def _check_batches(self, outcomes: Sequence[tuple[list[str], str, Any]]) -> None:
-        """Compare outcomes with the stream; a message with an id is known by its id, another one by its payload."""
-        journal = {message.seq: _name_of(message) for message in self.stored("s")}
-        runs = Counter[tuple[str, ...]]()
+    def _check_batches(self, outcomes: Sequence[tuple[list[bytes], str, Any]], ids: dict[bytes, str | None]) -> None:
+        journal = self.network.journal["s"]
+        runs = Counter[tuple[bytes, ...]]()
         for group in _runs(self.stored("s")):
-            runs[tuple(map(_name_of, group))] += 1
+            runs[tuple(each.payload for each in group)] += 1
         for content, what, ack in outcomes:
             if what == "stored":
                 seqs = range(ack.seq - len(content) + 1, ack.seq + 1) if ack is not None else ()
-                if [journal.get(seq) for seq in seqs] != content or ack.batch_size != len(content):
-                    raise WrongError(f"false success: {content} is not stored at {ack!r}")
+                found = [journal[seq].payload if seq in journal else None for seq in seqs]
+                if found != content:
+                    same = all(ids[each] for each in content) and [ids.get(each) for each in found if each] == [
+                        ids[each] for each in content
+                    ]
+                    why = f"; other content with its message ids is: {found}" if same else ""
+                    raise WrongError(f"false success: {content} is not stored at {ack!r}{why}")
+                if ack.batch_size != len(content):
+                    raise WrongError(f"a false ack of {len(content)} messages: {ack!r}")
         for content, _, _ in outcomes:
             key = tuple(content)
             same = [(said, ack) for other, said, ack in outcomes if other == content]
@@ -570,10 +577,6 @@ JOBS: dict[str, Callable[[World], Awaitable[Callable[[], None]]]] = {
 async def _close(nc: Any) -> None:
     with contextlib.suppress(OSError):  # nats-py raises it if the connection is lost meanwhile
         await nc.close()
-
-
-def _name_of(message: StoredMessage) -> str:
-    return get_header(message.header, "Nats-Msg-Id") or message.payload.decode()
 
 
 def _runs(messages: list[StoredMessage]) -> Iterator[list[StoredMessage]]:

@@ -59,12 +59,19 @@ def test_a_schedule_can_be_replayed(kind: str) -> None:
         "ingest:3686",  # a duplicate of a message that was sent again before, and not answered
         "ingest:9051",  # a restarted server is another process
         "atomic:356",
-        "atomic:649",  # another payload with the ids of stored messages
         "worker:3",  # a round trip that is longer than the timeout
         "worker:110",
     ],
 )
 def test_schedules_that_found_a_defect(name: str) -> None:
+    replay(name)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="a batch id used again is answered with the earlier batch"
+)
+@pytest.mark.parametrize("name", ["atomic:649", "atomic:673", "atomic:1203", "atomic:1371"])
+def test_schedules_that_find_an_open_defect(name: str) -> None:
     replay(name)
 
 
