@@ -431,6 +431,7 @@ class _Ingest:
         message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
         headers = dict(message_headers(message))
         once = self._publish_alone if not has_expectation(message) else self._publish_in_a_batch
+        again = self._sent_again
         if self._unanswered:
             self._sent_again = True
         else:
@@ -451,12 +452,13 @@ class _Ingest:
                 self._unanswered = max(self._unanswered, 1)
             await self._pause(error)
         else:
-            if self._unanswered and not duplicate and not self._ids_are_trusted():
+            once_only = duplicate and not again  # of several copies the server may know only the newest
+            if self._unanswered and not once_only and not self._ids_are_trusted():
                 self._answered = True  # `_find_out` counts the copies
                 return
             self._duplicates += duplicate
             self._resent += 1
-            self._confirm(1, in_doubt=in_doubt and not duplicate)
+            self._confirm(1, in_doubt=in_doubt and not once_only)
 
     async def _publish_alone(self, message: BatchMessage, headers: dict[str, str]) -> bool:
         payload = payload_bytes(message.payload)

@@ -2,7 +2,8 @@
 
 nats-py runs unchanged on `VirtualLoop`: the loop's clock jumps to the next timer, and a connection is a `_Link` to the
 reference server's engine. A link delivers bytes in order and may be slow. When it is cut, the bytes for the client are
-lost; those for the server are lost or arrive late, as from a server that a client has left.
+lost; those for the server are lost or arrive late, as from a client that a server has not yet missed. None of them
+outlives the server's process.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from jetstream_ext.testing.reference.faults import Faults
 from jetstream_ext.testing.reference.jetstream import HostedStream
 from jetstream_ext.testing.reference.streams.store import StoredMessage
 from jetstream_ext.testing.reference.wire.golang import SECOND
-from jetstream_ext.testing.reference.wire.protocol import Close, Output, Parser, Publish, encode, get_header
+from jetstream_ext.testing.reference.wire.protocol import Close, Deliver, Output, Parser, Publish, encode, get_header
 
 START = 1_800_000_000 * SECOND
 _SPINS = 50_000  # turns of the loop at one point of time; more is a loop that never ends
@@ -79,6 +80,14 @@ class _Pipe:
     def hold(self, seconds: float) -> None:
         """Deliver nothing for some seconds."""
         self._held_until = max(self._held_until, self._loop.time() + seconds)
+
+    def release(self, seconds: float) -> None:
+        """Hold nothing for longer than some seconds from now on."""
+        self._held_until = min(self._held_until, self._loop.time() + seconds)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._arm()
 
     def clear(self) -> None:
         """Lose what is on its way."""
@@ -157,11 +166,15 @@ class Network:
         self.engine = Engine(Profile.of(version), seed=seed, faults=self.faults)
         self.journal: dict[str, dict[int, StoredMessage]] = {}
         """Every message that a stream has ever stored, also those that its limits have removed."""
+        self.duplicates = 0  # acks that say that the server knew the message's id
         self.latencies = [0.0005]
+        self.late_limit = math.inf
+        """Seconds within which what was sent over a link arrives after the link is lost, if it is not lost, too."""
         self._links: dict[int, _Link] = {}
         self._numbers = 0
         self._ended: set[int] = set()  # the connections that the server has closed
         self._down_until = 0.0
+        self._restarts = 0
         self._alarm: asyncio.TimerHandle | None = None
         self._due = 0
 
@@ -210,10 +223,15 @@ class Network:
     def restart(self, seconds: float) -> None:
         """Kill the server, and start it again after some seconds, with what is in its streams."""
         self.say(f"    the server is killed; back in {seconds:g} s")
-        self._down_until = self.loop.time() + seconds
+        self._down_until = max(self._down_until, self.loop.time() + seconds)
         for link in list(self._links.values()):
             self.cut(link, late=False)
+        for number in range(1, self._numbers + 1):
+            self._ended.add(number)
+            self._take(self.engine.detach(number, self.now))
         assert self.engine.jetstream is not None
+        self._restarts += 1
+        self.engine.context.server_id = f"{self.engine.context.server_id[:-4]}{self._restarts:04}"  # a new process
         for hosted in self.engine.jetstream.streams.values():
             hosted.atomic.forget_all()
             hosted.fast.forget_all()
@@ -267,9 +285,17 @@ class Network:
         """Close the client's end; the server notices once it has read what was sent."""
         if not link.closed:
             link.closed = True
+            link.up.release(self.late_limit)
             del self._links[link.number]
             self.loop.call_soon(link.protocol.connection_lost, error)
             link.up.push(None, self.delay(link))
+
+    def calm(self) -> None:
+        """End the faults, and make the links fast: with a round trip longer than a timeout, no call succeeds."""
+        self.faults.rules.clear()
+        self.latencies = [0.0005]
+        for link in self._links.values():
+            link.latency = self.latencies[0]
 
     def hang_up_all(self) -> None:
         """Close every link, and take no others."""
@@ -307,6 +333,7 @@ class Network:
             if (link := self._links.get(number)) is not None and data:
                 link.down.push(data, self.delay(link))
         for output in outputs:
+            self.duplicates += isinstance(output, Deliver) and b'"duplicate": true' in output.payload
             if isinstance(output, Close):
                 self._ended.add(output.connection)
                 if (link := self._links.get(output.connection)) is not None:
