@@ -364,7 +364,7 @@ class LogReader:
         """Note a state of the stream that later ones are compared with; everything below `position` is verified."""
         if state.first_seq <= position:
             self._before = state
-        if state.last_seq < position:
+        if state.last_seq < position and not state.origin:  # a mirror stores messages with the times of its origin
             self._since = state.now
 
     def _report_loss(self, position: int, first: int) -> int:
