@@ -119,8 +119,8 @@ async def exactly_once(
     that is killed at any moment and started again continues after its last commit. Of two workers with the same name,
     the one that was started last continues; the next commit of the other one stores nothing and raises `FencedError`. If
     that one is started again while the other one is alive, it waits until 30 s have passed since the other took over, so
-    that two supervised replicas do not stop each other repeatedly. With ``standby=True`` a replica waits instead of
-    taking over.
+    that supervised replicas do not stop each other repeatedly (one of several may wait longer, while others take over).
+    With ``standby=True`` a replica waits instead of taking over.
 
     ::
 
@@ -147,7 +147,8 @@ async def exactly_once(
         standby: Wait while another worker of this name is alive, and take over when it ends (at once) or dies (after
             10 s). All replicas must pass it. A worker that is alive holds a lease, a key of the bucket of
             ``reader.offsets``, which is created if it does not exist. A handler that blocks the event loop for 10 s
-            loses the lease. The lease makes nothing safe; the fence does.
+            loses the lease. The lease makes nothing safe; the fence does. Cancel the call before you close or drain its
+            connection: without one it cannot delete the lease, which then ends 10 s after it was last renewed.
         position_may_vanish: Allow an output stream whose limits can remove the position (see Raises). A worker whose
             position was removed starts at the reader's start again.
         timeout: Seconds to wait for an answer of the output stream; None is the context's own.
@@ -170,6 +171,9 @@ async def exactly_once(
         AtomicPublishTooLargeError: The outputs of one input (or of a group) exceed the server's batch limit.
         BatchError, ServerError: The server refused an output. Nothing of the batch is stored.
         UnsupportedFeatureError: The output stream's server is older than 2.12.1.
+        RequestTimeoutError: For `patience` seconds another worker of this name stored its position before each attempt to
+            take over. This worker asks it to make room; it cannot if that one's connection has an ``inbox_prefix`` that
+            is not its own and does not begin with ``_INBOX``, or if it may not publish there.
         ValueError: The stored position is that of a worker on another stream, or a number is out of range.
         TypeError: The handler returned something else, or an argument is of another type.
         Exception: Exceptions of the handler; a transient error that lasted longer than `patience`.
