@@ -19,7 +19,7 @@ time is less than `TAKEOVER_PAUSE` ago and the inbox has its subscriber. Times a
 Whoever may publish on the record's subject can write any inbox into it. A worker therefore sends only to what is an inbox
 by nats's conventions (see `_is_inbox`), and takes another worker for alive that names anything else. Two messages go there:
 an empty request, and `_YIELD`, after which the receiver stores nothing for `_YIELD_SECONDS`, so that a claim from far away
-is not refused again and again because the receiver commits in every round trip.
+is not refused again and again because the receiver commits in every round trip. A forged `_YIELD` only delays a commit.
 """
 
 from __future__ import annotations
