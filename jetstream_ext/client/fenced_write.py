@@ -82,9 +82,13 @@ class FencedWriter:
         Cancellation: Safe; the fence stays as it was.
         """
         record = await self._find(self._retry(), {"last_by_subj": self.subject})
+        self.follow(record)
+        return record
+
+    def follow(self, record: StoredMsg | None) -> None:
+        """Let the next store follow `record`, the newest one: what was read, or that of a `RecordMovedError`."""
         self.fence = 0 if record is None else record.seq
         self._in_doubt.clear()
-        return record
 
     async def store(self, messages: Sequence[Entry], record: bytes) -> BatchAck:
         """Store `messages`, if any, and a record with the payload `record` behind them, all or nothing.
@@ -93,7 +97,7 @@ class FencedWriter:
             The server's ack, or its equivalent if it was lost. `seq` is the record's.
 
         Raises:
-            RecordMovedError: Another writer has stored a record. `read` to continue behind it.
+            RecordMovedError: Another writer has stored a record. `follow` or `read` to continue behind it.
             WrongLastSequenceError: An expectation of one of the messages does not hold; nothing was stored.
             Exception: A message was refused, or transient errors lasted for longer than `patience`. After the latter the
                 messages may be stored; the next `store` or `read` finds out.

@@ -11,6 +11,10 @@ A lease only says which worker is alive; it makes nothing safe. A lease ends `se
 it, and only the leader's clock counts: the time of the message, and the time of an answer that was given before the
 message was read. A slow answer therefore makes a lease appear younger, never older. If the bucket has ``allow_msg_ttl``,
 the server also removes the key at that time.
+
+While the bucket is away, no worker can renew its lease. A standby therefore takes the place of a worker that did not
+release its lease only if it has also seen that the lease was not renewed in time, for as long as the time between two
+renewals.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import asyncio
 import contextlib
 import logging
 import re
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Final
 
 import orjson
@@ -69,6 +73,8 @@ class Lease:
         self._renewing: asyncio.Task[None] | None = None
         self._may_hold = False  # this worker's lease may be stored
         self._count = 0
+        self._watched = 0  # the sequence of the newest lease of another worker (0: none was seen)
+        self._late_since: datetime | None = None  # when it was first seen that this lease had not been renewed in time
 
     async def acquire(self) -> None:
         """Wait until no other worker is alive, take the lease, and renew it from then on, until `release`.
@@ -79,8 +85,6 @@ class Lease:
 
         Cancellation: The lease may be stored; `release` deletes it.
         """
-        state = await Retry(self._patience).call(self._bucket.unchecked_state)
-        config = state.config
         self._writer = FencedWriter(
             self._bucket.context,
             self._bucket.stream,
@@ -88,9 +92,6 @@ class Lease:
             name=self._name,
             timeout=self._bucket.timeout,
             patience=self._patience,
-            # Otherwise the end of a lease would show the one before.
-            rollup=bool(config.get("allow_rollup_hdrs")) and not config.get("deny_purge"),
-            msg_ttl=self._seconds if config.get("allow_msg_ttl") else None,
         )
         waiting = False
         while not await self._take(self._writer):
@@ -124,18 +125,41 @@ class Lease:
     async def _take(self, writer: FencedWriter) -> bool:
         """Store this worker's lease, unless another worker has one; return whether it is stored."""
         self._may_hold = False
-        now = (await Retry(self._patience).call(self._bucket.unchecked_state)).now  # before the read: see the module
-        found = await writer.read()
-        if found is not None and operation(found.headers)[0] == "PUT":
-            holder, seconds = self._decode(found)
-            if holder != self._holder and now - found.time < timedelta(seconds=seconds):
-                return False
+        state = await Retry(self._patience).call(self._bucket.unchecked_state)  # before the read: see the module
+        if not self._is_free(await writer.read(), state.now):
+            return False
+        # Without a rollup, the end of a lease would show the one before.
+        writer.rollup = bool(state.config.get("allow_rollup_hdrs")) and not state.config.get("deny_purge")
+        writer.msg_ttl = self._seconds if state.config.get("allow_msg_ttl") else None
         self._may_hold = True
         try:
             await writer.store([], self._encode())
         except RecordMovedError:
             self._may_hold = False
+        else:
+            self._watched, self._late_since = 0, None
         return self._may_hold
+
+    def _is_free(self, found: StoredMsg | None, now: datetime) -> bool:
+        """Return whether no other worker is alive: `found` is its lease, and `now` a time before that was read."""
+        if found is None:
+            seconds, age = float(self._seconds), timedelta.max
+            if not self._watched:
+                return True
+        elif operation(found.headers)[0] != "PUT":
+            return True  # released
+        else:
+            holder, seconds = self._decode(found)
+            if holder == self._holder:
+                return True
+            age = now - found.time
+            if found.seq != self._watched:
+                self._watched, self._late_since = found.seq, None
+        renewed_every = timedelta(seconds=seconds / 3)
+        if age < 2 * renewed_every:
+            return False
+        self._late_since = self._late_since or now
+        return age >= timedelta(seconds=seconds) and now - self._late_since >= renewed_every
 
     async def _renew(self, writer: FencedWriter) -> None:
         while not self.lost:

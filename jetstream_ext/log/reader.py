@@ -61,17 +61,19 @@ class LogReader:
     message of every subject. A removed message leaves no trace of its subject, so if messages are missing at the
     beginning of such a stream, the reader decides by the stream's state. The messages are lost
 
-    * if the stream is empty, or has too few messages for one subject to have reached ``max_msgs_per_subject``;
+    * if the stream is empty, has too few messages for one subject to have reached ``max_msgs_per_subject``, or refuses
+      newer messages instead (``discard_new_per_subject``);
     * if a limit may have removed them: ``max_msgs`` is reached, less than one message fits into ``max_bytes`` (both only
       with discard ``old``), or they may be older than ``max_age``;
     * if subjects have disappeared since this reader last checked the stream's beginning, or, without rollups, if the
       stream has fewer messages than then. Compaction never does that; purges, deletions and the expiry of a message's
       own TTL do.
 
-    Otherwise they were replaced. Two cases cannot be decided: a purge, a deletion or the end of a message's own TTL that
+    Otherwise they were replaced. Three cases cannot be decided. A purge, a deletion or the end of a message's own TTL that
     happened before this reader checked the stream for the first time, or after which as many new subjects (or messages)
-    arrived, counts as a replacement. A marker that the server stores when a TTL ends (``subject_delete_marker_ttl``)
-    replaces the message.
+    arrived, counts as a replacement. Limits that were changed are known to the reader only if it checked the stream
+    before and after; then the old and the new ones count. A marker that the server stores when a TTL ends
+    (``subject_delete_marker_ttl``) replaces the message.
 
     An ``async for`` may be left and continued later; nothing has to be closed. One task at a time may read.
 
@@ -94,7 +96,8 @@ class LogReader:
         confirm: Have the leader verify what is read. False trusts the replica or mirror that answers and asks no leader:
             for many readers of one stream, and for reading a mirror or replica while the leader is away. The end of the
             stream is then where the responder's is. Messages that the responder lacks or that were removed are skipped
-            without an error, and a recreated stream is not noticed. `on_lost` has no effect.
+            without an error, and a recreated stream is not noticed. `on_lost` has no effect. `Stored` still asks the leader
+            of the bucket of `offsets`.
 
     Attributes:
         context: The JetStream context.
@@ -368,7 +371,7 @@ class LogReader:
         """Note a state of the stream that later ones are compared with; everything below `position` is verified."""
         if state.first_seq <= position:
             self._before = state
-        if state.last_seq < position:
+        if state.last_seq < position and not state.origin:  # a mirror stores messages with the times of its origin
             self._since = state.now
 
     def _report_loss(self, position: int, first: int) -> int:

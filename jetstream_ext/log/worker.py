@@ -5,7 +5,7 @@
     stand by  (standby=True) wait for the lease of this name
     claim     read the newest record of this name: its position, or the reader's start
               another worker took over lately, and is alive ────────────────► wait, read it again
-              store it again as this start's own ────────────────── moved ─► read it again
+              store it again as this start's own ────────────────── moved ─► ask its worker to wait, store the newer one
     process   read messages, call the handler
     commit    store the outputs and a record of the new position ── moved ─► FencedError
 
@@ -15,6 +15,11 @@ Two replicas that a supervisor restarts whenever they are fenced would take over
 every worker subscribes to an inbox and names it in its records, and a worker that takes over from a live one (no server
 answers "no responders" for the inbox) writes the time of the take-over into its records. The next worker waits while that
 time is less than `TAKEOVER_PAUSE` ago and the inbox has its subscriber. Times are those of the output stream's leader.
+
+Whoever may publish on the record's subject can write any inbox into it. A worker therefore sends only to what is an inbox
+by nats's conventions (see `_is_inbox`), and takes another worker for alive that names anything else. Two messages go there:
+an empty request, and `_YIELD`, after which the receiver stores nothing for `_YIELD_SECONDS`, so that a claim from far away
+is not refused again and again because the receiver commits in every round trip. A forged `_YIELD` only delays a commit.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import re
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,6 +54,7 @@ from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log.lease import Lease, lease_key
 from jetstream_ext.log.offsets import StoredOffset, encode_position
 from jetstream_ext.log.reader import LogReader
+from jetstream_ext.protocol import frames
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.direct import StoredMsg
 from jetstream_ext.protocol.feature_table import ATOMIC, FENCED_BATCHES
@@ -65,6 +72,11 @@ TAKEOVER_PAUSE: Final = 30.0
 """Seconds after a take-over from a live worker in which the next worker waits, if the one that took over is alive."""
 # Seconds without the answer "no responders" after which the subscriber of an inbox counts as alive.
 _ALIVE_AFTER: Final = 1.0
+# A literal subject that is no system's, with an id in the end as nats-py, nats.go and others write it.
+_INBOX: Final = re.compile(r"(?!\$)(?:[^\s.*>]+\.)+[0-9A-Za-z]{22}")
+_LONGEST_INBOX: Final = 256
+_YIELD: Final = b"yield"
+_YIELD_SECONDS: Final = 5.0
 # Seconds without input after which a position is stored that has moved over messages that the filter excludes.
 _IDLE: Final = 5.0
 
@@ -107,8 +119,8 @@ async def exactly_once(
     that is killed at any moment and started again continues after its last commit. Of two workers with the same name,
     the one that was started last continues; the next commit of the other one stores nothing and raises `FencedError`. If
     that one is started again while the other one is alive, it waits until 30 s have passed since the other took over, so
-    that two supervised replicas do not stop each other repeatedly. With ``standby=True`` a replica waits instead of
-    taking over.
+    that supervised replicas do not stop each other repeatedly (one of several may wait longer, while others take over).
+    With ``standby=True`` a replica waits instead of taking over.
 
     ::
 
@@ -135,7 +147,8 @@ async def exactly_once(
         standby: Wait while another worker of this name is alive, and take over when it ends (at once) or dies (after
             10 s). All replicas must pass it. A worker that is alive holds a lease, a key of the bucket of
             ``reader.offsets``, which is created if it does not exist. A handler that blocks the event loop for 10 s
-            loses the lease. The lease makes nothing safe; the fence does.
+            loses the lease. The lease makes nothing safe; the fence does. Cancel the call before you close or drain its
+            connection: without one it cannot delete the lease, which then ends 10 s after it was last renewed.
         position_may_vanish: Allow an output stream whose limits can remove the position (see Raises). A worker whose
             position was removed starts at the reader's start again.
         timeout: Seconds to wait for an answer of the output stream; None is the context's own.
@@ -158,6 +171,9 @@ async def exactly_once(
         AtomicPublishTooLargeError: The outputs of one input (or of a group) exceed the server's batch limit.
         BatchError, ServerError: The server refused an output. Nothing of the batch is stored.
         UnsupportedFeatureError: The output stream's server is older than 2.12.1.
+        RequestTimeoutError: For `patience` seconds another worker of this name stored its position before each attempt to
+            take over. This worker asks it to make room; it cannot if that one's connection has an ``inbox_prefix`` that
+            is not its own and does not begin with ``_INBOX``, or if it may not publish there.
         ValueError: The stored position is that of a worker on another stream, or a number is out of range.
         TypeError: The handler returned something else, or an argument is of another type.
         Exception: Exceptions of the handler; a transient error that lasted longer than `patience`.
@@ -218,12 +234,13 @@ class _Worker:
     lease: Lease | None = None
     inbox: str = ""  # its subscription shows that this worker is alive
     took_over: int = 0  # when it took over from a live worker, in seconds since 1970; 0: it did not
+    yield_until: float = 0.0  # by the loop's clock: another worker is about to take over
 
     async def run(self) -> Processed:
         await self._prepare()
         connection = self.context.connection
-        quiet = InboxHandler(frames=lambda _: None, disconnected=lambda: None)
-        inbox = await Retry(self.patience).call(lambda: connection.inbox(quiet, timeout=self.timeout))
+        handler = InboxHandler(frames=self._asked, disconnected=lambda: None)
+        inbox = await Retry(self.patience).call(lambda: connection.inbox(handler, timeout=self.timeout))
         try:
             self.inbox = inbox.subject
             if self.standby:
@@ -233,6 +250,7 @@ class _Worker:
                 key = lease_key(self.stream, self.subject)
                 self.lease = Lease(bucket, key, holder=self.id, name=f"worker {self.name!r}", patience=self.patience)
                 await self.lease.acquire()
+                await self._prepare()  # that may have taken weeks
             await self._claim()
             return await self._work()
         finally:
@@ -243,12 +261,7 @@ class _Worker:
     async def _work(self) -> Processed:
         reader = self.reader
         while True:
-            if self.lease is not None and self.lease.lost:
-                raise FencedError(
-                    f"worker {self.name!r} on stream {self.stream!r}: another worker of this name has taken its lease, which "
-                    "was not renewed in time; stop this one, which stores nothing more",
-                    name=self.name,
-                )
+            self._check_lease()
             messages = await reader.read(self.max_messages, _IDLE if reader.tail else 0)
             position = await reader.open()
             if messages:
@@ -275,33 +288,62 @@ class _Worker:
             msg_ttl=NEVER if state.max_age and config.get("allow_msg_ttl") else None,
         )
 
+    def _check_lease(self) -> None:
+        if self.lease is not None and self.lease.lost:
+            raise FencedError(
+                f"worker {self.name!r} on stream {self.stream!r}: another worker of this name has taken its lease, which "
+                "was not renewed in time; stop this one, which stores nothing more",
+                name=self.name,
+            )
+
     async def _claim(self) -> None:
         """Take the name over: go to the stored position, and store it again as this start's own."""
         loop = asyncio.get_running_loop()
-        patient_until = loop.time() + TAKEOVER_PAUSE
-        checked: str | None = None  # the inbox of the worker that this one may take over from
+        other: str | None = None  # the inbox of the worker whose record is the newest
+        may_take_over, patient_until = False, 0.0
+        deadline = loop.time() + self.patience
+        found = await self.writer.read()
         while True:
-            stored = await self.writer.read()
-            if stored is not None:
-                self.reader.seek(self._decode(stored))
-                record = orjson.loads(stored.data)
-                token, took_over = record.get("inbox"), record.get("took_over")
-                # Workers of earlier versions have no inbox. Other programs may write the record, too.
-                known = isinstance(token, str) and token.isascii() and token.isalnum() and isinstance(took_over, int)
-                if known and not self.standby and token != checked:
-                    if await self._may_take_over(token, took_over) or loop.time() >= patient_until:
-                        checked = token
-                    continue  # that took a while: a worker that commits often has stored another record
+            if found is not None:
+                self._go_to(found)
+                record = orjson.loads(found.data)
+                inbox, took_over = record.get("inbox"), record.get("took_over")
+                if isinstance(inbox, str) and isinstance(took_over, int):  # not so in the records of earlier versions
+                    if inbox != other:
+                        other, may_take_over, patient_until = inbox, False, loop.time() + TAKEOVER_PAUSE
+                    if not may_take_over:
+                        may_take_over = await self._may_take_over(inbox, took_over) or loop.time() >= patient_until
+                        self._check_lease()
+                        found = await self.writer.read()  # that took a while
+                        deadline = loop.time() + self.patience
+                        continue
             try:
-                await self._commit([], await self.reader.open())
+                await self._save([], await self.reader.open())
                 return
-            except FencedError:
-                continue  # another worker has committed since, or is starting: the last one to claim continues
+            except RecordMovedError as moved:
+                if loop.time() >= deadline:
+                    raise RequestTimeoutError(
+                        f"worker {self.name!r} on stream {self.stream!r}: another worker of this name stored its position "
+                        f"before each attempt to take over for {self.patience:.4g} s; this one has stored nothing: stop the "
+                        "other one, or start this one again"
+                    ) from moved
+                found = moved.record
+                self.writer.follow(found)
+                if other is not None and _is_inbox(other, self.inbox):
+                    with contextlib.suppress(nats.errors.Error):  # then the next attempt finds out
+                        request = frames.pub(other.encode(), b"", b"", _YIELD)
+                        self.context.connection.write_nowait(request, 1, len(_YIELD))
 
-    async def _may_take_over(self, token: str, took_over: int) -> bool:
+    def _go_to(self, found: StoredMsg) -> None:
+        """Move the reader to a stored position; look the input stream up only if the reader has not done so."""
+        offset, reader = self._decode(found), self.reader
+        known = (offset.stream, offset.created) == (reader.stream, reader.created)
+        reader.seek(offset.seq if known else offset)
+
+    async def _may_take_over(self, inbox: str, took_over: int) -> bool:
         """Return False, after a second, if the worker with this inbox is alive and took over a moment ago."""
         self.took_over = 0
-        if not await Retry(self.patience).call(partial(self._is_alive, token)):
+        if not await Retry(self.patience).call(partial(self._is_alive, inbox)):
             return True
         self.took_over = int((await self._look()).now.timestamp())
         if self.took_over - took_over >= TAKEOVER_PAUSE:
@@ -309,14 +351,20 @@ class _Worker:
         _log.debug("worker %r waits: another worker of its name has just taken over", self.name)
         return False
 
-    async def _is_alive(self, token: str) -> bool:
+    async def _is_alive(self, inbox: str) -> bool:
+        if not _is_inbox(inbox, self.inbox):
+            await asyncio.sleep(_ALIVE_AFTER)
+            return True
         with contextlib.suppress(RequestTimeoutError):
             try:
-                inbox = self.inbox.rpartition(".")[0] + "." + token
                 await self.context.connection.request(inbox, b"", _ALIVE_AFTER)
             except nats.errors.NoRespondersError:
                 return False
         return True
+
+    def _asked(self, given: list[frames.Frame]) -> None:
+        if any(len(data) > header_size for _, data, header_size in given):  # only `_YIELD` is not empty
+            self.yield_until = asyncio.get_running_loop().time() + _YIELD_SECONDS
 
     async def _handle(self, messages: list[StoredMsg], position: int) -> list[tuple[list[BatchMessage], int]]:
         """Return the outputs, and the position after the input that they belong to."""
@@ -369,18 +417,9 @@ class _Worker:
 
     async def _commit(self, outputs: Sequence[BatchMessage], position: int) -> None:
         """Store outputs and a position, all or nothing."""
-        reader = self.reader
-        record = encode_position(
-            reader.stream,
-            reader.created or "",
-            position,
-            worker=self.id,
-            commit=self.commits,
-            inbox=self.inbox.rpartition(".")[2],
-            took_over=self.took_over,
-        )
+        await asyncio.sleep(max(0.0, self.yield_until - asyncio.get_running_loop().time()))
         try:
-            await self.writer.store(outputs, record)
+            await self._save(outputs, position)
         except RecordMovedError as moved:
             what = f"worker {self.name!r} on stream {self.stream!r}"
             if moved.record is None:
@@ -396,6 +435,19 @@ class _Worker:
                 name=self.name,
                 seq=seq,
             ) from moved
+
+    async def _save(self, outputs: Sequence[BatchMessage], position: int) -> None:
+        reader = self.reader
+        record = encode_position(
+            reader.stream,
+            reader.created or "",
+            position,
+            worker=self.id,
+            commit=self.commits,
+            inbox=self.inbox,
+            took_over=self.took_over,
+        )
+        await self.writer.store(outputs, record)
         self.committed = position
         self.commits += 1
 
@@ -411,6 +463,14 @@ class _Worker:
     async def _look(self) -> StreamState:
         self.state = await Retry(self.patience).call(partial(stream_state, self.context, self.stream, self.timeout))
         return self.state
+
+
+def _is_inbox(subject: str, own: str) -> bool:
+    """Return whether `subject` is an inbox by nats's conventions: its prefix is `own`'s, or begins with ``_INBOX``."""
+    if len(subject) > _LONGEST_INBOX or not subject.isascii() or not subject.isprintable():
+        return False
+    prefix = own.rpartition(".")[0] + "."
+    return _INBOX.fullmatch(subject) is not None and subject.startswith(("_INBOX", prefix))
 
 
 def _fitting(parts: Sequence[tuple[list[BatchMessage], int]], limit: int | None) -> int:

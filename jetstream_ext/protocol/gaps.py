@@ -53,36 +53,52 @@ def were_replaced(state: StreamState, before: StreamState | None, since: datetim
     """Return whether newer messages replaced the messages that are missing at the beginning of a stream; else they are lost.
 
     A removed message leaves no trace of its subject, so the state of the stream decides: its messages were replaced if it
-    *compacts* (``max_msgs_per_subject`` or rollups), and if nothing shows that something else removed messages.
-    Compaction keeps the newest messages of every subject. This shows another cause:
+    *compacts* (``max_msgs_per_subject``, unless the stream refuses the newer messages, or rollups), and if nothing shows
+    that something else removed messages. Compaction keeps the newest messages of every subject. This shows another cause:
 
     * the stream has no messages, or too few for one subject to have reached ``max_msgs_per_subject``;
     * a limit that removes the oldest messages may have acted: ``max_msgs`` is reached, less than one message fits into
       ``max_bytes`` (both with discard ``old``), or the messages may be older than ``max_age``;
     * since `before` subjects have disappeared, or (without rollups) the stream has fewer messages.
 
+    An option counts if the stream has it now or had it `before`.
+
     Args:
         state: The stream now, as its leader reports it.
         before: The stream when its beginning was checked last; None if it was not.
         since: A time, by the server's clock, before which the first missing message had not been stored; None is the
-            creation of the stream.
+            creation of the stream. A mirror keeps the times of its origin, so there None is any time.
     """
-    config, limit = state.config, state.max_msgs_per_subject
-    rollups = bool(config.get("allow_rollup_hdrs"))
-    if not (limit or rollups) or not state.messages or state.retention != "limits":
+    held = [state] if before is None else [state, before]
+    limits = {limit for it in held if (limit := _replaces_above(it))}
+    rollups = any(it.config.get("allow_rollup_hdrs") for it in held)
+    if not (limits or rollups) or not state.messages or any(it.retention != "limits" for it in held):
         return False
-    if not rollups and state.messages < state.num_subjects + limit - 1:
+    if not rollups and state.messages < state.num_subjects + min(limits) - 1:
         return False
-    if str(config.get("discard") or "old") == "old":
-        max_msgs, max_bytes = int(config.get("max_msgs") or -1), int(config.get("max_bytes") or -1)
-        if 0 < max_msgs <= state.messages:
+    if since is None and not any(it.origin for it in held):
+        since = state.created_at
+    for it in held:
+        if it.max_age and (since is None or state.now - since >= it.max_age):
             return False
-        largest = int(config.get("max_msg_size") or -1)
-        if 0 < max_bytes < state.size + (largest if largest > 0 else _LARGEST_MESSAGE):
-            return False
-    if state.max_age and state.now - (since or state.created_at) >= state.max_age:
-        return False
+        if _discard(it) == "old":
+            max_msgs, max_bytes = int(it.config.get("max_msgs") or -1), int(it.config.get("max_bytes") or -1)
+            largest = int(it.config.get("max_msg_size") or -1)
+            if 0 < max_msgs <= state.messages:
+                return False
+            if 0 < max_bytes < state.size + (largest if largest > 0 else _LARGEST_MESSAGE):
+                return False
     if before is None:
         return True
-    by_limit = not rollups and not before.config.get("allow_rollup_hdrs") and before.max_msgs_per_subject == limit
+    by_limit = not rollups and _replaces_above(before) == _replaces_above(state)
     return state.num_subjects >= before.num_subjects and not (by_limit and state.messages < before.messages)
+
+
+def _discard(state: StreamState) -> str:
+    return str(state.config.get("discard") or "old")
+
+
+def _replaces_above(state: StreamState) -> int:
+    """Return after how many messages of a subject the stream replaces the oldest one (0: never)."""
+    refuses = _discard(state) == "new" and state.config.get("discard_new_per_subject")
+    return 0 if refuses else state.max_msgs_per_subject

@@ -10,7 +10,9 @@ from typing import Any
 import nats
 import pytest
 from nats.js import JetStreamContext
+from nats.js.api import DiscardPolicy, StreamSource
 
+from jetstream_ext import StoredMsg
 from jetstream_ext.errors import PositionLostError
 from jetstream_ext.log import First, LogReader, Seq, Time, exactly_once
 from jetstream_ext.log import reader as reader_module
@@ -34,6 +36,7 @@ def state_of(config: dict[str, Any], **fields: Any) -> StreamState:
 
 
 COMPACTING: dict[str, Any] = {"max_msgs_per_subject": 1}
+REFUSING: dict[str, Any] = COMPACTING | {"discard": "new", "discard_new_per_subject": True}
 
 
 @pytest.mark.parametrize(
@@ -59,6 +62,11 @@ COMPACTING: dict[str, Any] = {"max_msgs_per_subject": 1}
         (COMPACTING | {"max_bytes": 1500, "discard": "new"}, {}, True),
         (COMPACTING | {"max_age": HOUR_NS}, {}, False),
         (COMPACTING | {"max_age": 25 * HOUR_NS}, {}, True),
+        # A mirror keeps the times of its origin, which may be older than the mirror.
+        (COMPACTING | {"max_age": 25 * HOUR_NS}, {"origin": {"name": "O"}}, False),
+        # Newer messages are refused, and replace nothing.
+        (REFUSING, {}, False),
+        (REFUSING | {"allow_rollup_hdrs": True}, {}, True),
     ],
 )
 def test_the_state_decides_without_an_earlier_one(
@@ -84,6 +92,18 @@ def test_messages_younger_than_max_age_have_not_expired(minutes: int, replaced: 
         (COMPACTING, {"messages": 11, "config": COMPACTING | {"allow_rollup_hdrs": True}}, True),
         (COMPACTING | {"allow_rollup_hdrs": True}, {"messages": 11}, True),
         (COMPACTING | {"allow_rollup_hdrs": True}, {"messages": 11, "num_subjects": 11}, False),
+        # Options that were changed since: each of them may have acted.
+        ({"max_msgs_per_subject": 5}, {"config": COMPACTING}, True),
+        ({"max_msgs_per_subject": 5}, {"config": {}}, False),
+        ({}, {"config": COMPACTING}, True),
+        (REFUSING, {"config": COMPACTING}, True),
+        ({}, {"config": REFUSING}, False),
+        (COMPACTING, {"config": COMPACTING | {"retention": "interest"}}, False),
+        ({"allow_rollup_hdrs": True}, {"config": {"max_msgs": 10}}, False),
+        ({"allow_rollup_hdrs": True}, {"config": {"max_msgs": 11}}, True),
+        (COMPACTING, {"config": COMPACTING | {"max_msgs": 10, "discard": "new"}}, True),
+        (COMPACTING, {"config": COMPACTING | {"max_bytes": 1500}}, False),
+        (COMPACTING, {"config": COMPACTING | {"max_age": HOUR_NS}}, False),
     ],
 )
 def test_an_earlier_state_shows_that_something_else_removed_messages(
@@ -91,6 +111,13 @@ def test_an_earlier_state_shows_that_something_else_removed_messages(
 ) -> None:
     state = state_of(config)
     assert were_replaced(state, replace(state, **before), None) is replaced
+
+
+@pytest.mark.parametrize(("minutes", "replaced"), [(59, True), (60, False)])
+def test_a_max_age_that_was_lifted_may_have_acted(minutes: int, replaced: bool) -> None:
+    state = state_of(COMPACTING)
+    before = replace(state, config=COMPACTING | {"max_age": HOUR_NS})
+    assert were_replaced(state, before, NOW - timedelta(minutes=minutes)) is replaced
 
 
 async def publish(js: JetStreamContext, name: str, subjects: str, **options: Any) -> None:
@@ -192,6 +219,56 @@ async def test_limits_that_remove_the_oldest_messages_are_reported(js: JetStream
     await publish(js, name, "de")
     with pytest.raises(PositionLostError):
         await LogReader(js, name, start=Seq(4)).read()
+
+
+async def test_a_purge_of_a_stream_that_refuses_newer_messages_is_reported(
+    js: JetStreamContext, make_stream: Make
+) -> None:
+    name = await make_stream(max_msgs_per_subject=1, discard=DiscardPolicy.NEW, discard_new_per_subject=True)
+    await publish(js, name, "abcdefgh")
+    reader = LogReader(js, name, start=Seq(3))
+    await js.purge_stream(name, seq=6)
+    await publish(js, name, "ijklmnopq")
+    with pytest.raises(PositionLostError) as caught:
+        await reader.read()
+    assert (caught.value.expected, caught.value.got) == (3, 6)
+
+
+async def test_limits_that_were_changed_since_the_last_read_count(js: JetStreamContext, make_stream: Make) -> None:
+    async def change(**config: Any) -> None:
+        await js.update_stream((await js.stream_info(name)).config.evolve(**config))
+
+    name = await make_stream(**KEEP_ONE)
+    await publish(js, name, "abcde")
+    reader = LogReader(js, name, start=Seq(1))
+    await reader.open()
+    await publish(js, name, "abcde")
+    await change(max_msgs_per_subject=5)
+    assert await seqs(reader) == [6, 7, 8, 9, 10]
+
+    name = await make_stream(max_msgs=10)
+    await publish(js, name, "abcdefghij")
+    reader = LogReader(js, name, start=Seq(4))
+    await reader.open()
+    await publish(js, name, "klmnopqrst")
+    await change(max_msgs=-1, allow_rollup_hdrs=True)
+    with pytest.raises(PositionLostError) as caught:
+        await reader.read()
+    assert (caught.value.expected, caught.value.got) == (4, 11)
+
+
+async def test_messages_that_a_mirror_gets_later_may_be_old(js: JetStreamContext, make_stream: Make) -> None:
+    origin = await make_stream()
+    await publish(js, origin, "abc")
+    mirror = f"{origin}M"
+    await js.add_stream(name=mirror, mirror=StreamSource(name=origin), allow_direct=True, max_msgs_per_subject=1)
+    reader = LogReader(js, mirror, start=Seq(1), tail=True)
+    found: list[StoredMsg] = []
+    async with asyncio.timeout(60):
+        while len(found) < 3:
+            found += await reader.read()
+    assert await reader.read(timeout=0) == []
+    assert reader._since == found[-1].time, "the stored time of the newest message, not the time of the read"
 
 
 async def test_expiry_by_age_is_reported_unless_the_messages_were_too_young(

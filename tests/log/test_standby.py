@@ -8,15 +8,18 @@ from typing import Any
 
 import nats
 import pytest
+from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from jetstream_ext import BatchMessage, StoredMsg, errors
+from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.connection import open_bucket
+from jetstream_ext.client.fenced_write import FencedWriter, RecordMovedError
 from jetstream_ext.kv.bucket import Bucket
 from jetstream_ext.log import Last, LogReader, OffsetStore, Processed, exactly_once, lease, worker
 from jetstream_ext.log.lease import Lease, lease_key
-from jetstream_ext.testing import ReferenceServer, VirtualClock
+from jetstream_ext.testing import NatsServer, ReferenceServer, VirtualClock
 
 Make = Callable[..., Awaitable[str]]
 More = Callable[[str, int, int], Awaitable[None]]
@@ -77,7 +80,7 @@ async def start(js: JetStreamContext, make_stream: Make, offsets: OffsetStore) -
     source, target = await make_stream(), await make_stream()
     started: list[Replica] = []
 
-    def start(**options: Any) -> Replica:
+    def start(js: JetStreamContext = js, **options: Any) -> Replica:
         started.append(Replica(js, source, target, offsets, **options))
         return started[-1]
 
@@ -86,6 +89,20 @@ async def start(js: JetStreamContext, make_stream: Make, offsets: OffsetStore) -
     for replica in started:
         replica.task.cancel()
     await asyncio.gather(*(replica.task for replica in started), return_exceptions=True)
+
+
+@pytest.fixture
+async def connect(server: NatsServer) -> AsyncIterator[Callable[[str], Awaitable[JetStreamContext]]]:
+    """Open a connection whose inboxes have a prefix."""
+    opened: list[Client] = []
+
+    async def connect(prefix: str) -> JetStreamContext:
+        opened.append(await nats.connect(server.url, inbox_prefix=prefix, connect_timeout=10))
+        return opened[-1].jetstream(timeout=30)
+
+    yield connect
+    for nc in opened:
+        await nc.close()
 
 
 TTL_OR_NOT = pytest.mark.parametrize("offsets", [True, False], indirect=True, ids=["with TTLs", "without TTLs"])
@@ -225,58 +242,117 @@ async def test_a_deleted_lease_is_stored_again(start: Any, more: More, offsets: 
     assert not active.task.done()
 
 
-@pytest.mark.parametrize("with_ttl", [True, False])
-async def test_only_the_clock_of_the_server_ends_a_lease(with_ttl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a slow answer nor local time does."""
+class Leases:
+    """Two workers, whose leases of an hour only the test renews, and the server's clock; `standby` waits for `alive`."""
+
+    def __init__(self, js: JetStreamContext, clock: VirtualClock, patch: pytest.MonkeyPatch) -> None:
+        self.clock = clock
+        self.looks = 0  # of the standby at the bucket
+        self.alive, self.standby = (self.lease(js, holder, patch) for holder in "ab")
+        self.look = self.standby._bucket.unchecked_state
+        patch.setattr(self.standby._bucket, "unchecked_state", self.counted)
+
+    @staticmethod
+    def lease(js: JetStreamContext, holder: str, patch: pytest.MonkeyPatch) -> Lease:
+        bucket = Bucket(open_bucket(js, "B"), 30)
+        lease = Lease(bucket, "leases.k", holder=holder, name=holder, patience=30, seconds=3600)
+        patch.setattr(lease, "_renew", lambda writer: asyncio.Event().wait())
+        return lease
+
+    async def counted(self) -> Any:
+        self.looks += 1
+        return await self.look()
+
+    async def renew(self) -> None:
+        """Renew the lease of `alive`, as its task does."""
+        assert self.alive._writer is not None
+        try:
+            await self.alive._writer.store([], self.alive._encode())
+        except RecordMovedError:
+            assert await self.alive._take(self.alive._writer)
+
+    async def looked(self) -> None:
+        """Return when the standby has looked at the bucket after this call."""
+        until = self.looks + 3
+        async with asyncio.timeout(60):
+            while self.looks < until:
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture(params=[True, False], ids=["with TTLs", "without TTLs"])
+async def leases(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> AsyncIterator[Leases]:
     clock = VirtualClock()
     async with ReferenceServer(clock=clock) as server:
         nc = await nats.connect(server.url, connect_timeout=10)
         js = nc.jetstream(timeout=30)
-        await js.add_stream(name="KV_B", subjects=["$KV.B.>"], max_msgs_per_subject=1, allow_msg_ttl=with_ttl)
-
-        def lease_for(holder: str) -> Lease:
-            lease = Lease(
-                Bucket(open_bucket(js, "B"), 30), "leases.k", holder=holder, name=holder, patience=30, seconds=3600
-            )
-            monkeypatch.setattr(lease, "_renew", later)  # only the test renews it
-            return lease
-
-        async def later(writer: Any) -> None:
-            await asyncio.Event().wait()
-
-        alive, standby = lease_for("a"), lease_for("b")
-        await alive.acquire()
-        assert alive._writer is not None
-        ask = standby._bucket.unchecked_state
-        asked = 0
-
-        async def slow() -> Any:
-            nonlocal asked
-            asked += 1
-            state = await ask()
-            if asked <= 2:
-                clock.advance(3000)
-                await alive._writer.store([], alive._encode())
-                clock.advance(500)
-            return state
-
-        monkeypatch.setattr(standby._bucket, "unchecked_state", slow)
-        waiting = asyncio.ensure_future(standby.acquire())  # its first request only asks for the configuration
-        async with asyncio.timeout(60):
-            while asked < 8:
-                await asyncio.sleep(0.01)
-        assert not waiting.done(), "the lease is 500 s old"
-        clock.advance(3000)
-        asked = 8
-        async with asyncio.timeout(60):
-            while asked < 12:
-                await asyncio.sleep(0.01)
-        assert not waiting.done()
-        clock.advance(101)
-        await asyncio.wait_for(waiting, 60)
-        await standby.release()
-        await alive.release()
+        await js.add_stream(name="KV_B", subjects=["$KV.B.>"], max_msgs_per_subject=1, allow_msg_ttl=request.param)
+        found = Leases(js, clock, monkeypatch)
+        await found.alive.acquire()
+        yield found
+        await found.standby.release()
+        await found.alive.release()
         await nc.close()
+
+
+async def test_only_the_clock_of_the_server_ends_a_lease(leases: Leases, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a slow answer nor local time does."""
+    clock, counted = leases.clock, leases.counted
+
+    async def slow() -> Any:
+        state = await counted()
+        if leases.looks <= 2:
+            clock.advance(3000)
+            await leases.renew()
+            clock.advance(500)
+        return state
+
+    monkeypatch.setattr(leases.standby._bucket, "unchecked_state", slow)
+    waiting = asyncio.ensure_future(leases.standby.acquire())
+    async with asyncio.timeout(60):
+        while leases.looks < 2:
+            await asyncio.sleep(0.01)
+    await leases.looked()
+    assert not waiting.done(), "the lease is 500 s old"
+    for seconds in (2000, 1099):
+        clock.advance(seconds)
+        await leases.looked()
+        assert not waiting.done()
+    clock.advance(101)
+    await asyncio.wait_for(waiting, 60)
+
+
+async def test_a_lease_that_ended_while_the_server_was_away_can_be_renewed_first(
+    leases: Leases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, counted = leases.clock, leases.counted
+    waits, back = asyncio.Event(), asyncio.Event()
+    back.set()
+
+    async def look() -> Any:
+        if not back.is_set():
+            waits.set()
+            await back.wait()
+        return await counted()
+
+    monkeypatch.setattr(leases.standby._bucket, "unchecked_state", look)
+    waiting = asyncio.ensure_future(leases.standby.acquire())
+    await leases.looked()
+    back.clear()
+    await asyncio.wait_for(waits.wait(), 60)
+    clock.advance(5000)
+    back.set()
+    await leases.looked()
+    assert not waiting.done(), "the standby took over from a worker that could not renew its lease"
+    clock.advance(1100)
+    await leases.looked()
+    assert not waiting.done()
+    await leases.renew()
+    for seconds in (0, 2500, 1000):
+        clock.advance(seconds)
+        await leases.looked()
+        assert not waiting.done()
+    clock.advance(200)
+    await asyncio.wait_for(waiting, 60)
 
 
 async def test_cancelling_a_standby_leaves_nothing(
@@ -344,15 +420,27 @@ async def holder(js: JetStreamContext, target: str) -> str:
     return str(json.loads(found.data)["worker"])
 
 
+@pytest.mark.parametrize(
+    ("prefix", "standby"),
+    [("_INBOX", ""), ("_INBOX", "13"), ("_INBOX", "2"), ("_INBOX_{}", ""), ("_INBOX.user.{}", ""), ("REPLICA_{}", "")],
+)
 async def test_a_fenced_worker_that_is_started_again_waits_while_the_other_one_is_alive(
-    js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
+    js: JetStreamContext,
+    start: Any,
+    connect: Any,
+    more: More,
+    monkeypatch: pytest.MonkeyPatch,
+    prefix: str,
+    standby: str,
 ) -> None:
+    """The three starts have inbox prefixes of their own, or one; `standby` says which of them pass ``standby=True``."""
     monkeypatch.setattr(worker, "TAKEOVER_PAUSE", 3600.0)
     monkeypatch.setattr(worker, "_ALIVE_AFTER", 0.3)
-    first = start()
+    options = [{"js": await connect(prefix.format(n)), "standby": n in standby} for n in "123"]
+    first = start(**options[0])
     await more(start.source, 1, 1)
     await first.handles(1)
-    second = start()
+    second = start(**options[1])
     async with asyncio.timeout(60):
         while not first.task.done():
             count = (await js.stream_info(start.source)).state.last_seq
@@ -361,7 +449,7 @@ async def test_a_fenced_worker_that_is_started_again_waits_while_the_other_one_i
     with pytest.raises(errors.FencedError):
         first.task.result()
     took_over = await holder(js, start.target)
-    again = start()
+    again = start(**options[2])
     last = (await js.stream_info(start.source)).state.last_seq
     for n in range(last + 1, last + 11):
         await more(start.source, n, n)
@@ -369,26 +457,46 @@ async def test_a_fenced_worker_that_is_started_again_waits_while_the_other_one_i
         await asyncio.sleep(0.1)
     assert await holder(js, start.target) == took_over
     assert not again.handled
+    if prefix.startswith("REPLICA"):
+        return  # no convention says that it is an inbox: nothing is sent there, and it counts as alive
     await second.stop()
     await more(start.source, last + 11, last + 11)
     await again.handles(last + 11)
     assert await outputs(js, start.target, last + 11) == list(range(1, last + 12))
 
 
+ID = "A1b2C3d4E5f6G7h8I9j0K1"
+
+
 @pytest.mark.parametrize(
     "forged",
     [
         {"inbox": "$JS.API.STREAM.DELETE.{}"},
+        {"inbox": f"$JS.API.STREAM.PURGE.{ID}"},
+        {"inbox": f"$JS._INBOX.{ID}"},
+        {"inbox": f"{{}}.{ID}"},
+        {"inbox": f"{{}}._INBOX.{ID}"},
+        {"inbox": f"_INBOX.{ID}.reply"},
+        {"inbox": f"_INBOX.*.{ID}"},
+        {"inbox": f"_INBOX..{ID}"},
+        {"inbox": f"_INBOX.a b.{ID}"},
+        {"inbox": f"_INBOX.\u00e9.{ID}"},
+        {"inbox": f"_INBOX.\r\nPUB {{}} 0\r\n.{ID}"},
+        {"inbox": f"_INBOX.{ID}\n"},
+        {"inbox": f"_INBOX.{'x' * 5000}.{ID}"},
         {"inbox": "a b\r\nPUB {} 0\r\n"},
+        {"inbox": ">"},
+        {"inbox": ""},
         {"inbox": 7},
         {"took_over": "lately"},
         {"took_over": None},
     ],
-    ids=str,
+    ids=lambda forged: repr(forged)[:60],
 )
 async def test_a_worker_sends_nothing_to_a_subject_that_another_program_has_chosen(
-    js: JetStreamContext, start: Any, more: More, forged: dict[str, Any]
+    js: JetStreamContext, nc: Client, start: Any, more: More, forged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(worker, "_ALIVE_AFTER", 0.1)
     first = start()
     await more(start.source, 1, 1)
     await first.handles(1)
@@ -397,10 +505,35 @@ async def test_a_worker_sends_nothing_to_a_subject_that_another_program_has_chos
     values = {key: value.format(start.source) if key == "inbox" and isinstance(value, str) else value
               for key, value in forged.items()}  # fmt: skip
     await js.publish(found.subject, json.dumps(json.loads(found.data) | values).encode())
+    sent: list[str] = []
+
+    async def look(message: Any) -> None:
+        if message.data in (b"", worker._YIELD) and not message.subject.startswith("$JS.API.STREAM.INFO."):
+            sent.append(message.subject)
+
+    await nc.subscribe(">", cb=look)
+    overtaken = 3
+    save = worker._Worker._save
+
+    async def save_late(self: Any, *arguments: Any) -> None:
+        """The first attempts are refused, so that the worker has a reason to ask the other one to wait."""
+        nonlocal overtaken
+        if overtaken:
+            overtaken -= 1
+            (newest,) = await LogReader(js, start.target, subject=f"{start.target}.at.w", start=Last()).read()
+            await js.publish(newest.subject, newest.data)
+        await save(self, *arguments)
+
+    monkeypatch.setattr(worker._Worker, "_save", save_late)
     second = start()
     await more(start.source, 2, 2)
     await second.handles(2)
     await second.stop()
+    await nc.flush()
+    assert not overtaken
+    assert (await js.stream_info(start.source)).state.messages == 2
+    inbox = values.get("inbox")
+    assert not [subject for subject in sent if isinstance(inbox, str) and subject in inbox]
 
 
 async def test_the_wait_of_a_restarted_worker_is_bounded(
@@ -438,3 +571,136 @@ async def test_a_worker_does_not_wait_for_one_that_has_ended(
         await more(start.source, n, n)
         await replica.handles(n)
         await replica.stop()
+
+
+async def overtaken(self: FencedWriter, patience: float) -> None:
+    """Wait until another writer has stored a record that this one does not know."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(patience):
+            while True:
+                found = await get_at_leader(self.context, self.stream, {"last_by_subj": self.subject})
+                if found is not None and found.seq > self.fence:
+                    return
+                await asyncio.sleep(0.01)
+
+
+NEWCOMER = 29.0  # its timeout, by which the tests know its writer
+
+
+async def busy(start: Any, more: More, monkeypatch: pytest.MonkeyPatch, wait: float, js: JetStreamContext) -> Replica:
+    """Start a worker that commits between each read, or refusal, and store of the newcomer if it does so within `wait`."""
+    store = FencedWriter.store
+
+    async def store_late(self: FencedWriter, messages: Any, record: bytes) -> Any:
+        if self.timeout == NEWCOMER and not messages:
+            await overtaken(self, wait)
+        return await store(self, messages, record)
+
+    monkeypatch.setattr(FencedWriter, "store", store_late)
+    monkeypatch.setattr(worker, "_ALIVE_AFTER", 0.3)
+
+    async def handle(message: StoredMsg) -> None:
+        await asyncio.sleep(0.01)
+
+    await more(start.source, 1, 3000)
+    active = start(js=js, handler=handle, max_messages=1)
+    await active.handles(5)
+    return active
+
+
+async def test_a_newcomer_takes_over_from_a_worker_that_commits_in_every_round_trip(
+    js: JetStreamContext, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active = await busy(start, more, monkeypatch, 0.5, js)
+    newcomer = start(timeout=NEWCOMER)
+    with pytest.raises(errors.FencedError):
+        await asyncio.wait_for(active.task, 60)
+    assert len(active.handled) < 3000, "it ended before its input did"
+    assert await outputs(js, start.target, 3000) == list(range(1, 3001))
+    await newcomer.stop()
+
+
+async def test_a_claim_is_given_up_if_it_cannot_ask_the_other_worker_to_wait(
+    js: JetStreamContext, start: Any, connect: Any, more: More, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active = await busy(start, more, monkeypatch, 60, await connect("REPLICA"))
+    newcomer = start(timeout=NEWCOMER, patience=0.5)
+    with pytest.raises(errors.RequestTimeoutError, match="before each attempt to take over"):
+        await asyncio.wait_for(newcomer.task, 60)
+    assert not active.task.done()
+    assert not newcomer.handled
+
+
+async def test_the_wait_begins_again_when_yet_another_worker_takes_over(
+    js: JetStreamContext, nc: Client, start: Any, more: More, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start()
+    await more(start.source, 1, 1)
+    await first.handles(1)
+    await first.stop()
+    (found,) = await LogReader(js, start.target, subject=f"{start.target}.at.w", start=Last()).read()
+
+    async def take_over() -> None:
+        inbox = await nc.subscribe(nc.new_inbox())
+        await nc.flush()
+        record = json.loads(found.data) | {"inbox": inbox.subject, "took_over": 1 << 40}
+        await js.publish(found.subject, json.dumps(record).encode())
+
+    asked, go_on = 0, asyncio.Event()
+    may_take_over = worker._Worker._may_take_over
+
+    async def ask(self: Any, *arguments: Any) -> bool:
+        nonlocal asked
+        answer = await may_take_over(self, *arguments)
+        asked += 1
+        await go_on.wait()
+        return answer
+
+    monkeypatch.setattr(worker._Worker, "_may_take_over", ask)
+    monkeypatch.setattr(worker, "TAKEOVER_PAUSE", 0.1)
+    monkeypatch.setattr(worker, "_ALIVE_AFTER", 0.1)
+    await take_over()
+    second = start()
+    async with asyncio.timeout(60):
+        while not asked:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # the wait for the first one is over now
+        monkeypatch.setattr(worker, "TAKEOVER_PAUSE", 3600.0)
+        await take_over()
+        await more(start.source, 2, 2)
+        go_on.set()
+        while asked < 5:
+            if second.task.done():
+                second.task.result()
+            assert not second.handled
+            await asyncio.sleep(0.01)
+    await second.stop()
+
+
+async def test_a_standby_works_with_the_options_that_the_streams_have_when_it_takes_over(
+    js: JetStreamContext,
+    start: Any,
+    more: More,
+    offsets: OffsetStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    streams = start.target, f"KV_{offsets.bucket}"
+    for name in streams:
+        config = (await js.stream_info(name)).config
+        await js.update_stream(config.evolve(allow_rollup_hdrs=True, deny_purge=False))
+    kv = open_bucket(offsets.context, offsets.bucket)
+    key = lease_key(start.target, f"{start.target}.at.w")
+    await kv.put(key, json.dumps({"v": 1, "worker": "another", "seconds": 3600, "renewal": 1}).encode())
+    caplog.set_level("DEBUG", "jetstream_ext")
+    standby = start(standby=True)
+    async with asyncio.timeout(60):
+        while "stands by" not in caplog.text:
+            await asyncio.sleep(0.01)
+    for name in streams:
+        config = (await js.stream_info(name)).config
+        await js.update_stream(config.evolve(allow_rollup_hdrs=False))
+    await kv.delete(key)
+    await more(start.source, 1, 1)
+    await standby.handles(1)
+    await standby.stop()
