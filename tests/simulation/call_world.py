@@ -39,7 +39,7 @@ CALM = 40.0
 PATIENCE = 300.0  # seconds after which a call that goes on until it succeeds counts as hanging
 NATS_PY = ("Client.", "Subscription.", "TcpTransport.", "open_connection")  # its tasks
 INGEST_WAITS = 4  # timeouts of an answer for which `ingest` may wait beyond its own timeout
-ENDS = 1.0  # seconds that a call may take beyond its timeouts
+ENDS = 0.3  # seconds that a call may take beyond its timeouts
 
 
 class World:
@@ -366,7 +366,9 @@ class World:
 
     async def _publish(self, js: Any, batch_id: str | None, messages: list[jsx.BatchMessage]) -> tuple[str, Any]:
         call = jsx.publish_atomic(js, messages, batch_id=batch_id)
-        outcome = await self.end(call, 8 * self.timeout + ENDS, f"publish_atomic {batch_id} {len(messages)}")
+        outcome = await self.end(
+            call, (1 if batch_id is None else 5) * self.timeout + ENDS, f"publish_atomic {batch_id} {len(messages)}"
+        )
         return self._read(outcome), outcome
 
     async def _publish_many(self, js: Any, _: str | None, messages: list[jsx.BatchMessage]) -> tuple[str, Any]:
@@ -374,7 +376,7 @@ class World:
             acks = await jsx.publish_atomic_many(js, [messages])
             return acks[0]
 
-        outcome = await self.end(publish(), 4 * self.timeout + ENDS, f"publish_atomic_many {len(messages)}")
+        outcome = await self.end(publish(), self.timeout + ENDS, f"publish_atomic_many {len(messages)}")
         return self._read(outcome), outcome
 
     async def _add_all(self, js: Any, batch_id: str | None, messages: list[jsx.BatchMessage]) -> tuple[str, Any]:
@@ -383,7 +385,7 @@ class World:
         batch = jsx.AtomicBatch(js, batch_id=batch_id, ack_first=pick((True, False)), ack_every=pick((None, 2)))
         name = f"batch {batch.batch_id}"
         for message in messages:
-            outcome = await self.end(batch.add_message(message), 4 * self.timeout + ENDS, f"{name}: add")
+            outcome = await self.end(batch.add_message(message), self.timeout + ENDS, f"{name}: add")
             if isinstance(outcome, BaseException):
                 if batch.state in ("open", "failed"):
                     await batch.discard()
@@ -392,7 +394,7 @@ class World:
             if self.random.random() < 0.1:
                 await asyncio.sleep(pick((0.1, 1.0, 12.0)))
         else:
-            outcome = await self.end(batch.commit_eob(), 2 * self.timeout + ENDS, f"{name}: commit")
+            outcome = await self.end(batch.commit_eob(), self.timeout + ENDS, f"{name}: commit")
         if not isinstance(outcome, errors.BatchOutcomeUnknownError):
             await batch.discard()
             return self._read(outcome), outcome
