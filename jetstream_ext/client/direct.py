@@ -173,7 +173,8 @@ class DirectGet:
             subject: Filter, wildcards allowed; None is every subject.
             seq: The first stream sequence to look at (default 1).
             start_time: Start at the first message stored at or after this aware datetime instead.
-            max_bytes: Stop after the message that brings subjects, headers and payloads to this many bytes.
+            max_bytes: Stop after the message that brings subjects, headers and payloads to this many bytes, whatever the
+                connection carries: on a slow one, other calls wait for the reply.
             min_seq: As for `scan`; if a responder lacks a message up to this sequence, another request reads the rest.
 
         Returns:
@@ -228,7 +229,7 @@ class DirectGet:
                 stream, which `MessageBatch.up_to_seq` then says.
             up_to_time: The point in time as an aware datetime (exclusive) instead.
             batch: The maximum number of messages, 1 to 2**63-1.
-            max_bytes: Bytes per page, 1 to 2**63-1; as for `batch`.
+            max_bytes: Bytes per page, 1 to 2**63-1; as for `batch`, also on a slow connection.
             min_seq: Read your own writes: wait (within the timeout) until the leader has this sequence, and for a responder
                 that has what the leader has. With `up_to_time`, the leader decides what was stored up to then. Needs
                 permission for ``STREAM.INFO`` and ``STREAM.MSG.GET``.
@@ -290,8 +291,9 @@ class DirectGet:
             seq: First stream sequence (default 1).
             start_time: Start at the first message stored at or after this aware datetime instead.
             up_to_seq: Last stream sequence, inclusive.
-            batch: Messages per request, 1 to 2**63-1; None lets requests follow the size of the messages.
-            max_bytes: Bytes per request, 1 to 2**63-1.
+            batch: Messages per request at most, 1 to 2**63-1; None lets requests follow the size of the messages.
+            max_bytes: Bytes per request at most, 1 to 2**63-1; requests ask for no more than the connection carries in about
+                half a second.
             prefetch: Requests in flight at most, 1 to 4.
             confirm: Prove at the stream's leader that the range is complete: a replica or mirror may lag, and its
                 shorter answer looks like the end of the stream. Without `up_to_seq`, the range ends at the leader's

@@ -115,9 +115,8 @@ async def read_blocks(
     loop, connection = asyncio.get_running_loop(), context.connection
     if min_seq is not None:
         await wait_for_sequence(context, stream, min_seq, timeout)
-        if (
-            isinstance(plan, MultiLast) and plan.up_to_time is not None
-        ):  # only the leader knows what was stored up to then
+        if isinstance(plan, MultiLast) and plan.up_to_time is not None:
+            # Only the leader knows what was stored up to then.
             state = await stream_state(context, stream, timeout)
             plan.pin(await first_since(context, state, plan.up_to_time, timeout) - 1)
     prove_to = min_seq
@@ -165,12 +164,9 @@ async def read_blocks(
                 first = max(first, newest.seq if newest else 0) + 1
         for subject in filters:
             newest = await newest_up_to(at_leader, last, first, subject=subject) or newest
-        if (
-            newest is None
-            and seq == NEWEST
-            and (newest := await at_leader(Request(seq=1, next_by_subj=">"))) is not None
-        ):
-            return (state.last_seq, newest.subject), state.last_seq  # every message was overwritten meanwhile
+        if newest is None and seq == NEWEST:  # or all messages are overwritten as fast as they are looked for
+            oldest = await at_leader(Request(seq=1, next_by_subj=">"))
+            return None if oldest is None else (state.last_seq, oldest.subject), state.last_seq
         return None if newest is None else (newest.seq, newest.subject), state.last_seq
 
     async def perform(action: Action) -> None:

@@ -370,16 +370,16 @@ class RangeRead(_Read):
         if self.state is PAUSED:
             self._happen(Input.PAUSE_OVER)
             return
-        replies = [self._replies[sent] for sent in (*self._late[:1], self._plan.in_flight[0])]
-        if any(reply.frames or reply.lost for reply in replies):
+        reply = self._replies[self._plan.in_flight[0]]
+        first = self._replies[self._late[0]] if self._late else reply
+        if reply.frames or reply.lost or first.frames:
             return
         if self._timer < self._deadline:
             # A loop that was blocked for that long may still have to read the reply.
             self._timer = self._deadline = max(self._deadline, now + self._pause)
             self._repeat()
         else:
-            error = self._silence(replies[0].decoder.count)
-            self._happen(Input.INTERRUPTED, error, give_up=True)
+            self._happen(Input.INTERRUPTED, self._silence(first.decoder.count), give_up=True)
 
     def _repeat(self) -> None:
         """Ask once more for what a silent reply lacks: its server may have died. Whichever comes first then counts."""

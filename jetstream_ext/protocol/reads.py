@@ -277,8 +277,8 @@ class MultiLast(Plan):
     another request includes the subject of that message.
 
     With `up_to_seq`, file storage that has not reached it answers 404, and memory storage answers with what it has and
-    repeats the asked sequence. So every other request is for the sequence of a message that is known, the *witness*, and asks for its subject, too. Rows are in the
-    order of their sequences, and a replica has no gaps:
+    repeats the asked sequence. So every other request is for the sequence of a message that is known, the *witness*, and
+    asks for its subject, too. Rows are in the order of their sequences, and a replica has no gaps:
 
     * A page that ends with the witness shows the point in time.
     * A page that ends before, because it is full, only shows which subjects come next. Another request for these subjects
@@ -435,7 +435,7 @@ class MultiLast(Plan):
     def pin(self, seq: int) -> None:
         """Read what was stored up to a sequence, and not up to a time."""
         self._request = replace(self._request, up_to_seq=seq, up_to_time=None)
-        self.point = self.wanted = seq
+        self.point, self.wanted = seq, seq or None
         self._step = _Step.POINT
         if not seq:
             self._end()

@@ -361,6 +361,15 @@ class TestSilence:
         script.reconnect()
         assert script.answer(reply([1])) == Done()
 
+    def test_a_first_reply_that_is_lost_ends_no_wait_for_the_repetition(self) -> None:
+        script = Script(scan())
+        script.act()
+        script.now = TIMEOUT / 2
+        script.machine.handle_timer(script.now)
+        script.machine.disconnected()  # and the connection is back before the repetition is sent
+        assert script.act() == Wait(TIMEOUT)
+        assert "no answer" in str(failure(script.expire()))
+
     def test_a_reply_that_a_blocked_loop_has_not_read_still_counts(self) -> None:
         script = Script(scan())
         script.act()
