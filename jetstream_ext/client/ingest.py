@@ -15,11 +15,12 @@ from nats.js import JetStreamContext
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import LeaderInfo, get_at_leader, stream_name, stream_state
+from jetstream_ext.client.api import LeaderInfo, get_at_leader, settled_state, stream_name, stream_state
 from jetstream_ext.client.clock import elapsed
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fast import FastPublisher
+from jetstream_ext.client.fence import send_fence
 from jetstream_ext.client.retry import Retry, is_not_closed, is_transient
 from jetstream_ext.errors import (
     BatchError,
@@ -28,10 +29,13 @@ from jetstream_ext.errors import (
     IngestError,
     RequestTimeoutError,
     RequiredApiLevelError,
+    ServerError,
     UnsupportedFeatureError,
 )
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState, recreated
+from jetstream_ext.protocol.atomic_wire import read_reply
+from jetstream_ext.protocol.fence import mark, marked_seq
 from jetstream_ext.protocol.id_search import IdSearch, Verdict
 from jetstream_ext.protocol.options import check_seconds, has_expectation, message_headers, payload_bytes
 from jetstream_ext.types import BatchFlowAck, BatchMessage, Entry, IngestProgress, IngestReport
@@ -425,6 +429,7 @@ class _Ingest:
         message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
         headers = dict(message_headers(message))
         once = self._publish_alone if not has_expectation(message) else self._publish_in_a_batch
+        first_again = not self._sent_again  # so that a duplicate can only be of the first copy, which is the only one
         if self._unanswered:
             self._sent_again = True
         else:
@@ -445,12 +450,13 @@ class _Ingest:
                 self._unanswered = max(self._unanswered, 1)
             await self._pause(error)
         else:
-            if self._unanswered and not duplicate and not self._ids_are_trusted():
+            proof = duplicate and first_again
+            if self._unanswered and not proof and not self._ids_are_trusted():
                 self._answered = True  # `_find_out` counts the copies
                 return
             self._duplicates += duplicate
             self._resent += 1
-            self._confirm(1, in_doubt=in_doubt and not duplicate)
+            self._confirm(1, in_doubt=in_doubt and not proof)
 
     async def _publish_alone(self, message: BatchMessage, headers: dict[str, str]) -> bool:
         payload = payload_bytes(message.payload)
@@ -513,8 +519,7 @@ class _Ingest:
                 return await stream_state(self._context, known.name, self._ack_timeout)
             entry = self._window[0] if self._window else self._newest
             assert entry is not None
-            subject = entry.subject if isinstance(entry, BatchMessage) else entry[0]
-            name = await stream_name(self._context, subject, timeout)
+            name = await stream_name(self._context, _subject(entry), timeout)
             return None if name is None else await stream_state(self._context, name, timeout)
         except NotFoundError:
             return None
@@ -565,6 +570,7 @@ class _Ingest:
         unknown = [Verdict.UNKNOWN] * len(sent)
         if state is None:
             return unknown
+        state, settled = await self._settle(state, _subject(sent[0]))
         base = self._base
         restarted = state.config.get("storage") == "memory" and (not process or process != self._sent_to)
         if restarted or state.last_seq < base or (self._stream and recreated(self._stream.created, state.created)):
@@ -576,6 +582,7 @@ class _Ingest:
             base=base,
             last_seq=state.last_seq,
             sent_again=self._sent_again,
+            settled=settled,
         )
         try:
             while (block := search.next_block()) is not None:
@@ -591,9 +598,26 @@ class _Ingest:
             if now.leader != state.leader or not now.leader_is_certain:
                 raise RequestTimeoutError(f"stream {state.name!r}: the leader changed during a read")
         return [
-            verdict if state.stores(entry.subject if isinstance(entry, BatchMessage) else entry[0]) else Verdict.UNKNOWN
+            verdict if state.stores(_subject(entry)) else Verdict.UNKNOWN
             for entry, verdict in zip(sent, search.verdicts(), strict=True)
         ]
+
+    async def _settle(self, state: StreamState, subject: str) -> tuple[StreamState, bool]:
+        """Wait until the leader has applied what this connection has sent; return the stream then, and whether it has.
+
+        A copy may be in nats-py's buffer or in the stream's queue, and a reading overtakes both.
+        """
+        if not state.stores(subject):
+            return state, False
+        _, (reply,) = await send_fence(self._context, subject, [mark(state.name)], self._ack_timeout)
+        refusal = read_reply(*reply)
+        if isinstance(refusal, ServerError) and is_transient(refusal):
+            raise refusal
+        until = marked_seq(refusal)
+        now = await settled_state(lambda: stream_state(self._context, state.name, self._ack_timeout), until or 0)
+        if now.leader != state.leader or now.last_seq < (until or 0):
+            raise RequestTimeoutError(f"stream {state.name!r}: its leader has not yet applied all that it has accepted")
+        return now, until is not None
 
     async def _read(self, state: StreamState, first: int, last: int) -> list[tuple[int, str]]:
         """Return the sequences and ids of the stream's messages from `first` to `last`, proved by its leader."""
@@ -610,6 +634,10 @@ class _Ingest:
             found.append((next_one.seq, next_one.headers.get(h.MSG_ID, "").strip()))
             first = next_one.seq + 1
         return found
+
+
+def _subject(entry: Entry) -> str:
+    return entry.subject if isinstance(entry, BatchMessage) else entry[0]
 
 
 def _msg_id(entry: Entry) -> str:

@@ -34,10 +34,20 @@ class IdSearch:
         base: A sequence that the stream had when the first of them was sent.
         last_seq: The last sequence of the stream.
         sent_again: The first message was sent again since. Its place then proves nothing about those behind it.
+        settled: The leader has processed everything that was sent. Otherwise another copy of the first message, if it
+            was sent again, may be stored later.
     """
 
     def __init__(
-        self, ids: Sequence[str], *, own: str, before: str, base: int, last_seq: int, sent_again: bool = False
+        self,
+        ids: Sequence[str],
+        *,
+        own: str,
+        before: str,
+        base: int,
+        last_seq: int,
+        sent_again: bool = False,
+        settled: bool = True,
     ) -> None:
         self._ids = ids
         self._own = own
@@ -46,6 +56,7 @@ class IdSearch:
         self._end = last_seq
         self._size = 2 * len(ids) + 16  # enough, unless others write much more
         self._sent_again = sent_again
+        self._settled = settled
         self._seqs: dict[str, list[int]] = {msg_id: [] for msg_id in ids}
         self._hole = 0  # the highest missing sequence after `base`
 
@@ -86,7 +97,8 @@ class IdSearch:
         removed = self._hole > self._base
         if copies:
             # Sent again, it may have been stored twice and removed once.
-            return Verdict.DOUBTFUL if copies > 1 or (sent_again and removed) else Verdict.STORED
+            once = copies == 1 and not (sent_again and (removed or not self._settled))
+            return Verdict.STORED if once else Verdict.DOUBTFUL
         if index < newest and removed:
             proved = self._ids[newest].startswith(self._own) and not sent_again
             return Verdict.STORED if proved else Verdict.DOUBTFUL

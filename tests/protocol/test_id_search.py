@@ -15,9 +15,9 @@ Stream = dict[int, str]
 
 
 def verdicts(
-    stream: Stream, ids: Sequence[str], *, base: int = 0, last_seq: int, before: str = "", sent_again: bool = False
+    stream: Stream, ids: Sequence[str], *, base: int = 0, last_seq: int, before: str = "", **sent: bool
 ) -> list[Verdict]:
-    search = IdSearch(ids, own="run-", before=before, base=base, last_seq=last_seq, sent_again=sent_again)
+    search = IdSearch(ids, own="run-", before=before, base=base, last_seq=last_seq, **sent)
     while (block := search.next_block()) is not None:
         search.see((seq, stream[seq]) for seq in range(block[0], block[1] + 1) if seq in stream)
     return search.verdicts()
@@ -44,6 +44,14 @@ def verdicts(
         pytest.param(
             {1: "run-1", 2: "x"}, ["run-1", "run-2"], {"last_seq": 2, "sent_again": True}, [STORED, MISSING],
             id="sent again and still all there",
+        ),
+        pytest.param(
+            {1: "run-1", 2: "x"}, ["run-1", "run-2"], {"last_seq": 2, "sent_again": True, "settled": False},
+            [DOUBTFUL, MISSING], id="sent again and perhaps not all there yet",
+        ),
+        pytest.param(
+            {1: "run-1"}, ["run-1", "run-2"], {"last_seq": 1, "settled": False}, [STORED, MISSING],
+            id="sent only once and perhaps not all there yet",
         ),
     ],
 )  # fmt: skip
