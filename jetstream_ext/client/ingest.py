@@ -69,8 +69,8 @@ async def ingest(
     again one by one, and another batch continues from there. Every message has a ``Nats-Msg-Id``, so that the server
     drops a second copy. If it may have forgotten the ids (after the stream's ``duplicate_window``, or after a restart),
     the stream is read first, and only what it lacks is sent again. Messages for which this proves nothing, because the
-    stream has removed messages meanwhile or may not be read, are sent again too; the report counts them in `in_doubt`.
-    Every other message is stored exactly once.
+    stream has removed messages meanwhile or may not be read, are sent again too; the report counts them in `in_doubt`,
+    because they may be stored more than once. Every other message is stored exactly once.
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
@@ -78,7 +78,8 @@ async def ingest(
             iterable, all for one stream. It is read as fast as the messages are stored; only one window is in memory.
         msg_id: Called with each message that has no ``Nats-Msg-Id``; returns its id. The default ids are a random id of
             the run and the message's place in it. With ids that are derived from the content, a second run stores only
-            what the first did not.
+            what the first did not. A message is known by its id, so no other publisher may use it meanwhile. Only the
+            default ids prove what was stored on a stream that has removed messages.
         flow: Messages per acknowledgement to request, as for `FastPublisher`.
         max_outstanding_acks: The window, in acknowledgements (`flow` messages each), as for `FastPublisher`.
         timeout: Seconds of errors without a single stored message after which the call fails.
@@ -277,7 +278,7 @@ class _Ingest:
         elif not in_doubt:
             text += "; nothing is stored"
         if self._in_doubt:
-            text += f", {self._in_doubt} of them perhaps not exactly once"
+            text += f", {self._in_doubt} of them perhaps more than once"
         if in_doubt:
             after = f" and the {in_doubt - 1} after it" if in_doubt > 1 else ""
             text += f"; it{after} may be stored"

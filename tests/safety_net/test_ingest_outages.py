@@ -15,7 +15,7 @@ import jetstream_ext as jsx
 from jetstream_ext.client import ingest as ingest_module
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.connection import Context
-from jetstream_ext.testing import NatsServer
+from jetstream_ext.testing import Cut, Faults, NatsServer, ReferenceServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -125,13 +125,13 @@ class TestRestart:
         assert await stored(js) == [COUNT - 1]
         assert await last_seq(js) == COUNT, "every message was stored once"
 
-    async def test_with_ids_of_the_caller_replaced_messages_are_in_doubt_and_not_sent_again(
+    async def test_with_ids_of_the_caller_replaced_messages_are_sent_again_and_in_doubt(
         self, js: JetStreamContext, restart: Outage
     ) -> None:
         await add_stream(js, max_msgs_per_subject=1)
         report = await run(js, restart, msg_id=lambda entry: f"number-{int(entry[1])}")
         assert (report.stored, report.in_doubt) == (COUNT, SENT - 1)
-        assert await last_seq(js) == COUNT
+        assert await last_seq(js) == COUNT + SENT - 1
 
     async def test_messages_that_were_removed_by_another_publisher_are_in_doubt(
         self, own_server: NatsServer, js: JetStreamContext, restart: Outage
@@ -303,6 +303,23 @@ class TestLongOutage:
         report = await run(js, purged)
         assert (report.stored, report.in_doubt) == (COUNT, SENT)
         assert await stored(direct) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("content", [b"repeated", b"0"], ids=["an id that comes again", "ids that come once"])
+async def test_nothing_is_counted_that_was_not_stored(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    # The second message replaces the first, and has the id of one that is sent again after messages that were lost.
+    monkeypatch.setattr(ingest_module, "_TRUSTED_SHARE", 0.0)  # the stream is searched
+    entries = [("s.0", b"first"), ("s.0", content), *((f"s.{n}", b"%d" % n) for n in range(1, 8)), ("s.9", b"repeated")]
+    async with ReferenceServer(faults=Faults(Cut("s.3", before=True))) as server:
+        js = (await connect(server.url)).jetstream(timeout=30)
+        await add_stream(js, max_msgs_per_subject=1)
+        async with asyncio.timeout(120):
+            report = await jsx.ingest(js, entries, msg_id=lambda entry: str(entry[1]))
+        assert report.stored == len(entries)
+        ids = {message.headers["Nats-Msg-Id"] for message in await jsx.DirectGet(js, "S").scan().to_list()}
+        assert ids >= {str(payload) for _, payload in entries[2:]}
 
 
 class TestWithoutPermission:
