@@ -15,7 +15,16 @@ from nats.js import JetStreamContext
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import LeaderInfo, get_at_leader, settled_state, stream_name, stream_state
+from jetstream_ext.client.api import (
+    LeaderInfo,
+    SilentlyRefused,
+    answers_pings,
+    ask_stream,
+    get_at_leader,
+    settled_state,
+    stream_name,
+    stream_state,
+)
 from jetstream_ext.client.clock import elapsed
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
@@ -47,7 +56,7 @@ _NO_FAST_INGEST: Final = (FastPublishDisabledError, FastPublishMirrorError, Requ
 # The share of the duplicate window for which ids are trusted: servers measure it with a clock that may be set.
 _TRUSTED_SHARE: Final = 0.75
 _LOOKUP_TIMEOUT: Final = 2.0
-_MAX_UNANSWERED_LOOKUPS: Final = 3
+_MAX_UNANSWERED_READS: Final = 3
 
 
 async def ingest(
@@ -220,6 +229,7 @@ class _Ingest:
         self._window = source.window
         self._new_publisher = new_publisher
         self._ack_timeout = ack_timeout
+        self._lookup_timeout = min(ack_timeout, _LOOKUP_TIMEOUT)
         self._on_progress = on_progress
         self._progress_every = progress_every
         self._progress_at, self._progress_stored = -math.inf, 0  # of the newest report
@@ -231,7 +241,7 @@ class _Ingest:
         self._stream: StreamState | None = None  # as it was when it was last looked up
         self._base = 0  # a sequence that the stream had before any message of the window was sent
         self._newest: Entry | None = None  # the newest message that is certainly stored, once
-        self._unanswered_lookups = 0  # a client without the permission to ask gets no answer
+        self._unanswered_reads = 0  # a client without the permission to read gets no answer
         self._unanswered = 0  # how many messages of the window, from the oldest on, were sent and not answered
         self._verdicts: deque[Verdict] = deque()  # what is known about the oldest messages of the window
         self._sent_again = False  # the oldest message of the window was sent again
@@ -507,40 +517,29 @@ class _Ingest:
         self._stream, self._base = state, max(self._base, seq)
 
     async def _look_up(self) -> StreamState | None:
-        """Return the stream as its leader reports it; None: there is none, or the client may not ask.
-
-        A server does not answer a request without permission. If no lookup was ever answered, and the server answers a
-        ping, that is taken for the reason.
-        """
-        if self._unanswered_lookups >= _MAX_UNANSWERED_LOOKUPS:
-            return None
-        known, timeout = self._stream, min(self._ack_timeout, _LOOKUP_TIMEOUT)
+        """Return the stream as its leader reports it; None: there is none. Raises SilentlyRefused if it is not known."""
         try:
-            if known is not None:
-                return await stream_state(self._context, known.name, self._ack_timeout)
+            if self._stream is not None:
+                return await stream_state(self._context, self._stream.name, self._ack_timeout)
             entry = self._window[0] if self._window else self._newest
             assert entry is not None
-            name = await stream_name(self._context, _subject(entry), timeout)
-            return None if name is None else await stream_state(self._context, name, timeout)
+            return await ask_stream(self._context, _subject(entry), None, self._lookup_timeout)
         except NotFoundError:
             return None
-        except RequestTimeoutError:
-            if known is not None or not await self._is_refused_silently():
-                raise
-            return None
 
-    async def _is_refused_silently(self) -> bool:
-        """Count a request without an answer; return whether so many had none although the server answers pings."""
-        connection, timeout = self._context.connection, min(self._ack_timeout, _LOOKUP_TIMEOUT)
-        await connection.ping(timeout)
-        self._unanswered_lookups += 1
-        return self._unanswered_lookups >= _MAX_UNANSWERED_LOOKUPS
+    async def _may_not_read(self) -> bool:
+        """Count a reading without an answer; return whether so many had none although the server answers pings."""
+        self._unanswered_reads += await answers_pings(self._context, self._lookup_timeout)
+        return self._unanswered_reads >= _MAX_UNANSWERED_READS
 
     async def _find_out(self) -> None:
         """Find out whether the server knows the ids of the messages without an answer, or else which of them are stored."""
         connection = self._context.connection
         now, session = elapsed(), connection.session
-        state = await self._look_up()
+        try:
+            state = await self._look_up()
+        except SilentlyRefused:
+            state = None
         process, trusted = "", math.inf
         if state is not None:
             process = connection.server_id if self._is_connected_to(state) else ""
@@ -589,10 +588,10 @@ class _Ingest:
             while (block := search.next_block()) is not None:
                 search.see(await self._read(state, *block))
         except RequestTimeoutError:
-            if await self._is_refused_silently():
+            if await self._may_not_read():
                 return unknown
             raise
-        self._unanswered_lookups = 0
+        self._unanswered_reads = 0
         if state.replicated:
             # A former leader that does not know its successor may have answered.
             now = await stream_state(self._context, state.name, self._ack_timeout)

@@ -4,7 +4,7 @@
 the stream had the sequence `base`. A sequence that is missing now may have been any of them: limits, purges and rollups
 remove messages. A fast batch stores a prefix of what was sent. So a message with an id of this run alone proves that
 everything sent before it was stored too, even if it is no longer there. An id of the caller proves nothing about other
-messages: another publisher, or an earlier message with the same content, may have stored it.
+messages: an earlier message may have had it too, or one of another publisher.
 """
 
 from __future__ import annotations
