@@ -46,7 +46,7 @@ from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.protocol.atomic_wire import read_reply
 from jetstream_ext.protocol.fence import mark, marked_seq
 from jetstream_ext.protocol.id_search import IdSearch, Verdict
-from jetstream_ext.protocol.options import check_seconds, has_expectation, message_headers, payload_bytes
+from jetstream_ext.protocol.options import check_seconds, given_headers, has_expectation, message_headers, payload_bytes
 from jetstream_ext.types import BatchFlowAck, BatchMessage, Entry, IngestProgress, IngestReport
 
 MsgId = Callable[[Entry], str]
@@ -184,14 +184,15 @@ class _Source:
                 return entry
         try:
             message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
-            headers = dict(message.headers or {})
+            headers = dict(given_headers(message))
         except (TypeError, ValueError):
             return entry
         if message.msg_id is not None or headers.get(h.MSG_ID):
             return entry
-        if isinstance(entry, tuple) and len(entry) == 3:
-            return message.subject, message.payload, headers | {h.MSG_ID: self._id(entry)}
-        return dataclasses.replace(message, msg_id=self._id(entry))
+        headers[h.MSG_ID] = self._id(entry)
+        if isinstance(entry, tuple):
+            return message.subject, message.payload, headers
+        return dataclasses.replace(message, headers=headers)
 
     def _id(self, entry: Entry) -> str:
         if self._msg_id is None:
@@ -331,7 +332,10 @@ class _Ingest:
         try:
             await self._retry.pause_if_transient(error)
         except nats.errors.Error:
-            why = f"no ack for {self._retry.give_up_after:g} s" if is_not_closed(error) else "the connection is closed"
+            why = f"no ack for {self._retry.give_up_after:g} s"
+            if not is_not_closed(error):
+                draining = isinstance(error, nats.errors.ConnectionDrainingError)
+                why = f"the connection is {'draining' if draining else 'closed'}"
             raise self._failure(f"was not acknowledged: {why} ({error})") from error
 
     async def _connected(self) -> None:
