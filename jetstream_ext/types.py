@@ -201,10 +201,10 @@ class IngestReport:
         resent: The number of messages that were sent again because their batch ended before they were acknowledged.
         batches: The number of fast batches that the server opened.
         seconds: The duration.
-        in_doubt: How many of the stored messages may not be stored exactly once. The server could no longer know their
-            ids, and the stream did not show whether the first copy had been stored: it has removed messages, or the
-            client may not read it. They were sent again, and may be stored twice and out of order; or, if a later
-            message with an id of the caller was found, they were taken for stored. 0: each message is stored once.
+        in_doubt: How many of the stored messages may be stored more than once. The server could no longer know their ids,
+            and the stream did not show whether an earlier copy was stored: it has removed messages, or the client may
+            not read it. They were sent again, so they are stored; if they were stored before, the second copy is out of
+            order, and an older value may replace a newer one of its subject. 0: each message is stored once.
     """
 
     stored: int

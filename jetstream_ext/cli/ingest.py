@@ -110,7 +110,7 @@ def command(
             }
         )
     if report.in_doubt:
-        click.echo(f"{count(report.in_doubt, 'row')} may not be stored exactly once, because of an outage", err=True)
+        click.echo(f"{count(report.in_doubt, 'row')} may be stored more than once, because of an outage", err=True)
     if job.stopping:
         raise Stopped(f"stopped: exactly {count(rows, 'row')} {is_are(rows)} in {stream}; {_RESUME_HINT}")
     if not as_json:

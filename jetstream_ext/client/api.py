@@ -19,7 +19,7 @@ from nats.aio.client import Client
 from nats.js.api import DEFAULT_PREFIX
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.base_connection import mark_retrieved
+from jetstream_ext.client.base_connection import cancel_soon, mark_retrieved
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry, has_no_leader
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ResponseError, ServerError, Status
@@ -38,9 +38,10 @@ SETTLE: Final = 3.0  # seconds that a new leader may take to apply what its pred
 _REPEAT_AFTER: Final = 1.0
 # How long a cached answer is used, in seconds. It bounds how much `AtomicBatch.resolve` may have to read.
 _CACHE_TTL: Final = 30.0
-# A client without the permission to ask gets no answer, as during an election. A lookup waits at most this long; after
-# that, lookups pause, twice as long each time.
+# A lookup waits at most this long. Without the permission to ask, lookups then pause, twice as long each time.
 _LOOKUP_TIMEOUT: Final = 2.0
+# The share of its timeout after which a request without an answer is followed by a ping.
+_PING_AFTER: Final = 0.75
 _LONGEST_PAUSE: Final = 3600.0
 
 # A mirror with the same options, and without a filter or start, holds the same messages for the same time.
@@ -345,6 +346,47 @@ async def lookup_leader(
     return LeaderInfo(owner[0].api_level, owner[0].server_version or "older", *owner)
 
 
+class SilentlyRefused(RequestTimeoutError):  # noqa: N818 - a verdict
+    """A request had no answer although the server answers pings: the client may not send it."""
+
+
+async def answers_pings(context: Context, timeout: float) -> bool:
+    """Return whether the server answers a ping; a request without an answer is then taken for one without permission."""
+    try:
+        await context.connection.ping(timeout)
+    except nats.errors.Error:
+        return False
+    return True
+
+
+async def _unless_refused(context: Context, asking: Coroutine[Any, Any, _T], timeout: float) -> _T:
+    """Await requests that end within `timeout` seconds; a RequestTimeoutError is a SilentlyRefused if that is the reason."""
+    task, alive = asyncio.ensure_future(asking), False
+    task.add_done_callback(mark_retrieved)
+    try:
+        await asyncio.wait({task}, timeout=timeout * _PING_AFTER)
+        if not task.done():
+            alive = await answers_pings(context, timeout * (1 - _PING_AFTER))
+        return await task
+    except RequestTimeoutError as late:
+        if alive and late.__cause__ is None:  # not in an election
+            raise SilentlyRefused(str(late)) from late
+        raise
+    finally:
+        cancel_soon(task)
+
+
+async def ask_stream(context: Context, subject: str, stream: str | None, timeout: float) -> StreamState | None:
+    """Return the stream that stores `subject` (its name may be given), or None; raise as `Api.ask` does, or SilentlyRefused."""
+    api = Api(context, timeout)
+
+    async def ask() -> StreamState | None:
+        name = stream or await stream_name(api, subject)
+        return None if name is None else await stream_state(api, name)
+
+    return await _unless_refused(context, ask(), timeout)
+
+
 async def lookup_stream(
     context: Context, subject: str, stream: str | None, timeout: float
 ) -> tuple[StreamState, int] | None:
@@ -358,23 +400,20 @@ async def lookup_stream(
             return state, last_seq
     if now < cache.paused_until:
         return None
-    api = Api(context, min(timeout, _LOOKUP_TIMEOUT))
     try:
-        name = stream or await stream_name(api, subject)
-        if name is None:
-            return None
-        state = await stream_state(api, name)
-    except RequestTimeoutError as late:
-        if late.__cause__ is None:  # not in an election
-            cache.paused_until = now + cache.pause
-            cache.pause = min(cache.pause * 2, _LONGEST_PAUSE)
+        asked = await ask_stream(context, subject, stream, min(timeout, _LOOKUP_TIMEOUT))
+    except SilentlyRefused:
+        cache.paused_until = now + cache.pause
+        cache.pause = min(cache.pause * 2, _LONGEST_PAUSE)
         return None
-    except (APIError, ResponseError):
-        return None  # no such stream, or the server's refusal of the batch will say more
+    except (RequestTimeoutError, APIError, ResponseError):
+        return None  # no answer now, no such stream, or the server's refusal of the batch will say more
+    if asked is None:
+        return None
     cache.pause = _CACHE_TTL
     cache.streams = {name: known for name, known in cache.streams.items() if now - known[0] < _CACHE_TTL}
-    cache.streams[state.name] = now, state, state.last_seq
-    return state, state.last_seq
+    cache.streams[asked.name] = now, asked, asked.last_seq
+    return asked, asked.last_seq
 
 
 def forget_stream(context: Context, name: str) -> None:
@@ -389,9 +428,17 @@ async def stream_name(where: Context | Api, subject: str, timeout: float | None 
 
 
 async def known_stream_name(context: Context, subject: str, timeout: float) -> str | None:
-    """As `stream_name`, but return None as well if no server answers, or refuses."""
+    """As `stream_name`, but return None as well if the server refuses, or the client may not ask.
+
+    Raises RequestTimeoutError if there is no answer for another reason.
+    """
+    timeout = min(timeout, _LOOKUP_TIMEOUT)
     try:
-        return await stream_name(context, subject, min(timeout, _LOOKUP_TIMEOUT))
+        return await _unless_refused(context, stream_name(context, subject, timeout), timeout)
+    except SilentlyRefused:
+        return None
+    except RequestTimeoutError as late:
+        raise RequestTimeoutError(f"which stream stores {subject!r} is unknown: {late}") from late
     except (nats.errors.Error, APIError):
         return None
 
@@ -417,9 +464,9 @@ async def api_level(context: Context, timeout: float) -> int:
     if cache.level is not None and now - cache.level[0] < _CACHE_TTL:
         return cache.level[1]
     try:
-        level = await Api(context, timeout).level()
-    except RequestTimeoutError:
-        level = info_level  # cached: without the permission to ask, the next request gets no answer either
+        level = await _unless_refused(context, Api(context, timeout).level(), timeout)
+    except SilentlyRefused:
+        level = info_level  # cached: the next request gets no answer either
     except (nats.errors.Error, APIError):
         return info_level
     cache.level = now, level

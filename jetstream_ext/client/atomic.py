@@ -118,6 +118,8 @@ class AtomicBatch:
                 `expected_last_subject_seq`; nothing was sent.
             BadSubjectError: The subject is invalid or too long (about 4000 bytes), or another stream stores it.
             BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
+            RequestTimeoutError: No server said which stream stores the subject, which is none of the batch's stream; the
+                message was not added.
 
         Cancellation: The batch stays usable. If `size` counts the message, it is part of the batch.
         """
@@ -244,7 +246,7 @@ async def publish_atomic(
         BatchOutcomeUnknownError: The answer was lost: either all messages are stored, or none. Or the server refused
             repeated message ids, and it cannot be known whether this batch was stored before.
         BatchError: The server refused; nothing is stored.
-        UnsupportedFeatureError: As for `AtomicBatch.add`; nothing is stored.
+        UnsupportedFeatureError, RequestTimeoutError: As for `AtomicBatch.add`; nothing is stored.
         BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: A message cannot be sent, or an argument
             is invalid; nothing is stored.
 

@@ -27,12 +27,13 @@ from jetstream_ext.client.api import (
 from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription, weakly
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
+from jetstream_ext.client.fence import send_fence
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError
 from jetstream_ext.protocol import atomic_resolve, frames
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.atomic import AtomicBatchMachine, State, Unresolved
-from jetstream_ext.protocol.atomic_resolve import Commit, FenceReplies, NeverKnown, NotYetKnown, Plan, Query
+from jetstream_ext.protocol.atomic_resolve import Commit, NeverKnown, NotYetKnown, Plan, Query
 from jetstream_ext.protocol.atomic_wire import Block, Encoded
 from jetstream_ext.protocol.feature_table import ATOMIC
 from jetstream_ext.protocol.frames import Frame
@@ -453,36 +454,6 @@ async def _ask(context: Context, query: Query, timeout: float) -> Any:
                 async for message in messages:
                     search.see(message)
         case atomic_resolve.AskFence(subject, kill, mark):
-            return await _send_fence(context, subject.encode(), kill, mark, timeout)
+            session, replies = await send_fence(context, subject, (kill, mark), timeout)
+            return session, *replies
     return None
-
-
-async def _send_fence(context: Context, subject: bytes, kill: bytes, mark: bytes, timeout: float) -> FenceReplies:
-    """Send both messages of a fence in one write; return the connection's session and the two replies."""
-    replies: dict[bytes, tuple[bytes, bytes]] = {}
-    complete: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-    def receive(received: list[Frame]) -> None:
-        for frame in received:
-            name, header, payload = frames.parts(frame)
-            replies[name.rpartition(b".")[2]] = header, payload
-        if replies.keys() >= {b"kill", b"mark"} and not complete.done():
-            complete.set_result(True)
-
-    def disconnected() -> None:
-        if not complete.done():
-            complete.set_result(False)
-
-    connection = context.connection
-    connection.check_usable()
-    inbox = await connection.inbox(InboxHandler(receive, disconnected), tail=".*", timeout=timeout)
-    try:
-        reply = inbox.subject.encode()
-        data = frames.pub(subject, reply + b".kill", kill, b"") + frames.pub(subject, reply + b".mark", mark, b"")
-        session = connection.session
-        await connection.write(data, 2, 0, timeout=timeout)
-        if not await connection.bounded(complete, timeout, f"the answers on {subject.decode()}"):
-            raise nats.errors.ConnectionReconnectingError
-    finally:
-        inbox.close()
-    return session, replies[b"kill"], replies[b"mark"]

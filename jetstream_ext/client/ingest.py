@@ -15,11 +15,21 @@ from nats.js import JetStreamContext
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import LeaderInfo, get_at_leader, stream_name, stream_state
+from jetstream_ext.client.api import (
+    LeaderInfo,
+    SilentlyRefused,
+    answers_pings,
+    ask_stream,
+    get_at_leader,
+    settled_state,
+    stream_name,
+    stream_state,
+)
 from jetstream_ext.client.clock import elapsed
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fast import FastPublisher
+from jetstream_ext.client.fence import send_fence
 from jetstream_ext.client.retry import Retry, is_not_closed, is_transient
 from jetstream_ext.errors import (
     BatchError,
@@ -28,12 +38,15 @@ from jetstream_ext.errors import (
     IngestError,
     RequestTimeoutError,
     RequiredApiLevelError,
+    ServerError,
     UnsupportedFeatureError,
 )
 from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState, recreated
+from jetstream_ext.protocol.atomic_wire import read_reply
+from jetstream_ext.protocol.fence import mark, marked_seq
 from jetstream_ext.protocol.id_search import IdSearch, Verdict
-from jetstream_ext.protocol.options import check_seconds, has_expectation, message_headers, payload_bytes
+from jetstream_ext.protocol.options import check_seconds, given_headers, has_expectation, message_headers, payload_bytes
 from jetstream_ext.types import BatchFlowAck, BatchMessage, Entry, IngestProgress, IngestReport
 
 MsgId = Callable[[Entry], str]
@@ -43,7 +56,7 @@ _NO_FAST_INGEST: Final = (FastPublishDisabledError, FastPublishMirrorError, Requ
 # The share of the duplicate window for which ids are trusted: servers measure it with a clock that may be set.
 _TRUSTED_SHARE: Final = 0.75
 _LOOKUP_TIMEOUT: Final = 2.0
-_MAX_UNANSWERED_LOOKUPS: Final = 3
+_MAX_UNANSWERED_READS: Final = 3
 
 
 async def ingest(
@@ -65,8 +78,8 @@ async def ingest(
     again one by one, and another batch continues from there. Every message has a ``Nats-Msg-Id``, so that the server
     drops a second copy. If it may have forgotten the ids (after the stream's ``duplicate_window``, or after a restart),
     the stream is read first, and only what it lacks is sent again. Messages for which this proves nothing, because the
-    stream has removed messages meanwhile or may not be read, are sent again too; the report counts them in `in_doubt`.
-    Every other message is stored exactly once.
+    stream has removed messages meanwhile or may not be read, are sent again too; the report counts them in `in_doubt`,
+    because they may be stored more than once. Every other message is stored exactly once.
 
     Args:
         js: nats-py's JetStream context; its prefix, domain and timeout are honoured.
@@ -74,7 +87,8 @@ async def ingest(
             iterable, all for one stream. It is read as fast as the messages are stored; only one window is in memory.
         msg_id: Called with each message that has no ``Nats-Msg-Id``; returns its id. The default ids are a random id of
             the run and the message's place in it. With ids that are derived from the content, a second run stores only
-            what the first did not.
+            what the first did not. A message is known by its id, so no other publisher may use it meanwhile. Only the
+            default ids prove what was stored on a stream that has removed messages.
         flow: Messages per acknowledgement to request, as for `FastPublisher`.
         max_outstanding_acks: The window, in acknowledgements (`flow` messages each), as for `FastPublisher`.
         timeout: Seconds of errors without a single stored message after which the call fails. A server that does not
@@ -171,14 +185,15 @@ class _Source:
                 return entry
         try:
             message = entry if isinstance(entry, BatchMessage) else BatchMessage(*entry)
-            headers = dict(message.headers or {})
+            headers = dict(given_headers(message))
         except (TypeError, ValueError):
             return entry
         if message.msg_id is not None or headers.get(h.MSG_ID):
             return entry
-        if isinstance(entry, tuple) and len(entry) == 3:
-            return message.subject, message.payload, headers | {h.MSG_ID: self._id(entry)}
-        return dataclasses.replace(message, msg_id=self._id(entry))
+        headers[h.MSG_ID] = self._id(entry)
+        if isinstance(entry, tuple):
+            return message.subject, message.payload, headers
+        return dataclasses.replace(message, headers=headers)
 
     def _id(self, entry: Entry) -> str:
         if self._msg_id is None:
@@ -216,6 +231,7 @@ class _Ingest:
         self._window = source.window
         self._new_publisher = new_publisher
         self._longest_wait = ack_timeout
+        self._lookup_timeout = min(ack_timeout, _LOOKUP_TIMEOUT)
         self._on_progress = on_progress
         self._progress_every = progress_every
         self._progress_at, self._progress_stored = -math.inf, 0  # of the newest report
@@ -227,7 +243,7 @@ class _Ingest:
         self._stream: StreamState | None = None  # as it was when it was last looked up
         self._base = 0  # a sequence that the stream had before any message of the window was sent
         self._newest: Entry | None = None  # the newest message that is certainly stored, once
-        self._unanswered_lookups = 0  # a client without the permission to ask gets no answer
+        self._unanswered_reads = 0  # a client without the permission to read gets no answer
         self._unanswered = 0  # how many messages of the window, from the oldest on, were sent and not answered
         self._verdicts: deque[Verdict] = deque()  # what is known about the oldest messages of the window
         self._sent_again = False  # the oldest message of the window was sent again
@@ -274,7 +290,7 @@ class _Ingest:
         elif not in_doubt:
             text += "; nothing is stored"
         if self._in_doubt:
-            text += f", {self._in_doubt} of them perhaps not exactly once"
+            text += f", {self._in_doubt} of them perhaps more than once"
         if in_doubt:
             after = f" and the {in_doubt - 1} after it" if in_doubt > 1 else ""
             text += f"; it{after} may be stored"
@@ -317,7 +333,10 @@ class _Ingest:
         try:
             await self._retry.pause_if_transient(error)
         except nats.errors.Error:
-            why = f"no ack for {self._retry.give_up_after:g} s" if is_not_closed(error) else "the connection is closed"
+            why = f"no ack for {self._retry.give_up_after:g} s"
+            if not is_not_closed(error):
+                draining = isinstance(error, nats.errors.ConnectionDrainingError)
+                why = f"the connection is {'draining' if draining else 'closed'}"
             raise self._failure(f"was not acknowledged: {why} ({error})") from error
 
     @property
@@ -508,41 +527,29 @@ class _Ingest:
         self._stream, self._base = state, max(self._base, seq)
 
     async def _look_up(self) -> StreamState | None:
-        """Return the stream as its leader reports it; None: there is none, or the client may not ask.
-
-        A server does not answer a request without permission. If no lookup was ever answered, and the server answers a
-        ping, that is taken for the reason.
-        """
-        if self._unanswered_lookups >= _MAX_UNANSWERED_LOOKUPS:
-            return None
-        known, timeout = self._stream, min(self._ack_timeout, _LOOKUP_TIMEOUT)
+        """Return the stream as its leader reports it; None: there is none. Raises SilentlyRefused if it is not known."""
         try:
-            if known is not None:
-                return await stream_state(self._context, known.name, self._ack_timeout)
+            if self._stream is not None:
+                return await stream_state(self._context, self._stream.name, self._ack_timeout)
             entry = self._window[0] if self._window else self._newest
             assert entry is not None
-            subject = entry.subject if isinstance(entry, BatchMessage) else entry[0]
-            name = await stream_name(self._context, subject, timeout)
-            return None if name is None else await stream_state(self._context, name, timeout)
+            return await ask_stream(self._context, _subject(entry), None, self._lookup_timeout)
         except NotFoundError:
             return None
-        except RequestTimeoutError:
-            if known is not None or not await self._is_refused_silently():
-                raise
-            return None
 
-    async def _is_refused_silently(self) -> bool:
-        """Count a request without an answer; return whether so many had none although the server answers pings."""
-        connection, timeout = self._context.connection, min(self._ack_timeout, _LOOKUP_TIMEOUT)
-        await connection.ping(timeout)
-        self._unanswered_lookups += 1
-        return self._unanswered_lookups >= _MAX_UNANSWERED_LOOKUPS
+    async def _may_not_read(self) -> bool:
+        """Count a reading without an answer; return whether so many had none although the server answers pings."""
+        self._unanswered_reads += await answers_pings(self._context, self._lookup_timeout)
+        return self._unanswered_reads >= _MAX_UNANSWERED_READS
 
     async def _find_out(self) -> None:
         """Find out whether the server knows the ids of the messages without an answer, or else which of them are stored."""
         connection = self._context.connection
         now, session = elapsed(), connection.session
-        state = await self._look_up()
+        try:
+            state = await self._look_up()
+        except SilentlyRefused:
+            state = None
         process, trusted = "", math.inf
         if state is not None:
             process = connection.server_id if self._is_connected_to(state) else ""
@@ -573,6 +580,7 @@ class _Ingest:
         unknown = [Verdict.UNKNOWN] * len(sent)
         if state is None:
             return unknown
+        state, settled = await self._settle(state, _subject(sent[0]))
         base = self._base
         restarted = state.config.get("storage") == "memory" and (not process or process != self._sent_to)
         if restarted or state.last_seq < base or (self._stream and recreated(self._stream.created, state.created)):
@@ -584,24 +592,42 @@ class _Ingest:
             base=base,
             last_seq=state.last_seq,
             sent_again=self._sent_again,
+            settled=settled,
         )
         try:
             while (block := search.next_block()) is not None:
                 search.see(await self._read(state, *block))
         except RequestTimeoutError:
-            if await self._is_refused_silently():
+            if await self._may_not_read():
                 return unknown
             raise
-        self._unanswered_lookups = 0
+        self._unanswered_reads = 0
         if state.replicated:
             # A former leader that does not know its successor may have answered.
             now = await stream_state(self._context, state.name, self._ack_timeout)
             if now.leader != state.leader or not now.leader_is_certain:
                 raise RequestTimeoutError(f"stream {state.name!r}: the leader changed during a read")
         return [
-            verdict if state.stores(entry.subject if isinstance(entry, BatchMessage) else entry[0]) else Verdict.UNKNOWN
+            verdict if state.stores(_subject(entry)) else Verdict.UNKNOWN
             for entry, verdict in zip(sent, search.verdicts(), strict=True)
         ]
+
+    async def _settle(self, state: StreamState, subject: str) -> tuple[StreamState, bool]:
+        """Wait until the leader has applied what this connection has sent; return the stream then, and whether it has.
+
+        A copy may be in nats-py's buffer or in the stream's queue, and a reading overtakes both.
+        """
+        if not state.stores(subject):
+            return state, False
+        _, (reply,) = await send_fence(self._context, subject, [mark(state.name)], self._ack_timeout)
+        refusal = read_reply(*reply)
+        if isinstance(refusal, ServerError) and is_transient(refusal):
+            raise refusal
+        until = marked_seq(refusal)
+        now = await settled_state(lambda: stream_state(self._context, state.name, self._ack_timeout), until or 0)
+        if now.leader != state.leader or now.last_seq < (until or 0):
+            raise RequestTimeoutError(f"stream {state.name!r}: its leader has not yet applied all that it has accepted")
+        return now, until is not None
 
     async def _read(self, state: StreamState, first: int, last: int) -> list[tuple[int, str]]:
         """Return the sequences and ids of the stream's messages from `first` to `last`, proved by its leader."""
@@ -618,6 +644,10 @@ class _Ingest:
             found.append((next_one.seq, next_one.headers.get(h.MSG_ID, "").strip()))
             first = next_one.seq + 1
         return found
+
+
+def _subject(entry: Entry) -> str:
+    return entry.subject if isinstance(entry, BatchMessage) else entry[0]
 
 
 def _msg_id(entry: Entry) -> str:

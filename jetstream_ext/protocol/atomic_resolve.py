@@ -14,7 +14,6 @@ messages the server then puts into the same batch. So every message of the run t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -27,13 +26,11 @@ from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import StreamState, recreated
 from jetstream_ext.protocol.atomic_wire import fingerprint, read_reply
 from jetstream_ext.protocol.direct import StoredMsg
+from jetstream_ext.protocol.fence import mark, marked_seq
 from jetstream_ext.protocol.gaps import find_gaps
 from jetstream_ext.protocol.options import rfc3339
 from jetstream_ext.types import BatchAck
 
-# An expectation that no stream meets (the largest that servers parse): the refusal names the stream's last sequence.
-_IMPOSSIBLE_SEQ: Final = (1 << 63) - 1
-_LAST_SEQ: Final = re.compile(r"wrong last sequence: (\d+)\Z")
 # After these refusals of the fence's first message the server does not have the batch.
 _FORGOTTEN: Final = frozenset({ErrorCode.ATOMIC_DISABLED, ErrorCode.ATOMIC_INCOMPLETE, ErrorCode.ATOMIC_TOO_LARGE})
 # Servers remember message ids for the duplicate window; the extra minute covers clocks that differ.
@@ -344,13 +341,9 @@ class Search:
 def _fence(batch_id: str, stream: str) -> tuple[bytes, bytes]:
     """Return the header blocks of two messages that are never stored.
 
-    The first makes the server drop the batch if it has it: no batch continues with sequence 0 (10176). The second
-    expects a last sequence that no stream has, and its refusal (10071) names the last sequence that the leader has
-    assigned. That includes messages that are still being replicated and cannot be read yet.
+    The first makes the server drop the batch if it has it: no batch continues with sequence 0 (10176).
     """
-    kill = h.encode([(h.BATCH_ID, batch_id), (h.BATCH_SEQUENCE, "0")])
-    mark = h.encode([(h.EXPECTED_STREAM, stream), (h.EXPECTED_LAST_SEQ, str(_IMPOSSIBLE_SEQ))])
-    return kill, mark
+    return h.encode([(h.BATCH_ID, batch_id), (h.BATCH_SEQUENCE, "0")]), mark(stream)
 
 
 def _fenced(replies: FenceReplies, stream: str) -> int | None:
@@ -358,8 +351,7 @@ def _fenced(replies: FenceReplies, stream: str) -> int | None:
     killed, marked = (_refusal(header, payload, stream) for header, payload in replies[1:])
     if killed.err_code not in _FORGOTTEN or marked.code == Status.UNAVAILABLE:
         raise NotYetKnown(f"the stream's leader did not confirm that it dropped the batch: {killed.description}")
-    found = _LAST_SEQ.search(marked.description or "")
-    return int(found[1]) if found else None
+    return marked_seq(marked)
 
 
 def _refusal(header: bytes, payload: bytes, stream: str) -> ServerError:

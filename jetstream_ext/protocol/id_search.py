@@ -2,8 +2,9 @@
 
 `client.ingest` asks when the server may have forgotten the ids. The messages were sent in order, and all of them after
 the stream had the sequence `base`. A sequence that is missing now may have been any of them: limits, purges and rollups
-remove messages. A fast batch stores a prefix of what was sent. So a message that only this sender can have stored proves
-that everything sent before it was stored too, even if it is no longer there.
+remove messages. A fast batch stores a prefix of what was sent. So a message with an id of this run alone proves that
+everything sent before it was stored too, even if it is no longer there. An id of the caller proves nothing about other
+messages: an earlier message may have had it too, or one of another publisher.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ class Verdict(enum.Enum):
     """What is known about one message."""
 
     STORED = "it was stored once"
-    DOUBTFUL = "it was stored, but perhaps not once"
+    DOUBTFUL = "it was stored, and perhaps more than once"
     MISSING = "it was not stored before the search began"
-    UNKNOWN = "it may have been stored and removed"
+    UNKNOWN = "it may have been stored and removed, or not stored"
 
 
 class IdSearch:
@@ -34,10 +35,20 @@ class IdSearch:
         base: A sequence that the stream had when the first of them was sent.
         last_seq: The last sequence of the stream.
         sent_again: The first message was sent again since. Its place then proves nothing about those behind it.
+        settled: The leader has processed everything that was sent. Otherwise another copy of the first message, if it
+            was sent again, may be stored later.
     """
 
     def __init__(
-        self, ids: Sequence[str], *, own: str, before: str, base: int, last_seq: int, sent_again: bool = False
+        self,
+        ids: Sequence[str],
+        *,
+        own: str,
+        before: str,
+        base: int,
+        last_seq: int,
+        sent_again: bool = False,
+        settled: bool = True,
     ) -> None:
         self._ids = ids
         self._own = own
@@ -46,6 +57,7 @@ class IdSearch:
         self._end = last_seq
         self._size = 2 * len(ids) + 16  # enough, unless others write much more
         self._sent_again = sent_again
+        self._settled = settled
         self._seqs: dict[str, list[int]] = {msg_id: [] for msg_id in ids}
         self._hole = 0  # the highest missing sequence after `base`
 
@@ -74,20 +86,19 @@ class IdSearch:
 
     def verdicts(self) -> list[Verdict]:
         """Return what the whole search proves about each message."""
-        newest, after = -1, self._base
+        proof, after = -1, self._base  # the newest message that only this sender can have stored
         for index, msg_id in enumerate(self._ids):
-            if self._seqs[msg_id] and not (index == 0 and self._sent_again):
-                newest, after = index, min(self._seqs[msg_id])
-        return [self._verdict(index, newest, after) for index in range(len(self._ids))]
+            if self._seqs[msg_id] and msg_id.startswith(self._own) and not (index == 0 and self._sent_again):
+                proof, after = index, min(self._seqs[msg_id])
+        return [self._verdict(index, proof, after) for index in range(len(self._ids))]
 
-    def _verdict(self, index: int, newest: int, after: int) -> Verdict:
-        msg_id = self._ids[index]
-        copies, sent_again = len(self._seqs[msg_id]), index == 0 and self._sent_again
+    def _verdict(self, index: int, proof: int, after: int) -> Verdict:
+        copies, sent_again = len(self._seqs[self._ids[index]]), index == 0 and self._sent_again
         removed = self._hole > self._base
         if copies:
             # Sent again, it may have been stored twice and removed once.
-            return Verdict.DOUBTFUL if copies > 1 or (sent_again and removed) else Verdict.STORED
-        if index < newest and removed:
-            proved = self._ids[newest].startswith(self._own) and not sent_again
-            return Verdict.STORED if proved else Verdict.DOUBTFUL
+            once = copies == 1 and not (sent_again and (removed or not self._settled))
+            return Verdict.STORED if once else Verdict.DOUBTFUL
+        if index < proof and removed:
+            return Verdict.DOUBTFUL if sent_again else Verdict.STORED
         return Verdict.UNKNOWN if self._hole > after else Verdict.MISSING

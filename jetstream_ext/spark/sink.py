@@ -278,7 +278,7 @@ async def _publish(
             report = await ingest(context, entries, flow=_FLOW, timeout=PATIENCE)
             if report.in_doubt:
                 _log.warning(
-                    "stream %r: after an outage, %d rows of partition %d may not be stored exactly once",
+                    "stream %r: after an outage, %d rows of partition %d may be stored more than once",
                     options.stream,
                     report.in_doubt,
                     task.partition,

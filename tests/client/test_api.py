@@ -16,7 +16,16 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext.client import api
-from jetstream_ext.client.api import Api, first_since, get_at_leader, lookup_stream, stream_state, wait_for_sequence
+from jetstream_ext.client.api import (
+    Api,
+    api_level,
+    first_since,
+    get_at_leader,
+    known_stream_name,
+    lookup_stream,
+    stream_state,
+    wait_for_sequence,
+)
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import RequestTimeoutError, ResponseError
 from jetstream_ext.log import LogReader
@@ -241,3 +250,68 @@ async def test_an_election_does_not_pause_the_lookups_of_streams(
     found = await lookup_stream(context, stream, stream, 20)
     assert found is not None
     assert found[0].name == stream
+
+
+async def test_a_stalled_server_does_not_pause_the_lookups_of_streams(
+    own_server: NatsServer, own_js: JetStreamContext, own_stream: Callable[..., Awaitable[str]]
+) -> None:
+    stream, context = await own_stream(), Context(own_js)
+    api._cache(context).pause = 3600.0  # longer than this test
+    await asyncio.to_thread(own_server.pause)
+    try:
+        assert await lookup_stream(context, f"{stream}.a", None, 0.3) is None
+        with pytest.raises(RequestTimeoutError, match=f"which stream stores '{stream}.a' is unknown"):
+            await known_stream_name(context, f"{stream}.a", 0.3)
+    finally:
+        await asyncio.to_thread(own_server.resume)
+    assert await known_stream_name(context, f"{stream}.a", 20) == stream
+    async with asyncio.timeout(60):
+        while (found := await lookup_stream(context, f"{stream}.a", None, 20)) is None:
+            await asyncio.sleep(0.05)
+    assert found[0].name == stream
+
+
+async def test_a_stalled_server_does_not_hide_the_level_behind_a_domain(
+    own_server: NatsServer, own_js: JetStreamContext, own_nc: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def reply(msg: Msg) -> None:
+        await own_nc.publish(f"$JS.API{msg.subject.removeprefix('OTHER')}", msg.data, reply=msg.reply)
+
+    await own_nc.subscribe("OTHER.>", cb=reply)
+    context = Context(own_nc.jetstream(prefix="OTHER"))
+    level = await api_level(Context(own_js), 20)
+    monkeypatch.setitem(own_nc._server_info, "api_lvl", level + 1)
+    await asyncio.to_thread(own_server.pause)
+    try:
+        assert await api_level(context, 0.3) == level + 1
+    finally:
+        await asyncio.to_thread(own_server.resume)
+    assert await api_level(context, 20) == level
+
+
+@pytest.mark.parametrize("call", ["lookup_stream", "known_stream_name", "api_level"])
+async def test_a_client_that_may_not_ask_is_told_apart_by_a_ping(
+    nc: Client, stream_name: Callable[[], str], leak_check: Any, call: str
+) -> None:
+    prefix, asked = stream_name(), 0
+
+    async def unanswered(_: Msg) -> None:
+        nonlocal asked
+        asked += 1
+
+    sub = await nc.subscribe(f"{prefix}.>", cb=unanswered)
+    context = Context(nc.jetstream(prefix=prefix))
+    expected = context.connection.api_level if call == "api_level" else None
+    for _ in range(2):
+        found: object
+        match call:
+            case "lookup_stream":
+                found = await lookup_stream(context, "a", None, 2)
+            case "known_stream_name":
+                found = await known_stream_name(context, "a", 2)
+            case _:
+                found = await api_level(context, 2)
+        assert found == expected
+    assert asked == (2 if call == "known_stream_name" else 1)
+    await sub.unsubscribe()
+    await leak_check.assert_clean()

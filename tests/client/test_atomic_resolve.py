@@ -13,9 +13,9 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
-from jetstream_ext.client import atomic_session
 from jetstream_ext.client.base_connection import notify
 from jetstream_ext.client.connection import Connection, Context, connection_of
+from jetstream_ext.client.fence import send_fence
 from jetstream_ext.testing import NatsServer
 
 MakeStream = Any
@@ -405,4 +405,4 @@ async def test_a_fence_that_cannot_be_written_names_the_write(own_nc: Client, mo
     context = Context(own_nc.jetstream())
     monkeypatch.setattr(context.connection, "write", full)
     with pytest.raises(errors.RequestTimeoutError, match="no room"):
-        await atomic_session._send_fence(context, b"S", b"", b"", 1.0)
+        await send_fence(context, "S", [b"", b""], 1.0)

@@ -15,9 +15,9 @@ Stream = dict[int, str]
 
 
 def verdicts(
-    stream: Stream, ids: Sequence[str], *, base: int = 0, last_seq: int, before: str = "", sent_again: bool = False
+    stream: Stream, ids: Sequence[str], *, base: int = 0, last_seq: int, before: str = "", **sent: bool
 ) -> list[Verdict]:
-    search = IdSearch(ids, own="run-", before=before, base=base, last_seq=last_seq, sent_again=sent_again)
+    search = IdSearch(ids, own="run-", before=before, base=base, last_seq=last_seq, **sent)
     while (block := search.next_block()) is not None:
         search.see((seq, stream[seq]) for seq in range(block[0], block[1] + 1) if seq in stream)
     return search.verdicts()
@@ -30,7 +30,15 @@ def verdicts(
         pytest.param({1: "run-1"}, ["run-1", "run-2"], {"last_seq": 1}, [STORED, MISSING], id="a prefix"),
         pytest.param({1: "run-1", 9: "run-1"}, ["run-1"], {"last_seq": 9}, [DOUBTFUL], id="two copies"),
         pytest.param({2: "run-2"}, ["run-1", "run-2"], {"last_seq": 2}, [STORED, STORED], id="replaced by its successor"),
-        pytest.param({2: "b"}, ["a", "b"], {"last_seq": 2}, [DOUBTFUL, STORED], id="another may have stored the successor"),
+        pytest.param({2: "b"}, ["a", "b"], {"last_seq": 2}, [UNKNOWN, STORED], id="another may have stored the successor"),
+        pytest.param(
+            {2: "b"}, ["a", "b", "c", "d", "b"], {"last_seq": 2}, [UNKNOWN, STORED, UNKNOWN, UNKNOWN, STORED],
+            id="an id twice",
+        ),
+        pytest.param(
+            {1: "x", 9: "b"}, ["a", "b", "c"], {"last_seq": 9}, [UNKNOWN, STORED, UNKNOWN],
+            id="another may have stored it behind its successors",
+        ),
         pytest.param({1: "b"}, ["a", "b"], {"last_seq": 1}, [MISSING, STORED], id="another stored the successor"),
         pytest.param({1: "x"}, ["run-1"], {"last_seq": 2}, [UNKNOWN], id="the last message was removed"),
         pytest.param({3: "x"}, ["run-1"], {"last_seq": 3, "base": 2}, [MISSING], id="a hole before the search"),
@@ -45,6 +53,14 @@ def verdicts(
             {1: "run-1", 2: "x"}, ["run-1", "run-2"], {"last_seq": 2, "sent_again": True}, [STORED, MISSING],
             id="sent again and still all there",
         ),
+        pytest.param(
+            {1: "run-1", 2: "x"}, ["run-1", "run-2"], {"last_seq": 2, "sent_again": True, "settled": False},
+            [DOUBTFUL, MISSING], id="sent again and perhaps not all there yet",
+        ),
+        pytest.param(
+            {1: "run-1"}, ["run-1", "run-2"], {"last_seq": 1, "settled": False}, [STORED, MISSING],
+            id="sent only once and perhaps not all there yet",
+        ),
     ],
 )  # fmt: skip
 def test_verdicts(stream: Stream, ids: list[str], options: dict[str, object], expected: list[Verdict]) -> None:
@@ -53,28 +69,39 @@ def test_verdicts(stream: Stream, ids: list[str], options: dict[str, object], ex
 
 @given(st.data())
 def test_no_verdict_is_false(data: st.DataObject) -> None:
-    """A batch stores a prefix of what was sent, others write too, and some of all that is removed."""
+    """A batch stores a prefix of what was sent, others write too, and some of all that is removed.
+
+    Ids that are not of this run come more than once, and others use them too.
+    """
     own = data.draw(st.booleans(), label="own ids")
-    ids = [f"run-{n}" if own else f"id-{n}" for n in range(1, data.draw(st.integers(1, 8), label="sent") + 1)]
+    count = data.draw(st.integers(1, 8), label="sent")
+    numbers = st.integers(1, count)
+    some = (
+        list(range(1, count + 1)) if own else data.draw(st.lists(numbers, min_size=count, max_size=count), label="ids")
+    )
+    ids = [f"run-{n}" if own else f"id-{n}" for n in some]
     stored = data.draw(st.integers(0, len(ids)), label="stored")
-    others = data.draw(st.integers(0, 60), label="others")
-    order = data.draw(st.permutations([True] * stored + [False] * others), label="order")
+    foreign = st.just("x") if own else st.one_of(st.just("x"), numbers.map("id-{}".format))
+    others = data.draw(st.lists(foreign, max_size=60), label="others")
+    order = data.draw(st.permutations([True] * stored + [False] * len(others)), label="order")
     base = data.draw(st.integers(0, 5), label="base")
     stream: Stream = dict.fromkeys(range(1, base + 1), "x")
     acknowledged = data.draw(st.booleans(), label="one acknowledged")
     log = (["run-0"] if acknowledged else []) + ["x"] * data.draw(st.integers(0, 5), label="others before")
-    sent = iter(ids)
-    log += [next(sent) if mine else "x" for mine in order]
+    sent, written = iter(ids), iter(others)
+    log += [next(sent) if mine else next(written) for mine in order]
     stream |= {base + index + 1: msg_id for index, msg_id in enumerate(log)}
     last_seq = base + len(log)
     removed = data.draw(st.sets(st.sampled_from(sorted(stream))) if stream else st.just(set()), label="removed")
     found = {seq: msg_id for seq, msg_id in stream.items() if seq not in removed}
     before = "run-0" if acknowledged else ""
     for index, verdict in enumerate(verdicts(found, ids, base=base, last_seq=last_seq, before=before)):
-        assert verdict is not DOUBTFUL or not own
         if verdict is STORED or verdict is DOUBTFUL:
-            assert index < stored
+            assert index < stored or ids[index] in log
+            assert verdict is STORED or log.count(ids[index]) > 1
         elif verdict is MISSING:
             assert index >= stored
+            assert ids[index] not in log
         else:
             assert removed, "nothing is unknown in a stream that has every message"
+            assert not own or not any(ids[later] in found.values() for later in range(index, count))

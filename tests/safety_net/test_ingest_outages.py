@@ -15,7 +15,7 @@ import jetstream_ext as jsx
 from jetstream_ext.client import ingest as ingest_module
 from jetstream_ext.client.api import get_at_leader
 from jetstream_ext.client.connection import Context
-from jetstream_ext.testing import NatsServer
+from jetstream_ext.testing import Cut, Faults, NatsServer, ReferenceServer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -61,6 +61,17 @@ async def cut(link: Link, js: JetStreamContext) -> None:
         return not js._nc.is_connected
 
     await until(noticed)
+
+
+async def forgotten(js: JetStreamContext) -> None:
+    """Wait until the server has forgotten the ids of what it has stored by now, with a window of `SHORT`."""
+    await js.add_stream(name="PROBE", subjects=["probe"], duplicate_window=SHORT)
+    await js.publish("probe", b"", headers={"Nats-Msg-Id": "probe"})
+
+    async def stored_again() -> bool:
+        return not (await js.publish("probe", b"", headers={"Nats-Msg-Id": "probe"})).duplicate
+
+    await until(stored_again)
 
 
 async def run(
@@ -114,13 +125,13 @@ class TestRestart:
         assert await stored(js) == [COUNT - 1]
         assert await last_seq(js) == COUNT, "every message was stored once"
 
-    async def test_with_ids_of_the_caller_replaced_messages_are_in_doubt_and_not_sent_again(
+    async def test_with_ids_of_the_caller_replaced_messages_are_sent_again_and_in_doubt(
         self, js: JetStreamContext, restart: Outage
     ) -> None:
         await add_stream(js, max_msgs_per_subject=1)
         report = await run(js, restart, msg_id=lambda entry: f"number-{int(entry[1])}")
         assert (report.stored, report.in_doubt) == (COUNT, SENT - 1)
-        assert await last_seq(js) == COUNT
+        assert await last_seq(js) == COUNT + SENT - 1
 
     async def test_messages_that_were_removed_by_another_publisher_are_in_doubt(
         self, own_server: NatsServer, js: JetStreamContext, restart: Outage
@@ -187,13 +198,7 @@ class TestLongOutage:
             await until(arrived)
             await cut(link, js)
 
-            async def forgotten() -> bool:
-                probe = await direct.publish("probe", b"", headers={"Nats-Msg-Id": "probe"})
-                return not probe.duplicate
-
-            await direct.add_stream(name="PROBE", subjects=["probe"], duplicate_window=SHORT)
-            await direct.publish("probe", b"", headers={"Nats-Msg-Id": "probe"})
-            await until(forgotten)  # ids of that age are forgotten
+            await forgotten(direct)
             link.accepting = True
 
         return outage
@@ -208,6 +213,58 @@ class TestLongOutage:
         assert await last_seq(direct) == COUNT
         kept = config.get("max_msgs", config.get("max_msgs_per_subject", COUNT))
         assert await stored(direct) == list(range(COUNT))[-kept:]
+
+    async def test_a_copy_that_is_still_on_its_way_is_counted(
+        self, direct: JetStreamContext, link: Link, connect: Connect
+    ) -> None:
+        # nats-py writes what it has kept when it is connected again; the server takes a while to store that much.
+        nc = await connect(link.url, pending_size=32 << 20)
+        js = nc.jetstream()
+        await add_stream(direct, duplicate_window=SHORT)
+
+        async def outage() -> None:
+            async def arrived() -> bool:
+                return await last_seq(direct) == SENT
+
+            await until(arrived)
+            await cut(link, js)
+            for n in range(50_000):
+                await nc.publish("s.b", b"-%d" % (n + 1))
+            await nc.publish("s.a", b"0", headers={"Nats-Msg-Id": "number-0"})
+            await forgotten(direct)
+            link.accepting = True
+
+        report = await run(js, outage, msg_id=lambda entry: f"number-{int(entry[1])}")
+        assert report.stored == COUNT
+        assert report.in_doubt == await last_seq(direct) - COUNT - 50_000 <= 1, "message 0 may be stored twice"
+
+    async def test_a_duplicate_of_a_copy_that_may_be_the_second_one_is_counted(
+        self, direct: JetStreamContext, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        await add_stream(direct, duplicate_window=SHORT)
+        publish, publications, trusted = Context.publish, 0, True
+
+        async def unanswered(publisher: jsx.FastPublisher) -> None:
+            raise jsx.errors.RequestTimeoutError
+
+        async def late(self: Context, *arguments: Any) -> Any:
+            nonlocal publications, trusted
+            publications += 1
+            if publications == 1:
+                await forgotten(direct)
+                await publish(self, *arguments)
+                raise jsx.errors.RequestTimeoutError
+            ack = await publish(self, *arguments)
+            trusted = False
+            return ack
+
+        monkeypatch.setattr(jsx.FastPublisher, "commit_eob", unanswered)
+        monkeypatch.setattr(jsx.FastPublisher, "ack_seq", 0)
+        monkeypatch.setattr(Context, "publish", late)
+        monkeypatch.setattr(ingest_module._Ingest, "_ids_are_trusted", lambda _: trusted)
+        report = await jsx.ingest(direct, [("s.a", b"0")], timeout=60)
+        assert report.stored == 1
+        assert report.in_doubt == (await last_seq(direct) > 1)
 
     async def test_an_expectation_does_not_fail_for_a_message_that_is_stored(
         self, direct: JetStreamContext, js: JetStreamContext, outage: Outage
@@ -246,6 +303,23 @@ class TestLongOutage:
         report = await run(js, purged)
         assert (report.stored, report.in_doubt) == (COUNT, SENT)
         assert await stored(direct) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("content", [b"repeated", b"0"], ids=["an id that comes again", "ids that come once"])
+async def test_nothing_is_counted_that_was_not_stored(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    # The second message replaces the first, and has the id of one that is sent again after messages that were lost.
+    monkeypatch.setattr(ingest_module, "_TRUSTED_SHARE", 0.0)  # the stream is searched
+    entries = [("s.0", b"first"), ("s.0", content), *((f"s.{n}", b"%d" % n) for n in range(1, 8)), ("s.9", b"repeated")]
+    async with ReferenceServer(faults=Faults(Cut("s.3", before=True))) as server:
+        js = (await connect(server.url)).jetstream(timeout=30)
+        await add_stream(js, max_msgs_per_subject=1)
+        async with asyncio.timeout(120):
+            report = await jsx.ingest(js, entries, msg_id=lambda entry: str(entry[1]))
+        assert report.stored == len(entries)
+        ids = {message.headers["Nats-Msg-Id"] for message in await jsx.DirectGet(js, "S").scan().to_list()}
+        assert ids >= {str(payload) for _, payload in entries[2:]}
 
 
 class TestWithoutPermission:

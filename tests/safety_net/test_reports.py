@@ -1,6 +1,7 @@
 """A message that is reported as stored is stored once, and an answer shows the moment that it names."""
 
 import asyncio
+import contextlib
 import re
 import sys
 from collections.abc import Awaitable, Callable
@@ -388,6 +389,15 @@ class TestMixedClusters:
             assert (await direct.stream_info("S")).state.messages == 0
 
 
+async def until_answered(call: Callable[[], Awaitable[object]]) -> None:
+    """Repeat a call until it is not the server's silence that it raises."""
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(errors.RequestTimeoutError):
+                await call()
+                return
+
+
 class TestTwoStreams:
     """A batch over two streams is refused before anything is sent, if the servers can tell."""
 
@@ -500,6 +510,44 @@ async def test_the_refusal_of_an_id_that_was_in_use_says_what_to_do(
     with pytest.raises(errors.AtomicPublishIncompleteError, match=r"earlier batch with this id .* repeat the batch"):
         await jsx.publish_atomic(js, [(f"{stream}.a", b"1")] * 2, batch_id="job")
     await jsx.publish_atomic(js, [(f"{stream}.a", b"1")] * 2, batch_id="job")
+
+
+async def test_a_stall_does_not_end_the_check_for_two_streams(own_server: NatsServer, connect: Connect) -> None:
+    js = (await connect(own_server.url)).jetstream(timeout=30)
+    for name in ("one", "two"):
+        await js.add_stream(name=name, subjects=[f"{name}.>"], allow_atomic=True)
+    async with jsx.AtomicBatch(js) as batch:
+        await batch.add("one.a", b"1")
+        await asyncio.to_thread(own_server.pause)
+        try:
+            with pytest.raises(errors.RequestTimeoutError, match=r"which stream stores 'two\.a' is unknown"):
+                await batch.add("two.a", b"2")
+        finally:
+            await asyncio.to_thread(own_server.resume)
+        with pytest.raises(errors.BadSubjectError, match="must be of one stream"):
+            await until_answered(lambda: batch.add("two.a", b"2"))
+    assert batch.ack is not None
+    assert batch.ack.batch_size == 1
+
+
+async def test_a_stall_does_not_blind_later_batches(
+    own_server: NatsServer, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    js = (await connect(own_server.url)).jetstream(timeout=30)
+    await js.add_stream(name="S", subjects=["s.>"], allow_atomic=True, allow_direct=True)
+    await asyncio.to_thread(own_server.pause)
+    stalled = asyncio.ensure_future(jsx.publish_atomic(js, [("s.a", b"1")], timeout=0.2))
+    with pytest.raises(nats.errors.Error):
+        await stalled
+    await asyncio.to_thread(own_server.resume)
+    monkeypatch.setattr("jetstream_ext.client.api._LOOKUP_TIMEOUT", 15.0)  # on a slow machine, too
+    batch = jsx.AtomicBatch(js)
+    await batch.add("s.a", b"2")
+    committing = asyncio.ensure_future(batch.commit_eob())
+    await asyncio.sleep(0)
+    committing.cancel()
+    await asyncio.wait({committing})
+    assert await batch.resolve(timeout=60) in ("stored", "not_stored")
 
 
 async def test_a_batch_over_two_streams_names_them(
