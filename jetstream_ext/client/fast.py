@@ -15,7 +15,7 @@ from nats.js import JetStreamContext
 from nats.nuid import NUID
 
 from jetstream_ext.client.api import LeaderInfo, lookup_leader
-from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription, never, weakly
+from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription, weakly
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.fast import Ended, Event, FastBatch
@@ -183,6 +183,7 @@ class FastPublisher:
             BatchError: The batch has ended; the error says why, what is stored, and holds the server's final ack.
             UnsupportedFeatureError: The server is older than 2.14. Nothing was sent; if the library could not know the
                 version before, the error says that this one message is stored as a separate message.
+            RequestTimeoutError: The connection took nothing for `ack_timeout` before the first message, which was not sent.
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
 
         Cancellation: While the call waits for room or for the connection, nothing is sent and the message has no
@@ -204,7 +205,7 @@ class FastPublisher:
     async def _publish(self, command: bytes, size: int) -> FastPubAck:
         batch, session = self._batch, self._session
         seq = batch.sent
-        await session.write(command, 1, size)
+        session.write(command, 1, size)
         if not batch.started():
             await session.wait(batch.started)
         return FastPubAck(seq, batch.acked)
@@ -256,7 +257,7 @@ class FastPublisher:
                 await session.wait_turn()
             data, count, size, stopped = batch.add_many(entries, session.now())
             if count:
-                await session.write(data, count, size)
+                session.write(data, count, size)
         if not isinstance(stopped, StopIteration):
             raise stopped
         if batch.sent:
@@ -283,7 +284,7 @@ class FastPublisher:
         await session.wait_ready(batch.can_ask)
         sent = batch.sent
         if not batch.is_settled(sent):
-            await session.write(batch.ping(session.now()), 1, 0)
+            session.write(batch.ping(session.now()), 1, 0)
             await session.wait(lambda: batch.is_settled(sent))
 
     async def ping(self) -> FastPubAck:
@@ -298,7 +299,7 @@ class FastPublisher:
         batch, session = self._batch, self._session
         await session.wait_ready(batch.can_ask)
         before = batch.pongs
-        await session.write(batch.ping(session.now()), 1, 0)
+        session.write(batch.ping(session.now()), 1, 0)
         await session.wait(lambda: batch.pongs > before)
         return FastPubAck(batch.sent, batch.acked)
 
@@ -327,7 +328,7 @@ class FastPublisher:
         await session.wait_ready(batch.can_ask)
         command = batch.commit(session.now())
         try:
-            await session.write(command, 1, 0)
+            session.write(command, 1, 0)
             await session.wait(batch.committed)
         except asyncio.CancelledError:
             await self.discard()
@@ -401,7 +402,8 @@ class FastSession:
     @property
     def can_send(self) -> bool:
         """Whether a message can be sent without waiting."""
-        return not self._senders and self._connection.usable and self.batch.has_room
+        connection = self._connection
+        return not self._senders and connection.usable and self.batch.has_room and connection.has_room
 
     @property
     def opened(self) -> bool:
@@ -414,21 +416,40 @@ class FastSession:
         self._connection.check_usable()
 
     async def wait_turn(self, message: BatchMessage | None = None) -> None:
-        """Wait until a message can be sent; callers get their turn in the order of their calls."""
+        """Wait until a message can be sent; callers get their turn in the order of their calls.
+
+        A message takes its sequence only while the write buffer has room, so the buffer bounds the memory of a window.
+        """
+        began = self.now()
         self._senders += 1
         try:
             async with self._turn:
-                await self.wait_ready(self.batch.can_send, message)
+                await self.wait_ready(self.batch.can_send, message, began)
+                while not self._connection.has_room:
+                    await self._wait_room(began)
+                    await self.wait_ready(self.batch.can_send)
         finally:
             self._senders -= 1
 
-    async def wait_ready(self, goal: Callable[[], bool], first: BatchMessage | None = None) -> None:
-        """Wait for `goal` on a usable connection; open the batch for its message `first` if it is new."""
+    async def _wait_room(self, began: float) -> None:
+        batch, connection, state = self.batch, self._connection, self.batch.state
+        timeout = batch.ack_timeout if batch.sent else began + batch.ack_timeout - self.now()
+        try:
+            await connection.wait_room(timeout, over=lambda: batch.state is not state)
+        except RequestTimeoutError:
+            if not batch.sent:
+                raise
+            self.deliver(batch.write_timed_out(self.now()))
+        except nats.errors.Error:
+            self._disconnected()
+
+    async def wait_ready(self, goal: Callable[[], bool], first: BatchMessage | None = None, began: float = 0.0) -> None:
+        """Wait for `goal` on a usable connection; open the batch for its message `first`, added at `began`, if it is new."""
         while True:
             await self.wait(goal)
             if self._inbox is None:
                 assert first is not None
-                await self._open(first)
+                await self._open(first, began)
             elif self._connection.usable:
                 self.batch.set_max_payload(self._connection.max_payload)
                 return
@@ -466,38 +487,33 @@ class FastSession:
         assert self.batch.end_reason is not None
         return self.batch.end_reason
 
-    async def write(self, data: bytes, messages: int, size: int) -> None:
+    def write(self, data: bytes, messages: int, size: int) -> None:
         """Write bytes of the batch; if that ends the batch, raise its error."""
-        batch = self.batch
         try:
-            await self._connection.write(data, messages, size, timeout=batch.ack_timeout, over=self._ended.is_set)
-        except RequestTimeoutError:
-            self.deliver(batch.write_timed_out(self.now()))
-            batch.check_open()
-        except nats.errors.Error as error:
-            # The messages have their sequences but were not sent: for the batch they are lost.
-            for_good = not isinstance(error, nats.errors.ConnectionReconnectingError)
-            self.deliver(batch.disconnected(self.now(), for_good=for_good))
-            batch.check_open()
-        if batch.end_reason is not None:
-            batch.reached(never)
+            self._connection.write_nowait(data, messages, size)
+        except nats.errors.Error:
+            self._disconnected()  # the messages have their sequences but were not sent: for the batch they are lost
+            self.batch.check_open()
         if self._timer is None:
             self._arm()  # writing only postpones what is due, so a timer that is set fires early enough
 
     # -- the connection -------------------------------------------------------------------------------------------
 
-    async def _open(self, first: BatchMessage) -> None:
-        connection, timeout, began = self._connection, self.batch.ack_timeout, self.now()
+    async def _open(self, first: BatchMessage, began: float) -> None:
+        connection, deadline = self._connection, began + self.batch.ack_timeout
         connection.check_usable()
-        leader = self.leader = await lookup_leader(self._context, first.subject, first.stream, timeout, FAST_INGEST)
+        leader = self.leader = await lookup_leader(
+            self._context, first.subject, first.stream, max(0.0, deadline - self.now()), FAST_INGEST
+        )
         if not FAST_INGEST.at(leader.api_level):
             raise FAST_INGEST.unsupported(
                 server_version=leader.server_version, api_level=leader.api_level, detail="nothing was sent"
             )
         handler = InboxHandler(weakly(self._receive), weakly(self._disconnected), weakly(self._reconnected))
         tail = f".{self.batch.batch_id}.>"
-        inbox = await connection.inbox(handler, tail=tail, timeout=timeout)
+        inbox = await connection.inbox(handler, tail=tail, timeout=deadline - self.now())
         try:
+            await connection.wait_room(deadline - self.now(), over=lambda: self.batch.end_reason is not None)
             self.batch.open(inbox.subject, self.now() - began)
         except BaseException:
             inbox.close()
@@ -510,8 +526,10 @@ class FastSession:
         self.deliver(*self.batch.receive(frames, self.now()))
 
     def _disconnected(self) -> None:
-        for_good = self._connection.end is not None or self._connection.nc.is_draining
-        self.deliver(self.batch.disconnected(self.now(), for_good=for_good))
+        nc = self._connection.nc
+        for_good = self._connection.end is not None or nc.is_draining
+        how = "was closed" if nc.is_closed else "is draining" if nc.is_draining else "was lost"
+        self.deliver(self.batch.disconnected(self.now(), for_good=for_good, why=f"the connection {how}"))
 
     def _reconnected(self) -> None:
         self.batch.set_max_payload(self._connection.max_payload)
