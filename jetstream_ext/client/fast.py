@@ -14,7 +14,7 @@ import nats.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import LeaderInfo, lookup_leader
+from jetstream_ext.client.api import LeaderInfo, known_stream_name, lookup_leader
 from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription, weakly
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import RequestTimeoutError
@@ -22,6 +22,8 @@ from jetstream_ext.protocol.fast import Ended, Event, FastBatch
 from jetstream_ext.protocol.fast_wire import BatchFlowError, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.options import as_message
+from jetstream_ext.protocol.subjects import SubjectElsewhere
 from jetstream_ext.types import (
     BatchAck,
     BatchFlowAck,
@@ -184,7 +186,8 @@ class FastPublisher:
             UnsupportedFeatureError: The server is older than 2.14. Nothing was sent; if the library could not know the
                 version before, the error says that this one message is stored as a separate message.
             RequestTimeoutError: The connection took nothing for `ack_timeout` before the first message, which was not sent.
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
+            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent; a subject of
+                another stream than the batch's is a BadSubjectError, if the servers can tell.
 
         Cancellation: While the call waits for room or for the connection, nothing is sent and the message has no
         sequence (`batch_seq` does not count it). After that the message is sent and counted. The batch stays usable.
@@ -192,12 +195,21 @@ class FastPublisher:
         session = self._session
         if options or not session.can_send:
             return await self.add_message(BatchMessage(subject, payload, **options))
-        return await self._publish(self._batch.add_plain(subject, payload, session.now()), len(payload))
+        try:
+            command = self._batch.add_plain(subject, payload, session.now())
+        except SubjectElsewhere:
+            return await self.add_message(BatchMessage(subject, payload))
+        return await self._publish(command, len(payload))
 
     async def add_message(self, message: BatchMessage) -> FastPubAck:
         """Publish one `BatchMessage`; arguments, errors, result and cancellation as for `add`."""
         session = self._session
-        encoded = self._batch.encode(message)
+        while True:
+            try:
+                encoded = self._batch.encode(message)
+                break
+            except SubjectElsewhere as question:
+                await session.find_stream(question.subject)
         if not session.can_send:
             await session.wait_turn(message)
         return await self._publish(self._batch.add(encoded, session.now()), len(encoded.payload))
@@ -258,6 +270,9 @@ class FastPublisher:
             data, count, size, stopped = batch.add_many(entries, session.now())
             if count:
                 session.write(data, count, size)
+            if isinstance(stopped, SubjectElsewhere):
+                await self.add_message(as_message(stopped.entry))
+                stopped = None
         if not isinstance(stopped, StopIteration):
             raise stopped
         if batch.sent:
@@ -497,6 +512,10 @@ class FastSession:
         if self._timer is None:
             self._arm()  # writing only postpones what is due, so a timer that is set fires early enough
 
+    async def find_stream(self, subject: str) -> None:
+        """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
+        self.batch.check_stream(subject, await known_stream_name(self._context, subject, self.batch.ack_timeout))
+
     # -- the connection -------------------------------------------------------------------------------------------
 
     async def _open(self, first: BatchMessage, began: float) -> None:
@@ -514,7 +533,7 @@ class FastSession:
         inbox = await connection.inbox(handler, tail=tail, timeout=deadline - self.now())
         try:
             await connection.wait_room(deadline - self.now(), over=lambda: self.batch.end_reason is not None)
-            self.batch.open(inbox.subject, self.now() - began)
+            self.batch.open(inbox.subject, self.now() - began, leader.stream)
         except BaseException:
             inbox.close()
             raise

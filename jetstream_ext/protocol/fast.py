@@ -24,6 +24,7 @@ from typing import Any, Final, NoReturn
 from jetstream_ext import errors
 from jetstream_ext.errors import BatchError, ErrorCode, JetStreamExtError, Outcome, ServerError
 from jetstream_ext.protocol import fast_wire as wire
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.fast_window import Window
 from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, FastWire, Reply, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
@@ -260,6 +261,7 @@ class FastBatch:
         self._asks_again = False  # COMMITTING, DRAINING: the server is to be asked again
         self._connected = True
         self._cut = "the connection was lost"
+        self._stream = ""  # the batch's, if it is known
         self._resumed = 0  # replies about messages up to this one may have been lost with a connection
         self._probed = False  # SUSPENDED: the server was asked on a new connection once
         self._doubtful = 0  # SUSPENDED: nothing is known from this sequence on
@@ -320,14 +322,20 @@ class FastBatch:
 
     # -- sending --------------------------------------------------------------------------------------------------
 
-    def open(self, inbox: str, took: float = 0.0) -> None:
+    def open(self, inbox: str, took: float = 0.0, stream: StreamState | None = None) -> None:
         """Set the prefix of the reply subjects before the first message; raise if the batch was discarded.
 
-        `took` are the seconds that the shell needed to get that far; the wait for the first reply is shorter by them.
+        From then on a message that `stream` does not store raises SubjectElsewhere. `took` are the seconds that the shell needed to get that far; the wait for the first reply is shorter by them.
         """
         self._check(Input.MESSAGE)
         self._wire.open(inbox)
         self._opening_took = took
+        if stream is not None:
+            self._stream, self._wire.subjects.stores = stream.name, stream.stores
+
+    def check_stream(self, subject: str, stream: str | None) -> None:
+        """Take the answer to a SubjectElsewhere, as `SubjectCache.answer` does."""
+        self._wire.subjects.answer(subject, stream, self._stream, f"batch {self.batch_id}", "a fast batch")
 
     def set_max_payload(self, max_payload: int) -> None:
         self._wire.max_payload = max_payload
