@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 import math
+from collections import deque
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
@@ -15,10 +16,10 @@ from nats.js import JetStreamContext
 from nats.nuid import NUID
 
 from jetstream_ext.client.api import LeaderInfo, known_stream_name, lookup_leader
-from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription, weakly
+from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription, cancel, weakly
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import RequestTimeoutError
-from jetstream_ext.protocol.fast import Ended, Event, FastBatch
+from jetstream_ext.protocol.fast import KEPT_REPORTS, Ended, Event, FastBatch
 from jetstream_ext.protocol.fast_wire import BatchFlowError, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
@@ -42,6 +43,8 @@ ErrorHandler = Callable[[BatchFlowError], Awaitable[None] | None]
 FlowHandler = Callable[[BatchFlowAck], Awaitable[None] | None]
 
 _log: Final = logging.getLogger("jetstream_ext.fast")
+
+_CANCEL_TIMEOUT: Final = 1.0  # seconds for a handler to end after its cancellation
 
 _WAITED_FOR: Final[set[FastSession]] = set()
 """Sessions with a waiting caller: a task that waits must not be collected with the session that it waits for."""
@@ -72,10 +75,14 @@ class FastPublisher:
         on_flow: Called with every `BatchFlowAck`.
 
     The handlers may be plain or coroutine functions. They run on the loop after the batch's state is updated. Their
-    exceptions go to the loop's exception handler.
+    exceptions go to the loop's exception handler. Coroutine functions run one at a time, in the order of the events. At
+    most 1000 events wait for them; then the oldest are dropped, with one warning in the log. The end of the ``async
+    with`` block waits for them for what is left of `ack_timeout`, and then cancels them; if the block is cancelled, at once.
 
     Requires: nats-server 2.14 and ``allow_batched`` on the stream.
     """
+
+    _one_stream = True  # whether messages of other streams than the batch's are refused
 
     def __init__(
         self,
@@ -94,6 +101,7 @@ class FastPublisher:
         context = Context(js)
         self._session = FastSession(
             context,
+            one_stream=self._one_stream,
             handlers={BatchFlowGap: on_gap, BatchFlowError: on_error, BatchFlowAck: on_flow},
             batch_id=NUID().next().decode() if batch_id is None else batch_id,
             flow=flow,
@@ -371,17 +379,25 @@ class FastPublisher:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        batch = self._batch
-        if kind is not None or not batch.sent:
-            await self.discard()
-        elif batch.end_reason is None:
-            try:
-                await self.commit_eob()
-            except BaseException:
-                await self.discard()  # a failed commit must leave nothing open after the block
-                raise
-        elif batch.error is not None:
-            batch.check_open()
+        batch, session = self._batch, self._session
+        deadline = session.now() + batch.ack_timeout
+        try:
+            if kind is not None or not batch.sent:
+                await self.discard()
+            elif batch.end_reason is None:
+                try:
+                    await self.commit_eob()
+                except BaseException:
+                    await self.discard()  # a failed commit must leave nothing open after the block
+                    raise
+            elif batch.error is not None:
+                batch.check_open()
+        except asyncio.CancelledError:
+            deadline = 0.0
+            raise
+        finally:
+            cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
+            await session.end_handlers(0.0 if cancelled else deadline - session.now())
 
 
 class FastSession:
@@ -393,9 +409,15 @@ class FastSession:
     _inbox: InboxSubscription | None = None
 
     def __init__(
-        self, context: Context, *, handlers: Mapping[type[Event], Callable[[Any], object] | None], **batch: Any
+        self,
+        context: Context,
+        *,
+        one_stream: bool,
+        handlers: Mapping[type[Event], Callable[[Any], object] | None],
+        **batch: Any,
     ) -> None:
         self._context = context
+        self._one_stream = one_stream
         self._handlers = handlers
         self._connection: BaseConnection = context.connection
         self.leader: LeaderInfo | None = None  # the server of the stream, once the batch is opened
@@ -410,7 +432,9 @@ class FastSession:
         self._ended = asyncio.Event()
         self._fire = weakly(self._timer_fired)
         self._timer: asyncio.TimerHandle | None = None
-        self._handler_tasks: set[asyncio.Task[None]] = set()
+        self._results: deque[Awaitable[object]] = deque()  # of coroutine handlers, oldest first
+        self._handling: asyncio.Task[None] | None = None  # awaits them
+        self._is_behind = False
 
     # -- callers --------------------------------------------------------------------------------------------------
 
@@ -533,7 +557,7 @@ class FastSession:
         inbox = await connection.inbox(handler, tail=tail, timeout=deadline - self.now())
         try:
             await connection.wait_room(deadline - self.now(), over=lambda: self.batch.end_reason is not None)
-            self.batch.open(inbox.subject, self.now() - began, leader.stream)
+            self.batch.open(inbox.subject, self.now() - began, leader.stream if self._one_stream else None)
         except BaseException:
             inbox.close()
             raise
@@ -583,15 +607,40 @@ class FastSession:
             self._handler_failed(error)
         else:
             if inspect.isawaitable(result):
-                task = asyncio.get_running_loop().create_task(self._finish(result))
-                self._handler_tasks.add(task)
-                task.add_done_callback(self._handler_tasks.discard)
+                if len(self._results) == KEPT_REPORTS:
+                    self._drop_result()
+                    if not self._is_behind:
+                        self._is_behind = True
+                        text = "batch %s: a coroutine handler is behind by %d events; the oldest are dropped"
+                        _log.warning(text, self.batch.batch_id, KEPT_REPORTS)
+                self._results.append(result)
+                if self._handling is None or self._handling.done():
+                    self._handling = asyncio.get_running_loop().create_task(self._await_results())
 
-    async def _finish(self, result: Awaitable[object]) -> None:
+    def _drop_result(self) -> None:
+        result = self._results.popleft()
+        if inspect.iscoroutine(result):
+            result.close()  # it has not begun
+
+    async def _await_results(self) -> None:
+        while self._results:
+            try:
+                await self._results.popleft()
+            except (Exception, asyncio.CancelledError) as error:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
+                self._handler_failed(error)
+
+    async def end_handlers(self, timeout: float) -> None:
+        """Wait for the coroutine handlers for up to `timeout` seconds, then cancel them."""
         try:
-            await result
-        except Exception as error:
-            self._handler_failed(error)
+            if self._handling is not None and timeout > 0:
+                await asyncio.wait({self._handling}, timeout=timeout)
+        finally:
+            while self._results:
+                self._drop_result()
+            if self._handling is not None:
+                await cancel(self._handling, _CANCEL_TIMEOUT)
 
     def _handler_failed(self, error: BaseException) -> None:
         message = f"batch {self.batch.batch_id}: a callback (on_flow, on_gap or on_error) raised"
