@@ -66,10 +66,11 @@ class FastPublisher:
         gap: What happens when messages are lost before they reach the server: `GapMode.FAIL` ends the batch;
             `GapMode.OK` reports the gap and continues, also after a reconnect.
         batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None generates one.
-        ack_timeout: Seconds that a wait may last without a reply of the server; None is the context's timeout. After the
+        ack_timeout: Seconds that a wait may last without progress by the server; None is the context's timeout. After the
             connection is lost, `GapMode.OK` waits this long for the next one, and again for the server's answer on it.
-        keepalive: Seconds without traffic after which a ping keeps an idle batch alive (the server drops it after 10 s);
-            0 or None sends no pings.
+        keepalive: Seconds without traffic after which a ping keeps an idle batch alive (the server drops it after 10 s).
+            An idle batch notices after `keepalive` + `ack_timeout` that the server does not answer. 0 or None sends no
+            pings: then it does not notice while idle.
         on_gap: Called with every `BatchFlowGap`.
         on_error: Called with every `BatchFlowError`: a message was refused, and the batch continues.
         on_flow: Called with every `BatchFlowAck`.
@@ -170,7 +171,7 @@ class FastPublisher:
 
     @property
     def end_reason(self) -> EndReason | None:
-        """Why the batch ended; None while it is open. It is set as soon as the batch ends, also while idle."""
+        """Why the batch ended; None while it is open. It is set when the server or the connection ends it, also while idle."""
         return self._batch.end_reason
 
     # -- publishing ---------------------------------------------------------------------------------------------
