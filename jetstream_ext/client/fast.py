@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 import math
+from collections import deque
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
@@ -14,14 +15,16 @@ import nats.errors
 from nats.js import JetStreamContext
 from nats.nuid import NUID
 
-from jetstream_ext.client.api import LeaderInfo, lookup_leader
-from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription, never, weakly
+from jetstream_ext.client.api import LeaderInfo, known_stream_name, lookup_leader
+from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription, cancel, weakly
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import RequestTimeoutError
-from jetstream_ext.protocol.fast import Ended, Event, FastBatch
+from jetstream_ext.protocol.fast import KEPT_REPORTS, Ended, Event, FastBatch
 from jetstream_ext.protocol.fast_wire import BatchFlowError, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
+from jetstream_ext.protocol.options import as_message
+from jetstream_ext.protocol.subjects import SubjectElsewhere
 from jetstream_ext.types import (
     BatchAck,
     BatchFlowAck,
@@ -40,6 +43,8 @@ ErrorHandler = Callable[[BatchFlowError], Awaitable[None] | None]
 FlowHandler = Callable[[BatchFlowAck], Awaitable[None] | None]
 
 _log: Final = logging.getLogger("jetstream_ext.fast")
+
+_CANCEL_TIMEOUT: Final = 1.0  # seconds for a handler to end after its cancellation
 
 _WAITED_FOR: Final[set[FastSession]] = set()
 """Sessions with a waiting caller: a task that waits must not be collected with the session that it waits for."""
@@ -61,19 +66,24 @@ class FastPublisher:
         gap: What happens when messages are lost before they reach the server: `GapMode.FAIL` ends the batch;
             `GapMode.OK` reports the gap and continues, also after a reconnect.
         batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None generates one.
-        ack_timeout: Seconds that a wait may last without a reply of the server; None is the context's timeout. After the
+        ack_timeout: Seconds that a wait may last without progress by the server; None is the context's timeout. After the
             connection is lost, `GapMode.OK` waits this long for the next one, and again for the server's answer on it.
-        keepalive: Seconds without traffic after which a ping keeps an idle batch alive (the server drops it after 10 s);
-            0 or None sends no pings.
+        keepalive: Seconds without traffic after which a ping keeps an idle batch alive (the server drops it after 10 s).
+            An idle batch notices after `keepalive` + `ack_timeout` that the server does not answer. 0 or None sends no
+            pings: then it does not notice while idle.
         on_gap: Called with every `BatchFlowGap`.
         on_error: Called with every `BatchFlowError`: a message was refused, and the batch continues.
         on_flow: Called with every `BatchFlowAck`.
 
     The handlers may be plain or coroutine functions. They run on the loop after the batch's state is updated. Their
-    exceptions go to the loop's exception handler.
+    exceptions go to the loop's exception handler. Coroutine functions run one at a time, in the order of the events. At
+    most 1000 events wait for them; then the oldest are dropped, with one warning in the log. The end of the ``async
+    with`` block waits for them for what is left of `ack_timeout`, and then cancels them; if the block is cancelled, at once.
 
     Requires: nats-server 2.14 and ``allow_batched`` on the stream.
     """
+
+    _one_stream = True  # whether messages of other streams than the batch's are refused
 
     def __init__(
         self,
@@ -92,6 +102,7 @@ class FastPublisher:
         context = Context(js)
         self._session = FastSession(
             context,
+            one_stream=self._one_stream,
             handlers={BatchFlowGap: on_gap, BatchFlowError: on_error, BatchFlowAck: on_flow},
             batch_id=NUID().next().decode() if batch_id is None else batch_id,
             flow=flow,
@@ -160,7 +171,7 @@ class FastPublisher:
 
     @property
     def end_reason(self) -> EndReason | None:
-        """Why the batch ended; None while it is open. It is set as soon as the batch ends, also while idle."""
+        """Why the batch ended; None while it is open. It is set when the server or the connection ends it, also while idle."""
         return self._batch.end_reason
 
     # -- publishing ---------------------------------------------------------------------------------------------
@@ -183,7 +194,9 @@ class FastPublisher:
             BatchError: The batch has ended; the error says why, what is stored, and holds the server's final ack.
             UnsupportedFeatureError: The server is older than 2.14. Nothing was sent; if the library could not know the
                 version before, the error says that this one message is stored as a separate message.
-            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
+            RequestTimeoutError: The connection took nothing for `ack_timeout` before the first message, which was not sent.
+            BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent; a subject of
+                another stream than the batch's is a BadSubjectError, if the servers can tell.
 
         Cancellation: While the call waits for room or for the connection, nothing is sent and the message has no
         sequence (`batch_seq` does not count it). After that the message is sent and counted. The batch stays usable.
@@ -191,12 +204,21 @@ class FastPublisher:
         session = self._session
         if options or not session.can_send:
             return await self.add_message(BatchMessage(subject, payload, **options))
-        return await self._publish(self._batch.add_plain(subject, payload, session.now()), len(payload))
+        try:
+            command = self._batch.add_plain(subject, payload, session.now())
+        except SubjectElsewhere:
+            return await self.add_message(BatchMessage(subject, payload))
+        return await self._publish(command, len(payload))
 
     async def add_message(self, message: BatchMessage) -> FastPubAck:
         """Publish one `BatchMessage`; arguments, errors, result and cancellation as for `add`."""
         session = self._session
-        encoded = self._batch.encode(message)
+        while True:
+            try:
+                encoded = self._batch.encode(message)
+                break
+            except SubjectElsewhere as question:
+                await session.find_stream(question.subject)
         if not session.can_send:
             await session.wait_turn(message)
         return await self._publish(self._batch.add(encoded, session.now()), len(encoded.payload))
@@ -204,7 +226,7 @@ class FastPublisher:
     async def _publish(self, command: bytes, size: int) -> FastPubAck:
         batch, session = self._batch, self._session
         seq = batch.sent
-        await session.write(command, 1, size)
+        session.write(command, 1, size)
         if not batch.started():
             await session.wait(batch.started)
         return FastPubAck(seq, batch.acked)
@@ -256,7 +278,10 @@ class FastPublisher:
                 await session.wait_turn()
             data, count, size, stopped = batch.add_many(entries, session.now())
             if count:
-                await session.write(data, count, size)
+                session.write(data, count, size)
+            if isinstance(stopped, SubjectElsewhere):
+                await self.add_message(as_message(stopped.entry))
+                stopped = None
         if not isinstance(stopped, StopIteration):
             raise stopped
         if batch.sent:
@@ -283,7 +308,7 @@ class FastPublisher:
         await session.wait_ready(batch.can_ask)
         sent = batch.sent
         if not batch.is_settled(sent):
-            await session.write(batch.ping(session.now()), 1, 0)
+            session.write(batch.ping(session.now()), 1, 0)
             await session.wait(lambda: batch.is_settled(sent))
 
     async def ping(self) -> FastPubAck:
@@ -298,7 +323,7 @@ class FastPublisher:
         batch, session = self._batch, self._session
         await session.wait_ready(batch.can_ask)
         before = batch.pongs
-        await session.write(batch.ping(session.now()), 1, 0)
+        session.write(batch.ping(session.now()), 1, 0)
         await session.wait(lambda: batch.pongs > before)
         return FastPubAck(batch.sent, batch.acked)
 
@@ -327,7 +352,7 @@ class FastPublisher:
         await session.wait_ready(batch.can_ask)
         command = batch.commit(session.now())
         try:
-            await session.write(command, 1, 0)
+            session.write(command, 1, 0)
             await session.wait(batch.committed)
         except asyncio.CancelledError:
             await self.discard()
@@ -355,17 +380,25 @@ class FastPublisher:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        batch = self._batch
-        if kind is not None or not batch.sent:
-            await self.discard()
-        elif batch.end_reason is None:
-            try:
-                await self.commit_eob()
-            except BaseException:
-                await self.discard()  # a failed commit must leave nothing open after the block
-                raise
-        elif batch.error is not None:
-            batch.check_open()
+        batch, session = self._batch, self._session
+        deadline = session.now() + batch.ack_timeout
+        try:
+            if kind is not None or not batch.sent:
+                await self.discard()
+            elif batch.end_reason is None:
+                try:
+                    await self.commit_eob()
+                except BaseException:
+                    await self.discard()  # a failed commit must leave nothing open after the block
+                    raise
+            elif batch.error is not None:
+                batch.check_open()
+        except asyncio.CancelledError:
+            deadline = 0.0
+            raise
+        finally:
+            cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
+            await session.end_handlers(0.0 if cancelled else deadline - session.now())
 
 
 class FastSession:
@@ -377,9 +410,15 @@ class FastSession:
     _inbox: InboxSubscription | None = None
 
     def __init__(
-        self, context: Context, *, handlers: Mapping[type[Event], Callable[[Any], object] | None], **batch: Any
+        self,
+        context: Context,
+        *,
+        one_stream: bool,
+        handlers: Mapping[type[Event], Callable[[Any], object] | None],
+        **batch: Any,
     ) -> None:
         self._context = context
+        self._one_stream = one_stream
         self._handlers = handlers
         self._connection: BaseConnection = context.connection
         self.leader: LeaderInfo | None = None  # the server of the stream, once the batch is opened
@@ -387,7 +426,6 @@ class FastSession:
             max_payload=self._connection.max_payload, inbox_size=self._connection.inbox_size, **batch
         )
         self.now: Callable[[], float] = lambda: asyncio.get_running_loop().time()  # `_open` sets a faster one
-        self._opening_took = 0.0  # seconds of the first message's `ack_timeout` that opening the batch has spent
         self._turn = asyncio.Lock()
         self._senders = 0  # callers in `wait_turn`
         self._waiters = 0  # callers in `wait`
@@ -395,14 +433,17 @@ class FastSession:
         self._ended = asyncio.Event()
         self._fire = weakly(self._timer_fired)
         self._timer: asyncio.TimerHandle | None = None
-        self._handler_tasks: set[asyncio.Task[None]] = set()
+        self._results: deque[Awaitable[object]] = deque()  # of coroutine handlers, oldest first
+        self._handling: asyncio.Task[None] | None = None  # awaits them
+        self._is_behind = False
 
     # -- callers --------------------------------------------------------------------------------------------------
 
     @property
     def can_send(self) -> bool:
         """Whether a message can be sent without waiting."""
-        return not self._senders and self._connection.usable and self.batch.has_room
+        connection = self._connection
+        return not self._senders and connection.usable and self.batch.has_room and connection.has_room
 
     @property
     def opened(self) -> bool:
@@ -415,21 +456,40 @@ class FastSession:
         self._connection.check_usable()
 
     async def wait_turn(self, message: BatchMessage | None = None) -> None:
-        """Wait until a message can be sent; callers get their turn in the order of their calls."""
+        """Wait until a message can be sent; callers get their turn in the order of their calls.
+
+        A message takes its sequence only while the write buffer has room, so the buffer bounds the memory of a window.
+        """
+        began = self.now()
         self._senders += 1
         try:
             async with self._turn:
-                await self.wait_ready(self.batch.can_send, message)
+                await self.wait_ready(self.batch.can_send, message, began)
+                while not self._connection.has_room:
+                    await self._wait_room(began)
+                    await self.wait_ready(self.batch.can_send)
         finally:
             self._senders -= 1
 
-    async def wait_ready(self, goal: Callable[[], bool], first: BatchMessage | None = None) -> None:
-        """Wait for `goal` on a usable connection; open the batch for its message `first` if it is new."""
+    async def _wait_room(self, began: float) -> None:
+        batch, connection, state = self.batch, self._connection, self.batch.state
+        timeout = batch.ack_timeout if batch.sent else began + batch.ack_timeout - self.now()
+        try:
+            await connection.wait_room(timeout, over=lambda: batch.state is not state)
+        except RequestTimeoutError:
+            if not batch.sent:
+                raise
+            self.deliver(batch.write_timed_out(self.now()))
+        except nats.errors.Error:
+            self._disconnected()
+
+    async def wait_ready(self, goal: Callable[[], bool], first: BatchMessage | None = None, began: float = 0.0) -> None:
+        """Wait for `goal` on a usable connection; open the batch for its message `first`, added at `began`, if it is new."""
         while True:
             await self.wait(goal)
             if self._inbox is None:
                 assert first is not None
-                await self._open(first)
+                await self._open(first, began)
             elif self._connection.usable:
                 self.batch.set_max_payload(self._connection.max_payload)
                 return
@@ -467,41 +527,38 @@ class FastSession:
         assert self.batch.end_reason is not None
         return self.batch.end_reason
 
-    async def write(self, data: bytes, messages: int, size: int) -> None:
+    def write(self, data: bytes, messages: int, size: int) -> None:
         """Write bytes of the batch; if that ends the batch, raise its error."""
-        batch = self.batch
-        timeout, self._opening_took = max(0.0, batch.ack_timeout - self._opening_took), 0.0
         try:
-            await self._connection.write(data, messages, size, timeout=timeout, over=self._ended.is_set)
-        except RequestTimeoutError:
-            self.deliver(batch.write_timed_out(self.now()))
-            batch.check_open()
-        except nats.errors.Error as error:
-            # The messages have their sequences but were not sent: for the batch they are lost.
-            for_good = not isinstance(error, nats.errors.ConnectionReconnectingError)
-            self.deliver(batch.disconnected(self.now(), for_good=for_good))
-            batch.check_open()
-        if batch.end_reason is not None:
-            batch.reached(never)
+            self._connection.write_nowait(data, messages, size)
+        except nats.errors.Error:
+            self._disconnected()  # the messages have their sequences but were not sent: for the batch they are lost
+            self.batch.check_open()
         if self._timer is None:
             self._arm()  # writing only postpones what is due, so a timer that is set fires early enough
 
+    async def find_stream(self, subject: str) -> None:
+        """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
+        self.batch.check_stream(subject, await known_stream_name(self._context, subject, self.batch.ack_timeout))
+
     # -- the connection -------------------------------------------------------------------------------------------
 
-    async def _open(self, first: BatchMessage) -> None:
-        connection, timeout, began = self._connection, self.batch.ack_timeout, self.now()
+    async def _open(self, first: BatchMessage, began: float) -> None:
+        connection, deadline = self._connection, began + self.batch.ack_timeout
         connection.check_usable()
-        leader = self.leader = await lookup_leader(self._context, first.subject, first.stream, timeout, FAST_INGEST)
+        leader = self.leader = await lookup_leader(
+            self._context, first.subject, first.stream, max(0.0, deadline - self.now()), FAST_INGEST
+        )
         if not FAST_INGEST.at(leader.api_level):
             raise FAST_INGEST.unsupported(
                 server_version=leader.server_version, api_level=leader.api_level, detail="nothing was sent"
             )
         handler = InboxHandler(weakly(self._receive), weakly(self._disconnected), weakly(self._reconnected))
         tail = f".{self.batch.batch_id}.>"
-        inbox = await connection.inbox(handler, tail=tail, timeout=began + timeout - self.now())
-        self._opening_took = self.now() - began
+        inbox = await connection.inbox(handler, tail=tail, timeout=deadline - self.now())
         try:
-            self.batch.open(inbox.subject, self._opening_took)
+            await connection.wait_room(deadline - self.now(), over=lambda: self.batch.end_reason is not None)
+            self.batch.open(inbox.subject, self.now() - began, leader.stream if self._one_stream else None)
         except BaseException:
             inbox.close()
             raise
@@ -513,8 +570,10 @@ class FastSession:
         self.deliver(*self.batch.receive(frames, self.now()))
 
     def _disconnected(self) -> None:
-        for_good = self._connection.end is not None or self._connection.nc.is_draining
-        self.deliver(self.batch.disconnected(self.now(), for_good=for_good))
+        nc = self._connection.nc
+        for_good = self._connection.end is not None or nc.is_draining
+        how = "was closed" if nc.is_closed else "is draining" if nc.is_draining else "was lost"
+        self.deliver(self.batch.disconnected(self.now(), for_good=for_good, why=f"the connection {how}"))
 
     def _reconnected(self) -> None:
         self.batch.set_max_payload(self._connection.max_payload)
@@ -549,15 +608,40 @@ class FastSession:
             self._handler_failed(error)
         else:
             if inspect.isawaitable(result):
-                task = asyncio.get_running_loop().create_task(self._finish(result))
-                self._handler_tasks.add(task)
-                task.add_done_callback(self._handler_tasks.discard)
+                if len(self._results) == KEPT_REPORTS:
+                    self._drop_result()
+                    if not self._is_behind:
+                        self._is_behind = True
+                        text = "batch %s: a coroutine handler is behind by %d events; the oldest are dropped"
+                        _log.warning(text, self.batch.batch_id, KEPT_REPORTS)
+                self._results.append(result)
+                if self._handling is None or self._handling.done():
+                    self._handling = asyncio.get_running_loop().create_task(self._await_results())
 
-    async def _finish(self, result: Awaitable[object]) -> None:
+    def _drop_result(self) -> None:
+        result = self._results.popleft()
+        if inspect.iscoroutine(result):
+            result.close()  # it has not begun
+
+    async def _await_results(self) -> None:
+        while self._results:
+            try:
+                await self._results.popleft()
+            except (Exception, asyncio.CancelledError) as error:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
+                self._handler_failed(error)
+
+    async def end_handlers(self, timeout: float) -> None:
+        """Wait for the coroutine handlers for up to `timeout` seconds, then cancel them."""
         try:
-            await result
-        except Exception as error:
-            self._handler_failed(error)
+            if self._handling is not None and timeout > 0:
+                await asyncio.wait({self._handling}, timeout=timeout)
+        finally:
+            while self._results:
+                self._drop_result()
+            if self._handling is not None:
+                await cancel(self._handling, _CANCEL_TIMEOUT)
 
     def _handler_failed(self, error: BaseException) -> None:
         message = f"batch {self.batch.batch_id}: a callback (on_flow, on_gap or on_error) raised"

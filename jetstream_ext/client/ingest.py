@@ -127,6 +127,8 @@ async def ingest(
 
 
 class _Publisher(FastPublisher):
+    _one_stream = False  # the message of another stream ends the batch, and is then published by itself
+
     @property
     def leader(self) -> LeaderInfo | None:
         """What was known about the stream's server when the batch was opened, before anything was sent."""

@@ -209,16 +209,12 @@ class AtomicBatchMachine:
 
         Raises BadSubjectError if that is another stream than the batch's.
         """
-        if self._stream is None or stream is None or not self._subjects:
+        own = self._stream
+        if own is None or stream is None or not self._subjects:
             # Perhaps accounts map subjects, or the message for which the batch was opened was not added. The server decides.
             self._stream = self._encoder.subjects.stores = None
-        elif stream == self._stream.name:
-            self._encoder.subjects.accept(subject)  # its subjects have changed since
         else:
-            raise errors.BadSubjectError(
-                f"batch {self.batch_id}: subject {subject!r} is stored by stream {stream!r}, but the batch is for stream "
-                f"{self._stream.name!r}; all messages of an atomic batch must be of one stream; the message was not added"
-            )
+            self._encoder.subjects.answer(subject, stream, own.name, f"batch {self.batch_id}", "an atomic batch")
 
     def add(self, message: Encoded) -> Block:
         """Take a message; return what to send: nothing if the message is held back.

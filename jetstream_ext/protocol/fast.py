@@ -24,6 +24,7 @@ from typing import Any, Final, NoReturn
 from jetstream_ext import errors
 from jetstream_ext.errors import BatchError, ErrorCode, JetStreamExtError, Outcome, ServerError
 from jetstream_ext.protocol import fast_wire as wire
+from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.fast_window import Window
 from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, FastWire, Reply, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
@@ -31,6 +32,8 @@ from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import check_batch_id, check_seconds
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, EndReason, Entry, GapMode, InDoubt
 
+_OTHERS: Final = "another publisher, or an earlier one of up to 10 s ago"
+_ADVICE: Final = "give each publisher its own batch_id"
 KEPT_REPORTS: Final = 1000  # how many of the newest gap and error reports a batch keeps
 
 _log: Final = logging.getLogger("jetstream_ext.fast")
@@ -80,6 +83,7 @@ class Input(enum.Enum):
     BATCH_REFUSED = "any other refusal"
     FINAL_ACK = "the final ack covers every message"
     SHORT_FINAL_ACK = "the final ack covers fewer messages"
+    FOREIGN_ACK = "the final ack of another batch with the same id"
     ORDINARY_ACK = "the ack of a server without fast ingest"
 
 
@@ -99,10 +103,9 @@ DONE: Final = Ending(EndReason.COMMITTED)
 LEFT: Final = Ending(EndReason.DISCARDED)
 LEFT_COMMIT: Final = Ending(
     EndReason.DISCARDED, _UNKNOWN, "the batch was discarded before its commit was answered; {rest}")
-UNUSED: Final = Ending(EndReason.DISCONNECTED, _ABANDONED, "the connection was closed; nothing was sent", None)
-CUT: Final = Ending(EndReason.DISCONNECTED, _ABANDONED, "the connection was lost; {rest}", None)
-CUT_COMMIT: Final = Ending(
-    EndReason.DISCONNECTED, _UNKNOWN, "the connection was lost before the commit was answered; {rest}")
+UNUSED: Final = Ending(EndReason.DISCONNECTED, _ABANDONED, "{cut}; nothing was sent", None)
+CUT: Final = Ending(EndReason.DISCONNECTED, _ABANDONED, "{cut}; {rest}", None)
+CUT_COMMIT: Final = Ending(EndReason.DISCONNECTED, _UNKNOWN, "{cut}, and the commit was not answered; {rest}")
 NO_RESUME: Final = Ending(
     EndReason.DISCONNECTED, _ABANDONED,
     "the connection was lost, and the server did not answer on a new one within {wait:g} s; {rest}", None)
@@ -123,6 +126,12 @@ FORGOTTEN: Final = Ending(  # perhaps because it has committed the batch, and th
 STOPPED: Final = Ending(
     EndReason.ERROR, _ABANDONED,
     "the server ended the batch after message {acked} of {sent}; later messages are not stored", "partial")
+CLASH: Final = Ending(
+    EndReason.ERROR, _ABANDONED,
+    "the server ended another batch with the same batch id, of {others}; messages {after} to {sent} may be stored; {advice}")
+CLASH_FIRST: Final = Ending(
+    EndReason.ERROR, _ABANDONED,
+    "the server ended another batch with the same batch id, of {others}; nothing is stored; {advice}", "not_stored")
 # The errors of these depend on a reply; see `FastBatch._ending`.
 REFUSED: Final = Ending(EndReason.ERROR)
 SHORT: Final = Ending(EndReason.ERROR)
@@ -163,8 +172,9 @@ TABLE: Final[dict[Input, tuple[Cell, Cell, Cell, Cell, Cell, Cell, Cell]]] = {
     Input.MESSAGE_DROPPED:   (___,      REFUSED,          (DRAINING, ___),  ___,       ___,             ___,        ___),
     Input.UNKNOWN_BATCH:     (___,      REFUSED,          REFUSED,          GONE,      FORGOTTEN,       CAUSE,      ___),
     Input.BATCH_REFUSED:     (___,      REFUSED,          REFUSED,          REFUSED,   REFUSED,         CAUSE,      ___),
-    Input.FINAL_ACK:         (___,      STOPPED,          STOPPED,          STOPPED,   DONE,            CAUSE,      ___),
-    Input.SHORT_FINAL_ACK:   (___,      STOPPED,          STOPPED,          STOPPED,   (SHORT, DONE),   CAUSE,      ___),
+    Input.FINAL_ACK:         (___,      ___,              STOPPED,          STOPPED,   DONE,            CAUSE,      ___),
+    Input.SHORT_FINAL_ACK:   (___,      ___,              STOPPED,          STOPPED,   (SHORT, DONE),   CAUSE,      ___),
+    Input.FOREIGN_ACK:       (___,      CLASH_FIRST,      CLASH,            CLASH,     CLASH,           CAUSE,      ___),
     Input.ORDINARY_ACK:      (___,      NO_FEATURE,       NO_FEATURE,       NO_FEATURE, NO_FEATURE,     NO_FEATURE, ___),
 }  # fmt: skip
 """What happens: ``___`` changes nothing, and with ``ERR`` the call raises BatchError."""
@@ -250,6 +260,9 @@ class FastBatch:
         self._asked_at = self._wrote_at = self._opening_took = 0.0
         self._asks_again = False  # COMMITTING, DRAINING: the server is to be asked again
         self._connected = True
+        self._cut = "the connection was lost"
+        self._stream = ""  # the batch's, if it is known
+        self._resumed = 0  # replies about messages up to this one may have been lost with a connection
         self._probed = False  # SUSPENDED: the server was asked on a new connection once
         self._doubtful = 0  # SUSPENDED: nothing is known from this sequence on
         self._refusal: ServerError | None = None  # of the newest ping or marker, with no other reply since
@@ -309,14 +322,20 @@ class FastBatch:
 
     # -- sending --------------------------------------------------------------------------------------------------
 
-    def open(self, inbox: str, took: float = 0.0) -> None:
+    def open(self, inbox: str, took: float = 0.0, stream: StreamState | None = None) -> None:
         """Set the prefix of the reply subjects before the first message; raise if the batch was discarded.
 
-        `took` are the seconds that the shell needed to get that far; the wait for the first reply is shorter by them.
+        From then on a message that `stream` does not store raises SubjectElsewhere. `took` are the seconds that the shell needed to get that far; the wait for the first reply is shorter by them.
         """
         self._check(Input.MESSAGE)
         self._wire.open(inbox)
         self._opening_took = took
+        if stream is not None:
+            self._stream, self._wire.subjects.stores = stream.name, stream.stores
+
+    def check_stream(self, subject: str, stream: str | None) -> None:
+        """Take the answer to a SubjectElsewhere, as `SubjectCache.answer` does."""
+        self._wire.subjects.answer(subject, stream, self._stream, f"batch {self.batch_id}", "a fast batch")
 
     def set_max_payload(self, max_payload: int) -> None:
         self._wire.max_payload = max_payload
@@ -379,9 +398,9 @@ class FastBatch:
 
     # -- the connection -------------------------------------------------------------------------------------------
 
-    def disconnected(self, now: float, *, for_good: bool = False) -> list[Event]:
-        """Take the loss of the connection: `for_good`, or until `reconnected`."""
-        self._connected = False
+    def disconnected(self, now: float, *, for_good: bool = False, why: str = "the connection was lost") -> list[Event]:
+        """Take the loss of the connection: `for_good`, or until `reconnected`; `why` is for the error."""
+        self._connected, self._cut = False, why
         return self._happen(Input.CONNECTION_CLOSED if for_good else Input.CONNECTION_LOST, now)
 
     def reconnected(self, now: float) -> bytes:
@@ -491,7 +510,7 @@ class FastBatch:
             # The final ack answers the pings of a draining batch; other answers must not extend its wait indefinitely.
             self._refusal = None
             self._unanswered_since = math.inf
-            if self._waiting_since != math.inf:
+            if self._waiting_since != math.inf and not self._is_idle(reply):
                 self._waiting_since = now
         match said:
             case BatchFlowAck():
@@ -501,6 +520,8 @@ class FastBatch:
             case BatchFlowError():
                 self._note_error(said, events, refused=True)
                 events += self._happen(Input.MESSAGE_REFUSED, now, reply)
+            case BatchAck() if self._is_of_another_batch(reply, said):
+                events += self._happen(Input.FOREIGN_ACK, now, reply)
             case BatchAck():
                 self.ack = said
                 count = said.batch_size or 0
@@ -514,6 +535,24 @@ class FastBatch:
                 events += self._happen(Input.ORDINARY_ACK, now, reply)
         return b""
 
+    def _is_idle(self, reply: Reply) -> bool:
+        """Whether a server answers a ping that has not stored or received anything since: waits must end nevertheless.
+
+        A stream's leader without its followers takes messages and answers pings, and acknowledges nothing.
+        """
+        said, window = reply.said, self.window
+        if reply.op != wire.PING or not isinstance(said, BatchFlowAck):
+            return False
+        return said.seq <= window.acked and min(reply.seq, self.sent) <= window.arrived
+
+    def _is_of_another_batch(self, reply: Reply, ack: BatchAck) -> bool:
+        """Whether a final ack counts messages that this batch cannot have had on the server.
+
+        The first message cannot end its own batch, and any other ends it only because messages before it are missing.
+        """
+        own = reply.seq - 1 if reply.op in (wire.START, wire.APPEND) else self.sent
+        return self.state is STARTING or (ack.batch_size or 0) > own
+
     def _flow_ack(self, reply: Reply, ack: BatchFlowAck, now: float, events: list[Event]) -> None:
         events += self._happen(Input.ACK, now, reply)
         if self.window.acknowledge(ack, self.sent):
@@ -522,7 +561,7 @@ class FastBatch:
             return
         seq = min(reply.seq, self.sent)
         full = self.gap is GapMode.OK and self.room <= 0
-        self.window.prove(seq, now, self._stall_ping if full else math.inf)
+        self.window.prove(seq, now, self._stall_ping if full else math.inf, self._resumed)
         self.pongs += 1
         if self._connected and seq >= self.sent:
             events += self._happen(Input.ALL_ARRIVED, now, reply)
@@ -600,6 +639,7 @@ class FastBatch:
             new = cell
         if old is SUSPENDED:
             events = self._doubts(new) + events
+            self._resumed = self.sent
         elif new is SUSPENDED:
             self._doubtful, self._probed = self.acked + 1, False
         if new is DRAINING:
@@ -675,7 +715,8 @@ class FastBatch:
             error = FAST_INGEST.unsupported(detail=f"message {reply.seq} is stored, as a separate message")
         elif ending.error is not None:
             text = ending.text.format(
-                acked=self.acked, sent=self.sent, wait=self.ack_timeout, since=FAST_INGEST.since,
+                acked=self.acked, after=self.acked + 1, sent=self.sent, wait=self.ack_timeout, since=FAST_INGEST.since,
+                cut=self._cut, others=_OTHERS, advice=_ADVICE,
                 rest=f"messages {self.acked + 1} to {self.sent} are not acknowledged and may be stored"
                 if self.sent > self.acked else "every message was acknowledged",
             )  # fmt: skip
@@ -696,9 +737,13 @@ class FastBatch:
         assert isinstance(said, BatchFlowGap)
         if said.seq > said.first_lost:
             return self._lost(said.first_lost, said.last_lost)
-        text = f"the server received message {said.seq} after message {said.first_lost - 1}"
-        text += ", because another publisher uses the same batch id; give each its own batch_id"
-        return self._error(_ABANDONED, text, "partial")
+        first = self.state is STARTING
+        stored = "nothing is stored" if first else f"messages {self.acked + 1} to {self.sent} may be stored"
+        text = (
+            f"the server received message {said.seq} after message {said.first_lost - 1}, because {_OTHERS}, used the"
+        )
+        text += f" same batch id; {stored}; {_ADVICE}"
+        return self._error(_ABANDONED, text, "not_stored" if first else "unknown")
 
     def _lost(self, first: int, last: int) -> BatchError:
         for report in self.errors:

@@ -59,18 +59,19 @@ class Window:
             self._refused_count += 1
             self.limit += 1
 
-    def prove(self, seq: int, now: float, patience: float) -> None:
+    def prove(self, seq: int, now: float, patience: float, resumed: int) -> None:
         """Take the proof, by a ping, that everything up to `seq` arrived.
 
-        If the same proof comes again after `patience` seconds and the acks did not move, the unacknowledged messages
-        were refused and the reports of it are lost, so the window no longer counts them.
+        Reports about messages up to `resumed` may have been lost with a connection. If the same proof comes again after
+        `patience` seconds and the acks did not move, those that are unacknowledged were refused, so the window no longer
+        counts them.
         """
         self.arrived = max(self.arrived, seq)
         if self._proof != (seq, self.acked):
             self._proof, self._proof_at = (seq, self.acked), now
         elif now >= self._proof_at + patience:
-            self.settled_without_ack = max(self.settled_without_ack, seq)
-            self._move(seq)
+            self.settled_without_ack = max(self.settled_without_ack, min(seq, resumed))
+            self._move(self.settled_without_ack)
 
     def _move(self, base: int) -> None:
         runs = self._refused

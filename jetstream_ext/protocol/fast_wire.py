@@ -19,7 +19,7 @@ from jetstream_ext.protocol import headers as h
 from jetstream_ext.protocol.api import parse_batch_ack, parse_object, parse_refusal
 from jetstream_ext.protocol.frames import Frame, check_size, pub
 from jetstream_ext.protocol.options import message_headers, payload_bytes
-from jetstream_ext.protocol.subjects import SubjectCache
+from jetstream_ext.protocol.subjects import SubjectCache, SubjectElsewhere
 from jetstream_ext.types import BatchAck, BatchFlowAck, BatchFlowGap, BatchMessage, Entry, GapMode
 
 START: Final = b"0"
@@ -50,14 +50,14 @@ class FastWire:
         self._reply = b""
         self._append_tail = b"." + APPEND + b".$FI"
         self.subject: bytes = b""  # of the first message: pings and the end of the batch need a subject of the stream
-        self._subjects = SubjectCache(inbox_size + len(self._tokens) + _REPLY_TAIL)
+        self.subjects: SubjectCache = SubjectCache(inbox_size + len(self._tokens) + _REPLY_TAIL)
 
     def open(self, inbox: str) -> None:
         self._reply = (inbox + self._tokens).encode()
 
     def encode(self, message: BatchMessage) -> Encoded:
         """Check and encode; raise BadSubjectError, BadHeaderError, MaxPayloadError, ValueError or TypeError."""
-        subject = self._subjects.encode(message.subject)
+        subject = self.subjects.encode(message.subject)
         pairs = message_headers(message)
         header = h.encode(pairs) if pairs else b""
         payload = payload_bytes(message.payload)
@@ -75,7 +75,7 @@ class FastWire:
         """Check, encode and number a message without headers and options, in one step."""
         if seq == 1 or type(payload) is not bytes or len(payload) > self.max_payload:
             return self.message(self.encode(BatchMessage(subject, payload)), seq)
-        raw = self._subjects.encode(subject)
+        raw = self.subjects.encode(subject)
         return b"PUB %b %b%d%b %d\r\n%b\r\n" % (raw, self._reply, seq, self._append_tail, len(payload), payload)
 
     def many(self, entries: Iterator[Entry], limit: int, sent: int) -> tuple[list[bytes], int, BaseException | None]:
@@ -85,7 +85,7 @@ class FastWire:
         """
         out: list[bytes] = []
         size = 0
-        reply, tail, known, top = self._reply, self._append_tail, self._subjects.encode, self.max_payload
+        reply, tail, known, top = self._reply, self._append_tail, self.subjects.encode, self.max_payload
         seq = sent
         try:
             while len(out) < limit and size < _BLOCK_BYTES:
@@ -119,6 +119,8 @@ class FastWire:
                 seq += 1
                 size += len(message.payload)
         except BaseException as error:
+            if isinstance(error, SubjectElsewhere):
+                error.entry = entry
             return out, size, error
         return out, size, None
 

@@ -147,4 +147,19 @@ class SubjectCache(dict[str, bytes]):
         known = self[subject] = subject.encode()
         return known
 
+    def answer(self, question: str, stream: str | None, own: str, what: str, kind: str) -> None:
+        """Take the answer to a SubjectElsewhere: the name of the stream that stores the subject, or None if nobody knows.
+
+        Raises BadSubjectError, for the batch `what` of the stream `own`, if that is another stream.
+        """
+        if stream is None:
+            self.stores = None  # perhaps accounts map subjects: the server decides
+        elif stream == own:
+            self.accept(question)  # its subjects have changed since
+        else:
+            raise BadSubjectError(
+                f"{what}: subject {question!r} is stored by stream {stream!r}, but the batch is for stream {own!r}; "
+                f"all messages of {kind} must be of one stream; the message was not added"
+            )
+
     encode: Callable[..., bytes] = dict.__getitem__  # no Python code runs for a known subject

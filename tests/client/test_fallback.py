@@ -179,7 +179,7 @@ async def test_a_closed_connection_ends_calls(nc: Client, js: JetStreamContext, 
     publisher = jsx.FastPublisher(js)
     await publisher.add(f"{stream}.a", b"x")
     await nc.close()
-    with pytest.raises(errors.BatchAbandonedError, match="connection was lost"):
+    with pytest.raises(errors.BatchAbandonedError, match="connection was closed"):
         await publisher.add(f"{stream}.a", b"y")
     assert publisher.end_reason is jsx.EndReason.DISCONNECTED
     with pytest.raises(nats.errors.ConnectionClosedError):

@@ -12,6 +12,7 @@ from nats.js.api import DiscardPolicy
 
 import jetstream_ext as jsx
 from jetstream_ext import errors
+from jetstream_ext.protocol.fast import KEPT_REPORTS
 
 MakeStream = Callable[..., Awaitable[str]]
 
@@ -505,6 +506,78 @@ class TestHandlers:
                 await done.wait()
         assert seen
         assert all(known >= ack.seq for ack, known in seen)
+
+    async def test_coroutine_handlers_run_in_order_and_have_ended_after_the_block(
+        self, js: JetStreamContext, stream: str
+    ) -> None:
+        running, most, seen = 0, 0, list[int]()
+
+        async def handler(ack: jsx.BatchFlowAck) -> None:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(0)
+            seen.append(ack.seq)
+            running -= 1
+
+        async with jsx.FastPublisher(js, flow=1, on_flow=handler) as publisher:
+            await publisher.add_many((f"{stream}.a", b"%d" % n) for n in range(300))
+        assert (running, most) == (0, 1)
+        assert seen == sorted(seen)
+        assert len(seen) > 100
+
+    @pytest.mark.parametrize("how", ["clean", "error", "cancelled"])
+    async def test_a_handler_that_hangs_is_cancelled_at_the_end_of_the_block(
+        self, js: JetStreamContext, stream: str, how: str
+    ) -> None:
+        started, ended = asyncio.Event(), asyncio.Event()
+
+        async def handler(_: object) -> None:
+            try:
+                started.set()
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        async def use() -> None:
+            async with jsx.FastPublisher(js, flow=1, on_flow=handler, ack_timeout=2) as publisher:
+                await publisher.add_many((f"{stream}.a", b"x") for _ in range(10))
+                await started.wait()
+                if how == "error":
+                    raise ZeroDivisionError
+                if how == "cancelled":
+                    await asyncio.Event().wait()
+
+        before = asyncio.all_tasks()
+        using = asyncio.ensure_future(use())
+        if how == "cancelled":
+            await started.wait()
+            using.cancel()
+        async with asyncio.timeout(60):
+            (outcome,) = await asyncio.gather(using, return_exceptions=True)
+        assert type(outcome) is {"clean": type(None), "error": ZeroDivisionError}.get(how, asyncio.CancelledError)
+        assert ended.is_set()
+        assert asyncio.all_tasks() <= before
+
+    async def test_a_bounded_number_of_events_waits_for_a_coroutine_handler(
+        self, js: JetStreamContext, stream: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        started, seen = asyncio.Event(), list[int]()
+
+        async def handler(ack: jsx.BatchFlowAck) -> None:
+            await started.wait()
+            seen.append(ack.seq)
+
+        before = len(asyncio.all_tasks())
+        async with jsx.FastPublisher(js, flow=1, on_flow=handler) as publisher:
+            await publisher.add_many((f"{stream}.a", b"") for _ in range(3000))
+            await publisher.flush()
+            assert len(asyncio.all_tasks()) == before + 1
+            started.set()
+        assert seen == sorted(seen)
+        assert seen[-1] >= 2999
+        assert len(seen) == KEPT_REPORTS + 1, "the first was running"
+        assert caplog.text.count("handler is behind") == 1
 
     @pytest.mark.parametrize("kind", ["plain", "cancelled", "coroutine"])
     async def test_handler_errors_go_to_the_loop_s_exception_handler(

@@ -332,6 +332,20 @@ async def _read_after_restart(js: JetStreamContext, stream: str) -> list[bytes]:
     return await payloads(js, stream)
 
 
+async def test_a_batch_on_a_draining_connection_says_so(server: NatsServer, stream: str) -> None:
+    nc = await nats.connect(server.url)
+    pub = jsx.FastPublisher(nc.jetstream(timeout=30))
+    await pub.add(f"{stream}.a", b"x")
+    await pub.flush()
+    draining = asyncio.ensure_future(nc.drain())
+    while not nc.is_draining:
+        await asyncio.sleep(0)
+    with pytest.raises(errors.BatchAbandonedError, match="the connection is draining"):
+        await pub.commit_eob()
+    assert pub.end_reason is jsx.EndReason.DISCONNECTED
+    await draining
+
+
 async def test_client_without_permission_for_the_lookups_waits_once() -> None:
     config = """
         jetstream { domain: hub }

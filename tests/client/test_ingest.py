@@ -49,6 +49,12 @@ class TestSources:
         assert report.seconds > 0
         await leak_check.assert_clean()
 
+    async def test_messages_of_another_stream_are_stored(self, js: JetStreamContext, make_stream: MakeStream) -> None:
+        first, second = await make_stream(), await make_stream()
+        report = await jsx.ingest(js, [(f"{second if n % 5 == 4 else first}.a", b"%d" % n) for n in range(40)])
+        assert (report.stored, report.in_doubt) == (40, 0)
+        assert [(await js.stream_info(name)).state.messages for name in (first, second)] == [32, 8]
+
     async def test_every_form_of_message_is_stored(self, js: JetStreamContext, stream: str) -> None:
         headers = {"K": "v"}
         await jsx.ingest(js, [

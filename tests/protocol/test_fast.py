@@ -56,8 +56,9 @@ def no_responders(seq: int = 2, op: int = 1) -> Frame:
     return reply(b"", seq, op, b"NATS/1.0 503\r\nNats-Subject: f.1\r\n\r\n")
 
 
-def final(count: int, batch_id: str = "b1") -> Frame:
-    return reply({"stream": "F", "seq": 100 + count, "batch": batch_id, "count": count}, max(1, count), 3)
+def final(count: int, batch_id: str = "b1", *, seq: int | None = None, op: int = 3) -> Frame:
+    body = {"stream": "F", "seq": 100 + count, "batch": batch_id, "count": count}
+    return reply(body, seq or max(1, count), op)
 
 
 def commands(data: bytes) -> list[Command]:
@@ -112,7 +113,11 @@ TABLE: list[tuple[State, GapMode | None, str, Frame, State, Any]] = [
     (S, None, "overload", refusal(10167, 1, 0, 429), E, (EndReason.ERROR, errors.TooManyRequestsError, "not_stored")),
     (S, None, "503", no_responders(1, 0), E, (EndReason.ERROR, errors.NoStreamError, "not_stored")),
     (S, None, "ordinary ack", ORDINARY, E, (EndReason.ERROR, errors.UnsupportedFeatureError, None)),
-    (S, None, "final", final(1), E, (EndReason.ERROR, errors.BatchAbandonedError, "partial")),
+    (S, None, "final", final(1), E, (EndReason.ERROR, errors.BatchAbandonedError, "not_stored")),
+    (S, None, "final of another", final(5, seq=1, op=0), E, (EndReason.ERROR, errors.BatchAbandonedError, "not_stored")),
+    (O, None, "final of another", final(4, seq=4, op=1), E, (EndReason.ERROR, errors.BatchAbandonedError, "unknown")),
+    (P, OK, "final of another", final(6, seq=5, op=4), E, (EndReason.ERROR, errors.BatchAbandonedError, "unknown")),
+    (C, None, "final of another", final(6), E, (EndReason.ERROR, errors.BatchAbandonedError, "unknown")),
     (S, None, "unknown type", UNKNOWN, S, None),
     (S, None, "garbage", GARBAGE, S, None),
     (O, None, "ack", ack(3), O, None),
@@ -413,6 +418,8 @@ def test_window_opens_after_lost_refusal_reports() -> None:
     machine.add(message(), 0.0)
     machine.receive([ack(0, 2, op=0)], 0.0)
     machine.add(message(), 0.0)
+    machine.disconnected(0.5)  # reports are lost only with a connection
+    machine.reconnected(0.5)
     machine.receive([ack(0, 2, seq=2, op=4)], 1.0)
     machine.receive([ack(0, 2, seq=2, op=4)], 1.5)
     assert machine.room == 0, "a replica may be slow"
@@ -432,6 +439,35 @@ def test_a_refused_message_is_reported_with_its_sequence() -> None:
         assert type(report.error) is cls
         assert (report, out) == (machine.errors[-1], b"")
     assert [report.seq for report in machine.errors] == [2, 3]
+
+
+@pytest.mark.parametrize("mode", [FAIL, OK])
+@pytest.mark.parametrize("state", [S, O, C])
+@pytest.mark.parametrize("reported", [True, False], ids=["2.15", "2.14"])
+def test_the_final_ack_of_another_batch_with_the_same_id_acknowledges_nothing(
+    mode: GapMode, state: State, reported: bool
+) -> None:
+    machine = in_state(state, mode)
+    acked, seq, op = machine.acked, *{S: (1, 0), O: (5, 1), C: (6, 3)}[state]
+    back = reply({"type": "gap", "last_seq": 9, "seq": seq}, seq, op)
+    machine.receive([back, final(8, seq=seq, op=op)][not reported :], 0.0)
+    assert (machine.state, machine.acked, machine.ack) == (E, acked, None)
+    assert isinstance(machine.error, errors.BatchAbandonedError)
+    assert (machine.error.acked, machine.error.outcome) == (acked, "not_stored" if state is S else "unknown")
+    assert "another publisher, or an earlier one of up to 10 s ago" in str(machine.error)
+    assert ("nothing is stored" in str(machine.error)) == (state is S)
+
+
+@pytest.mark.parametrize(
+    ("why", "text"),
+    [({}, "the connection was lost"), ({"why": "the connection is draining"}, "the connection is draining")],
+)
+@pytest.mark.parametrize("state", [S, O, C])
+def test_the_error_says_what_happened_to_the_connection(state: State, why: dict[str, str], text: str) -> None:
+    machine = in_state(state)
+    machine.disconnected(0.0, for_good=True, **why)
+    assert text in str(machine.error)
+    assert ("was lost" in str(machine.error)) == (not why)
 
 
 def test_dropped_message_in_fail_mode_is_followed_by_a_ping() -> None:

@@ -143,6 +143,44 @@ class TestStalled:
         machine.handle_timer(27.0)
         assert machine.end_reason is EndReason.TIMEOUT
 
+    @pytest.mark.parametrize("gap", list(GapMode))
+    @pytest.mark.parametrize("reconnects", [False, True])
+    def test_a_wait_ends_while_pings_are_answered_and_nothing_is_acknowledged(
+        self, gap: GapMode, reconnects: bool
+    ) -> None:
+        # As by a leader whose followers are away: it takes messages and answers pings, and stores nothing.
+        machine = batch(sent=20, gap=gap)
+        window, now, entries = 20, 0.0, (("f.1", b"x") for _ in range(10_000))
+        if reconnects and gap is GapMode.OK:  # the unacknowledged messages are in doubt from then on
+            machine.disconnected(now)
+            machine.reconnected(now)
+            machine.receive([ack(0, seq=20, op=4)], now)
+            window += 20
+        machine.waiting(now)
+        while machine.end_reason is None and now < 60:
+            due = machine.next_timer()
+            assert due is not None
+            now = max(now, due)
+            _, out = machine.handle_timer(now)
+            if out:
+                machine.receive([ack(0, seq=machine.sent, op=4)], now)
+            if machine.has_room:
+                machine.not_waiting()
+                machine.add_many(entries, now)
+                machine.waiting(now)
+            assert machine.sent <= window
+        assert machine.end_reason is EndReason.TIMEOUT
+        assert now < 15.0
+
+    def test_pings_that_prove_the_arrival_of_more_are_signs_of_life(self) -> None:
+        machine = batch(sent=20)
+        machine.waiting(0.0)
+        for second in (1.0, 2.0, 3.0, 4.0):
+            machine.handle_timer(second)
+        machine.receive([ack(0, seq=20, op=4)], 4.5)  # behind the messages, over a slow link
+        assert machine.handle_timer(9.0)[0] == []
+        assert machine.end_reason is None
+
     def test_a_refused_ping_is_no_sign_of_life(self) -> None:
         # A stream that was deleted answers every ping with 503, indefinitely.
         machine = batch()

@@ -435,6 +435,46 @@ class TestTwoStreams:
         for stream in (first, second):
             assert (await js.stream_info(stream)).state.last_seq == 0
 
+    @pytest.mark.parametrize("how", ["add", "add with options", "add_many", "async source", "commit"])
+    @pytest.mark.parametrize("gap", list(jsx.GapMode))
+    async def test_a_fast_batch_stays_open(
+        self, js: JetStreamContext, make_stream: MakeStream, how: str, gap: jsx.GapMode
+    ) -> None:
+        first, second = await make_stream(), await make_stream()
+        messages = [(f"{first}.b", b"2"), (f"{second}.a", b"3")]
+
+        async def source() -> Any:
+            for message in messages:
+                yield message
+
+        async with jsx.FastPublisher(js, gap=gap) as publisher:
+            await publisher.add(f"{first}.a", b"1")
+            calls: dict[str, Callable[[], Awaitable[object]]] = {
+                "add": lambda: publisher.add(f"{second}.a", b"3"),
+                "add with options": lambda: publisher.add(f"{second}.a", b"3", msg_id="x"),
+                "add_many": lambda: publisher.add_many(messages),
+                "async source": lambda: publisher.add_many(source()),
+                "commit": lambda: publisher.commit(f"{second}.a", b"3"),
+            }
+            for _ in range(2):
+                with pytest.raises(errors.BadSubjectError, match=f"'{second}'.*'{first}'.*must be of one stream"):
+                    await calls[how]()
+            assert publisher.end_reason is None
+            sent = publisher.batch_seq
+        assert (await js.stream_info(first)).state.messages == sent
+        assert (await js.stream_info(second)).state.messages == 0
+
+    async def test_a_fast_batch_takes_a_subject_that_its_stream_has_got_since(
+        self, js: JetStreamContext, make_stream: MakeStream
+    ) -> None:
+        stream = await make_stream()
+        async with jsx.FastPublisher(js) as publisher:
+            await publisher.add(f"{stream}.a", b"1")
+            config = (await js.stream_info(stream)).config
+            await js.update_stream(config.evolve(subjects=[f"{stream}.>", f"{stream}-2.>"]))
+            await publisher.add_many((f"{stream}-2.a", b"%d" % n) for n in range(10))
+        assert (await js.stream_info(stream)).state.messages == 11
+
     @pytest.mark.parametrize("how", ["add", "add_many", "commit"])
     async def test_the_batch_stays_open(self, js: JetStreamContext, make_stream: MakeStream, how: str) -> None:
         first, second = await make_stream(), await make_stream()

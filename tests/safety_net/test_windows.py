@@ -9,12 +9,12 @@ from typing import Any
 
 import nats.errors
 import pytest
-from nats.aio.client import Client
+from nats.aio.client import DEFAULT_PENDING_SIZE, Client
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
+from jetstream_ext import errors, log
 from jetstream_ext import kv as kvx
-from jetstream_ext import log
 from jetstream_ext.protocol.reads import Link as Carried
 from jetstream_ext.testing import Drop, Faults, NatsServer, ReferenceServer
 
@@ -62,6 +62,43 @@ async def test_concurrent_adds_to_a_batch_wait_for_room(own_server: NatsServer, 
         await adding
     assert batch.ack is not None
     assert batch.ack.batch_size == 201
+
+
+@pytest.mark.parametrize("gap", list(jsx.GapMode))
+async def test_concurrent_adds_stay_within_the_write_buffer(
+    js: JetStreamContext, make_stream: MakeStream, gap: jsx.GapMode
+) -> None:
+    stream, payload, peak = await make_stream(), bytes(200_000), 0
+    async with jsx.FastPublisher(js, flow=500, max_outstanding_acks=3, gap=gap) as publisher:
+        await publisher.add(f"{stream}.a", b"first")
+        adding = asyncio.gather(*(publisher.add(f"{stream}.a", payload) for _ in range(100)))
+        while not adding.done():
+            peak = max(peak, js._nc.pending_data_size)
+            await asyncio.sleep(0)
+        acks = await adding
+    assert [ack.batch_seq for ack in acks] == list(range(2, 102)), "in the order of the calls"
+    assert peak < DEFAULT_PENDING_SIZE + 2 * len(payload)
+
+
+async def test_a_first_message_behind_a_full_buffer_is_not_sent(own_server: NatsServer, connect: Connect) -> None:
+    nc = await connect(own_server.url)
+    js = nc.jetstream(timeout=1)
+    await nc.jetstream(timeout=30).add_stream(name="S", subjects=["s.>"], allow_batched=True)
+    publisher = jsx.FastPublisher(js)
+    own_server.pause()
+    try:
+        while nc.pending_data_size <= DEFAULT_PENDING_SIZE:  # full behind what the sockets take
+            nc._pending.append(command := b"PUB x 1000000\r\n%b\r\n" % bytes(1_000_000))
+            nc._pending_data_size += len(command)
+            await nc._flush_pending()
+            await asyncio.sleep(0)
+        for _ in range(2):
+            with pytest.raises(errors.RequestTimeoutError, match="room in the write buffer"):
+                await publisher.add("s.a", bytes(900_000))
+        assert (publisher.batch_seq, publisher.end_reason) == (0, None)
+    finally:
+        own_server.resume()
+    await publisher.discard()
 
 
 @pytest.mark.parametrize("context_timeout", [False, True])
