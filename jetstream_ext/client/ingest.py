@@ -473,12 +473,12 @@ class _Ingest:
                 self._unanswered = max(self._unanswered, 1)
             await self._pause(error)
         else:
+            self._duplicates += duplicate
+            self._resent += 1
             once_only = duplicate and not again  # of several copies the server may know only the newest
             if self._unanswered and not once_only and not self._ids_are_trusted():
                 self._answered = True  # `_find_out` counts the copies
                 return
-            self._duplicates += duplicate
-            self._resent += 1
             self._confirm(1, in_doubt=in_doubt and not once_only)
 
     async def _publish_alone(self, message: BatchMessage, headers: dict[str, str]) -> bool:
