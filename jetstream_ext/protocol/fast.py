@@ -555,7 +555,7 @@ class FastBatch:
 
     def _flow_ack(self, reply: Reply, ack: BatchFlowAck, now: float, events: list[Event]) -> None:
         events += self._happen(Input.ACK, now, reply)
-        if self.window.acknowledge(ack, self.sent):
+        if self.window.acknowledge(ack, self.sent, pong=reply.op == wire.PING):
             events.append(ack)
         if reply.op != wire.PING:
             return
