@@ -521,6 +521,8 @@ class FastBatch:
                 self._note_error(said, events, refused=True)
                 events += self._happen(Input.MESSAGE_REFUSED, now, reply)
             case BatchAck() if self._is_of_another_batch(reply, said):
+                if reply.op != wire.START:  # the server ended this batch with the other one
+                    self.ack = said
                 events += self._happen(Input.FOREIGN_ACK, now, reply)
             case BatchAck():
                 self.ack = said
