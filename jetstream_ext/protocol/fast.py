@@ -521,6 +521,8 @@ class FastBatch:
                 self._note_error(said, events, refused=True)
                 events += self._happen(Input.MESSAGE_REFUSED, now, reply)
             case BatchAck() if self._is_of_another_batch(reply, said):
+                if reply.op != wire.START:  # the server ended this batch with the other one
+                    self.ack = said
                 events += self._happen(Input.FOREIGN_ACK, now, reply)
             case BatchAck():
                 self.ack = said
@@ -555,7 +557,7 @@ class FastBatch:
 
     def _flow_ack(self, reply: Reply, ack: BatchFlowAck, now: float, events: list[Event]) -> None:
         events += self._happen(Input.ACK, now, reply)
-        if self.window.acknowledge(ack, self.sent):
+        if self.window.acknowledge(ack, self.sent, pong=reply.op == wire.PING):
             events.append(ack)
         if reply.op != wire.PING:
             return

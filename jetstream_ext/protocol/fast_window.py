@@ -35,14 +35,18 @@ class Window:
         """The batch sequence up to which the window counts no message."""
         return max(self.settled_without_ack, self.acked)
 
-    def acknowledge(self, ack: BatchFlowAck, sent: int) -> bool:
-        """Take an ack; return False if it is older than what is known."""
-        if ack.seq < self.acked:
-            return False
-        self.acked = min(ack.seq, sent)
-        self.flow = max(1, ack.msgs)
-        self._move(self.acked)
-        return True
+    def acknowledge(self, ack: BatchFlowAck, sent: int, *, pong: bool = False) -> bool:
+        """Take an ack; return False if it is older than what is known.
+
+        The flow in the answer to a ping (`pong`) is the newest one in any case.
+        """
+        is_new = ack.seq >= self.acked
+        if is_new:
+            self.acked = min(ack.seq, sent)
+        if is_new or pong:
+            self.flow = max(1, ack.msgs)
+            self._move(self.acked)
+        return is_new
 
     def acknowledge_final(self, count: int) -> None:
         self.acked = max(self.acked, count)

@@ -172,6 +172,13 @@ class TestStalled:
         assert machine.end_reason is EndReason.TIMEOUT
         assert now < 15.0
 
+    def test_the_flow_of_a_forged_ack_is_corrected_by_the_answer_to_a_ping(self) -> None:
+        machine = batch(gap=GapMode.OK)
+        machine.receive([reply(5, 1, {"type": "ack", "seq": 3, "msgs": 0})], 0.0)
+        assert machine.room == 0
+        machine.receive([ack(0, seq=5, op=4)], 0.5)
+        assert (machine.acked, machine.window.flow, machine.room) == (3, 10, 18)
+
     def test_pings_that_prove_the_arrival_of_more_are_signs_of_life(self) -> None:
         machine = batch(sent=20)
         machine.waiting(0.0)
