@@ -75,8 +75,8 @@ def full(session: nox.Session) -> None:
     The campaigns: longer (tests that CI runs shortened), faults, atomic_faults and spark_faults (kill, pause and restart
     real servers under load), differential (10,000 random sequences of commands to the reference server and to real ones),
     simulation (200,000 schedules of the fast batch in virtual time), call_simulation (102,000 schedules of ingest, atomic
-    batches and exactly-once workers in virtual time), waits (every call, fault, payload and state of the connection), fuzz (the decoder of direct-get replies; needs a
-    Python that atheris supports).
+    batches and exactly-once workers in virtual time), waits (every call, fault, payload and state of the connection), fuzz
+    (the decoder of direct-get replies; needs a Python that atheris supports).
     """
     chosen, arguments = session.posargs[:1] or list(CAMPAIGNS), session.posargs[1:]
     if unknown := set(chosen) - set(CAMPAIGNS):

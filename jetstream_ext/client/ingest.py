@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
@@ -25,7 +26,6 @@ from jetstream_ext.client.api import (
     stream_name,
     stream_state,
 )
-from jetstream_ext.client.clock import elapsed
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fast import FastPublisher
@@ -56,6 +56,8 @@ _NO_FAST_INGEST: Final = (FastPublishDisabledError, FastPublishMirrorError, Requ
 # The share of the duplicate window for which ids are trusted: servers measure it with a clock that may be set.
 _TRUSTED_SHARE: Final = 0.75
 _LOOKUP_TIMEOUT: Final = 2.0
+# Linux's monotonic clock stops while the machine is suspended, and its servers do not; macOS's runs on.
+_CLOCK: Final[int | None] = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
 _MAX_UNANSWERED_READS: Final = 3
 
 
@@ -124,6 +126,11 @@ async def ingest(
         return await _Ingest(js, source, new_publisher, timeout, ack_timeout, on_progress, progress_every).run()
     finally:
         await source.aclose()
+
+
+def elapsed() -> float:
+    """Return the seconds since some fixed moment, with those in which the machine was suspended."""
+    return time.monotonic() if _CLOCK is None else time.clock_gettime(_CLOCK)
 
 
 class _Publisher(FastPublisher):
