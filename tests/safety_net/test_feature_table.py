@@ -11,7 +11,6 @@ from jetstream_ext.testing import NatsServer, ReferenceServer
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
-ISSUE = "Every wait ends, every report is true: "
 Connect = Callable[..., Awaitable[Client]]
 README = Path(__file__).parents[2] / "README.md"
 

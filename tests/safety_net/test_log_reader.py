@@ -26,7 +26,6 @@ from waiting import abandon
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
-ISSUE = "Every wait ends, every report is true: "
 Connect = Callable[..., Awaitable[Client]]
 MakeStream = Callable[..., Awaitable[str]]
 COMPACTED = pytest.mark.parametrize("how", ["max_msgs_per_subject", "rollup"])

@@ -23,7 +23,6 @@ from link import Link
 
 # nats-py leaves the sockets of lost connections to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored .*<function (StreamWriter|_SelectorTransport)")
-ISSUE = "Every wait ends, every report is true: "
 Connect = Callable[..., Awaitable[Client]]
 MakeStream = Callable[..., Awaitable[str]]
 Within = Callable[[float, Awaitable[Any]], Awaitable[Any]]
