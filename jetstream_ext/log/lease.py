@@ -62,7 +62,7 @@ class Lease:
     def __init__(
         self, bucket: Bucket, key: str, *, holder: str, name: str, patience: float, seconds: int | None = None
     ) -> None:
-        self.lost = False  # another worker has taken it
+        self.lost: bool = False  # another worker has taken it
         self._bucket = bucket
         self._key = key
         self._holder = holder

@@ -168,7 +168,7 @@ class RangePlan(Plan):
         super().__init__()
         self.position: int = seq - 1
         self.subject = subject
-        self.start_time = start_time
+        self.start_time: datetime | None = start_time
         self.up_to_seq = up_to_seq
         self._origin = (seq - 1, start_time)
 
@@ -220,7 +220,8 @@ class OneReply(RangePlan):
 
     def accept(self, sent: SentRequest, block: Block, size: int, pending: int) -> Block:
         self._rows += len(block)
-        self.position, self._pending = block.seqs[-1], pending
+        self.position: int = block.seqs[-1]
+        self._pending = pending
         return block
 
     def rewind(self, position: int, dropped: int = 0) -> None:
@@ -474,7 +475,7 @@ class Scan(RangePlan):
         prefetch: int = 2,
     ) -> None:
         super().__init__(subject, seq, start_time, up_to_seq)
-        self.link = Link()
+        self.link: Link = Link()
         if up_to_seq is not None and up_to_seq < seq and start_time is None:
             self._finish_early(EndOfBatch(0, 0, found=False))
         self._fixed = batch
@@ -532,8 +533,8 @@ class Scan(RangePlan):
             self._reached = True
             self._beyond += len(seqs) - stop
         if stop > start:
-            self.position = seqs[stop - 1]
-            self.start_time = None
+            self.position: int = seqs[stop - 1]
+            self.start_time: datetime | None = None
         if start or stop < len(seqs):
             block.keep(start, stop)
         return block
@@ -545,7 +546,7 @@ class Scan(RangePlan):
         # A lagging replica may find nothing after another one has counted more, so the plan asks once more.
         doubtful = not end.found and self._pending > 0
         self._pending = end.num_pending
-        self.done = self._reached or (end.num_pending == 0 and not doubtful)
+        self.done: bool = self._reached or (end.num_pending == 0 and not doubtful)
         self._resize(sent)
         if self.done or doubtful or (self.in_flight and self.in_flight[0].start > self.position + 1):
             self.in_flight.clear()
