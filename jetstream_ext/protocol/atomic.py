@@ -541,7 +541,13 @@ class AtomicBatchMachine:
             if seq == self.sent and seq > 1 and self._held is None and wire.refuses_one_message(reply):
                 self._apply(Input.MESSAGE_REFUSED)
                 return error
-            self._apply(Input.BATCH_REFUSED, error=error)
+            shared = self._fingerprints is not None and self.state is COMMITTING and not answers_commit
+            if shared and wire.refuses_one_message(reply):
+                text = reply.description or "no stream, or no leader"
+                why = f"{what} was refused ({text}), and the server may have had another batch with this id"
+                self._apply(Input.ANSWER_LOST, why, cause=reply)
+            else:
+                self._apply(Input.BATCH_REFUSED, error=error)
         elif isinstance(reply, BatchAck):
             if reply.batch_id != self.batch_id or (self.state is COMMITTING and reply.batch_size != self.size):
                 raise ResponseError(

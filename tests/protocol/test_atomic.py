@@ -489,10 +489,12 @@ def test_refusals_of_the_two_newest_messages() -> None:
         add(machine, message("a.1", expected_last_subject_seq=0))
 
 
-def test_a_refusal_of_an_earlier_message_during_the_commit_ends_the_batch() -> None:
-    machine = at(COMMITTING)
+@pytest.mark.parametrize("own_id", [True, False])
+def test_a_refusal_of_an_earlier_message_during_the_commit_ends_the_batch(own_id: bool) -> None:
+    machine = at(COMMITTING, own_id=own_id)
     assert machine.receive(2, *refusal(10054)) is None
-    assert machine.state is FAILED
+    # The place of the message may have been that of another batch with the id, which the commit has then completed.
+    assert machine.state is (FAILED if own_id else UNKNOWN)
 
 
 def test_staged_never_decreases() -> None:

@@ -59,6 +59,7 @@ def test_a_schedule_can_be_replayed(kind: str) -> None:
         "ingest:3686",  # a duplicate of a message that was sent again before, and not answered
         "ingest:9051",  # a restarted server is another process
         "atomic:356",
+        "atomic:226040",  # a message is refused, and its place taken by that of an earlier batch with the id
         "atomic:1203",  # other content with the message ids of an earlier batch
         "worker:3",  # a round trip that is longer than the timeout
         "worker:110",
