@@ -240,7 +240,6 @@ class _Ingest:
         self._window = source.window
         self._new_publisher = new_publisher
         self._longest_wait = ack_timeout
-        self._lookup_timeout = min(ack_timeout, _LOOKUP_TIMEOUT)
         self._on_progress = on_progress
         self._progress_every = progress_every
         self._progress_at, self._progress_stored = -math.inf, 0  # of the newest report
@@ -352,6 +351,10 @@ class _Ingest:
     def _ack_timeout(self) -> float:
         """Seconds to wait for an answer: after an error, at most until the call gives up."""
         return self._retry.within(self._longest_wait)
+
+    @property
+    def _lookup_timeout(self) -> float:
+        return min(self._ack_timeout, _LOOKUP_TIMEOUT)
 
     async def _connected(self) -> None:
         while True:
