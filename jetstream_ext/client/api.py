@@ -19,7 +19,7 @@ from nats.aio.client import Client
 from nats.js.api import DEFAULT_PREFIX
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
-from jetstream_ext.client.base_connection import cancel_soon, mark_retrieved
+from jetstream_ext.client.base_connection import NotPermittedError, mark_retrieved
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.retry import Retry, has_no_leader
 from jetstream_ext.errors import ErrorCode, RequestTimeoutError, ResponseError, ServerError, Status
@@ -38,11 +38,10 @@ SETTLE: Final = 3.0  # seconds that a new leader may take to apply what its pred
 _REPEAT_AFTER: Final = 1.0
 # How long a cached answer is used, in seconds. It bounds how much `AtomicBatch.resolve` may have to read.
 _CACHE_TTL: Final = 30.0
-# A lookup waits at most this long. Without the permission to ask, lookups then pause, twice as long each time.
+# A lookup waits at most this long.
 _LOOKUP_TIMEOUT: Final = 2.0
-# The share of its timeout after which a request without an answer is followed by a ping.
-_PING_AFTER: Final = 0.75
-_LONGEST_PAUSE: Final = 3600.0
+# How long a request that the server refused is not sent again by a lookup, in seconds.
+_REFUSED_TTL: Final = 30.0
 
 # A mirror with the same options, and without a filter or start, holds the same messages for the same time.
 _SAME: Final = ("max_msgs_per_subject", "max_age", "allow_msg_ttl")
@@ -53,10 +52,15 @@ _Item = TypeVar("_Item")
 
 
 class Api:
-    """The JetStream API for one call of this library; all its requests share the deadline of `timeout` seconds."""
+    """The JetStream API for one call of this library; all its requests share the deadline of `timeout` seconds.
 
-    def __init__(self, context: Context, timeout: float | None = None) -> None:
+    A `lookup` asks what the call can do without. The server logs every request that it refuses, so a lookup does not
+    send one again for a while.
+    """
+
+    def __init__(self, context: Context, timeout: float | None = None, *, lookup: bool = False) -> None:
         self.context = context
+        self._lookup = lookup
         self.timeout: float = context.resolve_timeout(timeout)
         self._deadline = asyncio.get_running_loop().time() + self.timeout
 
@@ -74,6 +78,7 @@ class Api:
         Raises:
             NotFoundError, ServiceUnavailableError: nats-py's: no such thing; no server answers on the subject.
             ServerError: Any other refusal.
+            NotPermittedError: The client may not send the request.
             RequestTimeoutError, ResponseError: No answer or (with `repeat`) no leader in time; a malformed answer.
         """
         subject = f"{prefix or self.context.prefix}.{what}"
@@ -86,6 +91,8 @@ class Api:
             try:
                 reply = await self.context.connection.request(subject, payload, max(0.0, self.remaining))
                 return parse_answer(subject, reply.data)
+            except NotPermittedError:
+                raise
             except RequestTimeoutError:
                 raise RequestTimeoutError(f"no answer on {subject} within {self.timeout:.4g} s") from refusal
             except nats.errors.NoRespondersError as error:
@@ -98,8 +105,17 @@ class Api:
                 refusal = error
                 raise
 
-        if not repeat:
-            return await send()
+        if self._lookup:
+            _cache(self.context).check_refused(subject)
+        try:
+            return await (self._repeated(subject, send) if repeat else send())
+        except NotPermittedError:
+            if self._lookup:
+                _cache(self.context).refused[subject] = asyncio.get_running_loop().time()
+            raise
+
+    async def _repeated(self, subject: str, send: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """Send a request again while there is no answer or no leader."""
         retry = Retry(self.remaining, first_pause=LAG_PAUSE, transient=has_no_leader)
         retry.start()
         try:
@@ -296,9 +312,16 @@ class _Cache:
     session: int
     # By name: when the leader was asked, what it answered, and the last sequence that is known.
     streams: dict[str, tuple[float, StreamState, int]] = field(default_factory=dict)
-    paused_until: float = 0.0
-    pause: float = _CACHE_TTL
+    # When the server refused a lookup, by the subject of its request.
+    refused: dict[str, float] = field(default_factory=dict)
     level: tuple[float, int] | None = None
+
+    def check_refused(self, subject: str) -> None:
+        """Raise NotPermittedError if the server refused a lookup with this subject not long ago."""
+        now = asyncio.get_running_loop().time()
+        self.refused = {name: when for name, when in self.refused.items() if now - when < _REFUSED_TTL}
+        if subject in self.refused:
+            raise NotPermittedError(subject)
 
 
 _caches: WeakKeyDictionary[Client, dict[str, _Cache]] = WeakKeyDictionary()
@@ -346,45 +369,11 @@ async def lookup_leader(
     return LeaderInfo(owner[0].api_level, owner[0].server_version or "older", *owner)
 
 
-class SilentlyRefused(RequestTimeoutError):  # noqa: N818 - a verdict
-    """A request had no answer although the server answers pings: the client may not send it."""
-
-
-async def answers_pings(context: Context, timeout: float) -> bool:
-    """Return whether the server answers a ping; a request without an answer is then taken for one without permission."""
-    try:
-        await context.connection.ping(timeout)
-    except nats.errors.Error:
-        return False
-    return True
-
-
-async def _unless_refused(context: Context, asking: Coroutine[Any, Any, _T], timeout: float) -> _T:
-    """Await requests that end within `timeout` seconds; a RequestTimeoutError is a SilentlyRefused if that is the reason."""
-    task, alive = asyncio.ensure_future(asking), False
-    task.add_done_callback(mark_retrieved)
-    try:
-        await asyncio.wait({task}, timeout=timeout * _PING_AFTER)
-        if not task.done():
-            alive = await answers_pings(context, timeout * (1 - _PING_AFTER))
-        return await task
-    except RequestTimeoutError as late:
-        if alive and late.__cause__ is None:  # not in an election
-            raise SilentlyRefused(str(late)) from late
-        raise
-    finally:
-        cancel_soon(task)
-
-
 async def ask_stream(context: Context, subject: str, stream: str | None, timeout: float) -> StreamState | None:
-    """Return the stream that stores `subject` (its name may be given), or None; raise as `Api.ask` does, or SilentlyRefused."""
-    api = Api(context, timeout)
-
-    async def ask() -> StreamState | None:
-        name = stream or await stream_name(api, subject)
-        return None if name is None else await stream_state(api, name)
-
-    return await _unless_refused(context, ask(), timeout)
+    """Return the stream that stores `subject` (its name may be given), or None; raise as `Api.ask` does."""
+    api = Api(context, timeout, lookup=True)
+    name = stream or await stream_name(api, subject)
+    return None if name is None else await stream_state(api, name)
 
 
 async def lookup_stream(
@@ -392,25 +381,18 @@ async def lookup_stream(
 ) -> tuple[StreamState, int] | None:
     """Return the stream that stores `subject` (its name may be given), and a sequence that it has already reached.
 
-    None: there is no such stream, or no server answered.
+    None: there is no such stream, no server answered, or the client may not ask.
     """
     cache, now = _cache(context), asyncio.get_running_loop().time()
     for asked_at, state, last_seq in cache.streams.values():
         if now - asked_at < _CACHE_TTL and (state.name == stream if stream else state.stores(subject)):
             return state, last_seq
-    if now < cache.paused_until:
-        return None
     try:
         asked = await ask_stream(context, subject, stream, min(timeout, _LOOKUP_TIMEOUT))
-    except SilentlyRefused:
-        cache.paused_until = now + cache.pause
-        cache.pause = min(cache.pause * 2, _LONGEST_PAUSE)
-        return None
     except (RequestTimeoutError, APIError, ResponseError):
         return None  # no answer now, no such stream, or the server's refusal of the batch will say more
     if asked is None:
         return None
-    cache.pause = _CACHE_TTL
     cache.streams = {name: known for name, known in cache.streams.items() if now - known[0] < _CACHE_TTL}
     cache.streams[asked.name] = now, asked, asked.last_seq
     return asked, asked.last_seq
@@ -432,10 +414,9 @@ async def known_stream_name(context: Context, subject: str, timeout: float) -> s
 
     Raises RequestTimeoutError if there is no answer for another reason.
     """
-    timeout = min(timeout, _LOOKUP_TIMEOUT)
     try:
-        return await _unless_refused(context, stream_name(context, subject, timeout), timeout)
-    except SilentlyRefused:
+        return await stream_name(Api(context, min(timeout, _LOOKUP_TIMEOUT), lookup=True), subject)
+    except NotPermittedError:
         return None
     except RequestTimeoutError as late:
         raise RequestTimeoutError(f"which stream stores {subject!r} is unknown: {late}") from late
@@ -464,9 +445,7 @@ async def api_level(context: Context, timeout: float) -> int:
     if cache.level is not None and now - cache.level[0] < _CACHE_TTL:
         return cache.level[1]
     try:
-        level = await _unless_refused(context, Api(context, timeout).level(), timeout)
-    except SilentlyRefused:
-        level = info_level  # cached: the next request gets no answer either
+        level = await Api(context, timeout, lookup=True).level()
     except (nats.errors.Error, APIError):
         return info_level
     cache.level = now, level

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -29,6 +28,7 @@ from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fence import send_fence
 from jetstream_ext.client.retry import Retry, is_transient_read
+from jetstream_ext.client.turns import Turns
 from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError
 from jetstream_ext.protocol import atomic_resolve, frames
 from jetstream_ext.protocol.api import StreamState
@@ -48,8 +48,50 @@ _RESOLVE_TIMEOUTS: Final = 4
 # Seconds to wait for one answer of `resolve`. During an election no server answers, and the plan starts again.
 _ANSWER_TIMEOUT: Final = 2.0
 
+_T = TypeVar("_T")
+
 _Waiter = asyncio.Future[JetStreamExtError | None]
 """Done when the reply has come, with the refusal if only this message was refused, or when the batch is over."""
+
+
+class _Patience:
+    """How long the waits of one call may take, in seconds: its lookups, its wait for room and the reply share a timeout."""
+
+    __slots__ = ("_opening", "_spent", "timeout")
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout: float = timeout
+        self._opening = self._spent = 0.0
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.timeout - self._spent)
+
+    @property
+    def deadline(self) -> float:
+        """When a wait that begins now must end, on the loop's clock."""
+        return asyncio.get_running_loop().time() + self.left
+
+    async def spend(self, waiting: Awaitable[_T], *, opening: bool = False) -> _T:
+        """Await something that makes the waits after it shorter; `opening`: it opens the batch."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            return await waiting
+        finally:
+            self.spent(clock() - began)
+            if opening:
+                self._opening += clock() - began
+
+    def spent(self, seconds: float) -> None:
+        self._spent += seconds
+
+    def next_message(self) -> None:
+        """Begin again for another message of the call; opening the batch counts until the server replies."""
+        self._spent = self._opening
+
+    def replied(self) -> None:
+        self._opening = self._spent = 0.0
 
 
 class AtomicSession:
@@ -75,15 +117,15 @@ class AtomicSession:
             ack_every=ack_every,
             in_one_go=in_one_go,
         )
-        self._in_one_go = in_one_go
         self._context = context
+        self._connection = context.connection
         self._timeout = context.resolve_timeout(timeout)
-        self._opening, self._turn = asyncio.Lock(), asyncio.Lock()
+        # One call of the user's sends and commits the whole batch.
+        self._only_call = _Patience(self._timeout) if in_one_go else None
+        self._turns = Turns()
         self._waiters: dict[int, _Waiter] = {}
         self._commit_waiter: _Waiter | None = None
         self._commit_deadline = 0.0
-        # Seconds that this call has spent on lookups. Until the server replies, its waits are shorter by them.
-        self._spent = 0.0
         # For `resolve`: the stream when the batch was opened, a sequence that it had then, and the connection's session
         # when the commit was written.
         self._opened: tuple[StreamState | None, int] = None, 0
@@ -93,35 +135,45 @@ class AtomicSession:
 
     async def add(self, message: BatchMessage, ack: bool | None) -> None:
         """Send a message; wait for its reply if it requests one."""
-        self._spent = 0.0
-        encoded = await self._open(message, ack)
-        await self._wait_room()
+        patience = _Patience(self._timeout)
+        encoded = await self._prepared(message, patience, ack)
         self._check_usable()
-        await self._send(self.machine.add(encoded))
+        block = self.machine.add(encoded)
+        waiter = self._expect(block.awaited) if block.awaited else None
+        if block.messages:
+            try:
+                self._connection.write_nowait(block.data, block.messages, block.size)
+            except nats.errors.Error as error:
+                self._write_failed(error)
+        if waiter is not None:
+            await self._reply(block.awaited, waiter, patience.deadline)
+        self.machine.check_added()
 
     async def fill(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> int:
         """Send `messages` in blocks; return the highest sequence among them that asked for a reply, or 0."""
-        self._spent = 0.0
+        patience = self._new_call()
         asked = 0
         if isinstance(messages, AsyncIterable):
             # One write each: nats-py's buffer joins them, and a slow source must not wait for a full block.
             async for entry in messages:
-                alone = await self._open(as_message(entry))
-                asked = max(asked, (await self._send_block(iter(()), alone)).last_asked)
+                patience.next_message()
+                alone = await self._prepared(as_message(entry), patience)
+                asked = max(asked, (await self._send_block(iter(()), alone, patience)).last_asked)
             return asked
         source = iter(messages)
         for entry in source:
-            first: Encoded | None = await self._open(as_message(entry))
+            first: Encoded | None = await self._prepared(as_message(entry), patience)
             while True:
-                block = await self._send_block(source, first)
+                block = await self._send_block(source, first, patience)
                 asked = max(asked, block.last_asked)
-                if isinstance(block.stopped, SubjectElsewhere):
-                    first = await self._open(as_message(block.stopped.entry))
-                elif block.stopped is None:
-                    first = None
+                if block.stopped is not None and not isinstance(block.stopped, SubjectElsewhere):
+                    break
+                patience.next_message()
+                first = None
+                if block.stopped is None:
                     await asyncio.sleep(0)  # lets nats-py's flusher write
                 else:
-                    break
+                    first = await self._prepared(as_message(block.stopped.entry), patience)
             break
         return asked
 
@@ -129,7 +181,7 @@ class AtomicSession:
         """Wait for the reply to a message that was sent, if it has not arrived."""
         if seq > self.machine.staged:
             self.machine.check_open()
-            await self._reply(seq, self._expect(seq), self._deadline)
+            await self._reply(seq, self._expect(seq), self._new_call().deadline)
             self.machine.check_added()
 
     async def commit(self, message: BatchMessage | None) -> BatchAck:
@@ -139,15 +191,14 @@ class AtomicSession:
 
     async def send_commit(self, message: BatchMessage | None) -> None:
         """Send the commit; `committed` waits for the answer."""
-        if not self._in_one_go:
-            self._spent = 0.0
-        last = None if message is None else await self._open(message)
+        patience = self._new_call()
+        last = None if message is None else await self._prepared(message, patience)
         self._check_usable()
         block = self.machine.commit(last)
-        self._session = self._context.connection.session
-        self._commit_waiter, self._commit_deadline = self._expect(block.awaited), self._deadline
+        self._session = self._connection.session
+        self._commit_waiter, self._commit_deadline = self._expect(block.awaited), patience.deadline
         try:
-            await self._write(block)
+            await self._write(block, patience)
         except asyncio.CancelledError:
             self._abandon_commit()
             raise
@@ -204,110 +255,125 @@ class AtomicSession:
 
     # -- opening and sending --------------------------------------------------------------------------------------
 
-    async def _open(self, message: BatchMessage, ack: bool | None = None) -> Encoded:
-        """Check and encode a message, and open the batch for it if it is the first."""
-        machine, connection = self.machine, self._context.connection
+    def _new_call(self) -> _Patience:
+        return self._only_call or _Patience(self._timeout)
+
+    def _prepared_now(self, message: BatchMessage, ack: bool | None = None) -> Encoded | None:
+        """Check and encode a message; return None if it must wait before it can be added."""
+        machine, connection = self.machine, self._connection
         machine.limit_messages(connection.max_payload)
-        if machine.state is State.NEW:
-            encoded = machine.prepare(message, ack)
-            async with self._opening:
-                if machine.state is State.NEW:
-                    await self._open_for(encoded, message)
-        while True:
-            machine.limit_messages(connection.max_payload)
-            try:
-                return machine.prepare(message, ack)
-            except SubjectElsewhere as question:
-                await self._find_stream(question.subject)
-
-    async def _find_stream(self, subject: str) -> None:
-        """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
-        with self._spending():
-            name = await known_stream_name(self._context, subject, self._left / 2)
-        self.machine.check_stream(subject, name)
-
-    async def _open_for(self, first: Encoded, message: BatchMessage) -> None:
-        connection = self._context.connection
-        connection.check_usable()
-        with self._spending():
-            # A server before 2.12 stores the messages of a batch as separate ones.
-            leader = await lookup_leader(self._context, message.subject, message.stream, self._left, ATOMIC)
-        self._opened = leader.stream, leader.last_seq
-        with self._spending():
-            handler = InboxHandler(weakly(self._receive), weakly(self._disconnected))
-            inbox = await connection.inbox(handler, tail=".*", timeout=self._left)
         try:
-            self.machine.open(
-                first,
-                api_level=leader.api_level,
-                server_version=leader.server_version,
-                reply=inbox.subject,
-                stream=leader.stream,
-            )
-        except BaseException:
-            inbox.close()
-            raise
-        self._inbox = inbox
+            encoded = machine.prepare(message, ack)
+        except SubjectElsewhere:
+            return None
+        return encoded if machine.state is not State.NEW and connection.has_room and not self._turns.callers else None
+
+    async def _prepared(self, message: BatchMessage, patience: _Patience, ack: bool | None = None) -> Encoded:
+        """Check and encode a message; return when it can be added at once.
+
+        It then is its turn, the connection has room, and the batch is open and has its subject. A message that is
+        cancelled before is not part of the batch, and a batch that it was the first of can still be one of any stream.
+        """
+        machine, connection = self.machine, self._connection
+        if (ready := self._prepared_now(message, ack)) is not None:
+            return ready
+        async with self._turns.take() as seconds:
+            patience.spent(seconds)
+            while True:
+                machine.limit_messages(connection.max_payload)
+                try:
+                    encoded = machine.prepare(message, ack)
+                except SubjectElsewhere as question:
+                    await patience.spend(self._find_stream(question.subject, patience.left / 2))
+                    continue
+                self._check_usable()
+                if not connection.has_room:
+                    await patience.spend(self._wait_room(patience.left))
+                elif machine.state is State.NEW:
+                    await patience.spend(self._open(encoded, message, patience.left), opening=True)
+                else:
+                    return encoded
+
+    async def _find_stream(self, subject: str, timeout: float) -> None:
+        """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
+        self.machine.check_stream(subject, await known_stream_name(self._context, subject, timeout))
+
+    async def _wait_room(self, timeout: float) -> None:
+        try:
+            await self._connection.wait_room(timeout, over=lambda: self.machine.ended)
+        except nats.errors.Error as error:
+            if self.machine.state is State.NEW:
+                raise
+            self._write_failed(error)
+
+    async def _open(self, first: Encoded, message: BatchMessage, timeout: float) -> None:
+        """Open the batch for its first message, unless the connection has no room for it any more."""
+        connection, clock = self._connection, asyncio.get_running_loop().time
+        deadline = clock() + timeout
+        # A server before 2.12 stores the messages of a batch as separate ones.
+        leader = await lookup_leader(self._context, message.subject, message.stream, timeout, ATOMIC)
+        handler = InboxHandler(weakly(self._receive), weakly(self._disconnected))
+        inbox = await connection.inbox(handler, tail=".*", timeout=max(0.0, deadline - clock()))
+        try:
+            connection.check_usable()
+            if connection.has_room:
+                self.machine.open(
+                    first,
+                    api_level=leader.api_level,
+                    server_version=leader.server_version,
+                    reply=inbox.subject,
+                    stream=leader.stream,
+                )
+                self._opened, self._inbox = (leader.stream, leader.last_seq), inbox
+        finally:
+            if self._inbox is None:
+                inbox.close()
 
     def _check_usable(self) -> None:
         """Raise what ended the batch, or nats-py's error if nothing can be written."""
         try:
-            self._context.connection.check_usable()
+            self._connection.check_usable()
         except nats.errors.ConnectionReconnectingError:
             self.machine.cannot_send()
             self._settle()
             self.machine.check_open()
             raise
 
-    async def _send_block(self, source: Iterator[Entry], first: Encoded | None = None) -> Block:
+    async def _send_block(self, source: Iterator[Entry], first: Encoded | None, patience: _Patience) -> Block:
         """Send one block; raise the error that stopped it before the end of `source`, except a SubjectElsewhere."""
         self._check_usable()
-        self.machine.limit_messages(self._context.connection.max_payload)
+        self.machine.limit_messages(self._connection.max_payload)
         block = self.machine.add_many(source, _BLOCK, first)
-        if isinstance(block.stopped, SubjectElsewhere) and self._in_one_go:
-            await self._find_stream(block.stopped.subject)  # before anything of the block is sent
+        if isinstance(block.stopped, SubjectElsewhere) and self._only_call is not None:
+            # Before anything of the block is sent.
+            await patience.spend(self._find_stream(block.stopped.subject, patience.left / 2))
         if block.messages:
-            await self._send(block)
+            waiter, deadline = self._expect(block.awaited) if block.awaited else None, patience.deadline
+            try:
+                await self._write(block, patience)
+            except asyncio.CancelledError:
+                self._forget(block.awaited, waiter)
+                raise
+            if waiter is not None:
+                await self._reply(block.awaited, waiter, deadline)
+                patience.replied()
+            self.machine.check_added()
         if block.stopped is not None and not isinstance(block.stopped, StopIteration | SubjectElsewhere):
             raise block.stopped
         return block
 
-    async def _send(self, block: Block) -> None:
-        """Send a block, and wait for a reply if the machine says so."""
-        waiter, deadline = self._expect(block.awaited) if block.awaited else None, self._deadline
+    async def _write(self, block: Block, patience: _Patience) -> None:
         try:
-            if block.messages:
-                await self._write(block)
-        except asyncio.CancelledError:
-            self._forget(block.awaited, waiter)
-            raise
-        if waiter is not None:
-            await self._reply(block.awaited, waiter, deadline)
-        self.machine.check_added()
-
-    async def _wait_room(self) -> None:
-        """Wait in turn until the connection has room for a message that is not part of the batch yet."""
-        connection = self._context.connection
-        if connection.has_room and not self._turn.locked():
-            return
-        async with self._turn:
-            with self._spending(), self._write_errors():
-                await connection.wait_room(self._left, over=lambda: self.machine.ended)
-
-    async def _write(self, block: Block) -> None:
-        with self._write_errors():
-            await self._context.connection.write(
-                block.data, block.messages, block.size, timeout=self._left, over=lambda: self.machine.ended
+            await self._connection.write(
+                block.data, block.messages, block.size, timeout=patience.left, over=lambda: self.machine.ended
             )
-
-    @contextmanager
-    def _write_errors(self) -> Iterator[None]:
-        """End the batch if the block raises an error of the connection."""
-        try:
-            yield
         except nats.errors.Error as error:
-            self.machine.lost(f"writing to the connection failed ({error!r})")
-            self._settle()
+            self._write_failed(error)
+
+    def _write_failed(self, error: nats.errors.Error) -> None:
+        """End the batch, whose error the caller raises."""
+        self.machine.lost(f"writing to the connection failed ({error!r})")
+        self._settle()
 
     def _abandon_commit(self) -> None:
         self.machine.commit_cancelled()
@@ -322,25 +388,6 @@ class AtomicSession:
     def _forget(self, seq: int, waiter: _Waiter | None) -> None:
         if self._waiters.get(seq) is waiter:  # the sequence of a refused message may have been reused
             self._waiters.pop(seq, None)
-
-    @contextmanager
-    def _spending(self) -> Iterator[None]:
-        """Count the time of the block as spent."""
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        try:
-            yield
-        finally:
-            self._spent += clock() - began
-
-    @property
-    def _left(self) -> float:
-        """How many seconds a wait that begins now may take."""
-        return max(0.0, self._timeout - self._spent)
-
-    @property
-    def _deadline(self) -> float:
-        return asyncio.get_running_loop().time() + self._left
 
     async def _reply(self, seq: int, waiter: _Waiter, deadline: float) -> None:
         """Wait for a reply until `deadline`; raise if it is the refusal of this one message."""
@@ -357,7 +404,6 @@ class AtomicSession:
             raise refusal
 
     def _receive(self, received: list[Frame]) -> None:
-        self._spent = 0.0
         for frame in received:
             subject, header, payload = frames.parts(frame)
             token = subject.rpartition(b".")[2]

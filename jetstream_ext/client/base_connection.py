@@ -46,6 +46,13 @@ class Over(Exception):  # noqa: N818 - no error
     """A wait ended because its `over` returned True."""
 
 
+class NotPermittedError(RequestTimeoutError):
+    """A request has no answer, and the server said why: the client may not publish to `subject`."""
+
+    def __init__(self, subject: str) -> None:
+        super().__init__(f"the server refused the request: no permission to publish to {subject}")
+
+
 def never() -> bool:
     return False
 
@@ -258,11 +265,21 @@ class BaseConnection(ABC):
     async def request(self, subject: str, payload: bytes, timeout: float) -> Msg:
         """Send a request and return the answer, or raise RequestTimeoutError after `timeout` seconds.
 
-        Raises BadSubjectError if the subject is too long.
+        Raises BadSubjectError if the subject is too long, and NotPermittedError at once if the server refuses it.
         """
         what = f"the answer on {subject}"
         self.check_request(subject)
-        return await self.bounded(self.nc.request(subject, payload, timeout=timeout), timeout, what)
+        before, refusal = self.nc.last_error, f'permissions violation for publish to "{subject}"'.lower()
+
+        def is_refused() -> bool:
+            error = self.nc.last_error
+            return error is not before and error is not None and refusal in str(error).lower()
+
+        try:
+            request = self.nc.request(subject, payload, timeout=timeout)
+            return await self.bounded(request, timeout, what, over=is_refused)
+        except Over:
+            raise NotPermittedError(subject) from None
 
     async def ping(self, timeout: float) -> None:
         """Wait until the server has read everything that was written, or raise RequestTimeoutError."""

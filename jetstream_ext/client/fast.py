@@ -18,9 +18,10 @@ from nats.nuid import NUID
 from jetstream_ext.client.api import LeaderInfo, known_stream_name, lookup_leader
 from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription, cancel, weakly
 from jetstream_ext.client.connection import Context
+from jetstream_ext.client.turns import Turns
 from jetstream_ext.errors import RequestTimeoutError
 from jetstream_ext.protocol.fast import KEPT_REPORTS, Ended, Event, FastBatch
-from jetstream_ext.protocol.fast_wire import BatchFlowError, UnrecognisedReply
+from jetstream_ext.protocol.fast_wire import BatchFlowError, Encoded, UnrecognisedReply
 from jetstream_ext.protocol.feature_table import FAST_INGEST
 from jetstream_ext.protocol.frames import Frame
 from jetstream_ext.protocol.options import as_message
@@ -194,7 +195,8 @@ class FastPublisher:
             BatchError: The batch has ended; the error says why, what is stored, and holds the server's final ack.
             UnsupportedFeatureError: The server is older than 2.14. Nothing was sent; if the library could not know the
                 version before, the error says that this one message is stored as a separate message.
-            RequestTimeoutError: The connection took nothing for `ack_timeout` before the first message, which was not sent.
+            RequestTimeoutError: The connection took nothing for `ack_timeout` before the first message, or no server said
+                which stream stores a subject that is not one of the batch's stream. The message was not sent.
             BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent; a subject of
                 another stream than the batch's is a BadSubjectError, if the servers can tell.
 
@@ -213,14 +215,13 @@ class FastPublisher:
     async def add_message(self, message: BatchMessage) -> FastPubAck:
         """Publish one `BatchMessage`; arguments, errors, result and cancellation as for `add`."""
         session = self._session
-        while True:
-            try:
-                encoded = self._batch.encode(message)
-                break
-            except SubjectElsewhere as question:
-                await session.find_stream(question.subject)
-        if not session.can_send:
-            await session.wait_turn(message)
+        try:
+            encoded = self._batch.encode(message)
+            ready = session.can_send
+        except SubjectElsewhere:
+            ready = False
+        if not ready:
+            encoded = await session.wait_turn(message)
         return await self._publish(self._batch.add(encoded, session.now()), len(encoded.payload))
 
     async def _publish(self, command: bytes, size: int) -> FastPubAck:
@@ -246,18 +247,18 @@ class FastPublisher:
             Exception: What `messages` raises, or the error of a message that cannot be sent. Everything before it was
                 sent; the batch stays usable.
 
-        Cancellation: What was taken from `messages` is sent and counted; the batch stays usable. Only the first message
-            of a batch may be taken and not sent; then `batch_seq` is 0.
+        Cancellation: The batch stays usable. `batch_seq` counts what was sent; the last message that was taken from
+            `messages` may not be.
         """
         batch, session = self._batch, self._session
         if isinstance(messages, AsyncIterable):
             source = aiter(messages)
             while True:
-                # Before a message is taken, so that a cancelled call loses none. The first one is needed to open the batch.
+                # Before a message is taken, so that a cancelled call rarely loses one. The first one opens the batch.
                 if not session.opened:
                     session.check_new()
                 elif not session.can_send:
-                    await session.wait_turn()
+                    await session.wait_room()
                 try:
                     entry = await anext(source)
                 except StopAsyncIteration:
@@ -275,7 +276,7 @@ class FastPublisher:
                 return FastPubAck(batch.sent, batch.acked)
         while stopped is None:
             if not session.can_send:
-                await session.wait_turn()
+                await session.wait_room()
             data, count, size, stopped = batch.add_many(entries, session.now())
             if count:
                 session.write(data, count, size)
@@ -426,8 +427,7 @@ class FastSession:
             max_payload=self._connection.max_payload, inbox_size=self._connection.inbox_size, **batch
         )
         self.now: Callable[[], float] = lambda: asyncio.get_running_loop().time()  # `_open` sets a faster one
-        self._turn = asyncio.Lock()
-        self._senders = 0  # callers in `wait_turn`
+        self._turns = Turns()
         self._waiters = 0  # callers in `wait`
         self._changed = asyncio.Event()  # set and cleared at once, to wake all waiters
         self._ended = asyncio.Event()
@@ -443,11 +443,11 @@ class FastSession:
     def can_send(self) -> bool:
         """Whether a message can be sent without waiting."""
         connection = self._connection
-        return not self._senders and connection.usable and self.batch.has_room and connection.has_room
+        return not self._turns.callers and connection.usable and self.batch.has_room and connection.has_room
 
     @property
     def opened(self) -> bool:
-        """Whether the batch has its inbox; until then `wait_turn` needs the first message."""
+        """Whether the batch has its inbox; until then only `wait_turn` can be called."""
         return self._inbox is not None
 
     def check_new(self) -> None:
@@ -455,23 +455,35 @@ class FastSession:
         self.batch.check_open()
         self._connection.check_usable()
 
-    async def wait_turn(self, message: BatchMessage | None = None) -> None:
-        """Wait until a message can be sent; callers get their turn in the order of their calls.
+    async def wait_turn(self, message: BatchMessage) -> Encoded:
+        """Check and encode a message; return when it can be sent. Callers get their turn in the order of their calls.
 
         A message takes its sequence only while the write buffer has room, so the buffer bounds the memory of a window.
         """
         began = self.now()
-        self._senders += 1
-        try:
-            async with self._turn:
-                await self.wait_ready(self.batch.can_send, message, began)
-                while not self._connection.has_room:
-                    await self._wait_room(began)
-                    await self.wait_ready(self.batch.can_send)
-        finally:
-            self._senders -= 1
+        async with self._turns.take() as waited:
+            while True:
+                try:
+                    encoded = self.batch.encode(message)
+                    break
+                except SubjectElsewhere as question:
+                    self.batch.check_open()
+                    await self._find_stream(question.subject, self.batch.ack_timeout - waited)
+            await self._when_sendable(began, message)
+            return encoded
 
-    async def _wait_room(self, began: float) -> None:
+    async def wait_room(self) -> None:
+        """Wait as `wait_turn` until a message of an open batch can be sent."""
+        async with self._turns.take():
+            await self._when_sendable(self.now())
+
+    async def _when_sendable(self, began: float, message: BatchMessage | None = None) -> None:
+        await self.wait_ready(self.batch.can_send, message, began)
+        while not self._connection.has_room:
+            await self._wait_buffer(began)
+            await self.wait_ready(self.batch.can_send)
+
+    async def _wait_buffer(self, began: float) -> None:
         batch, connection, state = self.batch, self._connection, self.batch.state
         timeout = batch.ack_timeout if batch.sent else began + batch.ack_timeout - self.now()
         try:
@@ -537,9 +549,9 @@ class FastSession:
         if self._timer is None:
             self._arm()  # writing only postpones what is due, so a timer that is set fires early enough
 
-    async def find_stream(self, subject: str) -> None:
+    async def _find_stream(self, subject: str, timeout: float) -> None:
         """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
-        self.batch.check_stream(subject, await known_stream_name(self._context, subject, self.batch.ack_timeout))
+        self.batch.check_stream(subject, await known_stream_name(self._context, subject, max(0.0, timeout)))
 
     # -- the connection -------------------------------------------------------------------------------------------
 
@@ -557,8 +569,11 @@ class FastSession:
         tail = f".{self.batch.batch_id}.>"
         inbox = await connection.inbox(handler, tail=tail, timeout=deadline - self.now())
         try:
-            await connection.wait_room(deadline - self.now(), over=lambda: self.batch.end_reason is not None)
-            self.batch.open(inbox.subject, self.now() - began, leader.stream if self._one_stream else None)
+            while not connection.has_room and self.batch.end_reason is None:
+                await connection.wait_room(deadline - self.now(), over=lambda: self.batch.end_reason is not None)
+            # A stream that does not store the subject was named by the caller: perhaps accounts map subjects.
+            stream = leader.stream if leader.stream is not None and leader.stream.stores(first.subject) else None
+            self.batch.open(inbox.subject, self.now() - began, stream if self._one_stream else None)
         except BaseException:
             inbox.close()
             raise

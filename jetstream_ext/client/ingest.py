@@ -18,14 +18,13 @@ from nats.nuid import NUID
 
 from jetstream_ext.client.api import (
     LeaderInfo,
-    SilentlyRefused,
-    answers_pings,
     ask_stream,
     get_at_leader,
     settled_state,
     stream_name,
     stream_state,
 )
+from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fast import FastPublisher
@@ -539,7 +538,7 @@ class _Ingest:
         self._stream, self._base = state, max(self._base, seq)
 
     async def _look_up(self) -> StreamState | None:
-        """Return the stream as its leader reports it; None: there is none. Raises SilentlyRefused if it is not known."""
+        """Return the stream as its leader reports it; None: there is none. Raises NotPermittedError if it is not known."""
         try:
             if self._stream is not None:
                 return await stream_state(self._context, self._stream.name, self._ack_timeout)
@@ -551,7 +550,11 @@ class _Ingest:
 
     async def _may_not_read(self) -> bool:
         """Count a reading without an answer; return whether so many had none although the server answers pings."""
-        self._unanswered_reads += await answers_pings(self._context, self._lookup_timeout)
+        try:
+            await self._context.connection.ping(self._lookup_timeout)
+        except nats.errors.Error:
+            return False
+        self._unanswered_reads += 1
         return self._unanswered_reads >= _MAX_UNANSWERED_READS
 
     async def _find_out(self) -> None:
@@ -560,7 +563,7 @@ class _Ingest:
         now, session = elapsed(), connection.session
         try:
             state = await self._look_up()
-        except SilentlyRefused:
+        except NotPermittedError:
             state = None
         process, trusted = "", math.inf
         if state is not None:

@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError, ServiceUnavailableError
 
+from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.errors import (
     TRANSIENT_CODES,
     AtomicPublishIncompleteError,
@@ -48,7 +49,7 @@ _TRANSIENT: Final = (
 
 def is_transient(error: BaseException) -> bool:
     """Return whether the same call may succeed later: no leader, connection or answer, or an overloaded server."""
-    if isinstance(error, PositionLostError):
+    if isinstance(error, PositionLostError | NotPermittedError):
         return False
     if isinstance(error, APIError):
         if error.err_code in TRANSIENT_CODES or error.code == Status.TOO_MANY_REQUESTS:

@@ -416,12 +416,12 @@ class LogReader:
         return self._position
 
     async def _read_rows(self, position: int, last: int) -> tuple[list[StoredMsg], int, float]:
-        """Return a group of messages from a position on, the sequence where it ends, and when the last of it came.
+        """Return a group of messages from a position on, the sequence where it ends, and when all of it was known.
 
         `last` is the stream's last sequence.
         """
         loop = asyncio.get_running_loop()
-        heard = math.inf  # no message: the leader has proved that there is none
+        heard = 0.0
         rows: list[StoredMsg] = []
         size, end = 0, min(last, position + self._span - 1)
         read_to = end
@@ -439,7 +439,9 @@ class LogReader:
             self._span = read_to - position + 1
         elif 2 * len(rows) < _GROUP and 2 * size < _GROUP_BYTES:
             self._span = min(self._span * 4, _WIDEST)
-        return rows, read_to, min(heard, loop.time())
+        if not rows or rows[-1].seq < read_to:
+            heard = loop.time()  # the leader has proved that nothing else is there
+        return rows, read_to, heard
 
     async def _look(self, timeout: float | None = None) -> StreamState:
         """Return the stream's state as its leader reports it now; raise an error if the reader cannot read it."""

@@ -185,7 +185,7 @@ class AtomicBatchMachine:
     def open(
         self, first: Encoded, *, api_level: int, server_version: str, reply: str, stream: StreamState | None = None
     ) -> None:
-        """Open the batch for messages, of which `first` is going to be the first; `stream` takes it, if that is known.
+        """Open the batch for messages; `first` must be the first that is added. `stream` takes it, if that is known.
 
         Below API level 4 the newest message is held back, because there the only way to commit is on a message. The
         reply subject of a message is ``<reply>.<batch sequence>``. Raises UnsupportedFeatureError if the server has no
@@ -199,22 +199,21 @@ class AtomicBatchMachine:
         self._server_version = server_version
         self._has_marker = ATOMIC_EOB.at(api_level)
         self._holds_back = self._in_one_go or not self._has_marker
-        self._stream = stream
-        if stream is not None:
-            self._encoder.subjects.stores = stream.stores
+        if stream is not None and stream.stores(first[0]):  # otherwise accounts map subjects: the server decides
+            self._stream = stream
+            self._encoder.subjects.limit_to(stream.stores)
         self._apply(Input.OPENED)
 
     def check_stream(self, subject: str, stream: str | None) -> None:
-        """Take the answer to a SubjectElsewhere: the name of the stream that stores `subject`, or None if nobody knows.
+        """Take the answer to a SubjectElsewhere: the name of the stream that stores `subject`, or None if it is not known.
 
         Raises BadSubjectError if that is another stream than the batch's.
         """
-        own = self._stream
-        if own is None or stream is None or not self._subjects:
-            # Perhaps accounts map subjects, or the message for which the batch was opened was not added. The server decides.
-            self._stream = self._encoder.subjects.stores = None
-        else:
-            self._encoder.subjects.answer(subject, stream, own.name, f"batch {self.batch_id}", "an atomic batch")
+        if self._stream is not None:  # otherwise another call had no answer
+            if stream is None:
+                self._stream = None
+            own = "" if self._stream is None else self._stream.name
+            self._encoder.subjects.answer(subject, stream, own, f"batch {self.batch_id}", "an atomic batch")
 
     def add(self, message: Encoded) -> Block:
         """Take a message; return what to send: nothing if the message is held back.

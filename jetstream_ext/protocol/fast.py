@@ -325,13 +325,15 @@ class FastBatch:
     def open(self, inbox: str, took: float = 0.0, stream: StreamState | None = None) -> None:
         """Set the prefix of the reply subjects before the first message; raise if the batch was discarded.
 
-        From then on a message that `stream` does not store raises SubjectElsewhere. `took` are the seconds that the shell needed to get that far; the wait for the first reply is shorter by them.
+        From then on a message that `stream` does not store raises SubjectElsewhere. `took` are the seconds that the shell
+        needed to get that far; the wait for the first reply is shorter by them.
         """
         self._check(Input.MESSAGE)
         self._wire.open(inbox)
         self._opening_took = took
         if stream is not None:
-            self._stream, self._wire.subjects.stores = stream.name, stream.stores
+            self._stream = stream.name
+            self._wire.subjects.limit_to(stream.stores)
 
     def check_stream(self, subject: str, stream: str | None) -> None:
         """Take the answer to a SubjectElsewhere, as `SubjectCache.answer` does."""

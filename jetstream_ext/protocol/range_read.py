@@ -298,10 +298,15 @@ class RangeRead(_Read):
         self._answered = self._retried = self._silent = False
         self._late: tuple[SentRequest, ...] = ()  # requests in flight before the oldest, which is silent, was repeated
         self._deadline = 0.0  # of the wait for the oldest reply
+        # How long sending has taken since the last answer, and when the request was handed out that is being sent.
+        self._sending = 0.0
+        self._sending_since: float | None = None
         self._answers_dropped = 0
         self._mirror = ""
 
     def next_action(self, now: float) -> Action:
+        if self._sending_since is not None:
+            self._sending, self._sending_since = self._sending + now - self._sending_since, None
         while True:
             if self._dropped:
                 return DropReply(self._dropped.pop())
@@ -313,7 +318,9 @@ class RangeRead(_Read):
                     self._stopwatch.start(now)
                 self._replies[sent] = _Reply(decoder)
                 _log.debug("stream %r: request sent: %s", self._stream, sent.request)
-                return SendRequest(sent, self._deadline if self._late else now + self._timeout, repeat=bool(self._late))
+                self._sending_since = now
+                until = self._deadline if self._late else now + self._timeout - self._sending
+                return SendRequest(sent, until, repeat=bool(self._late))
             if self.state is PROVING and self._unchecked is not None:
                 return CheckMirror(self._replies[self._unchecked[0]].decoder.responder)
             if self.state is PROVING and isinstance(self._plan, MultiLast):
@@ -336,7 +343,8 @@ class RangeRead(_Read):
                 if self._timer is None and self.state is PAUSED:
                     self._timer = now + self._pause
                 elif self._timer is None:
-                    self._timer, self._deadline = now + self._timeout / 2, now + self._timeout
+                    left = max(self._pause, self._timeout - self._sending)
+                    self._timer, self._deadline = now + left / 2, now + left
                 return Wait(self._timer)
 
     def receive(self, sent: SentRequest, frames: list[Frame], now: float) -> None:
@@ -450,7 +458,7 @@ class RangeRead(_Read):
             return True
         if reply.frames:
             frames, reply.frames = reply.frames, []
-            self._timer = None
+            self._timer, self._sending = None, 0.0
             self._decode(oldest, reply, frames, now)
             return True
         if reply.lost:
@@ -464,7 +472,7 @@ class RangeRead(_Read):
         away = isinstance(error, DirectGetDisabledError)
         give_up = self._patience_ends(now) if away or unsent else self._retried or self._silent
         give_up |= away and not self._answered
-        self._late = ()
+        self._late, self._sending = (), 0.0
         resumable = self._plan.retry()
         self._drop_replies()
         if self._plan.done:

@@ -112,7 +112,7 @@ class SubjectMatcher:
 
 
 class SubjectElsewhere(Exception):  # noqa: N818 - a question, not an error
-    """`subject` is none of the subjects that the batch's stream had when it was looked up."""
+    """The batch's stream did not store `subject` when it was looked up."""
 
     def __init__(self, subject: str) -> None:
         super().__init__(subject)
@@ -140,6 +140,11 @@ class SubjectCache(dict[str, bytes]):
             raise SubjectElsewhere(subject)
         return self.accept(subject)
 
+    def limit_to(self, stores: Callable[[str], bool]) -> None:
+        """Set `stores`, also for the subjects that were checked before."""
+        self.stores = stores
+        self.clear()
+
     def accept(self, subject: str) -> bytes:
         """Remember a subject that was checked; return its bytes."""
         if len(self) >= self._LIMIT:
@@ -148,7 +153,7 @@ class SubjectCache(dict[str, bytes]):
         return known
 
     def answer(self, question: str, stream: str | None, own: str, what: str, kind: str) -> None:
-        """Take the answer to a SubjectElsewhere: the name of the stream that stores the subject, or None if nobody knows.
+        """Take the answer to a SubjectElsewhere: the name of the stream that stores the subject, or None if it is not known.
 
         Raises BadSubjectError, for the batch `what` of the stream `own`, if that is another stream.
         """

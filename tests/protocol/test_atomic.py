@@ -279,13 +279,23 @@ def test_a_subject_that_the_stream_lacks_is_a_question() -> None:
             assert machine.prepare(message("b.2"))
 
 
-def test_a_batch_without_messages_is_for_no_stream_yet() -> None:
+def test_a_batch_of_a_named_stream_takes_subjects_that_the_stream_does_not_list() -> None:
+    machine = AtomicBatchMachine("b1")
+    first = machine.prepare(message("b.1", stream="S"))
+    machine.open(first, api_level=4, server_version="", reply="_INBOX.r", stream=STREAM)
+    for subject in ("b.1", "a.1", "c.1"):
+        assert add(machine, message(subject))
+
+
+def test_a_subject_that_was_checked_before_the_batch_was_opened_is_checked_again() -> None:
     machine = AtomicBatchMachine("b1")
     first = machine.prepare(message("a.1"))
+    assert machine.prepare(message("b.1"))
     machine.open(first, api_level=4, server_version="", reply="_INBOX.r", stream=STREAM)
     with pytest.raises(SubjectElsewhere):
         machine.prepare(message("b.1"))
-    for answer in ("T", "S", None):  # of several calls at once
+    add(machine, message("a.1"))
+    for answer in (None, "S"):  # to several calls at once
         machine.check_stream("b.1", answer)
     assert add(machine, message("b.1"))
 

@@ -15,7 +15,7 @@ from call_world import JOBS, World
 
 import jetstream_ext as jsx
 from jetstream_ext.client import fenced_write
-from jetstream_ext.client.atomic_session import AtomicSession
+from jetstream_ext.client.atomic_session import AtomicSession, _Patience
 from jetstream_ext.client.connection import Connection, Context
 from jetstream_ext.client.ingest import _Ingest, _Source
 from jetstream_ext.errors import BatchOutcomeUnknownError
@@ -149,7 +149,7 @@ def _without_a_fence(*arguments: Any, expected_last_subject_seq: int, **options:
 BUGS: dict[str, tuple[Any, str, Any, str, str]] = {
     "a lost ack is success": (AtomicSession, "committed", _believes_in_success, "atomic", "false success"),
     "resolve finds nothing": (AtomicSession, "resolve", _finds_nothing, "atomic", "false not_stored"),
-    "lookups take time of their own": (AtomicSession, "_left", property(lambda self: self._timeout), "atomic", "hang"),
+    "lookups take time of their own": (_Patience, "left", property(lambda self: self.timeout), "atomic", "hang"),
     "waits without a limit": (Context, "resolve_timeout", lambda *_: 10.0**6, "atomic", "hang"),
     "subscriptions stay": (Connection, "drop", lambda *_: None, "atomic", "subscriptions are left"),
     "what was sent is stored": (_Ingest, "_resend", _trusts_what_was_sent, "ingest", "false success"),
