@@ -38,8 +38,9 @@ SETTLE: Final = 3.0  # seconds that a new leader may take to apply what its pred
 _REPEAT_AFTER: Final = 1.0
 # How long a cached answer is used, in seconds. It bounds how much `AtomicBatch.resolve` may have to read.
 _CACHE_TTL: Final = 30.0
-# A lookup waits at most this long.
+# A lookup waits at most this long, in seconds, and this long if its call has no time left.
 _LOOKUP_TIMEOUT: Final = 2.0
+_NO_TIME: Final = 0.001
 # How long a request that the server refused is not sent again by a lookup, in seconds.
 _REFUSED_TTL: Final = 30.0
 
@@ -54,13 +55,15 @@ _Item = TypeVar("_Item")
 class Api:
     """The JetStream API for one call of this library; all its requests share the deadline of `timeout` seconds.
 
-    A `lookup` asks what the call can do without. The server logs every request that it refuses, so a lookup does not
-    send one again for a while.
+    A `lookup` asks what the call can do without, for at most two seconds. The server logs every request that it refuses,
+    so a lookup does not send one again for a while.
     """
 
     def __init__(self, context: Context, timeout: float | None = None, *, lookup: bool = False) -> None:
         self.context = context
         self._lookup = lookup
+        if lookup and timeout is not None:
+            timeout = max(_NO_TIME, min(timeout, _LOOKUP_TIMEOUT))
         self.timeout: float = context.resolve_timeout(timeout)
         self._deadline = asyncio.get_running_loop().time() + self.timeout
 
@@ -388,7 +391,7 @@ async def lookup_stream(
         if now - asked_at < _CACHE_TTL and (state.name == stream if stream else state.stores(subject)):
             return state, last_seq
     try:
-        asked = await ask_stream(context, subject, stream, min(timeout, _LOOKUP_TIMEOUT))
+        asked = await ask_stream(context, subject, stream, timeout)
     except (RequestTimeoutError, APIError, ResponseError):
         return None  # no answer now, no such stream, or the server's refusal of the batch will say more
     if asked is None:
@@ -415,7 +418,7 @@ async def known_stream_name(context: Context, subject: str, timeout: float) -> s
     Raises RequestTimeoutError if there is no answer for another reason.
     """
     try:
-        return await stream_name(Api(context, min(timeout, _LOOKUP_TIMEOUT), lookup=True), subject)
+        return await stream_name(Api(context, timeout, lookup=True), subject)
     except NotPermittedError:
         return None
     except RequestTimeoutError as late:

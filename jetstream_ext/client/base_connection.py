@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import re
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -36,6 +37,10 @@ _CANCELLATIONS: Final = 10
 _REQUEST_TOKEN: Final = 27
 
 _FLUSH_TIMEOUT: Final = 1_000_000
+
+# How nats-py reports that the server refused a message, and the part of a subject that a server maps before that.
+_REFUSAL: Final = 'permissions violation for publish to "%s"'
+_DOMAIN: Final = re.compile(r"\A\$JS\.[^.]+\.API\.")
 
 ROOM: Final = "room in the write buffer of the connection"
 
@@ -269,11 +274,12 @@ class BaseConnection(ABC):
         """
         what = f"the answer on {subject}"
         self.check_request(subject)
-        before, refusal = self.nc.last_error, f'permissions violation for publish to "{subject}"'.lower()
+        before = self.nc.last_error
+        refusals = {_REFUSAL % name.lower() for name in (subject, _DOMAIN.sub("$JS.API.", subject))}
 
         def is_refused() -> bool:
             error = self.nc.last_error
-            return error is not before and error is not None and refusal in str(error).lower()
+            return error is not before and any(refusal in str(error).lower() for refusal in refusals)
 
         try:
             request = self.nc.request(subject, payload, timeout=timeout)

@@ -551,7 +551,7 @@ class FastSession:
 
     async def _find_stream(self, subject: str, timeout: float) -> None:
         """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
-        self.batch.check_stream(subject, await known_stream_name(self._context, subject, max(0.0, timeout)))
+        self.batch.check_stream(subject, await known_stream_name(self._context, subject, timeout))
 
     # -- the connection -------------------------------------------------------------------------------------------
 

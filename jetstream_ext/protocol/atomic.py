@@ -199,8 +199,8 @@ class AtomicBatchMachine:
         self._server_version = server_version
         self._has_marker = ATOMIC_EOB.at(api_level)
         self._holds_back = self._in_one_go or not self._has_marker
-        if stream is not None and stream.stores(first[0]):  # otherwise accounts map subjects: the server decides
-            self._stream = stream
+        self._stream = stream
+        if stream is not None and stream.stores(first[0]):  # otherwise accounts may map subjects: the server decides
             self._encoder.subjects.limit_to(stream.stores)
         self._apply(Input.OPENED)
 
@@ -578,8 +578,7 @@ class AtomicBatchMachine:
     def _hint(self, payload: bytes) -> str:
         """Return what may explain that a server finds the batch incomplete, or nothing."""
         answered, streams = wire.answering_stream(payload), ""
-        own = self._stream.name if self._stream is not None else ""
-        stores = self._encoder.subjects.stores
+        own, stores = ("", None) if self._stream is None else (self._stream.name, self._stream.stores)
         if answered and own and answered != own:
             streams = f"the batch is for stream {own!r}, and stream {answered!r} received a part of it"
         elif stores is None and len(self._written) > 1:

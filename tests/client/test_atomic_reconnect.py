@@ -122,14 +122,14 @@ async def test_a_failed_write_ends_the_batch(
 ) -> None:
     name = await make_stream()
 
-    async def fails(data: bytes, messages: int, size: int, **options: object) -> None:
+    def fails(data: bytes, messages: int, size: int) -> None:
         raise error
 
     for commit in (False, True):
         batch = jsx.AtomicBatch(js)
         await batch.add(f"{name}.a")
         with monkeypatch.context() as patch:
-            patch.setattr(connection_of(nc), "write", fails)
+            patch.setattr(connection_of(nc), "write_nowait", fails)
             expected = errors.BatchOutcomeUnknownError if commit else errors.BatchAbandonedError
             with pytest.raises(expected, match="writing to the connection failed"):
                 await (batch.commit(f"{name}.a") if commit else batch.add(f"{name}.a"))

@@ -292,6 +292,35 @@ class TestReading:
 
 
 class TestSilence:
+    def test_sending_and_the_reply_share_the_timeout(self) -> None:
+        machine = RangeRead("S", OneReply(Request(seq=1, batch=4)), TIMEOUT, pause=PAUSE)
+        sending = machine.next_action(0.0)
+        assert isinstance(sending, SendRequest)
+        assert sending.until == TIMEOUT
+        repeat = machine.next_action(4.0)  # the write buffer had no room until now
+        assert isinstance(repeat, Wait)
+        assert 4.0 < repeat.until < TIMEOUT
+        machine.handle_timer(repeat.until)
+        again = machine.next_action(repeat.until)
+        assert isinstance(again, SendRequest)
+        assert again.until == TIMEOUT
+        waiting = machine.next_action(repeat.until)
+        assert isinstance(waiting, Wait)
+        machine.handle_timer(TIMEOUT)
+        done = machine.next_action(TIMEOUT)
+        assert isinstance(failure(done), errors.RequestTimeoutError)
+
+    def test_an_answer_ends_the_count_of_sending(self) -> None:
+        script = Script(scan(up_to=8))
+        machine = script.machine
+        first = machine.next_action(0.0)
+        assert isinstance(first, SendRequest)
+        assert isinstance(machine.next_action(4.0), Wait)
+        machine.receive(first.sent, reply([1, 2, 3, 4], pending=4), 4.0)
+        while not isinstance(action := machine.next_action(4.0), SendRequest):
+            assert not isinstance(action, Done)
+        assert action.until == 4.0 + TIMEOUT
+
     def test_is_repeated_behind_the_last_row_and_fails_the_second_time(self) -> None:
         script = Script(scan())
         script.answer([row(1, 0, 9)])

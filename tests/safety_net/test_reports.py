@@ -15,6 +15,7 @@ from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
 from jetstream_ext import BatchMessage, errors
+from jetstream_ext.client.connection import connection_of
 from jetstream_ext.testing import Faults, Lose, NatsServer, ReferenceServer, StaleReplica
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -587,6 +588,31 @@ async def test_a_stall_does_not_blind_later_batches(
     committing.cancel()
     await asyncio.wait({committing})
     assert await batch.resolve(timeout=60) in ("stored", "not_stored")
+
+
+@pytest.mark.parametrize("unanswered", [1, 5])
+async def test_unanswered_lookups_do_not_end_the_check_for_two_streams(
+    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, unanswered: int
+) -> None:
+    """The server answers pings and messages meanwhile: its API is slow, or elects a leader."""
+    first, second = await make_stream(), await make_stream()
+    connection = connection_of(js._nc)
+    request, silent = connection.request, unanswered
+
+    async def slow(subject: str, payload: bytes, timeout: float) -> Any:
+        nonlocal silent
+        if subject.endswith("STREAM.NAMES") and silent:
+            silent -= 1
+            await asyncio.sleep(min(timeout, 0.1))
+            raise errors.RequestTimeoutError(subject)
+        return await request(subject, payload, timeout)
+
+    monkeypatch.setattr(connection, "request", slow)
+    for _ in range(unanswered):
+        await jsx.publish_atomic(js, [(f"{first}.a", b"1")])
+    assert not silent
+    with pytest.raises(errors.BadSubjectError, match="must be of one stream"):
+        await jsx.publish_atomic(js, [(f"{first}.a", b"1"), (f"{second}.a", b"2")])
 
 
 async def test_a_batch_over_two_streams_names_them(

@@ -1,0 +1,217 @@
+"""Many calls on one batch: each in its turn, each with its own timeout, and nothing of a call that did not get that far."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from nats.js import JetStreamContext
+
+import jetstream_ext as jsx
+from jetstream_ext import errors
+from jetstream_ext.client.atomic_session import AtomicSession
+from jetstream_ext.client.connection import Connection, connection_of
+
+MakeStream = Callable[..., Awaitable[str]]
+KINDS = pytest.mark.parametrize("kind", [jsx.AtomicBatch, jsx.FastPublisher])
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Is set while the connection has room in its write buffer."""
+    room = asyncio.Event()
+    room.set()
+
+    async def flushed(_: Connection) -> None:
+        await room.wait()
+
+    monkeypatch.setattr(Connection, "has_room", property(lambda _: room.is_set()))
+    monkeypatch.setattr(Connection, "_flushed", flushed)
+    return room
+
+
+async def lookups(js: JetStreamContext, monkeypatch: pytest.MonkeyPatch, answer: Callable[[], Awaitable[None]]) -> None:
+    """Await `answer` before every lookup of a subject's stream on the connection."""
+    connection = connection_of(js._nc)
+    request = connection.request
+
+    async def replaced(subject: str, payload: bytes, timeout: float) -> Any:
+        if subject.endswith("STREAM.NAMES"):
+            async with asyncio.timeout(timeout):
+                await answer()
+        return await request(subject, payload, timeout)
+
+    async def bounded(subject: str, payload: bytes, timeout: float) -> Any:
+        try:
+            return await replaced(subject, payload, timeout)
+        except TimeoutError:
+            raise errors.RequestTimeoutError(subject) from None
+
+    monkeypatch.setattr(connection, "request", bounded)
+
+
+async def subjects(js: JetStreamContext, stream: str) -> list[str]:
+    return [message.subject for message in await jsx.DirectGet(js, stream).scan(confirm=True).to_list()]
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@KINDS
+async def test_a_later_call_does_not_overtake_those_that_wait_for_room(
+    js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event, kind: Any
+) -> None:
+    stream = await make_stream()
+    names = [f"{stream}.{index}" for index in range(30)]
+    async with kind(js) as batch:
+        await batch.add(names[0])
+        room.clear()
+        adding = [asyncio.ensure_future(batch.add(name)) for name in names[1:20]]
+        await settle()
+        room.set()
+        for name in names[20:]:  # one in each step of the loop in which those before get their turn
+            adding.append(asyncio.ensure_future(batch.add(name)))
+            await asyncio.sleep(0)
+        await asyncio.gather(*adding)
+    assert await subjects(js, stream) == names
+
+
+@KINDS
+async def test_a_later_call_does_not_overtake_one_that_asks_for_its_stream(
+    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    stream, answer = await make_stream(), asyncio.Event()
+    async with kind(js) as batch:
+        await batch.add(f"{stream}.a")
+        config = (await js.stream_info(stream)).config
+        await js.update_stream(config, subjects=[f"{stream}.>", f"{stream}-new.>"])
+        await lookups(js, monkeypatch, answer.wait)
+        adding = [asyncio.ensure_future(batch.add(name)) for name in (f"{stream}-new.b", f"{stream}.c")]
+        await settle()
+        assert not any(each.done() for each in adding)
+        answer.set()
+        await asyncio.gather(*adding)
+    assert await subjects(js, stream) == [f"{stream}.a", f"{stream}-new.b", f"{stream}.c"]
+
+
+@KINDS
+async def test_many_calls_that_ask_in_vain_end_within_their_timeout(
+    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    stream = await make_stream()
+    name = "timeout" if kind is jsx.AtomicBatch else "ack_timeout"
+    async with kind(js, **{name: 2.0}) as batch:
+        await batch.add(f"{stream}.a")
+        await lookups(js, monkeypatch, asyncio.Event().wait)
+        async with asyncio.timeout(15):
+            ended = await asyncio.gather(*(batch.add("other.a") for _ in range(30)), return_exceptions=True)
+        assert {type(each) for each in ended} == {errors.RequestTimeoutError}
+        assert "which stream stores 'other.a' is unknown" in str(ended[0])
+    assert batch.ack is not None
+    assert batch.ack.batch_size == 1
+
+
+@KINDS
+async def test_first_messages_of_two_streams_are_not_one_batch(
+    js: JetStreamContext, make_stream: MakeStream, kind: Any
+) -> None:
+    one, two = await make_stream(), await make_stream()
+    async with kind(js) as batch:
+        first, second = await asyncio.gather(batch.add(f"{one}.a"), batch.add(f"{two}.a"), return_exceptions=True)
+        assert not isinstance(first, Exception)
+        assert isinstance(second, errors.BadSubjectError)
+        await batch.add(f"{one}.b")
+    assert (await subjects(js, one), await subjects(js, two)) == ([f"{one}.a", f"{one}.b"], [])
+
+
+@KINDS
+async def test_a_cancelled_first_call_leaves_the_batch_for_any_stream(
+    js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event, kind: Any
+) -> None:
+    one, two = await make_stream(), await make_stream()
+    async with kind(js) as batch:
+        room.clear()
+        first = asyncio.ensure_future(batch.add(f"{one}.a"))
+        await settle()
+        first.cancel()
+        await asyncio.wait({first})
+        room.set()
+        await batch.add(f"{two}.a")
+        with pytest.raises(errors.BadSubjectError, match=f"'{one}.a' is stored by stream '{one}'"):
+            await batch.add(f"{one}.a")
+    assert (await subjects(js, one), await subjects(js, two)) == ([], [f"{two}.a"])
+
+
+async def test_a_batch_whose_first_call_was_cancelled_is_resolved(
+    js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event
+) -> None:
+    one, two = await make_stream(), await make_stream()
+    batch = jsx.AtomicBatch(js)
+    room.clear()
+    first = asyncio.ensure_future(batch.add(f"{one}.a"))
+    await settle()
+    first.cancel()
+    await asyncio.wait({first})
+    room.set()
+    await batch.add(f"{two}.a")
+    committing = asyncio.ensure_future(batch.commit_eob())
+    await settle()
+    committing.cancel()
+    await asyncio.wait({committing})
+    assert await batch.resolve() == "stored"
+    assert await subjects(js, two) == [f"{two}.a"]
+
+
+async def test_each_call_has_its_own_timeout(
+    js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, timeout = await make_stream(), 30.0
+    left: dict[int, float] = {}
+    reply = AtomicSession._reply
+
+    async def noted(self: AtomicSession, seq: int, waiter: Any, deadline: float) -> None:
+        left[seq] = deadline - asyncio.get_running_loop().time()
+        await reply(self, seq, waiter, deadline)
+
+    monkeypatch.setattr(AtomicSession, "_reply", noted)
+    async with jsx.AtomicBatch(js, timeout=timeout) as batch:
+        await batch.add(f"{stream}.1")
+        room.clear()
+        waiting = asyncio.ensure_future(batch.add(f"{stream}.2", ack=True))
+        await asyncio.sleep(1)
+        room.set()
+        later = asyncio.ensure_future(batch.add(f"{stream}.3", ack=True))
+        await asyncio.gather(waiting, later)
+    assert left[2] <= timeout - 0.9, "its wait for room and the reply share the timeout"
+    assert left[3] > timeout - 0.9, "it has not waited for room"
+
+
+async def test_calls_that_wait_for_room_end_with_their_batch(
+    js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event
+) -> None:
+    stream = await make_stream()
+    batch = jsx.AtomicBatch(js)
+    await batch.add(f"{stream}.a")
+    room.clear()
+    adding = [asyncio.ensure_future(batch.add(f"{stream}.a")) for _ in range(400)]
+    await settle()
+    await batch.discard()
+    async with asyncio.timeout(10):
+        ended = await asyncio.gather(*adding, return_exceptions=True)
+    assert {type(each) for each in ended} == {errors.BatchClosedError}
+
+
+async def test_a_first_message_without_room_is_not_sent(
+    js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event
+) -> None:
+    stream = await make_stream()
+    batch = jsx.AtomicBatch(js, timeout=0.2)
+    room.clear()
+    async with asyncio.timeout(5):
+        ended = await asyncio.gather(*(batch.add(f"{stream}.a") for _ in range(50)), return_exceptions=True)
+    assert {type(each) for each in ended} == {errors.RequestTimeoutError}
+    assert "room in the write buffer" in str(ended[0])
+    assert (batch.state, batch.size) == ("open", 0)
+    await batch.discard()
