@@ -101,8 +101,8 @@ class AtomicBatch:
     ) -> None:
         """Add one message; it is stored when the batch is committed.
 
-        The message is checked before it takes a sequence: a refused call changes nothing. The server checks expectations
-        at commit.
+        The message is checked before it takes a sequence: a refused call changes nothing. Concurrent calls add in the
+        order in which they were made. The server checks expectations at commit.
 
         Args:
             subject: The message's subject.
@@ -118,8 +118,8 @@ class AtomicBatch:
                 `expected_last_subject_seq`; nothing was sent.
             BadSubjectError: The subject is invalid or too long (about 4000 bytes), or another stream stores it.
             BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
-            RequestTimeoutError: No server said which stream stores the subject, which is none of the batch's stream; the
-                message was not added.
+            RequestTimeoutError: The connection took nothing for `timeout` before the first message, or no server said
+                which stream stores a subject that is not one of the batch's stream. The message was not added.
 
         Cancellation: The batch stays usable. If `size` counts the message, it is part of the batch.
         """

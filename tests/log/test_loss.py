@@ -11,7 +11,7 @@ from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
 from jetstream_ext import errors
-from jetstream_ext.client import api
+from jetstream_ext.client import api, direct_reader
 from jetstream_ext.log import Last, LogReader, Seq
 from jetstream_ext.log import reader as reader_module
 from jetstream_ext.testing import NatsServer
@@ -41,6 +41,29 @@ def before_each_look(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, Cal
         monkeypatch.setattr(reader_module, "stream_state", counted)
 
     return plan
+
+
+async def test_a_slow_leader_does_not_end_a_group(
+    js: JetStreamContext, make_stream: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof that nothing was left out may take long; the request after it has a timeout of its own."""
+    name, timeout = await make_stream(20), 20.0
+    proof, look = direct_reader.get_at_leader, reader_module.stream_state
+    timeouts: list[float] = []
+
+    async def slow(*arguments: Any) -> Any:
+        await asyncio.sleep(1)
+        return await proof(*arguments)
+
+    async def noted(context: Any, stream: str, seconds: float) -> Any:
+        timeouts.append(seconds)
+        return await look(context, stream, seconds)
+
+    monkeypatch.setattr(direct_reader, "get_at_leader", slow)
+    monkeypatch.setattr(reader_module, "stream_state", noted)
+    reader = LogReader(js, name, subject=f"{name}.1", timeout=timeout)
+    assert len(await numbers(reader)) > 0
+    assert min(timeouts) > timeout - 0.9
 
 
 async def test_messages_deleted_from_the_middle_are_skipped(js: JetStreamContext, make_stream: Make) -> None:
