@@ -149,7 +149,7 @@ class AtomicBatch:
 
         Cancellation: The batch stays usable. The messages that `size` counts are part of it.
         """
-        await self._session.reply_to(await self._session.fill(messages))
+        await self._session.add_many(messages)
 
     async def commit(self, subject: str, payload: bytes = b"", **options: Unpack[PublishOptions]) -> BatchAck:
         """Add a last message (arguments as for `add`), commit, and return the server's ack.

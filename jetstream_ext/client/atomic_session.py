@@ -149,9 +149,18 @@ class AtomicSession:
             await self._reply(block.awaited, waiter, patience.deadline)
         self.machine.check_added()
 
-    async def fill(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> int:
+    async def add_many(self, messages: Iterable[Entry] | AsyncIterable[Entry]) -> None:
+        """Send `messages`, and wait for the last reply that they request."""
+        patience = _Patience(self._timeout)
+        seq = await self.fill(messages, patience)
+        if seq > self.machine.staged:
+            self.machine.check_open()
+            await self._reply(seq, self._expect(seq), patience.deadline)
+            self.machine.check_added()
+
+    async def fill(self, messages: Iterable[Entry] | AsyncIterable[Entry], patience: _Patience | None = None) -> int:
         """Send `messages` in blocks; return the highest sequence among them that asked for a reply, or 0."""
-        patience = self._new_call()
+        patience = patience or self._new_call()
         asked = 0
         if isinstance(messages, AsyncIterable):
             # One write each: nats-py's buffer joins them, and a slow source must not wait for a full block.
@@ -176,13 +185,6 @@ class AtomicSession:
                     first = await self._prepared(as_message(block.stopped.entry), patience)
             break
         return asked
-
-    async def reply_to(self, seq: int) -> None:
-        """Wait for the reply to a message that was sent, if it has not arrived."""
-        if seq > self.machine.staged:
-            self.machine.check_open()
-            await self._reply(seq, self._expect(seq), self._new_call().deadline)
-            self.machine.check_added()
 
     async def commit(self, message: BatchMessage | None) -> BatchAck:
         """Commit, with or without a last message."""
