@@ -57,7 +57,8 @@ _TRUSTED_SHARE: Final = 0.75
 _LOOKUP_TIMEOUT: Final = 2.0
 # Linux's monotonic clock stops while the machine is suspended, and its servers do not; macOS's runs on.
 _CLOCK: Final[int | None] = getattr(time, "CLOCK_BOOTTIME", getattr(time, "CLOCK_MONOTONIC", None))
-_MAX_UNANSWERED_READS: Final = 3
+# After so many questions without an answer from a server that answers pings, what is stored is taken as unknown.
+_MAX_SILENCES: Final = 3
 
 
 async def ingest(
@@ -250,7 +251,7 @@ class _Ingest:
         self._stream: StreamState | None = None  # as it was when it was last looked up
         self._base = 0  # a sequence that the stream had before any message of the window was sent
         self._newest: Entry | None = None  # the newest message that is certainly stored, once
-        self._unanswered_reads = 0  # a client without the permission to read gets no answer
+        self._silences = 0  # questions without an answer since all were answered
         self._unanswered = 0  # how many messages of the window, from the oldest on, were sent and not answered
         self._verdicts: deque[Verdict] = deque()  # what is known about the oldest messages of the window
         self._sent_again = False  # the oldest message of the window was sent again
@@ -548,14 +549,14 @@ class _Ingest:
         except NotFoundError:
             return None
 
-    async def _may_not_read(self) -> bool:
-        """Count a reading without an answer; return whether so many had none although the server answers pings."""
+    async def _never_answers(self) -> bool:
+        """Count a question without an answer; return whether so many had none although the server answers pings."""
         try:
             await self._context.connection.ping(self._lookup_timeout)
         except nats.errors.Error:
             return False
-        self._unanswered_reads += 1
-        return self._unanswered_reads >= _MAX_UNANSWERED_READS
+        self._silences += 1
+        return self._silences >= _MAX_SILENCES
 
     async def _find_out(self) -> None:
         """Find out whether the server knows the ids of the messages without an answer, or else which of them are stored."""
@@ -564,6 +565,10 @@ class _Ingest:
         try:
             state = await self._look_up()
         except NotPermittedError:
+            state = None
+        except RequestTimeoutError as late:
+            if late.__cause__ is not None or not await self._never_answers():  # in an election there is an answer later
+                raise
             state = None
         process, trusted = "", math.inf
         if state is not None:
@@ -613,10 +618,10 @@ class _Ingest:
             while (block := search.next_block()) is not None:
                 search.see(await self._read(state, *block))
         except RequestTimeoutError:
-            if await self._may_not_read():
+            if await self._never_answers():
                 return unknown
             raise
-        self._unanswered_reads = 0
+        self._silences = 0
         if state.replicated:
             # A former leader that does not know its successor may have answered.
             now = await stream_state(self._context, state.name, self._ack_timeout)

@@ -72,7 +72,7 @@ def test_schedules_that_found_a_defect(name: str) -> None:
 async def _send_again_and_again(world: World) -> Callable[[], None]:
     """Let a client that gets no answer to lookups send a message in a batch, and three times alone."""
     world.network.create(
-        b'{"name":"s","subjects":["s.>"],"storage":"file","allow_batched":true,"duplicate_window":2000000000}'
+        b'{"name":"s","subjects":["s.>"],"storage":"file","allow_batched":true,"duplicate_window":3000000000}'
     )
     rules = (
         reference.Ignore("$JS.API.>"),
