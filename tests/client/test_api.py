@@ -26,6 +26,7 @@ from jetstream_ext.client.api import (
     stream_state,
     wait_for_sequence,
 )
+from jetstream_ext.client.base_connection import NotPermittedError
 from jetstream_ext.client.connection import Context
 from jetstream_ext.errors import RequestTimeoutError, ResponseError
 from jetstream_ext.log import LogReader
@@ -256,7 +257,6 @@ async def test_a_stalled_server_does_not_pause_the_lookups_of_streams(
     own_server: NatsServer, own_js: JetStreamContext, own_stream: Callable[..., Awaitable[str]]
 ) -> None:
     stream, context = await own_stream(), Context(own_js)
-    api._cache(context).pause = 3600.0  # longer than this test
     await asyncio.to_thread(own_server.pause)
     try:
         assert await lookup_stream(context, f"{stream}.a", None, 0.3) is None
@@ -290,7 +290,7 @@ async def test_a_stalled_server_does_not_hide_the_level_behind_a_domain(
 
 
 @pytest.mark.parametrize("call", ["lookup_stream", "known_stream_name", "api_level"])
-async def test_a_client_that_may_not_ask_is_told_apart_by_a_ping(
+async def test_a_lookup_without_an_answer_is_repeated_the_next_time(
     nc: Client, stream_name: Callable[[], str], leak_check: Any, call: str
 ) -> None:
     prefix, asked = stream_name(), 0
@@ -301,17 +301,47 @@ async def test_a_client_that_may_not_ask_is_told_apart_by_a_ping(
 
     sub = await nc.subscribe(f"{prefix}.>", cb=unanswered)
     context = Context(nc.jetstream(prefix=prefix))
-    expected = context.connection.api_level if call == "api_level" else None
     for _ in range(2):
-        found: object
         match call:
             case "lookup_stream":
-                found = await lookup_stream(context, "a", None, 2)
+                assert await lookup_stream(context, "a", None, 0.5) is None
             case "known_stream_name":
-                found = await known_stream_name(context, "a", 2)
+                with pytest.raises(RequestTimeoutError, match="which stream stores 'a' is unknown"):
+                    await known_stream_name(context, "a", 0.5)
             case _:
-                found = await api_level(context, 2)
-        assert found == expected
-    assert asked == (2 if call == "known_stream_name" else 1)
+                assert await api_level(context, 0.5) == context.connection.api_level
+    assert asked == 2
     await sub.unsubscribe()
     await leak_check.assert_clean()
+
+
+async def test_a_refused_lookup_is_repeated_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = """
+        authorization { users = [ { user: u, password: p, permissions: { publish: { deny: [
+            "$JS.API.STREAM.NAMES", "$JS.API.STREAM.INFO.A", "$JS.API.INFO"] } } } ] }
+    """
+    refused: list[str] = []
+
+    async def note(error: Exception) -> None:
+        refused.append(str(error))
+
+    async with NatsServer(config=config) as server:
+        nc = await nats.connect(server.url, user="u", password="p", connect_timeout=10, error_cb=note)
+        context = Context(nc.jetstream(timeout=30))
+        for name in "AB":
+            await context.js.add_stream(name=name, subjects=[name])
+        for count in (3, 6):
+            for _ in range(2):
+                assert await lookup_stream(context, "A", None, 20) is None
+                assert await known_stream_name(context, "B", 20) is None
+                assert await lookup_stream(context, "A", "A", 20) is None
+                with pytest.raises(NotPermittedError, match=r"no permission to publish to \$JS\.API\.INFO$"):
+                    await Api(context, 20, lookup=True).level()
+                found = await lookup_stream(context, "B", "B", 20)
+                assert found is not None
+                assert found[0].name == "B", "the refusal of one request says nothing about others"
+            assert len(refused) == count
+            monkeypatch.setattr(api, "_REFUSED_TTL", 0.0)
+            api._cache(context).check_refused("")
+            monkeypatch.undo()
+        await nc.close()
