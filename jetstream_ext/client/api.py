@@ -92,7 +92,8 @@ class Api:
         async def send() -> dict[str, Any]:
             nonlocal refusal
             try:
-                reply = await self.context.connection.request(subject, payload, max(0.0, self.remaining))
+                left = max(0.0, self.remaining)
+                reply = await self.context.connection.request(subject, payload, left, mapped=f"{DEFAULT_PREFIX}.{what}")
                 return parse_answer(subject, reply.data)
             except NotPermittedError:
                 raise
@@ -423,7 +424,7 @@ async def known_stream_name(context: Context, subject: str, timeout: float) -> s
         return None
     except RequestTimeoutError as late:
         raise RequestTimeoutError(f"which stream stores {subject!r} is unknown: {late}") from late
-    except (nats.errors.Error, APIError):
+    except APIError:
         return None
 
 

@@ -118,8 +118,9 @@ class AtomicBatch:
                 `expected_last_subject_seq`; nothing was sent.
             BadSubjectError: The subject is invalid or too long (about 4000 bytes), or another stream stores it.
             BadHeaderError, MaxPayloadError, ValueError, TypeError: The message cannot be sent.
-            RequestTimeoutError: The connection took nothing for `timeout` before the first message, or no server said
-                which stream stores a subject that is not one of the batch's stream. The message was not added.
+            RequestTimeoutError: The message was not added within `timeout`, and the batch stays open: the connection took
+                nothing, the calls before this one have not ended, or no server said which stream stores a subject that
+                is not one of the batch's stream. A quarter of `timeout` is kept for the reply.
 
         Cancellation: The batch stays usable. If `size` counts the message, it is part of the batch.
         """
@@ -157,6 +158,7 @@ class AtomicBatch:
         Raises:
             BatchOutcomeUnknownError: The answer was lost: either all messages are stored, or none. See `resolve`.
             BatchError: The server refused, or the batch had ended; nothing is stored.
+            RequestTimeoutError: As for `add`; the commit was not sent.
             UnsupportedFeatureError, BadSubjectError, BadHeaderError, MaxPayloadError, ValueError, TypeError: As for `add`.
 
         Cancellation: `state` is ``"unknown"`` if the commit was sent, and ``"open"`` if it was not.
@@ -169,6 +171,7 @@ class AtomicBatch:
         Raises:
             EmptyBatchError: Nothing was added.
             BatchOutcomeUnknownError, BatchError: As for `commit`.
+            RequestTimeoutError: The calls before this one have not ended within `timeout`; the commit was not sent.
 
         Cancellation: As for `commit`.
         """

@@ -29,7 +29,7 @@ from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fence import send_fence
 from jetstream_ext.client.retry import Retry, is_transient_read
 from jetstream_ext.client.turns import Turns
-from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError
+from jetstream_ext.errors import BatchOutcomeUnknownError, JetStreamExtError, RequestTimeoutError
 from jetstream_ext.protocol import atomic_resolve, frames
 from jetstream_ext.protocol.api import StreamState
 from jetstream_ext.protocol.atomic import AtomicBatchMachine, State, Unresolved
@@ -41,6 +41,8 @@ from jetstream_ext.protocol.options import as_message, check_seconds
 from jetstream_ext.protocol.subjects import SubjectElsewhere
 from jetstream_ext.types import BatchAck, BatchMessage, Entry
 
+# The part of a call's timeout that is kept for the reply, so that a message is not sent when its call is about to give up.
+_REPLY_SHARE: Final = 0.25
 # Payload bytes per write of `fill`: the server works on one block while the next is encoded.
 _BLOCK: Final = 1 << 15
 # The default timeout of `resolve`, in timeouts of one reply: an election takes longer than a reply.
@@ -55,7 +57,7 @@ _Waiter = asyncio.Future[JetStreamExtError | None]
 
 
 class _Patience:
-    """How long the waits of one call may take, in seconds: its lookups, its wait for room and the reply share a timeout."""
+    """How long the waits of one call may take, in seconds: until it sends, and then for the reply, together a timeout."""
 
     __slots__ = ("_opening", "_spent", "timeout")
 
@@ -72,6 +74,16 @@ class _Patience:
         """When a wait that begins now must end, on the loop's clock."""
         return asyncio.get_running_loop().time() + self.left
 
+    @property
+    def to_send(self) -> float:
+        """How long a wait may take that begins now, before the call sends; what is left then is for the reply."""
+        return max(0.0, self.left - _REPLY_SHARE * self.timeout)
+
+    @property
+    def send_by(self) -> float:
+        """When such a wait must end, on the loop's clock."""
+        return asyncio.get_running_loop().time() + self.to_send
+
     async def spend(self, waiting: Awaitable[_T], *, opening: bool = False) -> _T:
         """Await something that makes the waits after it shorter; `opening`: it opens the batch."""
         clock = asyncio.get_running_loop().time
@@ -79,12 +91,9 @@ class _Patience:
         try:
             return await waiting
         finally:
-            self.spent(clock() - began)
+            self._spent += clock() - began
             if opening:
                 self._opening += clock() - began
-
-    def spent(self, seconds: float) -> None:
-        self._spent += seconds
 
     def next_message(self) -> None:
         """Begin again for another message of the call; opening the batch counts until the server replies."""
@@ -194,7 +203,11 @@ class AtomicSession:
     async def send_commit(self, message: BatchMessage | None) -> None:
         """Send the commit; `committed` waits for the answer."""
         patience = self._new_call()
-        last = None if message is None else await self._prepared(message, patience)
+        last = None
+        if message is not None:
+            last = await self._prepared(message, patience)
+        elif self._turns.queue:
+            await patience.spend(self._turns.wait(patience.send_by))
         self._check_usable()
         block = self.machine.commit(last)
         self._session = self._connection.session
@@ -268,19 +281,18 @@ class AtomicSession:
             encoded = machine.prepare(message, ack)
         except SubjectElsewhere:
             return None
-        return encoded if machine.state is not State.NEW and connection.has_room and not self._turns.callers else None
+        return encoded if machine.state is not State.NEW and connection.has_room and not self._turns.queue else None
 
     async def _prepared(self, message: BatchMessage, patience: _Patience, ack: bool | None = None) -> Encoded:
-        """Check and encode a message; return when it can be added at once.
+        """Check and encode a message; return when it can be added at once, or raise RequestTimeoutError.
 
-        It then is its turn, the connection has room, and the batch is open and has its subject. A message that is
-        cancelled before is not part of the batch, and a batch that it was the first of can still be one of any stream.
+        It then is its turn, the connection has room, and the batch is open and has its subject. A message that gives up
+        before is not part of the batch, and a batch that it was the first of can still be one of any stream.
         """
         machine, connection = self.machine, self._connection
         if (ready := self._prepared_now(message, ack)) is not None:
             return ready
-        async with self._turns.take() as seconds:
-            patience.spent(seconds)
+        with self._turns.join() as turn:
             while True:
                 machine.limit_messages(connection.max_payload)
                 try:
@@ -289,12 +301,18 @@ class AtomicSession:
                     await patience.spend(self._find_stream(question.subject, patience.left / 2))
                     continue
                 self._check_usable()
-                if not connection.has_room:
-                    await patience.spend(self._wait_room(patience.left))
-                elif machine.state is State.NEW:
-                    await patience.spend(self._open(encoded, message, patience.left), opening=True)
-                else:
-                    return encoded
+                try:
+                    if not turn.has_come:
+                        await patience.spend(turn.wait(patience.send_by))
+                    elif not connection.has_room:
+                        await patience.spend(self._wait_room(patience.to_send))
+                    elif machine.state is State.NEW:
+                        await patience.spend(self._open(encoded, message, patience.to_send), opening=True)
+                    else:
+                        return encoded
+                except RequestTimeoutError as late:
+                    text = f"batch {machine.batch_id}: a message was not added within {self._timeout:g} s: {late}"
+                    raise RequestTimeoutError(text) from late
 
     async def _find_stream(self, subject: str, timeout: float) -> None:
         """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
@@ -303,6 +321,8 @@ class AtomicSession:
     async def _wait_room(self, timeout: float) -> None:
         try:
             await self._connection.wait_room(timeout, over=lambda: self.machine.ended)
+        except RequestTimeoutError:
+            raise
         except nats.errors.Error as error:
             if self.machine.state is State.NEW:
                 raise
@@ -327,6 +347,7 @@ class AtomicSession:
                     stream=leader.stream,
                 )
                 self._opened, self._inbox = (leader.stream, leader.last_seq), inbox
+                self._turns.wake()
         finally:
             if self._inbox is None:
                 inbox.close()
@@ -431,6 +452,7 @@ class AtomicSession:
         """Close the inbox and wake every waiter if the batch has ended."""
         if not self.machine.ended:
             return
+        self._turns.wake()
         for waiter in self._waiters.values():
             if not waiter.done():
                 waiter.set_result(None)

@@ -12,7 +12,7 @@ import re
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, TypeVar
@@ -38,9 +38,8 @@ _REQUEST_TOKEN: Final = 27
 
 _FLUSH_TIMEOUT: Final = 1_000_000
 
-# How nats-py reports that the server refused a message, and the part of a subject that a server maps before that.
-_REFUSAL: Final = 'permissions violation for publish to "%s"'
-_DOMAIN: Final = re.compile(r"\A\$JS\.[^.]+\.API\.")
+# How nats-py reports that the server refused a message; nats-py has put the text into lower case.
+REFUSAL: Final = re.compile(r'permissions violation for publish to "(.*)"', re.IGNORECASE)
 
 ROOM: Final = "room in the write buffer of the connection"
 
@@ -267,25 +266,26 @@ class BaseConnection(ABC):
         finally:
             cancel_soon(task)
 
-    async def request(self, subject: str, payload: bytes, timeout: float) -> Msg:
+    async def request(self, subject: str, payload: bytes, timeout: float, *, mapped: str = "") -> Msg:
         """Send a request and return the answer, or raise RequestTimeoutError after `timeout` seconds.
 
-        Raises BadSubjectError if the subject is too long, and NotPermittedError at once if the server refuses it.
+        Raises BadSubjectError if the subject is too long. If the server may map the subject to `mapped`, raises
+        NotPermittedError as soon as it refuses the request under one of these names.
         """
         what = f"the answer on {subject}"
         self.check_request(subject)
-        before = self.nc.last_error
-        refusals = {_REFUSAL % name.lower() for name in (subject, _DOMAIN.sub("$JS.API.", subject))}
-
-        def is_refused() -> bool:
-            error = self.nc.last_error
-            return error is not before and any(refusal in str(error).lower() for refusal in refusals)
-
+        names = {subject.lower(), mapped.lower()} if mapped else set()
+        before = self._refusals(names)
         try:
             request = self.nc.request(subject, payload, timeout=timeout)
-            return await self.bounded(request, timeout, what, over=is_refused)
+            return await self.bounded(request, timeout, what, over=lambda: self._refusals(names) != before)
         except Over:
             raise NotPermittedError(subject) from None
+
+    def _refusals(self, subjects: Collection[str]) -> object:
+        """Return a value that changes when the server refuses a message to one of `subjects`, given in lower case."""
+        error = self.nc.last_error
+        return error if (found := REFUSAL.search(str(error))) and found[1].lower() in subjects else None
 
     async def ping(self, timeout: float) -> None:
         """Wait until the server has read everything that was written, or raise RequestTimeoutError."""

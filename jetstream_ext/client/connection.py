@@ -22,7 +22,7 @@ import re
 import ssl
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +37,7 @@ from nats.js.kv import KeyValue
 from nats.js.manager import JetStreamManager
 
 from jetstream_ext.client.base_connection import (
+    REFUSAL,
     ROOM,
     BaseConnection,
     FallbackConnection,
@@ -66,6 +67,7 @@ _RECONNECT_WAIT: Final = 0.25
 _SEED: Final = re.compile(r"BEGIN USER NKEY SEED-+\s+(\S+)")
 
 _CLOSED_SIDS_KEPT = 64
+_REFUSED_KEPT = 1024
 _PARSED_LINES_KEPT = 4096
 
 _Line = tuple[InboxHandler | None, bytes, int, int, int]
@@ -86,6 +88,8 @@ class Connection(BaseConnection):
         self._line_length = 1  # of the newest parsed line, with its CRLF
         self._watched_reader: asyncio.Task[Any] | None = None
         self._connection_lost = False
+        self._process_err = nc._process_err
+        self._refused: dict[str, int] = {}  # how many messages, by their subject in lower case
 
     @property
     def usable(self) -> bool:
@@ -183,6 +187,18 @@ class Connection(BaseConnection):
             self._watched_reader = None
         self._connection_lost = True
         notify(self._handlers.values(), connected=False)
+
+    async def process_err(self, text: str) -> None:
+        """Replace `Client._process_err`, which keeps only the newest error: count the messages that were refused."""
+        if (found := REFUSAL.search(text)) is not None:
+            if len(self._refused) >= _REFUSED_KEPT:
+                self._refused.clear()
+            subject = found[1].lower()
+            self._refused[subject] = self._refused.get(subject, 0) + 1
+        await self._process_err(text)
+
+    def _refusals(self, subjects: Collection[str]) -> object:
+        return sum(self._refused.get(subject, 0) for subject in subjects)
 
     async def parse(self, data: bytes = b"") -> None:
         """Replace `Parser.parse`: cut out the frames of our subscriptions and pass on the rest."""
@@ -290,6 +306,7 @@ def connection_of(nc: Client) -> Connection | FallbackConnection:
         if _internals_known(nc):
             connection = Connection(nc)
             nc._ps.parse = connection.parse  # type: ignore[method-assign]
+            nc._process_err = connection.process_err  # type: ignore[assignment, method-assign]
         else:
             connection = FallbackConnection(nc, lambda: _server_info(nc))
             warnings.warn(_FALLBACK_WARNING, RuntimeWarning, stacklevel=3)
@@ -316,7 +333,7 @@ _INTERNALS: dict[str, Any] = {
     "_ps.state": int,
     "_ps.needed": int,
 }
-_COROUTINES = ("_send_ping", "_ps.parse")
+_COROUTINES = ("_process_err", "_send_ping", "_ps.parse")
 
 
 def _internals_known(nc: Client) -> bool:

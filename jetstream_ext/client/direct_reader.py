@@ -174,15 +174,15 @@ async def read_blocks(
             case range_read.Wait(until):
                 await inboxes.wait(until)
                 machine.handle_timer(loop.time())
-            case range_read.SendRequest(sent, until, repeat):
+            case range_read.SendRequest(sent, until):
                 subject, payload = sent.request.address(api)
+                left = max(0.001, until - loop.time())
                 try:
-                    await inboxes.send(subject, payload, partial(receive, sent), max(0.001, until - loop.time()), sent)
+                    await inboxes.send(subject, payload, partial(receive, sent), left, sent)
                 except nats.errors.ConnectionReconnectingError as error:
                     machine.not_sent(sent, error)
                 except RequestTimeoutError:
-                    if not repeat:
-                        raise
+                    pass  # it is in the write buffer, and the wait for the reply ends by itself
             case range_read.DropReply(sent):
                 inboxes.close(sent)
             case range_read.AskLeader(requests):

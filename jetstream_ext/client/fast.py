@@ -45,6 +45,7 @@ FlowHandler = Callable[[BatchFlowAck], Awaitable[None] | None]
 
 _log: Final = logging.getLogger("jetstream_ext.fast")
 
+_REPLY_SHARE: Final = 0.25  # the part of `ack_timeout` that is kept for the reply to the first message
 _CANCEL_TIMEOUT: Final = 1.0  # seconds for a handler to end after its cancellation
 
 _WAITED_FOR: Final[set[FastSession]] = set()
@@ -350,7 +351,7 @@ class FastPublisher:
             commit still ends it on the server.
         """
         batch, session = self._batch, self._session
-        await session.wait_ready(batch.can_ask)
+        await session.wait_to_commit()
         command = batch.commit(session.now())
         try:
             session.write(command, 1, 0)
@@ -443,7 +444,7 @@ class FastSession:
     def can_send(self) -> bool:
         """Whether a message can be sent without waiting."""
         connection = self._connection
-        return not self._turns.callers and connection.usable and self.batch.has_room and connection.has_room
+        return not self._turns.queue and connection.usable and self.batch.has_room and connection.has_room
 
     @property
     def opened(self) -> bool:
@@ -461,20 +462,24 @@ class FastSession:
         A message takes its sequence only while the write buffer has room, so the buffer bounds the memory of a window.
         """
         began = self.now()
-        async with self._turns.take() as waited:
+        with self._turns.join() as turn:
             while True:
                 try:
                     encoded = self.batch.encode(message)
-                    break
                 except SubjectElsewhere as question:
                     self.batch.check_open()
-                    await self._find_stream(question.subject, self.batch.ack_timeout - waited)
-            await self._when_sendable(began, message)
-            return encoded
+                    await self._find_stream(question.subject, began + self.batch.ack_timeout / 2 - self.now())
+                    continue
+                if turn.has_come:
+                    await self._when_sendable(began, message)
+                    return encoded
+                await turn.wait(None)
 
     async def wait_room(self) -> None:
         """Wait as `wait_turn` until a message of an open batch can be sent."""
-        async with self._turns.take():
+        with self._turns.join() as turn:
+            while not turn.has_come:
+                await turn.wait(None)
             await self._when_sendable(self.now())
 
     async def _when_sendable(self, began: float, message: BatchMessage | None = None) -> None:
@@ -483,9 +488,15 @@ class FastSession:
             await self._wait_buffer(began)
             await self.wait_ready(self.batch.can_send)
 
+    async def wait_to_commit(self) -> None:
+        """Wait until the batch can be committed, after all calls that were made before."""
+        if self._turns.queue:
+            await self._turns.wait(None)
+        await self.wait_ready(self.batch.can_ask)
+
     async def _wait_buffer(self, began: float) -> None:
         batch, connection, state = self.batch, self._connection, self.batch.state
-        timeout = batch.ack_timeout if batch.sent else began + batch.ack_timeout - self.now()
+        timeout = batch.ack_timeout if batch.sent else self._must_open_by(began) - self.now()
         try:
             await connection.wait_room(timeout, over=lambda: batch.state is not state)
         except RequestTimeoutError:
@@ -555,8 +566,12 @@ class FastSession:
 
     # -- the connection -------------------------------------------------------------------------------------------
 
+    def _must_open_by(self, began: float) -> float:
+        """Return when the first message, which was added at `began`, must be sent: the rest is for the first reply."""
+        return began + (1 - _REPLY_SHARE) * self.batch.ack_timeout
+
     async def _open(self, first: BatchMessage, began: float) -> None:
-        connection, deadline = self._connection, began + self.batch.ack_timeout
+        connection, deadline = self._connection, self._must_open_by(began)
         connection.check_usable()
         leader = self.leader = await lookup_leader(
             self._context, first.subject, first.stream, max(0.0, deadline - self.now()), FAST_INGEST
@@ -580,6 +595,7 @@ class FastSession:
         self.batch.set_max_payload(connection.max_payload)
         self.now = asyncio.get_running_loop().time
         self._inbox = inbox
+        self._turns.wake()
 
     def _receive(self, frames: list[Frame]) -> None:
         self.deliver(*self.batch.receive(frames, self.now()))
@@ -608,6 +624,7 @@ class FastSession:
                 _log.warning("batch %s: ignored an unrecognised reply: %r", self.batch.batch_id, event.payload)
             elif isinstance(event, Ended):
                 self._ended.set()
+                self._turns.wake()
                 if self._inbox is not None:
                     self._inbox.close()
             elif (handler := self._handlers.get(type(event))) is not None:

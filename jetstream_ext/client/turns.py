@@ -3,39 +3,62 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from jetstream_ext.errors import RequestTimeoutError
 
 
+class Turn:
+    """The place of one caller in the queue."""
+
+    def __init__(self, queue: deque[Turn]) -> None:
+        self._queue = queue
+        self._woken = asyncio.Event()
+
+    @property
+    def has_come(self) -> bool:
+        return self._queue[0] is self
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def wait(self, until: float | None) -> None:
+        """Wait until the turn has come or `Turns.wake` is called; raise RequestTimeoutError at the time `until`."""
+        try:
+            async with asyncio.timeout_at(until):
+                await self._woken.wait()
+        except TimeoutError:
+            raise RequestTimeoutError("the calls before it have not ended") from None
+        self._woken.clear()
+
+
 class Turns:
-    """Lets callers in one at a time, in the order of their calls."""
+    """Lets callers send one at a time, in the order of their calls; what else a caller needs it can do meanwhile."""
 
     def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-        self.callers: int = 0  # that have the turn or wait for it; one that sends now overtakes them
-        self._silent_since: float | None = None
+        self.queue: deque[Turn] = deque()  # one that sends now overtakes those in it
 
-    @asynccontextmanager
-    async def take(self) -> AsyncGenerator[float, None]:
-        """Wait for the turn. The value is how many seconds of the wait are a part of the caller's timeout.
-
-        They are those since a RequestTimeoutError ended a turn, if no other one has succeeded: otherwise each of many
-        callers would wait for its whole timeout, one after the other.
-        """
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        self.callers += 1
+    @contextmanager
+    def join(self) -> Iterator[Turn]:
+        """Join the queue; the block ends when the caller sends or gives up, without an `await` in between."""
+        turn, queue = Turn(self.queue), self.queue
+        queue.append(turn)
         try:
-            async with self._lock:
-                turn = clock()
-                try:
-                    yield 0.0 if self._silent_since is None else turn - max(began, self._silent_since)
-                except RequestTimeoutError:
-                    if self._silent_since is None:
-                        self._silent_since = turn
-                    raise
-                self._silent_since = None
+            yield turn
         finally:
-            self.callers -= 1
+            queue.remove(turn)
+            if queue:
+                queue[0].wake()
+
+    async def wait(self, until: float | None) -> None:
+        """Wait until all callers before this one have sent or given up; raise as `Turn.wait` does."""
+        with self.join() as turn:
+            while not turn.has_come:
+                await turn.wait(until)
+
+    def wake(self) -> None:
+        """Let all callers look again: the batch was opened, or has ended."""
+        for turn in self.queue:
+            turn.wake()

@@ -103,12 +103,11 @@ _CELLS: Final = {(state, event): cell for event, row in TABLE.items() for state,
 class SendRequest:
     """Send `sent.request` with a reply inbox of its own; hand replies to `receive`, or call `not_sent`.
 
-    The time to send it ends at `until`. That ends the read, too, unless it is a `repeat`.
+    At `until`, the wait for the reply begins even if the write buffer is still full.
     """
 
     sent: SentRequest
     until: float
-    repeat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +319,7 @@ class RangeRead(_Read):
                 _log.debug("stream %r: request sent: %s", self._stream, sent.request)
                 self._sending_since = now
                 until = self._deadline if self._late else now + self._timeout - self._sending
-                return SendRequest(sent, until, repeat=bool(self._late))
+                return SendRequest(sent, until)
             if self.state is PROVING and self._unchecked is not None:
                 return CheckMirror(self._replies[self._unchecked[0]].decoder.responder)
             if self.state is PROVING and isinstance(self._plan, MultiLast):
@@ -343,8 +342,8 @@ class RangeRead(_Read):
                 if self._timer is None and self.state is PAUSED:
                     self._timer = now + self._pause
                 elif self._timer is None:
-                    left = max(self._pause, self._timeout - self._sending)
-                    self._timer, self._deadline = now + left / 2, now + left
+                    self._deadline = now + max(self._pause, self._timeout - self._sending)
+                    self._timer = min(self._deadline, now + self._timeout / 2)
                 return Wait(self._timer)
 
     def receive(self, sent: SentRequest, frames: list[Frame], now: float) -> None:
@@ -352,6 +351,9 @@ class RangeRead(_Read):
         reply = self._replies.get(sent)
         if reply is None or reply.lost:
             return
+        self._sending = 0.0
+        if self._sending_since is not None:
+            self._sending_since = now
         size = sum(len(body) for _, body, _ in frames)
         self._stopwatch.add(size, now, first=not sent.wire)
         sent.wire += size
@@ -458,7 +460,7 @@ class RangeRead(_Read):
             return True
         if reply.frames:
             frames, reply.frames = reply.frames, []
-            self._timer, self._sending = None, 0.0
+            self._timer = None
             self._decode(oldest, reply, frames, now)
             return True
         if reply.lost:

@@ -35,19 +35,16 @@ async def lookups(js: JetStreamContext, monkeypatch: pytest.MonkeyPatch, answer:
     connection = connection_of(js._nc)
     request = connection.request
 
-    async def replaced(subject: str, payload: bytes, timeout: float) -> Any:
+    async def replaced(subject: str, payload: bytes, timeout: float, **options: Any) -> Any:
         if subject.endswith("STREAM.NAMES"):
-            async with asyncio.timeout(timeout):
-                await answer()
-        return await request(subject, payload, timeout)
+            try:
+                async with asyncio.timeout(timeout):
+                    await answer()
+            except TimeoutError:
+                raise errors.RequestTimeoutError(subject) from None
+        return await request(subject, payload, timeout, **options)
 
-    async def bounded(subject: str, payload: bytes, timeout: float) -> Any:
-        try:
-            return await replaced(subject, payload, timeout)
-        except TimeoutError:
-            raise errors.RequestTimeoutError(subject) from None
-
-    monkeypatch.setattr(connection, "request", bounded)
+    monkeypatch.setattr(connection, "request", replaced)
 
 
 async def subjects(js: JetStreamContext, stream: str) -> list[str]:
@@ -111,6 +108,95 @@ async def test_many_calls_that_ask_in_vain_end_within_their_timeout(
         assert "which stream stores 'other.a' is unknown" in str(ended[0])
     assert batch.ack is not None
     assert batch.ack.batch_size == 1
+
+
+@KINDS
+async def test_calls_that_ask_in_vain_do_not_end_those_between_them(
+    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    """The others wait for them, because of the order, but not for one after the other."""
+    stream = await make_stream()
+    name = "timeout" if kind is jsx.AtomicBatch else "ack_timeout"
+    async with kind(js, **{name: 4.0}) as batch:
+        await batch.add(f"{stream}.a")
+        await lookups(js, monkeypatch, asyncio.Event().wait)
+        asking = [batch.add("other.a" if index % 2 else f"{stream}.a") for index in range(30)]
+        async with asyncio.timeout(15):
+            ended = await asyncio.gather(*asking, return_exceptions=True)
+        assert {type(each) for each in ended[1::2]} == {errors.RequestTimeoutError}
+        assert not any(isinstance(each, Exception) for each in ended[::2])
+    assert batch.ack is not None
+    assert batch.ack.batch_size == 16
+
+
+@KINDS
+async def test_slow_answers_come_at_the_same_time(
+    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    stream = await make_stream()
+    name = "timeout" if kind is jsx.AtomicBatch else "ack_timeout"
+    async with kind(js, **{name: 4.0}) as batch:
+        await batch.add(f"{stream}.a")
+        config = (await js.stream_info(stream)).config
+        await js.update_stream(config, subjects=[f"{stream}.>", f"{stream}-new.>"])
+        await lookups(js, monkeypatch, lambda: asyncio.sleep(0.7))
+        names = [f"{stream}-new.{index}" for index in range(20)]
+        async with asyncio.timeout(10):
+            await asyncio.gather(*(batch.add(name) for name in names))
+    assert await subjects(js, stream) == [f"{stream}.a", *names]
+
+
+@KINDS
+async def test_a_commit_follows_the_calls_before_it(
+    js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event, kind: Any
+) -> None:
+    stream = await make_stream()
+    batch = kind(js)
+    room.clear()
+    calls = [asyncio.ensure_future(each) for each in (batch.add(f"{stream}.a"), batch.add(f"{stream}.b"))]
+    calls.append(asyncio.ensure_future(batch.commit_eob()))
+    await settle()
+    assert not any(each.done() for each in calls)
+    room.set()
+    await asyncio.gather(*calls)
+    assert await subjects(js, stream) == [f"{stream}.a", f"{stream}.b"]
+
+
+async def test_a_message_that_finds_no_room_leaves_the_batch_open(
+    js: JetStreamContext, make_stream: MakeStream, room: asyncio.Event
+) -> None:
+    stream = await make_stream()
+    async with jsx.AtomicBatch(js, timeout=2) as batch:
+        await batch.add(f"{stream}.a")
+        room.clear()
+        late = asyncio.gather(
+            batch.add(f"{stream}.b"), batch.add(f"{stream}.c", ack=True), batch.commit(f"{stream}.d"), batch.commit_eob(),
+            return_exceptions=True,
+        )  # fmt: skip
+        for each in await late:
+            assert isinstance(each, errors.RequestTimeoutError), each
+        assert (batch.state, batch.size) == ("open", 1)
+        room.set()
+        await batch.add(f"{stream}.e")
+    assert await subjects(js, stream) == [f"{stream}.a", f"{stream}.e"]
+
+
+async def test_the_opening_counts_for_the_calls_that_wait_for_it(
+    own_server: Any, own_js: JetStreamContext, own_stream: MakeStream
+) -> None:
+    stream, clock = await own_stream(allow_atomic=True), asyncio.get_running_loop().time
+    batch = jsx.AtomicBatch(own_js, ack_first=False, timeout=4)
+    await asyncio.to_thread(own_server.pause)
+    try:
+        began = clock()
+        first, second = await asyncio.gather(
+            batch.add(f"{stream}.a"), batch.add(f"{stream}.b", ack=True), return_exceptions=True
+        )
+        assert clock() - began < 5.5
+        assert first is None
+        assert isinstance(second, errors.BatchAbandonedError)
+    finally:
+        await asyncio.to_thread(own_server.resume)
 
 
 @KINDS

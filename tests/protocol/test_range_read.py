@@ -297,29 +297,36 @@ class TestSilence:
         sending = machine.next_action(0.0)
         assert isinstance(sending, SendRequest)
         assert sending.until == TIMEOUT
-        repeat = machine.next_action(4.0)  # the write buffer had no room until now
-        assert isinstance(repeat, Wait)
-        assert 4.0 < repeat.until < TIMEOUT
-        machine.handle_timer(repeat.until)
-        again = machine.next_action(repeat.until)
-        assert isinstance(again, SendRequest)
-        assert again.until == TIMEOUT
-        waiting = machine.next_action(repeat.until)
-        assert isinstance(waiting, Wait)
+        waiting = machine.next_action(4.0)  # the write buffer had no room until now
+        assert waiting == Wait(TIMEOUT), "too late to ask once more"
         machine.handle_timer(TIMEOUT)
         done = machine.next_action(TIMEOUT)
         assert isinstance(failure(done), errors.RequestTimeoutError)
 
-    def test_an_answer_ends_the_count_of_sending(self) -> None:
-        script = Script(scan(up_to=8))
-        machine = script.machine
-        first = machine.next_action(0.0)
-        assert isinstance(first, SendRequest)
-        assert isinstance(machine.next_action(4.0), Wait)
-        machine.receive(first.sent, reply([1, 2, 3, 4], pending=4), 4.0)
-        while not isinstance(action := machine.next_action(4.0), SendRequest):
-            assert not isinstance(action, Done)
-        assert action.until == 4.0 + TIMEOUT
+    @pytest.mark.parametrize("prefetch", [1, 2, 3])
+    def test_an_answer_ends_the_count_of_sending(self, prefetch: int) -> None:
+        """Each request waits long for room, and the answers come meanwhile."""
+        machine, now, read = RangeRead("S", scan(up_to=40, prefetch=prefetch), TIMEOUT, pause=PAUSE), 0.0, []
+        unanswered: list[SentRequest] = []
+
+        def answer(when: float) -> None:
+            for sent in unanswered:
+                start = sent.request.seq or 1
+                machine.receive(sent, reply(range(start, start + 4), pending=37 - start), when)
+            unanswered.clear()
+
+        while not isinstance(action := machine.next_action(now), Done):
+            if isinstance(action, SendRequest):
+                sent_at = min(now + 3.0, action.until)
+                answer((now + sent_at) / 2)
+                unanswered.append(action.sent)
+                now = sent_at
+            elif isinstance(action, Deliver):
+                read += action.block.seqs
+            elif isinstance(action, Wait):
+                answer(now)
+        assert action.error is None
+        assert read == list(range(1, 41))
 
     def test_is_repeated_behind_the_last_row_and_fails_the_second_time(self) -> None:
         script = Script(scan())

@@ -599,13 +599,13 @@ async def test_unanswered_lookups_do_not_end_the_check_for_two_streams(
     connection = connection_of(js._nc)
     request, silent = connection.request, unanswered
 
-    async def slow(subject: str, payload: bytes, timeout: float) -> Any:
+    async def slow(subject: str, payload: bytes, timeout: float, **options: Any) -> Any:
         nonlocal silent
         if subject.endswith("STREAM.NAMES") and silent:
             silent -= 1
             await asyncio.sleep(timeout)
             raise errors.RequestTimeoutError(subject)
-        return await request(subject, payload, timeout)
+        return await request(subject, payload, timeout, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(connection, "request", slow)
