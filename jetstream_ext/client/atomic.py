@@ -48,8 +48,9 @@ class AtomicBatch:
         ack_first: Wait for the server's reply to the first message, which reports most refusals.
         ack_every: Wait for the reply to every n-th message; None is every 1000th. The reply reports a batch that the
             server has dropped.
-        timeout: Seconds to wait for a reply, or for room in the connection's write buffer, with the lookups before; None is
-            the context's timeout.
+        timeout: Seconds that a call may take: to wait for the calls before it, to look up the stream, to wait for room in the
+            connection's write buffer, and for the reply. `add_many` may take as long for each of its writes. None is the
+            context's timeout.
 
     Raises:
         ValueError, TypeError: An argument is out of its range or of another type.
@@ -240,7 +241,7 @@ async def publish_atomic(
         batch_id: 1 to 64 characters of ``[A-Za-z0-9_-]``; None generates one. With a `batch_id` and a `msg_id` on every
             message the call can be repeated: if this batch was stored before, within the stream's duplicate window,
             the call returns its ack. Two publishers must not use one id at the same time.
-        timeout: Seconds to wait for a reply, or for room in the connection's write buffer, with the lookups before; None is
+        timeout: Seconds that each write of the messages and the commit may take, with the lookups before; None is
             the context's timeout. With a `batch_id`, the search for an earlier batch after a refusal may take four times as
             long.
 
@@ -339,8 +340,7 @@ def publish_atomic_many(
         js: nats-py's JetStream context.
         batches: The messages of each batch, as for `publish_atomic`, from an iterable or an async iterable.
         in_flight: How many commits may be unanswered, from 1. Each open batch counts against the server's limits.
-        timeout: Seconds to wait for each reply, or for room in the connection's write buffer, with the lookups before; None
-            is the context's timeout.
+        timeout: For each batch, as for `publish_atomic`.
 
     Returns:
         The acks, to await or to iterate over.

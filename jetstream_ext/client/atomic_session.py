@@ -23,7 +23,7 @@ from jetstream_ext.client.api import (
     settled_state,
     stream_state,
 )
-from jetstream_ext.client.base_connection import InboxHandler, InboxSubscription, weakly
+from jetstream_ext.client.base_connection import ROOM, InboxHandler, InboxSubscription, weakly
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fence import send_fence
@@ -322,7 +322,7 @@ class AtomicSession:
         try:
             await self._connection.wait_room(timeout, over=lambda: self.machine.ended)
         except RequestTimeoutError:
-            raise
+            raise RequestTimeoutError(f"no {ROOM}") from None
         except nats.errors.Error as error:
             if self.machine.state is State.NEW:
                 raise

@@ -16,7 +16,7 @@ from nats.js import JetStreamContext
 from nats.nuid import NUID
 
 from jetstream_ext.client.api import LeaderInfo, known_stream_name, lookup_leader
-from jetstream_ext.client.base_connection import BaseConnection, InboxHandler, InboxSubscription, cancel, weakly
+from jetstream_ext.client.base_connection import ROOM, BaseConnection, InboxHandler, InboxSubscription, cancel, weakly
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.turns import Turns
 from jetstream_ext.errors import RequestTimeoutError
@@ -501,7 +501,7 @@ class FastSession:
             await connection.wait_room(timeout, over=lambda: batch.state is not state)
         except RequestTimeoutError:
             if not batch.sent:
-                raise
+                raise self._not_sent() from None
             self.deliver(batch.write_timed_out(self.now()))
         except nats.errors.Error:
             self._disconnected()
@@ -566,6 +566,11 @@ class FastSession:
 
     # -- the connection -------------------------------------------------------------------------------------------
 
+    def _not_sent(self) -> RequestTimeoutError:
+        return RequestTimeoutError(
+            f"batch {self.batch.batch_id}: the first message was not sent within {self.batch.ack_timeout:g} s: no {ROOM}"
+        )
+
     def _must_open_by(self, began: float) -> float:
         """Return when the first message, which was added at `began`, must be sent: the rest is for the first reply."""
         return began + (1 - _REPLY_SHARE) * self.batch.ack_timeout
@@ -585,7 +590,10 @@ class FastSession:
         inbox = await connection.inbox(handler, tail=tail, timeout=deadline - self.now())
         try:
             while not connection.has_room and self.batch.end_reason is None:
-                await connection.wait_room(deadline - self.now(), over=lambda: self.batch.end_reason is not None)
+                try:
+                    await connection.wait_room(deadline - self.now(), over=lambda: self.batch.end_reason is not None)
+                except RequestTimeoutError:
+                    raise self._not_sent() from None
             # A stream that does not store the subject was named by the caller: perhaps accounts map subjects.
             stream = leader.stream if leader.stream is not None and leader.stream.stores(first.subject) else None
             self.batch.open(inbox.subject, self.now() - began, stream if self._one_stream else None)
