@@ -182,7 +182,9 @@ async def read_blocks(
                 except nats.errors.ConnectionReconnectingError as error:
                     machine.not_sent(sent, error)
                 except RequestTimeoutError:
-                    pass  # it is in the write buffer, and the wait for the reply ends by itself
+                    if not connection.usable:
+                        raise no_answer(stream, timeout, connected=False) from None
+                    # Otherwise it is in the write buffer, and the wait for the reply ends by itself.
             case range_read.DropReply(sent):
                 inboxes.close(sent)
             case range_read.AskLeader(requests):
