@@ -49,8 +49,8 @@ class AtomicBatch:
         ack_every: Wait for the reply to every n-th message; None is every 1000th. The reply reports a batch that the
             server has dropped.
         timeout: Seconds that a call may take: to wait for the calls before it, to look up the stream, to wait for room in the
-            connection's write buffer, and for the reply. `add_many` may take as long for each of its writes. None is the
-            context's timeout.
+            connection's write buffer, and for the reply. `add_many` may take as long for each of its writes and for the last
+            reply. None is the context's timeout.
 
     Raises:
         ValueError, TypeError: An argument is out of its range or of another type.

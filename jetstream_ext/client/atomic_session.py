@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
@@ -23,7 +24,7 @@ from jetstream_ext.client.api import (
     settled_state,
     stream_state,
 )
-from jetstream_ext.client.base_connection import ROOM, InboxHandler, InboxSubscription, weakly
+from jetstream_ext.client.base_connection import ROOM, InboxHandler, InboxSubscription, Over, weakly
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.direct import DirectGet
 from jetstream_ext.client.fence import send_fence
@@ -207,7 +208,10 @@ class AtomicSession:
         if message is not None:
             last = await self._prepared(message, patience)
         elif self._turns.queue:
-            await patience.spend(self._turns.wait(patience.send_by))
+            try:
+                await patience.spend(self._turns.wait(self.machine.check_open, patience.send_by))
+            except RequestTimeoutError as late:
+                raise self._not_sent("the commit was not sent", late) from late
         self._check_usable()
         block = self.machine.commit(last)
         self._session = self._connection.session
@@ -311,12 +315,20 @@ class AtomicSession:
                     else:
                         return encoded
                 except RequestTimeoutError as late:
-                    text = f"batch {machine.batch_id}: a message was not added within {self._timeout:g} s: {late}"
-                    raise RequestTimeoutError(text) from late
+                    raise self._not_sent("a message was not added", late) from late
+
+    def _not_sent(self, what: str, why: RequestTimeoutError) -> RequestTimeoutError:
+        return RequestTimeoutError(f"batch {self.machine.batch_id}: {what} within {self._timeout:g} s: {why}")
 
     async def _find_stream(self, subject: str, timeout: float) -> None:
         """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
-        self.machine.check_stream(subject, await known_stream_name(self._context, subject, timeout))
+        asking = known_stream_name(self._context, subject, timeout)
+        try:
+            stream = await self._connection.bounded(asking, math.inf, subject, over=lambda: self.machine.ended)
+        except Over:
+            self.machine.check_open()
+            raise
+        self.machine.check_stream(subject, stream)
 
     async def _wait_room(self, timeout: float) -> None:
         try:

@@ -53,7 +53,7 @@ class Over(Exception):  # noqa: N818 - no error
 class NotPermittedError(RequestTimeoutError):
     """A request has no answer, and the server said why: the client may not publish to `subject`."""
 
-    def __init__(self, subject: str) -> None:
+    def __init__(self, subject: str = "") -> None:
         super().__init__(f"the server refused the request: no permission to publish to {subject}")
 
 
@@ -75,6 +75,15 @@ class InboxHandler:
     frames: Callable[[list[Frame]], None]
     disconnected: Callable[[], None]
     reconnected: Callable[[], None] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """A request whose refusal can be noticed, unless one to another subject was under way that may be mapped alike."""
+
+    subject: str
+    mapped: str
+    alone: bool = True
 
 
 class InboxSubscription:
@@ -149,6 +158,7 @@ class BaseConnection(ABC):
         self.nc = nc
         self._server_info = server_info
         self._handlers: dict[Any, InboxHandler | None] = {}
+        self._asked: set[_Asked] = set()
         self._inboxes = 0  # the open ones
         self._poll: asyncio.TimerHandle | None = None
 
@@ -269,21 +279,33 @@ class BaseConnection(ABC):
     async def request(self, subject: str, payload: bytes, timeout: float, *, mapped: str = "") -> Msg:
         """Send a request and return the answer, or raise RequestTimeoutError after `timeout` seconds.
 
-        Raises BadSubjectError if the subject is too long. If the server may map the subject to `mapped`, raises
-        NotPermittedError as soon as it refuses the request under one of these names.
+        Raises BadSubjectError if the subject is too long. If the name is given to which the server may map the subject,
+        raises NotPermittedError as soon as it refuses the request under one of the two.
         """
         what = f"the answer on {subject}"
         self.check_request(subject)
         names = {subject.lower(), mapped.lower()} if mapped else set()
-        before = self._refusals(names)
+        before = self._newest_refusal(names)
+        asked = _Asked(subject, mapped.lower())
+
+        def is_refused() -> bool:
+            newest = self._newest_refusal(names)
+            return newest is not None and newest != before and asked.alone
+
+        for other in self._asked:
+            if other.mapped == asked.mapped and other.subject != subject:
+                other.alone = asked.alone = False
+        self._asked.add(asked)
         try:
             request = self.nc.request(subject, payload, timeout=timeout)
-            return await self.bounded(request, timeout, what, over=lambda: self._refusals(names) != before)
+            return await self.bounded(request, timeout, what, over=is_refused)
         except Over:
             raise NotPermittedError(subject) from None
+        finally:
+            self._asked.remove(asked)
 
-    def _refusals(self, subjects: Collection[str]) -> object:
-        """Return a value that changes when the server refuses a message to one of `subjects`, given in lower case."""
+    def _newest_refusal(self, subjects: Collection[str]) -> object:
+        """Return what stands for the newest refused message to one of `subjects`, given in lower case; None if unknown."""
         error = self.nc.last_error
         return error if (found := REFUSAL.search(str(error))) and found[1].lower() in subjects else None
 

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import importlib.util
 import inspect
+import itertools
 import logging
 import math
 import re
@@ -89,7 +90,8 @@ class Connection(BaseConnection):
         self._watched_reader: asyncio.Task[Any] | None = None
         self._connection_lost = False
         self._process_err = nc._process_err
-        self._refused: dict[str, int] = {}  # how many messages, by their subject in lower case
+        self._refused: dict[str, int] = {}  # when a message was refused, by its subject in lower case, oldest first
+        self._refusals = itertools.count()
 
     @property
     def usable(self) -> bool:
@@ -189,16 +191,17 @@ class Connection(BaseConnection):
         notify(self._handlers.values(), connected=False)
 
     async def process_err(self, text: str) -> None:
-        """Replace `Client._process_err`, which keeps only the newest error: count the messages that were refused."""
+        """Replace `Client._process_err`, which keeps only the newest error: note which messages were refused."""
         if (found := REFUSAL.search(text)) is not None:
-            if len(self._refused) >= _REFUSED_KEPT:
-                self._refused.clear()
             subject = found[1].lower()
-            self._refused[subject] = self._refused.get(subject, 0) + 1
+            self._refused.pop(subject, None)
+            self._refused[subject] = next(self._refusals)
+            if len(self._refused) > _REFUSED_KEPT:
+                del self._refused[next(iter(self._refused))]
         await self._process_err(text)
 
-    def _refusals(self, subjects: Collection[str]) -> object:
-        return sum(self._refused.get(subject, 0) for subject in subjects)
+    def _newest_refusal(self, subjects: Collection[str]) -> object:
+        return max((self._refused[subject] for subject in subjects if subject in self._refused), default=None)
 
     async def parse(self, data: bytes = b"") -> None:
         """Replace `Parser.parse`: cut out the frames of our subscriptions and pass on the rest."""

@@ -184,7 +184,7 @@ async def read_blocks(
                 except RequestTimeoutError:
                     if not connection.usable:
                         raise no_answer(stream, timeout, connected=False) from None
-                    # Otherwise it is in the write buffer, and the wait for the reply ends by itself.
+                    # Otherwise the wait for the reply decides: the request may be in the write buffer.
             case range_read.DropReply(sent):
                 inboxes.close(sent)
             case range_read.AskLeader(requests):

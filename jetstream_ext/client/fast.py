@@ -16,7 +16,15 @@ from nats.js import JetStreamContext
 from nats.nuid import NUID
 
 from jetstream_ext.client.api import LeaderInfo, known_stream_name, lookup_leader
-from jetstream_ext.client.base_connection import ROOM, BaseConnection, InboxHandler, InboxSubscription, cancel, weakly
+from jetstream_ext.client.base_connection import (
+    ROOM,
+    BaseConnection,
+    InboxHandler,
+    InboxSubscription,
+    Over,
+    cancel,
+    weakly,
+)
 from jetstream_ext.client.connection import Context
 from jetstream_ext.client.turns import Turns
 from jetstream_ext.errors import RequestTimeoutError
@@ -461,26 +469,35 @@ class FastSession:
 
         A message takes its sequence only while the write buffer has room, so the buffer bounds the memory of a window.
         """
-        began = self.now()
+        began, encoded, opened = self.now(), None, self.opened
         with self._turns.join() as turn:
             while True:
-                try:
-                    encoded = self.batch.encode(message)
-                except SubjectElsewhere as question:
-                    self.batch.check_open()
-                    await self._find_stream(question.subject, began + self.batch.ack_timeout / 2 - self.now())
-                    continue
+                self._check_ended()
+                if encoded is None or opened != self.opened:
+                    try:
+                        encoded, opened = self.batch.encode(message), self.opened
+                    except SubjectElsewhere as question:
+                        await self._find_stream(question.subject, began + self.batch.ack_timeout / 2 - self.now())
+                        continue
                 if turn.has_come:
                     await self._when_sendable(began, message)
                     return encoded
-                await turn.wait(None)
+                try:
+                    await turn.wait(None if opened else self._must_open_by(began))
+                except RequestTimeoutError as late:
+                    raise self._not_sent(str(late)) from late
 
     async def wait_room(self) -> None:
         """Wait as `wait_turn` until a message of an open batch can be sent."""
         with self._turns.join() as turn:
             while not turn.has_come:
                 await turn.wait(None)
+                self._check_ended()
             await self._when_sendable(self.now())
+
+    def _check_ended(self) -> None:
+        if self._ended.is_set():
+            self.batch.check_open()
 
     async def _when_sendable(self, began: float, message: BatchMessage | None = None) -> None:
         await self.wait_ready(self.batch.can_send, message, began)
@@ -491,7 +508,7 @@ class FastSession:
     async def wait_to_commit(self) -> None:
         """Wait until the batch can be committed, after all calls that were made before."""
         if self._turns.queue:
-            await self._turns.wait(None)
+            await self._turns.wait(self._check_ended)
         await self.wait_ready(self.batch.can_ask)
 
     async def _wait_buffer(self, began: float) -> None:
@@ -501,7 +518,7 @@ class FastSession:
             await connection.wait_room(timeout, over=lambda: batch.state is not state)
         except RequestTimeoutError:
             if not batch.sent:
-                raise self._not_sent() from None
+                raise self._not_sent(f"no {ROOM}") from None
             self.deliver(batch.write_timed_out(self.now()))
         except nats.errors.Error:
             self._disconnected()
@@ -562,14 +579,19 @@ class FastSession:
 
     async def _find_stream(self, subject: str, timeout: float) -> None:
         """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
-        self.batch.check_stream(subject, await known_stream_name(self._context, subject, timeout))
+        asking = known_stream_name(self._context, subject, timeout)
+        try:
+            stream = await self._connection.bounded(asking, math.inf, subject, over=self._ended.is_set)
+        except Over:
+            self.batch.check_open()
+            raise
+        self.batch.check_stream(subject, stream)
 
     # -- the connection -------------------------------------------------------------------------------------------
 
-    def _not_sent(self) -> RequestTimeoutError:
-        return RequestTimeoutError(
-            f"batch {self.batch.batch_id}: the first message was not sent within {self.batch.ack_timeout:g} s: no {ROOM}"
-        )
+    def _not_sent(self, why: str) -> RequestTimeoutError:
+        text = f"batch {self.batch.batch_id}: the first message was not sent within {self.batch.ack_timeout:g} s: {why}"
+        return RequestTimeoutError(text)
 
     def _must_open_by(self, began: float) -> float:
         """Return when the first message, which was added at `began`, must be sent: the rest is for the first reply."""
@@ -578,6 +600,8 @@ class FastSession:
     async def _open(self, first: BatchMessage, began: float) -> None:
         connection, deadline = self._connection, self._must_open_by(began)
         connection.check_usable()
+        if self.now() >= deadline:
+            raise self._not_sent("the calls before it have not ended")
         leader = self.leader = await lookup_leader(
             self._context, first.subject, first.stream, max(0.0, deadline - self.now()), FAST_INGEST
         )
@@ -593,7 +617,9 @@ class FastSession:
                 try:
                     await connection.wait_room(deadline - self.now(), over=lambda: self.batch.end_reason is not None)
                 except RequestTimeoutError:
-                    raise self._not_sent() from None
+                    raise self._not_sent(f"no {ROOM}") from None
+            if self.now() >= deadline:
+                raise self._not_sent("no answer to the lookups")
             # A stream that does not store the subject was named by the caller: perhaps accounts map subjects.
             stream = leader.stream if leader.stream is not None and leader.stream.stores(first.subject) else None
             self.batch.open(inbox.subject, self.now() - began, stream if self._one_stream else None)

@@ -617,6 +617,8 @@ class _Ingest:
         try:
             while (block := search.next_block()) is not None:
                 search.see(await self._read(state, *block))
+        except NotPermittedError:
+            return unknown
         except RequestTimeoutError:
             if await self._never_answers():
                 return unknown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from jetstream_ext.errors import RequestTimeoutError
@@ -26,11 +26,14 @@ class Turn:
 
     async def wait(self, until: float | None) -> None:
         """Wait until the turn has come or `Turns.wake` is called; raise RequestTimeoutError at the time `until`."""
-        try:
-            async with asyncio.timeout_at(until):
-                await self._woken.wait()
-        except TimeoutError:
-            raise RequestTimeoutError("the calls before it have not ended") from None
+        if until is None:
+            await self._woken.wait()
+        else:
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._woken.wait()
+            except TimeoutError:
+                raise RequestTimeoutError("the calls before it have not ended") from None
         self._woken.clear()
 
 
@@ -52,11 +55,15 @@ class Turns:
             if queue:
                 queue[0].wake()
 
-    async def wait(self, until: float | None) -> None:
-        """Wait until all callers before this one have sent or given up; raise as `Turn.wait` does."""
+    async def wait(self, check: Callable[[], None], until: float | None = None) -> None:
+        """Wait until all callers before this one have sent or given up; raise as `Turn.wait` and `check` do.
+
+        `check` raises the error of a batch that has ended.
+        """
         with self.join() as turn:
             while not turn.has_come:
                 await turn.wait(until)
+                check()
 
     def wake(self) -> None:
         """Let all callers look again: the batch was opened, or has ended."""

@@ -136,6 +136,7 @@ class AtomicBatchMachine:
         self._has_marker = False
         self._holds_back = False
         self._stream: StreamState | None = None
+        self._unknown: set[str] = set()  # subjects of which no server said which stream stores them
         # What the batch consists of.
         self._subjects: list[str] = []
         self._fingerprints: list[int] | None = None if own_id else []
@@ -209,11 +210,10 @@ class AtomicBatchMachine:
 
         Raises BadSubjectError if that is another stream than the batch's.
         """
-        if self._stream is not None:  # otherwise another call had no answer
-            if stream is None:
-                self._stream = None
-            own = "" if self._stream is None else self._stream.name
-            self._encoder.subjects.answer(subject, stream, own, f"batch {self.batch_id}", "an atomic batch")
+        assert self._stream is not None
+        if stream is None:
+            self._unknown.add(subject)
+        self._encoder.subjects.answer(subject, stream, self._stream.name, f"batch {self.batch_id}", "an atomic batch")
 
     def add(self, message: Encoded) -> Block:
         """Take a message; return what to send: nothing if the message is held back.
@@ -579,12 +579,13 @@ class AtomicBatchMachine:
         """Return what may explain that a server finds the batch incomplete, or nothing."""
         answered, streams = wire.answering_stream(payload), ""
         own, stores = ("", None) if self._stream is None else (self._stream.name, self._stream.stores)
+        known = self._written - self._unknown
         if answered and own and answered != own:
             streams = f"the batch is for stream {own!r}, and stream {answered!r} received a part of it"
         elif stores is None and len(self._written) > 1:
             part = f"stream {answered!r}" if answered else "the answering stream"
             streams = f"{part} may not store all of its subjects"
-        elif stores is not None and (elsewhere := [subject for subject in self._written if not stores(subject)]):
+        elif stores is not None and (elsewhere := [subject for subject in known if not stores(subject)]):
             streams = f"stream {own!r} does not store its subject {elsewhere[0]!r}"
         if streams:
             return f"{streams}, and all messages of an atomic batch must be of one stream"

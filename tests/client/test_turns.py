@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from nats.aio.client import DEFAULT_PENDING_SIZE
 from nats.js import JetStreamContext
 
 import jetstream_ext as jsx
@@ -144,6 +145,70 @@ async def test_slow_answers_come_at_the_same_time(
         async with asyncio.timeout(10):
             await asyncio.gather(*(batch.add(name) for name in names))
     assert await subjects(js, stream) == [f"{stream}.a", *names]
+
+
+@KINDS
+async def test_an_ended_batch_ends_the_calls_behind_one_that_asks(
+    js: JetStreamContext, make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    stream = await make_stream()
+    batch = kind(js)
+    await batch.add(f"{stream}.a")
+    await lookups(js, monkeypatch, asyncio.Event().wait)
+    calls = [batch.add("other.a"), *(batch.add(f"{stream}.a") for _ in range(20)), batch.commit_eob()]
+    if kind is jsx.FastPublisher:
+        calls.append(batch.add_many([(f"{stream}.a", b"")]))
+    waiting = [asyncio.ensure_future(call) for call in calls]
+    await settle()
+    await batch.discard()
+    waiting += [asyncio.ensure_future(call) for call in (batch.add(f"{stream}.a"), batch.commit_eob())]
+    async with asyncio.timeout(1):  # less than a lookup
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(each) for each in ended} == {errors.BatchClosedError}
+
+
+@KINDS
+@pytest.mark.parametrize("resumed", [False, True])
+async def test_first_messages_end_in_time_on_a_server_that_stops(
+    own_server: Any, own_js: JetStreamContext, own_stream: MakeStream, kind: Any, resumed: bool
+) -> None:
+    """All of them, and none is sent when its time is over."""
+    stream, timeout, clock = await own_stream(), 2.0, asyncio.get_running_loop().time
+    batch = kind(own_js, **{"timeout" if kind is jsx.AtomicBatch else "ack_timeout": timeout})
+    nc = own_js._nc
+    await asyncio.to_thread(own_server.pause)
+    try:
+        while nc.pending_data_size <= DEFAULT_PENDING_SIZE:  # full behind what the sockets take
+            nc._pending.append(command := b"PUB x 1000000\r\n%b\r\n" % bytes(1_000_000))
+            nc._pending_data_size += len(command)
+            await nc._flush_pending()
+            await asyncio.sleep(0)
+        began = clock()
+        adding = asyncio.gather(*(batch.add(f"{stream}.a") for _ in range(3000)), return_exceptions=True)
+        if resumed:
+            await asyncio.sleep(timeout * 1.2)
+            await asyncio.to_thread(own_server.resume)
+        ended = await adding
+        assert clock() - began < timeout + (3.0 if resumed else 1.0)
+        assert {type(each) for each in ended} == {errors.RequestTimeoutError}
+        assert "not sent" in str(ended[-1]) or "not added" in str(ended[-1])
+    finally:
+        await asyncio.to_thread(own_server.resume)
+    await batch.discard()
+
+
+async def test_an_answer_to_one_call_does_not_end_the_check_of_another(
+    js: JetStreamContext, make_stream: MakeStream
+) -> None:
+    one, two = await make_stream(), await make_stream()
+    async with jsx.AtomicBatch(js) as batch:
+        await batch.add(f"{one}.a")
+        unknown, other = await asyncio.gather(
+            batch.add("unknown.a", ack=False), batch.add(f"{two}.a"), return_exceptions=True
+        )
+        assert unknown is None, "perhaps accounts map subjects"
+        assert isinstance(other, errors.BadSubjectError)
+        await batch.discard()
 
 
 @KINDS

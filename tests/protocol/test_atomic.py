@@ -298,6 +298,8 @@ def test_a_subject_that_was_checked_before_the_batch_was_opened_is_checked_again
     for answer in (None, "S"):  # to several calls at once
         machine.check_stream("b.1", answer)
     assert add(machine, message("b.1"))
+    with pytest.raises(errors.BadSubjectError):
+        machine.check_stream("c.1", "T")
 
 
 @LEVELS
