@@ -324,7 +324,7 @@ class AtomicSession:
         """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
         asking = known_stream_name(self._context, subject, timeout)
         try:
-            stream = await self._connection.bounded(asking, math.inf, subject, over=lambda: self.machine.ended)
+            stream = await self._connection.bounded(asking, math.inf, "the stream", over=lambda: self.machine.ended)
         except Over:
             self.machine.check_open()
             raise

@@ -581,7 +581,7 @@ class FastSession:
         """Ask which stream stores `subject`; raise BadSubjectError if it is another one than the batch's."""
         asking = known_stream_name(self._context, subject, timeout)
         try:
-            stream = await self._connection.bounded(asking, math.inf, subject, over=self._ended.is_set)
+            stream = await self._connection.bounded(asking, math.inf, "the stream", over=self._ended.is_set)
         except Over:
             self.batch.check_open()
             raise
