@@ -191,7 +191,8 @@ async def test_first_messages_give_up_together(
     batch = kind(js, **{"timeout" if kind is jsx.AtomicBatch else "ack_timeout": timeout})
     room.clear()
     adding = asyncio.gather(*(batch.add(f"{stream}.a") for _ in range(300)), return_exceptions=True)
-    await asyncio.sleep(timeout * 0.9)  # less than a quarter is left for a reply
+    await settle()
+    await asyncio.sleep(timeout * 0.8)  # less than a quarter is left for a reply
     if resumed:
         room.set()
     async with asyncio.timeout(30):
